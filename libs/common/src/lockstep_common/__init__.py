@@ -1,0 +1,1 @@
+"""What all Lockstep services share: errors, settings, telemetry, process life. It knows no service and no engine."""

@@ -1,0 +1,97 @@
+"""The one list of errors, and the one table from an error to HTTP, OpenAI's error body and gRPC.
+
+Every failure that leaves a process is an `ErrorCode`. Edges translate with the table; nothing in between invents statuses.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class ErrorCode(StrEnum):
+    """What went wrong, as it travels on every wire."""
+
+    INVALID_REQUEST = "invalid_request"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    UNAUTHENTICATED = "unauthenticated"
+    MODEL_NOT_FOUND = "model_not_found"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    PAYLOAD_TOO_LARGE = "payload_too_large"
+    RATE_LIMITED = "rate_limited"
+    OVERLOADED = "overloaded"
+    RESOURCE_EXHAUSTED = "resource_exhausted"
+    UNAVAILABLE = "unavailable"
+    WORKER_LOST = "worker_lost"
+    DRAINING = "draining"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    CANCELLED = "cancelled"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """How an error code looks on each wire."""
+
+    http_status: int
+    openai_type: str
+    grpc_status: str
+    retryable: bool = False
+    """Another worker may succeed with the same request."""
+
+
+MEANINGS: dict[ErrorCode, Meaning] = {
+    ErrorCode.INVALID_REQUEST: Meaning(400, "invalid_request_error", "INVALID_ARGUMENT"),
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: Meaning(400, "invalid_request_error", "INVALID_ARGUMENT"),
+    ErrorCode.UNAUTHENTICATED: Meaning(401, "authentication_error", "UNAUTHENTICATED"),
+    ErrorCode.MODEL_NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
+    ErrorCode.NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
+    ErrorCode.METHOD_NOT_ALLOWED: Meaning(405, "invalid_request_error", "UNIMPLEMENTED"),
+    ErrorCode.PAYLOAD_TOO_LARGE: Meaning(413, "invalid_request_error", "INVALID_ARGUMENT"),
+    ErrorCode.RATE_LIMITED: Meaning(429, "rate_limit_error", "RESOURCE_EXHAUSTED"),
+    ErrorCode.OVERLOADED: Meaning(503, "overloaded_error", "RESOURCE_EXHAUSTED", retryable=True),
+    ErrorCode.RESOURCE_EXHAUSTED: Meaning(400, "invalid_request_error", "RESOURCE_EXHAUSTED"),
+    ErrorCode.UNAVAILABLE: Meaning(503, "service_unavailable_error", "UNAVAILABLE", retryable=True),
+    ErrorCode.WORKER_LOST: Meaning(503, "service_unavailable_error", "UNAVAILABLE", retryable=True),
+    ErrorCode.DRAINING: Meaning(503, "service_unavailable_error", "UNAVAILABLE", retryable=True),
+    ErrorCode.DEADLINE_EXCEEDED: Meaning(504, "timeout_error", "DEADLINE_EXCEEDED"),
+    ErrorCode.CANCELLED: Meaning(499, "cancelled_error", "CANCELLED"),
+    ErrorCode.INTERNAL: Meaning(500, "server_error", "INTERNAL"),
+}
+
+
+class LockstepError(Exception):
+    """A failure with a code, a sentence for people, and the field at fault if there is one."""
+
+    def __init__(
+        self, code: ErrorCode, message: str, *, field: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+    @property
+    def meaning(self) -> Meaning:
+        """The row of the table for this error's code."""
+        return MEANINGS[self.code]
+
+    def openai_body(self) -> dict[str, Any]:
+        """OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.meaning.openai_type,
+                "param": self.field,
+                "code": str(self.code),
+            }
+        }
+
+
+def parse_code(text: str) -> ErrorCode:
+    """The code named by a peer; INTERNAL for one that this version does not know."""
+    try:
+        return ErrorCode(text)
+    except ValueError:
+        return ErrorCode.INTERNAL

@@ -1,0 +1,51 @@
+"""The life of a process: its name in `ps`, its end with its parent, its stop on a signal."""
+
+import asyncio
+import ctypes
+import os
+import signal
+
+from setproctitle import setproctitle
+
+DIE_WITH_PARENT_VARIABLE = "LOCKSTEP_DIE_WITH_PARENT"
+"""Set by a parent that wants its children killed by the kernel when it dies, however it dies."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def name_process(name: str) -> None:
+    """Show this process as `lockstep: <name>` in ps and top."""
+    setproctitle(f"lockstep: {name}")
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have the kernel SIGKILL this process when the thread that started it ends.
+
+    Args:
+        parent_pid: the expected parent. If it is already gone (it died before this call) the process exits at once.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(1)
+
+
+def obey_parent() -> None:
+    """`die_with_parent` if the environment says so (the parent's pid is the variable's value)."""
+    value = os.environ.pop(DIE_WITH_PARENT_VARIABLE, "")
+    if value:
+        die_with_parent(int(value))
+
+
+def stop_event() -> asyncio.Event:
+    """An event of the running loop that SIGTERM and SIGINT set. A second signal ends the process at once."""
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if event.is_set():
+            os._exit(130)
+        event.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    return event

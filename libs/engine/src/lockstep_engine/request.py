@@ -1,0 +1,137 @@
+"""What goes into the engine and what comes out: requests, sampling, outputs. Plain data, token ids only, no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from lockstep_common.errors import ErrorCode, LockstepError
+
+MAX_STOP_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    The draw for an output position is a pure function of (seed, position): a request that is continued elsewhere
+    with the ids emitted so far draws the same numbers.
+    """
+
+    max_tokens: int = 16
+    """Tokens to emit in all, those of earlier attempts included."""
+    min_tokens: int = 0
+    """End-of-text and stop ids cannot be chosen before this many tokens."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt and output (Keskar et al. 2019, CTRL)."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it was emitted."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token that was emitted."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    """0 to 2^64 - 1."""
+    logprobs: int | None = None
+    """None: none. n: the chosen token's log probability and the n most likely ones'."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise INVALID_REQUEST naming the first field that is out of range."""
+        checks: tuple[tuple[str, bool, str], ...] = (
+            ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
+            ("min_tokens", self.min_tokens >= 0, "must not be negative"),
+            ("temperature", 0 <= self.temperature <= 100, "must be between 0 and 100"),
+            ("top_k", self.top_k >= 0, "must not be negative"),
+            ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "must be between 0 and 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 100, "must be above 0 and at most 100"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "must be between -2 and 2"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "must be between -2 and 2"),
+            ("seed", 0 <= self.seed < 2**64, "must fit 64 bits"),
+            (
+                "logprobs",
+                self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+                f"must be between 0 and {MAX_LOGPROBS}",
+            ),
+            ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_IDS, f"takes at most {MAX_STOP_IDS} ids"),
+            ("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"takes at most {MAX_LOGIT_BIAS} tokens"),
+            (
+                "logit_bias",
+                all(0 <= token < vocab_size for token in self.logit_bias),
+                f"names a token outside the vocabulary of {vocab_size}",
+            ),
+            (
+                "logit_bias",
+                all(-1000 <= bias <= 1000 for bias in self.logit_bias.values()),
+                "must be between -1000 and 1000",
+            ),
+        )
+        for name, holds, sentence in checks:
+            if not holds:
+                raise LockstepError(ErrorCode.INVALID_REQUEST, f"{name} {sentence}", field=name)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One stream of tokens to generate, or to go on with."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    emitted_ids: tuple[int, ...] = ()
+    """What earlier attempts gave; the first new token has position len(emitted_ids)."""
+    priority: int = 0
+    """Higher runs first and is preempted last."""
+    tenant: str = ""
+    """Separates prefix caches."""
+
+
+class FinishReason(StrEnum):
+    """Why a stream ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token and its natural-log probability."""
+
+    id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log probabilities at one position: the chosen token's, and the most likely ones' (best first)."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What one step gave to one request."""
+
+    request_id: str
+    position: int
+    """Of the first of `ids` in the output, counted from 0 over all attempts."""
+    ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    finish: FinishReason | None = None
+    """Set with the last ids. The id that stopped the stream (end-of-text or stop id) is among `ids`."""
+    cached_tokens: int = 0
+    """Set with the first output of a request: prompt tokens whose KV was in the prefix cache."""
+    error: LockstepError | None = None
+    """The request failed and gets no more tokens; `error.meaning.retryable` says whether another worker may go on."""
