@@ -1,0 +1,27 @@
+"""Lockstep's engine: tensor-parallel generation with paged KV, usable without any service.
+
+`Engine` takes and gives text; `AsyncEngine` takes and gives token ids inside an asyncio loop. Importing this package does
+not import torch: that happens in the rank processes alone.
+"""
+
+from lockstep_engine.config import EngineConfig
+from lockstep_engine.engine import AsyncEngine, EngineState, EngineStatus, RankStatus
+from lockstep_engine.model_config import ModelInfo
+from lockstep_engine.offline import Engine
+from lockstep_engine.request import FinishReason, Logprobs, Output, Request, SamplingParams, TokenLogprob
+
+__all__ = [
+    "AsyncEngine",
+    "Engine",
+    "EngineConfig",
+    "EngineState",
+    "EngineStatus",
+    "FinishReason",
+    "Logprobs",
+    "ModelInfo",
+    "Output",
+    "RankStatus",
+    "Request",
+    "SamplingParams",
+    "TokenLogprob",
+]

@@ -1,0 +1,166 @@
+"""What a checkpoint says of itself, read without torch: quickly enough to refuse a bad directory before anything starts."""
+
+import hashlib
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lockstep_common.errors import ErrorCode, LockstepError
+
+from lockstep_engine.config import EngineConfig
+
+_MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
+_DIGEST_SAMPLE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A checkpoint, as the engine serves it."""
+
+    path: Path
+    name: str
+    digest: str
+    """Of configuration, tokenizer and weights: engines with equal digests may continue each other's streams."""
+    architecture: str
+    dtype: str
+    """As stored."""
+    context_length: int
+    vocab_size: int
+    hidden_size: int
+    eos_ids: tuple[int, ...]
+    created: int
+    """Seconds since 1970 of the configuration file."""
+    weight_files: tuple[Path, ...]
+
+
+def refuse(sentence: str) -> LockstepError:
+    """The error for a model that can't be served."""
+    return LockstepError(ErrorCode.INVALID_REQUEST, sentence, field="model")
+
+
+def inspect_model(config: EngineConfig) -> ModelInfo:
+    """Read what the directory says and check that it is whole.
+
+    Raises:
+        LockstepError: INVALID_REQUEST with one sentence that says what is missing, cut short or impossible.
+    """
+    path = Path(config.model)
+    if not path.is_dir():
+        raise refuse(f"model {path}: no such directory")
+    settings = read_json(path / "config.json")
+    files = _weight_files(path)
+    architectures = settings.get("architectures") or [None]
+    architecture = architectures[0]
+    if not isinstance(architecture, str) or not architecture.endswith("ForCausalLM"):
+        raise refuse(
+            f"model {path}: config.json names the architecture {architecture}; only …ForCausalLM generates text"
+        )
+    _check_split(path, settings, config.tp)
+    vocab_size = _positive(path, settings, "vocab_size")
+    limit = _positive(path, settings, "max_position_embeddings")
+    return ModelInfo(
+        path=path,
+        name=config.name or path.resolve().name,
+        digest=_digest(path, files),
+        architecture=architecture,
+        dtype=str(settings.get("dtype") or settings.get("torch_dtype") or "float32"),
+        context_length=min(limit, config.max_context or limit),
+        vocab_size=vocab_size,
+        hidden_size=_positive(path, settings, "hidden_size"),
+        eos_ids=_eos_ids(path, settings),
+        created=int((path / "config.json").stat().st_mtime),
+        weight_files=files,
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of the checkpoint; refuses one that is missing or broken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise refuse(f"model {path.parent}: {path.name} is missing") from None
+    except (ValueError, OSError) as error:
+        raise refuse(f"model {path.parent}: {path.name} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise refuse(f"model {path.parent}: {path.name} is not a JSON object")
+    return value
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        files = tuple(path / str(name) for name in names)
+    else:
+        files = tuple(sorted(path.glob("*.safetensors")))
+    if not files:
+        raise refuse(f"model {path}: no *.safetensors file (pickled .bin and .pt files are not read)")
+    for file in files:
+        _check_whole(file)
+    return files
+
+
+def _check_whole(file: Path) -> None:
+    """A safetensors file is an 8-byte header length, a JSON header, and as many bytes as its largest offset says."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            prefix = stream.read(8)
+            header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+            if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
+                raise refuse(f"model {file.parent}: {file.name} is not a whole safetensors file (its header is cut short)")
+            header = json.loads(stream.read(header_bytes))
+    except FileNotFoundError:
+        raise refuse(f"model {file.parent}: {file.name} is named by the index but missing") from None
+    except ValueError:
+        raise refuse(f"model {file.parent}: {file.name} has a broken safetensors header") from None
+    end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
+    if size != 8 + header_bytes + end:
+        raise refuse(f"model {file.parent}: {file.name} is cut short: {size} bytes of {8 + header_bytes + end}")
+
+
+def _check_split(path: Path, settings: dict[str, Any], tp: int) -> None:
+    heads = settings.get("num_attention_heads")
+    if isinstance(heads, int) and heads % tp:
+        raise refuse(f"model {path}: {heads} attention heads cannot be split over tp = {tp} ranks")
+    kv_heads = settings.get("num_key_value_heads") or heads
+    if isinstance(kv_heads, int) and kv_heads % tp and tp % kv_heads:
+        raise refuse(f"model {path}: {kv_heads} key/value heads can be neither split nor repeated over tp = {tp} ranks")
+    for field in ("intermediate_size", "moe_intermediate_size"):
+        width = settings.get(field)
+        if isinstance(width, int) and width % tp:
+            raise refuse(f"model {path}: {field} {width} cannot be split over tp = {tp} ranks")
+
+
+def _positive(path: Path, settings: dict[str, Any], field: str) -> int:
+    value = settings.get(field)
+    if not isinstance(value, int) or value < 1:
+        raise refuse(f"model {path}: config.json has no usable {field} (given: {value})")
+    return value
+
+
+def _eos_ids(path: Path, settings: dict[str, Any]) -> tuple[int, ...]:
+    generation = path / "generation_config.json"
+    value = read_json(generation).get("eos_token_id") if generation.exists() else None
+    if value is None:
+        value = settings.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    return tuple(number for number in ids if isinstance(number, int))
+
+
+def _digest(path: Path, files: tuple[Path, ...]) -> str:
+    """SHA-256 over the small files whole, and over size, head and tail of the weights (reading them all takes minutes)."""
+    digest = hashlib.sha256()
+    for name in ("config.json", "tokenizer.json"):
+        if (path / name).exists():
+            digest.update(name.encode() + b"\0" + (path / name).read_bytes())
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}\0{size}".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(_DIGEST_SAMPLE_BYTES))
+            stream.seek(max(0, size - _DIGEST_SAMPLE_BYTES))
+            digest.update(stream.read(_DIGEST_SAMPLE_BYTES))
+    return digest.hexdigest()

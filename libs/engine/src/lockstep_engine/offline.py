@@ -1,0 +1,169 @@
+"""The engine without services: text in, text out, in the calling thread."""
+
+import asyncio
+import itertools
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from lockstep_engine.config import EngineConfig
+from lockstep_engine.engine import AsyncEngine
+from lockstep_engine.model_config import refuse
+from lockstep_engine.request import Output, Request, SamplingParams
+
+Prompt = str | Sequence[int]
+_T = TypeVar("_T")
+
+
+class Engine:
+    """Generates text from a model directory.
+
+        with Engine("models/reference", tp=2) as engine:
+            for text in engine.generate(["It was a dark night, and"], SamplingParams(max_tokens=50)):
+                print(text)
+
+    Args:
+        model: directory of the model.
+        settings: further fields of `EngineConfig`.
+
+    Raises:
+        LockstepError: the model cannot be served; one sentence says why.
+    """
+
+    def __init__(self, model: str | Path, **settings: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._outputs: dict[str, asyncio.Queue[Output]] = {}
+        self._numbers = itertools.count()
+        self._engine = AsyncEngine(
+            EngineConfig(model=str(model), **settings), on_outputs=self._deliver, on_change=lambda: None
+        )
+        self._tokenizer = _load_tokenizer(self._engine.model.path)
+        try:
+            self._run(self._engine.start())
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def core(self) -> AsyncEngine:
+        """The engine inside, for its model and status."""
+        return self._engine
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, with what the tokenizer adds (begin-of-text)."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[str]:
+        """Texts that follow the prompts, all generated together."""
+        return [self.decode([id_ for output in each for id_ in output.ids]) for each in self.outputs(prompts, params)]
+
+    def generate_ids(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[int]]:
+        """Token ids that follow the prompts, all generated together."""
+        return [[id_ for output in each for id_ in output.ids] for each in self.outputs(prompts, params)]
+
+    def outputs(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[list[Output]]:
+        """Everything the engine gives for each prompt, with log probabilities and reasons."""
+        each_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        requests = [self._request(prompt, each) for prompt, each in zip(prompts, each_params, strict=True)]
+        return self._run(self._collect(requests))
+
+    def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
+        """Pieces of the text that follows the prompt, as they come; joined they are what `generate` gives."""
+        request = self._request(prompt, params)
+        self._run(self._submit(request))
+        ids: list[int] = []
+        given = ""
+        decoder = DecodeStream(skip_special_tokens=True)
+        try:
+            while True:
+                output = self._run(self._next(request.id))
+                for id_ in output.ids:
+                    ids.append(id_)
+                    piece = decoder.step(self._tokenizer, id_)
+                    if piece:
+                        given += piece
+                        yield piece
+                if output.finish is not None:
+                    break
+            rest = self.decode(ids)[len(given) :]
+            if rest:
+                yield rest
+        finally:
+            self._outputs.pop(request.id, None)
+            self._engine.cancel(request.id)
+
+    def close(self) -> None:
+        """End the ranks. The engine cannot be used again."""
+        if not self._loop.is_closed():
+            self._run(self._engine.close())
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        return Request(f"offline-{next(self._numbers)}", tuple(ids), params)
+
+    def _deliver(self, _step: int, outputs: list[Output]) -> None:
+        for output in outputs:
+            box = self._outputs.get(output.request_id)
+            if box is not None:
+                box.put_nowait(output)
+
+    async def _submit(self, request: Request) -> None:
+        self._outputs[request.id] = asyncio.Queue()
+        self._engine.submit(request)
+
+    async def _next(self, request_id: str) -> Output:
+        output = await self._outputs[request_id].get()
+        if output.error is not None:
+            raise output.error
+        return output
+
+    async def _collect(self, requests: Sequence[Request]) -> list[list[Output]]:
+        """Run requests, as many at a time as the queue takes; close what is left if one fails."""
+        room = asyncio.Semaphore(self._engine.config.max_queue)
+
+        async def one(request: Request) -> list[Output]:
+            async with room:
+                await self._submit(request)
+                outputs: list[Output] = []
+                try:
+                    while not outputs or outputs[-1].finish is None:
+                        outputs.append(await self._next(request.id))
+                finally:
+                    del self._outputs[request.id]
+                    self._engine.cancel(request.id)
+                return outputs
+
+        return list(await asyncio.gather(*(one(request) for request in requests)))
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        return self._loop.run_until_complete(work)
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.exists():
+        raise refuse(f"model {path}: tokenizer.json is missing")
+    return Tokenizer.from_file(str(file))

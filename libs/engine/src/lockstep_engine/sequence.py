@@ -1,0 +1,67 @@
+"""A request on its way through the engine: its tokens, how many of them have KV, and where that KV is."""
+
+from dataclasses import dataclass, field
+
+from lockstep_engine.blocks import BlockKey, extend_keys
+from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.request import FinishReason, Request
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of one request. The scheduler is its only owner."""
+
+    request: Request
+    arrival: int
+    """Order of submission; ties of priority go to the earlier."""
+    tokens: list[int] = field(init=False)
+    """Prompt and output so far."""
+    computed: int = 0
+    """Tokens whose KV is in `blocks`."""
+    blocks: list[int] = field(default_factory=list)
+    keys: list[BlockKey] = field(default_factory=list)
+    """Of the full blocks of `tokens`, as far as they were needed."""
+    slot: int = -1
+    """Row in the ranks' tables of sampling state; -1 while waiting."""
+    cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache at the first admission."""
+    reported: bool = False
+    """An output has been given, so `cached_tokens` has been told."""
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt_ids, *self.request.emitted_ids]
+
+    @property
+    def rank_order(self) -> tuple[int, int]:
+        """Sorts the most important first."""
+        return (-self.request.priority, self.arrival)
+
+    @property
+    def emitted(self) -> int:
+        """Output tokens so far, those of earlier attempts included."""
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that still need KV before the next one can be sampled."""
+        return len(self.tokens) - self.computed
+
+    def blocks_for(self, tokens: int) -> int:
+        """How many blocks are missing for the KV of the first `tokens` tokens."""
+        return max(0, -(-tokens // BLOCK_SIZE) - len(self.blocks))
+
+    def known_keys(self, tenant_salt: str) -> list[BlockKey]:
+        """Keys of all full blocks of the present tokens."""
+        extend_keys(self.keys, self.tokens, tenant_salt)
+        return self.keys
+
+    def finish_reason(self, eos_ids: frozenset[int], context_length: int) -> FinishReason | None:
+        """Whether the output so far is complete, and why."""
+        sampling = self.request.sampling
+        if self.emitted > 0 and self.emitted >= sampling.min_tokens:
+            last = self.tokens[-1]
+            if last in sampling.stop_token_ids or (last in eos_ids and not sampling.ignore_eos):
+                return FinishReason.STOP
+        if self.emitted >= sampling.max_tokens or len(self.tokens) >= context_length:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,115 @@
+"""Loads a checkpoint into a model that `models` has narrowed to this rank: every slice is read once, straight to its place."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from lockstep_engine.distributed import Collectives
+from lockstep_engine.linear import Piece
+from lockstep_engine.model_config import ModelInfo, refuse
+from lockstep_engine.models import expert_pieces
+
+
+class Checkpoint:
+    """The tensors of a checkpoint's safetensors files, by name. Files are mapped, not read."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._path = info.path
+        self._files = [safe_open(file, framework="pt") for file in info.weight_files]
+        self._owner = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - not a dict
+
+    def find(self, name: str) -> str | None:
+        """The name as this checkpoint spells it: with or without the model's prefix, with renamed modules."""
+        bare = name.partition(".")[2]
+        for spelling in (name, bare, name.replace(".mlp.gate.", ".block_sparse_moe.gate.")):
+            if spelling in self._owner:
+                return spelling
+        return None
+
+    def slice(self, piece: Piece, shape: list[int]) -> torch.Tensor:
+        """The part of a tensor that `piece` names; refuses a checkpoint whose tensor has another shape."""
+        name = self.find(piece.source)
+        if name is None:
+            raise refuse(f"model {self._path}: the checkpoint has no tensor {piece.source}")
+        view = self._owner[name].get_slice(name)
+        stored = list(view.get_shape())
+        fits = len(stored) == len(shape) and all(
+            size == want if dim != piece.dim else size >= piece.start + piece.length
+            for dim, (size, want) in enumerate(zip(stored, shape, strict=False))
+        )
+        if not fits:
+            raise refuse(f"model {self._path}: tensor {name} has shape {stored}, config.json implies {shape}")
+        index = [slice(None)] * len(stored)
+        index[piece.dim] = slice(piece.start, piece.start + piece.length)
+        part: torch.Tensor = view[tuple(index)]
+        return part
+
+
+def load_weights(
+    model: nn.Module,
+    info: ModelInfo,
+    group: Collectives,
+    device: torch.device,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Give every parameter of `model` (on the meta device) its memory on `device` and its values.
+
+    Args:
+        on_progress: called with bytes loaded and bytes in all.
+
+    Raises:
+        LockstepError: a tensor is missing or has the wrong shape.
+    """
+    checkpoint = Checkpoint(info)
+    buffers = _unsaved_buffers(model)
+    model.to_empty(device=device)
+    for module in buffers:
+        model._init_weights(module)  # type: ignore[operator]
+    parameters = list(_distinct_parameters(model))
+    total = sum(parameter.nbytes for _, _, parameter in parameters)
+    done = 0
+    for module, name, parameter in parameters:
+        for piece in _pieces(module, name, parameter, group, checkpoint):
+            _copy(checkpoint, piece, parameter)
+        done += parameter.nbytes
+        on_progress(done, total)
+
+
+def _copy(checkpoint: Checkpoint, piece: Piece, parameter: torch.Tensor) -> None:
+    target = parameter.data if piece.index is None else parameter.data[piece.index]
+    values = checkpoint.slice(piece, list(target.shape))
+    target.narrow(piece.dim, piece.offset, piece.length).copy_(values)
+
+
+def _distinct_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """(owner, full name, parameter), tied ones once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield module, f"{prefix}.{name}", parameter
+
+
+def _pieces(
+    module: nn.Module, name: str, parameter: torch.Tensor, group: Collectives, checkpoint: Checkpoint
+) -> list[Piece]:
+    ours = getattr(module, "pieces", None)
+    if ours is not None:
+        pieces: list[Piece] = ours[name.rpartition(".")[2]]
+        return [piece for piece in pieces if piece.length > 0]
+    if parameter.dim() == 3:  # experts, stacked
+        plain = name.replace(".experts.experts.", ".experts.")  # inside SummedExperts
+        for first, found in expert_pieces(plain, parameter, group.size, group.rank):
+            if checkpoint.find(first) is not None:
+                return found
+    return [Piece(name, 0, 0, parameter.shape[0], 0)]
+
+
+def _unsaved_buffers(model: nn.Module) -> list[nn.Module]:
+    """Modules with buffers that are computed, not stored (rotary frequencies)."""
+    return [module for module in model.modules() if module._non_persistent_buffers_set]
+
+

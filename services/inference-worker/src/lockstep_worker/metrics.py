@@ -1,0 +1,84 @@
+"""The worker's Prometheus metrics. Values are set in the event loop; only the scrape runs in a thread of its own."""
+
+from collections.abc import Callable
+
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.telemetry import REGISTRY
+from lockstep_engine import EngineState, EngineStatus
+from prometheus_client import Counter, Gauge, Histogram, start_http_server
+
+READY = Gauge("lockstep_worker_ready", "1 while the worker takes requests", registry=REGISTRY)
+EPOCH = Gauge("lockstep_worker_epoch", "Epoch of the rank group", registry=REGISTRY)
+RANK_UP = Gauge("lockstep_worker_rank_up", "1 while the rank is ready", ["rank"], registry=REGISTRY)
+RUNNING = Gauge("lockstep_worker_running", "Requests in the batch", registry=REGISTRY)
+QUEUED = Gauge("lockstep_worker_queued", "Requests waiting", registry=REGISTRY)
+FREE_BLOCKS = Gauge("lockstep_worker_free_blocks", "KV blocks that can be given out", registry=REGISTRY)
+TOTAL_BLOCKS = Gauge("lockstep_worker_total_blocks", "KV blocks in all", registry=REGISTRY)
+ROUTERS = Gauge("lockstep_worker_routers", "Connected routers", registry=REGISTRY)
+STREAMS = Gauge("lockstep_worker_streams", "Live streams of all routers", registry=REGISTRY)
+STEPS = Counter("lockstep_worker_steps_total", "Steps finished, over all epochs", registry=REGISTRY)
+TOKENS = Counter("lockstep_worker_tokens_total", "Tokens emitted", registry=REGISTRY)
+STEP_TOKENS = Histogram(
+    "lockstep_worker_step_tokens",
+    "Tokens emitted by one step",
+    buckets=(1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+    registry=REGISTRY,
+)
+SUBMITTED = Counter("lockstep_worker_submitted_total", "Submits received", registry=REGISTRY)
+REJECTED = Counter("lockstep_worker_rejected_total", "Attempts refused or failed", ["code"], registry=REGISTRY)
+RESTARTS = Counter("lockstep_worker_restarts_total", "Restarts of the rank group", registry=REGISTRY)
+OVERFLOWS = Counter("lockstep_worker_overflows_total", "Routers cut off for reading too slowly", registry=REGISTRY)
+
+
+class StatusMeter:
+    """Turns the engine's statuses, which count anew in each epoch, into gauges and counters that only grow."""
+
+    def __init__(self) -> None:
+        self._epoch = 0
+        self._steps = 0
+        self._was_ready = False
+
+    def observe(self, status: EngineStatus, *, ready: bool, routers: int, streams: int) -> None:
+        """Record one status."""
+        if status.epoch != self._epoch:
+            if self._was_ready:
+                RESTARTS.inc(status.epoch - self._epoch)
+            self._epoch, self._steps = status.epoch, 0
+        self._was_ready = self._was_ready or status.state is EngineState.READY
+        STEPS.inc(max(0, status.steps - self._steps))
+        self._steps = max(self._steps, status.steps)
+        READY.set(ready)
+        EPOCH.set(status.epoch)
+        RUNNING.set(status.running)
+        QUEUED.set(status.queued)
+        FREE_BLOCKS.set(status.free_blocks)
+        TOTAL_BLOCKS.set(status.total_blocks)
+        ROUTERS.set(routers)
+        STREAMS.set(streams)
+        for rank in status.ranks:
+            RANK_UP.labels(str(rank.rank)).set(rank.state == "ready")
+
+
+def serve_metrics(port: int | None) -> Callable[[], None]:
+    """Serve `/metrics` on every interface, and give what ends it; no port or port 0: serve nothing.
+
+    Raises:
+        LockstepError: INVALID_REQUEST when the port cannot be bound.
+    """
+    if not port:
+        return lambda: None
+    try:
+        server, thread = start_http_server(port, registry=REGISTRY)
+    except OSError as error:
+        raise LockstepError(
+            ErrorCode.INVALID_REQUEST,
+            f"cannot serve metrics on port {port}: {error.strerror}",
+            field="metrics_port",
+        ) from None
+
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return close

@@ -1,0 +1,101 @@
+"""The worker's settings: from flags, environment (`LOCKSTEP_…`), a YAML file, or the defaults here."""
+
+import re
+import socket
+from typing import Annotated, Literal
+
+from lockstep_common.settings import ServiceSettings
+from lockstep_engine import EngineConfig
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from lockstep_worker.address import check_address
+
+_UNITS = {"": 1} | {
+    letter + suffix: base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("", 1000), ("i", 1024))
+}
+
+
+def parse_bytes(value: object) -> object:
+    """A size in bytes of `512Mi`, `2Gi`, `1.5G` or a plain number, as Kubernetes writes quantities.
+
+    Anything but text is left to pydantic.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?|)B?", value.strip())
+    if match is None:
+        raise ValueError("must be a number of bytes such as 536870912, 512Mi or 2Gi")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+
+
+class WorkerSettings(ServiceSettings):
+    """One worker: a model, where it is served, and how much at once."""
+
+    model: str = Field(description="model directory in the Hugging Face layout")
+    name: str | None = Field(None, description="name of the model in the API; the directory's base name if not set")
+    worker_id: str = Field(
+        default_factory=socket.gethostname,
+        min_length=1,
+        max_length=128,
+        description="unique among the workers of a router; the host's name if not set",
+    )
+    listen: Annotated[str, AfterValidator(check_address)] = Field(
+        "0.0.0.0:9000", description="address for gRPC: host:port or unix:/path"
+    )
+    metrics_port: int | None = Field(None, ge=0, le=65535, description="port of /metrics; none if 0 or not set")
+    tp: int = Field(1, ge=1, description="ranks (GPUs, or groups of CPU threads) that share the model")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda where there is one for each rank, if auto")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and KV cache")
+    max_seqs: int = Field(64, ge=1, description="requests running at once")
+    max_batch_tokens: int = Field(512, ge=1, description="tokens computed in one step, over all requests")
+    max_queue: int = Field(256, ge=1, description="requests waiting at most; one more is refused as overloaded")
+    max_context: int | None = Field(None, ge=2, description="prompt and output; the model's own limit if not set")
+    kv_memory: Bytes | None = Field(
+        None, description="KV cache of one rank, in bytes or as 512Mi; a default if not set"
+    )
+    prefix_cache: bool = Field(True, description="keep the KV of shared prompt prefixes")
+    deterministic: bool | None = Field(
+        None, description="a request's tokens do not depend on the batch; on the CPU if not set"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads of a rank; the cores shared out if not set")
+    start_timeout_s: float = Field(600, gt=0, description="longest time for ranks to load")
+    decode_deadline_s: float = Field(5, gt=0, description="a decoding step that takes longer has hung")
+    prefill_deadline_s: float = Field(15, gt=0, description="the same for a step with prompt tokens in it")
+    drain_timeout_s: float = Field(30, ge=0, description="after SIGTERM, time for running streams to end by themselves")
+    status_interval_s: float = Field(0.1, gt=0, le=10, description="between heartbeats to the routers")
+    max_routers: int = Field(16, ge=1, description="routers connected at once")
+    outgoing_frames: int = Field(1024, ge=8, description="frames waiting for one router; one more ends its connection")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least level of log lines shown"
+    )
+
+    def engine_config(self) -> EngineConfig:
+        """The engine's part.
+
+        Raises:
+            LockstepError: INVALID_REQUEST for values that do not go together.
+        """
+        return EngineConfig(
+            model=self.model,
+            name=self.name,
+            tp=self.tp,
+            device=self.device,
+            dtype=self.dtype,
+            max_seqs=self.max_seqs,
+            max_batch_tokens=self.max_batch_tokens,
+            max_queue=self.max_queue,
+            max_context=self.max_context,
+            kv_memory_bytes=self.kv_memory,
+            prefix_cache=self.prefix_cache,
+            deterministic=self.deterministic,
+            threads=self.threads,
+            label=self.worker_id,
+            start_timeout_s=self.start_timeout_s,
+            decode_deadline_s=self.decode_deadline_s,
+            prefill_deadline_s=self.prefill_deadline_s,
+        )

@@ -1,0 +1,73 @@
+"""The files of a model that turn text into ids and back, read once and handed to routers; never used here."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from lockstep_api.v1 import worker_pb2
+from lockstep_common.errors import ErrorCode, LockstepError
+
+
+def load_tokenizer(directory: Path) -> worker_pb2.TokenizerFiles:
+    """Read tokenizer, its configuration and the chat template of the model in `directory`.
+
+    The template is that of `chat_template.jinja`, else that of `tokenizer_config.json`; where there are several named
+    ones, `default`. The digest is SHA-256 over the three parts in the message's order, each behind its length as 8
+    bytes, most significant first.
+
+    Raises:
+        LockstepError: INVALID_REQUEST for a missing or broken file.
+    """
+    tokenizer = _read(directory / "tokenizer.json")
+    if tokenizer is None:
+        raise _refuse(directory, "tokenizer.json is missing (models without a fast tokenizer are not served)")
+    _parse(directory, "tokenizer.json", tokenizer)
+    config = _read(directory / "tokenizer_config.json")
+    settings = _parse(directory, "tokenizer_config.json", config) if config else {}
+    template = _chat_template(directory, settings)
+    digest = hashlib.sha256()
+    for part in (tokenizer, config or b"", template.encode()):
+        digest.update(len(part).to_bytes(8) + part)
+    return worker_pb2.TokenizerFiles(
+        digest=digest.hexdigest(),
+        tokenizer_json=tokenizer,
+        tokenizer_config_json=config or b"",
+        chat_template=template,
+    )
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _refuse(path.parent, f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _parse(directory: Path, name: str, content: bytes) -> dict[str, object]:
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        raise _refuse(directory, f"{name} is not whole JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise _refuse(directory, f"{name} is not a JSON object")
+    return value
+
+
+def _chat_template(directory: Path, settings: dict[str, object]) -> str:
+    file = _read(directory / "chat_template.jinja")
+    if file is not None:
+        try:
+            return file.decode()
+        except UnicodeDecodeError:
+            raise _refuse(directory, "chat_template.jinja is not UTF-8") from None
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else ""
+
+
+def _refuse(directory: Path, sentence: str) -> LockstepError:
+    return LockstepError(ErrorCode.INVALID_REQUEST, f"model {directory}: {sentence}", field="model")

@@ -1,0 +1,290 @@
+"""The heart of the worker: which router gets what from the engine, and what state all of them are told.
+
+All of it runs in the event loop's thread. It never waits for a router, so that none can hold up the engine or another.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import time
+
+from lockstep_api.v1 import worker_pb2
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_engine import EngineState, EngineStatus, Output
+
+from lockstep_worker import metrics, translate
+from lockstep_worker.engine import EngineFactory, EngineLike
+from lockstep_worker.serve_stream import ServeStream
+from lockstep_worker.settings import WorkerSettings
+from lockstep_worker.streams import LiveStream, StreamTable
+from lockstep_worker.tokenizer import load_tokenizer
+
+logger = logging.getLogger("lockstep.worker")
+
+
+class Worker:
+    """One engine and the routers it serves.
+
+    Making one raises LockstepError for a model, a tokenizer or a split that can never be served; nothing runs then.
+    """
+
+    def __init__(self, settings: WorkerSettings, engine_factory: EngineFactory) -> None:
+        self._settings = settings
+        self._incarnation = time.time_ns()
+        self._pid = os.getpid()
+        self.engine: EngineLike = engine_factory(
+            settings.engine_config(), on_outputs=self._on_outputs, on_change=self.publish
+        )
+        self.tokenizer = load_tokenizer(self.engine.model.path)
+        self._routers: dict[int, ServeStream] = {}
+        self._connections = itertools.count(1)
+        self._streams = StreamTable()
+        self._meter = metrics.StatusMeter()
+        status = self.engine.status()
+        self._state = status.state
+        self._epoch = status.epoch
+        self._hello = self._make_hello(status)
+        self._draining = False
+        self._ended = False
+        self._alone = asyncio.Event()
+        self._alone.set()
+        self.failure: LockstepError | None = None
+        """Why the engine will never be ready again."""
+        self.failed = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set when `ready` may have changed, and then replaced by a new event."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether a Submit is taken now."""
+        return self._state is EngineState.READY and not self._draining and self.failure is None
+
+    # -- the engine's life ---------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the ranks; a failure to do so ends in `failure`."""
+        try:
+            await self.engine.start()
+        except LockstepError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("the engine did not start")
+            self._fail(LockstepError(ErrorCode.INTERNAL, f"the engine did not start: {error!r}"))
+        else:
+            self.publish()
+
+    async def beat(self) -> None:
+        """Tell every router the status, at the interval that the settings name."""
+        while True:
+            self.publish()
+            await asyncio.sleep(self._settings.status_interval_s)
+
+    async def drain(self) -> None:
+        """Take nothing new; let running streams end, for a time; then hand the rest over to other workers."""
+        self._draining = True
+        logger.info("draining", extra={"streams": len(self._streams)})
+        self.publish()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.drain_timeout_s):
+                await self._streams.idle.wait()
+        handed_over = tuple(self._streams)
+        for stream in handed_over:
+            self._end(stream, LockstepError(ErrorCode.DRAINING, "the worker is going down"))
+        logger.info("drained", extra={"handed_over": len(handed_over)})
+
+    async def hang_up(self, timeout_s: float) -> None:
+        """End all Serve RPCs after the frames that wait for them, or when the time is over."""
+        self._ended = True
+        for router in self._routers.values():
+            router.outbox.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._alone.wait()
+
+    # -- routers -------------------------------------------------------------------------------------------------------
+
+    def connect(self, router_id: str) -> ServeStream:
+        """Take a router in: its first frames are Hello and Status.
+
+        Raises:
+            LockstepError: OVERLOADED when there are too many, UNAVAILABLE when the worker ends.
+        """
+        if self._ended:
+            raise LockstepError(ErrorCode.UNAVAILABLE, "the worker ends")
+        if len(self._routers) >= self._settings.max_routers:
+            raise LockstepError(
+                ErrorCode.OVERLOADED, f"the worker serves max_routers = {self._settings.max_routers} routers already"
+            )
+        router = ServeStream(next(self._connections), router_id, self._settings.outgoing_frames)
+        self._routers[router.connection] = router
+        self._alone.clear()
+        router.outbox.put(self._frame(hello=self._hello))
+        self.publish()
+        logger.info("router connected", extra={"router": router_id, "connection": router.connection})
+        return router
+
+    def disconnect(self, router: ServeStream) -> None:
+        """Forget a router and cancel what it had running."""
+        streams = self._streams.of(router)
+        for stream in streams:
+            self._cancel(stream)
+        if router.outbox.overflowed.is_set():
+            metrics.OVERFLOWS.inc()
+        del self._routers[router.connection]
+        if not self._routers:
+            self._alone.set()
+        logger.info(
+            "router disconnected",
+            extra={"router": router.router_id, "connection": router.connection, "cancelled": len(streams)},
+        )
+
+    def submit(self, router: ServeStream, submit: worker_pb2.Submit) -> None:
+        """Give a stream to the engine, or tell the router why not."""
+        metrics.SUBMITTED.inc()
+        try:
+            self._admit(router, submit)
+        except LockstepError as error:
+            self._reject(router, submit.stream_id, submit.attempt, error)
+        except Exception:
+            logger.exception("submit failed", extra={"router": router.router_id})
+            internal = LockstepError(ErrorCode.INTERNAL, "the worker could not take the request")
+            self._reject(router, submit.stream_id, submit.attempt, internal)
+
+    def cancel(self, router: ServeStream, cancel: worker_pb2.Cancel) -> None:
+        """Stop a stream without an answer; an unknown one has just ended."""
+        stream = self._streams.find(router, cancel.stream_id)
+        if stream is not None and stream.attempt == cancel.attempt:
+            self._cancel(stream)
+
+    def _admit(self, router: ServeStream, submit: worker_pb2.Submit) -> None:
+        translate.check_identity(submit)
+        self._supersede(router, submit)
+        stream = LiveStream(router, submit.stream_id, submit.attempt, translate.trace_context(submit))
+        request = translate.engine_request(submit, stream.request_id, self.engine.model)
+        if self._draining:
+            raise LockstepError(ErrorCode.DRAINING, "the worker is going down")
+        if not self.ready:
+            raise LockstepError(ErrorCode.UNAVAILABLE, f"the worker's ranks are not ready ({self._state})")
+        self.engine.submit(request)
+        if submit.deadline_s > 0:
+            stream.deadline = asyncio.get_running_loop().call_later(submit.deadline_s, self._expire, stream)
+        self._streams.add(stream)
+        self._log("stream begins", stream)
+
+    def _supersede(self, router: ServeStream, submit: worker_pb2.Submit) -> None:
+        """A later attempt ends the live one without a word; the same one again ends both, for one of them is wrong."""
+        live = self._streams.find(router, submit.stream_id)
+        if live is None:
+            return
+        if submit.attempt < live.attempt:
+            raise translate.invalid("attempt", f"is older than the live attempt {live.attempt}")
+        self._cancel(live)
+        if submit.attempt == live.attempt:
+            raise translate.invalid("attempt", f"{live.attempt} was submitted twice")
+
+    # -- the ends of streams -------------------------------------------------------------------------------------------
+
+    def _cancel(self, stream: LiveStream) -> None:
+        self._streams.remove(stream)
+        self.engine.cancel(stream.request_id)
+        self._log("stream cancelled", stream)
+
+    def _expire(self, stream: LiveStream) -> None:
+        self._end(stream, LockstepError(ErrorCode.DEADLINE_EXCEEDED, "the deadline has passed", field="deadline_s"))
+
+    def _end(self, stream: LiveStream, error: LockstepError) -> None:
+        self._cancel(stream)
+        self._reject(stream.router, stream.stream_id, stream.attempt, error)
+
+    def _reject(self, router: ServeStream, stream_id: str, attempt: int, error: LockstepError) -> None:
+        metrics.REJECTED.labels(error.code).inc()
+        router.outbox.put(self._frame(rejected=translate.rejected(stream_id, attempt, error)))
+
+    def _log(self, message: str, stream: LiveStream) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            fields = {"router": stream.router.router_id, "stream": stream.stream_id, "attempt": stream.attempt}
+            logger.debug(message, extra={**fields, "trace": stream.trace, "epoch": self._epoch})
+
+    # -- what the engine says ------------------------------------------------------------------------------------------
+
+    def _on_outputs(self, step: int, outputs: list[Output]) -> None:
+        batches: dict[ServeStream, list[worker_pb2.StreamTokens]] = {}
+        failures: list[tuple[LiveStream, LockstepError]] = []
+        emitted = 0
+        for output in outputs:
+            stream = self._streams.by_request(output.request_id)
+            if stream is None:
+                continue  # cancelled while the step ran
+            if output.ids or output.finish:
+                batch = batches.setdefault(stream.router, [])
+                batch.append(translate.stream_tokens(stream.stream_id, stream.attempt, output))
+                emitted += len(output.ids)
+            if output.finish or output.error:
+                self._streams.remove(stream)
+                self._log("stream ends", stream)
+            if output.error:
+                failures.append((stream, output.error))
+        for router, batch in batches.items():
+            router.outbox.put(self._frame(tokens=worker_pb2.Tokens(step=step, streams=batch)))
+        for stream, error in failures:
+            self._reject(stream.router, stream.stream_id, stream.attempt, error)
+        if emitted:
+            metrics.TOKENS.inc(emitted)
+            metrics.STEP_TOKENS.observe(emitted)
+
+    def publish(self) -> None:
+        """Tell every router the engine's status, after a new Hello if epoch or model card are new."""
+        status = self.engine.status()
+        self._note_change(status)
+        hello = self._make_hello(status)
+        if status.epoch != self._epoch or hello != self._hello:
+            self._epoch, self._hello = status.epoch, hello
+            for router in self._routers.values():
+                router.outbox.put(self._frame(hello=hello))
+        frame = self._frame(status=self._make_status(status))
+        for router in self._routers.values():
+            router.outbox.put_status(frame)
+        self._meter.observe(status, ready=self.ready, routers=len(self._routers), streams=len(self._streams))
+
+    def _note_change(self, status: EngineStatus) -> None:
+        if status.state is not self._state:
+            fields = {"state": str(status.state), "epoch": status.epoch, "reason": status.reason}
+            logger.info("engine %s", status.state, extra=fields)
+        self._state = status.state
+        if status.state is EngineState.FAILED and self.failure is None:
+            self.failure = LockstepError(ErrorCode.UNAVAILABLE, status.reason or "the engine failed")
+            self.failed.set()
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def _fail(self, error: LockstepError) -> None:
+        # This reason is better than the one that a status seen on the way may have left.
+        self.failure = error
+        self.failed.set()
+        self.publish()
+
+    # -- frames --------------------------------------------------------------------------------------------------------
+
+    def _frame(
+        self,
+        *,
+        hello: worker_pb2.Hello | None = None,
+        tokens: worker_pb2.Tokens | None = None,
+        status: worker_pb2.Status | None = None,
+        rejected: worker_pb2.Rejected | None = None,
+    ) -> worker_pb2.WorkerFrame:
+        return worker_pb2.WorkerFrame(epoch=self._epoch, hello=hello, tokens=tokens, status=status, rejected=rejected)
+
+    def _make_hello(self, status: EngineStatus) -> worker_pb2.Hello:
+        card = translate.model_card(self.engine.model, status, self._settings.tp, self.tokenizer.digest)
+        return worker_pb2.Hello(worker_id=self._settings.worker_id, incarnation=self._incarnation, model=card)
+
+    def _make_status(self, status: EngineStatus) -> worker_pb2.Status:
+        state, reason = translate.WORKER_STATES[status.state], status.reason
+        if self.failure is not None:
+            state, reason = worker_pb2.WORKER_STATE_FAILED, self.failure.message
+        elif self._draining:
+            state = worker_pb2.WORKER_STATE_DRAINING
+        return translate.status_message(status, state, reason, self._pid)

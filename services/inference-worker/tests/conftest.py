@@ -1,0 +1,30 @@
+"""Fixtures for the worker's tests, and the path on which they find its scripted engine."""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, os.path.dirname(__file__))
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A model directory with all that the worker itself reads of one."""
+    directory = tmp_path / "tiny"
+    directory.mkdir()
+    (directory / "tokenizer.json").write_text('{"version": "1.0"}')
+    (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>", "chat_template": "{{ messages }}"}')
+    return directory
+
+
+@pytest.fixture
+def socket_path() -> Iterator[str]:
+    """A path short enough for a unix socket."""
+    directory = tempfile.mkdtemp(prefix="lockstep-")
+    yield f"{directory}/s"
+    shutil.rmtree(directory)

@@ -1,0 +1,187 @@
+"""An engine without a model: same interface and promises as the real one, but steps, faults and timing are scripted.
+
+The token at position p of a request is a function of its prompt and p alone, so that a resumed stream can be compared
+with an unbroken one.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_engine import (
+    EngineConfig,
+    EngineState,
+    EngineStatus,
+    FinishReason,
+    Output,
+    RankStatus,
+    Request,
+)
+from lockstep_worker.engine import OnChange, OnOutputs
+
+VOCAB_SIZE = 1000
+CONTEXT_LENGTH = 256
+TOTAL_BLOCKS = 64
+
+
+def token_at(prompt_ids: Sequence[int], position: int) -> int:
+    """What the scripted model says."""
+    return (sum(prompt_ids) * 31 + position) % VOCAB_SIZE
+
+
+@dataclass(frozen=True)
+class ScriptedModel:
+    path: Path
+    name: str
+    digest: str = "d" * 64
+    architecture: str = "ScriptedForCausalLM"
+    dtype: str = "float32"
+    context_length: int = CONTEXT_LENGTH
+    vocab_size: int = VOCAB_SIZE
+    eos_ids: tuple[int, ...] = (0,)
+    created: int = 1_700_000_000
+
+
+@dataclass
+class Script:
+    """How the engines made by it behave. It is an EngineFactory; `engine` is the last engine it made."""
+
+    ready_at_once: bool = True
+    """Else `start` waits for `finish_start`."""
+    step_s: float | None = None
+    """Steps come by themselves at this interval; by `step` alone when None."""
+    construct_error: LockstepError | None = None
+    start_error: LockstepError | None = None
+    engine: "ScriptedEngine" = field(init=False)
+
+    def __call__(self, config: EngineConfig, *, on_outputs: OnOutputs, on_change: OnChange) -> "ScriptedEngine":
+        if self.construct_error is not None:
+            raise self.construct_error
+        self.engine = ScriptedEngine(self, config, on_outputs, on_change)
+        return self.engine
+
+
+class ScriptedEngine:
+    def __init__(self, script: Script, config: EngineConfig, on_outputs: OnOutputs, on_change: OnChange) -> None:
+        self.model = ScriptedModel(path=Path(config.model), name=config.name or Path(config.model).name)
+        self.config = config
+        self.requests: dict[str, Request] = {}
+        self.emitted: dict[str, int] = {}
+        self.cancelled: list[str] = []
+        self.submit_error: Exception | None = None
+        self.closed = False
+        self._script = script
+        self._on_outputs = on_outputs
+        self._on_change = on_change
+        self._state = EngineState.STARTING
+        self._reason = ""
+        self._epoch = 1
+        self._steps = 0
+        self._may_start = asyncio.Event()
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        if self._script.start_error is not None:
+            raise self._script.start_error
+        if not self._script.ready_at_once:
+            await self._may_start.wait()
+        self._turn(EngineState.READY)
+        if self._script.step_s is not None:
+            self._ticker = asyncio.create_task(self._tick(self._script.step_s))
+
+    def finish_start(self) -> None:
+        self._may_start.set()
+
+    def submit(self, request: Request) -> None:
+        if self.submit_error is not None:
+            raise self.submit_error
+        assert request.id not in self.requests, "the engine never sees an id twice"
+        assert all(0 <= token < VOCAB_SIZE for token in request.prompt_ids + request.emitted_ids)
+        self.requests[request.id] = request
+        self.emitted[request.id] = len(request.emitted_ids)
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+        self._forget(request_id)
+
+    def status(self) -> EngineStatus:
+        rank_state = {EngineState.STARTING: "starting", EngineState.READY: "ready"}.get(self._state, "dead")
+        return EngineStatus(
+            state=self._state,
+            reason=self._reason,
+            epoch=self._epoch,
+            queued=0,
+            running=len(self.requests),
+            free_blocks=TOTAL_BLOCKS - len(self.requests),
+            total_blocks=TOTAL_BLOCKS,
+            tokens_per_s=12.5,
+            steps=self._steps,
+            ranks=tuple(RankStatus(rank, 1000 + rank, rank_state, self._steps) for rank in range(self.config.tp)),
+            block_size=16,
+            deterministic=True,
+        )
+
+    async def close(self) -> None:
+        self.closed = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+
+    # -- the script ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One token for every request, finishing those that have their max_tokens."""
+        outputs = []
+        for request_id, request in list(self.requests.items()):
+            position = self.emitted[request_id]
+            done = position + 1 >= request.sampling.max_tokens
+            outputs.append(
+                Output(
+                    request_id,
+                    position,
+                    (token_at(request.prompt_ids, position),),
+                    finish=FinishReason.LENGTH if done else None,
+                )
+            )
+            self.emitted[request_id] += 1
+            if done:
+                self._forget(request_id)
+        self.give(outputs)
+
+    def give(self, outputs: list[Output]) -> None:
+        """A step with just these outputs."""
+        self._steps += 1
+        self._on_outputs(self._steps, outputs)
+
+    def lose_ranks(self, reason: str = "rank 1 was killed by SIGKILL") -> None:
+        """A rank has died: every request fails, the epoch rises."""
+        error = LockstepError(ErrorCode.WORKER_LOST, reason)
+        lost = [Output(request_id, self.emitted[request_id], (), error=error) for request_id in self.requests]
+        self.requests.clear()
+        self._on_outputs(self._steps, lost)
+        self._epoch += 1
+        self._steps = 0
+        self._turn(EngineState.RESTARTING, reason)
+
+    def restart(self) -> None:
+        """The ranks are back."""
+        self._turn(EngineState.READY)
+
+    def fail(self, reason: str) -> None:
+        """The ranks will never be back."""
+        self._turn(EngineState.FAILED, reason)
+
+    def _turn(self, state: EngineState, reason: str = "") -> None:
+        self._state, self._reason = state, reason
+        self._on_change()
+
+    def _forget(self, request_id: str) -> None:
+        self.requests.pop(request_id, None)
+        self.emitted.pop(request_id, None)
+
+    async def _tick(self, interval_s: float) -> None:
+        while True:
+            await asyncio.sleep(interval_s)
+            if self._state is EngineState.READY and self.requests:
+                self.step()

@@ -1,0 +1,136 @@
+import asyncio
+
+import grpc
+from harness import make_settings, open_channel, served, submit, until
+from lockstep_api.v1 import inference_pb2, worker_pb2
+from lockstep_common.errors import ErrorCode, LockstepError
+from scripted_engine import Script
+
+DRAINING = worker_pb2.WORKER_STATE_DRAINING
+
+
+async def test_an_idle_worker_stops_at_once(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path, drain_timeout_s=60)) as worker:
+        router = await worker.greeted()
+        worker.stop.set()
+        await router.status(DRAINING)
+        code, details = await router.end()
+        assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the worker ends")
+        assert await worker.exit_code() == 0
+        assert worker.engine.closed
+
+
+async def test_running_streams_end_by_themselves_and_new_ones_are_refused(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path, drain_timeout_s=60)) as worker:
+        router = await worker.greeted()
+        await router.send(submit=submit("running", max_tokens=3))
+        await until(lambda: worker.engine.requests)
+        worker.engine.step()
+        worker.stop.set()
+        await router.status(DRAINING)
+        await router.send(submit=submit("new"))
+        rejected = (await router.next("rejected")).rejected
+        assert (rejected.stream_id, rejected.code, rejected.retryable) == ("new", "draining", True)
+        late = await open_and_greet(worker)
+        assert (await late.next("status")).status.state == DRAINING
+        worker.engine.step()
+        await router.next("tokens")
+        assert not worker.task.done()
+        worker.engine.step()
+        last = (await router.next("tokens")).tokens.streams[0]
+        assert (last.position, last.finish) == (2, inference_pb2.FINISH_REASON_LENGTH)
+        assert await worker.exit_code() == 0
+        assert (await router.end())[0] == grpc.StatusCode.UNAVAILABLE
+        assert worker.engine.cancelled == []
+
+
+async def open_and_greet(worker):
+    router = worker.router()
+    await router.greet("late")
+    return router
+
+
+async def test_streams_that_take_too_long_are_handed_over(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path, drain_timeout_s=0.2)) as worker:
+        router = await worker.greeted()
+        for name in ("a", "b"):
+            await router.send(submit=submit(name, 2, max_tokens=100))
+        await until(lambda: len(worker.engine.requests) == 2)
+        worker.stop.set()
+        await router.status(DRAINING)
+        worker.engine.step()
+        await router.next("tokens")
+        for name in ("a", "b"):
+            rejected = (await router.next("rejected")).rejected
+            assert (rejected.stream_id, rejected.attempt, rejected.code) == (name, 2, "draining")
+            assert rejected.retryable
+        assert await worker.exit_code() == 0
+        assert not worker.engine.requests
+        assert "tokens" not in router.kinds()[router.kinds().index("rejected") :]
+
+
+async def test_a_router_that_does_not_read_does_not_hold_up_the_end(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path, drain_timeout_s=0.1)) as worker:
+        router = await worker.greeted()
+        await router.send(submit=submit(prompt_ids=[1] * 100, max_tokens=100))
+        await until(lambda: worker.engine.requests)
+        for _ in range(50):
+            worker.engine.step()
+        worker.stop.set()
+        assert await worker.exit_code() == 0
+
+
+async def test_a_worker_that_still_starts_can_be_stopped(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path), Script(ready_at_once=False)) as worker:
+        router = worker.router()
+        await router.greet()
+        worker.stop.set()
+        assert await worker.exit_code() == 0
+        assert worker.engine.closed
+
+
+async def test_a_failed_engine_is_told_and_ends_the_process_with_1(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path)) as worker:
+        router = await worker.greeted()
+        worker.engine.lose_ranks()
+        worker.engine.fail("gave up after 5 restarts")
+        status = await router.status(worker_pb2.WORKER_STATE_FAILED)
+        assert status.reason == "gave up after 5 restarts"
+        assert (await router.end())[0] == grpc.StatusCode.UNAVAILABLE
+        assert await worker.exit_code() == 1
+        assert worker.engine.closed
+
+
+async def test_a_start_that_can_never_succeed_ends_the_process_with_its_error(model_dir, socket_path):
+    refusal = LockstepError(ErrorCode.INVALID_REQUEST, "model tiny: no tensor-parallel plan", field="model")
+    async with served(make_settings(model_dir, socket_path), Script(start_error=refusal)) as worker:
+        (result,) = await asyncio.gather(worker.task, return_exceptions=True)
+        assert result is refusal
+        assert worker.engine.closed
+
+
+async def test_a_start_that_may_succeed_later_ends_the_process_with_1(model_dir, socket_path):
+    error = LockstepError(ErrorCode.UNAVAILABLE, "ranks did not load within 600 s")
+    async with served(make_settings(model_dir, socket_path), Script(start_error=error)) as worker:
+        assert await worker.exit_code() == 1
+
+
+async def test_a_second_worker_takes_over_the_address(model_dir, socket_path):
+    settings = make_settings(model_dir, socket_path)
+    for _ in range(2):
+        async with served(settings) as worker:
+            await worker.greeted()
+            worker.stop.set()
+            assert await worker.exit_code() == 0
+
+
+async def test_a_live_address_is_refused(model_dir, socket_path):
+    settings = make_settings(model_dir, socket_path)
+    async with served(settings) as worker:
+        await worker.greeted()
+        async with served(settings) as second:
+            (result,) = await asyncio.gather(second.task, return_exceptions=True)
+        assert isinstance(result, LockstepError)
+        assert "another process listens" in result.message
+        async with open_channel(worker.address):
+            await worker.greeted("r1")

@@ -1,0 +1,73 @@
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from harness import make_settings, served, submit, until
+from scripted_engine import Script
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def check(worker, service: str) -> int:
+    stub = health_pb2_grpc.HealthStub(worker.channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+async def test_liveness_and_readiness_through_a_workers_life(model_dir, socket_path):
+    settings = make_settings(model_dir, socket_path, drain_timeout_s=60)
+    async with served(settings, Script(ready_at_once=False)) as worker:
+
+        async def states() -> tuple[int, int]:
+            return await check(worker, ""), await check(worker, "lockstep.v1.Worker")
+
+        assert await states() == (SERVING, NOT_SERVING)
+        worker.engine.finish_start()
+        router = await worker.greeted()
+        assert await states() == (SERVING, SERVING)
+        worker.engine.lose_ranks()
+        assert await states() == (SERVING, NOT_SERVING)
+        worker.engine.restart()
+        assert await states() == (SERVING, SERVING)
+        await router.send(submit=submit(max_tokens=1))
+        await until(lambda: worker.engine.requests)
+        worker.stop.set()
+        await asyncio.sleep(0.02)
+        assert await states() == (SERVING, NOT_SERVING)
+        worker.engine.step()
+        assert await worker.exit_code() == 0
+
+
+async def test_an_unknown_service_is_not_found(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path)) as worker:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await check(worker, "no.such.Service")
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_watching_readiness(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path), Script(ready_at_once=False)) as worker:
+        watch = health_pb2_grpc.HealthStub(worker.channel).Watch(
+            health_pb2.HealthCheckRequest(service="lockstep.v1.Worker")
+        )
+        async with asyncio.timeout(5):
+            assert (await watch.read()).status == NOT_SERVING
+            worker.engine.finish_start()
+            assert (await watch.read()).status == SERVING
+            worker.engine.lose_ranks()
+            assert (await watch.read()).status == NOT_SERVING
+        watch.cancel()
+
+
+async def test_reflection_lists_the_services(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path)) as worker:
+        call = reflection_pb2_grpc.ServerReflectionStub(worker.channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        response = await call.read()
+        names = {service.name for service in response.list_services_response.service}
+        assert {"lockstep.v1.Worker", "grpc.health.v1.Health"} <= names
+        await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol="lockstep.v1.Worker"))
+        assert (await call.read()).file_descriptor_response.file_descriptor_proto
+        call.cancel()

@@ -1,0 +1,178 @@
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+
+SCRIPTED = (str(Path(__file__).parent / "scripted_worker.py"),)
+REAL = ("-m", "lockstep_worker")
+
+
+def start(program: tuple[str, ...], *flags: str, **variables: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *program, *flags],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | variables,
+    )
+
+
+def ended(process: subprocess.Popen[str], within_s: float = 15) -> tuple[int, str]:
+    """Exit code and what was said."""
+    try:
+        output, errors = process.communicate(timeout=within_s)
+    finally:
+        process.kill()
+    return process.returncode, output + errors
+
+
+def await_socket(path: str) -> None:
+    deadline = time.monotonic() + 15
+    while not os.path.exists(path):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def serve_one(path: str, max_tokens: int):
+    """A Serve call on a worker process with one stream running."""
+    frames = iter(
+        [
+            worker_pb2.RouterFrame(hello=worker_pb2.RouterHello(router_id="r")),
+            worker_pb2.RouterFrame(
+                submit=worker_pb2.Submit(
+                    stream_id="s", attempt=1, prompt_ids=[1], sampling=inference_pb2.Sampling(max_tokens=max_tokens)
+                )
+            ),
+        ]
+    )
+
+    def until_closed():
+        yield from frames
+        while True:
+            time.sleep(0.05)
+            if call.done():
+                return
+
+    channel = grpc.insecure_channel(f"unix:{path}")
+    call = worker_pb2_grpc.WorkerStub(channel).Serve(until_closed())
+    return channel, call
+
+
+def read_until(call, kind: str) -> worker_pb2.WorkerFrame:
+    return next(frame for frame in call if frame.WhichOneof("frame") == kind)
+
+
+def await_ready(path: str) -> None:
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        hello = worker_pb2.RouterFrame(hello=worker_pb2.RouterHello(router_id="probe"))
+
+        def frames():
+            yield hello
+            time.sleep(0.5)
+
+        for frame in worker_pb2_grpc.WorkerStub(channel).Serve(frames(), timeout=10, wait_for_ready=True):
+            if frame.status.state == worker_pb2.WORKER_STATE_READY:
+                return
+
+
+@pytest.mark.parametrize(("program", "says"), [(SCRIPTED, "tokenizer.json"), (REAL, "no such directory")])
+def test_a_missing_model_ends_with_2_and_a_sentence(program, says):
+    code, said = ended(start(program, "--model", "/no/such/model", "--listen", "127.0.0.1:0"))
+    assert code == 2
+    assert says in said
+    assert len(said.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("kind", ["port", "socket", "metrics"])
+def test_a_taken_address_ends_with_2_and_a_sentence(model_dir, socket_path, kind):
+    with socket.create_server(("127.0.0.1", 0)) as port, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(socket_path)
+        unix.listen()
+        number = str(port.getsockname()[1])
+        flags = {
+            "port": ["--listen", f"127.0.0.1:{number}"],
+            "socket": ["--listen", f"unix:{socket_path}"],
+            "metrics": ["--listen", "127.0.0.1:0", "--metrics-port", number],
+        }[kind]
+        code, said = ended(start(SCRIPTED, "--model", str(model_dir), *flags))
+    assert code == 2
+    assert re.fullmatch(r"cannot (listen|serve metrics) on .*\n", said)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--tp", "0"], ["--listen", "nowhere"], ["--kv-memory", "much"], ["--colour", "red"]]
+)
+def test_wrong_settings_end_with_2(model_dir, flags):
+    code, said = ended(start(SCRIPTED, "--model", str(model_dir), *flags))
+    assert code == 2
+    assert flags[0].strip("-").replace("-", "_") in said.replace("-", "_")
+
+
+def test_sigterm_lets_streams_end_and_exits_with_0(model_dir, socket_path):
+    process = start(SCRIPTED, "--model", str(model_dir), "--listen", f"unix:{socket_path}", "--worker-id", "w9")
+    await_socket(socket_path)
+    await_ready(socket_path)
+    assert "lockstep: worker w9" in Path(f"/proc/{process.pid}/cmdline").read_text()
+    channel, call = serve_one(socket_path, max_tokens=20)
+    with channel:
+        read_until(call, "tokens")
+        process.send_signal(signal.SIGTERM)
+        rest = []
+        with pytest.raises(grpc.RpcError) as caught:
+            rest.extend(frame for frame in call)
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    code, said = ended(process)
+    assert code == 0, said
+    assert not os.path.exists(socket_path)
+
+
+def test_a_second_signal_ends_at_once(model_dir, socket_path):
+    process = start(SCRIPTED, "--model", str(model_dir), "--listen", f"unix:{socket_path}", "--drain-timeout-s", "60")
+    await_socket(socket_path)
+    await_ready(socket_path)
+    channel, call = serve_one(socket_path, max_tokens=200)
+    with channel:
+        read_until(call, "tokens")
+        process.send_signal(signal.SIGINT)
+        draining = worker_pb2.WORKER_STATE_DRAINING
+        next(frame for frame in call if frame.status.state == draining)
+        process.send_signal(signal.SIGINT)
+        code, _ = ended(process, within_s=5)
+    assert code == 130
+
+
+def test_a_worker_does_not_outlive_its_parent(model_dir, socket_path):
+    script = (
+        "import subprocess, sys, os, time\n"
+        "os.environ['LOCKSTEP_DIE_WITH_PARENT'] = str(os.getpid())\n"
+        "child = subprocess.Popen(sys.argv[1:])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    flags = ["--model", str(model_dir), "--listen", f"unix:{socket_path}"]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, sys.executable, *SCRIPTED, *flags], stdout=subprocess.PIPE, text=True
+    )
+    child = int(parent.stdout.readline())
+    await_socket(socket_path)
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 5
+    while os.path.exists(f"/proc/{child}") and "Z" not in Path(f"/proc/{child}/stat").read_text().split(")")[1][:3]:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_help_describes_every_setting():
+    code, said = ended(start(REAL, "--help"))
+    assert code == 0
+    assert "--kv-memory" in said
+    assert "512Mi" in said

@@ -1,0 +1,422 @@
+import asyncio
+import dataclasses
+
+import grpc
+import pytest
+from harness import make_settings, open_channel, served, submit, until
+from lockstep_api.v1 import inference_pb2, worker_pb2
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_engine import FinishReason, Logprobs, Output, TokenLogprob
+from scripted_engine import CONTEXT_LENGTH, VOCAB_SIZE, Script, token_at
+
+PROMPT = (1, 2, 3)
+
+
+@pytest.fixture
+async def worker(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path)) as running:
+        yield running
+
+
+async def test_hello_and_status_come_first(worker):
+    router = worker.router()
+    hello = await router.greet()
+    assert router.kinds() == ["hello"]
+    assert (await router.next()).HasField("status")
+    assert hello.worker_id == "w0"
+    assert hello.incarnation > 1_700_000_000 * 10**9
+    card = hello.model
+    assert (card.name, card.tp, card.block_size, card.deterministic) == ("tiny", 2, 16, True)
+    assert (card.context_length, card.vocab_size, list(card.eos_ids)) == (CONTEXT_LENGTH, VOCAB_SIZE, [0])
+    assert len(card.tokenizer_digest) == 64
+    assert {frame.epoch for frame in router.seen} == {1}
+
+
+async def test_nothing_is_sent_before_the_routers_hello(worker):
+    router = worker.router()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await router.call.read()
+
+
+@pytest.mark.parametrize("frame", [{"submit": submit()}, {"cancel": worker_pb2.Cancel(stream_id="s")}, {}])
+async def test_a_first_frame_other_than_hello_is_refused(worker, frame):
+    router = worker.router()
+    await router.send(**frame)
+    code, details = await router.end()
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "RouterHello" in details
+
+
+async def test_a_second_hello_is_refused(worker):
+    router = await worker.greeted()
+    await router.send(hello=worker_pb2.RouterHello(router_id="r0"))
+    assert (await router.end())[0] == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_one_tokens_frame_a_step_holds_all_streams_of_the_router(worker):
+    router = await worker.greeted()
+    for name in ("a", "b", "c"):
+        await router.send(submit=submit(name))
+    await until(lambda: len(worker.engine.requests) == 3)
+    for _ in range(4):
+        worker.engine.step()
+    frames = [(await router.next("tokens")).tokens for _ in range(4)]
+    assert [frame.step for frame in frames] == [1, 2, 3, 4]
+    for position, frame in enumerate(frames):
+        assert [stream.stream_id for stream in frame.streams] == ["a", "b", "c"]
+        for stream in frame.streams:
+            assert (stream.attempt, stream.position) == (1, position)
+            assert list(stream.ids) == [token_at(PROMPT, position)]
+    assert {stream.finish for stream in frames[-1].streams} == {inference_pb2.FINISH_REASON_LENGTH}
+    assert {stream.finish for stream in frames[-2].streams} == {inference_pb2.FINISH_REASON_UNSPECIFIED}
+
+
+async def test_a_resumed_stream_goes_on_where_it_was(worker):
+    router = await worker.greeted()
+    emitted = [token_at(PROMPT, position) for position in range(2)]
+    await router.send(submit=submit(attempt=3, emitted_ids=emitted, tenant="t", priority=-1))
+    await until(lambda: worker.engine.requests)
+    (request,) = worker.engine.requests.values()
+    assert (request.prompt_ids, request.emitted_ids) == (PROMPT, tuple(emitted))
+    assert (request.tenant, request.priority) == ("t", -1)
+    worker.engine.step()
+    (stream,) = (await router.next("tokens")).tokens.streams
+    assert (stream.attempt, stream.position, list(stream.ids)) == (3, 2, [token_at(PROMPT, 2)])
+
+
+async def test_logprobs_and_cached_tokens_arrive(worker):
+    router = await worker.greeted()
+    await router.send(submit=submit())
+    await until(lambda: worker.engine.requests)
+    entry = Logprobs(TokenLogprob(7, -0.5), (TokenLogprob(7, -0.5), TokenLogprob(9, -2.0)))
+    (request_id,) = worker.engine.requests
+    worker.engine.give([Output(request_id, 0, (7,), (entry,), FinishReason.STOP, cached_tokens=16)])
+    (stream,) = (await router.next("tokens")).tokens.streams
+    assert stream.finish == inference_pb2.FINISH_REASON_STOP
+    assert stream.cached_tokens == 16
+    (logprobs,) = stream.logprobs
+    assert (logprobs.chosen.id, logprobs.chosen.logprob) == (7, -0.5)
+    assert [(token.id, token.logprob) for token in logprobs.top] == [(7, -0.5), (9, -2.0)]
+
+
+async def test_status_is_a_heartbeat(worker):
+    router = await worker.greeted()
+    began = asyncio.get_running_loop().time()
+    for _ in range(4):
+        status = (await router.next("status")).status
+    assert 0.1 < asyncio.get_running_loop().time() - began < 2
+    assert (status.free_blocks, status.total_blocks, status.tokens_per_s) == (64, 64, 12.5)
+    assert [(rank.rank, rank.pid, rank.state) for rank in status.ranks] == [
+        (0, 1000, worker_pb2.RANK_STATE_READY),
+        (1, 1001, worker_pb2.RANK_STATE_READY),
+    ]
+    assert status.pid > 0
+
+
+async def test_a_change_of_state_is_told_at_once(model_dir, socket_path):
+    script = Script(ready_at_once=False)
+    async with served(make_settings(model_dir, socket_path, status_interval_s=10), script) as worker:
+        router = worker.router()
+        await router.greet()
+        await router.status(worker_pb2.WORKER_STATE_STARTING)
+        worker.engine.finish_start()
+        await router.ready()
+        worker.engine.lose_ranks()
+        assert "SIGKILL" in (await router.status(worker_pb2.WORKER_STATE_RESTARTING)).reason
+
+
+async def test_a_submit_while_starting_is_refused_as_unavailable(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path), Script(ready_at_once=False)) as worker:
+        router = worker.router()
+        await router.greet()
+        await router.send(submit=submit())
+        rejected = (await router.next("rejected")).rejected
+        assert (rejected.code, rejected.retryable) == ("unavailable", True)
+        assert not worker.engine.requests
+
+
+async def test_a_lost_rank_fails_streams_and_raises_the_epoch(worker):
+    router = await worker.greeted()
+    await router.send(submit=submit("a", 2, max_tokens=100))
+    await router.send(submit=submit("b", 1, max_tokens=100))
+    await until(lambda: len(worker.engine.requests) == 2)
+    worker.engine.step()
+    worker.engine.lose_ranks()
+    first = (await router.next("rejected")).rejected
+    second = (await router.next("rejected")).rejected
+    assert {(first.stream_id, first.attempt), (second.stream_id, second.attempt)} == {("a", 2), ("b", 1)}
+    assert (first.code, first.retryable) == ("worker_lost", True)
+    assert "SIGKILL" in first.message
+    hello = await router.next("hello")
+    status = await router.next()
+    assert (hello.epoch, status.epoch) == (2, 2)
+    assert status.status.state == worker_pb2.WORKER_STATE_RESTARTING
+    worker.engine.restart()
+    await router.ready()
+    await router.send(submit=submit("a", 3, max_tokens=2, emitted_ids=[token_at(PROMPT, 0)]))
+    await until(lambda: worker.engine.requests)
+    worker.engine.step()
+    tokens = await router.next("tokens")
+    assert tokens.epoch == 2
+    assert tokens.tokens.streams[0].position == 1
+    epochs = [frame.epoch for frame in router.seen]
+    assert epochs == sorted(epochs)
+    first_of_epoch = epochs.index(2)
+    assert router.kinds()[first_of_epoch] == "hello"
+
+
+async def test_cancel_frees_the_request(worker):
+    router = await worker.greeted()
+    await router.send(submit=submit(max_tokens=100))
+    await until(lambda: worker.engine.requests)
+    (request_id,) = worker.engine.requests
+    await router.send(cancel=worker_pb2.Cancel(stream_id="s", attempt=1))
+    await until(lambda: not worker.engine.requests)
+    # What the engine had under way for it is dropped.
+    worker.engine.give([Output(request_id, 0, (1,))])
+    await router.send(submit=submit("next", max_tokens=1))
+    await until(lambda: worker.engine.requests)
+    worker.engine.step()
+    assert (await router.next("tokens")).tokens.streams[0].stream_id == "next"
+    assert "rejected" not in router.kinds()
+
+
+@pytest.mark.parametrize(("stream_id", "attempt"), [("unknown", 1), ("s", 2), ("", 0)])
+async def test_cancel_of_what_does_not_run_is_ignored(worker, stream_id, attempt):
+    router = await worker.greeted()
+    await router.send(submit=submit(max_tokens=1))
+    await router.send(cancel=worker_pb2.Cancel(stream_id=stream_id, attempt=attempt))
+    await until(lambda: worker.engine.requests)
+    worker.engine.step()
+    assert (await router.next("tokens")).tokens.streams[0].stream_id == "s"
+    assert worker.engine.cancelled == []
+
+
+async def test_a_later_attempt_replaces_the_live_one(worker):
+    router = await worker.greeted()
+    await router.send(submit=submit("s", 1, max_tokens=100))
+    await router.send(submit=submit("s", 2, max_tokens=100))
+    await until(lambda: worker.engine.cancelled)
+    worker.engine.step()
+    (stream,) = (await router.next("tokens")).tokens.streams
+    assert stream.attempt == 2
+    assert len(worker.engine.requests) == 1
+
+
+async def test_the_same_attempt_twice_ends_both(worker):
+    router = await worker.greeted()
+    for _ in range(2):
+        await router.send(submit=submit("s", 1, max_tokens=100))
+    rejected = (await router.next("rejected")).rejected
+    assert (rejected.code, rejected.field, rejected.retryable) == ("invalid_request", "attempt", False)
+    assert not worker.engine.requests
+
+
+async def test_an_older_attempt_does_not_disturb_the_live_one(worker):
+    router = await worker.greeted()
+    await router.send(submit=submit("s", 2, max_tokens=100))
+    await router.send(submit=submit("s", 1, max_tokens=100))
+    rejected = (await router.next("rejected")).rejected
+    assert (rejected.attempt, rejected.field) == (1, "attempt")
+    worker.engine.step()
+    assert (await router.next("tokens")).tokens.streams[0].attempt == 2
+
+
+@pytest.mark.parametrize("how", ["cancel", "half-close", "channel"])
+async def test_a_router_that_goes_frees_its_requests(worker, how):
+    stays = await worker.greeted("r1")
+    await stays.send(submit=submit(max_tokens=100))
+    async with open_channel(worker.address) as channel:
+        goes = dataclasses.replace(worker, channel=channel).router()
+        await goes.greet("r0")
+        for name in ("a", "b"):
+            await goes.send(submit=submit(name, max_tokens=100))
+        await until(lambda: len(worker.engine.requests) == 3)
+        if how == "cancel":
+            goes.call.cancel()
+        elif how == "half-close":
+            await goes.call.done_writing()
+            assert (await goes.end())[0] == grpc.StatusCode.OK
+    await until(lambda: len(worker.engine.requests) == 1)
+    assert len(worker.engine.cancelled) == 2
+    worker.engine.step()
+    assert (await stays.next("tokens")).tokens.streams[0].stream_id == "s"
+
+
+async def test_routers_do_not_see_each_others_streams(worker):
+    one, two = await worker.greeted("r1"), await worker.greeted("r2")
+    for router, prompt in ((one, [1]), (two, [2])):
+        await router.send(submit=submit("same", prompt_ids=prompt))
+    await until(lambda: len(worker.engine.requests) == 2)
+    worker.engine.step()
+    for router, prompt in ((one, [1]), (two, [2])):
+        (stream,) = (await router.next("tokens")).tokens.streams
+        assert list(stream.ids) == [token_at(prompt, 0)]
+    await one.send(cancel=worker_pb2.Cancel(stream_id="same", attempt=1))
+    await until(lambda: len(worker.engine.requests) == 1)
+    worker.engine.step()
+    assert (await two.next("tokens")).tokens.streams[0].position == 1
+
+
+async def test_a_router_that_does_not_read_is_cut_off_and_holds_up_nobody(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path, outgoing_frames=8)) as worker:
+        slow, quick = await worker.greeted("slow"), await worker.greeted("quick")
+        for router in (slow, quick):
+            await router.send(submit=submit(max_tokens=100))
+        await until(lambda: len(worker.engine.requests) == 2)
+        slow_id = next(name for name in worker.engine.requests if name.startswith("1:"))
+        steps = 0
+        while slow_id in worker.engine.requests:
+            steps += 1
+            assert steps < 50
+            other = [Output(name, steps - 1, (1,)) for name in worker.engine.requests if name != slow_id]
+            worker.engine.give([Output(slow_id, 0, (5,) * 300_000), *other])
+            assert (await quick.next("tokens")).tokens.streams[0].position == steps - 1
+            await asyncio.sleep(0)
+        assert worker.engine.cancelled == [slow_id]
+        code, details = await slow.end()
+        assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "slowly" in details
+        again = await worker.greeted("slow")
+        await again.send(submit=submit(attempt=2, max_tokens=100))
+        await until(lambda: len(worker.engine.requests) == 2)
+
+
+async def test_one_router_too_many_is_refused(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path, max_routers=1)) as worker:
+        first = await worker.greeted()
+        second = worker.router()
+        await second.send(hello=worker_pb2.RouterHello(router_id="r1"))
+        assert (await second.end())[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
+        first.call.cancel()
+        await until(first.call.done)
+        await asyncio.sleep(0.05)
+        await worker.greeted("r1")
+
+
+async def test_the_deadline_ends_a_stream(worker):
+    router = await worker.greeted()
+    await router.send(submit=submit("late", deadline_s=0.1, max_tokens=100))
+    await router.send(submit=submit("early", deadline_s=0.2, max_tokens=1))
+    await until(lambda: len(worker.engine.requests) == 2)
+    worker.engine.step()
+    rejected = (await router.next("rejected")).rejected
+    assert (rejected.stream_id, rejected.code, rejected.retryable) == ("late", "deadline_exceeded", False)
+    await asyncio.sleep(0.25)
+    assert worker.engine.cancelled == ["1:late:1"]
+    await router.next("status")
+    assert router.kinds().count("rejected") == 1
+
+
+async def test_an_engines_refusal_reaches_the_router(worker):
+    router = await worker.greeted()
+    worker.engine.submit_error = LockstepError(ErrorCode.OVERLOADED, "queue full", retry_after_s=1.5)
+    await router.send(submit=submit())
+    rejected = (await router.next("rejected")).rejected
+    assert (rejected.code, rejected.message, rejected.retry_after_s) == ("overloaded", "queue full", 1.5)
+    assert rejected.retryable
+
+
+async def test_a_request_that_breaks_the_engine_ends_alone(worker):
+    router = await worker.greeted()
+    worker.engine.submit_error = ZeroDivisionError()
+    await router.send(submit=submit())
+    rejected = (await router.next("rejected")).rejected
+    assert (rejected.code, rejected.retryable) == ("internal", False)
+    worker.engine.submit_error = None
+    await router.send(submit=submit(attempt=2))
+    await until(lambda: worker.engine.requests)
+
+
+async def test_the_engines_error_for_one_request_ends_it_alone(worker):
+    router = await worker.greeted()
+    for name in ("a", "b"):
+        await router.send(submit=submit(name, max_tokens=100))
+    await until(lambda: len(worker.engine.requests) == 2)
+    error = LockstepError(ErrorCode.RESOURCE_EXHAUSTED, "no blocks")
+    worker.engine.give([Output("1:a:1", 0, (), error=error), Output("1:b:1", 0, (3,))])
+    assert (await router.next("tokens")).tokens.streams[0].stream_id == "b"
+    assert (await router.next("rejected")).rejected.code == "resource_exhausted"
+
+
+BAD_SUBMITS = [
+    ("stream_id", {"stream_id": ""}),
+    ("stream_id", {"stream_id": "x" * 129}),
+    ("attempt", {"attempt": 0}),
+    ("prompt_ids", {"prompt_ids": []}),
+    ("prompt_ids", {"prompt_ids": [1, VOCAB_SIZE]}),
+    ("emitted_ids", {"emitted_ids": [2**32 - 1]}),
+    ("emitted_ids", {"emitted_ids": [1, 2, 3, 4]}),
+    ("prompt_ids", {"prompt_ids": [1] * CONTEXT_LENGTH, "emitted_ids": [1]}),
+    ("deadline_s", {"deadline_s": -1.0}),
+    ("deadline_s", {"deadline_s": float("nan")}),
+    ("deadline_s", {"deadline_s": float("inf")}),
+    ("tenant", {"tenant": "t" * 129}),
+    ("max_tokens", {"sampling": inference_pb2.Sampling()}),
+    ("temperature", {"sampling": inference_pb2.Sampling(max_tokens=1, temperature=float("nan"))}),
+    ("temperature", {"sampling": inference_pb2.Sampling(max_tokens=1, temperature=-1)}),
+    ("top_p", {"sampling": inference_pb2.Sampling(max_tokens=1, top_p=0)}),
+    ("min_p", {"sampling": inference_pb2.Sampling(max_tokens=1, min_p=2)}),
+    ("repetition_penalty", {"sampling": inference_pb2.Sampling(max_tokens=1, repetition_penalty=0)}),
+    ("frequency_penalty", {"sampling": inference_pb2.Sampling(max_tokens=1, frequency_penalty=3)}),
+    ("presence_penalty", {"sampling": inference_pb2.Sampling(max_tokens=1, presence_penalty=-3)}),
+    ("logit_bias", {"sampling": inference_pb2.Sampling(max_tokens=1, logit_bias={VOCAB_SIZE: 1.0})}),
+    ("logit_bias", {"sampling": inference_pb2.Sampling(max_tokens=1, logit_bias={1: float("inf")})}),
+    ("logprobs", {"sampling": inference_pb2.Sampling(max_tokens=1, logprobs=21)}),
+    ("stop_token_ids", {"sampling": inference_pb2.Sampling(max_tokens=1, stop_token_ids=[VOCAB_SIZE])}),
+    ("stop_token_ids", {"sampling": inference_pb2.Sampling(max_tokens=1, stop_token_ids=[1] * 65)}),
+]
+
+
+async def test_bad_submits_name_their_field_and_never_reach_the_engine(worker):
+    router = await worker.greeted()
+    for field, change in BAD_SUBMITS:
+        await router.send(submit=submit(**change))
+        rejected = (await router.next("rejected")).rejected
+        assert rejected.field == field, (change, rejected)
+        assert rejected.code in ("invalid_request", "context_length_exceeded")
+        assert not rejected.retryable
+        assert rejected.message
+        assert len(rejected.stream_id) <= 128
+    assert not worker.engine.requests
+    await router.send(submit=submit())
+    await until(lambda: worker.engine.requests)
+
+
+async def test_an_unknown_kind_of_frame_is_ignored(worker):
+    router = await worker.greeted()
+    await router.send()
+    await router.send(submit=submit())
+    await until(lambda: worker.engine.requests)
+
+
+async def test_a_large_prompt_fits_into_a_message(worker):
+    router = await worker.greeted()
+    await router.send(submit=submit(prompt_ids=[999] * 3_000_000))
+    assert (await router.next("rejected")).rejected.code == "context_length_exceeded"
+
+
+async def test_tokenizer_files_are_found_by_digest(worker):
+    hello = await worker.router().greet()
+    digest = hello.model.tokenizer_digest
+    files = await worker.stub.Tokenizer(worker_pb2.TokenizerRequest(digest=digest))
+    assert files.digest == digest
+    assert files.tokenizer_json == b'{"version": "1.0"}'
+    assert b"bos_token" in files.tokenizer_config_json
+    assert files.chat_template == "{{ messages }}"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker.stub.Tokenizer(worker_pb2.TokenizerRequest(digest="other"))
+    assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_prompts_are_never_logged(worker, caplog):
+    caplog.set_level("DEBUG", logger="lockstep")
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    router = await worker.greeted()
+    await router.send(submit=submit(prompt_ids=[717, 718], traceparent=trace))
+    await router.send(submit=submit("bad", prompt_ids=[719], traceparent="no trace", deadline_s=-1.0))
+    await router.next("rejected")
+    fields = [str(vars(record)) for record in caplog.records]
+    assert any(trace in entry for entry in fields)
+    assert not any(secret in entry for entry in fields for secret in ("717", "719", "no trace"))

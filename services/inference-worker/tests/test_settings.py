@@ -1,0 +1,79 @@
+import re
+from pathlib import Path
+
+import pytest
+from lockstep_common.errors import LockstepError
+from lockstep_worker.settings import WorkerSettings, parse_bytes
+from pydantic import ValidationError
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def settings_rows() -> list[str]:
+    rows = []
+    for name, field in WorkerSettings.model_fields.items():
+        default = "required" if field.is_required() else str(field.get_default(call_default_factory=False))
+        shown = "-" if default == "None" or field.default_factory else f"`{default.lower()}`"
+        shown = "required" if default == "required" else shown
+        rows.append(f"| `{name}` | {shown} | {field.description} |")
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512Mi", 512 * 2**20),
+        ("2Gi", 2**31),
+        ("1.5G", 1_500_000_000),
+        ("4096", 4096),
+        ("1KiB", 1024),
+        (" 3M ", 3_000_000),
+    ],
+)
+def test_sizes_are_written_as_in_kubernetes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "Mi", "-1Mi", "1Xi", "1e3", "a lot"])
+def test_sizes_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match="bytes"):
+        parse_bytes(text)
+
+
+def test_flags_come_before_the_environment(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_KV_MEMORY", "1Gi")
+    monkeypatch.setenv("LOCKSTEP_TP", "4")
+    settings = WorkerSettings.load("worker", ["--model", "m", "--tp", "2", "--worker-id", "w7", "--no-prefix-cache"])
+    config = settings.engine_config()
+    assert (config.tp, config.kv_memory_bytes, config.label, config.prefix_cache) == (2, 2**30, "w7", False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"listen": "9000"},
+        {"listen": ":9000"},
+        {"listen": "host:99999"},
+        {"listen": "unix:relative"},
+        {"listen": "unix:/" + "x" * 200},
+        {"tp": 0},
+        {"metrics_port": 70000},
+        {"status_interval_s": 0},
+        {"worker_id": ""},
+        {"kv_memory": 0},
+        {"unknown": 1},
+    ],
+)
+def test_wrong_values_are_refused(change):
+    with pytest.raises(ValidationError):
+        WorkerSettings(model="m", **change)
+
+
+def test_values_that_do_not_go_together_are_refused():
+    with pytest.raises(LockstepError, match="max_batch_tokens"):
+        WorkerSettings(model="m", max_seqs=64, max_batch_tokens=8).engine_config()
+
+
+def test_the_readme_lists_the_settings_as_they_are():
+    rows = [line for line in README.read_text().splitlines() if re.match(r"\| `\w+` \| .* \| .* \|$", line)]
+    assert [row for row in rows if row in settings_rows()] == settings_rows(), "\n".join(settings_rows())

@@ -1,0 +1,94 @@
+"""Argument types and groups that several commands share. Imports nothing heavy: `lockstep --help` must be quick."""
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep_tools.failure import UNUSABLE, CommandError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+API_KEY_VARIABLE = "LOCKSTEP_API_KEY"
+
+_REFERENCE_MODEL = Path("models/reference")
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An argparse type: a whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"not a whole number: {text!r}") from None
+        if number < least or (most is not None and number > most):
+            limits = f"at least {least}" if most is None else f"between {least} and {most}"
+            raise argparse.ArgumentTypeError(f"must be {limits} (given: {number})")
+        return number
+
+    return parse
+
+
+def real(least: float, most: float) -> Callable[[str], float]:
+    """An argparse type: a number from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"not a number: {text!r}") from None
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"must be between {least:g} and {most:g} (given: {text})")
+        return number
+
+    return parse
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The optional positional MODEL; resolve it with `model_directory`."""
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="directory of the model (default: models/reference of the repository)"
+    )
+
+
+def model_directory(given: str | None) -> str:
+    """The model asked for, else the repository's reference model.
+
+    Raises:
+        CommandError: none was given and there is no reference model.
+    """
+    if given is not None:
+        return given
+    for root in (Path.cwd(), Path(__file__).resolve().parents[3]):
+        if (root / _REFERENCE_MODEL / "config.json").is_file():
+            return str(root / _REFERENCE_MODEL)
+    raise CommandError("no MODEL given, and there is no models/reference here", UNUSABLE)
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """The options that shape an engine."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--tp", type=whole(1), default=1, metavar="N", help="ranks that share the model (default: 1)")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    group.add_argument("--threads", type=whole(1), metavar="N", help="CPU threads of a rank (default: the cores shared out)")
+    group.add_argument(
+        "--max-context", type=whole(2), metavar="TOKENS", help="prompt and output together (default: the model's limit)"
+    )
+
+
+def add_endpoint(parser: argparse.ArgumentParser) -> None:
+    """The options that name an OpenAI endpoint; resolve them with `lockstep_tools.endpoint.from_arguments`."""
+    parser.add_argument("--url", default=DEFAULT_URL + "/v1", help="base URL of the API (default: %(default)s)")
+    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument(
+        "--api-key-env",
+        default=API_KEY_VARIABLE,
+        metavar="VARIABLE",
+        help="environment variable that holds the API key, so that no key shows in `ps` (default: %(default)s)",
+    )
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0))

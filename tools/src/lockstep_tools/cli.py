@@ -1,0 +1,94 @@
+"""The `lockstep` command: picks a subcommand and turns its failures into a sentence and an exit code.
+
+Only the chosen subcommand's module is imported, so that help and mistakes answer at once.
+"""
+
+import argparse
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+
+from lockstep_tools import __version__
+from lockstep_tools.failure import CommandError
+
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+_EPILOG = """\
+examples:
+  lockstep serve models/reference --workers 2 --tp 2   a router and two workers on this machine
+  lockstep chat                                        talk to it
+  lockstep status --watch                              see workers, ranks, queues
+  lockstep demo                                        watch a stream survive killed processes
+
+`lockstep COMMAND --help` explains a command. Exit codes: 0 done, 1 failed, 2 cannot be used as given.
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: the module has DESCRIPTION, EXAMPLES, configure(parser) and run(arguments) -> exit code."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "serve": Command("serve", "run a router and workers on this machine"),
+    "chat": Command("chat", "talk to a model in the terminal"),
+    "generate": Command("generate", "generate text offline, without a server"),
+    "bench": Command("bench", "put an endpoint under load and measure it"),
+    "status": Command("status", "show workers, ranks, process ids, queues"),
+    "demo": Command("demo", "watch a stream survive killed processes"),
+    "train": Command("training", "train a small model like the reference model"),
+}
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The parsed command line; `run` is the chosen command's function. Ends the process for help and usage errors."""
+    parser = argparse.ArgumentParser(
+        prog="lockstep",
+        description="Serve large language models so that a stream goes on when something dies.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    for name, command in COMMANDS.items():
+        if name != chosen:
+            subparsers.add_parser(name, help=command.summary)
+            continue
+        module = import_module(f"lockstep_tools.{command.module}")
+        subparser = subparsers.add_parser(
+            name,
+            help=command.summary,
+            description=module.DESCRIPTION,
+            epilog=f"examples:\n{module.EXAMPLES}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.configure(subparser)
+        subparser.set_defaults(run=module.run)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line given (the process's own when None) and return its exit code."""
+    try:
+        parsed = parse(sys.argv[1:] if arguments is None else arguments)
+        code: int = parsed.run(parsed)
+        sys.stdout.flush()
+    except CommandError as error:
+        print(f"lockstep: {error.message}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; the interpreter's own flush at exit must not complain about it again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
