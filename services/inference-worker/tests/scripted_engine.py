@@ -71,6 +71,7 @@ class ScriptedEngine:
         self.emitted: dict[str, int] = {}
         self.cancelled: list[str] = []
         self.submit_error: Exception | None = None
+        self.close_error: Exception | None = None
         self.closed = False
         self._script = script
         self._on_outputs = on_outputs
@@ -99,6 +100,10 @@ class ScriptedEngine:
             raise self.submit_error
         assert request.id not in self.requests, "the engine never sees an id twice"
         assert all(0 <= token < VOCAB_SIZE for token in request.prompt_ids + request.emitted_ids)
+        if len(request.emitted_ids) >= request.sampling.max_tokens:
+            nothing_left = Output(request.id, len(request.emitted_ids), (), finish=FinishReason.LENGTH)
+            asyncio.get_running_loop().call_soon(self._on_outputs, self._steps, [nothing_left])
+            return
         self.requests[request.id] = request
         self.emitted[request.id] = len(request.emitted_ids)
 
@@ -121,10 +126,17 @@ class ScriptedEngine:
             ranks=tuple(RankStatus(rank, 1000 + rank, rank_state, self._steps) for rank in range(self.config.tp)),
             block_size=16,
             deterministic=True,
+            device="cpu",
+            dtype="float32",
+            loading=0.5 if self._state is EngineState.STARTING else 1.0,
+            driver_us=100.0,
+            step_us=2000.0,
         )
 
     async def close(self) -> None:
         self.closed = True
+        if self.close_error is not None:
+            raise self.close_error
         if self._ticker is not None:
             self._ticker.cancel()
 
@@ -159,10 +171,11 @@ class ScriptedEngine:
         error = LockstepError(ErrorCode.WORKER_LOST, reason)
         lost = [Output(request_id, self.emitted[request_id], (), error=error) for request_id in self.requests]
         self.requests.clear()
+        self._turn(EngineState.RESTARTING, reason)
         self._on_outputs(self._steps, lost)
         self._epoch += 1
         self._steps = 0
-        self._turn(EngineState.RESTARTING, reason)
+        self._on_change()
 
     def restart(self) -> None:
         """The ranks are back."""

@@ -4,6 +4,7 @@ import grpc
 from harness import make_settings, open_channel, served, submit, until
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_engine import Output
 from scripted_engine import Script
 
 DRAINING = worker_pb2.WORKER_STATE_DRAINING
@@ -72,10 +73,10 @@ async def test_streams_that_take_too_long_are_handed_over(model_dir, socket_path
 async def test_a_router_that_does_not_read_does_not_hold_up_the_end(model_dir, socket_path):
     async with served(make_settings(model_dir, socket_path, drain_timeout_s=0.1)) as worker:
         router = await worker.greeted()
-        await router.send(submit=submit(prompt_ids=[1] * 100, max_tokens=100))
+        await router.send(submit=submit(max_tokens=100))
         await until(lambda: worker.engine.requests)
-        for _ in range(50):
-            worker.engine.step()
+        for position in range(50):
+            worker.engine.give([Output("1:s:1", position, (5,) * 300_000)])
         worker.stop.set()
         assert await worker.exit_code() == 0
 
@@ -87,6 +88,14 @@ async def test_a_worker_that_still_starts_can_be_stopped(model_dir, socket_path)
         worker.stop.set()
         assert await worker.exit_code() == 0
         assert worker.engine.closed
+
+
+async def test_an_engine_that_does_not_close_does_not_change_the_exit_code(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path)) as worker:
+        await worker.greeted()
+        worker.engine.close_error = RuntimeError("zygote")
+        worker.stop.set()
+        assert await worker.exit_code() == 0
 
 
 async def test_a_failed_engine_is_told_and_ends_the_process_with_1(model_dir, socket_path):

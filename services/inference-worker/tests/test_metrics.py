@@ -19,7 +19,7 @@ async def test_what_happens_is_counted(model_dir, socket_path):
     lost_before = value("rejected_total", code="worker_lost")
     async with served(make_settings(model_dir, socket_path)) as worker:
         router = await worker.greeted()
-        assert (value("ready"), value("routers"), value("epoch")) == (1, 1, 1)
+        await until(lambda: (value("ready"), value("routers"), value("epoch")) == (1, 1, 1))
         assert (value("rank_up", rank="0"), value("rank_up", rank="1")) == (1, 1)
         for name in ("a", "b"):
             await router.send(submit=submit(name, max_tokens=100))

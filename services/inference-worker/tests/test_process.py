@@ -1,3 +1,4 @@
+import json
 import os
 import re
 import signal
@@ -32,6 +33,27 @@ def ended(process: subprocess.Popen[str], within_s: float = 15) -> tuple[int, st
     finally:
         process.kill()
     return process.returncode, output + errors
+
+
+@pytest.fixture
+def checkpoint(model_dir: Path) -> Path:
+    """What the real engine accepts before it starts its ranks."""
+    header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    (model_dir / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 32,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "eos_token_id": 0,
+    }
+    (model_dir / "config.json").write_text(json.dumps(config))
+    return model_dir
 
 
 def await_socket(path: str) -> None:
@@ -105,6 +127,33 @@ def test_a_taken_address_ends_with_2_and_a_sentence(model_dir, socket_path, kind
         code, said = ended(start(SCRIPTED, "--model", str(model_dir), *flags))
     assert code == 2
     assert re.fullmatch(r"cannot (listen|serve metrics) on .*\n", said)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--tp", "3"], "2 attention heads cannot be split"),
+        (["--max-batch-tokens", "1"], "max_batch_tokens must be at least max_seqs"),
+        (["--name", "tokenizerless"], "tokenizer.json is missing"),
+        (["--name", "truncated"], "cut short"),
+    ],
+)
+def test_what_the_engine_cannot_serve_ends_with_2_and_a_sentence(checkpoint, flags, says):
+    if "tokenizerless" in flags:
+        (checkpoint / "tokenizer.json").unlink()
+    if "truncated" in flags:
+        os.truncate(checkpoint / "model.safetensors", 70)
+    code, said = ended(start(REAL, "--model", str(checkpoint), "--listen", "127.0.0.1:0", *flags))
+    assert code == 2
+    assert says in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_a_taken_port_ends_the_real_worker_with_2(checkpoint):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, said = ended(start(REAL, "--model", str(checkpoint), "--listen", listen))
+    assert (code, said) == (2, f"cannot listen on {listen}: Address already in use\n")
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tp", type=whole(1), default=1, metavar="N", help="ranks that share the model (default: 1)")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    group.add_argument("--threads", type=whole(1), metavar="N", help="CPU threads of a rank (default: the cores shared out)")
+    group.add_argument(
+        "--threads", type=whole(1), metavar="N", help="CPU threads of a rank (default: the cores shared out)"
+    )
     group.add_argument(
         "--max-context", type=whole(2), metavar="TOKENS", help="prompt and output together (default: the model's limit)"
     )

@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=whole(1), default=32, metavar="N", help="in all (default: 32)")
     parser.add_argument("--prompt-tokens", type=whole(1), default=64, metavar="N", help="about (default: 64)")
     parser.add_argument("--max-tokens", type=whole(1), default=128, metavar="N", help="default: 128")
-    parser.add_argument("--temperature", type=real(0, 100), default=0.8, metavar="T", help="default: 0.8")
+    parser.add_argument("--temperature", type=real(0, 2), default=0.8, metavar="T", help="default: 0.8")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of prompts and sampling (default: 0)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -53,7 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def render(report: Report, clients: int, out: Console) -> None:
     """Print a report for people."""
-    table = Table(title=f"{report.streams} requests from {clients} clients in {report.seconds:.1f} s", title_justify="left")
+    table = Table(
+        title=f"{report.streams} requests from {clients} clients in {report.seconds:.1f} s", title_justify="left"
+    )
     for name in ("", "p50", "p99", "max"):
         table.add_column(name, justify="right" if name else "left")
     for name, spread in (
@@ -75,7 +77,7 @@ def render(report: Report, clients: int, out: Console) -> None:
 
 def _cells(spread: Spread | None) -> list[str]:
     if spread is None:
-        return ["–"] * 3
+        return ["-"] * 3
     return [f"{value:.1f} ms" for value in (spread.p50, spread.p99, spread.max)]
 
 

@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_endpoint(parser)
     parser.add_argument("--system", metavar="TEXT", help="instructions that begin the conversation")
-    parser.add_argument("--temperature", type=real(0, 100), metavar="T", help="0 is greedy (default: the server's)")
+    parser.add_argument("--temperature", type=real(0, 2), metavar="T", help="0 is greedy (default: the server's)")
     parser.add_argument("--max-tokens", type=whole(1), default=512, metavar="N", help="of an answer (default: 512)")
     parser.add_argument("--seed", type=whole(0), metavar="N")
 
@@ -174,5 +174,5 @@ class _Answer:
 
 
 def _prompt(notes: Console) -> str:
-    """readline counts what is between \\001 and \\002 as no width."""
+    """The coloured prompt; readline takes what is between the control characters 1 and 2 as having no width."""
     return "\001\x1b[1;36m\002> \001\x1b[0m\002" if notes.color_system else "> "

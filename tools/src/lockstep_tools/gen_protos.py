@@ -22,7 +22,7 @@ def generate(out: Path) -> None:
     package = staged / "lockstep_api/v1"
     package.mkdir(parents=True)
     for proto in sorted((ROOT / "protos" / PACKAGE).glob("*.proto")):
-        # The Python package is named lockstep_api; only the import path changes, the protobuf package stays lockstep.v1.
+        # The Python package is named lockstep_api; the protobuf package stays lockstep.v1, only imports change.
         (package / proto.name).write_text(proto.read_text().replace('import "lockstep/v1/', 'import "lockstep_api/v1/'))
     sources = [str(path) for path in sorted(package.glob("*.proto"))]
     flags = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
@@ -30,11 +30,14 @@ def generate(out: Path) -> None:
         raise SystemExit("protoc failed; its message is above")
     shutil.rmtree(staged)
     (out / "lockstep_api/__init__.py").write_text('"""Generated from protos/ by `make proto`. Do not edit."""\n')
-    (out / "lockstep_api/v1/__init__.py").write_text('"""Generated from protos/lockstep/v1 by `make proto`. Do not edit."""\n')
+    (out / "lockstep_api/v1/__init__.py").write_text(
+        '"""Generated from protos/lockstep/v1 by `make proto`. Do not edit."""\n'
+    )
     (out / "lockstep_api/py.typed").touch()
 
 
 def main() -> None:
+    """Write the stubs, or compare them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare with the committed stubs, write nothing")
     check = parser.parse_args().check

@@ -4,13 +4,17 @@ import argparse
 import sys
 import time
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep_common.errors import LockstepError
+from rich.console import Console
 
 from lockstep_tools import console
 from lockstep_tools.arguments import add_engine, real, whole
-from lockstep_tools.failure import UNUSABLE, CommandError
+from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
+
+if TYPE_CHECKING:
+    from lockstep_engine import Engine, SamplingParams
 
 DESCRIPTION = "Generate text offline, without a server: the continuation of PROMPT goes to stdout, the speed to stderr."
 
@@ -33,3 +37,46 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=whole(0, 2**64 - 1), default=0, metavar="N", help="default: 0")
     group.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
     add_engine(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Load the model, stream the continuation, report the speed."""
+    from lockstep_engine import Engine, SamplingParams  # noqa: PLC0415 - help and usage errors need no engine
+
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not prompt:
+        raise CommandError("the PROMPT is empty", UNUSABLE)
+    names = {field.name for field in fields(SamplingParams)}
+    params = SamplingParams(**{name: value for name, value in vars(arguments).items() if name in names})
+    notes = console.notes()
+    try:
+        with notes.status(f"loading {arguments.model}"):
+            engine = Engine(arguments.model, **_engine_settings(arguments))
+        with engine:
+            _generate(engine, prompt, params, notes)
+    except LockstepError as error:
+        raise CommandError(error.message, UNUSABLE if error.meaning.http_status < 500 else FAILED) from None
+    return 0
+
+
+def _generate(engine: "Engine", prompt: str, params: "SamplingParams", notes: Console) -> None:
+    began_s = time.monotonic()
+    first_s = None
+    pieces: list[str] = []
+    for piece in engine.stream(prompt, params):
+        first_s = first_s or time.monotonic()
+        pieces.append(piece)
+        print(piece, end="", flush=True)
+    ended_s = time.monotonic()
+    print(flush=True)
+    # The stream gives text only: the tokens are counted by reading the text again.
+    tokens = len(engine.encode("".join(pieces)))
+    if first_s is not None and ended_s > first_s:
+        first_ms = (first_s - began_s) * 1e3
+        notes.print(
+            f"{tokens} tokens, {tokens / (ended_s - began_s):.1f} tokens/s; first after {first_ms:.0f} ms", style="dim"
+        )
+
+
+def _engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("tp", "device", "dtype", "threads", "max_context")}

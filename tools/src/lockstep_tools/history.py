@@ -94,7 +94,7 @@ class History:
 
 
 def position_of(piece: Piece) -> int | None:
-    """n of an SSE id `<request id>:<n>`: tokens of the choice delivered so far."""
+    """The n of an SSE id `<request id>:<n>`: tokens of the choice delivered so far."""
     if piece.id is None:
         return None
     number = piece.id.rpartition(":")[2]
@@ -121,12 +121,13 @@ def violations(history: History, *, reference: str | None = None, require_ids: b
 
 
 def _order(history: History, choice: int, require_ids: bool) -> list[str]:
-    """Positions grow with every piece of text, by as many tokens as the piece holds."""
+    """Positions grow with every piece of text, and no more tokens are shown than they count."""
     found = []
-    last = 0
+    last = shown = 0
     for piece in history.pieces:
         if piece.choice != choice:
             continue
+        shown += piece.tokens or 0
         position = position_of(piece)
         if position is None:
             if piece.text and require_ids:
@@ -134,8 +135,8 @@ def _order(history: History, choice: int, require_ids: bool) -> list[str]:
             continue
         if position < last or (piece.text and position == last):
             found.append(f"choice {choice}: position {position} came after {last}")
-        elif piece.tokens is not None and position - last != piece.tokens:
-            found.append(f"choice {choice}: {piece.tokens} tokens took the position from {last} to {position}")
+        if shown > position:
+            found.append(f"choice {choice}: {shown} tokens were shown at position {position}")
         last = max(last, position)
     return found
 
@@ -148,6 +149,11 @@ def _end(history: History, choice: int) -> list[str]:
         return [f"choice {choice}: {len(ends)} finish reasons"]
     if any(piece.text for piece in pieces[ends[0] + 1 :]):
         return [f"choice {choice}: text after the finish reason"]
+    counted = [piece.tokens for piece in pieces if piece.tokens is not None]
+    position = history.position(choice)
+    # A stop string is cut out of the text, and its tokens are not shown.
+    if pieces[ends[0]].finish == "length" and counted and position is not None and sum(counted) != position:
+        return [f"choice {choice}: {sum(counted)} tokens were shown, {position} counted"]
     return []
 
 
@@ -179,4 +185,5 @@ def _text(history: History, reference: str) -> list[str]:
         return []
     same = next((n for n, (a, b) in enumerate(zip(text, reference, strict=False)) if a != b), None)
     at = min(len(text), len(reference)) if same is None else same
-    return [f"the text differs from the reference at character {at}: {text[at : at + 20]!r}, not {reference[at : at + 20]!r}"]
+    given, wanted = text[at : at + 20], reference[at : at + 20]
+    return [f"the text differs from the reference at character {at}: {given!r}, not {wanted!r}"]

@@ -26,7 +26,7 @@ _WORDS = (
     "man some then upon little time will about do very great old other like good before over see such down long know "
     "come first made night own never must way day after hand house much again might eyes came any being here face "
     "went once himself still thought well through head room men place life may looked left many right young heart"
-).split()
+)
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Prompts:
         logprobs: bool = False,
     ) -> None:
         self._model = model
+        self._words = _WORDS.split()
         self._prompt_words = prompt_tokens  # common words are one token each in nearly every vocabulary
         self._max_tokens = max_tokens
         self._temperature = temperature
@@ -59,13 +60,13 @@ class Prompts:
 
     def __call__(self, number: int) -> StreamRequest:
         """The n-th request."""
-        words = Random(f"{self._seed}/{number}").choices(_WORDS, k=self._prompt_words)
+        words = Random(f"{self._seed}/{number}").choices(self._words, k=self._prompt_words)
         body = {
             "model": self._model,
             "prompt": " ".join(words),
             "max_tokens": self._max_tokens,
             "temperature": self._temperature,
-            "seed": self._seed * 1_000_003 + number,
+            "seed": (self._seed * 1_000_003 + number) % 2**63,
             "stream_options": {"include_usage": True},
         }
         if self._logprobs:
@@ -78,7 +79,7 @@ async def record(
     request: StreamRequest,
     *,
     history: History | None = None,
-    on_piece: Callable[[Piece], None] = lambda piece: None,
+    on_piece: Callable[[Piece], None] = lambda _: None,
 ) -> History:
     """Stream one request to its end and return its history; a failure is in the history, not raised.
 
@@ -119,7 +120,7 @@ class Traffic:
         *,
         clients: int,
         requests: int | None = None,
-        on_end: Callable[[History], None] = lambda history: None,
+        on_end: Callable[[History], None] = lambda _: None,
     ) -> None:
         """Args: `make` gives the n-th request; `requests` is their number, None: until `stop`."""
         self.histories: list[History] = []
@@ -131,6 +132,7 @@ class Traffic:
         self._requests = requests
         self._on_end = on_end
         self._stopping = False
+        self._heard = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._http: httpx.AsyncClient | None = None
 
@@ -182,7 +184,8 @@ class Traffic:
         wanted = self._clients if clients is None else clients
         async with asyncio.timeout(timeout_s):
             while sum(bool(history.spoken) for history in self.running) < wanted:
-                await asyncio.sleep(0.01)
+                self._heard.clear()
+                await self._heard.wait()
 
     def gap_s(self, mark: Mark, *, within_s: float = 2.0) -> float:
         """The longest silence that any stream alive at `mark` felt because of it: begun at most `within_s` later."""
@@ -199,7 +202,7 @@ class Traffic:
             number = len(self.histories)
             history = History(self._make(number), number=number, client=client, started_s=time.monotonic())
             self.histories.append(history)
-            await record(self._http, history.request, history=history)
+            await record(self._http, history.request, history=history, on_piece=lambda _: self._heard.set())
             self._on_end(history)
             if history.error is not None:
                 await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
@@ -210,7 +213,7 @@ async def drive(
     requests: Sequence[StreamRequest],
     *,
     clients: int,
-    on_end: Callable[[History], None] = lambda history: None,
+    on_end: Callable[[History], None] = lambda _: None,
 ) -> list[History]:
     """Send all `requests` with `clients` at a time and return their histories."""
     async with Traffic(endpoint, requests.__getitem__, clients=clients, requests=len(requests), on_end=on_end) as run:

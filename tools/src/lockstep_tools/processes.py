@@ -28,21 +28,28 @@ MOST_FAILED_STARTS = 5
 
 
 class Supervisor:
-    """The processes, by name. One thread starts, watches and ends them: the kernel ties a child's life to that thread."""
+    """The processes, by name. One thread starts, watches and ends them: the kernel ties children to that thread."""
 
     def __init__(
         self,
-        commands: Mapping[str, Sequence[str]],
+        stages: Sequence[Mapping[str, Sequence[str]]],
         *,
         output: IO[bytes] | None = None,
-        on_event: Callable[[str], None] = lambda sentence: None,
+        on_event: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Args: `output` takes what the processes print (ours when None); `on_event` is told of deaths, on the thread."""
+        """Prepare.
+
+        Args:
+            stages: commands by name. All start together; a stage is asked to end when the one before it has ended.
+            output: takes what the processes print; ours when None.
+            on_event: told of deaths, on the thread.
+        """
         self.exit_code: int | None = None
         """Set when the set has ended by itself."""
         self.reason = ""
         """Why it has."""
-        self._children = [_Child(name, command, output) for name, command in commands.items()]
+        self._stages = [[_Child(name, command, output) for name, command in stage.items()] for stage in stages]
+        self._children = [child for stage in self._stages for child in stage]
         self._on_event = on_event
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = False
@@ -66,7 +73,7 @@ class Supervisor:
         return self._ended.wait(timeout_s)
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM to all, SIGKILL to what is left after `grace_s`; does not wait. A second call can shorten the grace."""
+        """SIGTERM to all, SIGKILL to the rest after `grace_s`; does not wait. A second call can shorten the grace."""
         self._grace_ends_s = time.monotonic() + grace_s
         self._stopping = True
         with contextlib.suppress(OSError):  # a full pipe wakes as well, a closed one has nobody to wake
@@ -120,20 +127,18 @@ class Supervisor:
         if not self._stopping:
             self._grace_ends_s = time.monotonic() + LAST_DELAY_S
         for child in self._children:
-            child.signal(signal.SIGTERM)
-        killed = False
-        while self._reap_all():
-            if not killed and time.monotonic() >= self._grace_ends_s:
-                killed = True
-                for child in self._children:
-                    child.signal(signal.SIGKILL)
-            self._sleep(None if killed else self._grace_ends_s)
-
-    def _reap_all(self) -> bool:
-        """Whether any process is left."""
-        for child in self._children:
             child.reap()
-        return any(child.pidfd is not None for child in self._children)
+            child.due_s = None
+        for stage in self._stages:
+            for child in stage:
+                child.signal(signal.SIGTERM)
+            killed = False
+            while any([child.is_running and child.reap() is None for child in stage]):
+                if not killed and time.monotonic() >= self._grace_ends_s:
+                    killed = True
+                    for child in self._children:
+                        child.signal(signal.SIGKILL)
+                self._sleep(None if killed else self._grace_ends_s)
 
 
 class _Child:
@@ -151,6 +156,10 @@ class _Child:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
         self._delay_s = FIRST_DELAY_S
+
+    @property
+    def is_running(self) -> bool:
+        return self.pidfd is not None
 
     @property
     def pid(self) -> int | None:

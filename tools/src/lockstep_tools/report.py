@@ -66,7 +66,7 @@ class Report:
 def summarize(
     histories: Sequence[History],
     *,
-    reference: Callable[[History], str | None] = lambda history: None,
+    reference: Callable[[History], str | None] = lambda _: None,
     require_ids: bool = False,
 ) -> Report:
     """The report of finished streams.

@@ -12,7 +12,6 @@ from types import FrameType
 
 from lockstep_common.lifecycle import name_process
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lockstep_tools import console
@@ -136,10 +135,9 @@ def _introduce(stack: Stack) -> None:
         "": f"lockstep chat --url {stack.url}/v1",
         "stop": "Ctrl-C",
     }
-    grid = Table.grid(padding=(0, 2))
-    for label, value in rows.items():
-        grid.add_row(Text(label, style="bold"), Text(value, overflow="fold"))
     out = console.output()
     out.print()
-    out.print(grid, soft_wrap=True)
+    for label, value in rows.items():
+        # Not wrapped by us, so that the command can be copied.
+        out.print(Text.assemble((f"{label:9}", "bold"), value), soft_wrap=True)
     out.print()

@@ -70,7 +70,7 @@ class Stack:
         settings: StackSettings,
         *,
         output: IO[bytes] | None = None,
-        on_event: Callable[[str], None] = lambda sentence: None,
+        on_event: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Args: `output` takes what the processes print (ours when None); `on_event` is told of deaths, on a thread."""
         self.settings = settings
@@ -102,7 +102,7 @@ class Stack:
 
     @property
     def worker_ids(self) -> list[str]:
-        """w0, w1, …"""
+        """The workers' ids: w0, w1 and so on."""
         return [f"w{number}" for number in range(self.settings.workers)]
 
     @property
@@ -134,7 +134,7 @@ class Stack:
         check_model(self.settings)
         self.port = free_port(self.settings.host, self.settings.port)
         self._directory = _private_directory()
-        self._supervisor = Supervisor(self._commands(self._directory), output=self._output, on_event=self._on_event)
+        self._supervisor = Supervisor(self._stages(self._directory), output=self._output, on_event=self._on_event)
         self._supervisor.start()
 
     def status(self) -> dict[str, Any] | None:
@@ -147,7 +147,7 @@ class Stack:
         self,
         timeout_s: float | None = None,
         *,
-        on_status: Callable[[Mapping[str, str]], None] = lambda states: None,
+        on_status: Callable[[Mapping[str, str]], None] = lambda _: None,
     ) -> None:
         """Wait until every worker is ready.
 
@@ -201,7 +201,8 @@ class Stack:
                 states[worker["id"]] = state_of(worker)
         return states
 
-    def _commands(self, directory: str) -> dict[str, list[str]]:
+    def _stages(self, directory: str) -> list[dict[str, list[str]]]:
+        """The router ends first: with its workers alive, its streams can end well."""
         sockets = {worker: f"unix:{directory}/{worker}.sock" for worker in self.worker_ids}
         router = _command(
             "lockstep_router",
@@ -214,7 +215,7 @@ class Stack:
             },
         )
         workers = {f"worker {worker}": self._worker(worker, target) for worker, target in sockets.items()}
-        return {ROUTER: router} | workers
+        return [{ROUTER: router}, workers]
 
     def _worker(self, worker: str, target: str) -> list[str]:
         settings = self.settings
@@ -280,4 +281,4 @@ def _private_directory() -> str:
     if len(directory) < _LONGEST_SOCKET_PATH - len("/w999.sock"):
         return directory
     os.rmdir(directory)
-    return tempfile.mkdtemp(prefix="lockstep-", dir="/tmp")  # noqa: S108 - mkdtemp makes it private
+    return tempfile.mkdtemp(prefix="lockstep-", dir="/tmp")

@@ -105,7 +105,7 @@ def render(status: Mapping[str, Any]) -> RenderableType:
     return Group(Text(head), Text(), table) if status["workers"] else Text(f"{head}\nno workers")
 
 
-def _worker_row(worker: Mapping[str, Any]) -> list[str | Text]:
+def _worker_row(worker: Mapping[str, Any]) -> Sequence[str | Text]:
     seen = worker.get("last_seen_s")
     return [
         str(worker.get("id") or worker.get("target") or "?"),
@@ -124,7 +124,7 @@ def _worker_row(worker: Mapping[str, Any]) -> list[str | Text]:
 
 def _rank_row(rank: Mapping[str, Any], *, last: bool) -> Sequence[str | Text]:
     branch = "└" if last else "├"
-    cells = [f"{branch} rank {rank.get('rank', '?')}", _state(rank), _number(rank.get("pid"))]
+    cells: list[str | Text] = [f"{branch} rank {rank.get('rank', '?')}", _state(rank), _number(rank.get("pid"))]
     return [*cells, "", "", "", "", "", _number(rank.get("steps"))]
 
 
@@ -139,7 +139,7 @@ def _model_name(model: object) -> str:
 
 def _number(value: object) -> str:
     if value is None:
-        return "–"
+        return "-"
     return f"{value:.0f}" if isinstance(value, float) else str(value)
 
 
@@ -163,7 +163,9 @@ def _watch(client: httpx.Client, root: str, *, as_json: bool) -> int:
     """Until Ctrl-C; a router that goes away for a moment is waited for, one that never answered is not."""
     out = console.output()
     view: RenderableType = render(fetch(client, root))
-    live = Live(view, console=out, auto_refresh=False, screen=out.is_terminal) if out.is_terminal and not as_json else None
+    live = (
+        Live(view, console=out, auto_refresh=False, screen=out.is_terminal) if out.is_terminal and not as_json else None
+    )
     try:
         if live:
             live.start()

@@ -1,7 +1,7 @@
 """`lockstep train`: a small Llama-shaped language model from a text file, by the recipe of the reference model.
 
-Byte-level BPE tokenizer, AdamW over random windows of the text, fp16 safetensors out. torch and transformers are imported
-when training starts.
+Byte-level BPE tokenizer, AdamW over random windows of the text, fp16 safetensors out. Only training itself imports
+torch and transformers.
 """
 
 import argparse
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 DESCRIPTION = """\
-Train a small Llama-shaped model on a text file, as the reference model was trained. The defaults are its recipe: 6,350
-steps of 8 windows of 256 tokens, then 1,641 steps on windows of 1,024 and 2,047 tokens. On two CPU cores that takes hours."""
+Train a small Llama-shaped model on a text file, as the reference model was trained. The defaults are its recipe:
+6,350 steps of 8 windows of 256 tokens, then 1,641 steps on windows of 1,024 and 2,047 tokens: hours on a CPU."""
 
 EXAMPLES = """\
   lockstep train out/reference books.txt --valid held-out.txt
@@ -34,7 +34,8 @@ EXAMPLES = """\
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{% if m['content'] %}{{ m['content'] }}{% if not loop.last %}\n\n{% endif %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['content'] %}{{ m['content'] }}"
+    "{% if not loop.last %}\n\n{% endif %}{% endif %}{% endfor %}"
 )
 PERPLEXITY_WINDOWS = (256, 512, 1024, 2047)
 PERPLEXITY_TOKENS = 20 * 1024
@@ -153,7 +154,8 @@ def run(arguments: argparse.Namespace) -> int:
     ]
     training = Training(shape, phases, seed=arguments.seed, device=arguments.device, threads=arguments.threads)
     outcome = training.run(text, valid, out)
-    print(f"{outcome.parameters / 1e6:.2f} M parameters; loss from {outcome.first_loss:.3f} to {outcome.last_loss:.3f} nats a token")
+    print(f"{outcome.parameters / 1e6:.2f} M parameters")
+    print(f"loss from {outcome.first_loss:.3f} to {outcome.last_loss:.3f} nats a token")
     for window, value in outcome.perplexity.items():
         print(f"perplexity at windows of {window}: {value:.1f}")
     print(f"written to {out}")
@@ -220,7 +222,7 @@ class Training:
                     logits = model(inputs.to(self._device)).logits
                     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.to(self._device).flatten())
                     optimizer.zero_grad(set_to_none=True)
-                    loss.backward()
+                    loss.backward()  # type: ignore[no-untyped-call]
                     torch.nn.utils.clip_grad_norm_(model.parameters(), _CLIP_NORM)
                     optimizer.step()
                     report(loss.item())
@@ -282,7 +284,7 @@ def windows(
 
 
 def perplexity(model: Any, ids: list[int], window: int) -> float:
-    """exp of the mean loss over the first `PERPLEXITY_TOKENS` tokens, in windows that do not overlap."""
+    """The exponential of the mean loss over the first `PERPLEXITY_TOKENS` tokens, in windows that do not overlap."""
     import torch  # noqa: PLC0415
 
     text = torch.tensor(ids[:PERPLEXITY_TOKENS])
@@ -343,6 +345,8 @@ def _reporter(progress: Progress, phase: Phase) -> Callable[[float], None]:
         speed = done * phase.tokens_per_step / (time.monotonic() - began_s)
         progress.update(task, advance=1, figures=f"loss {smoothed:.3f}, {speed:.0f} tokens/s")
         if progress.disable and (done % 100 == 0 or done == phase.steps):
-            progress.console.print(f"{phase.name}: step {done} of {phase.steps}, loss {smoothed:.3f}, {speed:.0f} tokens/s")
+            progress.console.print(
+                f"{phase.name}: step {done} of {phase.steps}, loss {smoothed:.3f}, {speed:.0f} tokens/s"
+            )
 
     return report

@@ -1,91 +1,58 @@
-"""Paged attention in plain torch: the CPU's path, and the oracle for any other.
+"""Paged attention for one step: where its tokens' keys and values go, and which blocks its queries look at.
 
-A step mixes sequences that decode (one token) and sequences that prefill (a chunk). Both see the same arithmetic for a given
-query row, whatever else is in the step, if matrix products treat each row alike:
-- keys are padded to whole partitions of 128, masked scores are -inf, and the softmax of a row ignores them exactly;
-- probabilities times values is summed within a partition by one product of fixed depth, over partitions in order, so that
-  a row gets the same bits however many partitions its neighbours need;
-- a product never has a single row (`pad_rows`): libraries send that case through a matrix-vector routine with other rounding.
+`StepAttention` is what a model's layers see. Sequences that decode and sequences that prefill go through the same call, and a
+query row's result does not depend on what else is in the step.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.kernels import cpu
 from lockstep_engine.kv_cache import KvCache
 
-PARTITION = 128
-_PARTITION_BLOCKS = PARTITION // BLOCK_SIZE
+
+@dataclass(frozen=True)
+class StepLayout:
+    """A step's sequences; their tokens stand one after the other."""
+
+    starts: NDArray[np.int32]
+    """[sequences]: position of the first token."""
+    lengths: NDArray[np.int32]
+    """[sequences]: tokens."""
+    tables: NDArray[np.int32]
+    """[sequences, width]: block numbers, -1 where unused."""
 
 
-@dataclass
-class _Group:
-    """Sequences that go through attention in one call: all decode, or one prefills."""
-
-    tokens: slice | torch.Tensor
-    """Which of the step's tokens are theirs."""
-    sequences: int
-    queries: int
-    """Tokens a sequence."""
-    index: torch.Tensor
-    """Their blocks, for `KvCache.gather`."""
-    key_positions: torch.Tensor
-    """[keys]"""
-    query_positions: torch.Tensor
-    """[sequences, queries, 1]"""
-    masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
-
-    def mask(self, per_head: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Added to the scores: [sequences, per_head * queries, keys], 0 where a query sees a key, else -inf. Kept for the step."""
-        mask = self.masks.get((per_head, window))
-        if mask is None:
-            hidden = self.key_positions > self.query_positions
-            if window is not None:
-                hidden |= self.key_positions <= self.query_positions - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            mask = mask.repeat(1, per_head, 1)
-            self.masks[per_head, window] = mask
-        return mask
-
-
-class StepAttention:
-    """Attention for one step: where its tokens' KV goes and which blocks they look at. Used by all layers.
+class StepAttention(ABC):
+    """Attention for one step, used by all layers.
 
     Args:
-        cache: the rank's cache.
-        starts, lengths: [sequences], position of the first token and number of tokens of each sequence.
-        tables: [sequences, width] block numbers, -1 where unused.
-        deterministic: a row's result must not depend on the rest of the step.
+        cache: the rank's cache. Blocks that a sequence enters in this step are zeroed.
+        step: what is in the step.
     """
 
-    def __init__(
-        self,
-        cache: KvCache,
-        starts: NDArray[np.int32],
-        lengths: NDArray[np.int32],
-        tables: NDArray[np.int32],
-        *,
-        deterministic: bool,
-    ) -> None:
-        self._cache = cache
-        self._deterministic = deterministic
-        device = cache.keys.device
-        ends = np.cumsum(lengths)
-        owner = np.repeat(np.arange(len(lengths)), lengths)
-        positions = np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths) + np.repeat(starts, lengths)
-        blocks = tables[owner, positions // BLOCK_SIZE].astype(np.int64)
+    def __init__(self, cache: KvCache, step: StepLayout) -> None:
+        lengths = step.lengths
+        owners = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        positions = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths - step.starts, lengths)
+        blocks = step.tables[owners, positions // BLOCK_SIZE].astype(np.int64)
         offsets = positions % BLOCK_SIZE
+        device = cache.keys.device
+        self._cache = cache
+        self._owners = owners
         self.positions = torch.from_numpy(positions).to(device)
+        """[tokens]"""
         self._slots = torch.from_numpy(blocks * BLOCK_SIZE + offsets).to(device)
-        fresh = blocks[offsets == 0]
-        if len(fresh):
-            cache.clear(torch.from_numpy(fresh).to(device))
-        self._groups = self._group(starts, lengths, ends, tables)
+        entered = blocks[offsets == 0]
+        if len(entered):
+            cache.clear(torch.from_numpy(entered).to(device))
 
+    @abstractmethod
     def attend(
         self,
         layer: int,
@@ -110,110 +77,61 @@ class StepAttention:
         Returns:
             [tokens, heads, head dim].
         """
-        self._cache.store(layer, keys, values, self._slots)
-        if len(self._groups) == 1:
-            return self._attend_group(self._groups[0], layer, queries, scale, window, soft_cap)
-        out = torch.empty_like(queries.transpose(0, 1), memory_format=torch.contiguous_format)
-        for group in self._groups:
-            out[group.tokens] = self._attend_group(group, layer, queries[:, group.tokens], scale, window, soft_cap)
-        return out
 
-    def _attend_group(
-        self,
-        group: _Group,
-        layer: int,
-        queries: torch.Tensor,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-    ) -> torch.Tensor:
-        heads, tokens, dim = queries.shape
-        kv_heads = self._cache.kv_heads
-        per_head = heads // kv_heads
-        rows = group.sequences * kv_heads
-        # [heads, sequences * queries, dim] -> [sequences * kv heads, query heads of a kv head * queries, dim]
-        q = queries.view(kv_heads, per_head, group.sequences, group.queries, dim)
-        q = q.permute(2, 0, 1, 3, 4).reshape(rows, per_head * group.queries, dim)
-        pad_rows = self._deterministic and q.shape[1] == 1
-        if pad_rows:
-            q = q.expand(rows, 2, dim)
-        mask = group.mask(2 if pad_rows else per_head, window, q.dtype)
-        k, v = self._cache.gather(layer, group.index, rows)
-        if group.sequences > 1:
-            mask = mask.repeat_interleave(kv_heads, 0) if kv_heads > 1 else mask
-        scores = _scores(q, k, mask, scale, soft_cap)
-        weights = torch.softmax(scores, dim=-1)
-        out = self._weighted_sum(weights, v)
-        if pad_rows:
-            out = out[:, :1]
-        out = out.view(group.sequences, kv_heads, per_head, group.queries, dim)
-        return out.permute(0, 3, 1, 2, 4).reshape(tokens, heads, dim)
 
-    def _weighted_sum(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """[rows, queries, keys] x [rows, keys, dim] -> [rows, queries, dim]."""
-        rows, queries, keys = weights.shape
-        partitions = keys // PARTITION
-        if partitions == 1 or not self._deterministic:
-            return torch.bmm(weights, values)
-        parts = weights.view(rows, queries, partitions, PARTITION).transpose(1, 2)
-        sums = torch.bmm(
-            parts.reshape(rows * partitions, queries, PARTITION), values.view(rows * partitions, PARTITION, -1)
-        ).view(rows, partitions, queries, -1)
-        out = sums[:, 0]
-        for partition in range(1, partitions):
-            out = out + sums[:, partition]
-        return out
+class CompiledAttention(StepAttention):
+    """The CPU kernel: reads blocks where they lie, instead of gathering them first."""
 
-    def _group(
-        self, starts: NDArray[np.int32], lengths: NDArray[np.int32], ends: NDArray[np.int64], tables: NDArray[np.int32]
-    ) -> list[_Group]:
-        """Decoding sequences by size of their context (to the next power of two of partitions), prefilling ones alone."""
-        partitions = -(-(starts + lengths) // PARTITION)
-        decoding: dict[int, list[int]] = {}
-        groups: list[_Group] = []
-        for sequence, length in enumerate(lengths.tolist()):
-            if length == 1:
-                bucket = 1 << (int(partitions[sequence]) - 1).bit_length()
-                decoding.setdefault(bucket, []).append(sequence)
-            else:
-                end = int(ends[sequence])
-                groups.append(self._make_group(slice(end - length, end), [sequence], starts, length, partitions, tables))
-        whole = len(decoding) == 1 and not groups
-        for members in decoding.values():
-            tokens = slice(None) if whole else torch.from_numpy(ends[members] - 1).to(self._cache.keys.device)
-            groups.append(self._make_group(tokens, members, starts, 1, partitions, tables))
-        return groups
-
-    def _make_group(
-        self,
-        tokens: slice | torch.Tensor,
-        members: Sequence[int],
-        starts: NDArray[np.int32],
-        queries: int,
-        partitions: NDArray[np.int32],
-        tables: NDArray[np.int32],
-    ) -> _Group:
-        device = self._cache.keys.device
-        width = int(partitions[members].max()) * _PARTITION_BLOCKS
-        rows = np.full((len(members), width), -1, dtype=np.int32)
-        used = min(width, tables.shape[1])
-        rows[:, :used] = tables[members, :used]
-        positions = starts[members].astype(np.int64)[:, None, None] + np.arange(queries)[None, :, None]
-        return _Group(
-            tokens=tokens,
-            sequences=len(members),
-            queries=queries,
-            index=self._cache.block_index(rows),
-            key_positions=torch.arange(width * BLOCK_SIZE, device=device),
-            query_positions=torch.from_numpy(positions).to(device),
+    def __init__(self, cache: KvCache, step: StepLayout) -> None:
+        super().__init__(cache, step)
+        self._tables = np.ascontiguousarray(step.tables)
+        self._threads = torch.get_num_threads()
+        longest = int((step.starts + step.lengths).max())
+        self._scratch = torch.empty(self._threads, longest + 32)
+        _, kv_heads, blocks, _, dim = cache.keys.shape
+        self._call = cpu.AttentionCall(
+            tables=self._tables.ctypes.data,
+            width=self._tables.shape[1],
+            owners=self._owners.ctypes.data,
+            positions=self.positions.data_ptr(),
+            tokens=len(self._owners),
+            kv_heads=kv_heads,
+            blocks=blocks,
+            dim=dim,
         )
 
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
+        """See `StepAttention.attend`."""
+        key_slots, value_slots = self._cache.slots(layer)
+        cpu.store(key_slots, keys, self._slots)
+        cpu.store(value_slots, values, self._slots)
+        heads, tokens, dim = queries.shape
+        out = torch.empty(tokens, heads, dim)
+        call = self._call
+        call.out, call.q = out.data_ptr(), queries.data_ptr()
+        call.q_head_stride, call.q_token_stride, last = queries.stride()
+        assert last == 1
+        call.keys, call.values = key_slots.data_ptr(), value_slots.data_ptr()
+        call.heads, call.scale = heads, scale
+        call.window, call.soft_cap = window or 0, soft_cap or 0.0
+        cpu.attention(call, self._scratch, self._threads)
+        return out
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float, soft_cap: float | None
-) -> torch.Tensor:
-    """[rows, queries, dim] x [rows, keys, dim] -> masked scores [rows, queries, keys]."""
-    if soft_cap is None:
-        return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
-    return scores.add_(mask)
+
+def step_attention(cache: KvCache, step: StepLayout, *, deterministic: bool) -> StepAttention:
+    """The best attention for the cache's device and dtype."""
+    from lockstep_engine.attention_torch import TorchAttention  # noqa: PLC0415 - it builds on this module
+
+    if cpu.available(cache.keys):
+        return CompiledAttention(cache, step)
+    return TorchAttention(cache, step, deterministic=deterministic)

@@ -37,6 +37,7 @@ from lockstep_engine.plan import (
 
 _DOORBELL_BYTES = 8
 _MAX_CONTROL_BYTES = 64 * 1024
+_RUN_ZYGOTE = "from lockstep_engine.zygote import main; main()"
 _STACKS_S = 0.3
 """How long the ranks get to write their stacks before they are killed."""
 
@@ -170,7 +171,7 @@ class RankGroup:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._zygote = subprocess.Popen(
-                [sys.executable, "-m", "lockstep_engine.zygote", str(theirs.fileno()), self._settings.spec.label],
+                [sys.executable, "-c", _RUN_ZYGOTE, str(theirs.fileno()), self._settings.spec.label],
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **self._settings.environment},
                 stdin=subprocess.DEVNULL,

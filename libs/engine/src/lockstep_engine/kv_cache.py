@@ -40,6 +40,10 @@ class KvCache:
         self.keys.index_fill_(2, blocks, 0)
         self.values.index_fill_(2, blocks, 0)
 
+    def slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, each [kv heads, slots, head dim]; slot = block * 16 + position in the block."""
+        return self._key_slots[layer], self._value_slots[layer]
+
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Write the step's keys and values, each [kv heads, tokens, head dim], into `slots` [tokens]."""
         self._key_slots[layer].index_copy_(1, slots, keys)

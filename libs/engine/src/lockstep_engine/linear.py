@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from lockstep_engine.distributed import Collectives
+from lockstep_engine.kernels import cpu
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class ColumnLinear(nn.Module):
         total = sum(self.widths)
         self.weight = nn.Parameter(torch.empty(total, in_features, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(total, dtype=dtype), requires_grad=False) if bias else None
+        self.transposed: torch.Tensor | None = None
         self.pieces: dict[str, list[Piece]] = {}
         for name in ("weight", "bias") if bias else ("weight",):
             offset = 0
@@ -59,7 +61,29 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, in] → […, sum of widths]."""
-        return functional.linear(x, self.weight, self.bias)
+        return _product(x, self.weight, self.transposed, self.bias)
+
+    def pack(self) -> None:
+        """After loading: keep the weight as the device multiplies fastest."""
+        self.transposed = _packed(self)
+
+
+def _packed(layer: "ColumnLinear | RowLinear") -> torch.Tensor | None:
+    """On the CPU [in, out] instead of [out, in]: MKL's products of few rows take a third less time that way."""
+    if layer.weight.device.type != "cpu":
+        return None
+    transposed = layer.weight.t().contiguous()
+    layer.weight = nn.Parameter(transposed.t(), requires_grad=False)
+    return transposed
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, transposed: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    if transposed is None:
+        return functional.linear(x, weight, bias)
+    out = x @ transposed
+    return out if bias is None else out.add_(bias)
 
 
 class MergedPart(nn.Module):
@@ -114,6 +138,7 @@ class RowLinear(nn.Module):
         self.in_features, self.out_features = length, out_features
         self.weight = nn.Parameter(torch.empty(out_features, length, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+        self.transposed: torch.Tensor | None = None
         self.pieces = {"weight": [Piece(f"{source}.weight", 1, start, length, 0)]}
         if bias:
             self.pieces["bias"] = [Piece(f"{source}.bias", 0, 0, out_features, 0)]
@@ -121,9 +146,13 @@ class RowLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, in / tp] → […, out]."""
         if self.group.size == 1:
-            return functional.linear(x, self.weight, self.bias)
-        out = self.group.all_reduce(functional.linear(x, self.weight))
+            return _product(x, self.weight, self.transposed, self.bias)
+        out = self.group.all_reduce(_product(x, self.weight, self.transposed, None))
         return out if self.bias is None else out + self.bias
+
+    def pack(self) -> None:
+        """After loading: keep the weight as the device multiplies fastest."""
+        self.transposed = _packed(self)
 
 
 class VocabEmbedding(nn.Module):
@@ -197,4 +226,6 @@ class FusedRmsNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, width] → […, width]."""
+        if cpu.available(x) and x.is_contiguous():
+            return cpu.rms_norm(x, self.weight, self.eps)
         return functional.rms_norm(x, self._shape, self.weight, self.eps)

@@ -18,7 +18,7 @@ from lockstep_common.errors import LockstepError
 from lockstep_common.lifecycle import die_with_parent, name_process
 
 from lockstep_engine import distributed
-from lockstep_engine.attention import StepAttention
+from lockstep_engine.attention import StepLayout, step_attention
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.mailbox import Mailbox
@@ -146,7 +146,7 @@ class Rank:
         self, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tables: np.ndarray, rows: np.ndarray
     ) -> torch.Tensor:
         """Logits [rows, vocabulary] for the tokens `rows`; their KV and that of all others goes into the cache."""
-        attention = StepAttention(self._cache, starts, lengths, tables, deterministic=self._deterministic)
+        attention = step_attention(self._cache, StepLayout(starts, lengths, tables), deterministic=self._deterministic)
         to_device = self._device
         local = self._model.logits(
             torch.from_numpy(ids).to(to_device), attention, torch.from_numpy(rows.astype(np.int64)).to(to_device)

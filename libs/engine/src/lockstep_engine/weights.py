@@ -7,7 +7,7 @@ from safetensors import safe_open
 from torch import nn
 
 from lockstep_engine.distributed import Collectives
-from lockstep_engine.linear import Piece
+from lockstep_engine.linear import ColumnLinear, Piece, RowLinear
 from lockstep_engine.model_config import ModelInfo, refuse
 from lockstep_engine.models import expert_pieces
 
@@ -75,6 +75,9 @@ def load_weights(
             _copy(checkpoint, piece, parameter)
         done += parameter.nbytes
         on_progress(done, total)
+    for layer in model.modules():
+        if isinstance(layer, ColumnLinear | RowLinear):
+            layer.pack()
 
 
 def _copy(checkpoint: Checkpoint, piece: Piece, parameter: torch.Tensor) -> None:

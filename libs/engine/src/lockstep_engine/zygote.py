@@ -100,6 +100,3 @@ def _kill(children: dict[int, int]) -> dict[int, int]:
         os.kill(pid, signal.SIGKILL)  # a child that has ended is a zombie until it is reaped here: its pid is not reused
     return {rank: os.waitpid(pid, 0)[1] for pid, rank in children.items()}
 
-
-if __name__ == "__main__":
-    main()

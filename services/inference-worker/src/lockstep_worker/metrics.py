@@ -14,6 +14,11 @@ RUNNING = Gauge("lockstep_worker_running", "Requests in the batch", registry=REG
 QUEUED = Gauge("lockstep_worker_queued", "Requests waiting", registry=REGISTRY)
 FREE_BLOCKS = Gauge("lockstep_worker_free_blocks", "KV blocks that can be given out", registry=REGISTRY)
 TOTAL_BLOCKS = Gauge("lockstep_worker_total_blocks", "KV blocks in all", registry=REGISTRY)
+LOADING = Gauge("lockstep_worker_loading_ratio", "Share of the weights read by a start", registry=REGISTRY)
+STEP_SECONDS = Gauge("lockstep_worker_step_seconds", "Mean time of the last steps", registry=REGISTRY)
+DRIVER_SECONDS = Gauge(
+    "lockstep_worker_driver_seconds", "Mean time of the last steps in which the ranks had no work", registry=REGISTRY
+)
 ROUTERS = Gauge("lockstep_worker_routers", "Connected routers", registry=REGISTRY)
 STREAMS = Gauge("lockstep_worker_streams", "Live streams of all routers", registry=REGISTRY)
 STEPS = Counter("lockstep_worker_steps_total", "Steps finished, over all epochs", registry=REGISTRY)
@@ -53,6 +58,9 @@ class StatusMeter:
         QUEUED.set(status.queued)
         FREE_BLOCKS.set(status.free_blocks)
         TOTAL_BLOCKS.set(status.total_blocks)
+        LOADING.set(status.loading)
+        STEP_SECONDS.set(status.step_us / 1e6)
+        DRIVER_SECONDS.set(status.driver_us / 1e6)
         ROUTERS.set(routers)
         STREAMS.set(streams)
         for rank in status.ranks:

@@ -69,13 +69,10 @@ def engine_request(submit: worker_pb2.Submit, request_id: str, model: ModelLike)
         )
     for field, ids in (("prompt_ids", submit.prompt_ids), ("emitted_ids", submit.emitted_ids)):
         _check_ids(field, ids, model.vocab_size)
-    sampling = sampling_params(submit.sampling, model.vocab_size)
-    if len(submit.emitted_ids) >= sampling.max_tokens:
-        raise invalid("emitted_ids", f"has max_tokens = {sampling.max_tokens} ids or more: nothing is left to generate")
     return Request(
         id=request_id,
         prompt_ids=tuple(submit.prompt_ids),
-        sampling=sampling,
+        sampling=sampling_params(submit.sampling, model.vocab_size),
         emitted_ids=tuple(submit.emitted_ids),
         priority=submit.priority,
         tenant=submit.tenant,
@@ -120,7 +117,7 @@ def model_card(model: ModelLike, status: EngineStatus, tp: int, tokenizer_digest
         name=model.name,
         digest=model.digest,
         architecture=model.architecture,
-        dtype=model.dtype,
+        dtype=status.dtype or model.dtype,
         context_length=model.context_length,
         vocab_size=model.vocab_size,
         tp=tp,

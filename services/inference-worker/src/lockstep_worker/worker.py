@@ -46,6 +46,7 @@ class Worker:
         self._state = status.state
         self._epoch = status.epoch
         self._hello = self._make_hello(status)
+        self._starting = True
         self._draining = False
         self._ended = False
         self._alone = asyncio.Event()
@@ -55,6 +56,7 @@ class Worker:
         self.failed = asyncio.Event()
         self.changed = asyncio.Event()
         """Set when `ready` may have changed, and then replaced by a new event."""
+        self._status = self._frame(status=self._make_status(status))
 
     @property
     def ready(self) -> bool:
@@ -68,12 +70,12 @@ class Worker:
         try:
             await self.engine.start()
         except LockstepError as error:
-            self._fail(error)
+            self.failure = error
         except Exception as error:
             logger.exception("the engine did not start")
-            self._fail(LockstepError(ErrorCode.INTERNAL, f"the engine did not start: {error!r}"))
-        else:
-            self.publish()
+            self.failure = LockstepError(ErrorCode.INTERNAL, f"the engine did not start: {error!r}")
+        self._starting = False
+        self.publish()
 
     async def beat(self) -> None:
         """Tell every router the status, at the interval that the settings name."""
@@ -118,10 +120,11 @@ class Worker:
                 ErrorCode.OVERLOADED, f"the worker serves max_routers = {self._settings.max_routers} routers already"
             )
         router = ServeStream(next(self._connections), router_id, self._settings.outgoing_frames)
+        self.publish()
         self._routers[router.connection] = router
         self._alone.clear()
         router.outbox.put(self._frame(hello=self._hello))
-        self.publish()
+        router.outbox.put_status(self._status)
         logger.info("router connected", extra={"router": router_id, "connection": router.connection})
         return router
 
@@ -243,9 +246,9 @@ class Worker:
             self._epoch, self._hello = status.epoch, hello
             for router in self._routers.values():
                 router.outbox.put(self._frame(hello=hello))
-        frame = self._frame(status=self._make_status(status))
+        self._status = self._frame(status=self._make_status(status))
         for router in self._routers.values():
-            router.outbox.put_status(frame)
+            router.outbox.put_status(self._status)
         self._meter.observe(status, ready=self.ready, routers=len(self._routers), streams=len(self._streams))
 
     def _note_change(self, status: EngineStatus) -> None:
@@ -253,17 +256,13 @@ class Worker:
             fields = {"state": str(status.state), "epoch": status.epoch, "reason": status.reason}
             logger.info("engine %s", status.state, extra=fields)
         self._state = status.state
-        if status.state is EngineState.FAILED and self.failure is None:
+        # While it starts, `start` knows more of a failure than the status: whether another start may help.
+        if status.state is EngineState.FAILED and not self._starting and self.failure is None:
             self.failure = LockstepError(ErrorCode.UNAVAILABLE, status.reason or "the engine failed")
+        if self.failure is not None:
             self.failed.set()
         self.changed.set()
         self.changed = asyncio.Event()
-
-    def _fail(self, error: LockstepError) -> None:
-        # This reason is better than the one that a status seen on the way may have left.
-        self.failure = error
-        self.failed.set()
-        self.publish()
 
     # -- frames --------------------------------------------------------------------------------------------------------
 
@@ -287,4 +286,6 @@ class Worker:
             state, reason = worker_pb2.WORKER_STATE_FAILED, self.failure.message
         elif self._draining:
             state = worker_pb2.WORKER_STATE_DRAINING
+        elif status.state is EngineState.STARTING and not reason:
+            reason = f"loading: {status.loading:.0%}"
         return translate.status_message(status, state, reason, self._pid)

@@ -29,7 +29,7 @@ _MAX_QUOTED_CHARS = 64
 
 
 def _is_absent(value: Any) -> bool:
-    return value is None or value == [] or value == {}
+    return value in (None, [], {})
 
 
 def _is_no_tool(value: Any) -> bool:

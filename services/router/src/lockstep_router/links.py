@@ -189,6 +189,7 @@ class Link:
                 self._connected = True
                 self.epoch = 0
                 self.status = worker_pb2.Status()
+                self._stepped_at = self._clock.now()
                 while frame is not grpc.aio.EOF:
                     self._on_frame(frame, stub)
                     frame = await call.read()
@@ -258,7 +259,7 @@ class Link:
         self._lose_attempts(Loss.NEW_EPOCH)
 
     def _on_hello(self, hello: worker_pb2.Hello, stub: Any) -> None:
-        if self.card is not None and self.card.digest != hello.model.digest:
+        if self.card is not None and (self.card.digest, self.incarnation) != (hello.model.digest, hello.incarnation):
             self._lose_attempts(Loss.NEW_EPOCH)
         self.worker_id = hello.worker_id or self.target
         self.incarnation = hello.incarnation

@@ -1,4 +1,4 @@
-"""What clients may send: OpenAI's request bodies with Lockstep's few extensions. Strictly typed, every field bounded."""
+"""What clients may send: OpenAI's request bodies and a few extensions. Strictly typed, every field bounded."""
 
 from typing import Annotated, Any, Literal
 
@@ -89,9 +89,12 @@ class SamplingFields(Strict):
     repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    logit_bias: dict[
-        Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
-    ] | None = Field(None, max_length=1024)
+    logit_bias: (
+        dict[
+            Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+        ]
+        | None
+    ) = Field(None, max_length=1024)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
     n: int | None = Field(None, ge=1)
     stop: (
@@ -140,7 +143,7 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[str | list[int]]:
         """The prompts as a list, however they were given."""
         prompt: Any = self.prompt
         if isinstance(prompt, str) or isinstance(prompt[0], int):

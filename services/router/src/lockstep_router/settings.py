@@ -20,14 +20,16 @@ class RouterSettings(ServiceSettings):
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one and logs it.")
     workers: Annotated[tuple[str, ...], NoDecode] = Field(
-        min_length=1, max_length=1024, description="gRPC targets of the workers: unix:/path or host:port, comma-separated."
+        min_length=1,
+        max_length=1024,
+        description="gRPC targets of the workers: unix:/path or host:port, comma-separated.",
     )
     router_id: str = Field(
         default_factory=default_router_id, min_length=1, max_length=128, description="This router's name to workers."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
 
-    max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest request body; more is 413.")
+    max_body_bytes: int = Field(4 << 20, ge=1024, description="Largest request body; more is 413.")
     body_timeout_s: float = Field(30.0, gt=0, description="A request's body must have arrived by then.")
     write_timeout_s: float = Field(60.0, gt=0, description="A client that reads nothing for this long is cut off.")
     max_streams: int = Field(4096, ge=1, description="Streams at a time; more is 503 with Retry-After.")

@@ -41,6 +41,7 @@ class Stream:
         self._avoided: dict[tuple[str, int, int], float] = {}  # a worker's life -> awake time until
         self._fruitless = 0  # attempts lost in a row without a token
         self._last_lost: Lost | None = None
+        self._life = ("", 0, 0)  # of the current attempt's worker
         now = asyncio.get_running_loop().time()
         self._began_at = now
         self._token_at: float | None = None
@@ -141,7 +142,9 @@ class Stream:
                 "emitted": len(self.journal.emitted_ids),
             },
         )
-        self._avoided[self._life] = self._workers.clock.now() + (lost.retry_after_s or lost.reason.avoid_s)
+        awake_s = self._workers.clock.now()
+        self._avoided = {life: until for life, until in self._avoided.items() if until > awake_s}
+        self._avoided[self._life] = awake_s + (lost.retry_after_s or lost.reason.avoid_s)
         if self._fruitless >= self._settings.max_attempts:
             raise LockstepError(
                 ErrorCode.WORKER_LOST,
@@ -161,7 +164,9 @@ class Stream:
                 return self._workers.pick(self.journal.session, free)
             if (ready and self._was_refused) or loop.time() >= give_up_at:
                 raise self._no_worker()
-            recheck_s = min((self._avoided[link.life] - now for link in ready), default=self._settings.resume_deadline_s)
+            recheck_s = min(
+                (self._avoided[link.life] - now for link in ready), default=self._settings.resume_deadline_s
+            )
             await self._workers.wait_change(min(give_up_at, loop.time() + recheck_s + self._workers.clock.tick_s))
 
     @property

@@ -1,0 +1,19 @@
+"""Builds the CPU kernels. Everything else is in pyproject.toml.
+
+They are plain C behind ctypes, so one build serves every Python and torch. Without a compiler the engine installs all the same
+and runs the kernels' torch twins.
+"""
+
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=[
+        Extension(
+            "lockstep_engine.kernels._cpu",
+            ["src/lockstep_engine/kernels/cpu.c"],
+            extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-Wno-psabi"],
+            libraries=["m"],
+            optional=True,
+        )
+    ]
+)

@@ -1,0 +1,93 @@
+"""Around every request: its id, its log line, its metrics, and a decent answer if something unforeseen happens."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from lockstep_common.errors import ErrorCode, LockstepError
+from pydantic_core import to_json
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lockstep_router import metrics, sessions
+
+logger = logging.getLogger("lockstep.router")
+
+_QUIET_ENDPOINTS = frozenset({"/healthz", "/readyz", "/metrics", "/status"})
+"""Asked every few seconds by machines: logged at debug."""
+
+
+@dataclass
+class Record:
+    """What is known of a request when it is over."""
+
+    request_id: str
+    status: int = 0
+    """As sent, or what it came to: a streamed answer that fails has been 200 before."""
+    started: bool = False
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    failovers: int = 0
+
+
+class AccessMiddleware:
+    """Plain ASGI, so that streams pass through untouched."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = Record(sessions.request_id(Headers(scope=scope)))
+        scope.setdefault("state", {})["record"] = record
+        begin = time.perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                record.status = message["status"]
+                record.started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            logger.exception("request failed", extra={"request_id": record.request_id})
+            await _apologize(record, send_with_id)
+        finally:
+            _report(scope, record, time.perf_counter() - begin)
+
+
+async def _apologize(record: Record, send: Send) -> None:
+    if record.started:
+        # The answer stays unfinished, which makes the server close the connection: it cannot be taken for complete.
+        record.status = 500
+        return
+    body = to_json(LockstepError(ErrorCode.INTERNAL, "something went wrong in the router").openai_body())
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": 500, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _report(scope: Scope, record: Record, seconds: float) -> None:
+    # The route's pattern, not the path: a bounded set, and nothing that the client made up.
+    endpoint = getattr(scope.get("route"), "path", "other")
+    metrics.REQUESTS.labels(endpoint, str(record.status)).inc()
+    metrics.REQUEST_SECONDS.labels(endpoint).observe(seconds)
+    logger.log(
+        logging.DEBUG if endpoint in _QUIET_ENDPOINTS else logging.INFO,
+        "request",
+        extra={
+            "request_id": record.request_id,
+            "method": scope["method"] if scope["method"] in ("GET", "POST") else "other",
+            "endpoint": endpoint,
+            "status": record.status,
+            "duration_ms": round(seconds * 1000, 1),
+            "prompt_tokens": record.prompt_tokens,
+            "completion_tokens": record.completion_tokens,
+            "failovers": record.failovers,
+        },
+    )

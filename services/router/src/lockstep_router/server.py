@@ -1,0 +1,89 @@
+"""The router as a process: binds its port, serves until a signal, lets its streams finish, leaves."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+import uvloop
+from lockstep_common import telemetry
+from lockstep_common.lifecycle import name_process, obey_parent, stop_event
+from lockstep_common.settings import fail
+
+from lockstep_router.app import create_app
+from lockstep_router.router import Router
+from lockstep_router.settings import RouterSettings
+
+logger = logging.getLogger("lockstep.router")
+
+_BACKLOG = 2048
+_CLOSE_TIMEOUT_S = 1
+
+
+class Server(uvicorn.Server):
+    """Uvicorn without its signal handlers: the process decides when it is over."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals alone."""
+        yield
+
+
+def main() -> None:
+    """The process's entry point."""
+    obey_parent()
+    settings = RouterSettings.load("lockstep-router")
+    name_process("router")
+    telemetry.setup("router", level=settings.log_level)
+    listener = bind(settings)
+    uvloop.run(serve(settings, listener))
+
+
+def bind(settings: RouterSettings) -> socket.socket:
+    """The listening socket; ends the process with a sentence if the address cannot be had."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted sockets inherit it: the kernel drops a peer that does not take its data, so that a connection which
+        # was given up on does not linger with a full buffer.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.write_timeout_s * 1000))
+        listener.bind((settings.host, settings.port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        fail(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}")
+    listener.setblocking(False)
+    return listener
+
+
+async def serve(settings: RouterSettings, listener: socket.socket) -> None:
+    """Serve on the socket until SIGTERM or SIGINT, then drain."""
+    stop = stop_event()
+    async with Router(settings) as router:
+        config = uvicorn.Config(
+            create_app(router),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+        )
+        server = Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        host, port = listener.getsockname()[:2]
+        logger.info("listening", extra={"host": host, "port": port, "workers": len(settings.workers)})
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            logger.info("draining", extra={"streams": router.streams})
+            await router.drain()
+        stopping.cancel()
+        server.should_exit = True
+        await serving
+    logger.info("stopped")

@@ -1,0 +1,73 @@
+"""What `lockstep status` shows: the router, its models, its workers and their ranks, as one JSON object."""
+
+import os
+from typing import Any
+
+from lockstep_api.v1 import worker_pb2
+
+from lockstep_router.links import Link
+from lockstep_router.router import Router
+
+_RANK_STATES = {
+    worker_pb2.RANK_STATE_STARTING: "starting",
+    worker_pb2.RANK_STATE_READY: "ready",
+    worker_pb2.RANK_STATE_DEAD: "dead",
+}
+
+
+def status_body(router: Router) -> dict[str, Any]:
+    """The state of everything this router sees."""
+    return {
+        "router": {
+            "id": router.settings.router_id,
+            "pid": os.getpid(),
+            "uptime_s": round(router.uptime_s, 3),
+            "streams": router.streams,
+            "failovers": router.failovers,
+            "draining": router.draining,
+        },
+        "models": [
+            {
+                "name": card.name,
+                "digest": card.digest,
+                "architecture": card.architecture,
+                "dtype": card.dtype,
+                "context_length": card.context_length,
+                "ready_workers": len(router.workers.ready(card.name)),
+            }
+            for card in router.workers.models.values()
+        ],
+        "workers": [_worker(link) for link in router.workers.links],
+    }
+
+
+def _worker(link: Link) -> dict[str, Any]:
+    status = link.status
+    silence_s = link.silence_s()
+    return {
+        "id": link.worker_id,
+        "target": link.target,
+        "state": link.state.value,
+        "reason": status.reason or link.problem,
+        "epoch": link.epoch,
+        "incarnation": link.incarnation,
+        "pid": status.pid,
+        "queued": status.queued,
+        "running": status.running,
+        "free_blocks": status.free_blocks,
+        "total_blocks": status.total_blocks,
+        "tokens_per_s": round(status.tokens_per_s, 1),
+        "steps": status.steps,
+        "last_seen_s": None if silence_s is None else round(silence_s, 3),
+        "model": link.card.name if link.card is not None else "",
+        "tp": link.card.tp if link.card is not None else 0,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "pid": rank.pid,
+                "state": _RANK_STATES.get(rank.state, "unknown"),
+                "steps": rank.steps,
+            }
+            for rank in status.ranks
+        ],
+    }

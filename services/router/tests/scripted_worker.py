@@ -1,0 +1,283 @@
+"""A worker that does as it is told: a real gRPC server behind the real protocol, with scripted tokens and faults."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+from xxhash import xxh64_intdigest
+
+REPOSITORY = Path(__file__).parents[3]
+REFERENCE_MODEL = REPOSITORY / "models" / "reference"
+VOCAB_SIZE = 4096
+SPECIAL_IDS = 4
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
+
+
+def token_at(prompt_ids, seed, position):
+    """The token that every scripted worker gives at a position: like a real one's, it depends on nothing else."""
+    return SPECIAL_IDS + xxh64_intdigest(f"{list(prompt_ids)} {seed} {position}") % (VOCAB_SIZE - SPECIAL_IDS)
+
+
+def tokenizer_files(template=TEMPLATE, model=REFERENCE_MODEL):
+    return worker_pb2.TokenizerFiles(
+        digest="tokenizer-1",
+        tokenizer_json=(model / "tokenizer.json").read_bytes(),
+        tokenizer_config_json=(model / "tokenizer_config.json").read_bytes(),
+        chat_template=template,
+    )
+
+
+def model_card(**changes):
+    card = {
+        "name": "reference",
+        "digest": "model-1",
+        "architecture": "LlamaForCausalLM",
+        "dtype": "float32",
+        "context_length": 256,
+        "vocab_size": VOCAB_SIZE,
+        "tp": 2,
+        "block_size": 16,
+        "eos_ids": [1],
+        "tokenizer_digest": "tokenizer-1",
+        "deterministic": True,
+        "created": 1_700_000_000,
+    }
+    return worker_pb2.ModelCard(**(card | changes))
+
+
+@dataclass
+class Script:
+    """What a worker does to the streams that it gets from now on. Numbers count tokens of one attempt."""
+
+    delay_s: float = 0.0
+    die_after: int | None = None
+    hang_after: int | None = None
+    reject_after: int | None = None
+    rejection: worker_pb2.Rejected | None = None
+    stop_after: int | None = None  # positions of the stream, not of the attempt
+    skip_at: int | None = None
+    noise: bool = False
+    batch: int = 1
+    token: Callable = token_at
+    cached_tokens: int = 0
+
+
+@dataclass
+class ScriptedWorker:
+    worker_id: str
+    path: Path
+    card: worker_pb2.ModelCard = field(default_factory=model_card)
+    files: worker_pb2.TokenizerFiles = field(default_factory=tokenizer_files)
+    script: Script = field(default_factory=Script)
+    heartbeat_s: float = 0.02
+    epoch: int = 1
+    state: int = worker_pb2.WORKER_STATE_READY
+    queued: int = 0
+    steps: int = 0
+    steps_advance: bool = True
+    silent: bool = False
+    submits: list = field(default_factory=list)
+    cancels: list = field(default_factory=list)
+    tokenizer_calls: int = 0
+    ended_streams: int = 0
+
+    def __post_init__(self):
+        self.incarnation = time.time_ns()
+        self._server = None
+        self._connections = set()
+
+    @property
+    def target(self):
+        return f"unix:{self.path}"
+
+    async def start(self):
+        self._server = grpc.aio.server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(_Servicer(self), self._server)
+        self._server.add_insecure_port(self.target)
+        await self._server.start()
+        return self
+
+    async def kill(self):
+        """As SIGKILL looks from outside: every connection is reset and nobody listens."""
+        server, self._server = self._server, None
+        if server is not None:
+            self.break_connections()
+            await server.stop(0)
+
+    async def restart(self):
+        await self.kill()
+        self.incarnation = time.time_ns()
+        self.epoch = 1
+        return await self.start()
+
+    def break_connections(self):
+        for connection in list(self._connections):
+            connection.broken.set()
+
+    def broadcast(self, frame):
+        for connection in self._connections:
+            connection.outbox.put_nowait(frame)
+
+    def announce(self, state=None, epoch=None):
+        """Change state or epoch as the supervisor does: at once, with a new Hello for a new epoch."""
+        if epoch is not None:
+            self.epoch = epoch
+            self.broadcast(self.hello())
+        if state is not None:
+            self.state = state
+        self.broadcast(self.status())
+
+    def hello(self):
+        hello = worker_pb2.Hello(worker_id=self.worker_id, incarnation=self.incarnation, model=self.card)
+        return worker_pb2.WorkerFrame(epoch=self.epoch, hello=hello)
+
+    def status(self):
+        ranks = [
+            worker_pb2.RankHealth(rank=rank, pid=1000 + rank, state=worker_pb2.RANK_STATE_READY, steps=self.steps)
+            for rank in range(2)
+        ]
+        status = worker_pb2.Status(
+            state=self.state,
+            queued=self.queued,
+            running=0,
+            free_blocks=90,
+            total_blocks=100,
+            steps=self.steps,
+            ranks=ranks,
+            pid=999,
+        )
+        return worker_pb2.WorkerFrame(epoch=self.epoch, status=status)
+
+
+class _Connection:
+    def __init__(self, worker):
+        self.worker = worker
+        self.outbox = asyncio.Queue()
+        self.broken = asyncio.Event()
+        self.tasks = {}
+
+    def put(self, frame):
+        if not self.worker.silent:
+            self.outbox.put_nowait(frame)
+
+    async def heartbeat(self):
+        while True:
+            self.worker.steps += self.worker.steps_advance
+            self.put(self.worker.status())
+            await asyncio.sleep(self.worker.heartbeat_s)
+
+    async def read(self, requests):
+        async for frame in requests:
+            match frame.WhichOneof("frame"):
+                case "submit":
+                    self.worker.submits.append(frame.submit)
+                    self.tasks[frame.submit.stream_id] = asyncio.create_task(self.stream(frame.submit))
+                case "cancel":
+                    self.worker.cancels.append(frame.cancel)
+                    if task := self.tasks.pop(frame.cancel.stream_id, None):
+                        task.cancel()
+
+    def tokens(self, submit, position, ids, finish=0, *, epoch=None, attempt=None):
+        wants = submit.sampling.HasField("logprobs")
+        logprobs = [_logprobs(token_id, submit.sampling.logprobs) for token_id in ids] if wants else []
+        frame = worker_pb2.StreamTokens(
+            stream_id=submit.stream_id,
+            attempt=submit.attempt if attempt is None else attempt,
+            position=position,
+            ids=ids,
+            logprobs=logprobs,
+            finish=finish,
+            cached_tokens=self.worker.script.cached_tokens,
+        )
+        self.put(
+            worker_pb2.WorkerFrame(
+                epoch=self.worker.epoch if epoch is None else epoch, tokens=worker_pb2.Tokens(streams=[frame])
+            )
+        )
+
+    async def stream(self, submit):
+        script = self.worker.script
+        prompt_ids, seed = list(submit.prompt_ids), submit.sampling.seed
+        position = first = len(submit.emitted_ids)
+        limit = submit.sampling.max_tokens
+        end = limit if script.stop_after is None else min(limit, script.stop_after)
+        finish = inference_pb2.FINISH_REASON_LENGTH if end == limit else inference_pb2.FINISH_REASON_STOP
+        while position < end:
+            given = position - first
+            if script.die_after is not None and given >= script.die_after:
+                self.broken.set()
+                return
+            if script.hang_after is not None and given >= script.hang_after:
+                return
+            if script.rejection is not None and given >= (script.reject_after or 0):
+                rejected = worker_pb2.Rejected()
+                rejected.CopyFrom(script.rejection)
+                rejected.stream_id, rejected.attempt = submit.stream_id, submit.attempt
+                self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch, rejected=rejected))
+                return
+            if script.delay_s:
+                await asyncio.sleep(script.delay_s)
+            if script.noise:
+                self.make_noise(submit, position)
+            count = min(script.batch, end - position)
+            ids = [script.token(prompt_ids, seed, at) for at in range(position, position + count)]
+            if script.skip_at == given:
+                position += count
+                continue
+            self.tokens(submit, position, ids, finish if position + count == end else 0)
+            position += count
+            await asyncio.sleep(0)
+        self.worker.ended_streams += 1
+
+    def make_noise(self, submit, position):
+        """Frames that a router must not take."""
+        wrong = [5, 6, 7]
+        self.tokens(submit, position, wrong, attempt=submit.attempt - 1)
+        self.tokens(submit, position, wrong, epoch=self.worker.epoch - 1)
+        if position:
+            self.tokens(submit, position - 1, wrong[:1])
+        stranger = worker_pb2.Submit(stream_id="nobody", attempt=1)
+        self.tokens(stranger, position, wrong)
+
+
+def _logprobs(token_id, top):
+    alternatives = [inference_pb2.TokenLogprob(id=SPECIAL_IDS + n, logprob=-1.5 - n) for n in range(top)]
+    return inference_pb2.Logprobs(chosen=inference_pb2.TokenLogprob(id=token_id, logprob=-0.5), top=alternatives)
+
+
+class _Servicer(worker_pb2_grpc.WorkerServicer):
+    def __init__(self, worker):
+        self.worker = worker
+
+    async def Tokenizer(self, request, context):
+        self.worker.tokenizer_calls += 1
+        return self.worker.files
+
+    async def Serve(self, requests, context) -> AsyncIterator:
+        connection = _Connection(self.worker)
+        hello = await anext(aiter(requests))
+        assert hello.WhichOneof("frame") == "hello"
+        yield self.worker.hello()
+        self.worker._connections.add(connection)
+        tasks = [asyncio.create_task(connection.read(requests)), asyncio.create_task(connection.heartbeat())]
+        broken = asyncio.create_task(connection.broken.wait())
+        try:
+            while True:
+                getting = asyncio.create_task(connection.outbox.get())
+                await asyncio.wait({getting, broken}, return_when=asyncio.FIRST_COMPLETED)
+                if getting.done():
+                    yield getting.result()
+                elif broken.done():
+                    getting.cancel()
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+        finally:
+            self.worker._connections.discard(connection)
+            for task in [*tasks, broken, *connection.tasks.values()]:
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(*tasks, broken, *connection.tasks.values(), return_exceptions=True)
