@@ -11,6 +11,7 @@ setup(
         Extension(
             "lockstep_engine.kernels._cpu",
             ["src/lockstep_engine/kernels/cpu.c"],
+            depends=["src/lockstep_engine/kernels/cpu_loops.h"],
             extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-Wno-psabi"],
             libraries=["m"],
             optional=True,

@@ -85,6 +85,7 @@ class ScriptedEngine:
 
     async def start(self) -> None:
         if self._script.start_error is not None:
+            self._turn(EngineState.FAILED, self._script.start_error.message)
             raise self._script.start_error
         if not self._script.ready_at_once:
             await self._may_start.wait()

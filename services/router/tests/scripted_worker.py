@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endf
 
 def token_at(prompt_ids, seed, position):
     """The token that every scripted worker gives at a position: like a real one's, it depends on nothing else."""
-    return SPECIAL_IDS + xxh64_intdigest(f"{list(prompt_ids)} {seed} {position}") % (VOCAB_SIZE - SPECIAL_IDS)
+    return SPECIAL_IDS + xxh64_intdigest(f"{list(prompt_ids)} {seed} {position}".encode()) % (VOCAB_SIZE - SPECIAL_IDS)
 
 
 def tokenizer_files(template=TEMPLATE, model=REFERENCE_MODEL):
@@ -59,6 +60,7 @@ class Script:
     hang_after: int | None = None
     reject_after: int | None = None
     rejection: worker_pb2.Rejected | None = None
+    give_up_after: int | None = None
     stop_after: int | None = None  # positions of the stream, not of the attempt
     skip_at: int | None = None
     noise: bool = False
@@ -176,7 +178,9 @@ class _Connection:
             match frame.WhichOneof("frame"):
                 case "submit":
                     self.worker.submits.append(frame.submit)
-                    self.tasks[frame.submit.stream_id] = asyncio.create_task(self.stream(frame.submit))
+                    task = asyncio.create_task(self.stream(frame.submit))
+                    task.add_done_callback(_complain)
+                    self.tasks[frame.submit.stream_id] = task
                 case "cancel":
                     self.worker.cancels.append(frame.cancel)
                     if task := self.tasks.pop(frame.cancel.stream_id, None):
@@ -214,6 +218,9 @@ class _Connection:
                 return
             if script.hang_after is not None and given >= script.hang_after:
                 return
+            if script.give_up_after is not None and given >= script.give_up_after:
+                self.tokens(submit, position, [], inference_pb2.FINISH_REASON_CANCELLED)
+                return
             if script.rejection is not None and given >= (script.reject_after or 0):
                 rejected = worker_pb2.Rejected()
                 rejected.CopyFrom(script.rejection)
@@ -243,6 +250,11 @@ class _Connection:
             self.tokens(submit, position - 1, wrong[:1])
         stranger = worker_pb2.Submit(stream_id="nobody", attempt=1)
         self.tokens(stranger, position, wrong)
+
+
+def _complain(task):
+    if not task.cancelled() and task.exception() is not None:
+        print(f"the script of a worker failed: {task.exception()!r}", file=sys.stderr)
 
 
 def _logprobs(token_id, top):

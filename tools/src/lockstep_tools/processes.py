@@ -2,10 +2,11 @@
 
 A process that dies is started again after a growing delay. One that ends with exit code 2 says that trying again cannot
 help, and ends the whole set. Each child leads its own session: the terminal's Ctrl-C reaches only us, and what a child
-has left in its session is killed with it.
+has left in its session is killed and waited for with it.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -18,6 +19,9 @@ from typing import IO
 from lockstep_common.lifecycle import DIE_WITH_PARENT_VARIABLE
 
 from lockstep_tools.failure import FAILED, UNUSABLE
+
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_PR_GET_CHILD_SUBREAPER = 37
 
 FIRST_DELAY_S = 0.1
 LAST_DELAY_S = 5.0
@@ -90,6 +94,7 @@ class Supervisor:
             os.close(self._wake_write)
 
     def _run(self) -> None:
+        was_subreaper = _be_subreaper(True)
         try:
             for child in self._children:
                 child.start()
@@ -101,6 +106,7 @@ class Supervisor:
         finally:
             self._started.set()
             self._end_all()
+            _be_subreaper(was_subreaper)
             self._ended.set()
 
     def _sleep(self, until_s: float | None) -> None:
@@ -126,19 +132,24 @@ class Supervisor:
     def _end_all(self) -> None:
         if not self._stopping:
             self._grace_ends_s = time.monotonic() + LAST_DELAY_S
-        for child in self._children:
-            child.reap()
-            child.due_s = None
         for stage in self._stages:
             for child in stage:
                 child.signal(signal.SIGTERM)
-            killed = False
-            while any([child.is_running and child.reap() is None for child in stage]):
-                if not killed and time.monotonic() >= self._grace_ends_s:
-                    killed = True
-                    for child in self._children:
-                        child.signal(signal.SIGKILL)
-                self._sleep(None if killed else self._grace_ends_s)
+            while self._is_alive(stage):
+                if time.monotonic() < self._grace_ends_s:
+                    self._sleep(self._grace_ends_s)
+                else:
+                    self._kill_all()
+                    self._sleep(None)
+
+    def _is_alive(self, stage: list["_Child"]) -> bool:
+        for child in self._children:  # of other stages too: a dead one would keep waking us
+            child.reap()
+        return any(child.is_running for child in stage)
+
+    def _kill_all(self) -> None:
+        for child in self._children:
+            child.signal(signal.SIGKILL)
 
 
 class _Child:
@@ -189,6 +200,7 @@ class _Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         code = self._process.wait()
+        _reap_group(self._process.pid)
         os.close(self.pidfd)
         self.pidfd = None
         self._plan_restart(code)
@@ -213,6 +225,22 @@ class _Child:
         self.failed_starts += code >= 0
         self.due_s = now_s + self._delay_s
         self._delay_s = min(2 * self._delay_s, LAST_DELAY_S)
+
+
+def _be_subreaper(wanted: bool) -> bool:
+    """Whether orphans among our descendants become our children, so that we can wait for them; returns what was so."""
+    libc = ctypes.CDLL(None)
+    before = ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
+    return bool(before.value)
+
+
+def _reap_group(group: int) -> None:
+    """Wait for the orphans of a process group that has been killed."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-group, 0)
 
 
 def _ending(code: int) -> str:

@@ -88,7 +88,7 @@ class CompiledAttention(StepAttention):
         self._threads = torch.get_num_threads()
         longest = int((step.starts + step.lengths).max())
         self._scratch = torch.empty(self._threads, longest + 32)
-        _, kv_heads, blocks, _, dim = cache.keys.shape
+        _, kv_heads, blocks, dim, _ = cache.keys.shape
         self._call = cpu.AttentionCall(
             tables=self._tables.ctypes.data,
             width=self._tables.shape[1],
@@ -112,16 +112,15 @@ class CompiledAttention(StepAttention):
         soft_cap: float | None = None,
     ) -> torch.Tensor:
         """See `StepAttention.attend`."""
-        key_slots, value_slots = self._cache.slots(layer)
-        cpu.store(key_slots, keys, self._slots)
-        cpu.store(value_slots, values, self._slots)
+        key_cache, value_cache = self._cache.layer(layer)
+        cpu.store(key_cache, value_cache, keys, values, self._slots)
         heads, tokens, dim = queries.shape
         out = torch.empty(tokens, heads, dim)
         call = self._call
         call.out, call.q = out.data_ptr(), queries.data_ptr()
         call.q_head_stride, call.q_token_stride, last = queries.stride()
         assert last == 1
-        call.keys, call.values = key_slots.data_ptr(), value_slots.data_ptr()
+        call.keys, call.values = key_cache.data_ptr(), value_cache.data_ptr()
         call.heads, call.scale = heads, scale
         call.window, call.soft_cap = window or 0, soft_cap or 0.0
         cpu.attention(call, self._scratch, self._threads)
@@ -132,6 +131,6 @@ def step_attention(cache: KvCache, step: StepLayout, *, deterministic: bool) -> 
     """The best attention for the cache's device and dtype."""
     from lockstep_engine.attention_torch import TorchAttention  # noqa: PLC0415 - it builds on this module
 
-    if cpu.available(cache.keys):
+    if cpu.available(cache.keys) and cpu.usable(cache.head_dim):
         return CompiledAttention(cache, step)
     return TorchAttention(cache, step, deterministic=deterministic)

@@ -25,6 +25,10 @@ from lockstep_engine.sizes import collectives_segment_bytes, message_sizes
 
 _RATE_WINDOW_S = 5.0
 _RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_MAX_STARTS = 2
+"""Groups that may die before the first is ready; one more and the engine fails."""
+_MAX_RESTARTS = 20
+"""Groups in a row that may die young; one more and the engine fails, so that its pod is started anew."""
 _STABLE_S = 30.0
 """A group that lived this long starts the delays anew."""
 
@@ -222,19 +226,17 @@ class AsyncEngine:
     def on_lost(self, reason: str) -> None:
         """Fail every request (another worker can go on with them) and start the next epoch."""
         started = self._ready is not None
-        if time.monotonic() - self._ready_since > _STABLE_S:
+        if started and time.monotonic() - self._ready_since > _STABLE_S:
             self._failures = 0
+        if self._failures >= (_MAX_RESTARTS if started else _MAX_STARTS):
+            self._fail_requests(reason)
+            self.on_refused(LockstepError(ErrorCode.INTERNAL, f"the ranks do not stay up: {reason}"))
+            return
         delay = _RESTART_DELAYS_S[min(self._failures, len(_RESTART_DELAYS_S) - 1)]
         self._failures += 1
-        error = LockstepError(ErrorCode.WORKER_LOST, f"{self.config.label}: {reason}")
-        lost = [Output(each, 0, (), error=error) for each in self._scheduler.request_ids]
-        for output in lost:
-            self._scheduler.cancel(output.request_id)
-        self._in_flight = False
         self._enter(EngineState.RESTARTING if started else EngineState.STARTING, reason)
         self._restart = asyncio.get_running_loop().create_task(self._run_epoch(delay))
-        if lost:
-            self._on_outputs(self._steps, lost)
+        self._fail_requests(reason)
 
     def on_refused(self, error: LockstepError) -> None:
         """The ranks cannot start, now or later."""
@@ -244,6 +246,16 @@ class AsyncEngine:
     def on_progress(self) -> None:
         """A rank has read more of its weights."""
         self._on_progress()
+
+    def _fail_requests(self, reason: str) -> None:
+        """Every live request gets its last output: an error that says it can be continued elsewhere."""
+        self._in_flight = False
+        error = LockstepError(ErrorCode.WORKER_LOST, f"{self.config.label}: {reason}")
+        lost = [Output(each, 0, (), error=error) for each in self._scheduler.request_ids]
+        for output in lost:
+            self._scheduler.cancel(output.request_id)
+        if lost:
+            self._on_outputs(self._steps, lost)
 
     async def _run_epoch(self, delay_s: float) -> None:
         assert self._group is not None

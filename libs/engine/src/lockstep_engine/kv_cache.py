@@ -11,51 +11,50 @@ from lockstep_engine.config import BLOCK_SIZE
 
 
 class KvCache:
-    """Keys and values of all layers: two tensors [layers, kv heads, blocks + 1, 16, head dim]; the last block stays zero.
+    """Keys and values of all layers. The last block stays zero.
 
-    Heads come before blocks so that the tokens of one head and block are one contiguous piece, which is what attention reads.
+    `keys` [layers, kv heads, blocks + 1, head dim, 16], `values` [layers, kv heads, blocks + 1, 16, head dim]: heads before
+    blocks, so that a head's part of a block is one contiguous piece; keys transposed in it, so that a vector holds one
+    component of 16 keys and scores need no sums across a vector.
     """
 
     def __init__(
         self, *, layers: int, kv_heads: int, head_dim: int, blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (layers, kv_heads, blocks + 1, BLOCK_SIZE, head_dim)
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         self.padding_block = blocks
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self._key_slots = list(self.keys.view(layers, kv_heads, -1, head_dim))
-        self._value_slots = list(self.values.view(layers, kv_heads, -1, head_dim))
-        self._key_blocks = list(self.keys.view(layers, kv_heads * (blocks + 1), BLOCK_SIZE * head_dim))
-        self._value_blocks = list(self.values.view(layers, kv_heads * (blocks + 1), BLOCK_SIZE * head_dim))
+        heads_blocks = (layers, kv_heads, blocks + 1)
+        self.keys = torch.zeros((*heads_blocks, head_dim, BLOCK_SIZE), dtype=dtype, device=device)
+        self.values = torch.zeros((*heads_blocks, BLOCK_SIZE, head_dim), dtype=dtype, device=device)
+        self._layers = list(zip(self.keys, self.values, strict=True))
 
     @staticmethod
     def block_bytes(*, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Memory of one block on one rank."""
         return 2 * layers * kv_heads * BLOCK_SIZE * head_dim * dtype.itemsize
 
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys [kv heads, blocks + 1, head dim, 16] and values [kv heads, blocks + 1, 16, head dim]."""
+        return self._layers[layer]
+
     def clear(self, blocks: torch.Tensor) -> None:
         """Zero the blocks [n] that get a new owner in this step."""
         self.keys.index_fill_(2, blocks, 0)
         self.values.index_fill_(2, blocks, 0)
 
-    def slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, each [kv heads, slots, head dim]; slot = block * 16 + position in the block."""
-        return self._key_slots[layer], self._value_slots[layer]
-
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write the step's keys and values, each [kv heads, tokens, head dim], into `slots` [tokens]."""
-        self._key_slots[layer].index_copy_(1, slots, keys)
-        self._value_slots[layer].index_copy_(1, slots, values)
+        """Write the step's keys and values, each [kv heads, tokens, head dim], into `slots` [tokens] = block * 16 + offset."""
+        key_cache, value_cache = self._layers[layer]
+        blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
+        key_cache[:, blocks, :, offsets] = keys.transpose(0, 1)
+        value_cache[:, blocks, offsets] = values
 
     def gather(self, layer: int, index: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each [rows, tokens, head dim], of the blocks named by `index` [rows * blocks a row]."""
+        keys, values = (each.flatten(0, 1).index_select(0, index) for each in self._layers[layer])
         shape = (rows, -1, self.head_dim)
-        return (
-            self._key_blocks[layer].index_select(0, index).view(shape),
-            self._value_blocks[layer].index_select(0, index).view(shape),
-        )
+        return keys.transpose(1, 2).reshape(shape), values.view(shape)
 
     def block_index(self, tables: NDArray[np.int32]) -> torch.Tensor:
         """For `gather`: tables [sequences, width] (-1: nothing there) → [sequences * kv heads * width]."""

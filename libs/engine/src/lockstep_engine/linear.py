@@ -110,14 +110,19 @@ class MergedPart(nn.Module):
             part._shared = box
         return parts
 
+    @property
+    def whole(self) -> ColumnLinear:
+        """The product that this is a part of."""
+        merged = self._shared["merged"]
+        assert isinstance(merged, ColumnLinear)
+        return merged
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, in] → […, width of this part] (a view of the merged product)."""
         box = self._shared
         if self.part == 0 or box["input"] is not x:
-            merged = box["merged"]
-            assert isinstance(merged, ColumnLinear)
             box["input"] = x
-            box["results"] = merged(x).split(merged.widths, dim=-1)
+            box["results"] = self.whole(x).split(self.whole.widths, dim=-1)
         results = box["results"]
         assert isinstance(results, tuple)
         if self.part == len(results) - 1:
@@ -227,5 +232,5 @@ class FusedRmsNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, width] → […, width]."""
         if cpu.available(x) and x.is_contiguous():
-            return cpu.rms_norm(x, self.weight, self.eps)
+            return cpu.add_rms_norm(x, None, self.weight, self.eps)
         return functional.rms_norm(x, self._shape, self.weight, self.eps)

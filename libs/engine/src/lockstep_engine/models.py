@@ -50,6 +50,7 @@ class BuiltModel:
     """On this rank."""
     head_dim: int
     vocab_size: int
+    hidden_act: str
 
     def logits(self, ids: torch.Tensor, attention: StepAttention, rows: torch.Tensor) -> torch.Tensor:
         """Run the step.
@@ -136,6 +137,7 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype) -> Buil
         kv_heads=max(1, int(getattr(text, "num_key_value_heads", None) or heads) // group.size),
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
         vocab_size=info.vocab_size,
+        hidden_act=str(getattr(text, "hidden_act", "")),
     )
 
 

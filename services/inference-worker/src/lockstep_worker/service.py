@@ -10,6 +10,7 @@ from lockstep_worker.worker import Worker
 
 _HELLO_TIMEOUT_S = 10.0
 _ABORT_TIMEOUT_S = 30.0
+_MAX_ROUTER_ID_CHARS = 128  # it is for logs alone
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -43,7 +44,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             raise LockstepError(ErrorCode.DEADLINE_EXCEEDED, f"no RouterHello within {_HELLO_TIMEOUT_S:g} s") from None
         if first is grpc.aio.EOF or not first.HasField("hello"):
             raise LockstepError(ErrorCode.INVALID_REQUEST, "the first frame must be RouterHello")
-        router = self._worker.connect(first.hello.router_id)
+        router = self._worker.connect(first.hello.router_id[:_MAX_ROUTER_ID_CHARS])
         try:
             await router.run(self._worker, context)
         finally:

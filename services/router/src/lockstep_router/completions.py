@@ -122,7 +122,6 @@ async def _run(router: Router, job: Job, request: SamplingFields, caller: Caller
     finally:
         caller.record.completion_tokens = generation.usage.completion_tokens
         caller.record.failovers = generation.failovers
-        router.failovers += generation.failovers
     await client.reply(json_reply(job.form.whole(collected, generation.usage)))
 
 

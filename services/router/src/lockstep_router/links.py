@@ -94,7 +94,7 @@ class Link:
         self._connected = False
         self._silent = False
         self._stepped_at = 0.0
-        self._submitted_since_status = 0
+        self._sent_since_status = 0
         self._attempts: dict[str, Attempt] = {}
         # Two frames a stream at most; a worker that does not read them is not one to give more.
         self._outbox: asyncio.Queue[worker_pb2.RouterFrame] = asyncio.Queue(2 * settings.max_streams)
@@ -122,7 +122,7 @@ class Link:
     @property
     def load(self) -> Load:
         """The last reported load and what has been sent since."""
-        return Load(self.worker_id, self.status.queued + self._submitted_since_status, self.status.running)
+        return Load(self.worker_id, self.status.queued, self.status.running, self._sent_since_status)
 
     def silence_s(self) -> float | None:
         """Since the last frame; None if there never was one."""
@@ -131,7 +131,7 @@ class Link:
     def start(self, attempt: Attempt, submit: worker_pb2.Submit) -> None:
         """Hand a stream to the worker."""
         self._attempts[attempt.stream_id] = attempt
-        self._submitted_since_status += 1
+        self._sent_since_status += 1
         if not self._send(worker_pb2.RouterFrame(submit=submit)):
             attempt.lose(Loss.UNAVAILABLE)
 
@@ -207,7 +207,7 @@ class Link:
     def _disconnect(self) -> None:
         self._connected = False
         self._silent = False
-        self._submitted_since_status = 0
+        self._sent_since_status = 0
         while not self._outbox.empty():
             self._outbox.get_nowait()
         self._lose_attempts(Loss.LINK_LOST)
@@ -291,7 +291,7 @@ class Link:
         if status.steps != self.status.steps:
             self._stepped_at = self._clock.now()
         before, self.status = self.status.state, status
-        self._submitted_since_status = 0
+        self._sent_since_status = 0
         if status.state not in _RUNS_STREAMS:
             self._lose_attempts(Loss.RESTARTING)
         if status.state != before:

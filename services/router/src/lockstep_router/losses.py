@@ -35,8 +35,11 @@ class Loss(StrEnum):
 
     @property
     def avoid_s(self) -> float:
-        """For how long the stream prefers to wait rather than to go back to this life of this worker."""
-        return _AVOID_S.get(self, 0.25)
+        """For how long the stream rather waits than goes back to this life of this worker.
+
+        Nothing for losses that change the worker's state, which keeps streams away by itself.
+        """
+        return _AVOID_S.get(self, 0.0)
 
 
 _BLAMELESS = frozenset({Loss.DRAINING, Loss.OVERLOADED, Loss.UNAVAILABLE, Loss.SLOW_CLIENT})
@@ -51,12 +54,14 @@ _NEED_CANCEL = frozenset(
     }
 )
 _AVOID_S = {
+    Loss.WORKER_LOST: 0.25,
+    Loss.UNAVAILABLE: 0.25,
+    Loss.OVERLOADED: 0.5,
+    Loss.DRAINING: 1.0,
     Loss.FIRST_TOKEN_DEADLINE: 1.0,
     Loss.INTER_TOKEN_DEADLINE: 1.0,
-    Loss.DRAINING: 1.0,
-    Loss.OVERLOADED: 0.5,
-    Loss.GAP: 0.0,
-    Loss.SLOW_CLIENT: 0.0,
+    Loss.GAP: 1.0,
+    Loss.MALFORMED: 1.0,
 }
 
 BY_CODE = {

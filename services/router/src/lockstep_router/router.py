@@ -24,8 +24,6 @@ class Router:
         """For tokens, under way."""
         self.streams = 0
         """Under way: one for each choice of each request."""
-        self.failovers = 0
-        """Of finished requests."""
         self._began_at = time.monotonic()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -41,6 +39,11 @@ class Router:
     def uptime_s(self) -> float:
         """Since the process made this router."""
         return time.monotonic() - self._began_at
+
+    @property
+    def failovers(self) -> int:
+        """Times that any stream went on to another worker."""
+        return self.workers.failovers
 
     @property
     def is_ready(self) -> bool:

@@ -16,7 +16,10 @@ class Load:
 
     worker_id: str
     queued: int
+    """Requests that wait there, as the worker last said."""
     running: int
+    sent: int = 0
+    """Streams handed to it since then: they may be running or waiting, so they only decide where others go."""
 
 
 def rank(session: str, worker_ids: Iterable[str]) -> list[str]:
@@ -44,4 +47,8 @@ def choose(session: str, loads: Sequence[Load], threshold: int) -> str:
     by_id = {load.worker_id: load for load in loads}
     if by_id[order[0]].queued <= threshold:
         return order[0]
-    return min(order, key=lambda worker_id: (by_id[worker_id].queued, by_id[worker_id].running))
+    return min(order, key=lambda worker_id: _busyness(by_id[worker_id]))
+
+
+def _busyness(load: Load) -> tuple[int, int]:
+    return (load.queued + load.sent, load.running)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ class Server(uvicorn.Server):
 def main() -> None:
     """The process's entry point."""
     obey_parent()
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its notes on every lost connection are told better by the links
     settings = RouterSettings.load("lockstep-router")
     name_process("router")
     telemetry.setup("router", level=settings.log_level)

@@ -131,6 +131,7 @@ class Stream:
         metrics.FAILOVERS.labels(lost.reason.value).inc()
         if lost.reason is not Loss.SLOW_CLIENT:
             self.failovers += 1
+            self._workers.failovers += 1
             self._gap_from = self._gap_from or self._token_at
         logger.info(
             "stream leaves worker",

@@ -31,6 +31,8 @@ class Workers:
         ]
         self.models: dict[str, worker_pb2.ModelCard] = {}
         """By name, also those whose workers are all away just now: their requests wait instead of being refused."""
+        self.failovers = 0
+        """Of all streams so far."""
         self._settings = settings
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []

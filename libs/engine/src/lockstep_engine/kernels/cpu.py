@@ -5,6 +5,7 @@ import importlib.util
 
 import torch
 
+_VERSION = 2
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
@@ -33,17 +34,40 @@ class AttentionCall(ctypes.Structure):
     )
 
 
+class RopeCall(ctypes.Structure):
+    """`struct rope` of cpu.c."""
+
+    _fields_ = (
+        ("qkv", _POINTER),
+        ("cosine", _POINTER),
+        ("sine", _POINTER),
+        ("q_norm", _POINTER),
+        ("k_norm", _POINTER),
+        ("tokens", _LONG),
+        ("heads", _LONG),
+        ("kv_heads", _LONG),
+        ("dim", _LONG),
+        ("eps", _FLOAT),
+    )
+
+
 def _load() -> ctypes.CDLL | None:
     found = importlib.util.find_spec("lockstep_engine.kernels._cpu")
     if found is None or found.origin is None:
         return None
     library = ctypes.CDLL(found.origin)  # after torch, whose OpenMP runtime it uses
+    if ctypes.c_int.in_dll(library, "lockstep_cpu_version").value != _VERSION:
+        return None
     library.lockstep_attention.argtypes = (ctypes.POINTER(AttentionCall), _POINTER, _LONG, _INT)
     library.lockstep_attention.restype = None
-    library.lockstep_store.argtypes = (_POINTER, _POINTER, _LONG, _LONG, _POINTER, _LONG, _INT, _LONG, _INT)
+    library.lockstep_store.argtypes = (*[_POINTER] * 4, *[_LONG] * 4, _POINTER, *[_LONG] * 4)
     library.lockstep_store.restype = None
-    library.lockstep_rms_norm.argtypes = (_POINTER, _POINTER, _POINTER, _LONG, _LONG, _FLOAT)
-    library.lockstep_rms_norm.restype = None
+    library.lockstep_add_rms_norm.argtypes = (*[_POINTER] * 4, _LONG, _LONG, _FLOAT)
+    library.lockstep_add_rms_norm.restype = None
+    library.lockstep_silu_mul.argtypes = (_POINTER, _POINTER, _LONG, _LONG)
+    library.lockstep_silu_mul.restype = None
+    library.lockstep_rope.argtypes = (ctypes.POINTER(RopeCall),)
+    library.lockstep_rope.restype = None
     return library
 
 
@@ -52,7 +76,12 @@ _library = _load()
 
 def available(x: torch.Tensor) -> bool:
     """Whether the kernels can work on tensors like this one."""
-    return _library is not None and x.dtype is torch.float32 and x.device.type == "cpu"
+    return _library is not None and x.dtype is torch.float32 and x.is_cpu
+
+
+def usable(head_dim: int) -> bool:
+    """Whether the attention kernel was built and takes heads of this width: whole vectors, at most 16 of them."""
+    return _library is not None and head_dim % 16 == 0 and head_dim <= 256
 
 
 def attention(call: AttentionCall, scratch: torch.Tensor, threads: int) -> None:
@@ -61,20 +90,54 @@ def attention(call: AttentionCall, scratch: torch.Tensor, threads: int) -> None:
     _library.lockstep_attention(ctypes.byref(call), scratch.data_ptr(), scratch.shape[1], threads)
 
 
-def store(cache: torch.Tensor, x: torch.Tensor, slots: torch.Tensor) -> None:
-    """Copy x [kv heads, tokens, dim] into cache [kv heads, slots, dim] at `slots` [tokens]."""
+def store(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Put keys and values [kv heads, tokens, dim] into a layer's cache (see `KvCache`) at `slots` [tokens]."""
     assert _library is not None
-    heads, tokens, dim = x.shape
-    head_stride, token_stride, _ = x.stride()
+    heads, blocks, dim, _ = key_cache.shape
     _library.lockstep_store(
-        cache.data_ptr(), x.data_ptr(), head_stride, token_stride, slots.data_ptr(), tokens, heads, cache.shape[1], dim
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        *keys.stride()[:2],
+        *values.stride()[:2],
+        slots.data_ptr(),
+        len(slots),
+        heads,
+        blocks,
+        dim,
     )
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., width] divided by its root mean square, times weight [width]. x is contiguous."""
+def add_rms_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x += delta in place, then x [..., width] divided by its root mean square, times weight [width]. All contiguous."""
     assert _library is not None
     out = torch.empty_like(x)
-    width = x.shape[-1]
-    _library.lockstep_rms_norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // width, width, eps)
+    width = weight.shape[0]
+    _library.lockstep_add_rms_norm(
+        out.data_ptr(),
+        x.data_ptr(),
+        None if delta is None else delta.data_ptr(),
+        weight.data_ptr(),
+        x.numel() // width,
+        width,
+        eps,
+    )
     return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[rows, 2 * inner] -> silu(first half) * second half, [rows, inner]."""
+    assert _library is not None
+    rows, width = gate_up.shape
+    out = torch.empty(rows, width // 2)
+    _library.lockstep_silu_mul(out.data_ptr(), gate_up.data_ptr(), rows, width // 2)
+    return out
+
+
+def rope(call: RopeCall) -> None:
+    """Normalize (if norms are given) and rotate queries and keys in place."""
+    assert _library is not None
+    _library.lockstep_rope(ctypes.byref(call))

@@ -1,0 +1,171 @@
+/* The kernels' loops, compiled by cpu.c once for each instruction set: NAME gives each build its own names. The compiler
+ * splits wide vectors before it would clone functions for a target, hence the inclusion. */
+
+INLINE float NAME(add_lanes)(lanes x) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+}
+
+/* e^x for x <= 0, 0 below -87: 2^n * e^r with |r| <= ln(2)/2, the polynomial of Cephes' expf (relative error below 2e-7). */
+INLINE lanes NAME(exp_lanes)(lanes x) {
+    int_lanes below = x < -87.0f;
+    x = SELECT(below, (lanes){}, x);
+    int_lanes n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, int_lanes);
+    lanes whole = __builtin_convertvector(n, lanes);
+    lanes r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    lanes result = p * (lanes)((n + 127) << 23);
+    return SELECT(below, (lanes){}, result);
+}
+
+/* scores[LANES * n ...] = the query's scores with the keys of `blocks` blocks from block `begin` on, -inf where hidden.
+ * Keys lie transposed in their block, [dim][BLOCK]: a product gives the scores of 16 keys at once. Returns the peak. */
+INLINE float NAME(score_blocks)(float *scores, const float *query, const float *keys, const int32_t *table, int64_t begin,
+                          int64_t end, int64_t first, int64_t last, int dim, float scale, float soft_cap) {
+    const int_lanes lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    lanes peaks = (lanes){} - INFINITY;
+    for (int64_t block = begin; block < end; block++, scores += LANES) {
+        const lanes *key = (const lanes *)(keys + (int64_t)table[block] * BLOCK * dim);
+        lanes sums[4] = {};
+        for (int d = 0; d + 4 <= dim; d += 4)
+            for (int i = 0; i < 4; i++) sums[i] += query[d + i] * key[d + i];
+        for (int d = dim & ~3; d < dim; d++) sums[0] += query[d] * key[d];
+        lanes score = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * scale;
+        if (soft_cap > 0)
+            for (int i = 0; i < LANES; i++) score[i] = soft_cap * tanhf(score[i] / soft_cap);
+        int_lanes position = lane + (int32_t)(block * BLOCK);
+        int_lanes hidden = (position < (int32_t)first) | (position > (int32_t)last);
+        score = SELECT(hidden, (lanes){} - INFINITY, score);
+        peaks = SELECT(score > peaks, score, peaks);
+        *(lanes *)scores = score;
+    }
+    float peak = peaks[0];
+    for (int i = 1; i < LANES; i++) peak = peaks[i] > peak ? peaks[i] : peak;
+    return peak;
+}
+
+/* out = sum of weights times values, `chunks` vectors wide; even and odd keys are summed apart, then together. */
+INLINE void NAME(weigh_blocks)(float *out, const float *weights, const float *values, const int32_t *table, int64_t begin,
+                         int64_t end, int chunks, float factor) {
+    int dim = chunks * LANES;
+    lanes even[16] = {}, odd[16] = {};
+    for (int64_t block = begin; block < end; block++, weights += LANES) {
+        const lanes *value = (const lanes *)(values + (int64_t)table[block] * BLOCK * dim);
+        for (int i = 0; i < BLOCK; i += 2, value += 2 * chunks)
+            for (int c = 0; c < chunks; c++) {
+                even[c] += weights[i] * value[c];
+                odd[c] += weights[i + 1] * value[chunks + c];
+            }
+    }
+    for (int c = 0; c < chunks; c++) ((lanes *)out)[c] = (even[c] + odd[c]) * factor;
+}
+
+/* One query against the keys at positions first..last: scores, softmax, weighted sum of values. dim is a multiple of LANES.
+ * Blocks have finite contents beyond the sequence's end, so that a weight of 0 hides them. */
+INLINE void NAME(attend_row)(float *out, const float *query, const float *keys, const float *values, const int32_t *table,
+                       int64_t first, int64_t last, int dim, float scale, float soft_cap, float *scores) {
+    int64_t begin = first / BLOCK, end = last / BLOCK + 1;
+    float peak = NAME(score_blocks)(scores, query, keys, table, begin, end, first, last, dim, scale, soft_cap);
+    lanes total = {};
+    for (int64_t j = 0; j < (end - begin) * LANES; j += LANES) {
+        lanes e = NAME(exp_lanes)(*(const lanes *)(scores + j) - peak);
+        *(lanes *)(scores + j) = e;
+        total += e;
+    }
+    float factor = 1.0f / NAME(add_lanes)(total);
+    switch (dim / LANES) { /* a constant width lets the compiler keep the sums in registers */
+    case 1: NAME(weigh_blocks)(out, scores, values, table, begin, end, 1, factor); break;
+    case 2: NAME(weigh_blocks)(out, scores, values, table, begin, end, 2, factor); break;
+    case 4: NAME(weigh_blocks)(out, scores, values, table, begin, end, 4, factor); break;
+    case 5: NAME(weigh_blocks)(out, scores, values, table, begin, end, 5, factor); break;
+    case 6: NAME(weigh_blocks)(out, scores, values, table, begin, end, 6, factor); break;
+    case 8: NAME(weigh_blocks)(out, scores, values, table, begin, end, 8, factor); break;
+    default: NAME(weigh_blocks)(out, scores, values, table, begin, end, dim / LANES, factor);
+    }
+}
+
+/* Every `step`th pair of a token and a kv head, from `begin` on. */
+static void NAME(attend)(const struct attention *a, float *scores, int64_t begin, int64_t step) {
+    int64_t group = a->heads / a->kv_heads;
+    int64_t head_size = a->blocks * BLOCK * a->dim;
+    for (int64_t item = begin; item < a->tokens * a->kv_heads; item += step) {
+        int64_t token = item / a->kv_heads, kv_head = item % a->kv_heads;
+        int64_t last = a->positions[token];
+        int64_t first = a->window && last >= a->window ? last - a->window + 1 : 0;
+        const int32_t *table = a->tables + a->owners[token] * a->width;
+        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
+            NAME(attend_row)(a->out + (token * a->heads + head) * a->dim,
+                       a->q + head * a->q_head_stride + token * a->q_token_stride, a->keys + kv_head * head_size,
+                       a->values + kv_head * head_size, table, first, last, (int)a->dim, a->scale, a->soft_cap, scores);
+    }
+}
+
+/* out = x / sqrt(mean(x^2) + eps) * weight, for each of `rows` rows of `width`. */
+static void NAME(rms_norm)(float *out, const float *x, const float *weight, int64_t rows, int64_t width, float eps) {
+    int64_t whole = width / LANES * LANES;
+    for (int64_t row = 0; row < rows; row++, out += width, x += width) {
+        lanes sum = {};
+        for (int64_t i = 0; i < whole; i += LANES) {
+            lanes v = *(const lanes *)(x + i);
+            sum += v * v;
+        }
+        float squares = NAME(add_lanes)(sum);
+        for (int64_t i = whole; i < width; i++) squares += x[i] * x[i];
+        float scale = 1.0f / sqrtf(squares / (float)width + eps);
+        for (int64_t i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
+    }
+}
+
+/* x += delta (unless it is null); out = x / sqrt(mean(x^2) + eps) * weight. */
+static void NAME(add_rms_norm)(float *out, float *x, const float *delta, const float *weight, int64_t rows, int64_t width,
+                               float eps) {
+    if (delta)
+        for (int64_t i = 0; i < rows * width; i++) x[i] += delta[i];
+    NAME(rms_norm)(out, x, weight, rows, width, eps);
+}
+
+/* out [rows, inner] = silu(gate) * up, of gate_up [rows, 2 * inner]; silu(x) = x / (1 + e^-x). */
+static void NAME(silu_mul)(float *out, const float *gate_up, int64_t rows, int64_t inner) {
+    for (int64_t row = 0; row < rows; row++) {
+        const float *gate = gate_up + row * 2 * inner, *up = gate + inner;
+        float *to = out + row * inner;
+        for (int64_t i = 0; i < inner; i += LANES) {
+            lanes g = {}, u = {};
+            int64_t count = inner - i < LANES ? inner - i : LANES;
+            memcpy(&g, gate + i, sizeof(float) * (size_t)count);
+            memcpy(&u, up + i, sizeof(float) * (size_t)count);
+            int_lanes negative = g < 0;
+            lanes e = NAME(exp_lanes)(SELECT(negative, g, -g));
+            lanes y = g * u * SELECT(negative, e, (lanes){} + 1.0f) / (1.0f + e);
+            memcpy(to + i, &y, sizeof(float) * (size_t)count);
+        }
+    }
+}
+
+/* Rotate one head's pairs (i, i + half) by the position's angles (Su et al. 2021, in Llama's order of components). */
+INLINE void NAME(rotate)(float *x, const float *cosine, const float *sine, int64_t half) {
+    for (int64_t i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = a * cosine[i] - b * sine[i];
+        x[i + half] = b * cosine[i + half] + a * sine[i + half];
+    }
+}
+
+static void NAME(rotate_all)(const struct rope *r) {
+    for (int64_t token = 0; token < r->tokens; token++) {
+        float *row = r->qkv + token * (r->heads + 2 * r->kv_heads) * r->dim;
+        const float *cosine = r->cosine + token * r->dim, *sine = r->sine + token * r->dim;
+        for (int64_t head = 0; head < r->heads + r->kv_heads; head++) {
+            float *x = row + head * r->dim;
+            const float *norm = head < r->heads ? r->q_norm : r->k_norm;
+            if (norm) NAME(rms_norm)(x, x, norm, 1, r->dim, r->eps);
+            NAME(rotate)(x, cosine, sine, r->dim / 2);
+        }
+    }
+}

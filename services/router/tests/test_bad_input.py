@@ -1,0 +1,282 @@
+"""Whatever clients send, they get a 4xx that names the field, in OpenAI's shape."""
+
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lockstep_common.errors import LockstepError
+from lockstep_router.fields import parse
+from lockstep_router.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+CHAT = {"model": "reference", "messages": [{"role": "user", "content": "hi"}]}
+PLAIN = {"model": "reference", "prompt": "hi"}
+HUGE = 10**400
+
+
+def without(body, field):
+    return {key: value for key, value in body.items() if key != field}
+
+
+def user(content):
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+CHAT_CASES = [
+    (without(CHAT, "model"), "model"),
+    (without(CHAT, "messages"), "messages"),
+    (CHAT | {"model": 3}, "model"),
+    (CHAT | {"model": None}, "model"),
+    (CHAT | {"model": ""}, "model"),
+    (CHAT | {"messages": []}, "messages"),
+    (CHAT | {"messages": "hi"}, "messages"),
+    (CHAT | {"messages": ["hi"]}, "messages[0]"),
+    (CHAT | {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT | {"messages": [{"content": "hi"}]}, "messages[0].role"),
+    (CHAT | {"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+    (CHAT | {"messages": [{"role": "user", "content": "hi", "color": 1}]}, "messages[0].color"),
+    (CHAT | {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    (CHAT | user(None), "messages[0].content"),
+    (CHAT | user(5), "messages[0].content"),
+    (CHAT | user([]), "messages[0].content"),
+    (CHAT | user([{"type": "image_url", "image_url": {}}]), "messages[0].content[0].type"),
+    (CHAT | user([{"type": "text", "text": "a"}, {"type": "text"}]), "messages[0].content[1].text"),
+    (CHAT | user([{"type": "text", "text": "a"}, 7]), "messages[0].content[1]"),
+    (CHAT | {"logprobs": 1}, "logprobs"),
+    (CHAT | {"top_logprobs": 2}, "top_logprobs"),
+    (CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    (CHAT | {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+    (CHAT | {"tools": [{"type": "function"}]}, "tools"),
+    (CHAT | {"tool_choice": "required"}, "tool_choice"),
+    (CHAT | {"functions": [{}]}, "functions"),
+    (CHAT | {"function_call": {"name": "f"}}, "function_call"),
+    (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT | {"modalities": ["text", "audio"]}, "modalities"),
+    (CHAT | {"audio": {"voice": "x"}}, "audio"),
+    (CHAT | {"prompt": "hi"}, "prompt"),
+    (CHAT | {"colour": "red"}, "colour"),
+    (CHAT | {"stream_options": {"include_usage": True}}, "stream_options"),
+    (CHAT | {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    (CHAT | {"stream": "yes"}, "stream"),
+]
+
+PLAIN_CASES = [
+    (without(PLAIN, "prompt"), "prompt"),
+    (PLAIN | {"prompt": None}, "prompt"),
+    (PLAIN | {"prompt": ""}, "prompt"),
+    (PLAIN | {"prompt": []}, "prompt"),
+    (PLAIN | {"prompt": {}}, "prompt"),
+    (PLAIN | {"prompt": ["a", 1]}, "prompt[1]"),
+    (PLAIN | {"prompt": [1, "a"]}, "prompt[1]"),
+    (PLAIN | {"prompt": [1, -1]}, "prompt[1]"),
+    (PLAIN | {"prompt": [1, 4096]}, "prompt[1]"),
+    (PLAIN | {"prompt": [1, HUGE]}, "prompt[1]"),
+    (PLAIN | {"prompt": [[1], []]}, "prompt[1]"),
+    (PLAIN | {"prompt": [[1], [2, 9999]]}, "prompt[1][1]"),
+    (PLAIN | {"prompt": ["a"] * 65}, "prompt"),
+    (PLAIN | {"prompt": ["a", ""]}, "prompt[1]"),
+    (PLAIN | {"suffix": "x"}, "suffix"),
+    (PLAIN | {"best_of": 2}, "best_of"),
+    (PLAIN | {"echo": True, "logprobs": 1}, "echo"),
+    (PLAIN | {"logprobs": True}, "logprobs"),
+    (PLAIN | {"logprobs": 21}, "logprobs"),
+    (PLAIN | {"messages": []}, "messages"),
+]
+
+COMMON_CASES = [
+    *[({"max_tokens": value}, "max_tokens") for value in (0, -1, 1.5, "5", True, HUGE, 2**31)],
+    *[({"temperature": value}, "temperature") for value in (-0.1, 2.1, "1", True, HUGE, 1e308)],
+    *[({"top_p": value}, "top_p") for value in (-1, 1.1, "x")],
+    *[({"top_k": value}, "top_k") for value in (-2, 1.5, HUGE)],
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 17}, "n"),
+    ({"n": HUGE}, "n"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"frequency_penalty": 3}, "frequency_penalty"),
+    ({"presence_penalty": -3}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"logit_bias": {"1": "a"}}, "logit_bias.1"),
+    ({"logit_bias": {"4096": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
+    ({"logit_bias": {str(n): 0 for n in range(1025)}}, "logit_bias"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a", ""]}, "stop[1]"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": "a" * 257}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop_token_ids": [4096]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"min_tokens": 200, "max_tokens": 100}, "min_tokens"),
+    ({"user": 5}, "user"),
+    ({"user": "u" * 1025}, "user"),
+]
+
+CASES = [
+    *[("/v1/chat/completions", body, field) for body, field in CHAT_CASES],
+    *[("/v1/completions", body, field) for body, field in PLAIN_CASES],
+    *[("/v1/completions", PLAIN | extra, field) for extra, field in COMMON_CASES],
+    *[("/v1/chat/completions", CHAT | extra, field) for extra, field in COMMON_CASES],
+    ("/tokenize", {"model": "reference"}, "prompt"),
+    ("/tokenize", PLAIN | CHAT, "prompt"),
+    ("/detokenize", {"model": "reference", "tokens": [4096]}, "tokens[0]"),
+    ("/detokenize", {"model": "reference", "tokens": "x"}, "tokens"),
+    ("/detokenize", {"model": "reference"}, "tokens"),
+]
+
+
+def assert_error(response, status, code):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert error["message"]
+    return error
+
+
+async def test_wrong_fields_are_named(make_cluster):
+    cluster = await make_cluster(1)
+    for path, body, field in CASES:
+        response = await cluster.client.post(path, content=json.dumps(body))
+        error = assert_error(response, 400, "invalid_request")
+        assert error["param"] == field, (body, error)
+        assert field in error["message"], (body, error)
+        assert error["type"] == "invalid_request_error"
+    assert not cluster.workers[0].submits
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"model": NaN}',
+        b'{"model": "\\ud800"}',
+        b'{"model": "a" "b"}',
+        b"[" * 100_000,
+        b'{"a":' * 10_000 + b"1" + b"}" * 10_000,
+        b"1" * 5000,
+    ],
+    ids=lambda content: repr(content[:12]),
+)
+async def test_malformed_bodies(make_cluster, content):
+    cluster = await make_cluster(1)
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+        assert_error(await cluster.client.post(path, content=content), 400, "invalid_request")
+
+
+async def test_numbers_that_json_cannot_hold(make_cluster):
+    cluster = await make_cluster(1)
+    for number in ("1e400", "-1e400", "Infinity", "NaN", "-Infinity"):
+        content = f'{{"model": "reference", "prompt": "x", "temperature": {number}}}'
+        assert_error(await cluster.client.post("/v1/completions", content=content), 400, "invalid_request")
+        content = f'{{"model": "reference", "prompt": "x", "logit_bias": {{"1": {number}}}}}'
+        assert_error(await cluster.client.post("/v1/completions", content=content), 400, "invalid_request")
+
+
+async def test_unknown_model(cluster):
+    for response in (await cluster.complete(model="gpt-9"), await cluster.chat(model="gpt-9")):
+        error = assert_error(response, 404, "model_not_found")
+        assert error["param"] == "model"
+        assert "gpt-9" in error["message"]
+
+
+async def test_context_length(cluster):
+    for response, field in (
+        (await cluster.complete("hello world", max_tokens=253), "max_tokens"),
+        (await cluster.chat(max_tokens=250), "max_tokens"),
+        (await cluster.chat(max_tokens=None, max_completion_tokens=250), "max_completion_tokens"),
+    ):
+        error = assert_error(response, 400, "context_length_exceeded")
+        assert error["param"] == field
+        assert "256" in error["message"]
+    assert "257" in (await cluster.complete("hello world", max_tokens=253)).json()["error"]["message"]
+    assert (await cluster.complete("hello world", max_tokens=252)).status_code == 200
+    long = "hello world " * 100
+    error = assert_error(await cluster.complete(long), 400, "context_length_exceeded")
+    assert error["param"] == "prompt"
+    assert str(len(cluster.tokenizer.encode(long))) in error["message"]
+    long_chat = [{"role": "user", "content": long}]
+    assert assert_error(await cluster.chat(messages=long_chat), 400, "context_length_exceeded")["param"] == "messages"
+
+
+async def test_text_far_beyond_the_context_is_not_even_tokenized(cluster):
+    error = assert_error(await cluster.complete("x" * (64 * 256 + 1)), 400, "context_length_exceeded")
+    assert "16384" in error["message"]
+    messages = [{"role": "user", "content": "x" * 9000}] * 2
+    assert_error(await cluster.chat(messages=messages), 400, "context_length_exceeded")
+
+
+async def test_body_beyond_the_limit(make_cluster):
+    cluster = await make_cluster(1, max_body_bytes=2000)
+    assert_error(await cluster.complete("x" * 2000), 413, "payload_too_large")
+
+    async def chunks():
+        for _ in range(100):
+            yield b"x" * 100
+
+    response = await cluster.client.post("/v1/completions", content=chunks())
+    assert_error(response, 413, "payload_too_large")
+
+
+async def test_unknown_address_and_method(cluster):
+    assert_error(await cluster.client.get("/v1/nothing"), 404, "not_found")
+    assert_error(await cluster.client.post("/v1/completions/"), 404, "not_found")
+    response = await cluster.client.get("/v1/completions")
+    assert_error(response, 405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+    assert_error(await cluster.client.delete("/v1/models"), 405, "method_not_allowed")
+
+
+async def test_harmless_fields_are_ignored(cluster):
+    ignored = {"store": True, "metadata": {"a": "b"}, "parallel_tool_calls": False, "service_tier": "auto"}
+    empty = {"tools": [], "functions": None, "response_format": {"type": "text"}, "modalities": ["text"]}
+    plain = await cluster.chat()
+    assert (await cluster.chat(**ignored, **empty)).json()["choices"] == plain.json()["choices"]
+    assert (await cluster.complete(suffix=None, best_of=1)).status_code == 200
+
+
+async def test_every_request_has_an_id(cluster):
+    assert (await cluster.complete(headers={"x-request-id": "mine-1"})).headers["x-request-id"] == "mine-1"
+    made = (await cluster.complete(headers={"x-request-id": "not\tsane"})).headers["x-request-id"]
+    assert made != "not\tsane"
+    assert "x-request-id" in (await cluster.client.get("/nothing")).headers
+
+
+async def test_unforeseen_failure_is_a_500_in_the_same_shape(cluster, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(cluster.router.workers, "pick", fail)
+    for _ in range(2):
+        error = assert_error(await cluster.complete(), 500, "internal")
+        assert "secret" not in error["message"]
+    assert cluster.router.streams == cluster.router.requests == 0
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.sampled_from(["", "text", "a\0b"])
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
+    ["role", "content", "type", "text", "1", "include_usage"]), inner, max_size=3), max_leaves=8)  # fmt: skip
+
+
+@given(data=st.data())
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_any_json_is_parsed_or_refused_by_name(data):
+    model = data.draw(
+        st.sampled_from([ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
+    )
+    body = {name: data.draw(values) for name in data.draw(st.sets(st.sampled_from(sorted(model.model_fields))))}
+    try:
+        request = parse(model, json.dumps(body).encode())
+    except LockstepError as error:
+        assert error.meaning.http_status == 400
+        assert error.field is None or error.field.split(".")[0].split("[")[0] in model.model_fields
+    else:
+        assert request.model

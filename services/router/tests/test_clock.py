@@ -1,0 +1,23 @@
+"""Time in which the router did not run is nobody's lateness."""
+
+from lockstep_router.clock import AwakeClock
+
+
+def test_late_tick_counts_as_two_at_most():
+    clock = AwakeClock(tick_s=0.1)
+    clock.advance(0.1)
+    clock.advance(30.0)
+    assert clock.now() == 0.1 + 0.2
+
+
+async def test_ticks_follow_real_time():
+    import asyncio
+
+    clock = AwakeClock(tick_s=0.01)
+    ticks = []
+    running = asyncio.create_task(clock.run(lambda: ticks.append(clock.now())))
+    await asyncio.sleep(0.1)
+    running.cancel()
+    assert len(ticks) >= 2
+    assert ticks == sorted(ticks)
+    assert clock.now() <= 0.2

@@ -1,0 +1,150 @@
+"""The line to a worker: dialled until it answers, dialled again when it breaks, and careful about what comes over it."""
+
+import asyncio
+import contextlib
+
+import grpc
+import pytest
+from conftest import eventually
+from lockstep_api.v1 import worker_pb2, worker_pb2_grpc
+from lockstep_router import Router, RouterSettings
+from lockstep_router.links import LinkState
+from scripted_worker import ScriptedWorker, tokenizer_files
+
+FAST = {"backoff_initial_s": 0.02, "backoff_max_s": 0.1}
+
+
+@pytest.fixture
+async def worker(tmp_path):
+    made = ScriptedWorker("w0", tmp_path / "w0.sock")
+    yield made
+    await made.kill()
+
+
+@contextlib.asynccontextmanager
+async def linked(worker, **settings):
+    async with Router(RouterSettings(workers=[worker.target], **(FAST | settings))) as router:
+        yield router, router.workers.links[0]
+
+
+async def test_worker_may_start_after_the_router(worker):
+    async with linked(worker) as (_, link):
+        await eventually(lambda: link.problem)
+        assert link.state is LinkState.CONNECTING
+        await worker.start()
+        await eventually(lambda: link.state is LinkState.READY)
+        assert link.problem == ""
+
+
+async def test_worker_is_found_again_after_a_restart(worker):
+    await worker.start()
+    async with linked(worker) as (_, link):
+        await eventually(lambda: link.state is LinkState.READY)
+        before = link.life
+        await worker.kill()
+        await eventually(lambda: link.state is LinkState.CONNECTING)
+        await worker.restart()
+        await eventually(lambda: link.state is LinkState.READY)
+        assert link.life > before
+        assert worker.tokenizer_calls == 1, "the tokenizer is kept"
+
+
+@pytest.mark.parametrize(
+    ("state", "seen"),
+    [
+        (worker_pb2.WORKER_STATE_STARTING, LinkState.STARTING),
+        (worker_pb2.WORKER_STATE_RESTARTING, LinkState.RESTARTING),
+        (worker_pb2.WORKER_STATE_DRAINING, LinkState.DRAINING),
+        (worker_pb2.WORKER_STATE_FAILED, LinkState.FAILED),
+        (99, LinkState.STARTING),
+    ],
+)
+async def test_state_of_the_worker_is_seen(worker, state, seen):
+    await worker.start()
+    async with linked(worker) as (router, link):
+        await eventually(lambda: link.state is LinkState.READY)
+        worker.announce(state=state)
+        await eventually(lambda: link.state is seen)
+        assert not router.is_ready
+        assert not router.workers.ready()
+
+
+async def test_worker_without_a_readable_tokenizer_gets_no_streams(worker):
+    worker.files = worker_pb2.TokenizerFiles(digest="tokenizer-1", tokenizer_json=b"no json")
+    await worker.start()
+    async with linked(worker) as (_, link):
+        await eventually(lambda: worker.tokenizer_calls >= 2)
+        assert link.state is LinkState.LOADING
+        assert "tokenizer" in link.problem
+        worker.files = tokenizer_files()
+        await eventually(lambda: link.state is LinkState.READY)
+
+
+async def test_tokenizer_with_another_digest_is_not_taken(worker):
+    worker.files.digest = "another"
+    await worker.start()
+    async with linked(worker) as (_, link):
+        await eventually(lambda: "another" in link.problem)
+        assert link.state is LinkState.LOADING
+
+
+class Rude(worker_pb2_grpc.WorkerServicer):
+    """A peer that opens the stream and then breaks the protocol."""
+
+    def __init__(self, frames):
+        self.frames = frames
+        self.calls = 0
+
+    async def Serve(self, requests, context):
+        self.calls += 1
+        for frame in self.frames:
+            yield frame
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[], [worker_pb2.WorkerFrame(epoch=1, status=worker_pb2.Status())], [worker_pb2.WorkerFrame()]],
+    ids=["nothing", "status first", "empty"],
+)
+async def test_peer_that_does_not_say_hello_is_left_and_dialled_again(tmp_path, frames):
+    rude = Rude(frames)
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(rude, server)
+    server.add_insecure_port(f"unix:{tmp_path}/rude.sock")
+    await server.start()
+    settings = RouterSettings(workers=[f"unix:{tmp_path}/rude.sock"], **FAST)
+    async with Router(settings) as router:
+        await eventually(lambda: rude.calls >= 2)
+        assert router.workers.links[0].state is LinkState.CONNECTING
+    await server.stop(0)
+
+
+async def test_peer_that_never_answers_is_given_up(tmp_path):
+    async def swallow(reader, writer):
+        await reader.read()
+        writer.close()
+
+    calls = []
+    server = await asyncio.start_unix_server(lambda r, w: (calls.append(1), swallow(r, w))[1], f"{tmp_path}/mute.sock")
+    settings = RouterSettings(workers=[f"unix:{tmp_path}/mute.sock"], connect_timeout_s=0.1, **FAST)
+    async with Router(settings) as router:
+        await eventually(lambda: len(calls) >= 2)
+        assert router.workers.links[0].problem == "no answer in time"
+    server.close()
+
+
+async def test_stopping_the_router_hangs_up(worker):
+    await worker.start()
+    async with linked(worker) as (_, link):
+        await eventually(lambda: link.state is LinkState.READY)
+    await eventually(lambda: not worker._connections)
+
+
+async def test_silence_is_measured_in_time_that_the_router_lived(worker):
+    await worker.start()
+    async with linked(worker, heartbeat_timeout_s=0.2) as (router, link):
+        await eventually(lambda: link.state is LinkState.READY)
+        # As after a SIGSTOP of the router: a long tick, and no frame was read meanwhile.
+        router.workers.clock.advance(3600)
+        link.check()
+        assert link.state is LinkState.READY

@@ -1,0 +1,43 @@
+"""Settings are read from flags, environment and file, and wrong ones end the process with a sentence."""
+
+import pytest
+from lockstep_router.settings import RouterSettings
+
+
+def test_flags(monkeypatch):
+    loaded = RouterSettings.load("router", ["--workers", "unix:/a,host:1", "--port", "9", "--max-n", "3"])
+    assert loaded.workers == ("unix:/a", "host:1")
+    assert (loaded.port, loaded.max_n) == (9, 3)
+    assert RouterSettings.load("router", ["--workers", "a:1", "--workers", "b:2"]).workers == ("a:1", "b:2")
+
+
+def test_environment_and_file(monkeypatch, tmp_path):
+    monkeypatch.setenv("LOCKSTEP_WORKERS", "unix:/a, unix:/b")
+    assert RouterSettings.load("router", []).workers == ("unix:/a", "unix:/b")
+    monkeypatch.delenv("LOCKSTEP_WORKERS")
+    file = tmp_path / "router.yaml"
+    file.write_text("workers: [unix:/c]\nport: 1234\n")
+    monkeypatch.setenv("LOCKSTEP_CONFIG", str(file))
+    assert RouterSettings.load("router", []).port == 1234
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ([], "workers"),
+        (["--workers", ""], "workers"),
+        (["--workers", "unix:"], "unix:"),
+        (["--workers", "nowhere"], "nowhere"),
+        (["--workers", "host:0"], "host:0"),
+        (["--workers", "host:x"], "host:x"),
+        (["--workers", "a:1,a:1"], "twice"),
+        (["--workers", "a:1", "--port", "99999"], "port"),
+        (["--workers", "a:1", "--log-level", "loud"], "log_level"),
+        (["--workers", "a:1", "--inter-token-deadline-s", "0"], "inter_token_deadline_s"),
+    ],
+)
+def test_wrong_settings_end_the_process(flags, sentence, capsys):
+    with pytest.raises(SystemExit) as caught:
+        RouterSettings.load("router", flags)
+    assert caught.value.code == 2
+    assert sentence in capsys.readouterr().err

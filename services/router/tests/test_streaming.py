@@ -1,0 +1,199 @@
+"""Clients that leave, that do not read, and routers that are full: nothing is left running, nothing grows."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from conftest import eventually, events_of
+from lockstep_router import metrics
+from scripted_worker import Script, model_card
+
+BODY = {"model": "reference", "prompt": "hello world", "max_tokens": 200, "seed": 7, "user": "u"}
+
+
+def slow(cluster, delay_s=0.02):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=delay_s)
+
+
+async def assert_left_clean(cluster):
+    """The worker was told, and the router has forgotten."""
+    worker, _ = cluster.worker_of("user:u")
+    await eventually(lambda: worker.cancels, timeout_s=2)
+    await eventually(lambda: cluster.router.streams == 0 and cluster.router.requests == 0)
+    assert all(not link._attempts for link in cluster.router.workers.links)
+    assert worker.ended_streams == 0
+
+
+async def test_events_come_as_the_tokens_do(cluster):
+    slow(cluster)
+    worker, _ = cluster.worker_of("user:u")
+    async with cluster.over_http() as client, client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as r:
+        async for line in r.aiter_lines():
+            if line.startswith("data: "):
+                break
+        assert worker.ended_streams == 0
+        assert json.loads(line[6:])["choices"][0]["finish_reason"] is None
+
+
+async def test_client_that_leaves_its_stream_cancels_it(cluster):
+    slow(cluster)
+    async with cluster.over_http() as client:
+        async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
+            await anext(response.aiter_lines())
+        await assert_left_clean(cluster)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_leaves_before_the_first_token_cancels_its_request(cluster, stream):
+    for worker in cluster.workers:
+        worker.script = Script(hang_after=0)
+    worker, _ = cluster.worker_of("user:u")
+    async with cluster.over_http() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=BODY | {"stream": stream}))
+        await eventually(lambda: worker.submits)
+        asking.cancel()
+        await assert_left_clean(cluster)
+
+
+async def test_client_that_leaves_a_whole_answer_cancels_it(cluster):
+    slow(cluster)
+    worker, _ = cluster.worker_of("user:u")
+    before = metrics.REQUESTS.labels("/v1/completions", "499")._value.get()
+    async with cluster.over_http() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await eventually(lambda: worker.submits)
+        asking.cancel()
+        await assert_left_clean(cluster)
+    assert metrics.REQUESTS.labels("/v1/completions", "499")._value.get() == before + 1
+
+
+async def test_client_that_leaves_while_no_worker_is_there_is_forgotten(make_cluster):
+    cluster = await make_cluster(0, ready=False)
+    async with cluster.over_http() as client:
+        asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await eventually(lambda: cluster.router.requests == 1)
+        asking.cancel()
+        await eventually(lambda: cluster.router.requests == 0)
+
+
+async def test_all_choices_are_cancelled(cluster):
+    slow(cluster)
+    worker, _ = cluster.worker_of("user:u")
+    async with cluster.over_http() as client:
+        async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True, "n": 4}) as response:
+            await anext(response.aiter_lines())
+        await eventually(lambda: len(worker.cancels) == 4)
+
+
+async def unread_request(client, body):
+    """Send a request over a connection that is never read."""
+    host, port = client.base_url.host, client.base_url.port
+    reader, writer = await asyncio.open_connection(host, port, limit=1)
+    writer.transport.pause_reading()
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    await writer.drain()
+    return reader, writer
+
+
+async def test_client_that_never_reads_is_paused_and_then_cut_off(make_cluster):
+    cluster = await make_cluster(1, max_unread_tokens=64, write_timeout_s=0.3)
+    worker = cluster.workers[0]
+    worker.card = model_card(context_length=1 << 20)
+    worker.script = Script(batch=16)
+    worker.announce(epoch=2)
+    await asyncio.sleep(0.05)
+    before = metrics.FAILOVERS.labels("slow_client")._value.get()
+    async with cluster.over_http() as client:
+        # More than all buffers between the two ends can hold.
+        body = BODY | {"stream": True, "max_tokens": 1 << 19, "logprobs": 20}
+        _, writer = await unread_request(client, body)
+        await eventually(lambda: worker.submits)
+        await eventually(lambda: cluster.router.requests == 0, timeout_s=15)
+        writer.close()
+    assert metrics.FAILOVERS.labels("slow_client")._value.get() > before
+    assert worker.cancels
+    assert cluster.router.streams == 0
+
+
+async def test_slow_reader_gets_every_token_once(make_cluster):
+    cluster = await make_cluster(1, max_unread_tokens=8)
+    worker = cluster.workers[0]
+    worker.script = Script(batch=4)
+    # Each event takes a while to be written: the worker is faster and has to be paused.
+    response = await httpx.AsyncClient(transport=SlowTransport(cluster.app), base_url="http://router").post(
+        "/v1/completions", json=BODY | {"stream": True}
+    )
+    events = events_of(response)
+    assert events[-1] == (None, "[DONE]")
+    text = "".join(data["choices"][0]["text"] for _, data in events[:-1])
+    assert text == cluster.undisturbed("hello world", 7, 200)
+    assert len(worker.submits) > 1
+    assert cluster.router.failovers == 0, "a pause is no failover"
+
+
+class SlowTransport(httpx.ASGITransport):
+    """A client that takes its time over each message."""
+
+    def __init__(self, app):
+        async def slow_app(scope, receive, send):
+            async def slow_send(message):
+                await asyncio.sleep(0.01)
+                await send(message)
+
+            await app(scope, receive, slow_send)
+
+        super().__init__(app=slow_app)
+
+
+async def test_full_router_says_when_to_come_back(make_cluster):
+    cluster = await make_cluster(max_streams=2)
+    slow(cluster)
+    running = [asyncio.create_task(cluster.complete()) for _ in range(2)]
+    await eventually(lambda: cluster.router.streams == 2)
+    refused = await cluster.complete()
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert refused.headers["retry-after"] == "1"
+    assert all((await response).status_code == 200 for response in running)
+    assert (await cluster.complete(n=3)).status_code == 503
+    assert (await cluster.complete()).status_code == 200
+
+
+async def test_draining_router_finishes_and_takes_nothing_new(cluster):
+    slow(cluster)
+    running = asyncio.create_task(cluster.complete())
+    await eventually(lambda: cluster.router.streams == 1)
+    draining = asyncio.create_task(cluster.router.drain())
+    await asyncio.sleep(0)
+    assert (await cluster.client.get("/readyz")).status_code == 503
+    assert (await cluster.client.get("/healthz")).status_code == 200
+    refused = await cluster.complete()
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "draining"
+    assert not draining.done()
+    assert (await running).status_code == 200
+    await draining
+
+
+async def test_drain_has_an_end(make_cluster):
+    cluster = await make_cluster(drain_timeout_s=0.05)
+    for worker in cluster.workers:
+        worker.script = Script(hang_after=0)
+    running = asyncio.create_task(cluster.complete())
+    await eventually(lambda: cluster.router.streams == 1)
+    await cluster.router.drain()
+    running.cancel()
+
+
+async def test_many_streams_at_once(cluster):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.001)
+    prompts = [f"prompt {index}" for index in range(40)]
+    responses = await asyncio.gather(*(cluster.complete(prompt, user=prompt) for prompt in prompts))
+    for prompt, response in zip(prompts, responses, strict=True):
+        assert response.json()["choices"][0]["text"] == cluster.undisturbed(prompt, 7, 12)
+    assert all(worker.submits for worker in cluster.workers)

@@ -1,0 +1,56 @@
+"""Fixtures for the tests of the command line, and the path on which they find the fake endpoint."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+MODEL = TESTS.parents[1] / "models/reference"
+
+sys.path.insert(0, str(TESTS))
+
+from fake_openai import FakeOpenAI  # noqa: E402
+
+
+@pytest.fixture
+def model() -> str:
+    """A directory that passes for a servable model."""
+    return str(MODEL)
+
+
+@pytest.fixture
+def server() -> Iterator[FakeOpenAI]:
+    """An OpenAI endpoint that answers as it is told."""
+    with FakeOpenAI() as fake:
+        yield fake
+
+
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Puts the stub router and worker in the services' places; the directory in which they note their starts."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "stubs"), *filter(None, sys.path)]))
+    monkeypatch.setenv("STUB_NOTES", str(tmp_path))
+    monkeypatch.setenv("STUB_PLAN", "{}")
+    return tmp_path
+
+
+@pytest.fixture
+def lockstep() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the command in a process of its own."""
+
+    def run(*arguments: str, stdin: str = "", timeout_s: float = 20) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "lockstep_tools.cli", *arguments],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | os.environ,
+        )
+
+    return run

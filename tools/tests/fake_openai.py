@@ -1,0 +1,151 @@
+"""A real HTTP server that speaks OpenAI's protocol as it is told: word for word, with pauses, with mistakes."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Self
+
+Script = Iterable[bytes | float]
+"""Bytes to send, and seconds to wait."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A server-sent event to be."""
+
+    data: Any
+    id: str | None = None
+
+    def encode(self) -> bytes:
+        text = self.data if isinstance(self.data, str) else json.dumps(self.data, ensure_ascii=False)
+        head = "" if self.id is None else f"id: {self.id}\n"
+        return f"{head}data: {text}\n\n".encode()
+
+
+@dataclass(frozen=True)
+class Received:
+    """A request as it came."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An answer that is no stream."""
+
+    status: int
+    body: Any
+
+
+def events(texts: Sequence[str], *, chat: bool = False, logprobs: bool = False, finish: str = "length") -> list[Event]:
+    """What a faultless server sends for these tokens: each with its position, then the usage, then the end mark."""
+    found = []
+    for number, text in enumerate(texts, start=1):
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish if number == len(texts) else None}
+        choice |= {"delta": {"content": text}} if chat else {"text": text}
+        if logprobs:
+            choice["logprobs"] = {"content": [{"token": text}]} if chat else {"tokens": [text]}
+        found.append(Event({"choices": [choice], "usage": None}, f"cmpl-1:{number}"))
+    usage = {"prompt_tokens": 5, "completion_tokens": len(texts), "total_tokens": 5 + len(texts)}
+    return [*found, Event({"choices": [], "usage": usage}, f"cmpl-1:{len(texts)}"), Event("[DONE]")]
+
+
+def script(sent: Iterable[Event], pause_s: float = 0.0) -> list[bytes | float]:
+    """Events with a pause before each but the first."""
+    steps: list[bytes | float] = []
+    for event in sent:
+        steps += [pause_s, event.encode()] if steps and pause_s else [event.encode()]
+    return steps
+
+
+@dataclass
+class FakeOpenAI:
+    """The server. `answer(number, request)` gives the n-th completion's answer."""
+
+    answer: Callable[[int, Received], Script | Refusal] = lambda number, request: script(
+        events(["Hel", "lo", " wor", "ld"], chat="chat" in request.path)
+    )
+    models: Sequence[str] = ("fake",)
+    status: Any = None
+    received: list[Received] = field(default_factory=list)
+    cut: bool = False
+    """Close the connection instead of ending the body."""
+
+    def __enter__(self) -> Self:
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def root(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @property
+    def url(self) -> str:
+        return f"{self.root}/v1"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def __init__(self, fake: FakeOpenAI, *arguments: Any) -> None:
+        self._fake = fake
+        super().__init__(*arguments)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self._json(200, {"data": [{"id": name} for name in self._fake.models]})
+        elif self.path == "/status" and self._fake.status is not None:
+            self._json(200, self._fake.status)
+        else:
+            self._json(404, {"detail": "no such path"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = Received(self.path, {key.lower(): value for key, value in self.headers.items()}, body)
+        self._fake.received.append(request)
+        answer = self._fake.answer(len(self._fake.received), request)
+        if isinstance(answer, Refusal):
+            self._json(answer.status, answer.body)
+            return
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._stream(answer)
+
+    def _stream(self, steps: Script) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for step in steps:
+            if isinstance(step, float):
+                time.sleep(step)
+            else:
+                self.wfile.write(f"{len(step):x}\r\n".encode() + step + b"\r\n")
+                self.wfile.flush()
+        if self._fake.cut:
+            self.close_connection = True
+        else:
+            self.wfile.write(b"0\r\n\r\n")
+
+    def _json(self, status: int, body: Any) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)

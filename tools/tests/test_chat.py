@@ -1,0 +1,128 @@
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from fake_openai import Event, FakeOpenAI, Received, Refusal, events, script
+
+MESSAGES = "first\n/reset\nsecond\n\nthird\n/quit\nnever\n"
+
+
+def answers(number: int, request: Received) -> list[bytes | float]:
+    return script(events([f"answer {number}", ", done"], chat=True, finish="stop"))
+
+
+def test_lines_become_a_conversation(server: FakeOpenAI, lockstep) -> None:
+    server.answer = answers
+    result = lockstep("chat", "--url", server.url, "--system", "be brief", "--temperature", "0", stdin=MESSAGES)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "answer 1, done\nanswer 2, done\nanswer 3, done\n"
+    system = {"role": "system", "content": "be brief"}
+    bodies = [request.body for request in server.received]
+    assert [body["messages"] for body in bodies] == [
+        [system, {"role": "user", "content": "first"}],
+        [system, {"role": "user", "content": "second"}],
+        [
+            system,
+            {"role": "user", "content": "second"},
+            {"role": "assistant", "content": "answer 2, done"},
+            {"role": "user", "content": "third"},
+        ],
+    ]
+    assert all((body["model"], body["temperature"], body["max_tokens"]) == ("fake", 0, 512) for body in bodies)
+    sessions = [request.headers["x-session-id"] for request in server.received]
+    assert sessions[0] != sessions[1] == sessions[2]
+
+
+def test_a_failed_answer_is_told_and_leaves_no_trace(server: FakeOpenAI, lockstep) -> None:
+    refusal = Refusal(503, {"error": {"message": "no worker is ready"}})
+    server.answer = lambda number, request: refusal if number == 1 else answers(number, request)
+    result = lockstep("chat", "--url", server.url, stdin="one\ntwo\n")
+    assert result.returncode == 1
+    assert "no worker is ready" in result.stderr
+    assert server.received[1].body["messages"] == [{"role": "user", "content": "two"}]
+
+
+def test_what_came_before_a_failure_stays_in_the_conversation(server: FakeOpenAI, lockstep) -> None:
+    broken = script([*events(["half"], chat=True)[:1], Event({"error": {"message": "lost"}})])
+    server.answer = lambda number, request: broken if number == 1 else answers(number, request)
+    lockstep("chat", "--url", server.url, stdin="one\ntwo\n")
+    assert server.received[1].body["messages"][1] == {"role": "assistant", "content": "half"}
+
+
+def test_no_server_is_one_sentence(lockstep) -> None:
+    result = lockstep("chat", "--url", "http://127.0.0.1:1/v1", stdin="hello\n")
+    assert result.returncode == 2
+    assert "no server answers at http://127.0.0.1:1/v1" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_api_key_comes_from_the_environment(server: FakeOpenAI, lockstep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    lockstep("chat", "--url", server.url, "--api-key-env", "MY_KEY", stdin="hello\n")
+    assert server.received[0].headers["authorization"] == "Bearer secret"
+
+
+class Terminal:
+    """The command on a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._ours, theirs = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep_tools.cli", *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TERM": "xterm"},
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._ours, text.encode())
+
+    def see(self, text: str, within_s: float = 10) -> None:
+        """Wait until `text` has been shown after all that was waited for before."""
+        deadline = time.monotonic() + within_s
+        while text not in self.shown:
+            assert select.select([self._ours], [], [], max(0, deadline - time.monotonic()))[0], self.shown
+            self.shown += os.read(self._ours, 4096).decode()
+        self.shown = self.shown.partition(text)[2]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def terminal(server: FakeOpenAI) -> Iterator[Terminal]:
+    server.answer = lambda number, request: script(events(["word "] * 100, chat=True), 0.1 if number == 1 else 0.0)
+    made = Terminal("chat", "--url", server.url)
+    yield made
+    made.close()
+
+
+def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(server: FakeOpenAI, terminal: Terminal) -> None:
+    terminal.see("Ctrl-D ends")
+    terminal.see("> ")
+    terminal.type("hello\n")
+    terminal.see("word word")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.see("stopped")
+    terminal.type("again\n")
+    terminal.see("100 tokens")
+    terminal.see("cut at --max-tokens")
+    history = server.received[1].body["messages"]
+    assert [message["role"] for message in history] == ["user", "assistant", "user"]
+    assert history[1]["content"].startswith("word word")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.see("/quit ends")
+    terminal.type("\x04")
+    assert terminal.process.wait(5) == 0

@@ -1,0 +1,114 @@
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from lockstep_tools.cli import COMMANDS
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, time; began = time.monotonic()\n"
+        "from lockstep_tools.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'httpx', 'rich', 'pydantic', 'lockstep_engine'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert time.monotonic() - began < 0.3\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+    )
+    for name, command in COMMANDS.items():
+        assert f"{name} " in result.stdout
+        assert command.summary in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help_with_examples_and_loads_no_torch(command: str) -> None:
+    code = (
+        "import sys\nfrom lockstep_tools.cli import main\n"
+        f"try: main([{command!r}, '--help'])\nexcept SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+    )
+    assert result.stdout.startswith(f"usage: lockstep {command} ")
+    assert f"\nexamples:\n  lockstep {command}" in result.stdout
+
+
+def test_version(lockstep) -> None:
+    assert lockstep("--version").stdout == "lockstep 0.1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "COMMAND"),
+        (("fly",), "fly"),
+        (("serve", "--workers", "0"), "--workers: must be between 1 and 64 (given: 0)"),
+        (("serve", "--port", "70000"), "--port"),
+        (("bench", "--clients", "many"), "--clients: not a whole number: 'many'"),
+        (("chat", "--temperature", "hot"), "--temperature: not a number: 'hot'"),
+        (("chat", "--temperature", "3"), "--temperature: must be between 0 and 2 (given: 3)"),
+        (("chat", "--url", "nonsense"), "--url nonsense: not a URL"),
+        (("generate", "."), "PROMPT"),
+    ],
+)
+def test_usage_errors_are_exit_code_2_and_name_the_mistake(lockstep, arguments: tuple[str, ...], words: str) -> None:
+    result = lockstep(*arguments)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def refused(lockstep, *arguments: str) -> str:
+    """The one sentence with which a command ends at once with exit code 2."""
+    began_s = time.monotonic()
+    result = lockstep(*arguments)
+    assert time.monotonic() - began_s < 5
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1, result.stderr
+    return str(result.stderr)
+
+
+def test_a_bad_model_is_refused_before_anything_starts(lockstep, tmp_path: Path, model: str) -> None:
+    missing, empty, cut = tmp_path / "missing", tmp_path / "empty", tmp_path / "cut"
+    assert "no such directory" in refused(lockstep, "serve", str(missing))
+    assert "no such directory" in refused(lockstep, "generate", str(missing), "x")
+    empty.mkdir()
+    assert "config.json is missing" in refused(lockstep, "serve", str(empty))
+    cut.mkdir()
+    for file in Path(model).iterdir():
+        content = file.read_bytes()
+        (cut / file.name).write_bytes(content[:-1] if file.suffix == ".safetensors" else content)
+    assert "cut short" in refused(lockstep, "serve", str(cut))
+    assert "4 attention heads cannot be split over tp = 3" in refused(lockstep, "serve", model, "--tp", "3")
+
+
+def test_a_taken_port_is_refused_before_anything_starts(lockstep, model: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        sentence = refused(lockstep, "serve", model, "--port", str(port))
+        assert sentence == f"lockstep: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+def test_a_host_that_is_not_ours_is_refused(lockstep, model: str) -> None:
+    assert "cannot listen on 192.0.2.1" in refused(lockstep, "serve", model, "--host", "192.0.2.1", "--port", "0")
+
+
+def test_the_reference_model_is_the_default(lockstep, model: str, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "cannot listen" in refused(lockstep, "serve", "--port", str(taken.getsockname()[1]))

@@ -1,0 +1,165 @@
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from fake_openai import Event, FakeOpenAI, Received, Refusal, events, script
+from lockstep_tools.endpoint import Endpoint
+from lockstep_tools.history import StreamRequest, violations
+from lockstep_tools.loadgen import Prompts, Traffic, drive, record
+from lockstep_tools.report import Spread, summarize
+
+TEXTS = ["one", " two", " three", " four"]
+
+
+def request() -> StreamRequest:
+    return StreamRequest("/completions", {"prompt": "zero", "stream_options": {"include_usage": True}})
+
+
+async def test_a_stream_becomes_a_history(server: FakeOpenAI) -> None:
+    server.answer = lambda number, request: script(events(TEXTS, logprobs=True), 0.01)
+    async with Endpoint(server.url).client() as client:
+        history = await record(client, request())
+    assert violations(history, reference="one two three four", require_ids=True) == []
+    assert history.text() == "one two three four"
+    assert history.tokens == 4
+    assert [piece.tokens for piece in history.pieces] == [1, 1, 1, 1, None, None]
+    assert all(0.005 < gap < 0.2 for gap in history.gaps_s)
+    assert server.received[0].body["stream"] is True
+
+
+def lost(sent: list[Event]) -> list[Event]:
+    return sent[:1] + sent[2:]
+
+
+def doubled(sent: list[Event]) -> list[Event]:
+    return [*sent[:2], *sent[1:]]
+
+
+def reordered(sent: list[Event]) -> list[Event]:
+    return [sent[1], sent[0], *sent[2:]]
+
+
+def unfinished(sent: list[Event]) -> list[Event]:
+    return sent[:-1]
+
+
+def miscounted(sent: list[Event]) -> list[Event]:
+    usage = {"prompt_tokens": 5, "completion_tokens": 3}
+    return [*sent[:-2], Event({"choices": [], "usage": usage}), sent[-1]]
+
+
+@pytest.mark.parametrize("damage", [lost, doubled, reordered, unfinished, miscounted])
+@pytest.mark.parametrize("chat", [False, True])
+async def test_damage_on_the_wire_is_found(server: FakeOpenAI, damage, chat: bool) -> None:
+    server.answer = lambda number, request: script(damage(events(TEXTS, chat=chat, logprobs=True)))
+    async with Endpoint(server.url).client() as client:
+        history = await record(client, StreamRequest("/chat/completions" if chat else "/completions", {}))
+    assert history.error is None
+    assert violations(history, reference="".join(TEXTS))
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        (Refusal(404, {"error": {"message": "no such model", "code": "model_not_found"}}), "no such model"),
+        (Refusal(500, "?"), "the server answered with status 500"),
+        (script([Event({"error": {"message": "the worker is lost"}})]), "the worker is lost"),
+        (script([Event("not json")]), "not JSON"),
+        (script([Event("[1]")]), "no object"),
+    ],
+)
+async def test_a_failure_is_in_the_history(server: FakeOpenAI, answer, sentence: str) -> None:
+    server.answer = lambda number, request: answer
+    async with Endpoint(server.url).client() as client:
+        history = await record(client, request())
+    assert sentence in (history.error or "")
+    assert history.ended_s is not None
+
+
+async def test_a_broken_connection_is_a_failure(server: FakeOpenAI) -> None:
+    server.cut = True
+    async with Endpoint(server.url).client() as client:
+        history = await record(client, request())
+    assert "broke" in (history.error or "")
+    assert history.text() == "Hello world"
+
+
+async def test_clients_send_all_requests_and_no_more_than_allowed_at_a_time(server: FakeOpenAI) -> None:
+    active = most = 0
+
+    def answer(number: int, request: Received) -> Iterator[bytes | float]:
+        nonlocal active, most
+        active += 1
+        most = max(most, active)
+        yield from script(events(TEXTS), 0.005)
+        active -= 1
+
+    server.answer = answer
+    make = Prompts("fake", prompt_tokens=4, max_tokens=4)
+    histories = await drive(Endpoint(server.url), [make(number) for number in range(10)], clients=3)
+    assert [history.number for history in histories] == list(range(10))
+    assert {history.client for history in histories} == {0, 1, 2}
+    assert 2 <= most <= 3
+    report = summarize(histories, require_ids=True)
+    assert report.clean
+    assert (report.streams, report.tokens, report.prompt_tokens) == (10, 40, 50)
+
+
+async def test_a_mark_finds_the_silence_that_it_caused(server: FakeOpenAI) -> None:
+    def answer(number: int, request: Received) -> Iterator[bytes | float]:
+        sent = events([str(n) for n in range(12)])
+        yield from script(sent[:6], 0.01)
+        if number == 1:
+            yield 0.3
+        yield from script(sent[6:], 0.01)
+
+    server.answer = answer
+    async with Traffic(Endpoint(server.url), lambda number: request(), clients=2) as traffic:
+        await traffic.streaming()
+        mark = traffic.mark("a pause")
+        await asyncio.sleep(0.4)
+    assert traffic.marks == [mark]
+    assert 0.28 < traffic.gap_s(mark) < 0.6
+    assert traffic.running == []
+    assert all(violations(history, require_ids=True) == [] for history in traffic.histories)
+    later = traffic.mark("after all")
+    assert traffic.gap_s(later) == 0.0
+
+
+async def test_failing_requests_are_counted_and_do_not_end_the_load(server: FakeOpenAI) -> None:
+    refusal = Refusal(503, {"error": {"message": "draining"}})
+    server.answer = lambda number, request: refusal if number == 2 else script(events(TEXTS))
+    histories = await drive(Endpoint(server.url), [request()] * 4, clients=1)
+    report = summarize(histories)
+    assert (report.failed, report.errors, report.violations) == (1, {"draining": 1}, [])
+    assert not report.clean
+
+
+async def test_an_exception_ends_the_load_at_once(server: FakeOpenAI) -> None:
+    server.answer = lambda number, request: script(events(TEXTS), 5.0)
+    with pytest.raises(ZeroDivisionError):
+        async with asyncio.timeout(3), Traffic(Endpoint(server.url), lambda number: request(), clients=2) as traffic:
+            await traffic.streaming()
+            raise ZeroDivisionError
+    assert all(history.cancelled for history in traffic.histories)
+
+
+async def test_waiting_for_streams_has_an_end(server: FakeOpenAI) -> None:
+    server.answer = lambda number, request: [0.3]
+    async with Traffic(Endpoint(server.url), lambda number: request(), clients=1, requests=1) as traffic:
+        with pytest.raises(TimeoutError):
+            await traffic.streaming(timeout_s=0.1)
+
+
+def test_requests_are_a_function_of_seed_and_number() -> None:
+    make, again, other = Prompts("m", seed=1), Prompts("m", seed=1), Prompts("m", seed=2)
+    assert make(5) == again(5)
+    assert make(5) != make(6)
+    assert make(5).body["prompt"] != other(5).body["prompt"]
+    assert make(5).body["seed"] != other(5).body["seed"]
+
+
+def test_a_spread_is_by_nearest_rank() -> None:
+    assert Spread.of([number / 1000 for number in range(100, 0, -1)]) == Spread(50.0, 99.0, 100.0)
+    assert Spread.of([0.25]) == Spread(250.0, 250.0, 250.0)
+    assert Spread.of([]) is None

@@ -1,0 +1,111 @@
+import copy
+import io
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from fake_openai import FakeOpenAI
+from lockstep_tools.status import is_ready, render
+from rich.console import Console
+
+STATUS = {
+    "router": {"id": "r1", "pid": 10, "uptime_s": 3725.5, "streams": 3, "failovers": 2},
+    "models": [{"name": "reference"}],
+    "workers": [
+        {
+            "id": "w0",
+            "target": "unix:/w0",
+            "state": "ready",
+            "reason": "",
+            "epoch": 4,
+            "pid": 20,
+            "queued": 1,
+            "running": 2,
+            "free_blocks": 90,
+            "total_blocks": 100,
+            "tokens_per_s": 123.4,
+            "last_seen_s": 0.04,
+            "ranks": [
+                {"rank": 0, "pid": 21, "state": "ready", "steps": 77},
+                {"rank": 1, "pid": 22, "state": "dead", "steps": 76},
+            ],
+        },
+        {
+            "id": "",
+            "target": "unix:/w1",
+            "state": "connecting",
+            "reason": "no socket",
+            "last_seen_s": None,
+            "ranks": [],
+        },
+    ],
+}
+
+
+def shown(status) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=160).print(render(status))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_the_table_shows_workers_and_ranks() -> None:
+    head, _, titles, *rows = shown(STATUS)
+    assert head == "router r1 (pid 10), up 1 h 2 min: 3 streams, 2 failovers; models: reference"
+    assert titles.split() == "NAME STATE PID EPOCH QUEUED RUNNING BLOCKS FREE TOKENS/S STEPS SEEN REASON".split()
+    assert rows[0].split() == "w0 ready 20 4 1 2 90/100 123 0.0 s ago".split()
+    assert rows[1].split() == "├ rank 0 ready 21 77".split()
+    assert rows[2].split() == "└ rank 1 dead 22 76".split()
+    assert rows[3].split() == "unix:/w1 connecting - - - - -/- - never no socket".split()
+
+
+def test_a_router_without_workers_and_with_fields_missing() -> None:
+    assert "no workers" in "\n".join(shown({"workers": []}))
+    assert "w9" in "\n".join(shown({"router": {}, "workers": [{"id": "w9"}]}))
+
+
+def test_ready_is_one_ready_worker() -> None:
+    status = copy.deepcopy(STATUS)
+    assert is_ready(status)
+    status["workers"][0]["state"] = "RESTARTING"
+    assert not is_ready(status)
+
+
+def test_exit_codes(server: FakeOpenAI, lockstep) -> None:
+    server.status = STATUS
+    result = lockstep("status", "--url", server.url)  # with /v1 as well as without
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "rank 1" in result.stdout
+    server.status = {"router": {}, "workers": []}
+    assert lockstep("status", "--url", server.root).returncode == 1
+    server.status = None
+    strange = lockstep("status", "--url", server.root)
+    assert (strange.returncode, "HTTP status 404" in strange.stderr) == (2, True)
+    gone = lockstep("status", "--url", "http://127.0.0.1:1")
+    assert (gone.returncode, "no router answers" in gone.stderr) == (2, True)
+
+
+def test_json_is_what_the_router_says(server: FakeOpenAI, lockstep) -> None:
+    server.status = STATUS
+    assert json.loads(lockstep("status", "--url", server.root, "--json").stdout) == STATUS
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_watching_ends_with_ctrl_c(server: FakeOpenAI, flags: tuple[str, ...]) -> None:
+    server.status = STATUS
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "lockstep_tools.cli", "status", "--url", server.root, "--watch", *flags],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": ":".join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"},
+    )
+    assert watching.stdout is not None
+    seen = 0
+    for line in watching.stdout:
+        seen += "w0" in line
+        if seen == 4:
+            break
+    watching.send_signal(signal.SIGINT)
+    watching.stdout.close()
+    assert watching.wait(5) == 0
