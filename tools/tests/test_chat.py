@@ -95,6 +95,11 @@ class Terminal:
             self.shown += os.read(self._ours, 4096).decode()
         self.shown = self.shown.partition(text)[2]
 
+    def await_prompt(self) -> None:
+        """A moment longer than until it is shown: only then readline hears signals and control keys."""
+        self.see("> ")
+        time.sleep(0.3)
+
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
@@ -111,18 +116,21 @@ def terminal(server: FakeOpenAI) -> Iterator[Terminal]:
 
 def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(server: FakeOpenAI, terminal: Terminal) -> None:
     terminal.see("Ctrl-D ends")
-    terminal.see("> ")
+    terminal.await_prompt()
     terminal.type("hello\n")
     terminal.see("word word")
     terminal.process.send_signal(signal.SIGINT)
     terminal.see("stopped")
+    terminal.await_prompt()
     terminal.type("again\n")
     terminal.see("100 tokens")
     terminal.see("cut at --max-tokens")
     history = server.received[1].body["messages"]
     assert [message["role"] for message in history] == ["user", "assistant", "user"]
     assert history[1]["content"].startswith("word word")
+    terminal.await_prompt()
     terminal.process.send_signal(signal.SIGINT)
     terminal.see("/quit ends")
+    terminal.await_prompt()
     terminal.type("\x04")
     assert terminal.process.wait(5) == 0

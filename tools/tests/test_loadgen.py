@@ -137,10 +137,15 @@ async def test_failing_requests_are_counted_and_do_not_end_the_load(server: Fake
 
 async def test_an_exception_ends_the_load_at_once(server: FakeOpenAI) -> None:
     server.answer = lambda number, request: script(events(TEXTS), 5.0)
-    with pytest.raises(ZeroDivisionError):
-        async with asyncio.timeout(3), Traffic(Endpoint(server.url), lambda number: request(), clients=2) as traffic:
+    traffic = Traffic(Endpoint(server.url), lambda number: request(), clients=2)
+
+    async def interrupted() -> None:
+        async with asyncio.timeout(3), traffic:
             await traffic.streaming()
             raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await interrupted()
     assert all(history.cancelled for history in traffic.histories)
 
 
@@ -149,6 +154,7 @@ async def test_waiting_for_streams_has_an_end(server: FakeOpenAI) -> None:
     async with Traffic(Endpoint(server.url), lambda number: request(), clients=1, requests=1) as traffic:
         with pytest.raises(TimeoutError):
             await traffic.streaming(timeout_s=0.1)
+    assert traffic.histories[0].text() == ""
 
 
 def test_requests_are_a_function_of_seed_and_number() -> None:

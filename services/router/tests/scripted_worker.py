@@ -83,6 +83,7 @@ class ScriptedWorker:
     steps: int = 0
     steps_advance: bool = True
     silent: bool = False
+    deaf: bool = False
     submits: list = field(default_factory=list)
     cancels: list = field(default_factory=list)
     tokenizer_calls: int = 0
@@ -174,6 +175,8 @@ class _Connection:
             await asyncio.sleep(self.worker.heartbeat_s)
 
     async def read(self, requests):
+        while self.worker.deaf:
+            await asyncio.sleep(0.01)
         async for frame in requests:
             match frame.WhichOneof("frame"):
                 case "submit":

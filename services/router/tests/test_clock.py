@@ -1,5 +1,7 @@
 """Time in which the router did not run is nobody's lateness."""
 
+import asyncio
+
 from lockstep_router.clock import AwakeClock
 
 
@@ -11,8 +13,6 @@ def test_late_tick_counts_as_two_at_most():
 
 
 async def test_ticks_follow_real_time():
-    import asyncio
-
     clock = AwakeClock(tick_s=0.01)
     ticks = []
     running = asyncio.create_task(clock.run(lambda: ticks.append(clock.now())))

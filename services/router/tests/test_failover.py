@@ -3,9 +3,9 @@
 import asyncio
 
 import pytest
-from conftest import eventually, events_of
 from lockstep_api.v1 import worker_pb2
 from lockstep_router import metrics
+from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card
 
 PROMPT = "hello world"

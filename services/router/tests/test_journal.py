@@ -53,6 +53,7 @@ def test_verdicts():
     assert record.accept(frame(2, [7], attempt=2)) is Verdict.STALE_ATTEMPT
     assert record.accept(frame(2, [])) is Verdict.NOTHING
     assert record.accept(frame(2, [7, 8, 9])) is Verdict.MALFORMED
+    assert record.accept(frame(2, [7], finish=77)) is Verdict.MALFORMED
     assert record.accept(frame(2, [7, 8])) is Verdict.ACCEPTED
     assert record.is_full
     assert record.accept(frame(4, [], finish=1)) is Verdict.ACCEPTED

@@ -1,14 +1,14 @@
-"""The line to a worker: dialled until it answers, dialled again when it breaks, and careful about what comes over it."""
+"""The line to a worker: dialled until it answers, again when it breaks, and careful about what comes over it."""
 
 import asyncio
 import contextlib
 
 import grpc
 import pytest
-from conftest import eventually
 from lockstep_api.v1 import worker_pb2, worker_pb2_grpc
 from lockstep_router import Router, RouterSettings
 from lockstep_router.links import LinkState
+from router_cluster import eventually
 from scripted_worker import ScriptedWorker, tokenizer_files
 
 FAST = {"backoff_initial_s": 0.02, "backoff_max_s": 0.1}
@@ -131,6 +131,20 @@ async def test_peer_that_never_answers_is_given_up(tmp_path):
         await eventually(lambda: len(calls) >= 2)
         assert router.workers.links[0].problem == "no answer in time"
     server.close()
+
+
+async def test_worker_that_does_not_read_gets_no_more(worker):
+    worker.deaf = True
+    await worker.start()
+    async with linked(worker, max_streams=1) as (_, link):
+        await eventually(lambda: link.state is LinkState.READY)
+        frame = worker_pb2.RouterFrame(submit=worker_pb2.Submit(prompt_ids=range(1 << 20)))
+        sent = 0
+        while link._send(frame):
+            sent += 1
+            await asyncio.sleep(0.001)
+            assert sent < 100
+        assert link.state is LinkState.READY
 
 
 async def test_stopping_the_router_hangs_up(worker):

@@ -4,7 +4,8 @@ import asyncio
 
 import openai
 import pytest
-from conftest import eventually
+from lockstep_api.v1 import worker_pb2
+from router_cluster import eventually
 from scripted_worker import Script
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -64,8 +65,6 @@ async def test_errors_have_their_classes(client):
 
 
 async def test_error_in_a_stream_is_raised(client, cluster):
-    from lockstep_api.v1 import worker_pb2
-
     rejected = worker_pb2.Rejected(code="internal", message="bad")
     for worker in cluster.workers:
         worker.script = Script(rejection=rejected, reject_after=2)

@@ -9,7 +9,7 @@ import sys
 
 import httpx
 import pytest
-from conftest import eventually
+from router_cluster import eventually
 from scripted_worker import Script, ScriptedWorker
 
 
@@ -42,7 +42,6 @@ async def test_serves_drains_and_leaves(worker):
         port = await port_of(process)
         worker.script = Script(delay_s=0.02)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
-            await eventually(lambda: worker._connections)
             body = {"model": "reference", "prompt": "hello", "max_tokens": 40, "seed": 1}
             running = asyncio.create_task(
                 client.post("/v1/completions", json=body, headers={"authorization": "Bearer secret-key"})

@@ -21,6 +21,17 @@ def test_environment_and_file(monkeypatch, tmp_path):
     assert RouterSettings.load("router", []).port == 1234
 
 
+@pytest.mark.parametrize("content", ["workers: [a:1\nport: 3\n", "- a\n", "workers: [a:1]\nzork: 3\n"])
+def test_wrong_file_ends_the_process(content, monkeypatch, tmp_path, capsys):
+    file = tmp_path / "router.yaml"
+    file.write_text(content)
+    monkeypatch.setenv("LOCKSTEP_CONFIG", str(file))
+    with pytest.raises(SystemExit) as caught:
+        RouterSettings.load("router", [])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

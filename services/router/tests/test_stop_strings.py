@@ -1,5 +1,7 @@
 """Stop strings are found wherever the text is cut."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ def expected(whole, stop_list):
 
 def split(whole, cuts):
     edges = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
-    return [whole[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [whole[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def run(pieces, stop_list):

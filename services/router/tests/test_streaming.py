@@ -5,8 +5,9 @@ import json
 
 import httpx
 import pytest
-from conftest import eventually, events_of
 from lockstep_router import metrics
+from lockstep_router.choices import Choice
+from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card
 
 BODY = {"model": "reference", "prompt": "hello world", "max_tokens": 200, "seed": 7, "user": "u"}
@@ -29,7 +30,10 @@ async def assert_left_clean(cluster):
 async def test_events_come_as_the_tokens_do(cluster):
     slow(cluster)
     worker, _ = cluster.worker_of("user:u")
-    async with cluster.over_http() as client, client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as r:
+    async with (
+        cluster.over_http() as client,
+        client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as r,
+    ):
         async for line in r.aiter_lines():
             if line.startswith("data: "):
                 break
@@ -158,7 +162,7 @@ async def test_full_router_says_when_to_come_back(make_cluster):
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "overloaded"
     assert refused.headers["retry-after"] == "1"
-    assert all((await response).status_code == 200 for response in running)
+    assert [response.status_code for response in await asyncio.gather(*running)] == [200, 200]
     assert (await cluster.complete(n=3)).status_code == 503
     assert (await cluster.complete()).status_code == 200
 
@@ -187,6 +191,23 @@ async def test_drain_has_an_end(make_cluster):
     await eventually(lambda: cluster.router.streams == 1)
     await cluster.router.drain()
     running.cancel()
+
+
+async def test_failure_in_the_middle_cannot_be_taken_for_the_end(cluster, monkeypatch):
+    feed, fed = Choice.feed, []
+
+    def fail(self, frame):
+        fed.append(frame)
+        if len(fed) == 3:
+            raise RuntimeError("unforeseen")
+        return feed(self, frame)
+
+    monkeypatch.setattr(Choice, "feed", fail)
+    slow(cluster)
+    async with cluster.over_http() as client:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/completions", json=BODY | {"stream": True})
+    await assert_left_clean(cluster)
 
 
 async def test_many_streams_at_once(cluster):

@@ -72,6 +72,8 @@ class ServiceSettings(BaseSettings):
             return cls(_cli_settings_source=flags)  # type: ignore[call-arg]
         except ValidationError as error:
             fail("\n".join(_sentence(dict(entry)) for entry in error.errors()))
+        except Exception as error:  # a file that is no YAML mapping, a variable that is no JSON
+            fail(f"settings: {error}")
 
 
 def _sentence(entry: dict[str, Any]) -> str:

@@ -63,6 +63,7 @@ class SharedMemory:
     seen that all others are done with reading call k. Plain loads and stores are enough under x86's memory order alone.
 
     Args:
+        on_progress: called when a collective is entered.
         fd: memory segment of `sizes.segment_bytes(size, capacity)` bytes, zeroed, the same for all ranks.
         capacity: bytes a rank can contribute in one call.
     """
@@ -95,6 +96,7 @@ class SharedMemory:
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._began_ns = time.perf_counter_ns()
+        self._on_progress()
         self._calls += 1
         half = self._data[self._calls % 2]
         parts = [part[: x.nbytes].view(x.dtype).view(x.shape) for part in half]
@@ -117,7 +119,6 @@ class SharedMemory:
 
     def _finish(self) -> None:
         self.spent_ns += time.perf_counter_ns() - self._began_ns
-        self._on_progress()
 
 
 class TorchDistributed:
@@ -133,7 +134,7 @@ class TorchDistributed:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
-        began = time.perf_counter_ns()
+        began = self._begin()
         if self._gather_and_add:
             parts = self._gather(x)
             torch.add(parts[0], parts[1], out=x)
@@ -147,7 +148,7 @@ class TorchDistributed:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Parts side by side along the last dimension."""
-        began = time.perf_counter_ns()
+        began = self._begin()
         out = torch.cat(self._gather(x), dim=-1)
         self._finish(began)
         return out
@@ -158,9 +159,12 @@ class TorchDistributed:
         dist.all_gather(parts, x)
         return parts
 
+    def _begin(self) -> int:
+        self._on_progress()
+        return time.perf_counter_ns()
+
     def _finish(self, began: int) -> None:
         self.spent_ns += time.perf_counter_ns() - began
-        self._on_progress()
 
 
 def init_torch_distributed(backend: str, store_path: str, rank: int, size: int, timeout_s: float) -> None:

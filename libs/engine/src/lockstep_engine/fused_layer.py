@@ -30,7 +30,8 @@ class FusedLayer(nn.Module):
         mlp: Any = layer.mlp
         self._layer = attention.layer_idx
         self._scale: float = attention.scaling
-        self._window: int | None = getattr(attention, "sliding_window", None)
+        # Mistral's layers read the window from the configuration; the others decide it layer by layer.
+        self._window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
         self._qkv = attention.q_proj.whole
         self._dim: int = attention.head_dim
         self._heads, self._kv_heads = (width // self._dim for width in self._qkv.widths[:2])

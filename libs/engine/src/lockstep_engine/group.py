@@ -297,7 +297,7 @@ class RankGroup:
             self._deadline = None
 
     def _on_deadline(self, what: str, since: float) -> None:
-        """A rank hangs. The one with the fewest finished collectives is the one that the others wait for."""
+        """A rank hangs. The one that has entered the fewest collectives is the one that the others wait for."""
         assert self._mailbox is not None
         progress = [(int(self._mailbox.collectives[rank]), rank) for rank in range(self._tp)]
         waiting = [rank for rank in range(self._tp) if self.ranks[rank].state != "ready"]

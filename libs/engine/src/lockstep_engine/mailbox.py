@@ -31,7 +31,7 @@ class Mailbox:
         self.steps = progress[:: _PROGRESS_BYTES // 8]
         """[tp]: steps finished by each rank in this epoch."""
         self.collectives = progress[1 :: _PROGRESS_BYTES // 8]
-        """[tp]: collectives finished by each rank. In a hang the rank with the least is the one the others wait for."""
+        """[tp]: collectives entered by each rank. In a hang the rank with the fewest is the one the others wait for."""
         self._plans = tp * _PROGRESS_BYTES
         self._result = self._plans + 2 * (_LENGTH.size + plan_bytes)
 

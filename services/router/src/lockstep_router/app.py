@@ -82,9 +82,7 @@ def _add_tokens(app: FastAPI) -> None:
             raise LockstepError(
                 ErrorCode.INVALID_REQUEST, "exactly one of prompt and messages is required", field="prompt"
             )
-        workers = _router(request).workers
-        card = await workers.card(params.model, "")
-        tokenizer = workers.tokenizers.get(card.tokenizer_digest)
+        card, tokenizer = await _router(request).workers.model(params.model, "")
         if params.messages is not None:
             encoded = await prompts.encode_messages(params.messages, tokenizer, card)
         else:
@@ -97,10 +95,9 @@ def _add_tokens(app: FastAPI) -> None:
     async def detokenize(request: Request) -> Response:
         """Turn token ids into text."""
         params = await _params(request, DetokenizeRequest)
-        workers = _router(request).workers
-        card = await workers.card(params.model, "")
+        card, tokenizer = await _router(request).workers.model(params.model, "")
         prompts.check_ids(params.tokens, card, "tokens")
-        return json_reply({"prompt": workers.tokenizers.get(card.tokenizer_digest).decode(params.tokens)})
+        return json_reply({"prompt": tokenizer.decode(params.tokens)})
 
 
 def _add_operation(app: FastAPI) -> None:

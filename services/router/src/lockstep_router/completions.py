@@ -51,8 +51,7 @@ async def answer_chat(router: Router, caller: Caller, request: ChatCompletionReq
         if request.top_logprobs is not None and not request.logprobs:
             raise _invalid("top_logprobs", "needs logprobs to be true")
         session = sessions.session(caller.headers, request.user)
-        card = await router.workers.card(request.model, session)
-        tokenizer = router.workers.tokenizers.get(card.tokenizer_digest)
+        card, tokenizer = await router.workers.model(request.model, session)
         prompt = await prompts.encode_messages(request.messages, tokenizer, card)
         sampling = prompts.build_sampling(
             request,
@@ -77,8 +76,7 @@ async def answer_completion(router: Router, caller: Caller, request: CompletionR
         _check_choices(request, router.settings.max_n)
         _check_completion(request, router.settings.max_prompts)
         session = sessions.session(caller.headers, request.user)
-        card = await router.workers.card(request.model, session)
-        tokenizer = router.workers.tokenizers.get(card.tokenizer_digest)
+        card, tokenizer = await router.workers.model(request.model, session)
         encoded = await _encode_prompts(request, tokenizer, card)
         samplings = [
             prompts.build_sampling(

@@ -5,6 +5,8 @@ from enum import Enum
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 
+_FINISH_REASONS = frozenset(inference_pb2.FinishReason.values())
+
 
 class Verdict(Enum):
     """What the journal says of an arriving frame."""
@@ -58,7 +60,7 @@ class Journal:
             return Verdict.DUPLICATE
         if count and frame.position > len(self.emitted_ids):
             return Verdict.GAP
-        if len(self.emitted_ids) + count > self.sampling.max_tokens or not self._has_logprobs(frame):
+        if len(self.emitted_ids) + count > self.sampling.max_tokens or not self._is_well_formed(frame):
             return Verdict.MALFORMED
         if not count and not frame.finish:
             return Verdict.NOTHING
@@ -70,5 +72,7 @@ class Journal:
         """Whether the stream has all tokens it may have."""
         return len(self.emitted_ids) >= self.sampling.max_tokens
 
-    def _has_logprobs(self, frame: worker_pb2.StreamTokens) -> bool:
+    def _is_well_formed(self, frame: worker_pb2.StreamTokens) -> bool:
+        if frame.finish not in _FINISH_REASONS:
+            return False
         return not self.sampling.HasField("logprobs") or len(frame.logprobs) == len(frame.ids)

@@ -164,11 +164,16 @@ class CompletionFormat:
         return {
             "tokens": [self._text(entry.logprobs.chosen) for entry in entries],
             "token_logprobs": [_finite(entry.logprobs.chosen.logprob) for entry in entries],
-            "top_logprobs": [
-                {self._text(top): _finite(top.logprob) for top in reversed(entry.logprobs.top)} for entry in entries
-            ],
+            "top_logprobs": [self._alternatives(entry.logprobs) for entry in entries],
             "text_offset": [before + entry.text_offset for entry in entries],
         }
+
+    def _alternatives(self, logprobs: inference_pb2.Logprobs) -> dict[str, float]:
+        best: dict[str, float] = {}
+        for token in logprobs.top:
+            # Tokens may share a text; the most likely comes first.
+            best.setdefault(self._text(token), _finite(token.logprob))
+        return best
 
     def _text(self, token: inference_pb2.TokenLogprob) -> str:
         raw: bytes = self._tokenizer.token_bytes(token.id)

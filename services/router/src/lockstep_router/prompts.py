@@ -13,8 +13,8 @@ from lockstep_router.tokenizer import Tokenizer
 MAX_CHARS_PER_TOKEN = 64
 """A prompt with more characters than this for each token of the context is refused without tokenizing it."""
 
-_INLINE_CHARS = 8192
-"""Longer texts are tokenized in a thread: they would hold up every stream's tokens for milliseconds."""
+_INLINE_CHARS = 4096
+"""Longer texts are tokenized in a thread: they would hold up every stream's tokens for a millisecond or more."""
 
 _ALWAYS_TOP = 1e-6
 """`top_p` 0 asks for the most likely token only; workers take values above 0."""

@@ -33,9 +33,9 @@ class Tokenizer:
         self._rust.no_padding()
         self.digest: str = files.digest
         self._byte_level = _has_byte_level(json.loads(files.tokenizer_json).get("decoder"))
-        self.special_ids = frozenset(
-            token_id for token_id, token in self._rust.get_added_tokens_decoder().items() if token.special
-        )
+        added = self._rust.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.chat_template = ChatTemplate(files.chat_template, _special_tokens(config)) if files.chat_template else None
         self.token_bytes = functools.lru_cache(maxsize=1 << 16)(self._token_bytes)
 
@@ -54,7 +54,7 @@ class Tokenizer:
         token = self._rust.id_to_token(token_id)
         if token is None:
             return b""
-        if token_id in self._rust.get_added_tokens_decoder():
+        if token_id in self._added_ids:
             return str(token).encode()
         if self._byte_level:
             return b"".join(_byte_of_char().get(char, char.encode()) for char in token)

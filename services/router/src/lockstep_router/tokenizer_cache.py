@@ -2,8 +2,6 @@
 
 from collections.abc import Collection
 
-from lockstep_common.errors import ErrorCode, LockstepError
-
 from lockstep_router.tokenizer import Tokenizer
 
 
@@ -24,15 +22,6 @@ class TokenizerCache:
         """Forget the tokenizers that no known model names."""
         self._tokenizers = {digest: self._tokenizers[digest] for digest in self._tokenizers if digest in digests}
 
-    def get(self, digest: str) -> Tokenizer:
-        """The tokenizer of that digest.
-
-        Raises:
-            LockstepError: UNAVAILABLE, no worker has handed it out yet.
-        """
-        try:
-            return self._tokenizers[digest]
-        except KeyError:
-            raise LockstepError(
-                ErrorCode.UNAVAILABLE, "the model's tokenizer has not been loaded yet", retry_after_s=1
-            ) from None
+    def get(self, digest: str) -> Tokenizer | None:
+        """The tokenizer of that digest, if a worker has handed it out."""
+        return self._tokenizers.get(digest)

@@ -12,6 +12,7 @@ from lockstep_router.clock import AwakeClock
 from lockstep_router.links import Link, LinkState
 from lockstep_router.routing import choose
 from lockstep_router.settings import RouterSettings
+from lockstep_router.tokenizer import Tokenizer
 from lockstep_router.tokenizer_cache import TokenizerCache
 
 logger = logging.getLogger("lockstep.router")
@@ -64,24 +65,28 @@ class Workers:
         by_id = {link.worker_id: link for link in links}
         return by_id[choose(session, [link.load for link in links], self._settings.queue_threshold)]
 
-    async def card(self, model: str, session: str) -> worker_pb2.ModelCard:
-        """The card of a model as the session's worker has it. Waits while no worker has shown any model.
+    async def model(self, name: str, session: str) -> tuple[worker_pb2.ModelCard, Tokenizer]:
+        """A model as the session's worker has it. Waits while no worker has shown any, or its tokenizer is on its way.
 
         Raises:
-            LockstepError: MODEL_NOT_FOUND, or UNAVAILABLE when none has shown one in time.
+            LockstepError: MODEL_NOT_FOUND, or UNAVAILABLE when the wait was too long.
         """
         deadline = asyncio.get_running_loop().time() + self._settings.resume_deadline_s
-        while not self.models:
+        while True:
+            card = self._find_card(name, session)
+            if card is not None and (tokenizer := self.tokenizers.get(card.tokenizer_digest)) is not None:
+                return card, tokenizer
             if not await self.wait_change(deadline):
                 raise LockstepError(ErrorCode.UNAVAILABLE, "no worker has started yet", retry_after_s=5)
-        ready = self.ready(model)
-        if ready:
-            card = self.pick(session, ready).card
-            assert card is not None
-            return card
-        if model in self.models:
-            return self.models[model]
-        raise LockstepError(ErrorCode.MODEL_NOT_FOUND, f"the model {model!r} does not exist", field="model")
+
+    def _find_card(self, name: str, session: str) -> worker_pb2.ModelCard | None:
+        if not self.models:
+            return None
+        if ready := self.ready(name):
+            return self.pick(session, ready).card
+        if name in self.models:
+            return self.models[name]
+        raise LockstepError(ErrorCode.MODEL_NOT_FOUND, f"the model {name!r} does not exist", field="model")
 
     async def wait_change(self, until: float) -> bool:
         """Wait for any worker to change; False when the event loop's time `until` came first."""

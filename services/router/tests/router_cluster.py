@@ -1,0 +1,75 @@
+"""A router with scripted workers, as tests see it."""
+
+import asyncio
+import contextlib
+import json
+import time
+
+import httpx
+import uvicorn
+from scripted_worker import token_at
+
+
+async def eventually(condition, timeout_s=5.0):
+    """Wait until the condition holds."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        await asyncio.sleep(0.005)
+
+
+class Cluster:
+    """A router, its workers, and an HTTP client that talks to it without a network."""
+
+    def __init__(self, router, app, workers, client, tokenizer):
+        self.router = router
+        self.app = app
+        self.workers = workers
+        self.client = client
+        self.tokenizer = tokenizer
+
+    def worker_of(self, session):
+        """The worker that the session's streams go to, and the others."""
+        chosen = self.router.workers.pick(session, self.router.workers.ready()).worker_id
+        own = next(worker for worker in self.workers if worker.worker_id == chosen)
+        return own, [worker for worker in self.workers if worker is not own]
+
+    def undisturbed(self, prompt, seed, max_tokens):
+        """The text that a stream has when nothing happens."""
+        ids = self.tokenizer.encode(prompt)
+        return self.tokenizer.decode([token_at(ids, seed, position) for position in range(max_tokens)])
+
+    async def complete(self, prompt="hello world", *, headers=None, **fields):
+        body = {"model": "reference", "prompt": prompt, "max_tokens": 12, "seed": 7, "user": "u"} | fields
+        return await self.client.post("/v1/completions", json=body, headers=headers)
+
+    async def chat(self, **fields):
+        body = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 7}
+        return await self.client.post("/v1/chat/completions", json=body | fields)
+
+    @contextlib.asynccontextmanager
+    async def over_http(self):
+        """A client over a real connection to a real server."""
+        config = uvicorn.Config(
+            self.app, host="127.0.0.1", port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=1
+        )
+        server = uvicorn.Server(config)
+        server.capture_signals = contextlib.nullcontext
+        serving = asyncio.create_task(server.serve())
+        await eventually(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            yield client
+        server.should_exit = True
+        await serving
+
+
+def events_of(response):
+    """The server-sent events of a response as (id, data) pairs; data is parsed unless it is [DONE]."""
+    events = []
+    for block in response.text.split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line)
+        if fields:
+            data = fields["data"]
+            events.append((fields.get("id"), data if data == "[DONE]" else json.loads(data)))
+    return events

@@ -1,0 +1,218 @@
+"""The stack with stub services in the places of router and worker: what starts, what ends, what is left."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from lockstep_tools.failure import CommandError
+from lockstep_tools.stack import Stack, StackSettings
+
+
+def wait_until(holds: Callable[[], object], within_s: float = 10) -> None:
+    deadline = time.monotonic() + within_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+def pids_noted(stubs: Path) -> list[int]:
+    return [int(line.split()[1]) for file in stubs.glob("*.starts") for line in file.read_text().splitlines()]
+
+
+def socket_of(worker_pid: int) -> Path:
+    """Where a worker listens, by its command line."""
+    flag = "--listen=unix:"
+    return Path(next(word for word in psutil.Process(worker_pid).cmdline() if word.startswith(flag)).removeprefix(flag))
+
+
+def test_a_stack_comes_up_and_leaves_nothing(stubs: Path, model: str) -> None:
+    with Stack(StackSettings(model, workers=2)) as stack:
+        seen: list[dict[str, str]] = []
+        stack.wait_ready(10, on_status=lambda states: seen.append(dict(states)))
+        assert seen[-1] == {"router": "ready", "w0": "ready", "w1": "ready"}
+        pids = [stack.router_pid, *stack.worker_pids.values()]
+        assert len(set(pids)) == 3
+        assert None not in pids
+        path = socket_of(stack.worker_pids["w1"])
+        assert (path.name, path.is_socket()) == ("w1.sock", True)
+        assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not path.parent.exists()
+    with socket.create_server(("127.0.0.1", stack.port)):
+        pass
+
+
+def test_a_killed_worker_comes_back(stubs: Path, model: str) -> None:
+    told: list[str] = []
+    with Stack(StackSettings(model, workers=2), on_event=told.append) as stack:
+        stack.wait_ready(10)
+        before = stack.worker_pids
+        os.kill(before["w0"], signal.SIGKILL)
+        wait_until(lambda: stack.worker_pids["w0"] not in (None, before["w0"]))
+        stack.wait_ready(10)
+        assert stack.worker_pids["w1"] == before["w1"]
+    assert told == ["worker w0 was killed by SIGKILL; starting it again"]
+
+
+def test_a_worker_that_cannot_run_ends_the_stack(stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_PLAN", json.dumps({"w1": {"exits": [2]}}))
+    with Stack(StackSettings(model, workers=2)) as stack:
+        with pytest.raises(CommandError, match="worker w1 cannot run") as raised:
+            stack.wait_ready(10)
+        assert raised.value.exit_code == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids_noted(stubs))
+
+
+def test_a_stack_that_is_not_ready_in_time_says_what_is_missing(
+    stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STUB_PLAN", json.dumps({"w0": {"exits": [1, 1, 1]}}))
+    with Stack(StackSettings(model)) as stack, pytest.raises(CommandError, match=r"not ready after 0.5 s: .*w0 is"):
+        stack.wait_ready(0.5)
+
+
+def test_a_long_temporary_directory_is_not_used_for_sockets(
+    stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    deep.mkdir(parents=True)
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with Stack(StackSettings(model)) as stack:
+        stack.wait_ready(10)
+    assert list(deep.iterdir()) == []
+
+
+def test_threads_are_the_cores_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep_tools.stack.cores", lambda: 16)
+    assert StackSettings("m", workers=2, tp=2).rank_threads == 4
+    assert StackSettings("m", workers=8, tp=4).rank_threads == 1
+    assert StackSettings("m", workers=8, tp=4, threads=3).rank_threads == 3
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:9"),
+        ("0.0.0.0", "http://127.0.0.1:9"),
+        ("::", "http://[::1]:9"),
+        ("h", "http://h:9"),
+    ],
+)
+def test_the_url_is_one_that_a_client_here_can_use(host: str, url: str) -> None:
+    assert Stack(StackSettings("m", host=host, port=9)).url == url
+
+
+class Serve:
+    """`lockstep serve` in a process of its own."""
+
+    def __init__(self, model: str, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep_tools.cli", "serve", model, "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.shown: list[str] = []
+
+    def see(self, text: str) -> None:
+        """Read stdout up to a line with `text`."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.shown.append(line)
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} was not shown: {self.shown} {self.process.stderr.read()}")
+
+    def end(self, within_s: float = 10) -> tuple[int, str]:
+        """Exit code and stderr."""
+        try:
+            output, errors = self.process.communicate(timeout=within_s)
+        finally:
+            self.process.kill()
+        self.shown += output.splitlines(keepends=True)
+        return self.process.returncode, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_serve_ends_with_one_signal(stubs: Path, model: str, number: signal.Signals) -> None:
+    serve = Serve(model, "--workers", "2", "--name", "tiny")
+    serve.see("stop")
+    shown = "".join(serve.shown)
+    assert "\x1b" not in shown
+    assert "tiny" in shown
+    assert "curl http://127.0.0.1:" in shown
+    pids = pids_noted(stubs)
+    assert len(pids) == 2
+    assert all(str(pid) in shown for pid in pids)
+    path = socket_of(pids[0])
+    serve.process.send_signal(number)
+    code, errors = serve.end()
+    assert code == 0
+    assert "w1 ready after" in errors
+    assert "stopping" in errors
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not path.parent.exists()
+
+
+def test_serve_ends_at_once_with_a_second_signal(stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_PLAN", json.dumps({"w0": {"deaf": True, "child": True}}))
+    serve = Serve(model)
+    serve.see("stop")
+    began_s = time.monotonic()
+    serve.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert serve.process.poll() is None
+    serve.process.send_signal(signal.SIGINT)
+    assert serve.end()[0] == 0
+    assert time.monotonic() - began_s < 3
+    child = int((stubs / "w0.child").read_text())
+    assert not any(psutil.pid_exists(pid) for pid in [*pids_noted(stubs), child])
+
+
+def test_serve_can_be_stopped_while_it_starts(stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_PLAN", json.dumps({"w1": {"exits": [1, 1, 1, 1]}}))
+    serve = Serve(model, "--workers", "2")
+    wait_until(lambda: len(pids_noted(stubs)) >= 3)
+    serve.process.send_signal(signal.SIGTERM)
+    assert serve.end()[0] == 0
+    assert not any(psutil.pid_exists(pid) for pid in pids_noted(stubs))
+
+
+@pytest.mark.parametrize("plan", [{"w0": {"exits": [2]}}, {"router": 2}])
+def test_serve_ends_with_the_exit_code_of_a_service_that_cannot_run(
+    stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch, plan: dict[str, object]
+) -> None:
+    monkeypatch.setenv("STUB_PLAN", json.dumps(plan))
+    code, errors = Serve(model, "--workers", "2").end()
+    assert code == 2
+    assert "cannot run" in errors
+    assert not any(psutil.pid_exists(pid) for pid in pids_noted(stubs))
+
+
+def test_nothing_outlives_a_killed_serve(stubs: Path, model: str) -> None:
+    serve = Serve(model, "--workers", "2")
+    serve.see("stop")
+    children = psutil.Process(serve.process.pid).children(recursive=True)
+    assert len(children) == 3
+    serve.process.kill()
+    serve.end()
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+
+
+def test_serve_tells_of_a_dead_worker_and_goes_on(stubs: Path, model: str) -> None:
+    serve = Serve(model)
+    serve.see("stop")
+    os.kill(pids_noted(stubs)[0], signal.SIGKILL)
+    wait_until(lambda: len(pids_noted(stubs)) == 2)
+    serve.process.send_signal(signal.SIGTERM)
+    code, errors = serve.end()
+    assert code == 0
+    assert "worker w0 was killed by SIGKILL; starting it again" in errors
