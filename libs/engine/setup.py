@@ -1,7 +1,7 @@
 """Builds the CPU kernels. Everything else is in pyproject.toml.
 
-They are plain C behind ctypes, so one build serves every Python and torch. Without a compiler the engine installs all the same
-and runs the kernels' torch twins.
+They are plain C behind ctypes, so one build serves every Python and torch. Without a compiler the engine installs
+all the same and runs the kernels' torch twins.
 """
 
 from setuptools import Extension, setup

@@ -1,7 +1,5 @@
 """The whole engine behind the command, on the reference model."""
 
-import pytest
-
 PROMPT = "It was a dark night, and"
 
 
@@ -14,15 +12,7 @@ def test_text_goes_to_stdout_and_speed_to_stderr(lockstep, model: str) -> None:
     assert "\x1b" not in given.stdout + given.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("",), "the PROMPT is empty"),
-        ((PROMPT, "--max-tokens", "5000"), "5000"),
-    ],
-)
-def test_what_cannot_be_generated_is_refused(lockstep, model: str, arguments: tuple[str, ...], words: str) -> None:
-    result = lockstep("generate", model, *arguments, timeout_s=120)
-    assert result.returncode == 2
-    assert words in result.stderr
-    assert "Traceback" not in result.stderr
+def test_an_empty_prompt_is_refused(lockstep, model: str) -> None:
+    result = lockstep("generate", model, "")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "the PROMPT is empty" in result.stderr

@@ -35,7 +35,7 @@ class InProcessGroup:
         self._ranks = [self._build(group) for group in groups]
         self.fused = sum(type(module).__name__ == "FusedLayer" for module in self._ranks[0][1].module.modules())
 
-    def _build(self, group):  # noqa: ANN001, ANN202
+    def _build(self, group):
         device = torch.device("cpu")
         model = build_model(self._info, group, torch.float32)
         load_weights(model.module, self._info, group, device)
@@ -52,7 +52,9 @@ class InProcessGroup:
         return group, model, cache
 
     def logits(self, ids: list[int], start: int) -> torch.Tensor:
-        """Logits [len(ids), vocabulary] of tokens at positions start, start + 1, …; what came before is in the cache."""
+        """Logits [len(ids), vocabulary] of tokens at positions start, start + 1, …; what came before is in the
+        cache.
+        """
         table = np.arange(_BLOCKS, dtype=np.int32)[::-1].reshape(1, -1).copy()
         layout = StepLayout(np.array([start], np.int32), np.array([len(ids)], np.int32), table)
         results: list[torch.Tensor | None] = [None] * self.tp
@@ -77,7 +79,7 @@ def _all(run: Callable[[int], None], count: int) -> None:
     def guarded(rank: int) -> None:
         try:
             run(rank)
-        except BaseException as error:  # noqa: BLE001 - carried to the test's thread
+        except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(rank,), daemon=True) for rank in range(count)]

@@ -72,7 +72,7 @@ def test_what_cannot_be_split_is_refused_with_the_reason(tmp_path, name, tp, wor
         InProcessGroup(path, tp)
 
 
-def _foreign(name: str):  # noqa: ANN202
+def _foreign(name: str):
     from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config  # noqa: PLC0415
 
     config = (

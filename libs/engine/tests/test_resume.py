@@ -54,7 +54,10 @@ def resume(engine: Engine, emitted: list[int], params: SamplingParams) -> list[i
 def test_a_request_does_not_notice_its_neighbours(engine, unbroken):
     rng = random.Random(5)
     crowd = [
-        ([rng.randrange(2, 4096) for _ in range(rng.randrange(1, 300))], SamplingParams(max_tokens=rng.randrange(1, 90), seed=n))
+        (
+            [rng.randrange(2, 4096) for _ in range(rng.randrange(1, 300))],
+            SamplingParams(max_tokens=rng.randrange(1, 90), seed=n),
+        )
         for n in range(20)
     ]
     prompts = [TEXT, *(prompt for prompt, _ in crowd), TEXT]
@@ -146,7 +149,7 @@ async def test_a_stopped_rank_is_found_named_and_replaced():
         engine.submit(Request("victim", (5, 6, 7), SamplingParams(max_tokens=1000, temperature=0)))
         await asyncio.wait_for(outputs.get(), 10)
         os.kill(engine.status().ranks[1].pid, signal.SIGSTOP)
-        while (last := await asyncio.wait_for(outputs.get(), 10)).error is None:
+        while (await asyncio.wait_for(outputs.get(), 10)).error is None:
             pass
         assert any(reason.startswith("rank 1 ") for reason in reasons)
         async with asyncio.timeout(60):

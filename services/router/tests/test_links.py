@@ -88,6 +88,17 @@ async def test_tokenizer_with_another_digest_is_not_taken(worker):
         assert link.state is LinkState.LOADING
 
 
+async def test_worker_that_does_not_know_its_model_yet_gets_no_streams(worker):
+    known, worker.card = worker.card, worker_pb2.ModelCard()
+    await worker.start()
+    async with linked(worker) as (router, link):
+        await eventually(lambda: link.state is LinkState.LOADING)
+        assert not router.workers.models
+        worker.card = known
+        worker.announce(epoch=2)
+        await eventually(lambda: link.state is LinkState.READY)
+
+
 class Rude(worker_pb2_grpc.WorkerServicer):
     """A peer that opens the stream and then breaks the protocol."""
 

@@ -1,7 +1,15 @@
 """Settings are read from flags, environment and file, and wrong ones end the process with a sentence."""
 
+from pathlib import Path
+
 import pytest
 from lockstep_router.settings import RouterSettings
+
+
+def test_readme_tells_every_setting():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    for name, field in RouterSettings.model_fields.items():
+        assert any(f"| `{name}` |" in line and str(field.description) in line for line in readme.splitlines()), name
 
 
 def test_flags(monkeypatch):

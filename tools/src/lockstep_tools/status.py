@@ -4,10 +4,10 @@ import argparse
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -160,28 +160,26 @@ def _show(status: Mapping[str, Any], *, as_json: bool) -> None:
 
 
 def _watch(client: httpx.Client, root: str, *, as_json: bool) -> int:
-    """Until Ctrl-C; a router that goes away for a moment is waited for, one that never answered is not."""
+    """Until Ctrl-C: in place on a terminal, else one status after the other."""
     out = console.output()
-    view: RenderableType = render(fetch(client, root))
-    live = (
-        Live(view, console=out, auto_refresh=False, screen=out.is_terminal) if out.is_terminal and not as_json else None
-    )
+    status = fetch(client, root)
     try:
-        if live:
-            live.start()
+        if out.is_terminal and not as_json:
+            _watch_in_place(client, root, out, status)
         while True:
-            try:
-                status = fetch(client, root)
-                view = render(status)
-                if not live:
-                    _show(status, as_json=as_json)
-            except CommandError as error:
-                view = Text(error.message, style="red")
-            if live:
-                live.update(view, refresh=True)
+            _show(status, as_json=as_json)
             time.sleep(_WATCH_INTERVAL_S)
+            status = fetch(client, root)
     except KeyboardInterrupt:
         return 0
-    finally:
-        if live:
-            live.stop()
+
+
+def _watch_in_place(client: httpx.Client, root: str, out: Console, status: Mapping[str, Any]) -> NoReturn:
+    """On a screen of its own; a router that goes away for a while is waited for."""
+    with Live(render(status), console=out, auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(_WATCH_INTERVAL_S)
+            try:
+                live.update(render(fetch(client, root)), refresh=True)
+            except CommandError as error:
+                live.update(Text(error.message, style="red"), refresh=True)

@@ -1,6 +1,7 @@
 """The one list of errors, and the one table from an error to HTTP, OpenAI's error body and gRPC.
 
-Every failure that leaves a process is an `ErrorCode`. Edges translate with the table; nothing in between invents statuses.
+Every failure that leaves a process is an `ErrorCode`. Edges translate with the table; nothing in between invents
+statuses.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""Typed settings: one class a service, read from flags, then environment (`LOCKSTEP_…`), then a YAML file, then defaults.
+"""Typed settings: one class a service, read from flags, then environment (`LOCKSTEP_…`), then a YAML file, then
+defaults.
 
 Unknown keys are errors wherever they come from. `--help` is the reference.
 """
@@ -40,8 +41,8 @@ class ServiceSettings(BaseSettings):
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
         env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags before environment before file."""
         path = os.environ.get(CONFIG_VARIABLE)

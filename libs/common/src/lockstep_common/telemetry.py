@@ -1,6 +1,7 @@
 """Logs and metrics of a service: `setup(service)` and nothing else.
 
-Logs are one JSON object a line on stderr (plain text on a terminal). Prompts, outputs and keys never go into any signal.
+Logs are one JSON object a line on stderr (plain text on a terminal). Prompts, outputs and keys never go into any
+signal.
 """
 
 import json

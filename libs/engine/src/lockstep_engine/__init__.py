@@ -1,7 +1,7 @@
 """Lockstep's engine: tensor-parallel generation with paged KV, usable without any service.
 
-`Engine` takes and gives text; `AsyncEngine` takes and gives token ids inside an asyncio loop. Importing this package does
-not import torch: that happens in the rank processes alone.
+`Engine` takes and gives text; `AsyncEngine` takes and gives token ids inside an asyncio loop. Importing this package
+does not import torch: that happens in the rank processes alone.
 """
 
 from lockstep_engine.config import EngineConfig

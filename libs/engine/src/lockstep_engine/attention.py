@@ -1,7 +1,7 @@
 """Paged attention for one step: where its tokens' keys and values go, and which blocks its queries look at.
 
-`StepAttention` is what a model's layers see. Sequences that decode and sequences that prefill go through the same call, and a
-query row's result does not depend on what else is in the step.
+`StepAttention` is what a model's layers see. Sequences that decode and sequences that prefill go through the same
+call, and a query row's result does not depend on what else is in the step.
 """
 
 from abc import ABC, abstractmethod

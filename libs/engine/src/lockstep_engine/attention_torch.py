@@ -1,11 +1,13 @@
 """Paged attention in plain torch: the oracle for the kernels, and what runs where they cannot.
 
-A step mixes sequences that decode (one token) and sequences that prefill (a chunk). Both see the same arithmetic for a given
+A step mixes sequences that decode (one token) and sequences that prefill (a chunk). Both see the same arithmetic for
+a given
 query row, whatever else is in the step, if matrix products treat each row alike:
 - keys are padded to whole partitions of 128, masked scores are -inf, and the softmax of a row ignores them exactly;
-- probabilities times values is summed within a partition by one product of fixed depth, over partitions in order, so that
-  a row gets the same bits however many partitions its neighbours need;
-- a product never has a single row (`pad_rows`): libraries send that case through a matrix-vector routine with other rounding.
+- probabilities times values is summed within a partition by one product of fixed depth, over partitions in order, so
+  that a row gets the same bits however many partitions its neighbours need;
+- a product never has a single row (`pad_rows`): libraries send that case through a matrix-vector routine with other
+rounding.
 """
 
 from collections.abc import Sequence
@@ -15,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.attention import StepAttention, StepLayout
+from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.kv_cache import KvCache
 
 PARTITION = 128
@@ -41,7 +43,9 @@ class _Group:
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, per_head: int, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Added to the scores: [sequences, per_head * queries, keys], 0 where a query sees a key, else -inf. Kept for the step."""
+        """Added to the scores: [sequences, per_head * queries, keys], 0 where a query sees a key, else -inf. Kept
+        for the step.
+        """
         mask = self.masks.get((per_head, window))
         if mask is None:
             hidden = self.key_positions > self.query_positions
@@ -130,7 +134,9 @@ class TorchAttention(StepAttention):
     def _group(
         self, starts: NDArray[np.int32], lengths: NDArray[np.int32], ends: NDArray[np.int64], tables: NDArray[np.int32]
     ) -> list[_Group]:
-        """Decoding sequences by size of their context (to the next power of two of partitions), prefilling ones alone."""
+        """Decoding sequences by size of their context (to the next power of two of partitions), prefilling ones
+        alone.
+        """
         partitions = -(-(starts + lengths) // PARTITION)
         decoding: dict[int, list[int]] = {}
         groups: list[_Group] = []
@@ -140,7 +146,9 @@ class TorchAttention(StepAttention):
                 decoding.setdefault(bucket, []).append(sequence)
             else:
                 end = int(ends[sequence])
-                groups.append(self._make_group(slice(end - length, end), [sequence], starts, length, partitions, tables))
+                groups.append(
+                    self._make_group(slice(end - length, end), [sequence], starts, length, partitions, tables)
+                )
         whole = len(decoding) == 1 and not groups
         for members in decoding.values():
             tokens = slice(None) if whole else torch.from_numpy(ends[members] - 1).to(self._cache.keys.device)
@@ -172,9 +180,7 @@ class TorchAttention(StepAttention):
         )
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float, soft_cap: float | None
-) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float, soft_cap: float | None) -> torch.Tensor:
     """[rows, queries, dim] x [rows, keys, dim] -> masked scores [rows, queries, keys]."""
     if soft_cap is None:
         return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)

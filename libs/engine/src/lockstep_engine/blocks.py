@@ -1,4 +1,5 @@
-"""The block pool: which blocks of KV cache are free, in use, or kept for their contents. Numbers only; the tensors are the ranks'.
+"""The block pool: which blocks of KV cache are free, in use, or kept for their contents. Numbers only; the tensors
+are the ranks'.
 
 A block is in exactly one state:
 - in use: `references` > 0;
@@ -96,7 +97,9 @@ class BlockPool:
             self._keys[block] = key
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back a sequence's blocks. The last are the first to be forgotten: the beginning of a text is shared most."""
+        """Give back a sequence's blocks. The last are the first to be forgotten: the beginning of a text is shared
+        most.
+        """
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:

@@ -1,8 +1,8 @@
 """Collectives between the ranks of one engine: the only file that talks to torch.distributed.
 
-Three ways to the same results: alone (tp = 1), shared memory (CPU ranks on one x86 host), torch.distributed (NCCL on CUDA,
-gloo elsewhere). Sums are taken in the order of ranks wherever the library leaves us the choice, so that all ranks hold the
-same bits and a row's sum does not depend on its neighbours.
+Three ways to the same results: alone (tp = 1), shared memory (CPU ranks on one x86 host), torch.distributed (NCCL on
+CUDA, gloo elsewhere). Sums are taken in the order of ranks wherever the library leaves us the choice, so that all ranks
+hold the same bits and a row's sum does not depend on its neighbours.
 """
 
 import mmap
@@ -58,9 +58,10 @@ class Alone:
 class SharedMemory:
     """One-shot collectives through a shared segment: everybody writes, everybody reads everything.
 
-    gloo over loopback TCP costs 200 µs a call on two ranks and milliseconds on more ranks than cores; this costs tens of
-    microseconds. Call k uses half k % 2 of the segment: a rank writes a half again only after call k + 1, in which it has
-    seen that all others are done with reading call k. Plain loads and stores are enough under x86's memory order alone.
+    gloo over loopback TCP costs 200 µs a call on two ranks and milliseconds on more ranks than cores; this costs
+    tens of microseconds. Call k uses half k % 2 of the segment: a rank writes a half again only after call k + 1, in
+    which it has seen that all others are done with reading call k. Plain loads and stores are enough under x86's memory
+    order alone.
 
     Args:
         on_progress: called when a collective is entered.
@@ -177,7 +178,7 @@ def init_torch_distributed(backend: str, store_path: str, rank: int, size: int, 
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo")
-    store = dist.FileStore(store_path, size)
+    store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=max(60.0, timeout_s))
     )

@@ -1,4 +1,6 @@
-"""Randomness as a pure function of (seed, position), so that a resumed stream draws what the unbroken one would have drawn."""
+"""Randomness as a pure function of (seed, position), so that a resumed stream draws what the unbroken one would have
+drawn.
+"""
 
 import hashlib
 import struct

@@ -1,7 +1,8 @@
-"""The engine: schedule → plan → ranks → outputs. This is what services use; `offline.Engine` is for ten lines of Python.
+"""The engine: schedule → plan → ranks → outputs. This is what services use; `offline.Engine` is for ten lines of
+Python.
 
-The loop is driven by events: a result arrives, the next plan leaves at once, then the result's outputs are handed on while the
-ranks compute. This process never imports torch.
+The loop is driven by events: a result arrives, the next plan leaves at once, then the result's outputs are handed on
+while the ranks compute. This process never imports torch.
 """
 
 import asyncio
@@ -83,12 +84,13 @@ class EngineStatus:
 
 
 class AsyncEngine:
-    """The engine inside a running asyncio loop. Not thread-safe: everything is called in, and calls back from, that loop.
+    """The engine inside a running asyncio loop. Not thread-safe: everything is called in, and calls back from, that
+    loop.
 
     Args:
         config: what to run.
-        on_outputs: called once a step with its number and every request's output. When the ranks are lost it is called with
-            an error output for every live request.
+        on_outputs: called once a step with its number and every request's output. When the ranks are lost it is
+            called with an error output for every live request.
         on_change: called when `status().state` or the epoch has changed.
 
     Raises:
@@ -145,8 +147,8 @@ class AsyncEngine:
         """Queue a request.
 
         Raises:
-            LockstepError: INVALID_REQUEST (naming the field), CONTEXT_LENGTH_EXCEEDED, RESOURCE_EXHAUSTED, OVERLOADED, or
-                UNAVAILABLE while the ranks are not ready.
+            LockstepError: INVALID_REQUEST (naming the field), CONTEXT_LENGTH_EXCEEDED, RESOURCE_EXHAUSTED,
+                OVERLOADED, or UNAVAILABLE while the ranks are not ready.
         """
         self._validate(request)
         if self._state is not EngineState.READY:
@@ -164,8 +166,10 @@ class AsyncEngine:
         """How the engine is."""
         group = self._group
         steps = [] if group is None else group.steps
-        ranks = () if group is None else tuple(
-            RankStatus(each.rank, each.pid, each.state, steps[each.rank]) for each in group.ranks
+        ranks = (
+            ()
+            if group is None
+            else tuple(RankStatus(each.rank, each.pid, each.state, steps[each.rank]) for each in group.ranks)
         )
         loaded = [] if group is None else [each.loading for each in group.ranks]
         total = sum(whole for _, whole in loaded)
@@ -263,7 +267,9 @@ class AsyncEngine:
             await asyncio.sleep(delay_s)
             await self._group.start()
         except (LockstepError, OSError, TimeoutError) as error:
-            self.on_refused(LockstepError(ErrorCode.INTERNAL, f"ranks cannot be started: {error or type(error).__name__}"))
+            self.on_refused(
+                LockstepError(ErrorCode.INTERNAL, f"ranks cannot be started: {error or type(error).__name__}")
+            )
             return
         if self._state is EngineState.RESTARTING:
             self._on_change()  # the epoch is a new one
@@ -300,7 +306,7 @@ class AsyncEngine:
             raise LockstepError(ErrorCode.INVALID_REQUEST, "prompt_ids must not be empty", field="prompt_ids")
         for field in ("prompt_ids", "emitted_ids"):
             ids = np.asarray(getattr(request, field), dtype=np.int64)
-            if ids.size and not (0 <= int(ids.min()) and int(ids.max()) < vocab):
+            if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocab):
                 raise LockstepError(
                     ErrorCode.INVALID_REQUEST, f"{field} holds an id outside the vocabulary of {vocab}", field=field
                 )
@@ -374,7 +380,8 @@ def _group_settings(config: EngineConfig, model: ModelInfo) -> GroupSettings:
         "PYTHONFAULTHANDLER": "1",
     }
     if config.deterministic is not False:
-        # Products whose rows have the same bits whatever their number: MKL's strict conditional numerical reproducibility.
+        # Products whose rows have the same bits whatever their number: MKL's strict conditional numerical
+        # reproducibility.
         environment["MKL_CBWR"] = os.environ.get("MKL_CBWR", "AUTO,STRICT")
     return GroupSettings(
         spec=spec,

@@ -1,7 +1,8 @@
-"""A decoder layer of the plain Llama shape in a dozen calls, for the CPU, where the calls themselves are what a step costs.
+"""A decoder layer of the plain Llama shape in a dozen calls, for the CPU, where the calls themselves are what a step
+costs.
 
-It takes the place of a Hugging Face layer whose class is known to compute just this, and uses that layer's parameters. What it
-computes is the same; the unmodified model is its oracle.
+It takes the place of a Hugging Face layer whose class is known to compute just this, and uses that layer's
+parameters. What it computes is the same; the unmodified model is its oracle.
 """
 
 from typing import Any
@@ -31,7 +32,9 @@ class FusedLayer(nn.Module):
         self._layer = attention.layer_idx
         self._scale: float = attention.scaling
         # Mistral's layers read the window from the configuration; the others decide it layer by layer.
-        self._window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        self._window: int | None = getattr(
+            attention, "sliding_window", getattr(attention.config, "sliding_window", None)
+        )
         self._qkv = attention.q_proj.whole
         self._dim: int = attention.head_dim
         self._heads, self._kv_heads = (width // self._dim for width in self._qkv.widths[:2])
@@ -47,7 +50,8 @@ class FusedLayer(nn.Module):
         """Whether this layer computes what `FusedLayer` does, after our linears and norms have been put into it."""
         if type(layer).__name__ not in _PLAIN_LAYERS or hidden_act != "silu":
             return False
-        attention, mlp = layer.self_attn, layer.mlp
+        attention: Any = layer.self_attn
+        mlp: Any = layer.mlp
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
         return (

@@ -1,6 +1,7 @@
 """The rank group and its supervisor: starts the ranks, gives them plans, sees one die or hang, kills the rest.
 
-An epoch is one life of the group. After any fault there is no attempt to go on: all ranks are killed, and a new epoch starts.
+An epoch is one life of the group. After any fault there is no attempt to go on: all ranks are killed, and a new
+epoch starts.
 Everything happens in the thread of one asyncio loop.
 """
 
@@ -143,7 +144,9 @@ class RankGroup:
         self._arm(settings.spec.start_timeout_s, "did not become ready")
 
     def execute(self, plan: Plan, deadline_s: float) -> None:
-        """Give the ranks a plan. One step is in flight at most; `on_result` ends it, or `on_lost` after `deadline_s`."""
+        """Give the ranks a plan. One step is in flight at most; `on_result` ends it, or `on_lost` after
+        `deadline_s`.
+        """
         assert self._mailbox is not None
         self._mailbox.put_plan(plan.step, encode_plan(plan))
         bell = plan.step.to_bytes(_DOORBELL_BYTES, "little")
@@ -170,7 +173,7 @@ class RankGroup:
             self._zygote_socket.close()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._zygote = subprocess.Popen(
+            self._zygote = subprocess.Popen(  # noqa: ASYNC220 - returns when the process exists
                 [sys.executable, "-c", _RUN_ZYGOTE, str(theirs.fileno()), self._settings.spec.label],
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **self._settings.environment},
@@ -326,5 +329,3 @@ def _describe(status: int) -> str:
     if os.WIFSIGNALED(status):
         return signal.Signals(os.WTERMSIG(status)).name
     return f"exit code {os.WEXITSTATUS(status)}"
-
-

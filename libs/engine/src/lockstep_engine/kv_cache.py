@@ -13,9 +13,9 @@ from lockstep_engine.config import BLOCK_SIZE
 class KvCache:
     """Keys and values of all layers. The last block stays zero.
 
-    `keys` [layers, kv heads, blocks + 1, head dim, 16], `values` [layers, kv heads, blocks + 1, 16, head dim]: heads before
-    blocks, so that a head's part of a block is one contiguous piece; keys transposed in it, so that a vector holds one
-    component of 16 keys and scores need no sums across a vector.
+    `keys` [layers, kv heads, blocks + 1, head dim, 16], `values` [layers, kv heads, blocks + 1, 16, head dim]: heads
+    before blocks, so that a head's part of a block is one contiguous piece; keys transposed in it, so that a vector
+    holds one component of 16 keys and scores need no sums across a vector.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class KvCache:
         self.values.index_fill_(2, blocks, 0)
 
     def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write the step's keys and values, each [kv heads, tokens, head dim], into `slots` [tokens] = block * 16 + offset."""
+        """Write the step's keys and values, each [kv heads, tokens, head dim], into `slots` [tokens] = block * 16 +
+        offset.
+        """
         key_cache, value_cache = self._layers[layer]
         blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
         key_cache[:, blocks, :, offsets] = keys.transpose(0, 1)

@@ -1,7 +1,8 @@
 """Tensor-parallel layers that take the place of a Hugging Face model's own.
 
-Column-parallel layers keep some of the output features, row-parallel ones some of the input features and add up over ranks
-(Shoeybi et al. 2019, Megatron-LM). Every layer knows which part of which checkpoint tensor each of its parameters is.
+Column-parallel layers keep some of the output features, row-parallel ones some of the input features and add up over
+ranks (Shoeybi et al. 2019, Megatron-LM). Every layer knows which part of which checkpoint tensor each of its
+parameters is.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,13 @@ class ColumnLinear(nn.Module):
     """
 
     def __init__(
-        self, sources: Sequence[str], shards: Sequence[tuple[int, int]], in_features: int, *, bias: bool, dtype: torch.dtype
+        self,
+        sources: Sequence[str],
+        shards: Sequence[tuple[int, int]],
+        in_features: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.widths = [length for _, length in shards]
@@ -89,7 +96,8 @@ def _product(
 class MergedPart(nn.Module):
     """One of the linears that a `ColumnLinear` has merged, under its old name in the model.
 
-    The first part computes the product for all; the others pick up theirs, as long as they are called with the same input.
+    The first part computes the product for all; the others pick up theirs, as long as they are called with the same
+    input.
     """
 
     def __init__(self, merged: ColumnLinear, part: int) -> None:
@@ -135,7 +143,14 @@ class RowLinear(nn.Module):
     """A linear over this rank's part of the input features; the sum over ranks is the result."""
 
     def __init__(
-        self, source: str, shard: tuple[int, int], out_features: int, group: Collectives, *, bias: bool, dtype: torch.dtype
+        self,
+        source: str,
+        shard: tuple[int, int],
+        out_features: int,
+        group: Collectives,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         start, length = shard

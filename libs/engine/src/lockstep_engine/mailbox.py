@@ -1,4 +1,5 @@
-"""The shared segment between a driver and its ranks: plans down, results and progress up. Anonymous memory: nothing to leak.
+"""The shared segment between a driver and its ranks: plans down, results and progress up. Anonymous memory: nothing
+to leak.
 
 Bytes move here; the doorbell that says "there is something" is a socket, so that both sides can sleep in the kernel.
 Plans alternate between two places, so a rank that is slow to read one is not overtaken by the next.

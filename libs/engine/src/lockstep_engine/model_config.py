@@ -1,4 +1,6 @@
-"""What a checkpoint says of itself, read without torch: quickly enough to refuse a bad directory before anything starts."""
+"""What a checkpoint says of itself, read without torch: quickly enough to refuse a bad directory before anything
+starts.
+"""
 
 import hashlib
 import json
@@ -110,7 +112,9 @@ def _check_whole(file: Path) -> None:
             prefix = stream.read(8)
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
             if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
-                raise refuse(f"model {file.parent}: {file.name} is not a whole safetensors file (its header is cut short)")
+                raise refuse(
+                    f"model {file.parent}: {file.name} is not a whole safetensors file (its header is cut short)"
+                )
             header = json.loads(stream.read(header_bytes))
     except FileNotFoundError:
         raise refuse(f"model {file.parent}: {file.name} is named by the index but missing") from None
@@ -151,7 +155,9 @@ def _eos_ids(path: Path, settings: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _digest(path: Path, files: tuple[Path, ...]) -> str:
-    """SHA-256 over the small files whole, and over size, head and tail of the weights (reading them all takes minutes)."""
+    """SHA-256 over the small files whole, and over size, head and tail of the weights (reading them all takes
+    minutes).
+    """
     digest = hashlib.sha256()
     for name in ("config.json", "tokenizer.json"):
         if (path / name).exists():

@@ -1,5 +1,5 @@
-"""One model source for all architectures: Hugging Face's modelling code, built without weights, with our tensor-parallel
-layers in place of its linears and one attention function.
+"""One model source for all architectures: Hugging Face's modelling code, built without weights, with our
+tensor-parallel layers in place of its linears and one attention function.
 
 Its own tensor parallelism and batching are not used; the unmodified model is the tests' oracle.
 """
@@ -126,7 +126,9 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype) -> Buil
         raise refuse(f"model {info.path}: {info.architecture} has no tensor-parallel plan in transformers")
     unknown = sorted(set(plan.values()) - _KNOWN_STYLES)
     if unknown:
-        raise refuse(f"model {info.path}: the tensor-parallel plan of {info.architecture} has unknown styles: {unknown}")
+        raise refuse(
+            f"model {info.path}: the tensor-parallel plan of {info.architecture} has unknown styles: {unknown}"
+        )
     builder = _Builder(info, group, dtype, plan)
     builder.replace_layers(model)
     text = config.get_text_config()
@@ -212,7 +214,9 @@ class _Builder:
     def _even(self, features: int, name: str, what: str = "features") -> tuple[int, int]:
         size = self._group.size
         if features % size:
-            raise refuse(f"model {self._info.path}: the {features} {what} of {name} cannot be split over tp = {size} ranks")
+            raise refuse(
+                f"model {self._info.path}: the {features} {what} of {name} cannot be split over tp = {size} ranks"
+            )
         return self._group.rank * (features // size), features // size
 
     def _narrow_experts(self, experts: nn.Module, name: str) -> nn.Module:
@@ -292,7 +296,7 @@ def _is_plain_rms_norm(cls: type[nn.Module]) -> bool:
             norm = cls(8, eps=1e-5)
             with torch.no_grad():
                 generator = torch.Generator().manual_seed(0)
-                norm.weight.copy_(torch.randn(8, generator=generator))  # type: ignore[operator, union-attr]
+                norm.weight.copy_(torch.randn(8, generator=generator))  # type: ignore[operator]
                 x = torch.randn(3, 8, generator=generator)
                 ours = torch.nn.functional.rms_norm(x, (8,), norm.weight, 1e-5)  # type: ignore[arg-type]
                 known = hasattr(norm, "variance_epsilon") and torch.allclose(norm(x), ours, atol=1e-6)

@@ -1,4 +1,5 @@
-"""What the driver tells the ranks in a step and what they answer: plain messages, encoded with msgpack into shared memory.
+"""What the driver tells the ranks in a step and what they answer: plain messages, encoded with msgpack into shared
+memory.
 
 The control messages around a rank's start are here, too.
 """

@@ -1,5 +1,5 @@
-"""From logits to tokens, on rank 0. One uniform number a row comes with the plan; a row's token depends on its own logits,
-its own settings and its own number, never on the other rows.
+"""From logits to tokens, on rank 0. One uniform number a row comes with the plan; a row's token depends on its own
+logits, its own settings and its own number, never on the other rows.
 """
 
 from dataclasses import dataclass
@@ -101,9 +101,7 @@ class Sampler:
 
 
 def _penalised(sampling: SlotSampling) -> bool:
-    return (
-        sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
-    )
+    return sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
 
 
 def _draw(logits: torch.Tensor, samplings: list[SlotSampling], uniforms: NDArray[np.float64]) -> list[int]:

@@ -1,5 +1,6 @@
-"""Decides what runs in a step. One rule: every sequence has `computed` tokens and a step spends one token budget letting
-sequences catch up with their tokens. Chunked prefill, prefix hits, preemption and resumed streams are this one rule.
+"""Decides what runs in a step. One rule: every sequence has `computed` tokens and a step spends one token budget
+letting sequences catch up with their tokens. Chunked prefill, prefix hits, preemption and resumed streams are this
+one rule.
 
 It owns the sequences, the block pool and the slots; it knows nothing of processes, tensors or time.
 """
@@ -86,7 +87,9 @@ class Scheduler:
         reason = sequence.finish_reason(self._eos_ids, self._limits.context_length) if request.emitted_ids else None
         if reason is not None:
             return Output(request.id, sequence.emitted, (), finish=reason)
-        needed = -(-min(len(request.prompt_ids) + request.sampling.max_tokens, self._limits.context_length) // BLOCK_SIZE)
+        needed = -(
+            -min(len(request.prompt_ids) + request.sampling.max_tokens, self._limits.context_length) // BLOCK_SIZE
+        )
         if needed > self.pool.total:
             raise LockstepError(
                 ErrorCode.RESOURCE_EXHAUSTED,
@@ -232,7 +235,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take the blocks away; the sequence waits and is recomputed from its tokens. It is never in the step already:
-        the more important sequences come first, and the victim is the least important."""
+        the more important sequences come first, and the victim is the least important.
+        """
         self._leave_slot(sequence)
         sequence.computed = 0
         self._enqueue(sequence)
@@ -336,5 +340,3 @@ def _int32(values: Iterable[int]) -> bytes:
 def _logprobs(token: int, entry: StepLogprobs) -> Logprobs:
     top = tuple(TokenLogprob(id_, value) for id_, value in zip(entry.top_ids, entry.top_logprobs, strict=True))
     return Logprobs(TokenLogprob(token, entry.chosen), top)
-
-

@@ -15,7 +15,8 @@ FLAG_BYTES = 64
 def message_sizes(spec: RankSpec) -> tuple[int, int]:
     """Most bytes of a plan and of a result."""
     tables = spec.max_seqs * -(-spec.context_length // BLOCK_SIZE) * 4
-    # A new occupant of a slot brings what penalties need of its past (9 bytes an id at worst, prompt and output), and its bias.
+    # A new occupant of a slot brings what penalties need of its past (9 bytes an id at worst, prompt and output),
+    # and its bias.
     added = spec.max_seqs * (18 * spec.context_length + 32 * 1024)
     return 4096 + 4 * spec.max_batch_tokens + 64 * spec.max_seqs + tables + added, 4096 + spec.max_seqs * 1024
 

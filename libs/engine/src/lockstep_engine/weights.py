@@ -1,4 +1,6 @@
-"""Loads a checkpoint into a model that `models` has narrowed to this rank: every slice is read once, straight to its place."""
+"""Loads a checkpoint into a model that `models` has narrowed to this rank: every slice is read once, straight to its
+place.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -52,7 +54,7 @@ def load_weights(
     info: ModelInfo,
     group: Collectives,
     device: torch.device,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
     """Give every parameter of `model` (on the meta device) its memory on `device` and its values.
 
@@ -114,5 +116,3 @@ def _pieces(
 def _unsaved_buffers(model: nn.Module) -> list[nn.Module]:
     """Modules with buffers that are computed, not stored (rotary frequencies)."""
     return [module for module in model.modules() if module._non_persistent_buffers_set]
-
-

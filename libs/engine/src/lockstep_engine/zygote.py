@@ -1,7 +1,7 @@
 """Forks ranks. It has imported torch and the models' code once, so that a rank group is back in a fraction of a second.
 
-One thread, no CUDA context (so that forking is safe), no state but its children. It ends when the driver's socket closes; the
-kernel then kills its children (they asked for it).
+One thread, no CUDA context (so that forking is safe), no state but its children. It ends when the driver's socket
+closes; the kernel then kills its children (they asked for it).
 
 Protocol on the socket: `Fork` with five file descriptors → `Forked`; `KillAll` → `Killed` when all children are reaped.
 """
@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 import msgspec
 from lockstep_common.lifecycle import name_process
@@ -78,7 +79,7 @@ def main() -> None:
             children.clear()
 
 
-def _become_rank(run_rank, message: Fork, control: socket.socket, fds: list[int]) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
+def _become_rank(run_rank: Callable[..., None], message: Fork, control: socket.socket, fds: list[int]) -> None:
     control.close()
     rank_socket, mailbox, collectives, store = fds
     code = 1
@@ -97,6 +98,7 @@ def _become_rank(run_rank, message: Fork, control: socket.socket, fds: list[int]
 
 def _kill(children: dict[int, int]) -> dict[int, int]:
     for pid in children:
-        os.kill(pid, signal.SIGKILL)  # a child that has ended is a zombie until it is reaped here: its pid is not reused
+        os.kill(
+            pid, signal.SIGKILL
+        )  # a child that has ended is a zombie until it is reaped here: its pid is not reused
     return {rank: os.waitpid(pid, 0)[1] for pid, rank in children.items()}
-

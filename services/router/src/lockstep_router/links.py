@@ -105,14 +105,18 @@ class Link:
     @property
     def state(self) -> LinkState:
         """The worker's state, as far as it can be known from here."""
-        if not self._connected or self.card is None:
+        if not self._connected:
             return LinkState.CONNECTING
         if self._silent:
             return LinkState.SILENT
         state = _STATES.get(self.status.state, LinkState.STARTING)
-        if state is LinkState.READY and self.card.tokenizer_digest not in self._tokenizers:
+        if state is LinkState.READY and not self._has_tokenizer:
             return LinkState.LOADING
         return state
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        return self.card is not None and self.card.tokenizer_digest in self._tokenizers
 
     @property
     def life(self) -> tuple[str, int, int]:
@@ -263,7 +267,8 @@ class Link:
             self._lose_attempts(Loss.NEW_EPOCH)
         self.worker_id = hello.worker_id or self.target
         self.incarnation = hello.incarnation
-        self.card = hello.model
+        # A worker that still loads may not know its model yet.
+        self.card = hello.model if hello.model.name else None
         self.problem = ""
         logger.info(
             "worker says hello",
@@ -271,7 +276,7 @@ class Link:
         )
         self._on_change(self)
         digest = hello.model.tokenizer_digest
-        if digest not in self._tokenizers:
+        if self.card is not None and digest not in self._tokenizers:
             if self._fetching is not None:
                 self._fetching.cancel()
             self._fetching = asyncio.create_task(self._fetch_tokenizer(stub, digest))

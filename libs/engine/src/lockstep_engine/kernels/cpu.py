@@ -1,4 +1,6 @@
-"""The compiled CPU kernels (`cpu.c`), called through ctypes. float32 only; where they were not built, `available` is False."""
+"""The compiled CPU kernels (`cpu.c`), called through ctypes. float32 only; where they were not built, `available` is
+False.
+"""
 
 import ctypes
 import importlib.util
@@ -112,7 +114,9 @@ def store(
 
 
 def add_rms_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x += delta in place, then x [..., width] divided by its root mean square, times weight [width]. All contiguous."""
+    """X += delta in place, then x [..., width] divided by its root mean square, times weight [width]. All
+    contiguous.
+    """
     assert _library is not None
     out = torch.empty_like(x)
     width = weight.shape[0]
