@@ -193,7 +193,8 @@ def test_serve_ends_with_the_exit_code_of_a_service_that_cannot_run(
     monkeypatch.setenv("STUB_PLAN", json.dumps(plan))
     code, errors = Serve(model, "--workers", "2").end()
     assert code == 2
-    assert "cannot run" in errors
+    said = [line for line in errors.splitlines() if "ready after" not in line]
+    assert said == [f"stub {next(iter(plan))} cannot go on"]
     assert not any(psutil.pid_exists(pid) for pid in pids_noted(stubs))
 
 
@@ -202,9 +203,13 @@ def test_nothing_outlives_a_killed_serve(stubs: Path, model: str) -> None:
     serve.see("stop")
     children = psutil.Process(serve.process.pid).children(recursive=True)
     assert len(children) == 3
+    abandoned = socket_of(pids_noted(stubs)[0]).parent
     serve.process.kill()
     serve.end()
     assert psutil.wait_procs(children, timeout=5)[1] == []
+    with Stack(StackSettings(model)) as stack:
+        stack.wait_ready(10)
+        assert not abandoned.exists()
 
 
 def test_serve_tells_of_a_dead_worker_and_goes_on(stubs: Path, model: str) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from lockstep_tools import console
 from lockstep_tools.arguments import add_engine, add_model, model_directory, whole
-from lockstep_tools.failure import FAILED, CommandError
+from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
 from lockstep_tools.stack import Stack, StackSettings
 from lockstep_tools.status import READY
 
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
-        default="warning",
+        default="error",
         help="of router and workers, on stderr (default: %(default)s)",
     )
 
@@ -72,12 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
         _come_up(stack, notes)
         _introduce(stack)
         stack.wait()
-        if stopping.is_set():
-            return 0
         raise CommandError(stack.reason, stack.exit_code or FAILED)
     except (CommandError, KeyboardInterrupt):
         if stopping.is_set():
             return 0
+        if stack.started and stack.exit_code == UNUSABLE:
+            return UNUSABLE  # the service has said why
         raise
     finally:
         stack.stop(0.0)

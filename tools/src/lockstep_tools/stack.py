@@ -4,10 +4,8 @@
 """
 
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,6 +17,7 @@ import httpx
 from lockstep_common.errors import LockstepError
 
 from lockstep_tools.arguments import cores
+from lockstep_tools.directory import SocketDirectory
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
 from lockstep_tools.processes import Supervisor
 from lockstep_tools.status import READY, fetch, state_of
@@ -28,7 +27,6 @@ ROUTER = "router"
 _DRAIN_S = 5.0  # for running streams to end
 _GRACE_S = 8.0  # for whole processes: the drain, and the end of ranks after it
 _POLL_S = 0.1
-_LONGEST_SOCKET_PATH = 100  # of 107 bytes in sockaddr_un
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - recognised, not bound
 
 
@@ -51,7 +49,7 @@ class StackSettings:
     kv_memory: str | None = None
     """Of a rank, e.g. 512Mi."""
     max_context: int | None = None
-    log_level: str = "warning"
+    log_level: str = "error"
 
     @property
     def rank_threads(self) -> int:
@@ -77,7 +75,7 @@ class Stack:
         self.port = settings.port
         self._output = output
         self._on_event = on_event
-        self._directory: str | None = None
+        self._directory: SocketDirectory | None = None
         self._supervisor: Supervisor | None = None
 
     def __enter__(self) -> Self:
@@ -133,8 +131,8 @@ class Stack:
         """
         check_model(self.settings)
         self.port = free_port(self.settings.host, self.settings.port)
-        self._directory = _private_directory()
-        self._supervisor = Supervisor(self._stages(self._directory), output=self._output, on_event=self._on_event)
+        self._directory = SocketDirectory()
+        self._supervisor = Supervisor(self._stages(self._directory.path), output=self._output, on_event=self._on_event)
         self._supervisor.start()
 
     def status(self) -> dict[str, Any] | None:
@@ -185,7 +183,7 @@ class Stack:
             self._supervisor.wait()
             self._supervisor.close()
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
 
     @property
     def _running(self) -> Supervisor:
@@ -273,12 +271,3 @@ def free_port(host: str, port: int) -> int:
             return int(probe.getsockname()[1])
     except OSError as error:
         raise CommandError(f"cannot listen on {host}:{port}: {error.strerror or error}", UNUSABLE) from None
-
-
-def _private_directory() -> str:
-    """A directory that only this user can enter, with a name short enough for sockets in it."""
-    directory = tempfile.mkdtemp(prefix="lockstep-")
-    if len(directory) < _LONGEST_SOCKET_PATH - len("/w999.sock"):
-        return directory
-    os.rmdir(directory)
-    return tempfile.mkdtemp(prefix="lockstep-", dir="/tmp")

@@ -29,6 +29,11 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         os._exit(1)
 
 
+def outlive_parent() -> None:
+    """Take `die_with_parent` back."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, 0)
+
+
 def obey_parent() -> None:
     """`die_with_parent` if the environment says so (the parent's pid is the variable's value)."""
     value = os.environ.pop(DIE_WITH_PARENT_VARIABLE, "")

@@ -25,13 +25,11 @@ from lockstep_engine.scheduler import Limits, Scheduler
 from lockstep_engine.sizes import collectives_segment_bytes, message_sizes
 
 _RATE_WINDOW_S = 5.0
-_RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 _MAX_STARTS = 2
-"""Groups that may die before the first is ready; one more and the engine fails."""
-_MAX_RESTARTS = 20
-"""Groups in a row that may die young; one more and the engine fails, so that its pod is started anew."""
-_STABLE_S = 30.0
-"""A group that lived this long starts the delays anew."""
+"""Groups that may die before the first was ever ready; one more and the engine fails."""
+_MAX_RESTARTS = 6
+"""Groups in a row that may die before they are ready; one more and the engine fails, so that its pod starts anew."""
 
 
 class EngineState(StrEnum):
@@ -125,7 +123,6 @@ class AsyncEngine:
         self._in_flight = False
         self._steps = 0
         self._failures = 0
-        self._ready_since = 0.0
         self._started: asyncio.Future[None] | None = None
         self._restart: asyncio.Task[None] | None = None
         self._emitted: deque[tuple[float, int]] = deque()
@@ -209,7 +206,7 @@ class AsyncEngine:
         """All ranks wait for plans."""
         self._scheduler.reset(blocks)
         self._ready = ready
-        self._ready_since = time.monotonic()
+        self._failures = 0
         self._in_flight = False
         self._steps = 0
         self._timing = _Timing()
@@ -230,8 +227,6 @@ class AsyncEngine:
     def on_lost(self, reason: str) -> None:
         """Fail every request (another worker can go on with them) and start the next epoch."""
         started = self._ready is not None
-        if started and time.monotonic() - self._ready_since > _STABLE_S:
-            self._failures = 0
         if self._failures >= (_MAX_RESTARTS if started else _MAX_STARTS):
             self._fail_requests(reason)
             self.on_refused(LockstepError(ErrorCode.INTERNAL, f"the ranks do not stay up: {reason}"))
@@ -264,6 +259,7 @@ class AsyncEngine:
     async def _run_epoch(self, delay_s: float) -> None:
         assert self._group is not None
         try:
+            await self._group.kill()
             await asyncio.sleep(delay_s)
             await self._group.start()
         except (LockstepError, OSError, TimeoutError) as error:

@@ -108,9 +108,9 @@ class RankGroup:
         self._mailbox: Mailbox | None = None
         self._zygote: subprocess.Popen[bytes] | None = None
         self._zygote_socket: socket.socket | None = None
+        """Set once the zygote has said that it is ready."""
         self._controls: list[socket.socket] = []
         self._deadline: asyncio.TimerHandle | None = None
-        self._alive = False
         self.last_deaths: dict[int, str] = {}
         """How each rank of the last epoch ended."""
 
@@ -121,7 +121,7 @@ class RankGroup:
 
     async def start(self) -> None:
         """Begin a new epoch: fork the ranks (and the zygote, if there is none). `on_ready` tells when they can work."""
-        await self._end_ranks()
+        await self.kill()
         self.epoch += 1
         self.ranks = [RankProcess(rank) for rank in range(self._tp)]
         if self._zygote is None or self._zygote.poll() is not None:
@@ -135,7 +135,6 @@ class RankGroup:
         ]
         try:
             self._mailbox = Mailbox(descriptors[0], self._tp, settings.plan_bytes, settings.result_bytes)
-            self._alive = True
             for rank in range(self._tp):
                 await self._fork(rank, descriptors)
         finally:
@@ -159,18 +158,13 @@ class RankGroup:
 
     async def stop(self) -> None:
         """Kill all processes and wait until they are gone."""
-        await self._end_ranks()
-        if self._zygote_socket is not None:
-            self._zygote_socket.close()
-            self._zygote_socket = None
+        await self.kill()
         if self._zygote is not None:
-            self._zygote.kill()
-            await self._loop.run_in_executor(None, self._zygote.wait)
-            self._zygote = None
+            await self._end_zygote(self._zygote)
 
     async def _start_zygote(self) -> None:
-        if self._zygote_socket is not None:
-            self._zygote_socket.close()
+        if self._zygote is not None:
+            await self._end_zygote(self._zygote)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._zygote = subprocess.Popen(  # noqa: ASYNC220 - returns when the process exists
@@ -180,13 +174,21 @@ class RankGroup:
                 stdin=subprocess.DEVNULL,
             )
         ours.setblocking(False)
+        await self._from_zygote(ours, self._settings.spec.start_timeout_s)
         self._zygote_socket = ours
-        await self._from_zygote(self._settings.spec.start_timeout_s)
 
-    async def _from_zygote(self, timeout_s: float) -> bytes:
-        assert self._zygote_socket is not None
+    async def _end_zygote(self, process: subprocess.Popen[bytes]) -> None:
+        """Its death takes along what ranks there are."""
+        if self._zygote_socket is not None:
+            self._zygote_socket.close()
+            self._zygote_socket = None
+        process.kill()
+        await self._loop.run_in_executor(None, process.wait)
+        self._zygote = None
+
+    async def _from_zygote(self, sock: socket.socket, timeout_s: float) -> bytes:
         async with asyncio.timeout(timeout_s):
-            data = await self._loop.sock_recv(self._zygote_socket, zygote.MAX_MESSAGE_BYTES)
+            data = await self._loop.sock_recv(sock, zygote.MAX_MESSAGE_BYTES)
         if not data:
             raise LockstepError(ErrorCode.INTERNAL, "the process that starts ranks has died; its error is on stderr")
         return data
@@ -198,21 +200,16 @@ class RankGroup:
         message = zygote.Fork(spec, shared_collectives=self._settings.collectives_bytes > 0)
         with theirs:
             socket.send_fds(self._zygote_socket, [zygote.encode(message)], [theirs.fileno(), *descriptors])
-        answer = zygote.decode(await self._from_zygote(10.0))
+        answer = zygote.decode(await self._from_zygote(self._zygote_socket, 10.0))
         assert isinstance(answer, zygote.Forked)
         self.ranks[rank].pid = answer.pid
         ours.setblocking(False)
         self._controls.append(ours)
         self._loop.add_reader(ours, self._on_readable, rank, ours)
 
-    async def _end_ranks(self) -> None:
-        """SIGKILL what is left of the group and wait for it, so that its memory is free."""
-        self._alive = False
-        self._disarm()
-        for control in self._controls:
-            self._loop.remove_reader(control)
-            control.close()
-        self._controls = []
+    async def kill(self) -> None:
+        """SIGKILL what is left of the ranks and wait for them, so that their memory is free."""
+        self._abandon()
         for process in self.ranks:
             process.state = "dead"
         if self._zygote_socket is None or self._zygote is None or self._zygote.poll() is not None:
@@ -220,13 +217,19 @@ class RankGroup:
         with contextlib.suppress(OSError, LockstepError, TimeoutError):
             await self._loop.sock_sendall(self._zygote_socket, zygote.encode(zygote.KillAll()))
             while True:
-                answer = zygote.decode(await self._from_zygote(15.0))
+                answer = zygote.decode(await self._from_zygote(self._zygote_socket, 15.0))
                 if isinstance(answer, zygote.Killed):
                     self.last_deaths = {rank: _describe(status) for rank, status in answer.statuses.items()}
                     return
-        # It does not answer: its death takes the ranks along.
-        self._zygote.kill()
-        await self._loop.run_in_executor(None, self._zygote.wait)
+        await self._end_zygote(self._zygote)  # it does not answer
+
+    def _abandon(self) -> None:
+        """Listen to the ranks no more."""
+        self._disarm()
+        for control in self._controls:
+            self._loop.remove_reader(control)
+            control.close()
+        self._controls = []
 
     def _on_readable(self, rank: int, control: socket.socket) -> None:
         try:
@@ -262,8 +265,7 @@ class RankGroup:
                 self._listener.on_ready(self._blocks(), message)
         elif isinstance(message, StartFailed):
             if message.permanent:
-                self._alive = False
-                self._disarm()
+                self._abandon()
                 self._listener.on_refused(LockstepError(ErrorCode.INVALID_REQUEST, message.message, field="model"))
             else:
                 self._lose(message.message, rank)
@@ -278,7 +280,7 @@ class RankGroup:
         blocks = self._blocks()
         needed = -(-self._settings.spec.context_length // 16)
         if blocks < 1:
-            self._alive = False
+            self._abandon()
             self._listener.on_refused(
                 LockstepError(
                     ErrorCode.INVALID_REQUEST,
@@ -313,10 +315,7 @@ class RankGroup:
 
     def _lose(self, reason: str, rank: int) -> None:
         self.ranks[rank].state = "dead"
-        if not self._alive:
-            return
-        self._alive = False
-        self._disarm()
+        self._abandon()
         self._listener.on_lost(reason)
 
 

@@ -117,7 +117,7 @@ def _draw(logits: torch.Tensor, samplings: list[SlotSampling], uniforms: NDArray
         least = _least_kept(weights[filtered], [samplings[row] for row in filtered])
         weights[filtered] = weights[filtered].masked_fill(weights[filtered] < least.unsqueeze(1), 0)
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
     targets = torch.from_numpy(np.ascontiguousarray(uniforms)).to(device).unsqueeze(1) * total
     # The first id whose cumulative weight is above the target; rounding must not lead past the last id with weight.
     chosen = torch.searchsorted(cumulative, targets, right=True)

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 
 import msgspec
-from lockstep_common.lifecycle import name_process
+from lockstep_common.lifecycle import die_with_parent, name_process, outlive_parent
 
 from lockstep_engine.plan import RankSpec
 
@@ -53,6 +53,7 @@ READY = b"ready"
 
 def main() -> None:
     """Serve one driver over the socket whose descriptor is the first argument."""
+    die_with_parent()  # until the socket is read, nothing else would end it
     control = socket.socket(fileno=int(sys.argv[1]))
     name_process(f"zygote {sys.argv[2]}")
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -60,6 +61,7 @@ def main() -> None:
     from lockstep_engine.rank import run_rank  # noqa: PLC0415 - the slow part: torch and transformers
 
     control.send(READY)
+    outlive_parent()  # the kernel means the driver's thread; from here on the socket tells
     children: dict[int, int] = {}
     while True:
         data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 4)

@@ -12,6 +12,7 @@ from lockstep_common.lifecycle import obey_parent
 obey_parent()
 flags = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
 if "router" in json.loads(os.environ["STUB_PLAN"]):
+    print("stub router cannot go on", file=sys.stderr)
     sys.exit(json.loads(os.environ["STUB_PLAN"])["router"])
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 

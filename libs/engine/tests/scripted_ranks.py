@@ -1,0 +1,196 @@
+"""Ranks without a model: their KV cache holds the tokens themselves, and the next token is a function of what they read there.
+
+What a request gets is known beforehand, from its prompt and seed alone. If a plan leads a sequence to a wrong block, to one
+that another has overwritten, or leaves a token out, what it reads is not its text and its tokens differ.
+"""
+
+import random
+import struct
+import zlib
+
+import numpy as np
+from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.draws import uniform
+from lockstep_engine.plan import Result, StepLogprobs, decode_plan, encode_plan
+from lockstep_engine.request import Request, SamplingParams
+from lockstep_engine.scheduler import Limits, Scheduler
+
+VOCAB = 1000
+EOS = 999
+_NEVER = -7  # in the cache where nothing was written
+
+
+def next_token(context, number):
+    """A token below EOS - 10, from all tokens before it and the uniform number of its position."""
+    data = np.asarray(context, dtype=np.int32).tobytes() + struct.pack("<d", number)
+    return zlib.crc32(data) % (EOS - 10)
+
+
+def expected_ids(prompt, count, *, seed=0, emitted=()):
+    """What a request gets that nothing ends before `count` tokens."""
+    context = [*prompt, *emitted]
+    for position in range(len(emitted), count):
+        context.append(next_token(context, uniform(seed, position)))
+    return context[len(prompt) :]
+
+
+class ScriptedRanks:
+    """Executes plans, and checks what every plan must fulfil."""
+
+    def __init__(self, blocks, max_batch_tokens):
+        self._cache = np.full((blocks, BLOCK_SIZE), _NEVER, dtype=np.int64)
+        self._budget = max_batch_tokens
+        self._names = {}  # slot -> number of its request
+        self._steps = 0
+        self.started = 0
+        """How often a slot got a new occupant."""
+        self.scripts = {}
+        """Number of a request -> its output, instead of `next_token`'s."""
+        self.trace = []
+        """One a step: number of a request -> (start, count) of what was computed."""
+
+    def execute(self, plan):
+        plan = decode_plan(encode_plan(plan))
+        self._steps += 1
+        assert plan.step == self._steps
+        starts, lengths, slots, samples, emitted = (
+            np.frombuffer(data, dtype=np.int32)
+            for data in (plan.starts, plan.lengths, plan.slots, plan.samples, plan.emitted)
+        )
+        tokens = np.frombuffer(plan.token_ids, dtype=np.int32)
+        tables = np.frombuffer(plan.tables, dtype=np.int32).reshape(len(slots), plan.table_width)
+        uniforms = iter(np.frombuffer(plan.uniforms))
+        assert 0 < len(tokens) == lengths.sum() <= self._budget
+        assert lengths.min() > 0
+        assert len(set(slots.tolist())) == len(slots)
+        self.started += len(plan.added)
+        for entry in plan.added:
+            (self._names[entry.slot],) = entry.logit_bias
+        self._write(tokens, starts, lengths, tables)
+        ids = []
+        for row, slot in enumerate(slots.tolist()):
+            if samples[row]:
+                context = self._read(tables[row], int(starts[row] + lengths[row]))
+                script = self.scripts.get(self._names[slot])
+                token = next_token(context, next(uniforms))
+                ids.append(token if script is None else script[emitted[row]])
+        assert next(uniforms, None) is None
+        names = [self._names[slot] for slot in slots.tolist()]
+        self.trace.append(dict(zip(names, zip(starts.tolist(), lengths.tolist(), strict=True), strict=True)))
+        return Result(plan.step, ids, [StepLogprobs(-float(id_), [id_], [-float(id_)]) for id_ in ids], 10, 0)
+
+    def _write(self, tokens, starts, lengths, tables):
+        written = set()
+        offset = 0
+        for start, length, table in zip(starts.tolist(), lengths.tolist(), tables, strict=True):
+            for position in range(start, start + length):
+                block, at = table[position // BLOCK_SIZE], position % BLOCK_SIZE
+                assert block >= 0
+                assert (block, at) not in written, "two sequences write to one place"
+                written.add((block, at))
+                if at == 0:
+                    self._cache[block] = _NEVER
+                self._cache[block, at] = tokens[offset]
+                offset += 1
+
+    def _read(self, table, length):
+        blocks = table[: -(-length // BLOCK_SIZE)]
+        assert blocks.min() >= 0
+        context = self._cache[blocks].reshape(-1)[:length]
+        assert (context != _NEVER).all(), "reads a place that was never written"
+        return context
+
+
+class Server:
+    """A scheduler and its ranks. Requests are known by numbers, counted from 0."""
+
+    def __init__(self, *, blocks=64, **limits):
+        defaults = {"max_seqs": 4, "max_batch_tokens": 64, "max_queue": 100, "context_length": 512, "prefix_cache": True}
+        self.limits = Limits(**{**defaults, **limits})
+        self.scheduler = Scheduler(self.limits, [EOS], blocks)
+        self.ranks = ScriptedRanks(blocks, self.limits.max_batch_tokens)
+        self.outputs = []
+        """One list a request."""
+        self._requests = []
+
+    @property
+    def pool(self):
+        return self.scheduler.pool
+
+    def submit(self, prompt, *, emitted=(), priority=0, tenant="", script=None, max_tokens=8, **sampling):
+        """Queue a request; returns its number."""
+        number = len(self._requests)
+        params = SamplingParams(max_tokens=max_tokens, logit_bias={number: 0.0}, **sampling)
+        request = Request(str(number), tuple(prompt), params, tuple(emitted), priority, tenant)
+        if script is not None:
+            self.ranks.scripts[number] = script
+        only = self.scheduler.submit(request)
+        self._requests.append(request)
+        self.outputs.append([] if only is None else [only])
+        return number
+
+    def cancel(self, number):
+        return self.scheduler.cancel(str(number))
+
+    def step(self):
+        """One step; False when there is nothing to do."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        self.finish(self.ranks.execute(plan))
+        return True
+
+    def finish(self, result):
+        """Second half of a step whose plan was executed by the caller."""
+        for output in self.scheduler.update(result):
+            self.outputs[int(output.request_id)].append(output)
+        self.pool.check()
+
+    def run(self, most=10_000):
+        """Steps until there is nothing to do; returns how many."""
+        for count in range(most):
+            if not self.step():
+                return count
+        raise AssertionError(f"not done after {most} steps")
+
+    def ids(self, number):
+        """All ids given to a request; every position came exactly once and in order, and nothing after the end."""
+        request = self._requests[number]
+        given = []
+        for output in self.outputs[number]:
+            assert output.error is None
+            assert output.position == len(request.emitted_ids) + len(given)
+            given.extend(output.ids)
+        assert all(output.finish is None for output in self.outputs[number][:-1])
+        return given
+
+    def expected(self, number):
+        """What an unscripted request gets if nothing ends it early."""
+        request = self._requests[number]
+        ids = expected_ids(
+            request.prompt_ids, request.sampling.max_tokens, seed=request.sampling.seed, emitted=request.emitted_ids
+        )
+        return ids[len(request.emitted_ids) :]
+
+    def finish_reason(self, number):
+        return self.outputs[number][-1].finish if self.outputs[number] else None
+
+    def computed(self, number):
+        """(start, count) of a request, one a step in which it ran."""
+        return [step[number] for step in self.ranks.trace if number in step]
+
+    def restarts(self):
+        """How often a preempted sequence was started again."""
+        return self.ranks.started - len({number for step in self.ranks.trace for number in step})
+
+    def assert_idle(self):
+        self.pool.check()
+        assert self.pool.free == self.pool.total
+        assert self.scheduler.queued == self.scheduler.running == 0
+        assert self.scheduler.request_ids == []
+        assert self.scheduler.schedule() is None
+
+
+def words(count, seed):
+    """A prompt of random ids."""
+    return random.Random(seed).choices(range(EOS - 10), k=count)

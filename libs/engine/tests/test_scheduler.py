@@ -1,0 +1,628 @@
+"""The scheduler with ranks that have no model: what runs in a step, who gives way, and that every stream is whole."""
+
+import random
+
+import pytest
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.request import FinishReason
+from scripted_ranks import EOS, Server, expected_ids, words
+
+
+class TestBatching:
+    def test_a_long_prompt_is_computed_in_chunks_of_the_budget(self):
+        server = Server(max_batch_tokens=32)
+        number = server.submit(words(100, seed=1), max_tokens=3)
+        server.run()
+        assert server.computed(number) == [(0, 32), (32, 32), (64, 32), (96, 4), (100, 1), (101, 1)]
+        assert server.ids(number) == server.expected(number)
+        server.assert_idle()
+
+    def test_nothing_is_emitted_before_the_whole_prompt_is_computed(self):
+        server = Server(max_batch_tokens=32)
+        number = server.submit(words(65, seed=1))
+        for _ in range(2):
+            server.step()
+            assert server.outputs[number] == []
+        server.step()
+        assert len(server.ids(number)) == 1
+
+    def test_decoding_goes_on_while_a_prompt_is_computed(self):
+        server = Server(max_batch_tokens=32)
+        early = server.submit(words(5, seed=1), max_tokens=20)
+        server.step()
+        late = server.submit(words(100, seed=2), max_tokens=2)
+        for _ in range(4):
+            server.step()
+        assert server.computed(early)[1:] == [(5, 1), (6, 1), (7, 1), (8, 1)]
+        assert server.computed(late) == [(0, 31), (31, 31), (62, 31), (93, 7)]
+        server.run()
+        assert server.ids(early) == server.expected(early)
+        assert server.ids(late) == server.expected(late)
+
+    def test_what_a_prompt_leaves_of_the_budget_goes_to_the_next_one(self):
+        server = Server(max_batch_tokens=32)
+        first = server.submit(words(20, seed=1))
+        second = server.submit(words(20, seed=2))
+        server.step()
+        assert server.ranks.trace == [{first: (0, 20), second: (0, 12)}]
+        server.run()
+        assert server.ids(second) == server.expected(second)
+
+    def test_no_more_sequences_run_than_there_are_slots(self):
+        server = Server(max_seqs=3)
+        numbers = [server.submit(words(4, seed=each), max_tokens=2 + each) for each in range(7)]
+        server.step()
+        assert server.scheduler.running == 3
+        assert server.scheduler.queued == 4
+        server.run()
+        assert max(len(step) for step in server.ranks.trace) == 3
+        assert all(server.ids(number) == server.expected(number) for number in numbers)
+        server.assert_idle()
+
+    def test_slots_get_the_settings_of_their_new_occupants(self):
+        server = Server(max_seqs=1)
+        server.submit(words(4, seed=1), max_tokens=1, temperature=0.5)
+        plan = server.scheduler.schedule()
+        assert [entry.temperature for entry in plan.added] == [0.5]
+        server.finish(server.ranks.execute(plan))
+        server.submit(words(4, seed=1), max_tokens=2, temperature=0.25, top_k=3, logprobs=2)
+        plan = server.scheduler.schedule()
+        assert [(entry.temperature, entry.top_k, entry.logprobs) for entry in plan.added] == [(0.25, 3, 2)]
+        server.finish(server.ranks.execute(plan))
+        assert server.scheduler.schedule().added == []
+
+    def test_penalties_get_the_past_and_others_do_not(self):
+        server = Server()
+        server.submit(words(4, seed=1), emitted=[5, 6], presence_penalty=0.5)
+        server.submit(words(4, seed=1), emitted=[5, 6])
+        penalised, plain = server.scheduler.schedule().added
+        assert penalised.prompt_ids == words(4, seed=1)
+        assert penalised.emitted_ids == [5, 6]
+        assert plain.prompt_ids == plain.emitted_ids == []
+
+    def test_logprobs_come_with_the_token_they_belong_to(self):
+        server = Server()
+        number = server.submit(words(4, seed=1), logprobs=1)
+        server.run()
+        for output in server.outputs[number]:
+            (id_,), (logprobs,) = output.ids, output.logprobs
+            assert (logprobs.chosen.id, logprobs.chosen.logprob) == (id_, -float(id_))
+            assert [each.id for each in logprobs.top] == [id_]
+
+    def test_equal_seeds_give_equal_outputs_and_other_seeds_others(self):
+        server = Server()
+        numbers = [server.submit(words(4, seed=1), seed=seed) for seed in (7, 7, 8)]
+        server.run()
+        first, second, third = (server.ids(number) for number in numbers)
+        assert first == second != third
+
+
+class TestPrefixCache:
+    def test_a_hit_recomputes_only_what_is_new(self):
+        server = Server(max_batch_tokens=200)
+        prompt = words(3 * BLOCK_SIZE + 5, seed=1)
+        first = server.submit(prompt)
+        server.run()
+        longer = server.submit([*prompt, *words(10, seed=2)])
+        server.run()
+        assert server.computed(longer)[0] == (3 * BLOCK_SIZE, 15)
+        assert server.outputs[first][0].cached_tokens == 0
+        assert server.outputs[longer][0].cached_tokens == 3 * BLOCK_SIZE
+        assert all(output.cached_tokens == 0 for output in server.outputs[longer][1:])
+        assert server.ids(longer) == server.expected(longer)
+
+    def test_the_output_of_an_earlier_turn_is_found(self):
+        server = Server(max_batch_tokens=200)
+        prompt = words(20, seed=1)
+        first = server.submit(prompt, max_tokens=30)
+        server.run()
+        turn = [*prompt, *server.ids(first), *words(8, seed=2)]
+        second = server.submit(turn)
+        server.run()
+        assert server.computed(second)[0][0] == 3 * BLOCK_SIZE  # 49 tokens had been computed: the last one never is
+        assert server.ids(second) == server.expected(second)
+
+    @pytest.mark.parametrize("blocks", [1, 2, 3])
+    def test_the_last_token_is_computed_even_if_all_are_known(self, blocks):
+        server = Server(max_batch_tokens=200)
+        prompt = words(blocks * BLOCK_SIZE, seed=1)
+        server.submit(prompt)
+        server.run()
+        again = server.submit(prompt)
+        server.run()
+        assert server.outputs[again][0].cached_tokens == (blocks - 1) * BLOCK_SIZE
+        assert server.computed(again)[0] == ((blocks - 1) * BLOCK_SIZE, BLOCK_SIZE)
+        assert server.ids(again) == server.expected(again)
+
+    def test_other_tenants_do_not_hit(self):
+        server = Server()
+        prompt = words(50, seed=1)
+        server.submit(prompt, tenant="a")
+        server.run()
+        other, same = server.submit(prompt, tenant="b"), server.submit(prompt, tenant="a")
+        server.run()
+        assert server.outputs[other][0].cached_tokens == 0
+        assert server.outputs[same][0].cached_tokens == 48
+
+    def test_nothing_is_shared_when_the_cache_is_off(self):
+        server = Server(prefix_cache=False)
+        prompt = words(50, seed=1)
+        numbers = [server.submit(prompt) for _ in range(2)]
+        server.run()
+        numbers.append(server.submit(prompt))
+        server.run()
+        assert [server.computed(number)[0][0] for number in numbers] == [0, 0, 0]
+        assert all(server.outputs[number][0].cached_tokens == 0 for number in numbers)
+        server.assert_idle()
+
+    def test_equal_prompts_in_flight_share_one_prefill(self):
+        server = Server(max_batch_tokens=32, max_seqs=8)
+        prompt = words(6 * BLOCK_SIZE + 3, seed=1)
+        numbers = [server.submit([*prompt, each]) for each in range(5)]
+        server.run()
+        computed = [sum(count for _, count in server.computed(number)) for number in numbers]
+        assert computed == [6 * BLOCK_SIZE + 4 + 7, *[4 + 7] * 4]
+        assert [server.outputs[number][0].cached_tokens for number in numbers] == [0, *[6 * BLOCK_SIZE] * 4]
+        assert all(server.ids(number) == server.expected(number) for number in numbers)
+        server.assert_idle()
+
+    def test_equal_prompts_share_a_prefill_that_began_in_the_same_step(self):
+        server = Server(max_batch_tokens=200)
+        prompt = words(3 * BLOCK_SIZE + 1, seed=1)
+        first, second = server.submit(prompt), server.submit(prompt)
+        server.step()
+        assert set(server.ranks.trace[0]) == {first}
+        server.step()
+        assert server.computed(second) == [(3 * BLOCK_SIZE, 1)]
+
+    def test_who_waits_for_anothers_prefill_is_not_lost_when_that_one_is_cancelled(self):
+        server = Server(max_batch_tokens=32)
+        prompt = words(100, seed=1)
+        first, second = server.submit(prompt), server.submit(prompt)
+        server.step()
+        server.cancel(first)
+        server.run()
+        assert server.computed(second)[0][0] == 32  # what had been computed is not lost either
+        assert server.ids(second) == server.expected(second)
+        server.assert_idle()
+
+    def test_a_request_with_other_beginning_overtakes_one_that_waits_for_a_prefill(self):
+        server = Server(max_batch_tokens=64)
+        prompt = words(100, seed=1)
+        server.submit(prompt)
+        waits, other = server.submit(prompt), server.submit(words(5, seed=2))
+        server.step()
+        server.step()
+        assert server.computed(other)
+        assert not server.computed(waits)
+
+    def test_blocks_shared_by_running_sequences_survive_each_of_them(self):
+        server = Server(max_batch_tokens=200)
+        prompt = words(4 * BLOCK_SIZE, seed=1)
+        server.submit(prompt, max_tokens=1)
+        server.run()
+        numbers = [server.submit([*prompt, *words(5, seed=each)], max_tokens=3 + 9 * each) for each in range(4)]
+        server.run()
+        assert all(server.ids(number) == server.expected(number) for number in numbers)
+        server.assert_idle()
+
+
+class TestPreemption:
+    def test_the_newest_gives_way_and_every_stream_is_whole(self):
+        server = Server(blocks=8, max_batch_tokens=64)
+        numbers = [server.submit(words(2 * BLOCK_SIZE, seed=each), max_tokens=40) for each in range(2)]
+        server.run()
+        older, newer = (server.computed(number) for number in numbers)
+        assert older == [(0, 32), *[(position, 1) for position in range(32, 71)]]
+        assert [count for _, count in newer[1:] if count > 1]
+        assert [server.ids(number) for number in numbers] == [server.expected(number) for number in numbers]
+        assert [len(server.ids(number)) for number in numbers] == [40, 40]
+        server.assert_idle()
+
+    @pytest.mark.parametrize("prefix_cache", [True, False])
+    def test_a_preempted_sequence_is_recomputed_from_prompt_and_output(self, prefix_cache):
+        server = Server(blocks=4, max_batch_tokens=64, prefix_cache=prefix_cache)
+        older = server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40)
+        newer = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40)
+        server.run()
+        restarts = [(start, count) for start, count in server.computed(newer)[1:] if count > 1]
+        assert len(restarts) == 1
+        assert sum(restarts[0]) > BLOCK_SIZE + 1
+        assert server.ids(newer) == server.expected(newer)
+        assert all(count == 1 for _, count in server.computed(older)[1:])
+        server.assert_idle()
+
+    def test_the_least_important_gives_way_even_if_it_is_the_oldest(self):
+        server = Server(blocks=4)
+        slight = server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40, priority=-1)
+        weighty = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40, priority=1)
+        server.run()
+        assert all(count == 1 for _, count in server.computed(weighty)[1:])
+        assert any(count > 1 for _, count in server.computed(slight)[1:])
+        assert server.ids(slight) == server.expected(slight)
+        server.assert_idle()
+
+    def test_cached_tokens_are_those_of_the_first_admission(self):
+        server = Server(blocks=4)
+        server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40)
+        newer = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40)
+        server.run()
+        assert [output.cached_tokens for output in server.outputs[newer]] == [0] * 40
+
+    def test_a_sequence_that_fills_the_pool_alone_never_gives_way(self):
+        server = Server(blocks=4)
+        number = server.submit(words(10, seed=1), max_tokens=4 * BLOCK_SIZE - 10)
+        server.run()
+        assert all(count == 1 for _, count in server.computed(number)[1:])
+        assert server.ids(number) == server.expected(number)
+        server.assert_idle()
+
+
+class TestPriority:
+    def test_the_important_are_admitted_first(self):
+        server = Server(max_seqs=1)
+        low, normal, high = (server.submit(words(3, seed=each), priority=each, max_tokens=1) for each in (-5, 0, 5))
+        server.run()
+        assert [set(step) for step in server.ranks.trace] == [{high}, {normal}, {low}]
+
+    def test_equals_are_admitted_in_order_of_arrival(self):
+        server = Server(max_seqs=1)
+        numbers = [server.submit(words(3, seed=each), max_tokens=1) for each in range(5)]
+        server.run()
+        assert [set(step) for step in server.ranks.trace] == [{number} for number in numbers]
+
+    def test_an_important_prompt_gets_the_budget_first(self):
+        server = Server(max_batch_tokens=32)
+        low = server.submit(words(40, seed=1))
+        server.step()
+        high = server.submit(words(60, seed=2), priority=1)
+        for _ in range(3):
+            server.step()
+        assert server.ranks.trace[1:] == [{low: (32, 8), high: (0, 24)}, {high: (24, 32)}, {high: (56, 4), low: (40, 1)}]
+        server.run()
+        assert server.ids(low) == server.expected(low)
+
+
+class TestRefusal:
+    def test_a_request_that_can_never_fit_is_refused_with_numbers(self):
+        server = Server(blocks=4)
+        with pytest.raises(LockstepError, match=r"need 5 blocks of KV cache, this engine has 4") as caught:
+            server.submit(words(50, seed=1), max_tokens=15)
+        assert caught.value.code is ErrorCode.RESOURCE_EXHAUSTED
+        assert not caught.value.meaning.retryable
+        server.assert_idle()
+        number = server.submit(words(50, seed=1), max_tokens=14)
+        server.run()
+        assert server.ids(number) == server.expected(number)
+
+    def test_a_full_queue_is_overloaded(self):
+        server = Server(max_queue=3)
+        for each in range(3):
+            server.submit(words(4, seed=each))
+        with pytest.raises(LockstepError, match="queue of 3") as caught:
+            server.submit(words(4, seed=9))
+        assert caught.value.code is ErrorCode.OVERLOADED
+        assert caught.value.retry_after_s > 0
+        server.step()
+        server.submit(words(4, seed=9))
+        server.run()
+        server.assert_idle()
+
+    def test_an_id_in_use_is_refused_and_can_be_used_again_later(self):
+        server = Server()
+        number = server.submit(words(4, seed=1))
+        request = server._requests[number]
+        with pytest.raises(LockstepError, match="in use") as caught:
+            server.scheduler.submit(request)
+        assert caught.value.code is ErrorCode.INVALID_REQUEST
+        server.run()
+        assert server.scheduler.submit(request) is None
+
+
+class TestCancel:
+    def test_unknown_requests_are_ignored(self):
+        server = Server()
+        assert not server.cancel(0)
+        number = server.submit(words(4, seed=1))
+        server.run()
+        assert not server.cancel(number)
+
+    def test_while_waiting(self):
+        server = Server(max_seqs=1)
+        first, second = server.submit(words(4, seed=1)), server.submit(words(4, seed=2))
+        server.step()
+        assert server.cancel(second)
+        server.run()
+        assert server.outputs[second] == []
+        assert server.ids(first) == server.expected(first)
+        server.assert_idle()
+
+    @pytest.mark.parametrize("steps", [1, 2, 4, 6], ids=["first chunk", "second chunk", "first token", "decoding"])
+    def test_between_steps(self, steps):
+        server = Server(max_batch_tokens=32)
+        number = server.submit(words(100, seed=1), max_tokens=20)
+        for _ in range(steps):
+            server.step()
+        given = server.ids(number)
+        assert server.cancel(number)
+        server.assert_idle()
+        assert server.ids(number) == given
+
+    @pytest.mark.parametrize("steps", [0, 1, 3, 5], ids=["first chunk", "second chunk", "first token", "decoding"])
+    def test_while_a_step_is_in_flight(self, steps):
+        server = Server(max_batch_tokens=40)
+        number = server.submit(words(100, seed=1), max_tokens=20)
+        other = server.submit(words(3, seed=2), max_tokens=20)
+        for _ in range(steps):
+            server.step()
+        given = len(server.ids(number))
+        result = server.ranks.execute(server.scheduler.schedule())
+        assert server.cancel(number)
+        server.finish(result)
+        server.run()
+        assert len(server.ids(number)) == given
+        assert server.ids(other) == server.expected(other)
+        server.assert_idle()
+
+    def test_of_all_while_a_step_is_in_flight(self):
+        server = Server()
+        numbers = [server.submit(words(30, seed=each)) for each in range(3)]
+        result = server.ranks.execute(server.scheduler.schedule())
+        for number in numbers:
+            server.cancel(number)
+        server.finish(result)
+        server.assert_idle()
+        assert server.outputs == [[], [], []]
+
+    def test_the_same_id_can_be_submitted_again_while_the_step_is_in_flight(self):
+        server = Server()
+        number = server.submit(words(30, seed=1), max_tokens=5)
+        result = server.ranks.execute(server.scheduler.schedule())
+        server.cancel(number)
+        assert server.scheduler.submit(server._requests[number]) is None
+        server.finish(result)
+        assert server.outputs[number] == []
+        server.run()
+        assert server.ids(number) == server.expected(number)
+        server.assert_idle()
+
+    def test_a_freed_slot_serves_the_next_request(self):
+        server = Server(max_seqs=1)
+        first, second = server.submit(words(30, seed=1)), server.submit(words(30, seed=2))
+        result = server.ranks.execute(server.scheduler.schedule())
+        server.cancel(first)
+        server.finish(result)
+        server.run()
+        assert server.ids(second) == server.expected(second)
+
+    def test_of_a_preempted_sequence(self):
+        server = Server(blocks=4)
+        older = server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40)
+        newer = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40)
+        while server.scheduler.queued == 0:
+            server.step()
+        assert server.cancel(newer)
+        server.run()
+        assert server.ids(older) == server.expected(older)
+        server.assert_idle()
+
+
+class TestResume:
+    @pytest.mark.parametrize("count", [1, 7, 16, 29])
+    def test_goes_on_at_the_position_after_the_emitted_ids(self, count):
+        prompt = words(20, seed=1)
+        whole = expected_ids(prompt, 30, seed=5)
+        server = Server()
+        number = server.submit(prompt, emitted=whole[:count], max_tokens=30, seed=5)
+        server.run()
+        assert server.outputs[number][0].position == count
+        assert server.ids(number) == whole[count:]
+        server.assert_idle()
+
+    def test_cached_tokens_count_the_prompt_alone(self):
+        server = Server()
+        prompt = words(20, seed=1)
+        first = server.submit(prompt, max_tokens=60)
+        server.run()
+        second = server.submit(prompt, emitted=server.ids(first)[:50], max_tokens=60)
+        server.run()
+        assert server.computed(second)[0][0] == 4 * BLOCK_SIZE
+        assert server.outputs[second][0].cached_tokens == 20
+
+    @pytest.mark.parametrize(
+        ("emitted", "settings", "reason"),
+        [
+            ([5, 6, EOS], {}, FinishReason.STOP),
+            ([5, 6, 7], {"stop_token_ids": (7,)}, FinishReason.STOP),
+            ([5] * 8, {}, FinishReason.LENGTH),
+            ([5] * 9, {}, FinishReason.LENGTH),
+            ([*[5] * 7, EOS], {}, FinishReason.STOP),
+        ],
+    )
+    def test_complete_ids_give_one_last_output_and_no_step(self, emitted, settings, reason):
+        server = Server()
+        number = server.submit(words(4, seed=1), emitted=emitted, **settings)
+        (output,) = server.outputs[number]
+        assert (output.position, output.ids, output.finish) == (len(emitted), (), reason)
+        server.assert_idle()
+
+    def test_complete_ids_are_answered_even_if_queue_or_pool_have_no_room(self):
+        server = Server(blocks=2, max_queue=1)
+        server.submit(words(4, seed=1))
+        number = server.submit(words(400, seed=1), emitted=[5] * 8)
+        assert server.finish_reason(number) is FinishReason.LENGTH
+
+    def test_complete_at_the_context_limit(self):
+        server = Server(context_length=64)
+        number = server.submit(words(60, seed=1), emitted=[5] * 4, max_tokens=50)
+        assert server.finish_reason(number) is FinishReason.LENGTH
+
+    @pytest.mark.parametrize(
+        ("emitted", "settings"),
+        [([EOS], {"ignore_eos": True}), ([EOS], {"min_tokens": 2}), ([EOS, 5], {}), ([7, 5], {"stop_token_ids": (7,)})],
+    )
+    def test_ids_that_do_not_end_the_stream_are_gone_on_with(self, emitted, settings):
+        server = Server()
+        number = server.submit(words(4, seed=1), emitted=emitted, **settings)
+        server.run()
+        assert server.ids(number) == server.expected(number)
+
+
+class TestEnd:
+    def run_script(self, script, **settings):
+        server = Server(context_length=settings.pop("context_length", 512))
+        number = server.submit(settings.pop("prompt", words(4, seed=1)), script=script, **settings)
+        server.run()
+        server.assert_idle()
+        return server.ids(number), server.finish_reason(number)
+
+    def test_end_of_text_stops_and_is_among_the_ids(self):
+        assert self.run_script([5, 6, EOS, 7], max_tokens=10) == ([5, 6, EOS], FinishReason.STOP)
+
+    def test_a_stop_id_stops_and_is_among_the_ids(self):
+        ids = self.run_script([5, 6, 7, 8], max_tokens=10, stop_token_ids=(50, 7))
+        assert ids == ([5, 6, 7], FinishReason.STOP)
+
+    def test_ignored_end_of_text_does_not_stop(self):
+        assert self.run_script([EOS, EOS, 5], max_tokens=3, ignore_eos=True) == ([EOS, EOS, 5], FinishReason.LENGTH)
+
+    def test_stop_ids_count_when_end_of_text_is_ignored(self):
+        assert self.run_script([EOS, 7], max_tokens=5, ignore_eos=True, stop_token_ids=(7,))[1] is FinishReason.STOP
+
+    def test_nothing_stops_before_min_tokens(self):
+        script = [EOS, 7, 7, EOS, 5]
+        assert self.run_script(script, max_tokens=5, min_tokens=4, stop_token_ids=(7,)) == (script[:4], FinishReason.STOP)
+
+    def test_max_tokens_come_before_min_tokens(self):
+        assert self.run_script([5] * 9, max_tokens=3, min_tokens=8) == ([5, 5, 5], FinishReason.LENGTH)
+
+    @pytest.mark.parametrize("count", [1, 2, 17])
+    def test_max_tokens(self, count):
+        assert self.run_script([5] * 20, max_tokens=count) == ([5] * count, FinishReason.LENGTH)
+
+    @pytest.mark.parametrize("length", [60, 63])
+    def test_the_context_limit(self, length):
+        ids, reason = self.run_script([5] * 20, prompt=words(length, seed=1), max_tokens=50, context_length=64)
+        assert (len(ids), reason) == (64 - length, FinishReason.LENGTH)
+
+    def test_ids_that_must_not_come_before_min_tokens_are_told_to_the_ranks(self):
+        server = Server()
+        server.submit(words(4, seed=1), stop_token_ids=(7, 8), min_tokens=3)
+        server.submit(words(4, seed=1), stop_token_ids=(7, 8), min_tokens=3, ignore_eos=True)
+        server.submit(words(4, seed=1), stop_token_ids=(7, 8))
+        both, stops, none = server.scheduler.schedule().added
+        assert sorted(both.forbidden_ids) == [7, 8, EOS]
+        assert sorted(stops.forbidden_ids) == [7, 8]
+        assert none.forbidden_ids == []
+
+
+class TestReset:
+    def test_starts_with_an_empty_pool_of_the_new_size(self):
+        server = Server(blocks=8)
+        number = server.submit(words(40, seed=1))
+        server.step()
+        server.cancel(number)
+        server.scheduler.reset(3)
+        assert server.pool.free == server.pool.total == 3
+        with pytest.raises(LockstepError, match="this engine has 3"):
+            server.submit(words(40, seed=1), max_tokens=9)
+
+    def test_nothing_is_found_in_the_new_pool(self):
+        server = Server(blocks=8)
+        number = server.submit(words(40, seed=1))
+        server.run()
+        server.scheduler.reset(8)
+        number = server.submit(words(40, seed=1))
+        plan = server.scheduler.schedule()
+        assert len(plan.token_ids) == 4 * 40
+        assert number in plan.added[0].logit_bias
+
+
+class TestFairness:
+    def test_a_large_request_is_not_starved_by_small_ones(self):
+        server = Server(blocks=16, max_seqs=8)
+        small = 0
+        for _ in range(5):
+            server.submit(words(20, seed=small), max_tokens=12)
+            small += 1
+        server.step()
+        large = server.submit(words(200, seed=99), max_tokens=40)
+        for _ in range(200):
+            while server.scheduler.queued < 5:
+                server.submit(words(20, seed=small), max_tokens=12)
+                small += 1
+            server.step()
+            if server.finish_reason(large) is not None:
+                break
+        assert server.ids(large) == server.expected(large)
+        assert len(server.ids(large)) == 40
+
+    def test_followers_of_a_prefix_are_not_overtaken_for_ever(self):
+        server = Server(blocks=16, max_seqs=2, max_batch_tokens=32)
+        prompt = words(60, seed=1)
+        server.submit(prompt, max_tokens=2)
+        follower = server.submit(prompt, max_tokens=2)
+        others = 0
+        for _ in range(60):
+            while server.scheduler.queued < 5:
+                others += 1
+                server.submit(words(20, seed=others), max_tokens=5)
+            server.step()
+        assert server.ids(follower) == server.expected(follower)
+        assert len(server.ids(follower)) == 2
+
+
+def documents(seed):
+    """Beginnings that requests share."""
+    return [words(length, seed * 10 + length) for length in (0, 16, 40, 90)]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_soak_with_random_cancels(seed, prefix_cache):
+    """Thousands of requests over a pool that is too small: every stream is what it would be alone, and nothing leaks."""
+    choose = random.Random(seed)
+    server = Server(blocks=24, max_seqs=6, max_batch_tokens=40, max_queue=12, context_length=256, prefix_cache=prefix_cache)
+    shared = documents(seed)
+    live = set()
+    cancelled = set()
+
+    def submit():
+        prompt = [*choose.choice(shared), *words(choose.randint(1, 40), choose.random())]
+        count = choose.randint(1, 30)
+        request_seed = choose.randrange(2**64)
+        resumed = choose.randrange(count) if choose.random() < 0.3 else 0
+        live.add(
+            server.submit(
+                prompt,
+                emitted=expected_ids(prompt, resumed, seed=request_seed),
+                priority=choose.choice([0, 0, 0, 1, -1]),
+                tenant=choose.choice(["", "other"]),
+                max_tokens=count,
+                seed=request_seed,
+            )
+        )
+
+    def cancel_some(chance):
+        for number in sorted(live):
+            if choose.random() < chance and server.cancel(number):
+                cancelled.add(number)
+
+    while len(server.outputs) < 1500:
+        while server.scheduler.queued < choose.randint(0, 8):
+            submit()
+        cancel_some(0.003)
+        plan = server.scheduler.schedule()
+        if plan is not None:
+            result = server.ranks.execute(plan)
+            cancel_some(0.003)
+            server.finish(result)
+        live -= {number for number in live if server.finish_reason(number) is not None} | cancelled
+    server.run()
+    server.assert_idle()
+    for number in range(len(server.outputs)):
+        ids, expected = server.ids(number), server.expected(number)
+        assert ids == (expected[: len(ids)] if number in cancelled else expected), f"request {number}, seed {seed}"
+    assert 100 < len(cancelled) < 750
+    assert server.restarts() > 50
