@@ -79,8 +79,7 @@ class FakeOpenAI:
     """Close the connection instead of ending the body."""
 
     def __enter__(self) -> Self:
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, self))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), partial(_Handler, self))
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
@@ -95,6 +94,13 @@ class FakeOpenAI:
     @property
     def url(self) -> str:
         return f"{self.root}/v1"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: Any) -> None:
+        """A client that leaves in the middle is part of the tests."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -12,7 +12,7 @@ import grpc
 import pytest
 from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 
-SCRIPTED = (str(Path(__file__).parent / "scripted_worker.py"),)
+SCRIPTED = (str(Path(__file__).parent / "scripted_process.py"),)
 REAL = ("-m", "lockstep_worker")
 
 

@@ -1,4 +1,4 @@
-"""A worker process on the scripted engine: `python scripted_worker.py [flags of the worker]`."""
+"""A worker process on the scripted engine: `python scripted_process.py [flags of the worker]`."""
 
 import sys
 

@@ -1,0 +1,51 @@
+"""Engine settings are checked when they are made, and the error names the field and what was given."""
+
+import pytest
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_engine.config import EngineConfig
+
+
+def test_a_model_is_all_it_needs():
+    config = EngineConfig(model="somewhere")
+    assert (config.tp, config.device, config.prefix_cache) == (1, "auto", True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tp", 0),
+        ("tp", -2),
+        ("device", "gpu"),
+        ("dtype", "int8"),
+        ("dtype", "fp16"),
+        ("collectives", "nccl"),
+        ("max_seqs", 0),
+        ("max_seqs", 4097),
+        ("max_batch_tokens", 63),
+        ("max_queue", 0),
+        ("max_context", 1),
+        ("max_context", 0),
+        ("kv_memory_bytes", 0),
+        ("kv_memory_bytes", -1),
+        ("threads", 0),
+    ],
+)
+def test_bad_values_are_refused(field, value):
+    with pytest.raises(LockstepError, match=rf"^{field} .*\(given: {value}\)$") as caught:
+        EngineConfig(**{"model": "somewhere", field: value})
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_seqs": 4096, "max_batch_tokens": 4096},
+        {"max_seqs": 1, "max_batch_tokens": 1},
+        {"max_context": 2},
+        {"device": "cpu", "dtype": "bfloat16", "collectives": "torch", "threads": 1},
+        {"kv_memory_bytes": 1},
+    ],
+)
+def test_values_at_the_bounds_are_accepted(fields):
+    EngineConfig(model="somewhere", **fields)

@@ -1,0 +1,107 @@
+"""The shared segment between driver and ranks: what is put is what is got, and nothing runs into its neighbour."""
+
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.mailbox import Mailbox
+from lockstep_engine.plan import Plan, RankSpec, Result, SlotSampling, StepLogprobs, encode_plan, encode_result
+from lockstep_engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
+from lockstep_engine.sizes import message_sizes
+
+SIZES = (3, 100, 50)
+
+
+@pytest.fixture
+def sides():
+    """Driver and rank, each with a mapping of its own."""
+    fd = Mailbox.create(Mailbox.segment_bytes(*SIZES), "test")
+    made = Mailbox(fd, *SIZES), Mailbox(fd, *SIZES)
+    os.close(fd)
+    return made
+
+
+@settings(derandomize=True, deadline=None, database=None, max_examples=50)
+@given(st.lists(st.tuples(st.binary(max_size=100), st.binary(max_size=50)), max_size=8))
+def test_messages_arrive_as_they_were_sent(messages):
+    fd = Mailbox.create(Mailbox.segment_bytes(*SIZES), "test")
+    driver, rank = Mailbox(fd, *SIZES), Mailbox(fd, *SIZES)
+    os.close(fd)
+    for step, (plan, result) in enumerate(messages):
+        driver.put_plan(step, plan)
+        assert rank.get_plan(step) == plan
+        rank.put_result(result)
+        assert driver.get_result() == result
+
+
+def test_a_plan_stays_while_the_next_one_is_placed(sides):
+    driver, rank = sides
+    driver.put_plan(1, b"first")
+    driver.put_plan(2, b"second" * 16)
+    assert rank.get_plan(1) == b"first"
+    assert rank.get_plan(2) == b"second" * 16
+    driver.put_plan(3, b"")
+    assert rank.get_plan(3) == b""
+    assert rank.get_plan(2) == b"second" * 16
+
+
+def test_places_do_not_overlap_when_they_are_full(sides):
+    driver, rank = sides
+    for number in range(3):
+        rank.steps[number] = -1 - number
+        rank.collectives[number] = 2**62 + number
+    driver.put_plan(0, b"\xaa" * 100)
+    driver.put_plan(1, b"\xbb" * 100)
+    rank.put_result(b"\xcc" * 50)
+    assert driver.steps.tolist() == [-1, -2, -3]
+    assert driver.collectives.tolist() == [2**62, 2**62 + 1, 2**62 + 2]
+    assert (rank.get_plan(0), rank.get_plan(1), driver.get_result()) == (b"\xaa" * 100, b"\xbb" * 100, b"\xcc" * 50)
+
+
+def test_a_message_that_is_too_large_is_refused_and_changes_nothing(sides):
+    driver, rank = sides
+    driver.put_plan(4, b"plan")
+    rank.put_result(b"result")
+    with pytest.raises(ValueError, match="101 bytes in a place for 100"):
+        driver.put_plan(4, bytes(101))
+    with pytest.raises(ValueError, match="51 bytes in a place for 50"):
+        rank.put_result(bytes(51))
+    assert rank.get_plan(4) == b"plan"
+    assert driver.get_result() == b"result"
+
+
+def test_counters_of_ranks_start_at_zero_and_lie_on_different_cache_lines(sides):
+    driver, _ = sides
+    assert driver.steps.tolist() == driver.collectives.tolist() == [0, 0, 0]
+    assert driver.steps.strides == (64,)
+
+
+@pytest.mark.parametrize(("max_seqs", "context", "vocab"), [(1, 64, 300), (8, 4096, 128_000), (3, 2, 40)])
+def test_the_largest_messages_of_an_engine_fit(max_seqs, context, vocab):
+    """Every slot changes hands at once, with penalties, bias and stop ids, and tables as wide as they get."""
+    spec = RankSpec(
+        rank=0, tp=1, label="", epoch=0, model="", device="cpu", dtype="float32", max_seqs=max_seqs,
+        max_batch_tokens=max(512, max_seqs), context_length=context, kv_memory_bytes=None, deterministic=None, threads=1,
+        hidden_size=64, vocab_size=vocab, start_timeout_s=1.0,
+    )  # fmt: skip
+    plan_bytes, result_bytes = message_sizes(spec)
+    width = -(-context // BLOCK_SIZE)
+    largest = 2**31 - 1
+    entry = SlotSampling(
+        slot=max_seqs, temperature=0.1, top_k=largest, top_p=0.1, min_p=0.1, repetition_penalty=1.1,
+        frequency_penalty=0.1, presence_penalty=0.1, logit_bias={largest - each: 0.1 for each in range(MAX_LOGIT_BIAS)},
+        logprobs=MAX_LOGPROBS, prompt_ids=[largest] * (context - 1), emitted_ids=[largest] * (context - 1),
+        forbidden_ids=[largest] * (MAX_STOP_IDS + 8), min_tokens=largest,
+    )  # fmt: skip
+    numbers = bytes(4 * max_seqs)
+    plan = Plan(
+        step=2**40, token_ids=bytes(4 * spec.max_batch_tokens), starts=numbers, lengths=numbers, slots=numbers,
+        samples=numbers, emitted=numbers, uniforms=bytes(8 * max_seqs), tables=bytes(4 * max_seqs * width),
+        table_width=width, added=[entry] * max_seqs,
+    )  # fmt: skip
+    logprobs = StepLogprobs(-0.1, [largest] * MAX_LOGPROBS, [-0.1] * MAX_LOGPROBS)
+    result = Result(2**40, [largest] * max_seqs, [logprobs] * max_seqs, 2**40, 2**40)
+    assert len(encode_plan(plan)) <= plan_bytes
+    assert len(encode_result(result)) <= result_bytes

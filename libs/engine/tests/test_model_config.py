@@ -1,0 +1,249 @@
+"""A model directory is read right, or refused with one sentence that names the cause."""
+
+import json
+
+import pytest
+from handmade import safetensors_bytes, write_model
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_engine.config import EngineConfig
+from lockstep_engine.model_config import inspect_model
+
+
+def inspect(path, **settings):
+    return inspect_model(EngineConfig(model=str(path), **settings))
+
+
+def refusal(path, **settings):
+    """The sentence with which a model is refused."""
+    with pytest.raises(LockstepError) as caught:
+        inspect(path, **settings)
+    assert caught.value.code is ErrorCode.INVALID_REQUEST
+    assert caught.value.field == "model"
+    assert str(path) in caught.value.message
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+class TestWhatItSays:
+    def test_a_whole_directory(self, tmp_path):
+        path = write_model(tmp_path / "tiny", files=["b.safetensors", "a.safetensors"])
+        info = inspect(path)
+        assert (info.path, info.name, info.architecture, info.dtype) == (path, "tiny", "LlamaForCausalLM", "bfloat16")
+        assert (info.vocab_size, info.hidden_size, info.context_length, info.eos_ids) == (100, 64, 128, (1,))
+        assert info.weight_files == (path / "a.safetensors", path / "b.safetensors")
+        assert info.created == int((path / "config.json").stat().st_mtime)
+
+    @pytest.mark.parametrize(("limit", "expected"), [(None, 128), (64, 64), (1000, 128)])
+    def test_the_context_is_the_smaller_of_the_models_and_the_users(self, tmp_path, limit, expected):
+        assert inspect(write_model(tmp_path), max_context=limit).context_length == expected
+
+    def test_a_name_can_be_given(self, tmp_path):
+        assert inspect(write_model(tmp_path), name="served").name == "served"
+
+    @pytest.mark.parametrize(
+        ("config", "generation", "expected"),
+        [
+            (1, None, (1,)),
+            ([1, 2], None, (1, 2)),
+            (None, None, ()),
+            (1, {"eos_token_id": [3, 4]}, (3, 4)),
+            (1, {"eos_token_id": 5}, (5,)),
+            (1, {}, (1,)),
+        ],
+    )
+    def test_end_of_text_ids(self, tmp_path, config, generation, expected):
+        path = write_model(tmp_path, eos_token_id=config)
+        if generation is not None:
+            (path / "generation_config.json").write_text(json.dumps(generation))
+        assert inspect(path).eos_ids == expected
+
+    def test_end_of_text_ids_outside_the_vocabulary_are_left_out(self, tmp_path):
+        assert inspect(write_model(tmp_path, eos_token_id=[1, 100, -1])).eos_ids == (1,)
+
+    def test_the_index_names_the_files(self, tmp_path):
+        path = write_model(tmp_path, files=["one.safetensors", "two.safetensors", "stray.safetensors"])
+        write_index(path, {"a": "two.safetensors", "b": "one.safetensors", "c": "two.safetensors"})
+        assert inspect(path).weight_files == (path / "one.safetensors", path / "two.safetensors")
+
+
+def write_index(path, weight_map):
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+class TestRefusals:
+    def test_no_directory(self, tmp_path):
+        assert "no such directory" in refusal(tmp_path / "absent")
+        (tmp_path / "file").write_text("")
+        assert "no such directory" in refusal(tmp_path / "file")
+
+    def test_no_config(self, tmp_path):
+        (write_model(tmp_path) / "config.json").unlink()
+        assert "config.json is missing" in refusal(tmp_path)
+
+    @pytest.mark.parametrize("content", [b"", b"{", b"[1", b"\xff\xfe", b'{"vocab_size": 1,}'])
+    def test_a_broken_config(self, tmp_path, content):
+        (write_model(tmp_path) / "config.json").write_bytes(content)
+        assert "config.json cannot be read" in refusal(tmp_path)
+
+    @pytest.mark.parametrize("content", ["[]", "null", "3", '"text"'])
+    def test_a_config_that_is_no_object(self, tmp_path, content):
+        (write_model(tmp_path) / "config.json").write_text(content)
+        assert "config.json is not a JSON object" in refusal(tmp_path)
+
+    def test_a_config_that_is_a_directory(self, tmp_path):
+        (write_model(tmp_path) / "config.json").unlink()
+        (tmp_path / "config.json").mkdir()
+        assert "config.json cannot be read" in refusal(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("architectures", "named"),
+        [
+            (["BertModel"], "BertModel"),
+            (["LlamaForSequenceClassification"], "LlamaForSequenceClassification"),
+            ([], "None"),
+            (None, "None"),
+            ([3], "3"),
+        ],
+    )
+    def test_an_architecture_that_generates_no_text(self, tmp_path, architectures, named):
+        message = refusal(write_model(tmp_path, architectures=architectures))
+        assert f"architecture {named}" in message
+        assert "ForCausalLM" in message
+
+    @pytest.mark.parametrize("architectures", ["LlamaForCausalLM", 5, {"a": 1}, True])
+    def test_architectures_that_are_no_list(self, tmp_path, architectures):
+        assert "architecture" in refusal(write_model(tmp_path, architectures=architectures))
+
+    @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "max_position_embeddings"])
+    @pytest.mark.parametrize("value", [None, 0, -1, "100", 1.5, [100]])
+    def test_a_size_that_is_missing_or_no_number(self, tmp_path, field, value):
+        message = refusal(write_model(tmp_path, **{field: value}))
+        assert f"no usable {field} (given: {value})" in message
+
+    def test_broken_generation_config(self, tmp_path):
+        (write_model(tmp_path) / "generation_config.json").write_text("{")
+        assert "generation_config.json cannot be read" in refusal(tmp_path)
+
+    @pytest.mark.parametrize("others", [[], ["pytorch_model.bin"]])
+    def test_no_weights(self, tmp_path, others):
+        assert "no *.safetensors file" in refusal(write_model(tmp_path, files=others))
+
+    def test_an_index_that_names_a_missing_file(self, tmp_path):
+        path = write_model(tmp_path, files=["one.safetensors"])
+        write_index(path, {"a": "one.safetensors", "b": "two.safetensors"})
+        assert "two.safetensors is named by the index but missing" in refusal(path)
+
+    @pytest.mark.parametrize(
+        "content",
+        ["{", "[]", '{"weight_map": []}', '{"weight_map": null}', '{"weight_map": {"a": 1, "b": "x"}}', '{"weight_map": "x"}'],
+    )
+    def test_a_broken_index(self, tmp_path, content):
+        path = write_model(tmp_path)
+        (path / "model.safetensors.index.json").write_text(content)
+        assert refusal(path)
+
+    def test_an_index_that_names_nothing(self, tmp_path):
+        path = write_model(tmp_path)
+        write_index(path, {})
+        assert refusal(path)
+
+    @pytest.mark.parametrize("where", ["nothing", "length", "header", "first byte of data", "last byte of data"])
+    def test_weights_cut_short(self, tmp_path, where):
+        path = write_model(tmp_path)
+        whole = safetensors_bytes(64)
+        left = {"nothing": 0, "length": 7, "header": 30, "first byte of data": len(whole) - 64, "last byte of data": -1}
+        (path / "model.safetensors").write_bytes(whole[: left[where]])
+        message = refusal(path)
+        assert "model.safetensors" in message
+        assert "cut short" in message
+
+    def test_weights_cut_short_anywhere(self, tmp_path):
+        path = write_model(tmp_path)
+        whole = safetensors_bytes(16)
+        for length in range(len(whole)):
+            (path / "model.safetensors").write_bytes(whole[:length])
+            assert "cut short" in refusal(path)
+        (path / "model.safetensors").write_bytes(whole)
+        inspect(path)
+
+    def test_weights_that_are_too_long(self, tmp_path):
+        path = write_model(tmp_path)
+        (path / "model.safetensors").write_bytes(safetensors_bytes() + b"x")
+        assert "model.safetensors" in refusal(path)
+
+    @pytest.mark.parametrize(
+        "header",
+        [b"not json", b"[]", b"3", b'{"w": 3}', b'{"w": {}}', b'{"w": {"data_offsets": [0]}}', b'{"w": {"data_offsets": "x"}}'],
+    )
+    def test_weights_with_a_broken_header(self, tmp_path, header):
+        path = write_model(tmp_path)
+        (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        assert "model.safetensors" in refusal(path)
+
+    def test_a_header_that_claims_to_be_huge_is_not_read(self, tmp_path):
+        path = write_model(tmp_path)
+        (path / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + bytes(100))
+        assert "cut short" in refusal(path)
+
+    def test_weights_that_are_a_directory(self, tmp_path):
+        (write_model(tmp_path, files=[]) / "model.safetensors").mkdir()
+        assert "model.safetensors" in refusal(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("tp", "changes", "words"),
+        [
+            (3, {}, "4 attention heads cannot be split over tp = 3"),
+            (8, {}, "4 attention heads cannot be split over tp = 8"),
+            (4, {"num_attention_heads": 12, "num_key_value_heads": 3}, "3 key/value heads can be neither split nor repeated"),
+            (4, {"intermediate_size": 98}, "intermediate_size 98 cannot be split over tp = 4"),
+            (2, {"moe_intermediate_size": 33}, "moe_intermediate_size 33 cannot be split over tp = 2"),
+        ],
+    )
+    def test_what_cannot_be_split(self, tmp_path, tp, changes, words):
+        assert words in refusal(write_model(tmp_path, **changes), tp=tp)
+
+    @pytest.mark.parametrize(
+        ("tp", "changes"),
+        [(4, {}), (4, {"num_key_value_heads": 1}), (2, {"num_key_value_heads": None}), (1, {"intermediate_size": 97})],
+    )
+    def test_what_can_be_split(self, tmp_path, tp, changes):
+        inspect(write_model(tmp_path, **changes), tp=tp)
+
+
+class TestDigest:
+    @pytest.fixture
+    def path(self, tmp_path):
+        return write_model(tmp_path / "first", files=["a.safetensors", "b.safetensors"])
+
+    def test_is_the_same_for_a_copy_elsewhere(self, path, tmp_path):
+        copy = write_model(tmp_path / "second", files=["a.safetensors", "b.safetensors"])
+        assert inspect(path).digest == inspect(copy, name="other", max_context=64).digest
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda path: write_model(path, files=["a.safetensors", "b.safetensors"], rope_theta=5.0),
+            lambda path: (path / "tokenizer.json").write_text("{ }"),
+            lambda path: (path / "tokenizer.json").unlink(),
+            lambda path: (path / "a.safetensors").write_bytes(safetensors_bytes(fill=8)),
+            lambda path: (path / "a.safetensors").write_bytes(safetensors_bytes(payload=65)),
+            lambda path: (path / "b.safetensors").unlink(),
+            lambda path: (path / "c.safetensors").write_bytes(safetensors_bytes()),
+            lambda path: (path / "generation_config.json").write_text('{"eos_token_id": 2}'),
+        ],
+        ids=["config", "tokenizer", "no tokenizer", "values", "size", "file less", "file more", "end-of-text ids"],
+    )
+    def test_changes_with_whatever_changes_the_output(self, path, change):
+        before = inspect(path).digest
+        change(path)
+        assert inspect(path).digest != before
+
+    @pytest.mark.parametrize("at", [0, -1])
+    def test_sees_a_change_in_either_end_of_a_large_file(self, tmp_path, at):
+        path = write_model(tmp_path)
+        whole = bytearray(safetensors_bytes(payload=3 * 2**20))
+        (path / "model.safetensors").write_bytes(whole)
+        before = inspect(path).digest
+        whole[at if at else len(whole) - 3 * 2**20] ^= 1
+        (path / "model.safetensors").write_bytes(whole)
+        assert inspect(path).digest != before
