@@ -374,6 +374,8 @@ def _group_settings(config: EngineConfig, model: ModelInfo) -> GroupSettings:
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONFAULTHANDLER": "1",
+        # Asking the CUDA runtime would initialise it in the zygote, and a forked child could not use it.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     if config.deterministic is not False:
         # Products whose rows have the same bits whatever their number: MKL's strict conditional numerical

@@ -1,0 +1,140 @@
+"""Collectives through a shared segment: ranks in threads, each with a mapping of its own."""
+
+import os
+import threading
+
+import pytest
+import torch
+from lockstep_engine.distributed import Alone, SharedMemory
+from lockstep_engine.mailbox import Mailbox
+from lockstep_engine.sizes import segment_bytes
+
+CAPACITY = 64 * 1024
+
+
+def run_ranks(size, work, capacity=CAPACITY):
+    """work(group) in one thread for each rank; their results in order."""
+    fd = Mailbox.create(segment_bytes(size, capacity), "test")
+    progress = [0] * size
+    results = [None] * size
+
+    def count(rank):
+        def counted():
+            progress[rank] += 1
+
+        return counted
+
+    def run(rank):
+        try:
+            results[rank] = work(SharedMemory(fd, rank, size, capacity, count(rank)))
+        except BaseException as error:  # noqa: BLE001 - raised in the test's thread
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    os.close(fd)
+    assert not any(thread.is_alive() for thread in threads), "ranks wait for each other"
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results, progress
+
+
+def contribution(rank, call, shape, dtype):
+    generator = torch.Generator().manual_seed(1000 * call + rank)
+    return (torch.randn(shape, generator=generator) * 10 ** (call % 5)).to(dtype)
+
+
+SHAPES = [(1,), (7, 3), (1, 64), (33, 64), (2, 5, 11), (64, 256)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_many_rounds_of_different_shapes_and_types(size):
+    """Sums are taken in the order of ranks, and all ranks hold the same bits, whoever comes late."""
+    calls = [
+        (call, SHAPES[call * 7 % len(SHAPES)], DTYPES[call % len(DTYPES)] if SHAPES[call * 7 % len(SHAPES)] != (64, 256) else torch.float32)
+        for call in range(60)
+    ]
+
+    def work(group):
+        chooser = torch.Generator().manual_seed(group.rank)
+        given = []
+        for call, shape, dtype in calls:
+            if torch.rand((), generator=chooser) < 0.1:
+                threading.Event().wait(0.003)
+            x = contribution(group.rank, call, shape, dtype)
+            given.append(group.all_gather(x) if call % 3 == 0 else group.all_reduce(x))
+        return given
+
+    results, progress = run_ranks(size, work)
+    assert progress == [len(calls)] * size
+    for call, shape, dtype in calls:
+        parts = [contribution(rank, call, shape, dtype) for rank in range(size)]
+        expected = torch.cat(parts, dim=-1)
+        if call % 3:
+            expected = parts[0] + parts[1]
+            for part in parts[2:]:
+                expected = expected + part
+        for rank in range(size):
+            assert results[rank][call].dtype == dtype
+            assert torch.equal(results[rank][call], expected)
+
+
+def test_results_are_not_overwritten_by_later_calls():
+    def work(group):
+        kept = [group.all_gather(torch.full((4,), float(10 * call + group.rank))) for call in range(10)]
+        return torch.stack(kept)
+
+    results, _ = run_ranks(2, work)
+    expected = torch.tensor([[10.0 * call] * 4 + [10.0 * call + 1] * 4 for call in range(10)])
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_inputs_may_be_views_of_another_order():
+    x = torch.arange(24.0).view(4, 6)
+
+    def work(group):
+        return group.all_reduce(x.clone().t()), group.all_gather(x.t())
+
+    results, _ = run_ranks(2, work)
+    for summed, gathered in results:
+        assert torch.equal(summed, 2 * x.t())
+        assert torch.equal(gathered, torch.cat([x.t(), x.t()], dim=-1))
+
+
+def test_a_contribution_may_fill_the_capacity_and_not_exceed_it():
+    def full(group):
+        return group.all_reduce(torch.ones(CAPACITY // 4))
+
+    results, _ = run_ranks(2, full)
+    assert all(torch.equal(result, torch.full((CAPACITY // 4,), 2.0)) for result in results)
+    with pytest.raises(RuntimeError):
+        run_ranks(2, lambda group: group.all_reduce(torch.ones(CAPACITY // 4 + 1)))
+
+
+def test_an_empty_contribution_passes():
+    results, progress = run_ranks(2, lambda group: group.all_reduce(torch.ones(0, 5)))
+    assert [result.shape for result in results] == [(0, 5)] * 2
+    assert progress == [1, 1]
+
+
+def test_time_spent_waiting_is_counted():
+    def work(group):
+        if group.rank == 1:
+            threading.Event().wait(0.1)
+        group.all_reduce(torch.ones(4))
+        return group.spent_ns
+
+    (waited, late), _ = run_ranks(2, work)
+    assert waited > 80_000_000
+    assert 0 < late < waited
+
+
+def test_alone_changes_nothing():
+    x = torch.randn(3)
+    assert Alone().all_reduce(x) is x
+    assert Alone().all_gather(x) is x
