@@ -120,7 +120,7 @@ def test_columns_then_rows_need_one_sum():
             group = FakeGroup(rank, size)
             row = load(RowLinear("down", shard, 16, group, bias=False, dtype=F32), tensors)
             total += row(functional.silu(parts[0](x)) * parts[1](x))
-        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -202,13 +202,19 @@ class TestMergedParts:
 
 
 @pytest.mark.parametrize(("inside", "out"), [(64, 96), (40, 24), (288, 331), (96, 64)])
-def test_a_row_of_a_packed_product_has_the_same_bits_whatever_its_neighbours(inside, out):
+def test_a_row_of_a_packed_product_has_the_same_bits_whatever_its_neighbours_and_threads(inside, out):
     """With MKL's strict reproducibility, which conftest.py and the rank processes set."""
     layer = load(ColumnLinear(["p"], [(0, out)], inside, bias=False, dtype=F32), {"p.weight": torch.randn(out, inside)})
     x = torch.randn(33, inside)
     whole = layer(x)
-    for start, count in ((0, 1), (32, 1), (5, 2), (3, 7), (16, 16)):
-        assert torch.equal(layer(x[start : start + count].clone()), whole[start : start + count])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            for start, count in ((0, 33), (0, 1), (32, 1), (5, 2), (3, 7), (16, 16)):
+                assert torch.equal(layer(x[start : start + count].clone()), whole[start : start + count])
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (3, 5, 40), (2, 4, 2, 16), (7, 3)])
@@ -220,4 +226,5 @@ def test_norm_is_torchs(shape):
     torch.testing.assert_close(norm(x), expected, atol=1e-6, rtol=1e-5)
     assert torch.equal(x, before)
     torch.testing.assert_close(norm(x.transpose(0, -2)), expected.transpose(0, -2), atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(norm(x.double()), expected.double(), atol=1e-6, rtol=1e-5)
+    narrow = FusedRmsNorm(torch.nn.Parameter(norm.weight.bfloat16()), 1e-5)(x.bfloat16())
+    torch.testing.assert_close(narrow.float(), expected, atol=0.05, rtol=0.05)

@@ -196,7 +196,9 @@ class Stack:
         states = {ROUTER: "starting" if status is None else READY} | dict.fromkeys(self.worker_ids, "starting")
         for worker in (status or {}).get("workers", []):
             if worker.get("id") in states:
-                states[worker["id"]] = state_of(worker)
+                reason = worker.get("reason")
+                state = state_of(worker)
+                states[worker["id"]] = f"{state} ({reason})" if reason and state != READY else state
         return states
 
     def _stages(self, directory: str) -> list[dict[str, list[str]]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -9,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
+from tqdm import tqdm
 
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.engine import AsyncEngine
@@ -39,7 +41,13 @@ class Engine:
         self._outputs: dict[str, asyncio.Queue[Output]] = {}
         self._numbers = itertools.count()
         self._engine = AsyncEngine(
-            EngineConfig(model=str(model), **settings), on_outputs=self._deliver, on_change=lambda: None
+            EngineConfig(model=str(model), **settings),
+            on_outputs=self._deliver,
+            on_change=lambda: None,
+            on_progress=self._show_loading,
+        )
+        self._loading = tqdm(
+            total=100, desc="loading weights", unit="%", delay=1.0, leave=False, disable=not sys.stderr.isatty()
         )
         self._tokenizer = _load_tokenizer(self._engine.model.path)
         try:
@@ -47,6 +55,8 @@ class Engine:
         except BaseException:
             self.close()
             raise
+        finally:
+            self._loading.close()
 
     @property
     def core(self) -> AsyncEngine:
@@ -123,6 +133,9 @@ class Engine:
     def _request(self, prompt: Prompt, params: SamplingParams) -> Request:
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         return Request(f"offline-{next(self._numbers)}", tuple(ids), params)
+
+    def _show_loading(self) -> None:
+        self._loading.update(round(100 * self._engine.status().loading) - self._loading.n)
 
     def _deliver(self, _step: int, outputs: list[Output]) -> None:
         for output in outputs:

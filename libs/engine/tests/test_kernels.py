@@ -1,0 +1,395 @@
+"""The compiled CPU kernels against plain torch, and their promise: a row's bits depend on that row alone."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from lockstep_engine.attention import CompiledAttention, StepLayout, step_attention
+from lockstep_engine.attention_torch import TorchAttention
+from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.kernels import cpu
+from lockstep_engine.kv_cache import KvCache
+from torch.nn import functional
+
+pytestmark = pytest.mark.skipif(not cpu.usable(16), reason="the kernels were not built")
+
+CPU = torch.device("cpu")
+LAYER = 1
+POISON = 1e20
+"""Where no token of a sequence is. Finite: a masked score stays masked, a weight of 0 hides a value."""
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """One thread, unless a test sets another number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def by_kernel(cache, layout):
+    return CompiledAttention(cache, layout)
+
+
+def by_torch(cache, layout):
+    return TorchAttention(cache, layout, deterministic=True)
+
+
+class Texts:
+    """Random queries, keys and values of sequences, and blocks for them in disorder."""
+
+    def __init__(self, lengths, *, heads=4, kv_heads=2, dim=32, seed=0, scale=1.0):
+        generator = torch.Generator().manual_seed(seed)
+        self.lengths, self.heads, self.kv_heads, self.dim = lengths, heads, kv_heads, dim
+        self.queries = [torch.randn(heads, each, dim, generator=generator) * scale for each in lengths]
+        self.keys = [torch.randn(kv_heads, each, dim, generator=generator) * scale for each in lengths]
+        self.values = [torch.randn(kv_heads, each, dim, generator=generator) for each in lengths]
+        needs = [-(-each // BLOCK_SIZE) for each in lengths]
+        order = np.random.default_rng(seed).permutation(sum(needs)).astype(np.int32)
+        self.blocks = np.split(order, np.cumsum(needs)[:-1])
+
+    def attend(self, kind, steps, **options):
+        """Outputs [heads, length, dim] of each sequence after `steps`, each a list of (sequence, tokens to compute)."""
+        total = sum(len(each) for each in self.blocks)
+        cache = KvCache(
+            layers=2, kv_heads=self.kv_heads, head_dim=self.dim, blocks=total, dtype=torch.float32, device=CPU
+        )
+        cache.keys[:, :, :total] = math.nan  # what earlier owners left; a block is cleared when it is entered
+        cache.values[:, :, :total] = math.inf
+        done = [0] * len(self.lengths)
+        out = [torch.full((each, self.heads, self.dim), math.nan) for each in self.lengths]
+        for step in steps:
+            attention = kind(cache, self._layout(step, done))
+            self._poison(cache, step, done)
+            parts = [
+                torch.cat([tensors[sequence][:, done[sequence] : done[sequence] + count] for sequence, count in step], dim=1)
+                for tensors in (self.queries, self.keys, self.values)
+            ]
+            result = attention.attend(LAYER, *parts, scale=self.dim**-0.5, **options)
+            for (sequence, count), part in zip(step, result.split([count for _, count in step]), strict=True):
+                out[sequence][done[sequence] : done[sequence] + count] = part
+                done[sequence] += count
+        return out
+
+    def _layout(self, step, done):
+        width = max(-(-(done[sequence] + count) // BLOCK_SIZE) for sequence, count in step)
+        tables = np.full((len(step), width), -1, np.int32)
+        for row, (sequence, count) in enumerate(step):
+            used = -(-(done[sequence] + count) // BLOCK_SIZE)
+            tables[row, :used] = self.blocks[sequence][:used]
+        starts = np.array([done[sequence] for sequence, _ in step], np.int32)
+        return StepLayout(starts, np.array([count for _, count in step], np.int32), tables)
+
+    def _poison(self, cache, step, done):
+        for sequence, count in step:
+            end = done[sequence] + count
+            if end % BLOCK_SIZE:
+                block = self.blocks[sequence][end // BLOCK_SIZE]
+                cache.keys[:, :, block, :, end % BLOCK_SIZE :] = POISON
+                cache.values[:, :, block, end % BLOCK_SIZE :] = POISON
+
+    def at_once(self):
+        return [[(sequence, length) for sequence, length in enumerate(self.lengths)]]
+
+    def one_by_one(self):
+        return [
+            [(sequence, 1) for sequence, length in enumerate(self.lengths) if length > position]
+            for position in range(max(self.lengths))
+        ]
+
+    def in_random_chunks(self, seed):
+        """Steps in which some sequences decode, some prefill, some pause; in changing order."""
+        chooser = np.random.default_rng(seed)
+        left = list(self.lengths)
+        steps = []
+        while any(left):
+            step = [
+                (sequence, int(min(left[sequence], chooser.choice([1, 1, 2, 15, 16, 17, 40]))))
+                for sequence in chooser.permutation(len(left)).tolist()
+                if left[sequence] and chooser.random() < 0.7
+            ]
+            for sequence, count in step:
+                left[sequence] -= count
+            steps += [step] if step else []
+        return steps
+
+
+def dense(texts, *, window=None, soft_cap=None):
+    """Reference in float64, each sequence for itself, without blocks."""
+    outs = []
+    for queries, keys, values in zip(texts.queries, texts.keys, texts.values, strict=True):
+        repeat = texts.heads // texts.kv_heads
+        q, k, v = queries.double(), *(each.double().repeat_interleave(repeat, 0) for each in (keys, values))
+        scores = q @ k.transpose(1, 2) * texts.dim**-0.5
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        position = torch.arange(q.shape[1])
+        hidden = position[None, :] > position[:, None]
+        if window:
+            hidden |= position[None, :] <= position[:, None] - window
+        out = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ v
+        outs.append(out.transpose(0, 1).float())
+    return outs
+
+
+def assert_all_close(ours, expected):
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
+
+
+def assert_same_bits(ours, expected):
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+
+
+RAGGED = [1, 5, 15, 16, 17, 31, 32, 33, 130, 70]
+
+
+class TestAttention:
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "dim"),
+        [
+            (3, 3, 16), (4, 2, 32), (8, 2, 48), (7, 1, 64), (16, 2, 80), (4, 2, 96), (14, 2, 112), (2, 2, 128), (8, 1, 144),
+            (2, 1, 192), (4, 2, 240), (4, 1, 256),
+        ],
+    )  # fmt: skip
+    def test_kernel_and_torch_agree_with_dense_attention(self, heads, kv_heads, dim):
+        texts = Texts([1, 16, 17, 50, 33], heads=heads, kv_heads=kv_heads, dim=dim, seed=dim)
+        steps, expected = texts.in_random_chunks(dim), dense(texts)
+        assert_all_close(texts.attend(by_kernel, steps), expected)
+        assert_all_close(texts.attend(by_torch, steps), expected)
+
+    @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 37, 1000])
+    def test_windows(self, window):
+        texts = Texts([20, 70, 33], seed=window)
+        steps, expected = texts.in_random_chunks(window), dense(texts, window=window)
+        assert_all_close(texts.attend(by_kernel, steps, window=window), expected)
+        assert_all_close(texts.attend(by_torch, steps, window=window), expected)
+
+    @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+    @pytest.mark.parametrize("window", [None, 9])
+    def test_soft_caps(self, soft_cap, window):
+        texts = Texts([20, 70, 33], seed=4, scale=2.0)
+        steps, expected = texts.in_random_chunks(4), dense(texts, soft_cap=soft_cap, window=window)
+        assert_all_close(texts.attend(by_kernel, steps, soft_cap=soft_cap, window=window), expected)
+        assert_all_close(texts.attend(by_torch, steps, soft_cap=soft_cap, window=window), expected)
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_random_shapes_and_steps(self, seed):
+        chooser = np.random.default_rng(seed)
+        kv_heads, ratio = int(chooser.integers(1, 4)), int(chooser.choice([1, 2, 4, 7, 8]))
+        texts = Texts(
+            chooser.integers(1, 150, size=chooser.integers(1, 7)).tolist(),
+            heads=kv_heads * ratio,
+            kv_heads=kv_heads,
+            dim=16 * int(chooser.integers(1, 9)),
+            seed=seed,
+        )
+        options = {"window": [None, 7, 60][seed % 3], "soft_cap": [None, 20.0][seed % 2]}
+        steps = texts.in_random_chunks(seed)
+        kernel, twin = texts.attend(by_kernel, steps, **options), texts.attend(by_torch, steps, **options)
+        assert_all_close(kernel, dense(texts, **options))
+        assert_all_close(kernel, twin)
+
+    @pytest.mark.parametrize("scale", [30.0, 1e3, 1e6])
+    def test_large_scores_give_finite_means_of_values(self, scale):
+        """Rounding may decide between two keys, but what comes out lies between the least and the greatest value seen."""
+        texts = Texts([40, 17], scale=scale, seed=1)
+        for out, values in zip(texts.attend(by_kernel, texts.in_random_chunks(1)), texts.values, strict=True):
+            assert out.isfinite().all()
+            seen = values.repeat_interleave(2, 0).transpose(0, 1)
+            assert (out <= seen.cummax(0).values + 1e-4).all()
+            assert (out >= seen.cummin(0).values - 1e-4).all()
+
+    def test_keys_far_below_the_best_have_no_weight(self):
+        texts = Texts([20], heads=1, kv_heads=1, dim=16)
+        texts.keys[0][:] = -texts.queries[0][:, -1:] * 1e4
+        texts.keys[0][:, 7] = texts.queries[0][:, -1] * 1e4
+        (out,) = texts.attend(by_kernel, texts.at_once())
+        torch.testing.assert_close(out[-1], texts.values[0][:, 7])
+
+    def test_equal_scores_give_the_mean(self):
+        texts = Texts([37], heads=2, kv_heads=1, dim=16)
+        texts.queries[0].zero_()
+        (out,) = texts.attend(by_kernel, texts.at_once())
+        expected = texts.values[0][0].cumsum(0) / torch.arange(1, 38)[:, None]
+        torch.testing.assert_close(out[:, 0], expected, atol=1e-6, rtol=1e-5)
+
+    def test_queries_keys_and_values_may_be_views_of_a_merged_product(self):
+        lengths, heads, kv_heads, dim = [40], 4, 2, 32
+        texts = Texts(lengths, heads=heads, kv_heads=kv_heads, dim=dim)
+        merged = torch.cat([texts.queries[0], texts.keys[0], texts.values[0]]).transpose(0, 1).contiguous()
+        expected = texts.attend(by_kernel, texts.at_once())
+        parts = merged.transpose(0, 1).split((heads, kv_heads, kv_heads))
+        cache = KvCache(layers=1, kv_heads=kv_heads, head_dim=dim, blocks=3, dtype=torch.float32, device=CPU)
+        layout = StepLayout(np.array([0], np.int32), np.array([40], np.int32), np.array([[2, 0, 1]], np.int32))
+        out = CompiledAttention(cache, layout).attend(0, *parts, scale=dim**-0.5)
+        assert torch.equal(out, expected[0])
+
+    def test_layers_do_not_mix(self):
+        texts = Texts([20], heads=2, kv_heads=1, dim=16)
+        cache = KvCache(layers=3, kv_heads=1, head_dim=16, blocks=2, dtype=torch.float32, device=CPU)
+        layout = StepLayout(np.array([0], np.int32), np.array([20], np.int32), np.array([[1, 0]], np.int32))
+        attention = CompiledAttention(cache, layout)
+        parts = texts.queries[0], texts.keys[0], texts.values[0]
+        first = attention.attend(0, *parts, scale=0.25)
+        attention.attend(1, *(each * 2 for each in parts), scale=0.25)
+        assert torch.equal(attention.attend(2, *parts, scale=0.25), first)
+        assert torch.equal(cache.keys[0], cache.keys[2])
+        assert torch.equal(cache.keys[1], cache.keys[0] * 2)
+
+
+class TestAttentionBits:
+    """Without these a stream that moves to another worker, or is preempted, would change its text."""
+
+    @pytest.mark.parametrize("options", [{}, {"window": 20}, {"soft_cap": 30.0}], ids=str)
+    @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (7, 1, 64), (3, 3, 80)])
+    def test_chunks_and_neighbours_do_not_matter_to_the_kernel(self, heads, kv_heads, dim, options):
+        texts = Texts(RAGGED, heads=heads, kv_heads=kv_heads, dim=dim, seed=dim)
+        expected = texts.attend(by_kernel, texts.at_once(), **options)
+        assert_same_bits(texts.attend(by_kernel, texts.one_by_one(), **options), expected)
+        for seed in range(2):
+            assert_same_bits(texts.attend(by_kernel, texts.in_random_chunks(seed), **options), expected)
+        alone = [
+            texts.attend(by_kernel, [[(sequence, length)]], **options)[sequence]
+            for sequence, length in enumerate(texts.lengths)
+        ]
+        assert_same_bits(alone, expected)
+
+    @pytest.mark.parametrize("options", [{}, {"window": 20}, {"soft_cap": 30.0}], ids=str)
+    def test_chunks_and_neighbours_do_not_matter_to_torch(self, options):
+        texts = Texts(RAGGED, dim=32, seed=2)
+        expected = texts.attend(by_torch, texts.at_once(), **options)
+        assert_same_bits(texts.attend(by_torch, texts.one_by_one(), **options), expected)
+        for seed in range(2):
+            assert_same_bits(texts.attend(by_torch, texts.in_random_chunks(seed), **options), expected)
+
+    def test_the_number_of_threads_does_not_matter(self, threads):
+        texts = Texts(RAGGED, heads=6, kv_heads=3, dim=48)
+        outs = []
+        for count in (1, 2, 3):
+            threads(count)
+            outs.append(texts.attend(by_kernel, texts.at_once()) + texts.attend(by_kernel, texts.in_random_chunks(5)))
+        assert_same_bits(outs[1], outs[0])
+        assert_same_bits(outs[2], outs[0])
+
+    def test_the_place_in_the_cache_does_not_matter(self):
+        first, second = Texts(RAGGED, seed=6), Texts(RAGGED, seed=6)
+        order = np.random.default_rng(1).permutation(np.concatenate(second.blocks))
+        second.blocks = np.split(order, np.cumsum([len(each) for each in second.blocks])[:-1])
+        assert_same_bits(second.attend(by_kernel, second.at_once()), first.attend(by_kernel, first.at_once()))
+
+
+class TestChoice:
+    def cache(self, head_dim, dtype):
+        return KvCache(layers=1, kv_heads=1, head_dim=head_dim, blocks=2, dtype=dtype, device=CPU)
+
+    @pytest.mark.parametrize(
+        ("head_dim", "dtype", "kind"),
+        [
+            (64, torch.float32, CompiledAttention),
+            (256, torch.float32, CompiledAttention),
+            (64, torch.bfloat16, TorchAttention),
+            (10, torch.float32, TorchAttention),
+            (24, torch.float32, TorchAttention),
+            (272, torch.float32, TorchAttention),
+        ],
+    )
+    def test_the_kernel_is_taken_where_it_can_run(self, head_dim, dtype, kind):
+        layout = StepLayout(np.array([0], np.int32), np.array([1], np.int32), np.array([[0]], np.int32))
+        assert type(step_attention(self.cache(head_dim, dtype), layout, deterministic=True)) is kind
+
+
+class TestElementwise:
+    @pytest.mark.parametrize("width", [1, 3, 16, 33, 64, 288, 1000])
+    @pytest.mark.parametrize("eps", [1e-5, 1e-6])
+    def test_norm_with_and_without_sum(self, width, eps):
+        torch.manual_seed(width)
+        x, delta, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
+        torch.testing.assert_close(
+            cpu.add_rms_norm(x, None, weight, eps), functional.rms_norm(x, (width,), weight, eps), atol=2e-6, rtol=1e-5
+        )
+        summed = x + delta
+        out = cpu.add_rms_norm(x, delta, weight, eps)
+        assert torch.equal(x, summed)
+        torch.testing.assert_close(out, functional.rms_norm(summed, (width,), weight, eps), atol=2e-6, rtol=1e-5)
+
+    def test_norm_of_zeros_is_zero(self):
+        assert torch.equal(cpu.add_rms_norm(torch.zeros(2, 40), None, torch.ones(40), 1e-6), torch.zeros(2, 40))
+
+    @pytest.mark.parametrize("inner", [1, 15, 16, 17, 96, 770])
+    def test_silu_mul(self, inner):
+        torch.manual_seed(inner)
+        gate_up = torch.randn(4, 2 * inner) * 5
+        gate, up = gate_up.split(inner, dim=1)
+        torch.testing.assert_close(cpu.silu_mul(gate_up), functional.silu(gate) * up, atol=1e-6, rtol=1e-5)
+
+    def test_silu_mul_of_extremes(self):
+        gate = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 86.0, -86.0, 88.0, -88.0, 100.0, -100.0, 1e30, -1e30, 3e38, -3e38])
+        out = cpu.silu_mul(torch.cat([gate, torch.ones_like(gate)])[None])[0]
+        torch.testing.assert_close(out, functional.silu(gate), atol=1e-34, rtol=1e-5)
+
+    @pytest.mark.parametrize("normed", [False, True])
+    @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 64), (2, 2, 10), (8, 1, 128)])
+    def test_rope_is_llamas(self, heads, kv_heads, dim, normed):
+        torch.manual_seed(dim)
+        tokens = 7
+        qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
+        angles = torch.arange(tokens)[:, None] * 10000 ** (-torch.arange(0, dim, 2) / dim)
+        angles = torch.cat([angles, angles], dim=-1)
+        cosine, sine = angles.cos(), angles.sin()
+        q_norm, k_norm = torch.randn(2, dim)
+        expected = rotated(qkv, cosine, sine, heads, kv_heads, (q_norm, k_norm) if normed else None)
+        rope(qkv, cosine, sine, heads, kv_heads, (q_norm, k_norm) if normed else None)
+        torch.testing.assert_close(qkv, expected, atol=2e-6, rtol=1e-5)
+        values = slice((heads + kv_heads) * dim, None)
+        assert torch.equal(qkv[:, values], expected[:, values])
+
+    def test_a_row_has_the_same_bits_whatever_its_neighbours(self):
+        torch.manual_seed(0)
+        x, delta, weight = torch.randn(9, 100), torch.randn(9, 100), torch.randn(100)
+        norm, gated = cpu.add_rms_norm(x.clone(), delta, weight, 1e-5), cpu.silu_mul(x)
+        qkv, cosine, sine = torch.randn(9, 4 * 32), torch.randn(9, 32), torch.randn(9, 32)
+        turned = qkv.clone()
+        rope(turned, cosine, sine, 2, 1, None)
+        for row in range(9):
+            one = slice(row, row + 1)
+            assert torch.equal(cpu.add_rms_norm(x[one].clone(), delta[one], weight, 1e-5), norm[one])
+            assert torch.equal(cpu.silu_mul(x[one].contiguous()), gated[one])
+            alone = qkv[one].clone()
+            rope(alone, cosine[one], sine[one], 2, 1, None)
+            assert torch.equal(alone, turned[one])
+
+
+def rope(qkv, cosine, sine, heads, kv_heads, norms):
+    q_norm, k_norm = norms or (None, None)
+    cpu.rope(
+        cpu.RopeCall(
+            qkv=qkv.data_ptr(),
+            cosine=cosine.data_ptr(),
+            sine=sine.data_ptr(),
+            q_norm=None if q_norm is None else q_norm.data_ptr(),
+            k_norm=None if k_norm is None else k_norm.data_ptr(),
+            tokens=qkv.shape[0],
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=cosine.shape[-1],
+            eps=1e-5,
+        )
+    )
+
+
+def rotated(qkv, cosine, sine, heads, kv_heads, norms):
+    """Llama's formula: x * cos + rotate_half(x) * sin, on queries and keys; Qwen 3 normalizes each head before."""
+    dim = cosine.shape[-1]
+    parts = qkv.view(len(qkv), -1, dim)
+    q, k, v = parts.split((heads, kv_heads, kv_heads), dim=1)
+    if norms is not None:
+        q, k = (functional.rms_norm(each, (dim,), norm, 1e-5) for each, norm in zip((q, k), norms, strict=True))
+
+    def turn(x):
+        half = torch.cat([-x[..., dim // 2 :], x[..., : dim // 2]], dim=-1)
+        return x * cosine[:, None] + half * sine[:, None]
+
+    return torch.cat([turn(q), turn(k), v], dim=1).reshape(qkv.shape)
