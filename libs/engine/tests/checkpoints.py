@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.llama import LlamaConfig
 from transformers.models.mistral import MistralConfig
 from transformers.models.mixtral import MixtralConfig
@@ -37,11 +37,41 @@ CONFIGS = {
     ),
 }
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_HEADS = {"head_dim": 16}
+_WINDOW = {"head_dim": 16, "sliding_window": 37}
+MORE: dict[str, dict[str, object]] = {  # model type -> what differs from GROUPED
+    "arcee": {},
+    "cohere": {},
+    "cohere2": {},
+    "ernie4_5": {},
+    "exaone4": {},
+    "gemma": _HEADS,
+    "gemma2": _WINDOW,
+    "gemma3_text": _WINDOW,
+    "glm": _HEADS,
+    "glm4": _HEADS,
+    "granite": {},
+    "helium": _HEADS,
+    "olmo": {},
+    "olmo2": {},
+    "olmoe": _EXPERTS,
+    "phi": {},
+    "phi3": {},
+    "qwen2_moe": {**_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "seed_oss": _HEADS,
+    "smollm3": {},
+    "starcoder2": {},
+}
+
 
 def make(name: str, folder: Path) -> tuple[Path, PreTrainedModel]:
     """Write a checkpoint of random weights; return where, and the model as `transformers` has it."""
     torch.manual_seed(sum(map(ord, name)))
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32).eval()
+    config = (
+        CONFIGS[name] if name in CONFIGS else AutoConfig.for_model(name, **{**GROUPED, "pad_token_id": 0, **MORE[name]})
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # wider than the default, so that logits differ clearly
             parameter.copy_(torch.randn_like(parameter) * (0.6 / parameter.shape[-1] ** 0.5) + (parameter.dim() == 1))

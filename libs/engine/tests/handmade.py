@@ -19,7 +19,9 @@ CONFIG = {
 
 
 def safetensors_bytes(payload=64, fill=7):
-    header = json.dumps({"__metadata__": {"format": "pt"}, "w": {"dtype": "U8", "shape": [payload], "data_offsets": [0, payload]}})
+    header = json.dumps(
+        {"__metadata__": {"format": "pt"}, "w": {"dtype": "U8", "shape": [payload], "data_offsets": [0, payload]}}
+    )
     return struct.pack("<Q", len(header)) + header.encode() + bytes([fill]) * payload
 
 

@@ -1,7 +1,7 @@
-"""Ranks without a model: their KV cache holds the tokens themselves, and the next token is a function of what they read there.
+"""Ranks without a model: their KV cache holds the tokens, and the next token is a function of what they read there.
 
-What a request gets is known beforehand, from its prompt and seed alone. If a plan leads a sequence to a wrong block, to one
-that another has overwritten, or leaves a token out, what it reads is not its text and its tokens differ.
+What a request gets is known beforehand, from its prompt and seed alone. If a plan leads a sequence to a wrong block, to
+one that another has overwritten, or leaves a token out, what it reads is not its text and its tokens differ.
 """
 
 import random
@@ -63,6 +63,8 @@ class ScriptedRanks:
         assert 0 < len(tokens) == lengths.sum() <= self._budget
         assert lengths.min() > 0
         assert len(set(slots.tolist())) == len(slots)
+        used = -(-(starts + lengths) // BLOCK_SIZE)
+        assert ((tables >= 0) == (np.arange(plan.table_width) < used[:, None])).all()
         self.started += len(plan.added)
         for entry in plan.added:
             (self._names[entry.slot],) = entry.logit_bias
@@ -105,7 +107,13 @@ class Server:
     """A scheduler and its ranks. Requests are known by numbers, counted from 0."""
 
     def __init__(self, *, blocks=64, **limits):
-        defaults = {"max_seqs": 4, "max_batch_tokens": 64, "max_queue": 100, "context_length": 512, "prefix_cache": True}
+        defaults = {
+            "max_seqs": 4,
+            "max_batch_tokens": 64,
+            "max_queue": 100,
+            "context_length": 512,
+            "prefix_cache": True,
+        }
         self.limits = Limits(**{**defaults, **limits})
         self.scheduler = Scheduler(self.limits, [EOS], blocks)
         self.ranks = ScriptedRanks(blocks, self.limits.max_batch_tokens)

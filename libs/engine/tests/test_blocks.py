@@ -50,7 +50,7 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences of two tenants come and go over few blocks. The model knows contents by tenant and text, not by digest."""
+    """Sequences of two tenants come and go over few blocks. The model knows contents by tenant and text, no digests."""
 
     TOTAL = 7
 

@@ -27,7 +27,7 @@ def run_ranks(size, work, capacity=CAPACITY):
     def run(rank):
         try:
             results[rank] = work(SharedMemory(fd, rank, size, capacity, count(rank)))
-        except BaseException as error:  # noqa: BLE001 - raised in the test's thread
+        except BaseException as error:  # raised in the test's thread
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]

@@ -1,5 +1,6 @@
 """Draws are a pure function of seed and position, and look uniform from every side."""
 
+import itertools
 import statistics
 
 import pytest
@@ -65,6 +66,6 @@ def test_looks_uniform(values):
 
 @pytest.mark.parametrize("values", STREAMS.values(), ids=STREAMS)
 def test_neighbours_are_not_correlated(values):
-    pairs = list(zip(values, values[1:], strict=False))
+    pairs = list(itertools.pairwise(values))
     covariance = statistics.fmean((a - 0.5) * (b - 0.5) for a, b in pairs)
     assert abs(covariance) < 4 / 12 / len(pairs) ** 0.5

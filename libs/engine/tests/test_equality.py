@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import CONFIGS, make
+from checkpoints import CONFIGS, MORE, make
 from in_process import InProcessGroup
 from lockstep_common.errors import LockstepError
 
@@ -47,6 +47,19 @@ def _without_eos(group: InProcessGroup, prompt: list[int], count: int) -> list[i
         out.append(int(last.argmax()))
         logits = group.logits(out[-1:], position)
     return out
+
+
+@pytest.mark.parametrize("name", sorted(MORE))
+def test_more_architectures_equal_transformers(tmp_path, name):
+    path, oracle = make(name, tmp_path)
+    ids = torch.randint(2, 331, (1, 100), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = oracle(ids).logits[0]
+    for tp in (1, 2):
+        group = InProcessGroup(path, tp)
+        chunks = [group.logits(ids[0, :90].tolist(), 0)]
+        chunks += [group.logits([int(ids[0, position])], position) for position in range(90, 100)]
+        assert (torch.cat(chunks) - expected).abs().max() <= 1e-4
 
 
 def test_the_plain_shape_runs_fused_and_others_do_not(tmp_path: Path):

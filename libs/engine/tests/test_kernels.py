@@ -50,8 +50,8 @@ class Texts:
         order = np.random.default_rng(seed).permutation(sum(needs)).astype(np.int32)
         self.blocks = np.split(order, np.cumsum(needs)[:-1])
 
-    def attend(self, kind, steps, **options):
-        """Outputs [heads, length, dim] of each sequence after `steps`, each a list of (sequence, tokens to compute)."""
+    def attend(self, kind, steps, *, poison=True, **options):
+        """Outputs [length, heads, dim] of each sequence after `steps`, each a list of (sequence, tokens to compute)."""
         total = sum(len(each) for each in self.blocks)
         cache = KvCache(
             layers=2, kv_heads=self.kv_heads, head_dim=self.dim, blocks=total, dtype=torch.float32, device=CPU
@@ -62,9 +62,12 @@ class Texts:
         out = [torch.full((each, self.heads, self.dim), math.nan) for each in self.lengths]
         for step in steps:
             attention = kind(cache, self._layout(step, done))
-            self._poison(cache, step, done)
+            if poison:
+                self._poison(cache, step, done)
             parts = [
-                torch.cat([tensors[sequence][:, done[sequence] : done[sequence] + count] for sequence, count in step], dim=1)
+                torch.cat(
+                    [tensors[sequence][:, done[sequence] : done[sequence] + count] for sequence, count in step], dim=1
+                )
                 for tensors in (self.queries, self.keys, self.values)
             ]
             result = attention.attend(LAYER, *parts, scale=self.dim**-0.5, **options)
@@ -150,8 +153,8 @@ class TestAttention:
     @pytest.mark.parametrize(
         ("heads", "kv_heads", "dim"),
         [
-            (3, 3, 16), (4, 2, 32), (8, 2, 48), (7, 1, 64), (16, 2, 80), (4, 2, 96), (14, 2, 112), (2, 2, 128), (8, 1, 144),
-            (2, 1, 192), (4, 2, 240), (4, 1, 256),
+            (3, 3, 16), (4, 2, 32), (8, 2, 48), (7, 1, 64), (16, 2, 80), (4, 2, 96), (14, 2, 112), (2, 2, 128),
+            (8, 1, 144), (2, 1, 192), (4, 2, 240), (4, 1, 256),
         ],
     )  # fmt: skip
     def test_kernel_and_torch_agree_with_dense_attention(self, heads, kv_heads, dim):
@@ -194,13 +197,18 @@ class TestAttention:
 
     @pytest.mark.parametrize("scale", [30.0, 1e3, 1e6])
     def test_large_scores_give_finite_means_of_values(self, scale):
-        """Rounding may decide between two keys, but what comes out lies between the least and the greatest value seen."""
+        """Rounding may decide between two keys, but what comes out lies between the least and the greatest value."""
         texts = Texts([40, 17], scale=scale, seed=1)
         for out, values in zip(texts.attend(by_kernel, texts.in_random_chunks(1)), texts.values, strict=True):
             assert out.isfinite().all()
             seen = values.repeat_interleave(2, 0).transpose(0, 1)
             assert (out <= seen.cummax(0).values + 1e-4).all()
             assert (out >= seen.cummin(0).values - 1e-4).all()
+
+    @pytest.mark.parametrize("kind", [by_kernel, by_torch])
+    def test_what_earlier_owners_left_in_a_block_does_not_matter(self, kind):
+        texts = Texts([20, 70, 33], seed=4)
+        assert_all_close(texts.attend(kind, texts.in_random_chunks(4), poison=False), dense(texts))
 
     def test_keys_far_below_the_best_have_no_weight(self):
         texts = Texts([20], heads=1, kv_heads=1, dim=16)
@@ -258,8 +266,9 @@ class TestAttentionBits:
         assert_same_bits(alone, expected)
 
     @pytest.mark.parametrize("options", [{}, {"window": 20}, {"soft_cap": 30.0}], ids=str)
-    def test_chunks_and_neighbours_do_not_matter_to_torch(self, options):
-        texts = Texts(RAGGED, dim=32, seed=2)
+    @pytest.mark.parametrize("kv_heads", [1, 2, 4])
+    def test_chunks_and_neighbours_do_not_matter_to_torch(self, kv_heads, options):
+        texts = Texts(RAGGED, kv_heads=kv_heads, dim=32, seed=2)
         expected = texts.attend(by_torch, texts.at_once(), **options)
         assert_same_bits(texts.attend(by_torch, texts.one_by_one(), **options), expected)
         for seed in range(2):
@@ -326,7 +335,9 @@ class TestElementwise:
         torch.testing.assert_close(cpu.silu_mul(gate_up), functional.silu(gate) * up, atol=1e-6, rtol=1e-5)
 
     def test_silu_mul_of_extremes(self):
-        gate = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 86.0, -86.0, 88.0, -88.0, 100.0, -100.0, 1e30, -1e30, 3e38, -3e38])
+        gate = torch.tensor(
+            [0.0, -0.0, 1e-30, -1e-30, 86.0, -86.0, 88.0, -88.0, 100.0, -100.0, 1e30, -1e30, 3e38, -3e38]
+        )
         out = cpu.silu_mul(torch.cat([gate, torch.ones_like(gate)])[None])[0]
         torch.testing.assert_close(out, functional.silu(gate), atol=1e-34, rtol=1e-5)
 

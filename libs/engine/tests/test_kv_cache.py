@@ -39,7 +39,9 @@ def test_gather_gives_what_was_stored(seed, kv_heads, head_dim, dtype):
         for sequence, table in enumerate(tables.tolist()):
             for position in range(3 * BLOCK_SIZE):
                 at = table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-                key, value = model.get((layer, at), (zero, zero)) if table[position // BLOCK_SIZE] >= 0 else (zero, zero)
+                key, value = (
+                    model.get((layer, at), (zero, zero)) if table[position // BLOCK_SIZE] >= 0 else (zero, zero)
+                )
                 rows = slice(sequence * kv_heads, (sequence + 1) * kv_heads)
                 assert torch.equal(keys[rows, position], key)
                 assert torch.equal(values[rows, position], value)

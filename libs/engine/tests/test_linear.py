@@ -9,7 +9,7 @@ F32 = torch.float32
 
 
 class FakeGroup:
-    """One rank of a group whose other ranks are computed later: it keeps what it is given to sum, and answers with `total`."""
+    """One rank of a group whose other ranks are computed later: it keeps what it is to sum and answers with `total`."""
 
     spent_ns = 0
 
@@ -80,7 +80,11 @@ def test_merged_columns_are_their_linears(size, bias):
     x = torch.randn(5, 20)
     for rank in range(size):
         kept = max(8, 16 // size)
-        shards = [(rank * 32 // size, 32 // size), (rank * 16 // size // 8 * 8, kept), (rank * 16 // size // 8 * 8, kept)]
+        shards = [
+            (rank * 32 // size, 32 // size),
+            (rank * 16 // size // 8 * 8, kept),
+            (rank * 16 // size // 8 * 8, kept),
+        ]
         layer = load(ColumnLinear(list(features), shards, 20, bias=bias, dtype=F32), tensors)
         parts = [part(x) for part in MergedPart.split(layer)]
         for name, part, (start, length) in zip(features, parts, shards, strict=True):
@@ -116,7 +120,9 @@ def test_columns_then_rows_need_one_sum():
         total = torch.zeros(9, 16)
         for rank in range(size):
             shard = (rank * width, width)
-            parts = MergedPart.split(load(ColumnLinear(["gate", "up"], [shard, shard], 16, bias=False, dtype=F32), tensors))
+            parts = MergedPart.split(
+                load(ColumnLinear(["gate", "up"], [shard, shard], 16, bias=False, dtype=F32), tensors)
+            )
             group = FakeGroup(rank, size)
             row = load(RowLinear("down", shard, 16, group, bias=False, dtype=F32), tensors)
             total += row(functional.silu(parts[0](x)) * parts[1](x))

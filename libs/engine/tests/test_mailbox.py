@@ -78,12 +78,14 @@ def test_counters_of_ranks_start_at_zero_and_lie_on_different_cache_lines(sides)
     assert driver.steps.strides == (64,)
 
 
-@pytest.mark.parametrize(("max_seqs", "context", "vocab"), [(1, 64, 300), (8, 4096, 128_000), (3, 2, 40)])
+@pytest.mark.parametrize(
+    ("max_seqs", "context", "vocab"), [(1, 64, 300), (8, 4096, 128_000), (3, 2, 40), (1, 131_072, 128_000)]
+)
 def test_the_largest_messages_of_an_engine_fit(max_seqs, context, vocab):
     """Every slot changes hands at once, with penalties, bias and stop ids, and tables as wide as they get."""
     spec = RankSpec(
         rank=0, tp=1, label="", epoch=0, model="", device="cpu", dtype="float32", max_seqs=max_seqs,
-        max_batch_tokens=max(512, max_seqs), context_length=context, kv_memory_bytes=None, deterministic=None, threads=1,
+        max_batch_tokens=512, context_length=context, kv_memory_bytes=None, deterministic=None, threads=1,
         hidden_size=64, vocab_size=vocab, start_timeout_s=1.0,
     )  # fmt: skip
     plan_bytes, result_bytes = message_sizes(spec)
@@ -92,7 +94,7 @@ def test_the_largest_messages_of_an_engine_fit(max_seqs, context, vocab):
     entry = SlotSampling(
         slot=max_seqs, temperature=0.1, top_k=largest, top_p=0.1, min_p=0.1, repetition_penalty=1.1,
         frequency_penalty=0.1, presence_penalty=0.1, logit_bias={largest - each: 0.1 for each in range(MAX_LOGIT_BIAS)},
-        logprobs=MAX_LOGPROBS, prompt_ids=[largest] * (context - 1), emitted_ids=[largest] * (context - 1),
+        logprobs=MAX_LOGPROBS, prompt_ids=[largest] * (context // 2), emitted_ids=[largest] * (context // 2),
         forbidden_ids=[largest] * (MAX_STOP_IDS + 8), min_tokens=largest,
     )  # fmt: skip
     numbers = bytes(4 * max_seqs)

@@ -135,7 +135,14 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "content",
-        ["{", "[]", '{"weight_map": []}', '{"weight_map": null}', '{"weight_map": {"a": 1, "b": "x"}}', '{"weight_map": "x"}'],
+        [
+            "{",
+            "[]",
+            '{"weight_map": []}',
+            '{"weight_map": null}',
+            '{"weight_map": {"a": 1, "b": "x"}}',
+            '{"weight_map": "x"}',
+        ],
     )
     def test_a_broken_index(self, tmp_path, content):
         path = write_model(tmp_path)
@@ -173,7 +180,15 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "header",
-        [b"not json", b"[]", b"3", b'{"w": 3}', b'{"w": {}}', b'{"w": {"data_offsets": [0]}}', b'{"w": {"data_offsets": "x"}}'],
+        [
+            b"not json",
+            b"[]",
+            b"3",
+            b'{"w": 3}',
+            b'{"w": {}}',
+            b'{"w": {"data_offsets": [0]}}',
+            b'{"w": {"data_offsets": "x"}}',
+        ],
     )
     def test_weights_with_a_broken_header(self, tmp_path, header):
         path = write_model(tmp_path)
@@ -194,7 +209,11 @@ class TestRefusals:
         [
             (3, {}, "4 attention heads cannot be split over tp = 3"),
             (8, {}, "4 attention heads cannot be split over tp = 8"),
-            (4, {"num_attention_heads": 12, "num_key_value_heads": 3}, "3 key/value heads can be neither split nor repeated"),
+            (
+                4,
+                {"num_attention_heads": 12, "num_key_value_heads": 3},
+                "3 key/value heads can be neither split nor repeated",
+            ),
             (4, {"intermediate_size": 98}, "intermediate_size 98 cannot be split over tp = 4"),
             (2, {"moe_intermediate_size": 33}, "moe_intermediate_size 33 cannot be split over tp = 2"),
         ],

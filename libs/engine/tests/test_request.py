@@ -51,7 +51,9 @@ BAD = {
 
 def cases(table):
     return [
-        pytest.param(field, value, id=f"{field}={str(value)[:25]}") for field, values in table.items() for value in values
+        pytest.param(field, value, id=f"{field}={str(value)[:25]}")
+        for field, values in table.items()
+        for value in values
     ]
 
 

@@ -41,7 +41,9 @@ def sample(logits, sampling, draws, emitted=0):
     sampler.add(sampling)
     rows = torch.as_tensor(logits, dtype=torch.float32).repeat(len(draws), 1)
     count = len(draws)
-    ids, _ = sampler.sample(rows, np.zeros(count, np.int32), np.full(count, emitted, np.int32), np.array(draws, np.float64))
+    ids, _ = sampler.sample(
+        rows, np.zeros(count, np.int32), np.full(count, emitted, np.int32), np.array(draws, np.float64)
+    )
     return ids
 
 
@@ -54,7 +56,7 @@ def random_logits(seed, vocabulary, scale=3.0):
 
 
 def survivors(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, require=bool):
-    """Reference: {id: probability, not normalised} of what the filters leave. One filter after the other; equals stay together.
+    """Reference: {id: probability, not normalised} of what the filters leave, one by one. Equals stay together.
 
     `require` is told whether it is the settings that decide, not rounding.
     """
@@ -150,7 +152,9 @@ def adjusted(logits, sampling, emitted=0):
     for id_ in range(len(out)):
         count = sampling.emitted_ids.count(id_)
         if count or id_ in sampling.prompt_ids:
-            out[id_] = out[id_] / sampling.repetition_penalty if out[id_] > 0 else out[id_] * sampling.repetition_penalty
+            out[id_] = (
+                out[id_] / sampling.repetition_penalty if out[id_] > 0 else out[id_] * sampling.repetition_penalty
+            )
         out[id_] -= sampling.frequency_penalty * count + (sampling.presence_penalty if count else 0)
         out[id_] += sampling.logit_bias.get(id_, 0)
         if emitted < sampling.min_tokens and id_ in sampling.forbidden_ids:
@@ -227,8 +231,8 @@ class TestAdjustments:
         logits = random_logits(5, 30)
         best = int(logits.argmax())
         sampler = Sampler(1, 30, CPU)
-        sampler.add(slot(temperature=0.0, presence_penalty=2.0, prompt_ids=[1], emitted_ids=[best] * 5))
-        sampler.add(slot(temperature=0.0, frequency_penalty=0.001, repetition_penalty=1.0, prompt_ids=[2]))
+        sampler.add(slot(temperature=0.0, presence_penalty=2.0, prompt_ids=[best], emitted_ids=[best] * 5))
+        sampler.add(slot(temperature=0.0, presence_penalty=2.0, repetition_penalty=100.0, prompt_ids=[(best + 1) % 30]))
         ids, _ = sampler.sample(
             torch.from_numpy(logits)[None], np.array([0], np.int32), np.array([0], np.int32), np.array([0.5])
         )
@@ -291,7 +295,10 @@ class TestLogprobs:
         sampler = Sampler(1, 7, CPU)
         sampler.add(slot(logprobs=20))
         _, (given_,) = sampler.sample(
-            torch.from_numpy(random_logits(8, 7))[None], np.array([0], np.int32), np.array([0], np.int32), np.array([0.5])
+            torch.from_numpy(random_logits(8, 7))[None],
+            np.array([0], np.int32),
+            np.array([0], np.int32),
+            np.array([0.5]),
         )
         assert sorted(given_.top_ids) == list(range(7))
 
@@ -417,7 +424,9 @@ def test_extreme_logits_do_not_disturb_other_rows(row):
         sampler.add(slot(1, **fields))
         rows = torch.stack([torch.tensor(row), torch.from_numpy(good)])
         ids, logprobs = sampler.sample(rows, np.arange(2, dtype=np.int32), np.zeros(2, np.int32), np.full(2, 0.6))
-        alone, alone_logprobs = sampler.sample(rows[1:], np.array([1], np.int32), np.zeros(1, np.int32), np.full(1, 0.6))
+        alone, alone_logprobs = sampler.sample(
+            rows[1:], np.array([1], np.int32), np.zeros(1, np.int32), np.full(1, 0.6)
+        )
         assert (ids[1:], logprobs[1:]) == (alone, alone_logprobs)
 
 

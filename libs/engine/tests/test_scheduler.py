@@ -244,11 +244,17 @@ class TestPreemption:
         server.assert_idle()
 
     def test_cached_tokens_are_those_of_the_first_admission(self):
-        server = Server(blocks=4)
-        server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40)
-        newer = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40)
+        """The newer gives way in the middle of its prompt, and finds most of its own blocks when it starts again."""
+        server = Server(blocks=8, max_batch_tokens=BLOCK_SIZE + 1)
+        older = server.submit(words(BLOCK_SIZE - 1, seed=1), max_tokens=20)
+        server.step()
+        newer = server.submit(words(100, seed=2))
         server.run()
-        assert [output.cached_tokens for output in server.outputs[newer]] == [0] * 40
+        assert server.computed(newer)[-9:-7] == [(80, 17), (97, 3)]
+        assert server.restarts() == 1
+        assert [output.cached_tokens for output in server.outputs[newer]] == [0] * 8
+        assert server.ids(newer) == server.expected(newer)
+        assert server.ids(older) == server.expected(older)
 
     def test_a_sequence_that_fills_the_pool_alone_never_gives_way(self):
         server = Server(blocks=4)
@@ -279,7 +285,11 @@ class TestPriority:
         high = server.submit(words(60, seed=2), priority=1)
         for _ in range(3):
             server.step()
-        assert server.ranks.trace[1:] == [{low: (32, 8), high: (0, 24)}, {high: (24, 32)}, {high: (56, 4), low: (40, 1)}]
+        assert server.ranks.trace[1:] == [
+            {low: (32, 8), high: (0, 24)},
+            {high: (24, 32)},
+            {high: (56, 4), low: (40, 1)},
+        ]
         server.run()
         assert server.ids(low) == server.expected(low)
 
@@ -492,7 +502,10 @@ class TestEnd:
 
     def test_nothing_stops_before_min_tokens(self):
         script = [EOS, 7, 7, EOS, 5]
-        assert self.run_script(script, max_tokens=5, min_tokens=4, stop_token_ids=(7,)) == (script[:4], FinishReason.STOP)
+        assert self.run_script(script, max_tokens=5, min_tokens=4, stop_token_ids=(7,)) == (
+            script[:4],
+            FinishReason.STOP,
+        )
 
     def test_max_tokens_come_before_min_tokens(self):
         assert self.run_script([5] * 9, max_tokens=3, min_tokens=8) == ([5, 5, 5], FinishReason.LENGTH)
@@ -581,9 +594,11 @@ def documents(seed):
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_soak_with_random_cancels(seed, prefix_cache):
-    """Thousands of requests over a pool that is too small: every stream is what it would be alone, and nothing leaks."""
+    """Thousands of requests in too few blocks: every stream is what it would be alone, and nothing leaks."""
     choose = random.Random(seed)
-    server = Server(blocks=24, max_seqs=6, max_batch_tokens=40, max_queue=12, context_length=256, prefix_cache=prefix_cache)
+    server = Server(
+        blocks=24, max_seqs=6, max_batch_tokens=40, max_queue=12, context_length=256, prefix_cache=prefix_cache
+    )
     shared = documents(seed)
     live = set()
     cancelled = set()

@@ -175,18 +175,55 @@ class RowLinear(nn.Module):
         self.transposed = _packed(self)
 
 
-class VocabEmbedding(nn.Module):
-    """Rows of the embedding for this rank's part of the vocabulary; rows beyond it (padding) are never read."""
+class GatheredLinear(nn.Module):
+    """A column-parallel linear whose parts are put together again, for models that need all features at once."""
 
-    def __init__(self, source: str, vocab_size: int, width: int, group: Collectives, dtype: torch.dtype) -> None:
+    def __init__(self, column: ColumnLinear, group: Collectives) -> None:
+        super().__init__()
+        self.column = column
+        self.group = group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[…, in] → […, out]."""
+        return self.group.all_gather(self.column(x))
+
+
+class SplitInputLinear(nn.Module):
+    """A row-parallel linear whose input is whole on every rank: each takes its part of it."""
+
+    def __init__(self, row: RowLinear, start: int) -> None:
+        super().__init__()
+        self.row = row
+        self.start = start
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[…, in] → […, out]."""
+        return self.row(x.narrow(-1, self.start, self.row.in_features))  # type: ignore[no-any-return]
+
+
+class VocabEmbedding(nn.Module):
+    """Rows of the embedding for this rank's part of the vocabulary; rows beyond it (padding) are never read.
+
+    Args:
+        scale: of the result (Gemma's is the root of the width), in the embedding's dtype.
+    """
+
+    def __init__(
+        self, source: str, vocab_size: int, width: int, group: Collectives, dtype: torch.dtype, scale: float | None
+    ) -> None:
         super().__init__()
         self.group = group
+        self.scale = scale
         self.start, self.rows, kept = vocab_shard(vocab_size, group)
         self.weight = nn.Parameter(torch.zeros(self.rows, width, dtype=dtype), requires_grad=False)
         self.pieces = {"weight": [Piece(f"{source}.weight", 0, self.start, kept, 0)]}
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[…] token ids → […, width]."""
+        rows = self._rows(ids)
+        return rows if self.scale is None else rows * torch.tensor(self.scale, dtype=rows.dtype)
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
             return functional.embedding(ids, self.weight)
         local = ids - self.start

@@ -18,9 +18,11 @@ from lockstep_engine.distributed import Collectives
 from lockstep_engine.linear import (
     ColumnLinear,
     FusedRmsNorm,
+    GatheredLinear,
     MergedPart,
     Piece,
     RowLinear,
+    SplitInputLinear,
     SummedExperts,
     VocabEmbedding,
     VocabHead,
@@ -34,6 +36,7 @@ _KNOWN_STYLES = _REPLICATED_STYLES | {
     "colwise",
     "colwise_gather_output",
     "rowwise",
+    "rowwise_split_input",
     "packed_colwise",
     "moe_tp_experts",
     "embedding_rowwise",
@@ -122,7 +125,7 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype) -> Buil
         raise refuse(f"model {info.path}: {info.architecture} cannot be built: {_first_line(error)}") from None
     model.eval().requires_grad_(requires_grad=False)
     plan: dict[str, str] = dict(model.tp_plan or {})
-    if not any(style in ("colwise", "packed_colwise") for style in plan.values()):
+    if not any(style in ("rowwise", "rowwise_split_input") for style in plan.values()):
         raise refuse(f"model {info.path}: {info.architecture} has no tensor-parallel plan in transformers")
     unknown = sorted(set(plan.values()) - _KNOWN_STYLES)
     if unknown:
@@ -133,10 +136,11 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype) -> Buil
     builder.replace_layers(model)
     text = config.get_text_config()
     heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     return BuiltModel(
         module=model,
         layers=int(text.num_hidden_layers),
-        kv_heads=max(1, int(getattr(text, "num_key_value_heads", None) or heads) // group.size),
+        kv_heads=max(1, kv_heads // group.size) if builder.splits_heads else kv_heads,
         head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // heads),
         vocab_size=info.vocab_size,
         hidden_act=str(getattr(text, "hidden_act", "")),
@@ -151,6 +155,15 @@ class _Builder:
         self._group = group
         self._dtype = dtype
         self._plan = plan
+
+    @property
+    def splits_heads(self) -> bool:
+        """Each rank has its own heads; otherwise the projections are gathered and every rank has all heads."""
+        gathered = ("*.k_proj", "*.qkv_proj", "*.query_key_value")
+        return not any(
+            style == "colwise_gather_output" and any(fnmatch.fnmatchcase(name, glob) for glob in gathered)
+            for name, style in self._plan.items()
+        )
 
     def replace_layers(self, model: nn.Module) -> None:
         """Everything that holds weights by the plan; merged where names match; norms fused where they are plain."""
@@ -173,13 +186,17 @@ class _Builder:
         style = self._style(name)
         if isinstance(layer, nn.Linear):
             if style == "colwise":
-                column = self._column(parent, (name,), (layer,))
-                setattr(parent, child, column)
-            elif style == "rowwise":
+                setattr(parent, child, self._column(parent, (name,), (layer,)))
+            elif style == "colwise_gather_output":
+                shard = self._even(layer.out_features, name)
+                bias = layer.bias is not None
+                column = ColumnLinear((name,), (shard,), layer.in_features, bias=bias, dtype=self._dtype)
+                setattr(parent, child, GatheredLinear(column, self._group))
+            elif style in ("rowwise", "rowwise_split_input"):
                 shard = self._even(layer.in_features, name)
                 bias = layer.bias is not None
                 row = RowLinear(name, shard, layer.out_features, self._group, bias=bias, dtype=self._dtype)
-                setattr(parent, child, row)
+                setattr(parent, child, row if style == "rowwise" else SplitInputLinear(row, shard[0]))
         elif style == "moe_tp_experts" and self._group.size > 1:
             setattr(parent, child, SummedExperts(self._narrow_experts(layer, name), self._group))
         elif type(layer).__name__.endswith("RMSNorm") and _is_plain_rms_norm(type(layer)):
@@ -238,11 +255,12 @@ class _Builder:
         head = model.get_output_embeddings()  # type: ignore[operator]
         if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
             raise refuse(f"model {self._info.path}: {self._info.architecture} has no plain embedding and head")
-        if type(embedding) is not nn.Embedding:
+        scale = getattr(embedding, "scalar_embed_scale", None)
+        if type(embedding) is not nn.Embedding and not isinstance(scale, float):
             raise refuse(f"model {self._info.path}: the embedding of {self._info.architecture} is not a plain table")
         source = names[id(embedding)]
         rows, width = embedding.weight.shape
-        ours = VocabEmbedding(source, rows, width, self._group, self._dtype)
+        ours = VocabEmbedding(source, rows, width, self._group, self._dtype, scale)
         tied = bool(getattr(model.config, "tie_word_embeddings", False))
         bias = head.bias is not None
         head_source = source if tied else names[id(head)]
