@@ -9,7 +9,6 @@ import torch
 from lockstep_engine.attention import StepLayout, step_attention
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.distributed import Alone, Collectives, SharedMemory
-from lockstep_engine.fused_layer import fuse_layers
 from lockstep_engine.kernels import cpu
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.mailbox import Mailbox
@@ -17,6 +16,8 @@ from lockstep_engine.model_config import inspect_model
 from lockstep_engine.models import build_model
 from lockstep_engine.sizes import segment_bytes
 from lockstep_engine.weights import load_weights
+
+torch.set_num_threads(1)  # ranks are threads here; more would only fight
 
 _CAPACITY = 4 * 2**20
 _BLOCKS = 64
@@ -40,7 +41,7 @@ class InProcessGroup:
         model = build_model(self._info, group, torch.float32)
         load_weights(model.module, self._info, group, device)
         if cpu.usable(model.head_dim):
-            fuse_layers(model.module, model.hidden_act)
+            model.fuse(self._info.context_length)
         cache = KvCache(
             layers=model.layers,
             kv_heads=model.kv_heads,

@@ -103,14 +103,16 @@ def test_inputs_may_be_views_of_another_order():
         assert torch.equal(gathered, torch.cat([x.t(), x.t()], dim=-1))
 
 
-def test_a_contribution_may_fill_the_capacity_and_not_exceed_it():
-    def full(group):
-        return group.all_reduce(torch.ones(CAPACITY // 4))
+@pytest.mark.parametrize("rows", [256, 257, 700])  # of 256 bytes: all of the capacity, one row more, several pieces
+def test_what_exceeds_the_capacity_goes_in_pieces(rows):
+    def work(group):
+        x = contribution(group.rank, 1, (rows, 64), torch.float32)
+        return group.all_gather(x), group.all_reduce(x.clone())
 
-    results, _ = run_ranks(2, full)
-    assert all(torch.equal(result, torch.full((CAPACITY // 4,), 2.0)) for result in results)
-    with pytest.raises(RuntimeError):
-        run_ranks(2, lambda group: group.all_reduce(torch.ones(CAPACITY // 4 + 1)))
+    parts = [contribution(rank, 1, (rows, 64), torch.float32) for rank in range(2)]
+    for gathered, added in run_ranks(2, work)[0]:
+        assert torch.equal(gathered, torch.cat(parts, dim=-1))
+        assert torch.equal(added, parts[0] + parts[1])
 
 
 def test_an_empty_contribution_passes():

@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from lockstep_engine.linear import ColumnLinear, FusedRmsNorm, MergedPart, RowLinear, VocabEmbedding, VocabHead
+from lockstep_engine.linear import (
+    ColumnLinear,
+    FusedRmsNorm,
+    GatheredLinear,
+    MergedPart,
+    RowLinear,
+    SplitInputLinear,
+    VocabEmbedding,
+    VocabHead,
+)
 from torch.nn import functional
 
 F32 = torch.float32
@@ -22,7 +31,8 @@ class FakeGroup:
         return x if self.total is None else self.total.clone()
 
     def all_gather(self, x):
-        raise AssertionError("no layer gathers")
+        self.given = x.clone()
+        return self.total
 
 
 def load(layer, tensors):
@@ -110,6 +120,36 @@ def test_rows_summed_are_the_unsplit_linear_with_its_bias_once(size, bias):
         torch.testing.assert_close(result, functional.linear(x, weight, offsets if bias else None))
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gathered_columns_then_split_rows_keep_activations_whole(size, bias):
+    """For models that cut a projection's output in ways of their own."""
+    weight, offsets, x = torch.randn(24, 40), torch.randn(24), torch.randn(1, 7, 40)
+    down, down_offsets = torch.randn(10, 24), torch.randn(10)
+    tensors = {"p.weight": weight, "p.bias": offsets, "d.weight": down, "d.bias": down_offsets}
+    groups = [FakeGroup(rank, size) for rank in range(size)]
+    shards = [(rank * 24 // size, 24 // size) for rank in range(size)]
+    layers = [
+        GatheredLinear(load(ColumnLinear(["p"], [shard], 40, bias=bias, dtype=F32), tensors), group)
+        for group, shard in zip(groups, shards, strict=True)
+    ]
+    for layer in layers:
+        layer(x)
+    whole = torch.cat([group.given for group in groups], dim=-1)
+    expected = functional.linear(x, weight, offsets if bias else None)
+    torch.testing.assert_close(whole, expected)
+
+    def build(group):
+        row = load(RowLinear("d", shards[group.rank], 10, group, bias=bias, dtype=F32), tensors)
+        return SplitInputLinear(row, shards[group.rank][0])
+
+    results = [build(FakeGroup(0, 1))(whole)] if size == 1 else run_group(size, build, lambda _: whole)
+    for result in results:
+        torch.testing.assert_close(
+            result, functional.linear(expected, down, down_offsets if bias else None), atol=1e-4, rtol=1e-5
+        )
+
+
 def test_columns_then_rows_need_one_sum():
     """A gated MLP as Megatron-LM splits it."""
     gate, up, down, x = torch.randn(48, 16), torch.randn(48, 16), torch.randn(16, 48), torch.randn(9, 16)
@@ -131,17 +171,18 @@ def test_columns_then_rows_need_one_sum():
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("vocabulary", [8, 10, 13])
-def test_vocabulary_split_is_the_whole_embedding_and_head(size, vocabulary):
+@pytest.mark.parametrize("scale", [None, 6**0.5])
+def test_vocabulary_split_is_the_whole_embedding_and_head(size, vocabulary, scale):
     table, offsets = torch.randn(vocabulary, 6), torch.randn(vocabulary)
     ids = torch.arange(vocabulary).repeat(2, 1)
     tensors = {"e.weight": table, "e.bias": offsets}
 
     def build(group):
-        return load(VocabEmbedding("e", vocabulary, 6, group, F32), tensors)
+        return load(VocabEmbedding("e", vocabulary, 6, group, F32, scale), tensors)
 
     results = [build(FakeGroup(0, 1))(ids)] if size == 1 else run_group(size, build, lambda _: ids)
     for result in results:
-        assert torch.equal(result, table[ids])
+        assert torch.equal(result, table[ids] * torch.tensor(scale or 1.0))
 
     hidden = torch.randn(5, 6)
     for bias in (False, True):

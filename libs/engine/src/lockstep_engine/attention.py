@@ -126,6 +126,30 @@ class CompiledAttention(StepAttention):
         cpu.attention(call, self._scratch, self._threads)
         return out
 
+    def attend_merged(
+        self, layer: int, qkv: torch.Tensor, rotation: cpu.RopeCall, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """`attend`, from a layer's merged projections, which are rotated in place.
+
+        Args:
+            layer: number of the layer.
+            qkv: [tokens, (heads + 2 * kv heads) * head dim], contiguous.
+            rotation: how, with its tensors set but for `qkv` and `tokens`.
+            scale: of the scores.
+            window: as in `attend`.
+
+        Returns:
+            [tokens, heads * head dim].
+        """
+        key_cache, value_cache = self._cache.layer(layer)
+        call = self._call
+        out = torch.empty(qkv.shape[0], rotation.heads * rotation.dim)
+        rotation.qkv, rotation.tokens = qkv.data_ptr(), qkv.shape[0]
+        call.out, call.keys, call.values = out.data_ptr(), key_cache.data_ptr(), value_cache.data_ptr()
+        call.heads, call.scale, call.window, call.soft_cap = rotation.heads, scale, window or 0, 0.0
+        cpu.rotated_attention(rotation, call, self._slots, self._scratch, self._threads)
+        return out
+
 
 def step_attention(cache: KvCache, step: StepLayout, *, deterministic: bool) -> StepAttention:
     """The best attention for the cache's device and dtype."""

@@ -75,6 +75,7 @@ class SharedMemory:
         self.spent_ns = 0
         self._on_progress = on_progress
         self._calls = 0
+        self._capacity = capacity
         memory = mmap.mmap(fd, segment_bytes(size, capacity))
         self._flags = np.frombuffer(memory, dtype=np.int64, count=size * FLAG_BYTES // 8)[:: FLAG_BYTES // 8]
         data = torch.frombuffer(memory, dtype=torch.uint8, offset=size * FLAG_BYTES)
@@ -82,6 +83,11 @@ class SharedMemory:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in the order of ranks."""
+        if x.nbytes > self._capacity:
+            flat = x.contiguous().view(-1)
+            for piece in torch.split(flat, self._capacity // x.itemsize):
+                self.all_reduce(piece)
+            return flat.view(x.shape)
         parts = self._exchange(x)
         out = torch.add(parts[0], parts[1], out=x)
         for part in parts[2:]:
@@ -91,6 +97,10 @@ class SharedMemory:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Parts side by side along the last dimension."""
+        if x.nbytes > self._capacity:
+            rows = x.reshape(-1, x.shape[-1])
+            pieces = torch.split(rows, max(1, self._capacity // (rows.shape[1] * rows.itemsize)))
+            return torch.cat([self.all_gather(piece) for piece in pieces]).view(*x.shape[:-1], -1)
         out = torch.cat(self._exchange(x), dim=-1)
         self._finish()
         return out

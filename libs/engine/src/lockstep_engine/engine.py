@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-import numpy as np
 from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig
@@ -264,7 +263,7 @@ class AsyncEngine:
             await self._group.start()
         except (LockstepError, OSError, TimeoutError) as error:
             self.on_refused(
-                LockstepError(ErrorCode.INTERNAL, f"ranks cannot be started: {error or type(error).__name__}")
+                LockstepError(ErrorCode.INTERNAL, f"ranks cannot be started: {str(error) or type(error).__name__}")
             )
             return
         if self._state is EngineState.RESTARTING:
@@ -301,8 +300,8 @@ class AsyncEngine:
         if not request.prompt_ids:
             raise LockstepError(ErrorCode.INVALID_REQUEST, "prompt_ids must not be empty", field="prompt_ids")
         for field in ("prompt_ids", "emitted_ids"):
-            ids = np.asarray(getattr(request, field), dtype=np.int64)
-            if ids.size and not (int(ids.min()) >= 0 and int(ids.max()) < vocab):
+            ids = getattr(request, field)
+            if ids and not (min(ids) >= 0 and max(ids) < vocab):
                 raise LockstepError(
                     ErrorCode.INVALID_REQUEST, f"{field} holds an id outside the vocabulary of {vocab}", field=field
                 )

@@ -137,6 +137,10 @@ class RankGroup:
             self._mailbox = Mailbox(descriptors[0], self._tp, settings.plan_bytes, settings.result_bytes)
             for rank in range(self._tp):
                 await self._fork(rank, descriptors)
+            # Only now: a rank that has died meanwhile begins the next epoch, and two starts would read each other's
+            # answers.
+            for rank, control in enumerate(self._controls):
+                self._loop.add_reader(control, self._on_readable, rank, control)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -205,7 +209,6 @@ class RankGroup:
         self.ranks[rank].pid = answer.pid
         ours.setblocking(False)
         self._controls.append(ours)
-        self._loop.add_reader(ours, self._on_readable, rank, ours)
 
     async def kill(self) -> None:
         """SIGKILL what is left of the ranks and wait for them, so that their memory is free."""

@@ -53,8 +53,8 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
         raise refuse(f"model {path}: no such directory")
     settings = read_json(path / "config.json")
     files = _weight_files(path)
-    architectures = settings.get("architectures") or [None]
-    architecture = architectures[0]
+    architectures = settings.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(architecture, str) or not architecture.endswith("ForCausalLM"):
         raise refuse(
             f"model {path}: config.json names the architecture {architecture}; only …ForCausalLM generates text"
@@ -71,7 +71,7 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
         context_length=min(limit, config.max_context or limit),
         vocab_size=vocab_size,
         hidden_size=_positive(path, settings, "hidden_size"),
-        eos_ids=_eos_ids(path, settings),
+        eos_ids=tuple(each for each in _eos_ids(path, settings) if 0 <= each < vocab_size),
         created=int((path / "config.json").stat().st_mtime),
         weight_files=files,
     )
@@ -93,8 +93,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def _weight_files(path: Path) -> tuple[Path, ...]:
     index = path / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        files = tuple(path / str(name) for name in names)
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise refuse(f"model {path}: {index.name} has no usable weight_map")
+        files = tuple(path / name for name in sorted(set(weight_map.values())))
     else:
         files = tuple(sorted(path.glob("*.safetensors")))
     if not files:
@@ -116,11 +118,13 @@ def _check_whole(file: Path) -> None:
                     f"model {file.parent}: {file.name} is not a whole safetensors file (its header is cut short)"
                 )
             header = json.loads(stream.read(header_bytes))
+        end = max((int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__"), default=0)
     except FileNotFoundError:
         raise refuse(f"model {file.parent}: {file.name} is named by the index but missing") from None
-    except ValueError:
+    except OSError as error:
+        raise refuse(f"model {file.parent}: {file.name} cannot be read: {error}") from None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise refuse(f"model {file.parent}: {file.name} has a broken safetensors header") from None
-    end = max((entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"), default=0)
     if size != 8 + header_bytes + end:
         raise refuse(f"model {file.parent}: {file.name} is cut short: {size} bytes of {8 + header_bytes + end}")
 
@@ -159,7 +163,7 @@ def _digest(path: Path, files: tuple[Path, ...]) -> str:
     minutes).
     """
     digest = hashlib.sha256()
-    for name in ("config.json", "tokenizer.json"):
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
         if (path / name).exists():
             digest.update(name.encode() + b"\0" + (path / name).read_bytes())
     for file in files:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from lockstep_engine.attention import StepAttention
+from lockstep_engine.attention import CompiledAttention, StepAttention
 from lockstep_engine.distributed import Collectives
+from lockstep_engine.fused_layer import FusedDecoder, fuse_layers
 from lockstep_engine.linear import (
     ColumnLinear,
     FusedRmsNorm,
@@ -43,7 +44,7 @@ _KNOWN_STYLES = _REPLICATED_STYLES | {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class BuiltModel:
     """A model without weights, and what the cache must hold for it."""
 
@@ -54,6 +55,19 @@ class BuiltModel:
     head_dim: int
     vocab_size: int
     hidden_act: str
+    decoder: FusedDecoder | None = None
+    """Set by `fuse` when the whole model can go without its modules."""
+
+    def fuse(self, context_length: int) -> int:
+        """Put fused layers in place of what they can replace: on the CPU, in float32, when weights are loaded.
+
+        Returns:
+            How many layers were replaced.
+        """
+        layers = fuse_layers(self.module, self.hidden_act)
+        if FusedDecoder.fits(self.module, layers):
+            self.decoder = FusedDecoder(self.module, layers, context_length)
+        return len(layers)
 
     def logits(self, ids: torch.Tensor, attention: StepAttention, rows: torch.Tensor) -> torch.Tensor:
         """Run the step.
@@ -66,6 +80,9 @@ class BuiltModel:
         Returns:
             [sampled, this rank's part of the vocabulary].
         """
+        if self.decoder is not None:
+            assert isinstance(attention, CompiledAttention)
+            return self.decoder.logits(ids, attention, rows)
         out = self.module(
             input_ids=ids.unsqueeze(0),
             position_ids=attention.positions.unsqueeze(0),

@@ -20,7 +20,6 @@ from lockstep_common.lifecycle import die_with_parent, name_process
 from lockstep_engine import distributed
 from lockstep_engine.attention import StepLayout, step_attention
 from lockstep_engine.config import EngineConfig
-from lockstep_engine.fused_layer import fuse_layers
 from lockstep_engine.kernels import cpu
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.mailbox import Mailbox
@@ -92,7 +91,7 @@ class Rank:
         phases.end("build")
         load_weights(self._model.module, info, self._group, self._device, self._report_loading())
         if self._device.type == "cpu" and self._dtype is torch.float32 and cpu.usable(self._model.head_dim):
-            fuse_layers(self._model.module, self._model.hidden_act)
+            self._model.fuse(info.context_length)
         phases.end("load")
         self._geometry: dict[str, Any] = {
             "layers": self._model.layers,

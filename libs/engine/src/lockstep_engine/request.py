@@ -64,6 +64,11 @@ class SamplingParams:
                 f"must be between 0 and {MAX_LOGPROBS}",
             ),
             ("stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_IDS, f"takes at most {MAX_STOP_IDS} ids"),
+            (
+                "stop_token_ids",
+                all(0 <= each < vocab_size for each in self.stop_token_ids),
+                f"names a token outside the vocabulary of {vocab_size}",
+            ),
             ("logit_bias", len(self.logit_bias) <= MAX_LOGIT_BIAS, f"takes at most {MAX_LOGIT_BIAS} tokens"),
             (
                 "logit_bias",

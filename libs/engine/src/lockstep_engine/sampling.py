@@ -111,7 +111,10 @@ def _draw(logits: torch.Tensor, samplings: list[SlotSampling], uniforms: NDArray
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
 
-    weights = torch.softmax(logits / column([each.temperature for each in samplings]), dim=-1)
+    most = torch.finfo(torch.float32)
+    logits = torch.nan_to_num(logits, nan=most.min, posinf=most.max, neginf=most.min)
+    logits = logits - logits.amax(dim=-1, keepdim=True)
+    weights = torch.softmax(logits / column([max(each.temperature, most.tiny) for each in samplings]), dim=-1)
     filtered = [row for row, each in enumerate(samplings) if each.top_k > 0 or each.top_p < 1 or each.min_p > 0]
     if filtered:
         least = _least_kept(weights[filtered], [samplings[row] for row in filtered])
@@ -151,7 +154,7 @@ def _descending(weights: torch.Tensor) -> torch.Tensor:
 
 def _logprobs(row: torch.Tensor, token: int, count: int) -> StepLogprobs:
     values = torch.log_softmax(row, dim=-1)
-    top = torch.topk(values, count) if count else None
+    top = torch.topk(values, min(count, len(values))) if count else None
     return StepLogprobs(
         chosen=float(values[token]),
         top_ids=[] if top is None else top.indices.tolist(),

@@ -22,7 +22,9 @@ def message_sizes(spec: RankSpec) -> tuple[int, int]:
 
 
 def collective_bytes(spec: RankSpec) -> int:
-    """Most bytes that a rank contributes to one collective: the step's hidden states, or its part of the logits."""
+    """Bytes that a rank can contribute at once: the step's hidden states, or its part of the logits. More goes in
+    pieces.
+    """
     hidden = max(spec.max_batch_tokens, spec.max_seqs) * spec.hidden_size
     logits = max(spec.max_seqs, CANARY_TOKENS) * -(-spec.vocab_size // spec.tp)
     return -(-max(hidden, logits) * 4 // 64) * 64

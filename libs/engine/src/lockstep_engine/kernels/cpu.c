@@ -8,7 +8,7 @@
 #include <string.h>
 
 /* Raised with every change of a signature or layout: the caller refuses a stale build. */
-const int lockstep_cpu_version = 2;
+const int lockstep_cpu_version = 3;
 
 #define BLOCK 16
 #define LANES 16
@@ -113,3 +113,17 @@ void lockstep_silu_mul(float *out, const float *gate_up, int64_t rows, int64_t i
 }
 
 void lockstep_rope(const struct rope *r) { chosen.rotate_all(r); }
+
+/* A layer's attention from the product of its merged projections: rotate queries and keys, store keys and values, attend. */
+void lockstep_rotated_attention(const struct rope *r, struct attention *a, const int64_t *slots, float *scores,
+                                int64_t scratch, int threads) {
+    int64_t row = (r->heads + 2 * r->kv_heads) * r->dim;
+    const float *k = r->qkv + r->heads * r->dim, *v = k + r->kv_heads * r->dim;
+    chosen.rotate_all(r);
+    lockstep_store((float *)a->keys, (float *)a->values, k, v, r->dim, row, r->dim, row, slots, r->tokens, r->kv_heads,
+                   a->blocks, r->dim);
+    a->q = r->qkv;
+    a->q_head_stride = r->dim;
+    a->q_token_stride = row;
+    lockstep_attention(a, scores, scratch, threads);
+}

@@ -7,7 +7,7 @@ import importlib.util
 
 import torch
 
-_VERSION = 2
+_VERSION = 3
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
@@ -70,6 +70,15 @@ def _load() -> ctypes.CDLL | None:
     library.lockstep_silu_mul.restype = None
     library.lockstep_rope.argtypes = (ctypes.POINTER(RopeCall),)
     library.lockstep_rope.restype = None
+    library.lockstep_rotated_attention.argtypes = (
+        ctypes.POINTER(RopeCall),
+        ctypes.POINTER(AttentionCall),
+        _POINTER,
+        _POINTER,
+        _LONG,
+        _INT,
+    )
+    library.lockstep_rotated_attention.restype = None
     return library
 
 
@@ -145,3 +154,11 @@ def rope(call: RopeCall) -> None:
     """Normalize (if norms are given) and rotate queries and keys in place."""
     assert _library is not None
     _library.lockstep_rope(ctypes.byref(call))
+
+
+def rotated_attention(
+    rotation: RopeCall, call: AttentionCall, slots: torch.Tensor, scratch: torch.Tensor, threads: int
+) -> None:
+    """`rope`, `store` and `attention` of a layer in one call, from merged projections."""
+    assert _library is not None
+    _library.lockstep_rotated_attention(rotation, call, slots.data_ptr(), scratch.data_ptr(), scratch.shape[1], threads)
