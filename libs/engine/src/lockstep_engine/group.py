@@ -172,7 +172,7 @@ class RankGroup:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._zygote = subprocess.Popen(  # noqa: ASYNC220 - returns when the process exists
-                [sys.executable, "-c", _RUN_ZYGOTE, str(theirs.fileno()), self._settings.spec.label],
+                [sys.executable, "-c", _RUN_ZYGOTE, str(theirs.fileno()), self._settings.spec.label, str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **self._settings.environment},
                 stdin=subprocess.DEVNULL,

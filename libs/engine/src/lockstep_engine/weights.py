@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import nn
 
 from lockstep_engine.distributed import Collectives
-from lockstep_engine.linear import ColumnLinear, Piece, RowLinear
+from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabHead
 from lockstep_engine.model_config import ModelInfo, refuse
 from lockstep_engine.models import expert_pieces
 
@@ -78,7 +78,7 @@ def load_weights(
         done += parameter.nbytes
         on_progress(done, total)
     for layer in model.modules():
-        if isinstance(layer, ColumnLinear | RowLinear):
+        if isinstance(layer, ColumnLinear | RowLinear | VocabHead):
             layer.pack()
 
 

@@ -52,8 +52,8 @@ READY = b"ready"
 
 
 def main() -> None:
-    """Serve one driver over the socket whose descriptor is the first argument."""
-    die_with_parent()  # until the socket is read, nothing else would end it
+    """Serve one driver over the socket whose descriptor is the first argument; its name and process id follow."""
+    die_with_parent(int(sys.argv[3]))  # until the socket is read, nothing else would end it
     control = socket.socket(fileno=int(sys.argv[1]))
     name_process(f"zygote {sys.argv[2]}")
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -8,10 +8,12 @@
 #include <string.h>
 
 /* Raised with every change of a signature or layout: the caller refuses a stale build. */
-const int lockstep_cpu_version = 3;
+const int lockstep_cpu_version = 4;
 
 #define BLOCK 16
 #define LANES 16
+#define PANEL 32 /* output features of a packed weight that lie together */
+#define ROWS 12  /* rows that go through a panel together at most: their sums fill the registers */
 
 typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t int_lanes __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -44,6 +46,13 @@ struct rope {
     float eps;
 };
 
+/* out [rows, out_features] = x [rows, in] times panels [ceil(out_features / PANEL), in, PANEL], plus bias or null. */
+struct linear {
+    float *out;
+    const float *x, *panels, *bias;
+    int64_t rows, in, out_features;
+};
+
 #if defined(__x86_64__)
 #pragma GCC push_options
 #pragma GCC target("arch=skylake-avx512,prefer-vector-width=512")
@@ -66,9 +75,10 @@ struct kernels {
     void (*add_rms_norm)(float *, float *, const float *, const float *, int64_t, int64_t, float);
     void (*silu_mul)(float *, const float *, int64_t, int64_t);
     void (*rotate_all)(const struct rope *);
+    void (*linear)(const struct linear *, int64_t, int64_t);
 };
 
-#define KERNELS(set) {attend_##set, add_rms_norm_##set, silu_mul_##set, rotate_all_##set}
+#define KERNELS(set) {attend_##set, add_rms_norm_##set, silu_mul_##set, rotate_all_##set, linear_##set}
 static struct kernels chosen = KERNELS(plain);
 
 __attribute__((constructor)) static void choose(void) {
@@ -126,4 +136,11 @@ void lockstep_rotated_attention(const struct rope *r, struct attention *a, const
     a->q_head_stride = r->dim;
     a->q_token_stride = row;
     lockstep_attention(a, scores, scratch, threads);
+}
+
+void lockstep_linear(const struct linear *l, int threads) {
+    int64_t panels = (l->out_features + PANEL - 1) / PANEL;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+    for (int slice = 0; slice < threads; slice++)
+        chosen.linear(l, panels * slice / threads, panels * (slice + 1) / threads);
 }

@@ -7,7 +7,8 @@ import importlib.util
 
 import torch
 
-_VERSION = 3
+_VERSION = 4
+_PANEL = 32
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
@@ -53,6 +54,20 @@ class RopeCall(ctypes.Structure):
     )
 
 
+class LinearCall(ctypes.Structure):
+    """`struct linear` of cpu.c."""
+
+    _fields_ = (
+        ("out", _POINTER),
+        ("x", _POINTER),
+        ("panels", _POINTER),
+        ("bias", _POINTER),
+        ("rows", _LONG),
+        ("inputs", _LONG),
+        ("outputs", _LONG),
+    )
+
+
 def _load() -> ctypes.CDLL | None:
     found = importlib.util.find_spec("lockstep_engine.kernels._cpu")
     if found is None or found.origin is None:
@@ -70,6 +85,8 @@ def _load() -> ctypes.CDLL | None:
     library.lockstep_silu_mul.restype = None
     library.lockstep_rope.argtypes = (ctypes.POINTER(RopeCall),)
     library.lockstep_rope.restype = None
+    library.lockstep_linear.argtypes = (ctypes.POINTER(LinearCall), _INT)
+    library.lockstep_linear.restype = None
     library.lockstep_rotated_attention.argtypes = (
         ctypes.POINTER(RopeCall),
         ctypes.POINTER(AttentionCall),
@@ -162,3 +179,35 @@ def rotated_attention(
     """`rope`, `store` and `attention` of a layer in one call, from merged projections."""
     assert _library is not None
     _library.lockstep_rotated_attention(rotation, call, slots.data_ptr(), scratch.data_ptr(), scratch.shape[1], threads)
+
+
+class PackedLinear:
+    """x @ weight.T + bias with the weight laid out for the kernel. A row's result does not depend on the other rows.
+
+    Args:
+        weight: [out, in], float32.
+        bias: [out] or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.out_features, inputs = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -self.out_features % _PANEL))
+        self._panels = padded.view(-1, _PANEL, inputs).transpose(1, 2).contiguous()
+        self._bias = bias
+        self._threads = torch.get_num_threads()
+        self._call = LinearCall(
+            panels=self._panels.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            inputs=inputs,
+            outputs=self.out_features,
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
+        assert _library is not None
+        x = x.contiguous()
+        out = torch.empty(*x.shape[:-1], self.out_features)
+        call = self._call
+        call.out, call.x, call.rows = out.data_ptr(), x.data_ptr(), x.numel() // call.inputs
+        _library.lockstep_linear(call, self._threads)
+        return out

@@ -169,3 +169,43 @@ static void NAME(rotate_all)(const struct rope *r) {
         }
     }
 }
+
+/* `rows` rows of x times one panel of PANEL output features: every element is one running sum over the input features in
+ * order, so it does not matter how many rows go together. */
+INLINE void NAME(linear_tile)(float *out, const float *x, const float *panel, const float *bias, int64_t in, int64_t stride,
+                              int64_t columns, int rows) {
+    lanes sums[ROWS][2] = {};
+    for (int64_t k = 0; k < in; k++, panel += PANEL) {
+        lanes low = *(const lanes *)panel, high = *(const lanes *)(panel + LANES);
+        for (int r = 0; r < rows; r++) {
+            sums[r][0] += low * x[r * in + k];
+            sums[r][1] += high * x[r * in + k];
+        }
+    }
+    lanes added[2] = {};
+    if (bias) memcpy(added, bias, sizeof(float) * (size_t)columns);
+    for (int r = 0; r < rows; r++) {
+        lanes result[2] = {sums[r][0] + added[0], sums[r][1] + added[1]};
+        memcpy(out + r * stride, result, sizeof(float) * (size_t)columns);
+    }
+}
+
+/* The panels begin..end of a product. */
+static void NAME(linear)(const struct linear *l, int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++) {
+        const float *panel = l->panels + p * PANEL * l->in;
+        const float *bias = l->bias ? l->bias + p * PANEL : NULL;
+        int64_t columns = l->out_features - p * PANEL < PANEL ? l->out_features - p * PANEL : PANEL;
+        for (int64_t row = 0; row < l->rows;) {
+            const float *x = l->x + row * l->in;
+            float *out = l->out + row * l->out_features + p * PANEL;
+            int64_t left = l->rows - row;
+            /* constant numbers of rows let the compiler keep the sums in registers */
+            if (left >= ROWS) NAME(linear_tile)(out, x, panel, bias, l->in, l->out_features, columns, ROWS), row += ROWS;
+            else if (left >= 8) NAME(linear_tile)(out, x, panel, bias, l->in, l->out_features, columns, 8), row += 8;
+            else if (left >= 4) NAME(linear_tile)(out, x, panel, bias, l->in, l->out_features, columns, 4), row += 4;
+            else if (left >= 2) NAME(linear_tile)(out, x, panel, bias, l->in, l->out_features, columns, 2), row += 2;
+            else NAME(linear_tile)(out, x, panel, bias, l->in, l->out_features, columns, 1), row += 1;
+        }
+    }
+}
