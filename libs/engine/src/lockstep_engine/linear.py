@@ -77,7 +77,7 @@ class ColumnLinear(nn.Module):
 
 
 def _pack(weight: nn.Parameter, bias: torch.Tensor | None) -> cpu.PackedLinear | None:
-    """The weight as the CPU kernel wants it, in place of the parameter's own memory; None where the kernel cannot run."""
+    """The weight as the CPU kernel wants it, instead of the parameter's own memory; None where it cannot run."""
     if not cpu.available(weight):
         return None
     packed = cpu.PackedLinear(weight, bias)

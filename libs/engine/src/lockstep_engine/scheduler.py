@@ -5,8 +5,11 @@ one rule.
 It owns the sequences, the block pool and the slots; it knows nothing of processes, tensors or time.
 """
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from lockstep_common.errors import ErrorCode, LockstepError
@@ -17,6 +20,8 @@ from lockstep_engine.draws import uniform
 from lockstep_engine.plan import Plan, Result, SlotSampling, StepLogprobs
 from lockstep_engine.request import Logprobs, Output, Request, TokenLogprob
 from lockstep_engine.sequence import Sequence
+
+_INT32 = partial(array, "i")
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,12 @@ class Limits:
     prefix_cache: bool
 
 
-@dataclass(frozen=True)
-class _Share:
+class _Share(NamedTuple):
     """A sequence's part of a step."""
 
     sequence: Sequence
     start: int
-    count: int
+    tokens: int
     samples: bool
 
 
@@ -147,7 +151,7 @@ class Scheduler:
             sequence = share.sequence
             if sequence.slot < 0:  # cancelled while the step ran
                 continue
-            sequence.computed += share.count
+            sequence.computed += share.tokens
             self._remember_blocks(sequence, share.start // BLOCK_SIZE)
             if share.samples:
                 outputs.append(self._emit(sequence, result.token_ids[index], result.logprobs[index]))
@@ -283,28 +287,28 @@ class Scheduler:
         )
 
     def _plan(self, shares: list[_Share]) -> Plan:
-        slots = np.array([share.sequence.slot for share in shares], dtype=np.int32)
-        width = max(len(share.sequence.blocks) for share in shares)
-        tokens = np.concatenate(
-            [np.array(each.sequence.tokens[each.start : each.start + each.count], dtype=np.int32) for each in shares]
-        )
+        # Plain arrays: for a few dozen numbers each numpy call costs more than the numbers.
+        sequences = [share.sequence for share in shares]
+        slots = [sequence.slot for sequence in sequences]
+        emitted = [sequence.emitted for sequence in sequences]
+        width = max(len(sequence.blocks) for sequence in sequences)
+        tokens = _INT32()
+        uniforms = array("d")
+        for share, position in zip(shares, emitted, strict=True):
+            tokens.extend(share.sequence.tokens[share.start : share.start + share.tokens])
+            if share.samples:
+                sampling = share.sequence.request.sampling
+                uniforms.append(uniform(sampling.seed, position) if sampling.temperature else 0.0)
         added, self._added = self._added, []
         return Plan(
             step=self._step,
             token_ids=tokens.tobytes(),
-            starts=_int32(share.start for share in shares),
-            lengths=_int32(share.count for share in shares),
-            slots=slots.tobytes(),
-            samples=_int32(share.samples for share in shares),
-            emitted=_int32(share.sequence.emitted for share in shares),
-            uniforms=np.array(
-                [
-                    uniform(share.sequence.request.sampling.seed, share.sequence.emitted)
-                    for share in shares
-                    if share.samples
-                ],
-                dtype=np.float64,
-            ).tobytes(),
+            starts=_INT32([share.start for share in shares]).tobytes(),
+            lengths=_INT32([share.tokens for share in shares]).tobytes(),
+            slots=_INT32(slots).tobytes(),
+            samples=_INT32([share.samples for share in shares]).tobytes(),
+            emitted=_INT32(emitted).tobytes(),
+            uniforms=uniforms.tobytes(),
             tables=self._tables[slots, :width].tobytes(),
             table_width=width,
             added=[self._slot_sampling(sequence) for sequence in added],
@@ -331,10 +335,6 @@ class Scheduler:
             forbidden_ids=forbidden if sampling.min_tokens else [],
             min_tokens=sampling.min_tokens,
         )
-
-
-def _int32(values: Iterable[int]) -> bytes:
-    return np.fromiter(values, dtype=np.int32).tobytes()
 
 
 def _logprobs(token: int, entry: StepLogprobs) -> Logprobs:
