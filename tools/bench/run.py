@@ -5,7 +5,7 @@ weights, dtype (float32) and number of CPU threads everywhere; the engine runs i
 """
 
 import argparse
-import asyncio
+import http.client
 import json
 import os
 import platform
@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from lockstep_engine import Engine, SamplingParams
 from lockstep_tools.stack import Stack, StackSettings
@@ -131,24 +130,17 @@ def bench_driver(engine: Engine, vocabulary: int) -> Row:
     }
 
 
-async def stream_times(url: str, model: str, prompt: list[int], tokens: int) -> tuple[float, float]:
-    """Seconds to the first event of a stream, and from there to its last token."""
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-    async with httpx.AsyncClient(timeout=60) as client:
-        began = time.perf_counter()
-        first = 0.0
-        async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
-            async for line in response.aiter_lines():
-                if line.startswith("data: {") and not first:
-                    first = time.perf_counter()
-        return first - began, time.perf_counter() - first
+def stream_times(connection: http.client.HTTPConnection, model: str, prompt: list[int]) -> tuple[float, float]:
+    """Seconds to the first event of a stream over an open connection, and from there to its end."""
+    body = {"model": model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
+    began = time.perf_counter()
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
+    response = connection.getresponse()
+    response.readline()
+    first = time.perf_counter()
+    response.read()
+    return first - began, time.perf_counter() - first
 
 
 def bench_service(engine: Engine, path: Path, threads: int, vocabulary: int) -> Row:
@@ -158,6 +150,7 @@ def bench_service(engine: Engine, path: Path, threads: int, vocabulary: int) -> 
     served: list[tuple[float, float]] = []
     with Stack(StackSettings(model=str(path), threads=threads)) as stack:
         stack.wait_ready()
+        connection = http.client.HTTPConnection("127.0.0.1", stack.port, timeout=60)
         name = path.resolve().name
         for _ in range(2 * ROUNDS + 1):
             prompt = [rng.randrange(2, vocabulary) for _ in range(32)]
@@ -168,7 +161,7 @@ def bench_service(engine: Engine, path: Path, threads: int, vocabulary: int) -> 
             for _ in pieces:
                 pass
             bare.append((first - began, time.perf_counter() - first))
-            served.append(asyncio.run(stream_times(stack.url, name, prompt, NEW_TOKENS)))
+            served.append(stream_times(connection, name, prompt))
     ttft = [statistics.median(each[0] for each in side[1:]) * 1e3 for side in (bare, served)]
     step = [statistics.median(each[1] for each in side[1:]) * 1e3 / (NEW_TOKENS - 1) for side in (bare, served)]
     return {
