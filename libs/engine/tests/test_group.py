@@ -1,6 +1,9 @@
 """The supervisor of a rank group: what it tells, and when."""
 
 import asyncio
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +74,21 @@ async def test_a_rank_that_dies_while_others_are_forked_is_told_after_the_start(
     assert ranks.epoch == 2
     assert [rank.pid for rank in ranks.ranks] == [1_000_020, 1_000_021]
     assert len(listener.lost) == 1
+
+
+def test_a_zygote_whose_driver_died_before_it_looked_ends_at_once():
+    """It would import torch for seconds before it noticed, and be an orphan meanwhile."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        driver = "1"  # not our process id: the parent that the zygote expects is not there
+        done = subprocess.run(
+            [sys.executable, "-c", group._RUN_ZYGOTE, str(theirs.fileno()), "w0", driver],
+            pass_fds=(theirs.fileno(),),
+            capture_output=True,
+            timeout=20,
+            check=False,
+        )
+        ours.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            ours.recv(100)
+    assert (done.returncode, done.stderr) == (1, b"")

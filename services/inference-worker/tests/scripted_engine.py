@@ -15,9 +15,11 @@ from lockstep_engine import (
     EngineState,
     EngineStatus,
     FinishReason,
+    Logprobs,
     Output,
     RankStatus,
     Request,
+    TokenLogprob,
 )
 from lockstep_worker.engine import OnChange, OnOutputs
 
@@ -29,6 +31,16 @@ TOTAL_BLOCKS = 64
 def token_at(prompt_ids: Sequence[int], position: int) -> int:
     """What the scripted model says."""
     return (sum(prompt_ids) * 31 + position) % VOCAB_SIZE
+
+
+def _logprobs(request: Request, position: int) -> tuple[Logprobs, ...]:
+    """The token's own log probability and those of the next ids, if wanted."""
+    wanted = request.sampling.logprobs
+    if wanted is None:
+        return ()
+    token = token_at(request.prompt_ids, position)
+    likely = tuple(TokenLogprob((token + n) % VOCAB_SIZE, -0.5 - n) for n in range(max(1, wanted)))
+    return (Logprobs(likely[0], likely[:wanted]),)
 
 
 @dataclass(frozen=True)
@@ -154,6 +166,7 @@ class ScriptedEngine:
                     request_id,
                     position,
                     (token_at(request.prompt_ids, position),),
+                    logprobs=_logprobs(request, position),
                     finish=FinishReason.LENGTH if done else None,
                 )
             )

@@ -135,6 +135,13 @@ class ScriptedWorker:
             self.state = state
         self.broadcast(self.status())
 
+    def lose_ranks(self, message="rank 1 died"):
+        """As the supervisor does: restarting, every live stream rejected, then the next epoch."""
+        self.announce(state=worker_pb2.WORKER_STATE_RESTARTING)
+        for connection in self._connections:
+            connection.reject_all(worker_pb2.Rejected(code="worker_lost", message=message, retryable=True))
+        self.announce(epoch=self.epoch + 1)
+
     def hello(self):
         hello = worker_pb2.Hello(worker_id=self.worker_id, incarnation=self.incarnation, model=self.card)
         return worker_pb2.WorkerFrame(epoch=self.epoch, hello=hello)
@@ -163,6 +170,7 @@ class _Connection:
         self.outbox = asyncio.Queue()
         self.broken = asyncio.Event()
         self.tasks = {}
+        self.attempts = {}
 
     def put(self, frame):
         if not self.worker.silent:
@@ -184,10 +192,23 @@ class _Connection:
                     task = asyncio.create_task(self.stream(frame.submit))
                     task.add_done_callback(_complain)
                     self.tasks[frame.submit.stream_id] = task
+                    self.attempts[frame.submit.stream_id] = frame.submit.attempt
                 case "cancel":
                     self.worker.cancels.append(frame.cancel)
                     if task := self.tasks.pop(frame.cancel.stream_id, None):
                         task.cancel()
+
+    def reject(self, rejection, stream_id, attempt):
+        rejected = worker_pb2.Rejected()
+        rejected.CopyFrom(rejection)
+        rejected.stream_id, rejected.attempt = stream_id, attempt
+        self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch, rejected=rejected))
+
+    def reject_all(self, rejection):
+        for stream_id, task in self.tasks.items():
+            if not task.done():
+                task.cancel()
+                self.reject(rejection, stream_id, self.attempts[stream_id])
 
     def tokens(self, submit, position, ids, finish=0, *, epoch=None, attempt=None):
         wants = submit.sampling.HasField("logprobs")
@@ -225,10 +246,7 @@ class _Connection:
                 self.tokens(submit, position, [], inference_pb2.FINISH_REASON_CANCELLED)
                 return
             if script.rejection is not None and given >= (script.reject_after or 0):
-                rejected = worker_pb2.Rejected()
-                rejected.CopyFrom(script.rejection)
-                rejected.stream_id, rejected.attempt = submit.stream_id, submit.attempt
-                self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch, rejected=rejected))
+                self.reject(script.rejection, submit.stream_id, submit.attempt)
                 return
             if script.delay_s:
                 await asyncio.sleep(script.delay_s)

@@ -1,0 +1,131 @@
+"""What happens to streams that are many, or whose client leaves, and which worker they go to."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from lockstep_tools.stack import Stack
+from machine import wait_for
+from system import MODEL, System
+
+PROMPT = "It was a dark night, and"
+LONG = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1500, "temperature": 0}
+
+
+@pytest.fixture
+def stream(client: openai.OpenAI, system: System) -> Iterator[openai.Stream]:
+    """A long stream that has begun."""
+    system.until_idle()
+    stream = client.completions.create(**LONG, stream=True)
+    for _ in range(5):
+        next(stream)
+    system.serving()
+    yield stream
+    stream.close()
+
+
+def test_closing_a_stream_frees_its_blocks(stream: openai.Stream, system: System) -> None:
+    assert system.serving()["free_blocks"] < system.serving()["total_blocks"]
+    stream.close()
+    system.until_idle(within_s=2)
+
+
+def test_a_client_that_breaks_off_before_the_first_token_frees_its_blocks(system: System) -> None:
+    body = {"model": MODEL, "prompt": list(range(4, 2000)), "max_tokens": 40}
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=system.api, trust_env=False) as http:
+        http.post("/completions", json=body, timeout=0.05)
+    system.until_idle(within_s=2)
+
+
+def test_a_client_that_vanishes_frees_its_blocks(system: System) -> None:
+    """Its connection is reset, as when its process is killed."""
+    system.until_idle()
+    with (
+        httpx.Client(base_url=system.api, trust_env=False, timeout=60) as http,
+        http.stream("POST", "/completions", json=LONG | {"stream": True}) as response,
+    ):
+        arriving = response.iter_bytes()
+        next(arriving)
+        system.serving()
+        response.extensions["network_stream"].get_extra_info("socket").close()
+        system.until_idle(within_s=2)
+
+
+async def test_eight_streams_at_once_have_the_texts_of_each_alone(system: System) -> None:
+    requests = [
+        {"model": MODEL, "prompt": f"Chapter {n}. {PROMPT}", "max_tokens": 20 + 10 * n, "user": f"user {n}"}
+        | ({"temperature": 0} if n % 2 else {"temperature": 0.9, "seed": n})
+        for n in range(8)
+    ]
+
+    async with openai.AsyncOpenAI(base_url=system.api, api_key="anybody", max_retries=0) as client:
+
+        async def streamed(request: dict) -> str:
+            chunks = await client.completions.create(**request, stream=True)
+            return "".join([chunk.choices[0].text async for chunk in chunks])
+
+        together = await asyncio.gather(*map(streamed, requests))
+        alone = [(await client.completions.create(**request)).choices[0].text for request in requests]
+    assert together == alone
+
+
+async def test_cancelling_one_of_many_leaves_the_others_alone(system: System) -> None:
+    async with openai.AsyncOpenAI(base_url=system.api, api_key="anybody", max_retries=0) as client:
+        request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 120, "seed": 1}
+        alone = (await client.completions.create(**request)).choices[0].text
+
+        async def streamed(leave_after: int) -> str:
+            pieces: list[str] = []
+            async with await client.completions.create(**request, stream=True) as chunks:
+                async for chunk in chunks:
+                    pieces.append(chunk.choices[0].text)
+                    if len(pieces) == leave_after:
+                        break
+            return "".join(pieces)
+
+        texts = await asyncio.gather(*(streamed(leave_after) for leave_after in (1000, 10, 1000, 30)))
+    assert texts[0] == texts[2] == alone
+    assert alone.startswith(texts[1])
+    assert alone.startswith(texts[3])
+    await asyncio.to_thread(system.until_idle)
+
+
+def worker_of(http: httpx.Client, system: System, session: str) -> str:
+    """The worker that serves a session: the one that makes steps for its request."""
+    before = {worker_id: worker["steps"] for worker_id, worker in system.until_idle().items()}
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 3}
+    http.post("/completions", json=body, headers={"X-Session-ID": session}).raise_for_status()
+
+    def stepped() -> list[str]:
+        return [worker_id for worker_id, worker in system.workers().items() if worker["steps"] > before[worker_id]]
+
+    (worker_id,) = wait_for(stepped, "a worker has made steps")
+    return worker_id
+
+
+def test_a_session_stays_on_its_worker_also_over_a_restart_of_the_router(
+    http: httpx.Client, system: System, stack: Stack
+) -> None:
+    sessions = [f"session {n}" for n in range(6)]
+    workers = [worker_of(http, system, session) for session in sessions]
+    assert set(workers) == {"w0", "w1"}
+    assert [worker_of(http, system, session) for session in sessions[:3]] == workers[:3]
+    router = stack.router_pid
+    os.kill(router, signal.SIGKILL)
+    wait_for(lambda: stack.router_pid not in (None, router), "the router is started again")
+    stack.wait_ready(30)
+    assert [worker_of(http, system, session) for session in sessions] == workers
+
+
+def test_a_router_that_dies_leaves_no_stream_behind_in_the_workers(
+    stream: openai.Stream, system: System, stack: Stack
+) -> None:
+    os.kill(stack.router_pid, signal.SIGKILL)
+    with pytest.raises(openai.APIConnectionError):
+        list(stream)
+    stack.wait_ready(30)
+    system.until_idle()

@@ -1,0 +1,51 @@
+"""Options, fixtures and paths of the tests that span services. They run real processes on the reference model."""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from machine import be_subreaper
+
+SUMMARIES = pytest.StashKey[list[str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("lockstep", "faults on random processes (tests/chaos)")
+    group.addoption("--kills", type=int, default=6, help="processes to kill under load (default: %(default)s)")
+    group.addoption("--restarts", type=int, default=3, help="starts and stops of a stack (default: %(default)s)")
+    group.addoption("--chaos-seed", type=int, default=None, help="of the random choices (default: a new one)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SUMMARIES] = []
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in config.stash[SUMMARIES]:
+        terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def summarize(pytestconfig: pytest.Config):
+    """Adds a line to the end of pytest's output."""
+    return pytestconfig.stash[SUMMARIES].append
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _subreaper() -> None:
+    be_subreaper()
+
+
+@pytest.fixture(scope="module")
+def private_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The directory for temporary files of this module's processes: short enough for sockets, seen by nobody else."""
+    tmp_path_factory.getbasetemp()  # it stays where it is
+    with tempfile.TemporaryDirectory(prefix="ls-") as path, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", path)
+        patch.setattr(tempfile, "tempdir", path)
+        yield Path(path)

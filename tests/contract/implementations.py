@@ -1,0 +1,144 @@
+"""What speaks worker.proto, behind one face: where it listens, and how it loses a rank.
+
+The double is what the router's tests run against, so what holds for it here must hold for the real worker. The worker
+on a scripted engine is the service's own code without a model; the real one is a process with ranks.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from harness import Router, make_settings, open_channel, served
+from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+from lockstep_common.lifecycle import DIE_WITH_PARENT_VARIABLE
+from machine import wait_for
+from scripted_engine import Script as EngineScript
+from scripted_worker import Script, ScriptedWorker
+from system import REFERENCE
+
+DOUBLE = "router's double"
+SCRIPTED = "worker on a scripted engine"
+REAL = "worker with ranks"
+
+_STEP_S = 0.01  # so that a stream lasts long enough to be disturbed
+_RESTART_S = 0.2
+
+
+@dataclass
+class Implementation:
+    """A worker that listens."""
+
+    channel: grpc.aio.Channel
+    lose_rank: Callable[[Router], Awaitable[None]]
+    """Makes it lose a rank under a router's streams, and come back in the next epoch."""
+
+    @property
+    def stub(self) -> worker_pb2_grpc.WorkerStub:
+        return worker_pb2_grpc.WorkerStub(self.channel)
+
+    def router(self) -> Router:
+        """A router's end of a new Serve stream, not greeted yet."""
+        return Router(self.stub.Serve())
+
+    async def greeted(self) -> tuple[Router, worker_pb2.Hello]:
+        """A router that has been greeted and has seen the worker ready."""
+        router = self.router()
+        hello = await router.greet()
+        await router.ready()
+        return router, hello
+
+
+def submit(
+    stream_id: str,
+    attempt: int = 1,
+    *,
+    prompt_ids: tuple[int, ...] = (5, 6, 7),
+    emitted_ids: tuple[int, ...] = (),
+    max_tokens: int = 12,
+    **sampling: object,
+) -> worker_pb2.Submit:
+    """A stream of random tokens of a fixed seed, if nothing else is said."""
+    values = {"temperature": 0.9, "seed": 7, "ignore_eos": True} | sampling
+    return worker_pb2.Submit(
+        stream_id=stream_id,
+        attempt=attempt,
+        prompt_ids=prompt_ids,
+        emitted_ids=emitted_ids,
+        sampling=inference_pb2.Sampling(max_tokens=max_tokens, **values),
+    )
+
+
+@contextlib.asynccontextmanager
+async def double(path: Path) -> AsyncIterator[Implementation]:
+    """The scripted worker of the router's tests."""
+    worker = ScriptedWorker("w0", path, script=Script(delay_s=_STEP_S), heartbeat_s=0.1)
+    await worker.start()
+
+    async def lose_rank(_: Router) -> None:
+        worker.lose_ranks()
+        await asyncio.sleep(_RESTART_S)
+        worker.announce(state=worker_pb2.WORKER_STATE_READY)
+
+    async with open_channel(worker.target) as channel:
+        yield Implementation(channel, lose_rank)
+    await worker.kill()
+
+
+@contextlib.asynccontextmanager
+async def scripted(path: Path) -> AsyncIterator[Implementation]:
+    """The worker's own code on an engine without a model."""
+    settings = make_settings(REFERENCE, str(path), status_interval_s=0.1)
+    async with served(settings, EngineScript(step_s=_STEP_S)) as worker:
+
+        async def lose_rank(_: Router) -> None:
+            worker.engine.lose_ranks()
+            await asyncio.sleep(_RESTART_S)
+            worker.engine.restart()
+
+        yield Implementation(worker.channel, lose_rank)
+
+
+class RealProcess:
+    """`python -m lockstep_worker` with two ranks on the reference model."""
+
+    def __init__(self, path: Path) -> None:
+        self.target = f"unix:{path}"
+        self._path = path
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, unless that has been done."""
+        if self._process is None:
+            flags = {"model": REFERENCE, "listen": self.target, "worker-id": "w0", "tp": 2, "threads": 1}
+            flags |= {"device": "cpu", "log-level": "error"}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "lockstep_worker", *(f"--{flag}={value}" for flag, value in flags.items())],
+                env={**os.environ, DIE_WITH_PARENT_VARIABLE: str(os.getpid())},
+            )
+            wait_for(self._path.exists, "the worker listens", 20)
+
+    def stop(self) -> None:
+        """End it as a supervisor does."""
+        if self._process is not None:
+            self._process.terminate()
+            assert self._process.wait(15) == 0
+
+
+@contextlib.asynccontextmanager
+async def real(process: RealProcess) -> AsyncIterator[Implementation]:
+    """A worker process with ranks."""
+    process.start()
+
+    async def lose_rank(router: Router) -> None:
+        status = await router.status(worker_pb2.WORKER_STATE_READY)
+        os.kill(status.ranks[-1].pid, signal.SIGKILL)
+
+    async with open_channel(process.target) as channel:
+        yield Implementation(channel, lose_rank)

@@ -1,0 +1,232 @@
+"""What a router may rely on while a worker is well and when it loses a rank. Holds for the double, too."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from itertools import pairwise
+
+import pytest
+from harness import Router
+from implementations import Implementation, submit
+from lockstep_api.v1 import inference_pb2, worker_pb2
+from tokenizers import Tokenizer
+
+READY = worker_pb2.WORKER_STATE_READY
+RESTARTING = worker_pb2.WORKER_STATE_RESTARTING
+SAMPLINGS = pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9}], ids=["greedy", "seeded"])
+
+
+async def frames_of(router: Router, stream_id: str) -> AsyncIterator[worker_pb2.StreamTokens]:
+    """What the steps give to a stream, to its end."""
+    while True:
+        for frame in (await router.next("tokens")).tokens.streams:
+            if frame.stream_id == stream_id:
+                yield frame
+                if frame.finish:
+                    return
+
+
+async def whole(router: Router, message: worker_pb2.Submit) -> list[int]:
+    """All ids that a stream gives."""
+    await router.send(submit=message)
+    return [token for frame in [each async for each in frames_of(router, message.stream_id)] for token in frame.ids]
+
+
+async def test_hello_comes_first_and_describes_the_model(worker: Implementation) -> None:
+    router = worker.router()
+    hello = await router.greet()
+    assert router.kinds() == ["hello"]
+    assert router.seen[0].epoch >= 1
+    assert (await router.next()).HasField("status")
+    assert hello.worker_id == "w0"
+    assert 0 < time.time_ns() - hello.incarnation < 3600 * 10**9
+    card = hello.model
+    assert card.name
+    assert card.digest
+    assert card.architecture.endswith("ForCausalLM")
+    assert card.tokenizer_digest
+    assert (card.tp, card.block_size) == (2, 16)
+    assert card.context_length >= 256
+    assert card.vocab_size > max(card.eos_ids)
+    assert 0 < card.created <= time.time()
+
+
+async def test_status_is_a_heartbeat(worker: Implementation) -> None:
+    router, _ = await worker.greeted()
+    began_s, arrivals_s = time.monotonic(), []
+    while not arrivals_s or arrivals_s[-1] < 1.0:
+        status = (await router.next("status")).status
+        arrivals_s.append(time.monotonic() - began_s)
+        assert status.state == READY
+        assert status.free_blocks <= status.total_blocks > 0
+        assert [rank.rank for rank in status.ranks] == [0, 1]
+        assert status.pid > 0
+    assert 5 <= len(arrivals_s) <= 14
+    assert max(after - before for before, after in pairwise(arrivals_s)) < 0.7
+
+
+async def test_positions_count_from_zero_without_a_hole(worker: Implementation) -> None:
+    router, _ = await worker.greeted()
+    await router.send(submit=submit("s", attempt=3, max_tokens=20))
+    frames = [frame async for frame in frames_of(router, "s")]
+    position = 0
+    for frame in frames:
+        assert (frame.position, frame.attempt) == (position, 3)
+        assert not frame.logprobs
+        position += len(frame.ids)
+    assert position == 20
+    assert [frame.finish for frame in frames[:-1]] == [0] * (len(frames) - 1)
+    assert frames[-1].finish == inference_pb2.FINISH_REASON_LENGTH
+    assert {frame.epoch for frame in router.seen} == {router.seen[0].epoch}
+
+
+async def test_nothing_comes_after_the_end_of_a_stream(worker: Implementation) -> None:
+    router, _ = await worker.greeted()
+    await whole(router, submit("s", max_tokens=3))
+    await whole(router, submit("fence"))
+    ends = [
+        frame.finish
+        for each in router.seen
+        for frame in each.tokens.streams
+        if frame.stream_id == "s" and frame.position + len(frame.ids) >= 3
+    ]
+    assert len(ends) == 1
+
+
+async def test_streams_run_side_by_side(worker: Implementation) -> None:
+    router, _ = await worker.greeted()
+    for n in range(4):
+        await router.send(submit=submit(f"s{n}", prompt_ids=(5 + n, 6), max_tokens=10 + n))
+    positions = dict.fromkeys((f"s{n}" for n in range(4)), 0)
+    finished: set[str] = set()
+    while len(finished) < 4:
+        for frame in (await router.next("tokens")).tokens.streams:
+            assert frame.position == positions[frame.stream_id]
+            positions[frame.stream_id] += len(frame.ids)
+            finished |= {frame.stream_id} if frame.finish else set()
+    assert positions == {f"s{n}": 10 + n for n in range(4)}
+
+
+@SAMPLINGS
+async def test_equal_submits_give_equal_ids(worker: Implementation, sampling: dict[str, float]) -> None:
+    router, _ = await worker.greeted()
+    assert await whole(router, submit("a", **sampling)) == await whole(router, submit("b", **sampling))
+
+
+@SAMPLINGS
+async def test_a_stream_goes_on_after_what_was_emitted(worker: Implementation, sampling: dict[str, float]) -> None:
+    router, _ = await worker.greeted()
+    ids = await whole(router, submit("unbroken", **sampling))
+    for known in (1, 5, len(ids) - 1):
+        resumed = submit(f"after {known}", 2, emitted_ids=tuple(ids[:known]), **sampling)
+        await router.send(submit=resumed)
+        frames = [frame async for frame in frames_of(router, resumed.stream_id)]
+        assert frames[0].position == known
+        assert [token for frame in frames for token in frame.ids] == ids[known:]
+
+
+async def test_logprobs_come_with_every_id_if_wanted(worker: Implementation) -> None:
+    router, _ = await worker.greeted()
+    for top in (0, 3):
+        message = submit(f"top {top}", logprobs=top)
+        await router.send(submit=message)
+        async for frame in frames_of(router, message.stream_id):
+            assert [entry.chosen.id for entry in frame.logprobs] == list(frame.ids)
+            for entry in frame.logprobs:
+                assert entry.chosen.logprob <= 0
+                assert len(entry.top) == top
+                likely = [alternative.logprob for alternative in entry.top]
+                assert likely == sorted(likely, reverse=True)
+
+
+async def test_a_cancelled_stream_gives_no_more(worker: Implementation) -> None:
+    router, _ = await worker.greeted()
+    await router.send(submit=submit("long", max_tokens=200))
+    await anext(frames_of(router, "long"))
+    await router.send(cancel=worker_pb2.Cancel(stream_id="long", attempt=1))
+    await whole(router, submit("fence", max_tokens=2))
+    seen = len(router.seen)
+    await whole(router, submit("second fence"))
+    since = [frame.stream_id for each in router.seen[seen:] for frame in each.tokens.streams]
+    assert set(since) == {"second fence"}
+    assert "rejected" not in router.kinds()
+
+
+async def test_cancelling_what_does_not_run_does_nothing(worker: Implementation) -> None:
+    router, _ = await worker.greeted()
+    await router.send(cancel=worker_pb2.Cancel(stream_id="unknown", attempt=1))
+    assert len(await whole(router, submit("s"))) == 12
+
+
+async def test_routers_do_not_see_each_others_streams(worker: Implementation) -> None:
+    (first, _), (second, _) = await worker.greeted(), await worker.greeted()
+    await first.send(submit=submit("same", max_tokens=10))
+    await second.send(submit=submit("same", prompt_ids=(9, 10), max_tokens=11))
+    a, b = [
+        [token for frame in [each async for each in frames_of(router, "same")] for token in frame.ids]
+        for router in (first, second)
+    ]
+    assert (len(a), len(b)) == (10, 11)
+    assert a != b[:10]
+
+
+async def test_the_same_life_greets_again_with_the_same_numbers(worker: Implementation) -> None:
+    first, hello = await worker.greeted()
+    first.call.cancel()
+    second, again = await worker.greeted()
+    assert again == hello
+    assert first.seen[-1].epoch == second.seen[0].epoch
+
+
+async def test_the_tokenizer_of_the_card_can_be_fetched(worker: Implementation) -> None:
+    _, hello = await worker.greeted()
+    files = await worker.stub.Tokenizer(worker_pb2.TokenizerRequest(digest=hello.model.tokenizer_digest))
+    assert files.digest == hello.model.tokenizer_digest
+    assert Tokenizer.from_buffer(files.tokenizer_json).encode("night").ids
+    assert json.loads(files.tokenizer_config_json)["eos_token"] == "</s>"
+    assert "messages" in files.chat_template
+
+
+async def test_a_lost_rank_fails_streams_as_retryable_and_begins_the_next_epoch(worker: Implementation) -> None:
+    router, hello = await worker.greeted()
+    unbroken = await whole(router, submit("unbroken", max_tokens=60))
+    epoch = router.seen[-1].epoch
+    await router.send(submit=submit("s", max_tokens=60))
+    await router.send(submit=submit("t", attempt=4, max_tokens=60))
+    emitted: list[int] = []
+    async for frame in frames_of(router, "s"):
+        emitted += frame.ids
+        if len(emitted) >= 5:
+            break
+    seen = len(router.seen)
+    losing = asyncio.create_task(worker.lose_rank(router))
+    await losing
+    rejections = [(await router.next("rejected")).rejected for _ in range(2)]
+    assert {(each.stream_id, each.attempt) for each in rejections} == {("s", 1), ("t", 4)}
+    for rejected in rejections:
+        assert (rejected.code, rejected.retryable, rejected.field) == ("worker_lost", True, "")
+        assert rejected.message
+    after = await router.next("hello")
+    assert after.epoch > epoch
+    assert (after.hello.worker_id, after.hello.incarnation) == (hello.worker_id, hello.incarnation)
+    await router.ready()
+
+    since = router.seen[seen:]
+    epochs = [frame.epoch for frame in since]
+    assert epochs == sorted(epochs)
+    assert all(frame.epoch == epoch for frame in since if frame.HasField("tokens") or frame.HasField("rejected"))
+    restarting = [frame.HasField("status") and frame.status.state == RESTARTING for frame in since].index(True)
+    assert restarting < [frame.HasField("rejected") for frame in since].index(True)
+    given = [
+        (tokens.position, token)
+        for frame in since
+        for tokens in frame.tokens.streams
+        if tokens.stream_id == "s"
+        for token in tokens.ids
+    ]
+    assert [position for position, _ in given] == list(range(len(emitted), len(emitted) + len(given)))
+    emitted += [token for _, token in given]
+
+    resumed = await whole(router, submit("s", 2, emitted_ids=tuple(emitted), max_tokens=60))
+    assert emitted + resumed == unbroken

@@ -1,0 +1,117 @@
+"""`lockstep serve` as its users run it: a command with an output, a Ctrl-C, and an exit code."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Self
+
+import psutil
+from machine import bury, descendants, title, wait_for
+from system import REFERENCE, System
+
+COMMAND = (sys.executable, "-m", "lockstep_tools.cli")
+
+_START_S = 60.0
+_END_S = 20.0
+
+
+class Serve:
+    """One `lockstep serve` on a free port, from its start to its end."""
+
+    def __init__(self, directory: Path, *options: str, model: str = str(REFERENCE)) -> None:
+        self._out, self._err = directory / "out", directory / "err"
+        self._left: list[psutil.Process] = []
+        with self._out.open("wb") as out, self._err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [*COMMAND, "serve", model, "--port", "0", "--device", "cpu", "--threads", "1", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,  # so that a Ctrl-C for it is none for the tests
+            )
+        self.system = System("")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.kill()
+
+    @property
+    def output(self) -> str:
+        """What it printed for users."""
+        return self._out.read_text()
+
+    @property
+    def notes(self) -> str:
+        """What it printed about itself."""
+        return self._err.read_text()
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def port(self) -> int:
+        return int(self.system.url.rpartition(":")[2])
+
+    def children(self) -> list[psutil.Process]:
+        """Every process below it."""
+        return descendants(self.pid)
+
+    def titles(self) -> list[str]:
+        """What `ps` shows of it and of every process below it, sorted."""
+        return sorted(title(process) for process in [psutil.Process(self.pid), *self.children()])
+
+    def ready(self) -> Self:
+        """Wait until it says where it serves."""
+
+        def introduced() -> re.Match[str] | None:
+            assert self.process.poll() is None, self.notes
+            return re.search(r"^API +(http://\S+)/v1$", self.output, re.MULTILINE)
+
+        match = wait_for(introduced, "lockstep serve is ready", _START_S)
+        assert match is not None
+        self.system = System(match[1])
+        return self
+
+    def interrupt(self, *signals: signal.Signals) -> None:
+        """Signals as a terminal or a supervisor sends them."""
+        for number in signals:
+            self.process.send_signal(number)
+
+    def end(self) -> int:
+        """Wait for its end; the exit code."""
+        return self.process.wait(_END_S)
+
+    def kill(self) -> list[str]:
+        """SIGKILL, with no time for anything; what still runs 2 s later, in words."""
+        below = self.children()
+        self.process.kill()
+        self.process.wait()
+        return bury(below)
+
+
+def run(*arguments: str, within_s: float = 20.0, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """A command's exit code, output and notes."""
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=within_s,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | (environment or {}),
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def sentence(notes: str) -> str:
+    """The one line that a refused command prints, beside what has become ready until then."""
+    lines = [line for line in notes.splitlines() if not line.startswith("✓")]
+    assert len(lines) == 1, lines
+    return lines[0]

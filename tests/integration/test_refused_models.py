@@ -1,0 +1,124 @@
+"""Models that cannot be served end `lockstep serve` within seconds, with one sentence and exit code 2."""
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from machine import left_since, traces
+from serving import run, sentence
+from system import REFERENCE
+from transformers import GPT2Config, GPT2LMHeadModel
+
+pytestmark = pytest.mark.usefixtures("private_tmp")
+
+Change = Callable[[Path], object]
+
+
+def set_config(**values: object) -> Change:
+    """Changes fields of config.json; None removes one."""
+
+    def change(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text()) | values
+        kept = {key: value for key, value in config.items() if value is not None}
+        (model / "config.json").write_text(json.dumps(kept))
+
+    return change
+
+
+def cut(name: str, size: int) -> Change:
+    """Leaves the beginning of a file."""
+
+    def change(model: Path) -> None:
+        content = (model / name).read_bytes()[:size]
+        (model / name).write_bytes(content)
+
+    return change
+
+
+def remove(name: str) -> Change:
+    return lambda model: (model / name).unlink()
+
+
+BROKEN: dict[str, tuple[Change, str]] = {
+    "no config": (remove("config.json"), "config.json is missing"),
+    "config is cut": (cut("config.json", 100), "config.json cannot be read"),
+    "config is no object": (lambda model: (model / "config.json").write_text("[]"), "not a JSON object"),
+    "no weights": (remove("model.safetensors"), "no *.safetensors file"),
+    "weights are cut": (cut("model.safetensors", 1_000_000), "model.safetensors is cut short"),
+    "weights' header is cut": (cut("model.safetensors", 100), "model.safetensors is not a whole safetensors file"),
+    "weights are empty": (cut("model.safetensors", 0), "model.safetensors is not a whole safetensors file"),
+    "no generator": (set_config(architectures=["BertForMaskedLM"]), "BertForMaskedLM"),
+    "no architecture": (set_config(architectures=None), "only …ForCausalLM generates text"),
+    "no vocabulary": (set_config(vocab_size=None), "vocab_size"),
+    "no tokenizer": (remove("tokenizer.json"), "tokenizer.json"),
+    "unknown architecture": (set_config(architectures=["NopeForCausalLM"], model_type="nope"), "nope"),
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the reference model."""
+    return Path(shutil.copytree(REFERENCE, tmp_path / "model"))
+
+
+def refused(*arguments: str, within_s: float) -> str:
+    """The sentence with which `lockstep serve` refuses."""
+    before = traces()
+    began_s = time.monotonic()
+    code, out, notes = run("serve", *arguments, "--port", "0", "--device", "cpu")
+    assert code == 2, notes
+    assert time.monotonic() - began_s < within_s
+    assert out == ""
+    assert left_since(before) == []
+    return sentence(notes)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_directory(model: Path, name: str) -> None:
+    change, expected = BROKEN[name]
+    change(model)
+    told = refused(str(model), within_s=15)
+    assert expected in told
+    assert str(model) in told
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    assert (
+        refused(str(tmp_path / "nothing"), within_s=3) == f"lockstep: model {tmp_path / 'nothing'}: no such directory"
+    )
+
+
+def test_an_empty_directory(tmp_path: Path) -> None:
+    assert "config.json is missing" in refused(str(tmp_path), within_s=3)
+
+
+def test_a_file_is_no_directory(model: Path) -> None:
+    assert "no such directory" in refused(str(model / "config.json"), within_s=3)
+
+
+def test_an_architecture_that_cannot_be_split_into_ranks(tmp_path: Path) -> None:
+    """GPT-2 has no tensor-parallel plan in transformers; only the ranks can know."""
+    config = GPT2Config(vocab_size=4096, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(REFERENCE / name, tmp_path / name)
+    assert "GPT2" in refused(str(tmp_path), within_s=15)
+
+
+@pytest.mark.parametrize("tp", ["3", "8"])
+def test_a_split_that_does_not_divide_the_heads(tp: str) -> None:
+    told = refused(str(REFERENCE), "--tp", tp, within_s=3)
+    assert f"4 attention heads cannot be split over tp = {tp}" in told
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("--tp", "0"), ("--workers", "none"), ("--port", "70000"), ("--device", "tpu"), ("--unknown", "1")],
+)
+def test_options_that_cannot_be_used_are_named(flag: str, value: str) -> None:
+    code, _, notes = run("serve", flag, value)
+    assert code == 2
+    assert flag in notes.splitlines()[-1]

@@ -1,0 +1,93 @@
+"""A running Lockstep as one sees it from outside: what the router says, and waiting until it says something else."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from lockstep_tools.failure import CommandError
+from lockstep_tools.status import READY, fetch
+from machine import wait_for
+
+REFERENCE = Path(__file__).parents[1] / "models/reference"
+MODEL = REFERENCE.name
+
+Json = dict[str, Any]
+
+
+class System:
+    """The router at `url` (without /v1) and the workers that it knows."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    @property
+    def api(self) -> str:
+        """Base URL for OpenAI's clients."""
+        return f"{self.url}/v1"
+
+    def status(self) -> Json | None:
+        """What the router says; None while it does not answer."""
+        try:
+            with httpx.Client(timeout=5.0, trust_env=False) as client:
+                return fetch(client, self.url)
+        except CommandError:
+            return None
+
+    def router(self) -> Json:
+        """What the router says of itself."""
+        return wait_for(self.status, "the router answers")["router"]
+
+    def workers(self) -> dict[str, Json]:
+        """What the router says of its workers, by id; empty while it does not answer."""
+        return {worker["id"]: worker for worker in (self.status() or {"workers": []})["workers"]}
+
+    def worker(self, worker_id: str) -> Json:
+        """What the router says of one worker."""
+        return wait_for(lambda: self.workers().get(worker_id), f"{worker_id} is known")
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of a text."""
+        with httpx.Client(timeout=5.0, trust_env=False) as client:
+            body = {"model": MODEL, "prompt": text, "add_special_tokens": False}
+            return client.post(f"{self.url}/tokenize", json=body).raise_for_status().json()["tokens"]
+
+    def until(self, holds: Callable[[dict[str, Json]], object], what: str, within_s: float = 10.0) -> dict[str, Json]:
+        """Wait until something holds of the workers; returns them."""
+
+        def find() -> dict[str, Json] | None:
+            workers = self.workers()
+            return workers if workers and holds(workers) else None
+
+        found = wait_for(find, what, within_s)
+        assert found is not None
+        return found
+
+    def until_state(self, worker_id: str, state: str, within_s: float = 10.0) -> Json:
+        """Wait until a worker is in a state; returns it."""
+        return self.until(lambda all_: all_[worker_id]["state"] == state, f"{worker_id} is {state}", within_s)[
+            worker_id
+        ]
+
+    def until_whole(self, within_s: float = 60.0) -> dict[str, Json]:
+        """Wait until every worker is ready; returns them."""
+        return self.until(is_whole, "every worker is ready", within_s)
+
+    def until_idle(self, within_s: float = 2.0) -> dict[str, Json]:
+        """Wait until nothing runs or waits and every block is free; returns the workers."""
+        return self.until(lambda workers: all(map(is_idle, workers.values())), "all blocks are free", within_s)
+
+    def serving(self, within_s: float = 5.0) -> Json:
+        """The worker that runs something."""
+        workers = self.until(lambda all_: any(each["running"] for each in all_.values()), "something runs", within_s)
+        return next(worker for worker in workers.values() if worker["running"])
+
+
+def is_whole(workers: dict[str, Json]) -> bool:
+    """Every worker is ready."""
+    return all(worker["state"] == READY for worker in workers.values())
+
+
+def is_idle(worker: Json) -> bool:
+    """The worker runs nothing and holds no block."""
+    return not worker["running"] and not worker["queued"] and worker["free_blocks"] == worker["total_blocks"] > 0
