@@ -10,7 +10,7 @@ MODEL ?= models/reference
 
 setup: .venv/ready
 
-.venv/ready: requirements.lock $(PACKAGES:%=%/pyproject.toml)
+.venv/ready: requirements.lock $(PACKAGES:%=%/pyproject.toml) libs/engine/setup.py $(wildcard libs/engine/src/lockstep_engine/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -r requirements.lock
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation $(PACKAGES:%=-e %)

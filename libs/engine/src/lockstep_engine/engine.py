@@ -6,6 +6,7 @@ while the ranks compute. This process never imports torch.
 """
 
 import asyncio
+import logging
 import os
 import time
 from collections import deque
@@ -23,12 +24,14 @@ from lockstep_engine.request import Output, Request
 from lockstep_engine.scheduler import Limits, Scheduler
 from lockstep_engine.sizes import collectives_segment_bytes, message_sizes
 
+logger = logging.getLogger("lockstep.engine")
+
 _RATE_WINDOW_S = 5.0
 _RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 _MAX_STARTS = 2
 """Groups that may die before the first was ever ready; one more and the engine fails."""
 _MAX_RESTARTS = 6
-"""Groups in a row that may die before they are ready; one more and the engine fails, so that its pod starts anew."""
+"""Losses without a ready group in between; one more and the engine fails, so that its pod starts anew."""
 
 
 class EngineState(StrEnum):
@@ -78,6 +81,8 @@ class EngineStatus:
     """Mean time of the last steps in which no rank had work because of this process."""
     step_us: float
     """Mean time of the last steps, from plan to plan."""
+    collective_us: float
+    """Mean time that rank 0 spent in collectives in the last steps: transfer, and waiting for the others."""
 
 
 class AsyncEngine:
@@ -89,6 +94,7 @@ class AsyncEngine:
         on_outputs: called once a step with its number and every request's output. When the ranks are lost it is
             called with an error output for every live request.
         on_change: called when `status().state` or the epoch has changed.
+        on_progress: called when more of the weights has been read.
 
     Raises:
         LockstepError: the model cannot be served; one sentence says why.
@@ -126,6 +132,7 @@ class AsyncEngine:
         self._restart: asyncio.Task[None] | None = None
         self._emitted: deque[tuple[float, int]] = deque()
         self._timing = _Timing()
+        self._closing = False
 
     async def start(self) -> None:
         """Spawn the ranks; return when they are ready.
@@ -187,17 +194,19 @@ class AsyncEngine:
             loading=sum(done for done, _ in loaded) / total if total else 0.0,
             driver_us=self._timing.driver_us,
             step_us=self._timing.step_us,
+            collective_us=self._timing.collective_us,
         )
 
     async def close(self) -> None:
         """Kill the ranks and wait for them. Requests that were running get no further output."""
+        self._closing = True
+        self._state, self._reason = EngineState.FAILED, "closed"
+        self._settle(LockstepError(ErrorCode.CANCELLED, "the engine was closed while it started"))
         if self._restart is not None:
             self._restart.cancel()
             await asyncio.gather(self._restart, return_exceptions=True)
         if self._group is not None:
             await self._group.stop()
-        self._state = EngineState.FAILED
-        self._reason = "closed"
 
     # What the rank group tells.
 
@@ -209,6 +218,10 @@ class AsyncEngine:
         self._in_flight = False
         self._steps = 0
         self._timing = _Timing()
+        if self._group is not None:
+            logger.info(
+                "ranks are ready", extra={"epoch": self._group.epoch, "phases_s": self._group.ranks[0].phases_s}
+            )
         self._enter(EngineState.READY, "")
         self._settle(None)
 
@@ -216,15 +229,18 @@ class AsyncEngine:
         """A step is done: start the next one, then hand on what this one gave."""
         self._in_flight = False
         self._steps += 1
-        self._timing.result(result.forward_us)
+        self._timing.result(result.forward_us, result.collective_us)
         outputs = self._scheduler.update(result)
         self._kick()
         if outputs:
             self._emitted.append((time.monotonic(), sum(len(each.ids) for each in outputs)))
+            self._forget_old()
             self._on_outputs(self._steps, outputs)
 
     def on_lost(self, reason: str) -> None:
         """Fail every request (another worker can go on with them) and start the next epoch."""
+        if self._closing:
+            return
         started = self._ready is not None
         if self._failures >= (_MAX_RESTARTS if started else _MAX_STARTS):
             self._fail_requests(reason)
@@ -238,6 +254,8 @@ class AsyncEngine:
 
     def on_refused(self, error: LockstepError) -> None:
         """The ranks cannot start, now or later."""
+        if self._group is not None and not self._closing:
+            self._restart = asyncio.get_running_loop().create_task(self._group.kill())
         self._enter(EngineState.FAILED, error.message)
         self._settle(error)
 
@@ -259,12 +277,15 @@ class AsyncEngine:
         assert self._group is not None
         try:
             await self._group.kill()
+            if self._group.last_deaths:
+                deaths = self._group.last_deaths
+                logger.warning(
+                    "rank group lost", extra={"epoch": self._group.epoch, "reason": self._reason, "ends": deaths}
+                )
             await asyncio.sleep(delay_s)
             await self._group.start()
         except (LockstepError, OSError, TimeoutError) as error:
-            self.on_refused(
-                LockstepError(ErrorCode.INTERNAL, f"ranks cannot be started: {str(error) or type(error).__name__}")
-            )
+            self.on_lost(f"ranks cannot be started: {str(error) or type(error).__name__}")
             return
         if self._state is EngineState.RESTARTING:
             self._on_change()  # the epoch is a new one
@@ -315,10 +336,13 @@ class AsyncEngine:
             )
 
     def _rate(self) -> float:
+        self._forget_old()
+        return sum(count for _, count in self._emitted) / _RATE_WINDOW_S
+
+    def _forget_old(self) -> None:
         now = time.monotonic()
         while self._emitted and now - self._emitted[0][0] > _RATE_WINDOW_S:
             self._emitted.popleft()
-        return sum(count for _, count in self._emitted) / _RATE_WINDOW_S
 
 
 class _Timing:
@@ -327,6 +351,7 @@ class _Timing:
     def __init__(self) -> None:
         self.step_us = 0.0
         self.driver_us = 0.0
+        self.collective_us = 0.0
         self._planned_ns = 0
         self._busy = False
 
@@ -339,8 +364,9 @@ class _Timing:
             self.driver_us += 0.05 * (driver - self.driver_us) if self.driver_us else driver
         self._planned_ns = now
 
-    def result(self, forward_us: int) -> None:
+    def result(self, forward_us: int, collective_us: int) -> None:
         self._forward_us = forward_us
+        self.collective_us += 0.05 * (collective_us - self.collective_us) if self.collective_us else collective_us
         self._busy = True
 
     def idle(self) -> None:

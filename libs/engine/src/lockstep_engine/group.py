@@ -19,6 +19,7 @@ from typing import Protocol
 from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_engine import zygote
+from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.plan import (
     AllocateBlocks,
@@ -69,7 +70,7 @@ class Listener(Protocol):
         ...
 
     def on_lost(self, reason: str) -> None:
-        """The group is dead or about to be killed: no result will come. `restart` starts the next epoch."""
+        """The group is dead or about to be killed: no result will come. `start` begins the next epoch."""
         ...
 
     def on_refused(self, error: LockstepError) -> None:
@@ -111,6 +112,8 @@ class RankGroup:
         """Set once the zygote has said that it is ready."""
         self._controls: list[socket.socket] = []
         self._deadline: asyncio.TimerHandle | None = None
+        self._forked = False
+        """There are ranks that have not been reaped."""
         self.last_deaths: dict[int, str] = {}
         """How each rank of the last epoch ended."""
 
@@ -207,6 +210,7 @@ class RankGroup:
         answer = zygote.decode(await self._from_zygote(self._zygote_socket, 10.0))
         assert isinstance(answer, zygote.Forked)
         self.ranks[rank].pid = answer.pid
+        self._forked = True
         ours.setblocking(False)
         self._controls.append(ours)
 
@@ -215,6 +219,9 @@ class RankGroup:
         self._abandon()
         for process in self.ranks:
             process.state = "dead"
+        if not self._forked:
+            return
+        self._forked = False
         if self._zygote_socket is None or self._zygote is None or self._zygote.poll() is not None:
             return
         with contextlib.suppress(OSError, LockstepError, TimeoutError):
@@ -281,13 +288,14 @@ class RankGroup:
         if any(each.blocks is None for each in self.ranks):
             return
         blocks = self._blocks()
-        needed = -(-self._settings.spec.context_length // 16)
+        needed = -(-self._settings.spec.context_length // BLOCK_SIZE)
         if blocks < 1:
             self._abandon()
             self._listener.on_refused(
                 LockstepError(
                     ErrorCode.INVALID_REQUEST,
-                    f"no memory for the KV cache: not one block of 16 tokens fits ({needed} hold one whole context)",
+                    f"no memory for the KV cache: not one block of {BLOCK_SIZE} tokens fits "
+                    f"({needed} hold one whole context)",
                     field="kv_memory_bytes",
                 )
             )

@@ -30,6 +30,8 @@ class Piece:
     """Where the slice begins in the parameter, along `dim`."""
     index: int | None = None
     """Row of the parameter's first dimension that this source fills (experts stored one by one)."""
+    whole: int | None = None
+    """Size of the source along `dim`, where it is known."""
 
 
 class ColumnLinear(nn.Module):
@@ -208,7 +210,7 @@ class VocabEmbedding(nn.Module):
         self.scale = scale
         self.start, self.rows, kept = vocab_shard(vocab_size, group)
         self.weight = nn.Parameter(torch.zeros(self.rows, width, dtype=dtype), requires_grad=False)
-        self.pieces = {"weight": [Piece(f"{source}.weight", 0, self.start, kept, 0)]}
+        self.pieces = {"weight": [Piece(f"{source}.weight", 0, self.start, kept, 0, whole=vocab_size)]}
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[…] token ids → […, width]."""
@@ -234,8 +236,9 @@ class VocabHead(nn.Module):
         start, rows, kept = vocab_shard(vocab_size, group)
         self.weight = nn.Parameter(torch.zeros(rows, width, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype), requires_grad=False) if bias else None
+        self.tied = False
         self.packed: cpu.PackedLinear | None = None
-        self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, kept, 0)]}
+        self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, kept, 0, whole=vocab_size)]}
         if bias:
             self.pieces["bias"] = [Piece(f"{source}.bias", 0, start, kept, 0)]
 
@@ -245,8 +248,10 @@ class VocabHead(nn.Module):
 
     def pack(self) -> None:
         """After loading: lay the weight out as the device multiplies fastest. A tied embedding keeps its own."""
-        if cpu.available(self.weight):
+        if self.tied and cpu.available(self.weight):
             self.packed = cpu.PackedLinear(self.weight, self.bias)
+        elif not self.tied:
+            self.packed = _pack(self.weight, self.bias)
 
 
 def vocab_shard(vocab_size: int, group: Collectives) -> tuple[int, int, int]:
@@ -281,6 +286,6 @@ class FusedRmsNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, width] → […, width]."""
-        if cpu.available(x) and x.is_contiguous():
-            return cpu.add_rms_norm(x, None, self.weight, self.eps)
+        if cpu.available(x):
+            return cpu.add_rms_norm(x.contiguous(), None, self.weight, self.eps)
         return functional.rms_norm(x, self._shape, self.weight, self.eps)

@@ -14,7 +14,8 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine.config import EngineConfig
 
 _MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
-_DIGEST_SAMPLE_BYTES = 2**20
+_DIGEST_SAMPLE_BYTES = 2**12
+_DIGEST_SAMPLES = 1024
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,8 @@ def _eos_ids(path: Path, settings: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _digest(path: Path, files: tuple[Path, ...]) -> str:
-    """SHA-256 over the small files whole, and over size, head and tail of the weights (reading them all takes
-    minutes).
+    """SHA-256 over the small files whole, and over size and a thousand samples of the weights (reading all takes
+    minutes). Weights that differ between the samples alone have the same digest: a tuned model needs its own name.
     """
     digest = hashlib.sha256()
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
@@ -170,7 +171,7 @@ def _digest(path: Path, files: tuple[Path, ...]) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}".encode())
         with file.open("rb") as stream:
-            digest.update(stream.read(_DIGEST_SAMPLE_BYTES))
-            stream.seek(max(0, size - _DIGEST_SAMPLE_BYTES))
-            digest.update(stream.read(_DIGEST_SAMPLE_BYTES))
+            for sample in range(_DIGEST_SAMPLES):
+                stream.seek(max(0, size - _DIGEST_SAMPLE_BYTES) * sample // (_DIGEST_SAMPLES - 1))
+                digest.update(stream.read(_DIGEST_SAMPLE_BYTES))
     return digest.hexdigest()

@@ -6,10 +6,11 @@ Its own tensor parallelism and batching are not used; the unmodified model is th
 
 import fnmatch
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lockstep_common.errors import ErrorCode, LockstepError
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
@@ -105,10 +106,13 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that the models call: [1, heads, tokens, dim] each, to [1, tokens, heads, dim]."""
     assert attention_mask is None
+    if s_aux is not None:
+        raise LockstepError(ErrorCode.INVALID_REQUEST, "attention with sink logits is not supported", field="model")
     layer = module.layer_idx
     assert isinstance(layer, int)
     out = paged.attend(
@@ -144,6 +148,8 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype) -> Buil
     plan: dict[str, str] = dict(model.tp_plan or {})
     if not any(style in ("rowwise", "rowwise_split_input") for style in plan.values()):
         raise refuse(f"model {info.path}: {info.architecture} has no tensor-parallel plan in transformers")
+    if getattr(config.get_text_config(), "attention_chunk_size", None):
+        raise refuse(f"model {info.path}: {info.architecture} attends in chunks, which is not supported")
     unknown = sorted(set(plan.values()) - _KNOWN_STYLES)
     if unknown:
         raise refuse(
@@ -214,6 +220,10 @@ class _Builder:
                 bias = layer.bias is not None
                 row = RowLinear(name, shard, layer.out_features, self._group, bias=bias, dtype=self._dtype)
                 setattr(parent, child, row if style == "rowwise" else SplitInputLinear(row, shard[0]))
+            else:  # every rank has all of it; ours all the same, for its kernel
+                whole = (0, layer.out_features)
+                bias = layer.bias is not None
+                setattr(parent, child, ColumnLinear((name,), (whole,), layer.in_features, bias=bias, dtype=self._dtype))
         elif style == "moe_tp_experts" and self._group.size > 1:
             setattr(parent, child, SummedExperts(self._narrow_experts(layer, name), self._group))
         elif type(layer).__name__.endswith("RMSNorm") and _is_plain_rms_norm(type(layer)):
@@ -231,7 +241,11 @@ class _Builder:
     def _column(self, parent: nn.Module, names: tuple[str, ...], layers: tuple[nn.Linear, ...]) -> ColumnLinear:
         shards = [self._column_shard(parent, name, layer) for name, layer in zip(names, layers, strict=True)]
         bias = layers[0].bias is not None
-        return ColumnLinear(names, shards, layers[0].in_features, bias=bias, dtype=self._dtype)
+        column = ColumnLinear(names, shards, layers[0].in_features, bias=bias, dtype=self._dtype)
+        for name, pieces in column.pieces.items():
+            sizes = [layer.out_features for layer in layers]
+            column.pieces[name] = [replace(each, whole=size) for each, size in zip(pieces, sizes, strict=True)]
+        return column
 
     def _column_shard(self, parent: nn.Module, name: str, layer: nn.Linear) -> tuple[int, int]:
         """Heads stay whole; key/value heads are repeated when there are fewer than ranks."""
@@ -283,7 +297,7 @@ class _Builder:
         head_source = source if tied else names[id(head)]
         our_head = VocabHead(head_source, head.out_features, head.in_features, self._group, self._dtype, bias=bias)
         if tied:
-            our_head.weight = ours.weight
+            our_head.weight, our_head.tied = ours.weight, True
         model.set_input_embeddings(ours)  # type: ignore[operator]
         model.set_output_embeddings(our_head)  # type: ignore[operator]
 

@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 
 from lockstep_engine.config import EngineConfig
-from lockstep_engine.engine import AsyncEngine
+from lockstep_engine.engine import AsyncEngine, EngineState
 from lockstep_engine.model_config import refuse
 from lockstep_engine.request import Output, Request, SamplingParams
 
@@ -37,7 +37,6 @@ class Engine:
     """
 
     def __init__(self, model: str | Path, **settings: Any) -> None:
-        self._loop = asyncio.new_event_loop()
         self._outputs: dict[str, asyncio.Queue[Output]] = {}
         self._numbers = itertools.count()
         self._engine = AsyncEngine(
@@ -46,10 +45,11 @@ class Engine:
             on_change=lambda: None,
             on_progress=self._show_loading,
         )
+        self._tokenizer = _load_tokenizer(self._engine.model.path)
         self._loading = tqdm(
             total=100, desc="loading weights", unit="%", delay=1.0, leave=False, disable=not sys.stderr.isatty()
         )
-        self._tokenizer = _load_tokenizer(self._engine.model.path)
+        self._loop = asyncio.new_event_loop()
         try:
             self._run(self._engine.start())
         except BaseException:
@@ -94,11 +94,11 @@ class Engine:
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
         """Pieces of the text that follows the prompt, as they come; joined they are what `generate` gives."""
         request = self._request(prompt, params)
-        self._run(self._submit(request))
         ids: list[int] = []
         given = ""
         decoder = DecodeStream(skip_special_tokens=True)
         try:
+            self._run(self._submit(request))
             while True:
                 output = self._run(self._next(request.id))
                 for id_ in output.ids:
@@ -144,6 +144,10 @@ class Engine:
                 box.put_nowait(output)
 
     async def _submit(self, request: Request) -> None:
+        async with asyncio.timeout(self._engine.config.start_timeout_s):
+            # A rank was lost: the group comes back while this loop runs, and only then.
+            while self._engine.status().state is EngineState.RESTARTING:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         self._outputs[request.id] = asyncio.Queue()
         self._engine.submit(request)
 
@@ -159,17 +163,23 @@ class Engine:
 
         async def one(request: Request) -> list[Output]:
             async with room:
-                await self._submit(request)
                 outputs: list[Output] = []
                 try:
+                    await self._submit(request)
                     while not outputs or outputs[-1].finish is None:
                         outputs.append(await self._next(request.id))
                 finally:
-                    del self._outputs[request.id]
+                    self._outputs.pop(request.id, None)
                     self._engine.cancel(request.id)
                 return outputs
 
-        return list(await asyncio.gather(*(one(request) for request in requests)))
+        tasks = [asyncio.ensure_future(one(request)) for request in requests]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         return self._loop.run_until_complete(work)
@@ -179,4 +189,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.exists():
         raise refuse(f"model {path}: tokenizer.json is missing")
-    return Tokenizer.from_file(str(file))
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more precise
+        raise refuse(f"model {path}: tokenizer.json cannot be read: {error}") from None

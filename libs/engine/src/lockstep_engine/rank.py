@@ -19,7 +19,7 @@ from lockstep_common.lifecycle import die_with_parent, name_process
 
 from lockstep_engine import distributed
 from lockstep_engine.attention import StepLayout, step_attention
-from lockstep_engine.config import EngineConfig
+from lockstep_engine.config import BLOCK_SIZE, EngineConfig
 from lockstep_engine.kernels import cpu
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.mailbox import Mailbox
@@ -166,9 +166,9 @@ class Rank:
             Whether both ways gave the same bits.
         """
         limit = min(self._spec.context_length, self._spec.max_batch_tokens, CANARY_TOKENS)
-        count = max(2, min(limit, self._cache.padding_block * 16))
+        count = max(2, min(limit, self._cache.padding_block * BLOCK_SIZE))
         ids = np.arange(count, dtype=np.int64) * 37 % self._model.vocab_size
-        table = np.arange(-(-count // 16), dtype=np.int32)[None]
+        table = np.arange(-(-count // BLOCK_SIZE), dtype=np.int32)[None]
         every = np.arange(count)
         chunk = self._forward(ids, np.array([0], np.int32), np.array([count], np.int32), table, every)
         same = True
@@ -202,7 +202,7 @@ class Rank:
             memory = int(torch.cuda.mem_get_info(self._device)[0] * _CUDA_SHARE)
         else:
             memory = _CPU_KV_BYTES
-        most_useful = self._spec.max_seqs * -(-self._spec.context_length // 16)
+        most_useful = self._spec.max_seqs * -(-self._spec.context_length // BLOCK_SIZE)
         return min(memory // size, most_useful)
 
     def _receive_blocks(self) -> int:

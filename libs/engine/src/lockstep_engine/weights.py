@@ -37,8 +37,9 @@ class Checkpoint:
             raise refuse(f"model {self._path}: the checkpoint has no tensor {piece.source}")
         view = self._owner[name].get_slice(name)
         stored = list(view.get_shape())
+        end = piece.start + piece.length
         fits = len(stored) == len(shape) and all(
-            size == want if dim != piece.dim else size >= piece.start + piece.length
+            size == (want if dim != piece.dim else piece.whole or size) and size >= (dim == piece.dim) * end
             for dim, (size, want) in enumerate(zip(stored, shape, strict=False))
         )
         if not fits:
@@ -110,7 +111,7 @@ def _pieces(
         for first, found in expert_pieces(plain, parameter, group.size, group.rank):
             if checkpoint.find(first) is not None:
                 return found
-    return [Piece(name, 0, 0, parameter.shape[0], 0)]
+    return [Piece(name, 0, 0, parameter.shape[0], 0, whole=parameter.shape[0])]
 
 
 def _unsaved_buffers(model: nn.Module) -> list[nn.Module]:

@@ -3,13 +3,14 @@
 One thread, no CUDA context (so that forking is safe), no state but its children. It ends when the driver's socket
 closes; the kernel then kills its children (they asked for it).
 
-Protocol on the socket: `Fork` with five file descriptors → `Forked`; `KillAll` → `Killed` when all children are reaped.
+Protocol on the socket: `Fork` with four file descriptors → `Forked`; `KillAll` → `Killed` when all children are reaped.
 """
 
 import os
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 
 import msgspec
@@ -94,6 +95,8 @@ def _become_rank(run_rank: Callable[..., None], message: Fork, control: socket.s
             f"/proc/self/fd/{store}",
         )
         code = 0
+    except BaseException:
+        traceback.print_exc()  # `_exit` would not
     finally:
         os._exit(code)
 
@@ -102,5 +105,5 @@ def _kill(children: dict[int, int]) -> dict[int, int]:
     for pid in children:
         os.kill(
             pid, signal.SIGKILL
-        )  # a child that has ended is a zombie until it is reaped here: its pid is not reused
+        )  # one that has ended is a zombie until it is reaped below: its pid is still its own
     return {rank: os.waitpid(pid, 0)[1] for pid, rank in children.items()}
