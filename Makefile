@@ -32,7 +32,7 @@ lint: setup
 	$(BIN)/python -m lockstep_tools.gen_protos --check
 
 bench: setup
-	$(BIN)/python tools/bench/run.py
+	$(BIN)/python tools/bench/run.py $(ARGS)
 
 proto: setup
 	$(BIN)/python -m lockstep_tools.gen_protos

@@ -89,6 +89,25 @@ def test_a_lone_worker_goes_on_with_what_its_dead_rank_was_doing(tmp_path: Path)
         assert serve.kill() == []
 
 
+@pytest.mark.parametrize("after_s", [0.3, 1.2])
+def test_sigkill_leaves_no_orphan_and_the_next_start_clears_the_sockets(
+    tmp_path: Path, private_tmp: Path, after_s: float
+) -> None:
+    """In the middle of a start; the test above does it to a ready system."""
+    before = traces()
+    with Serve(tmp_path, "--workers", "2") as serve:
+        time.sleep(after_s)
+        assert serve.kill() == []
+    abandoned = set(private_tmp.glob("lockstep-stack-*"))
+    assert len(abandoned) <= 1
+    with Serve(tmp_path) as again:
+        wait_for(lambda: [*set(private_tmp.glob("lockstep-stack-*")) - abandoned], "the next one listens", 20)
+        assert not any(directory.exists() for directory in abandoned)
+        again.interrupt(signal.SIGINT)
+        assert again.end() == 0
+    assert left_since(before) == []
+
+
 def test_sigterm_lets_a_running_stream_end(tmp_path: Path) -> None:
     before = traces()
     with Serve(tmp_path) as serve:
@@ -124,28 +143,6 @@ def test_a_second_ctrl_c_does_not_wait_even_for_a_stopped_worker(tmp_path: Path)
         serve.interrupt(signal.SIGINT)
         assert serve.end() == 0
         assert time.monotonic() - began_s < 2
-    assert left_since(before) == []
-
-
-@pytest.mark.parametrize("after_s", [0.3, 1.2, None])
-def test_sigkill_leaves_no_orphan_and_the_next_start_clears_the_sockets(
-    tmp_path: Path, private_tmp: Path, after_s: float | None
-) -> None:
-    """Also in the middle of a start: `after_s` says when, None is after it."""
-    before = traces()
-    with Serve(tmp_path, "--workers", "2") as serve:
-        if after_s is None:
-            serve.ready()
-        else:
-            time.sleep(after_s)
-        assert serve.kill() == []
-    abandoned = set(private_tmp.glob("lockstep-stack-*"))
-    assert len(abandoned) <= 1
-    with Serve(tmp_path) as again:
-        wait_for(lambda: [*set(private_tmp.glob("lockstep-stack-*")) - abandoned], "the next one listens", 20)
-        assert not any(directory.exists() for directory in abandoned)
-        again.interrupt(signal.SIGINT)
-        assert again.end() == 0
     assert left_since(before) == []
 
 
