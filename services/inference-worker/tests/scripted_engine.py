@@ -144,6 +144,7 @@ class ScriptedEngine:
             loading=0.5 if self._state is EngineState.STARTING else 1.0,
             driver_us=100.0,
             step_us=2000.0,
+            collective_us=50.0,
         )
 
     async def close(self) -> None:
