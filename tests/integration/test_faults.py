@@ -39,7 +39,7 @@ def system(tmp_path_factory: pytest.TempPathFactory, private_tmp: object) -> Ite
         yield serve.ready().system
         serve.interrupt(signal.SIGINT)
         assert serve.end() == 0
-        assert "Traceback" not in serve.notes
+        assert "Traceback" not in serve.notes, serve.notes
     assert left_since(before) == []
 
 
@@ -172,5 +172,5 @@ async def test_all_workers_killed_at_once(system: System, calm: History) -> None
     async with Disturbed(system, calm) as disturbed:
         for worker in system.workers().values():
             os.kill(worker["pid"], signal.SIGKILL)
-    assert disturbed.moves == 1
+    assert disturbed.moves in (1, 2)  # it may have gone to the second one before that was dead
     assert disturbed.gap_s < 30

@@ -6,6 +6,7 @@ closes; the kernel then kills its children (they asked for it).
 Protocol on the socket: `Fork` with four file descriptors → `Forked`; `KillAll` → `Killed` when all children are reaped.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -61,13 +62,19 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # only the driver ends it
     from lockstep_engine.rank import run_rank  # noqa: PLC0415 - the slow part: torch and transformers
 
-    control.send(READY)
-    outlive_parent()  # the kernel means the driver's thread; from here on the socket tells
+    with contextlib.suppress(ConnectionError):  # the driver is gone
+        control.send(READY)
+        outlive_parent()  # the kernel means the driver's thread; from here on the socket tells
+        _serve(control, run_rank)
+    os._exit(0)
+
+
+def _serve(control: socket.socket, run_rank: Callable[..., None]) -> None:
     children: dict[int, int] = {}
     while True:
         data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE_BYTES, 4)
         if not data:
-            os._exit(0)
+            return
         message = decode(data)
         if isinstance(message, Fork):
             pid = os.fork()
@@ -95,6 +102,8 @@ def _become_rank(run_rank: Callable[..., None], message: Fork, control: socket.s
             f"/proc/self/fd/{store}",
         )
         code = 0
+    except ConnectionError:
+        code = 0  # the driver is gone: nobody wants to know
     except BaseException:
         traceback.print_exc()  # `_exit` would not
     finally:
