@@ -92,9 +92,9 @@ async def test_hanging_stream_moves_after_its_deadline(make_cluster):
 
 
 async def test_stream_that_waits_its_turn_is_not_taken_for_hanging(make_cluster):
-    cluster = await make_cluster(inter_token_deadline_s=0.1)
+    cluster = await make_cluster(inter_token_deadline_s=0.4)
     first, (second,) = cluster.worker_of("user:u")
-    first.script = Script(delay_s=0.3)
+    first.script = Script(delay_s=1.0)
     assert first.steps_advance
     assert text_of(await cluster.complete(PROMPT, max_tokens=2)) == cluster.undisturbed(PROMPT, 7, 2)
     assert not second.submits
