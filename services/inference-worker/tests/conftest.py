@@ -11,13 +11,15 @@ import pytest
 
 sys.path.insert(0, os.path.dirname(__file__))
 
+from harness import tokenizer_json
+
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     """A model directory with all that the worker itself reads of one."""
     directory = tmp_path / "tiny"
     directory.mkdir()
-    (directory / "tokenizer.json").write_text('{"version": "1.0"}')
+    (directory / "tokenizer.json").write_text(tokenizer_json("hello"))
     (directory / "tokenizer_config.json").write_text('{"bos_token": "<s>", "chat_template": "{{ messages }}"}')
     return directory
 

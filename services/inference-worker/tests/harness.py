@@ -12,8 +12,16 @@ from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from lockstep_worker.server import run
 from lockstep_worker.settings import WorkerSettings
 from scripted_engine import Script, ScriptedEngine
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-PATIENCE_S = 5.0
+PATIENCE_S = 30.0
+
+
+def tokenizer_json(*words: str) -> str:
+    """A tokenizer that knows these words."""
+    vocabulary = {word: number for number, word in enumerate(("?", *words))}
+    return Tokenizer(WordLevel(vocabulary, unk_token="?")).to_str()
 
 
 def make_settings(model: Path, socket_path: str, **changes: Any) -> WorkerSettings:

@@ -4,7 +4,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import make_settings, served, submit, until
+from harness import PATIENCE_S, make_settings, served, submit, until
 from scripted_engine import Script
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -34,8 +34,9 @@ async def test_liveness_and_readiness_through_a_workers_life(model_dir, socket_p
         await router.send(submit=submit(max_tokens=1))
         await until(lambda: worker.engine.requests)
         worker.stop.set()
-        await asyncio.sleep(0.02)
-        assert await states() == (SERVING, NOT_SERVING)
+        async with asyncio.timeout(PATIENCE_S):
+            while await states() != (SERVING, NOT_SERVING):
+                await asyncio.sleep(0.005)
         worker.engine.step()
         assert await worker.exit_code() == 0
 
@@ -52,7 +53,7 @@ async def test_watching_readiness(model_dir, socket_path):
         watch = health_pb2_grpc.HealthStub(worker.channel).Watch(
             health_pb2.HealthCheckRequest(service="lockstep.v1.Worker")
         )
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert (await watch.read()).status == NOT_SERVING
             worker.engine.finish_start()
             assert (await watch.read()).status == SERVING

@@ -62,7 +62,7 @@ async def test_a_reader_that_waits_is_woken():
     waiting = asyncio.ensure_future(anext(frames))
     await asyncio.sleep(0.01)
     outbox.put(tokens(1))
-    assert await asyncio.wait_for(waiting, 1) == tokens(1)
+    assert await asyncio.wait_for(waiting, 10) == tokens(1)
     await frames.aclose()
 
 

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,17 @@ import pytest
 from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 
 SCRIPTED = (str(Path(__file__).parent / "scripted_process.py"),)
+FAILING = (str(Path(__file__).parent / "failing_process.py"),)
 REAL = ("-m", "lockstep_worker")
+
+
+@pytest.fixture(autouse=True)
+def last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file for termination messages, as the kubelet gives one."""
+    path = tmp_path / "termination-log"
+    path.touch()
+    monkeypatch.setenv("LOCKSTEP_TERMINATION_LOG", str(path))
+    return path
 
 
 def start(program: tuple[str, ...], *flags: str, **variables: str) -> subprocess.Popen[str]:
@@ -26,7 +37,7 @@ def start(program: tuple[str, ...], *flags: str, **variables: str) -> subprocess
     )
 
 
-def ended(process: subprocess.Popen[str], within_s: float = 15) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], within_s: float = 60) -> tuple[int, str]:
     """Exit code and what was said."""
     try:
         output, errors = process.communicate(timeout=within_s)
@@ -57,7 +68,7 @@ def checkpoint(model_dir: Path) -> Path:
 
 
 def await_socket(path: str) -> None:
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not os.path.exists(path):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -95,13 +106,15 @@ def read_until(call, kind: str) -> worker_pb2.WorkerFrame:
 def await_ready(path: str) -> None:
     with grpc.insecure_channel(f"unix:{path}") as channel:
         hello = worker_pb2.RouterFrame(hello=worker_pb2.RouterHello(router_id="probe"))
+        seen = threading.Event()
 
         def frames():
             yield hello
-            time.sleep(0.5)
+            seen.wait(60)
 
-        for frame in worker_pb2_grpc.WorkerStub(channel).Serve(frames(), timeout=10, wait_for_ready=True):
+        for frame in worker_pb2_grpc.WorkerStub(channel).Serve(frames(), timeout=60, wait_for_ready=True):
             if frame.status.state == worker_pb2.WORKER_STATE_READY:
+                seen.set()
                 return
 
 
@@ -136,17 +149,23 @@ def test_a_taken_address_ends_with_2_and_a_sentence(model_dir, socket_path, kind
         (["--max-batch-tokens", "1"], "max_batch_tokens must be at least max_seqs"),
         (["--name", "tokenizerless"], "tokenizer.json is missing"),
         (["--name", "truncated"], "cut short"),
+        (["--name", "broken tokenizer"], "tokenizer.json is no tokenizer"),
+        (["--min-shm", "64Ti"], r"/dev/shm has"),
+        (["--device", "cuda", "--tp", "2", "--min-shm", "64Ti"], "and 2 ranks need 6.711e+07 MiB"),
     ],
 )
-def test_what_the_engine_cannot_serve_ends_with_2_and_a_sentence(checkpoint, flags, says):
+def test_what_the_engine_cannot_serve_ends_with_2_and_a_sentence(checkpoint, flags, says, last_words):
     if "tokenizerless" in flags:
         (checkpoint / "tokenizer.json").unlink()
+    if "broken tokenizer" in flags:
+        (checkpoint / "tokenizer.json").write_text('{"model": {}}')
     if "truncated" in flags:
         os.truncate(checkpoint / "model.safetensors", 70)
     code, said = ended(start(REAL, "--model", str(checkpoint), "--listen", "127.0.0.1:0", *flags))
     assert code == 2
     assert says in said
     assert len(said.strip().splitlines()) == 1
+    assert last_words.read_text() == said.strip()
 
 
 def test_a_taken_port_ends_the_real_worker_with_2(checkpoint):
@@ -156,13 +175,38 @@ def test_a_taken_port_ends_the_real_worker_with_2(checkpoint):
     assert (code, said) == (2, f"cannot listen on {listen}: Address already in use\n")
 
 
+def test_an_engine_that_fails_later_leaves_its_reason(model_dir, last_words):
+    process = start(FAILING, "--model", str(model_dir), "--listen", "127.0.0.1:0")
+    code, said = ended(process)
+    assert code == 1, said
+    assert last_words.read_text() == "the ranks do not stay up: rank 1 (pid 7) died"
+
+
+def test_a_defect_is_named_without_its_details(model_dir, last_words):
+    process = start(FAILING, "--model", str(model_dir), "--listen", "127.0.0.1:0", SCRIPTED_DEFECT="a prompt")
+    code, said = ended(process)
+    assert code == 1
+    assert "RuntimeError: a prompt" in said
+    assert last_words.read_text() == "the worker has a defect: RuntimeError; its log has more"
+
+
+def test_a_machine_without_gpus_ends_a_worker_for_cuda_with_2(checkpoint, last_words):
+    flags = ["--device", "cuda", "--tp", "2", "--min-shm", "1"]
+    process = start(REAL, "--model", str(checkpoint), "--listen", "127.0.0.1:0", *flags, CUDA_VISIBLE_DEVICES="")
+    code, said = ended(process, within_s=120)  # torch has to be imported to know
+    assert code == 2, said
+    assert last_words.read_text() == "device cuda with tp = 2 needs 2 GPUs; this machine has 0"
+    assert said.strip().splitlines()[-1] == last_words.read_text()
+
+
 @pytest.mark.parametrize(
     "flags", [["--tp", "0"], ["--listen", "nowhere"], ["--kv-memory", "much"], ["--colour", "red"]]
 )
-def test_wrong_settings_end_with_2(model_dir, flags):
+def test_wrong_settings_end_with_2(model_dir, flags, last_words):
     code, said = ended(start(SCRIPTED, "--model", str(model_dir), *flags))
     assert code == 2
     assert flags[0].strip("-").replace("-", "_") in said.replace("-", "_")
+    assert said.startswith("usage:") or last_words.read_text() == said.strip()
 
 
 def test_sigterm_lets_streams_end_and_exits_with_0(model_dir, socket_path):
@@ -194,7 +238,7 @@ def test_a_second_signal_ends_at_once(model_dir, socket_path):
         draining = worker_pb2.WORKER_STATE_DRAINING
         next(frame for frame in call if frame.status.state == draining)
         process.send_signal(signal.SIGINT)
-        code, _ = ended(process, within_s=5)
+        code, _ = ended(process, within_s=30)
     assert code == 130
 
 
@@ -214,7 +258,7 @@ def test_a_worker_does_not_outlive_its_parent(model_dir, socket_path):
     await_socket(socket_path)
     parent.kill()
     parent.communicate()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while os.path.exists(f"/proc/{child}") and "Z" not in Path(f"/proc/{child}/stat").read_text().split(")")[1][:3]:
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -1,9 +1,10 @@
 import asyncio
+import contextlib
 import dataclasses
 
 import grpc
 import pytest
-from harness import make_settings, open_channel, served, submit, until
+from harness import PATIENCE_S, make_settings, open_channel, served, submit, tokenizer_json, until
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import FinishReason, Logprobs, Output, TokenLogprob
@@ -110,9 +111,9 @@ async def test_logprobs_and_cached_tokens_arrive(worker):
 async def test_status_is_a_heartbeat(worker):
     router = await worker.greeted()
     began = asyncio.get_running_loop().time()
-    for _ in range(4):
+    for _ in range(20):  # some of them may have waited already
         status = (await router.next("status")).status
-    assert 0.1 < asyncio.get_running_loop().time() - began < 2
+    assert asyncio.get_running_loop().time() - began > 0.2
     assert (status.free_blocks, status.total_blocks, status.tokens_per_s) == (64, 64, 12.5)
     assert [(rank.rank, rank.pid, rank.state) for rank in status.ranks] == [
         (0, 1000, worker_pb2.RANK_STATE_READY),
@@ -299,19 +300,22 @@ async def test_one_router_too_many_is_refused(model_dir, socket_path):
         assert (await second.end())[0] == grpc.StatusCode.RESOURCE_EXHAUSTED
         first.call.cancel()
         await until(first.call.done)
-        await asyncio.sleep(0.05)
-        await worker.greeted("r1")
+        async with asyncio.timeout(PATIENCE_S):
+            while True:  # the worker hears of it a little later
+                with contextlib.suppress(grpc.aio.AioRpcError, EOFError):
+                    await worker.greeted("r1")
+                    break
 
 
 async def test_the_deadline_ends_a_stream(worker):
     router = await worker.greeted()
-    await router.send(submit=submit("late", deadline_s=0.1, max_tokens=100))
-    await router.send(submit=submit("early", deadline_s=0.2, max_tokens=1))
+    await router.send(submit=submit("late", deadline_s=1.0, max_tokens=100))
+    await router.send(submit=submit("early", deadline_s=1.4, max_tokens=1))
     await until(lambda: len(worker.engine.requests) == 2)
     worker.engine.step()
     rejected = (await router.next("rejected")).rejected
     assert (rejected.stream_id, rejected.code, rejected.retryable) == ("late", "deadline_exceeded", False)
-    await asyncio.sleep(0.25)
+    await asyncio.sleep(0.8)
     assert worker.engine.cancelled == ["1:late:1"]
     await router.next("status")
     assert router.kinds().count("rejected") == 1
@@ -409,7 +413,7 @@ async def test_tokenizer_files_are_found_by_digest(worker):
     digest = hello.model.tokenizer_digest
     files = await worker.stub.Tokenizer(worker_pb2.TokenizerRequest(digest=digest))
     assert files.digest == digest
-    assert files.tokenizer_json == b'{"version": "1.0"}'
+    assert files.tokenizer_json == tokenizer_json("hello").encode()
     assert b"bos_token" in files.tokenizer_config_json
     assert files.chat_template == "{{ messages }}"
     with pytest.raises(grpc.aio.AioRpcError) as caught:

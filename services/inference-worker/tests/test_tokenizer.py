@@ -1,6 +1,7 @@
 import json
 
 import pytest
+from harness import tokenizer_json
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_worker.tokenizer import load_tokenizer
 
@@ -15,7 +16,8 @@ def test_files_are_passed_on_as_they_are(model_dir):
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_the_digest_covers_every_file(model_dir, name):
     before = load_tokenizer(model_dir).digest
-    (model_dir / name).write_text('{"changed": 1}')
+    changed = {"tokenizer.json": tokenizer_json("hello", "world")}
+    (model_dir / name).write_text(changed.get(name, '{"changed": 1}'))
     assert load_tokenizer(model_dir).digest != before
 
 
@@ -56,6 +58,8 @@ def test_the_configuration_may_be_missing(model_dir):
     [
         ("tokenizer.json", None, "tokenizer.json is missing"),
         ("tokenizer.json", '{"model": {"voc', "not whole JSON"),
+        ("tokenizer.json", '{"version": "1.0"}', "tokenizer.json is no tokenizer: "),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "is no tokenizer: "),
         ("tokenizer_config.json", "[]", "not a JSON object"),
         ("chat_template.jinja", b"\xff", "not UTF-8"),
     ],

@@ -41,7 +41,7 @@ async def make_cluster(tmp_path, tokenizer):
             app = create_app(router)
             transport = httpx.ASGITransport(app=app)
             client = await stack.enter_async_context(
-                httpx.AsyncClient(transport=transport, base_url="http://router", timeout=20)
+                httpx.AsyncClient(transport=transport, base_url="http://router", timeout=60)
             )
             if ready:
                 await eventually(lambda: len(router.workers.ready()) == workers)

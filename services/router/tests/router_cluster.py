@@ -3,14 +3,15 @@
 import asyncio
 import contextlib
 import json
+import socket
 import time
 
 import httpx
-import uvicorn
+from lockstep_router.server import Server, http_config
 from scripted_worker import token_at
 
 
-async def eventually(condition, timeout_s=5.0):
+async def eventually(condition, timeout_s=30.0):
     """Wait until the condition holds."""
     end = time.monotonic() + timeout_s
     while not condition():
@@ -50,15 +51,12 @@ class Cluster:
     @contextlib.asynccontextmanager
     async def over_http(self):
         """A client over a real connection to a real server."""
-        config = uvicorn.Config(
-            self.app, host="127.0.0.1", port=0, lifespan="off", log_config=None, timeout_graceful_shutdown=1
-        )
-        server = uvicorn.Server(config)
-        server.capture_signals = contextlib.nullcontext
-        serving = asyncio.create_task(server.serve())
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = Server(http_config(self.router))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
         await eventually(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        port = listener.getsockname()[1]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             yield client
         server.should_exit = True
         await serving

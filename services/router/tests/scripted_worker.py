@@ -72,7 +72,7 @@ class Script:
 @dataclass
 class ScriptedWorker:
     worker_id: str
-    path: Path
+    path: Path | str  # or host:port
     card: worker_pb2.ModelCard = field(default_factory=model_card)
     files: worker_pb2.TokenizerFiles = field(default_factory=tokenizer_files)
     script: Script = field(default_factory=Script)
@@ -88,6 +88,7 @@ class ScriptedWorker:
     cancels: list = field(default_factory=list)
     tokenizer_calls: int = 0
     ended_streams: int = 0
+    hung_streams: int = 0
 
     def __post_init__(self):
         self.incarnation = time.time_ns()
@@ -96,10 +97,10 @@ class ScriptedWorker:
 
     @property
     def target(self):
-        return f"unix:{self.path}"
+        return f"unix:{self.path}" if isinstance(self.path, Path) else self.path
 
     async def start(self):
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         worker_pb2_grpc.add_WorkerServicer_to_server(_Servicer(self), self._server)
         self._server.add_insecure_port(self.target)
         await self._server.start()
@@ -241,6 +242,7 @@ class _Connection:
                 self.broken.set()
                 return
             if script.hang_after is not None and given >= script.hang_after:
+                self.worker.hung_streams += 1
                 return
             if script.give_up_after is not None and given >= script.give_up_after:
                 self.tokens(submit, position, [], inference_pb2.FINISH_REASON_CANCELLED)
@@ -299,18 +301,18 @@ class _Servicer(worker_pb2_grpc.WorkerServicer):
         self.worker._connections.add(connection)
         tasks = [asyncio.create_task(connection.read(requests)), asyncio.create_task(connection.heartbeat())]
         broken = asyncio.create_task(connection.broken.wait())
+        getting = asyncio.create_task(connection.outbox.get())
         try:
             while True:
-                getting = asyncio.create_task(connection.outbox.get())
                 await asyncio.wait({getting, broken}, return_when=asyncio.FIRST_COMPLETED)
                 if getting.done():
                     yield getting.result()
+                    getting = asyncio.create_task(connection.outbox.get())
                 elif broken.done():
-                    getting.cancel()
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
         finally:
             self.worker._connections.discard(connection)
-            for task in [*tasks, broken, *connection.tasks.values()]:
+            for task in [*tasks, broken, getting, *connection.tasks.values()]:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.gather(*tasks, broken, *connection.tasks.values(), return_exceptions=True)

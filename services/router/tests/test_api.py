@@ -1,7 +1,5 @@
 """Answers have OpenAI's shapes, and say what the workers said."""
 
-import asyncio
-
 import pytest
 from lockstep_router.openai_format import _finite
 from router_cluster import events_of, eventually
@@ -319,7 +317,7 @@ async def test_long_prompt_is_tokenized_off_the_loop(make_cluster):
     cluster = await make_cluster(1)
     cluster.workers[0].card = model_card(context_length=1 << 16)
     cluster.workers[0].announce(epoch=2)
-    await asyncio.sleep(0.05)
+    await eventually(lambda: cluster.router.workers.models["reference"].context_length == 1 << 16)
     prompt = "hello world " * 4000
     response = await cluster.complete(prompt, max_tokens=1)
     assert response.json()["usage"]["prompt_tokens"] == len(cluster.tokenizer.encode(prompt))

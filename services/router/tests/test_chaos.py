@@ -79,7 +79,7 @@ async def test_every_answer_is_the_undisturbed_one(make_cluster):
     print(f"LOCKSTEP_TEST_SEED={seed}")
     dice = random.Random(seed)
     cluster = await make_cluster(
-        3, heartbeat_timeout_s=0.3, inter_token_deadline_s=0.2, first_token_deadline_s=0.4, max_attempts=20
+        3, heartbeat_timeout_s=0.3, inter_token_deadline_s=0.2, first_token_deadline_s=0.4, max_attempts=1000
     )
     for worker in cluster.workers:
         worker.script = Script(delay_s=0.002, noise=True)

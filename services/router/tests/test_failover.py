@@ -82,7 +82,7 @@ async def test_stream_waits_for_the_only_worker_to_come_back(make_cluster):
 
 
 async def test_hanging_stream_moves_after_its_deadline(make_cluster):
-    cluster = await make_cluster(inter_token_deadline_s=0.2)
+    cluster = await make_cluster(inter_token_deadline_s=0.6)
     first, (second,) = cluster.worker_of("user:u")
     first.script.hang_after = 3
     first.steps_advance = False
@@ -92,16 +92,16 @@ async def test_hanging_stream_moves_after_its_deadline(make_cluster):
 
 
 async def test_stream_that_waits_its_turn_is_not_taken_for_hanging(make_cluster):
-    cluster = await make_cluster(inter_token_deadline_s=0.4)
+    cluster = await make_cluster(inter_token_deadline_s=0.6)
     first, (second,) = cluster.worker_of("user:u")
-    first.script = Script(delay_s=1.0)
+    first.script = Script(delay_s=1.5)
     assert first.steps_advance
     assert text_of(await cluster.complete(PROMPT, max_tokens=2)) == cluster.undisturbed(PROMPT, 7, 2)
     assert not second.submits
 
 
 async def test_stream_without_first_token_moves_after_its_deadline(make_cluster):
-    cluster = await make_cluster(first_token_deadline_s=0.2)
+    cluster = await make_cluster(first_token_deadline_s=0.6)
     first, _ = cluster.worker_of("user:u")
     first.script.hang_after = 0
     assert text_of(await cluster.complete(PROMPT)) == cluster.undisturbed(PROMPT, 7, TOKENS)
@@ -109,12 +109,12 @@ async def test_stream_without_first_token_moves_after_its_deadline(make_cluster)
 
 
 async def test_silent_worker_loses_its_streams_and_is_taken_back(make_cluster):
-    cluster = await make_cluster(heartbeat_timeout_s=0.3)
+    cluster = await make_cluster(heartbeat_timeout_s=1.0)
     first, _ = cluster.worker_of("user:u")
-    first.script.delay_s = 0.05
+    first.script.delay_s = 0.2
     running = asyncio.create_task(cluster.complete(PROMPT))
     await eventually(lambda: first.submits)
-    await asyncio.sleep(0.12)
+    await asyncio.sleep(0.3)
     first.silent = True
     assert text_of(await running) == cluster.undisturbed(PROMPT, 7, TOKENS)
     assert [link.state for link in cluster.router.workers.links].count("silent") == 1
@@ -127,8 +127,7 @@ async def test_worker_without_ranks_loses_its_streams(cluster, state):
     first, (second,) = cluster.worker_of("user:u")
     first.script = Script(hang_after=3)
     running = asyncio.create_task(cluster.complete(PROMPT))
-    await eventually(lambda: first.submits)
-    await asyncio.sleep(0.05)
+    await eventually(lambda: first.hung_streams)
     first.announce(state=state)
     assert text_of(await running) == cluster.undisturbed(PROMPT, 7, TOKENS)
     assert len(second.submits[0].emitted_ids) == 3
@@ -139,8 +138,7 @@ async def test_new_epoch_ends_the_attempts_of_the_old_one(make_cluster):
     worker = cluster.workers[0]
     worker.script = Script(hang_after=3)
     running = asyncio.create_task(cluster.complete(PROMPT))
-    await eventually(lambda: worker.submits)
-    await asyncio.sleep(0.05)
+    await eventually(lambda: worker.hung_streams)
     worker.script = Script()
     worker.announce(epoch=2)
     assert text_of(await running) == cluster.undisturbed(PROMPT, 7, TOKENS)
@@ -154,7 +152,7 @@ async def test_frames_of_old_attempts_epochs_and_positions_are_dropped(cluster):
     first.script.noise = True
     reasons = ("stale_epoch", "stale_attempt", "duplicate", "late")
     before = {reason: metrics.DROPPED_FRAMES.labels(reason)._value.get() for reason in reasons}
-    await asyncio.sleep(0.05)
+    await eventually(lambda: any(link.epoch == 3 for link in cluster.router.workers.links))
     assert text_of(await cluster.complete(PROMPT)) == cluster.undisturbed(PROMPT, 7, TOKENS)
     for reason in reasons:
         assert metrics.DROPPED_FRAMES.labels(reason)._value.get() > before[reason], reason
@@ -254,11 +252,11 @@ async def test_router_that_never_saw_a_worker_answers_503(make_cluster):
 
 
 async def test_stream_goes_only_to_workers_with_the_same_model(make_cluster):
-    cluster = await make_cluster(2, resume_deadline_s=0.4)
+    cluster = await make_cluster(2)
     first, (second,) = cluster.worker_of("user:u")
     second.card = model_card(digest="model-2")
     second.announce(epoch=2)
-    await asyncio.sleep(0.05)
+    await eventually(lambda: len(cluster.router.workers.ready("reference", "model-1")) == 1)
     first.script.die_after = 3
     running = asyncio.create_task(cluster.complete(PROMPT))
     await eventually(lambda: first.submits)

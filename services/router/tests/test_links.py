@@ -24,6 +24,7 @@ async def worker(tmp_path):
 @contextlib.asynccontextmanager
 async def linked(worker, **settings):
     async with Router(RouterSettings(workers=[worker.target], **(FAST | settings))) as router:
+        await eventually(lambda: router.workers.links)
         yield router, router.workers.links[0]
 
 
@@ -167,7 +168,7 @@ async def test_stopping_the_router_hangs_up(worker):
 
 async def test_silence_is_measured_in_time_that_the_router_lived(worker):
     await worker.start()
-    async with linked(worker, heartbeat_timeout_s=0.2) as (router, link):
+    async with linked(worker, heartbeat_timeout_s=1.0) as (router, link):
         await eventually(lambda: link.state is LinkState.READY)
         # As after a SIGSTOP of the router: a long tick, and no frame was read meanwhile.
         router.workers.clock.advance(3600)

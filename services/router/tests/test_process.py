@@ -1,6 +1,7 @@
 """The router as a process: it starts, names itself, refuses what cannot work, and leaves when told."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -13,8 +14,8 @@ from router_cluster import eventually
 from scripted_worker import Script, ScriptedWorker
 
 
-async def start(*flags):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+async def start(*flags, **variables):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "lockstep_router", *flags, stderr=asyncio.subprocess.PIPE, env=environment
     )
@@ -29,7 +30,7 @@ async def worker(tmp_path):
 
 async def port_of(process):
     """Read the log until the router says where it listens."""
-    while line := await asyncio.wait_for(process.stderr.readline(), 20):
+    while line := await asyncio.wait_for(process.stderr.readline(), 60):
         entry = json.loads(line)
         if entry["message"] == "listening":
             return entry["port"]
@@ -41,7 +42,7 @@ async def test_serves_drains_and_leaves(worker):
     try:
         port = await port_of(process)
         worker.script = Script(delay_s=0.02)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
             body = {"model": "reference", "prompt": "hello", "max_tokens": 40, "seed": 1}
             running = asyncio.create_task(
                 client.post("/v1/completions", json=body, headers={"authorization": "Bearer secret-key"})
@@ -50,11 +51,11 @@ async def test_serves_drains_and_leaves(worker):
             with open(f"/proc/{process.pid}/cmdline", "rb") as file:
                 assert file.read().startswith(b"lockstep: router")
             process.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 while (await client.get("/readyz")).json()["status"] != "draining":
                     await asyncio.sleep(0.01)
             assert (await running).json()["usage"]["completion_tokens"] == 40
-        rest = await asyncio.wait_for(process.stderr.read(), 10)
+        rest = await asyncio.wait_for(process.stderr.read(), 30)
         assert await process.wait() == 0
         assert b"secret-key" not in rest
         assert b"hello world" not in rest
@@ -67,12 +68,117 @@ async def test_serves_drains_and_leaves(worker):
             process.kill()
 
 
+async def readyz(client, status):
+    async with asyncio.timeout(30):
+        while (response := await client.get("/readyz")).status_code != status:
+            await asyncio.sleep(0.01)
+    return response
+
+
+@contextlib.asynccontextmanager
+async def serving(worker, *flags):
+    process = await start("--workers", worker.target, "--port", "0", *flags)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{await port_of(process)}", timeout=30) as client:
+            yield process, client
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+BODY = {"model": "reference", "prompt": "hello", "max_tokens": 40, "seed": 1}
+
+
+async def test_lame_duck_still_serves_but_sends_its_clients_away_until_a_second_signal(worker):
+    async with serving(worker, "--lame-duck-s", "600") as (process, client):
+        assert "connection" not in (await readyz(client, 200)).headers
+        process.send_signal(signal.SIGTERM)
+        response = await readyz(client, 503)
+        assert (response.json()["status"], response.headers["connection"]) == ("draining", "close")
+        served = await client.post("/v1/completions", json=BODY)
+        assert (served.status_code, served.headers["connection"]) == (200, "close")
+        async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
+            assert stream.headers["connection"] == "close"
+            assert [line async for line in stream.aiter_lines()][-2:] == ["data: [DONE]", ""]
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 30) == 130
+
+
+async def test_drain_after_the_lame_duck_closes_connections_too(worker):
+    worker.script = Script(delay_s=0.1)
+    async with serving(worker, "--lame-duck-s", "0.2") as (process, client):
+        await readyz(client, 200)
+        running = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await eventually(lambda: worker.submits)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            while (refused := await client.post("/v1/completions", json=BODY | {"max_tokens": 1})).status_code == 200:
+                await asyncio.sleep(0.05)
+        assert (refused.json()["error"]["code"], refused.headers["connection"]) == ("draining", "close")
+        assert (await running).status_code == 200
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+async def test_every_response_names_the_router(worker):
+    async with serving(worker, "--router-id", "router-7") as (_, client):
+        await readyz(client, 200)
+        for response in (
+            await client.get("/healthz"),
+            await client.get("/nowhere"),
+            await client.post("/v1/completions", json=BODY),
+            await client.post("/v1/completions", json=BODY | {"stream": True}),
+            await client.post("/v1/completions", content=b"no json"),
+        ):
+            assert response.headers.get_list("x-lockstep-router") == ["router-7"]
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write(b"this is no HTTP\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+        assert b"400 Bad Request" in answer
+        assert b"x-lockstep-router: router-7" in answer.lower()
+
+
+async def test_last_words_go_into_the_termination_message(tmp_path):
+    log = tmp_path / "termination-log"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = await start("--workers", "a:1", "--port", str(port), "--termination-log", str(log))
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert errors.decode() == log.read_text() + "\n" == f"cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+async def test_wrong_settings_are_last_words_too(tmp_path):
+    log = tmp_path / "termination-log"
+    log.write_text("something old and rather long" * 10)
+    process = await start("--discovery", "dns", LOCKSTEP_TERMINATION_LOG=str(log))
+    _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    assert errors.decode() == log.read_text() + "\n" == "setting workers_dns: must be set for discovery = dns\n"
+
+
+async def test_kubernetes_client_is_loaded_only_if_it_is_asked_for():
+    code = (
+        "import sys; from lockstep_router import Router, RouterSettings, server;"
+        "import asyncio\n"
+        "async def main():\n"
+        "    async with Router(RouterSettings(workers='a:1')): pass\n"
+        "asyncio.run(main()); print([m for m in sys.modules if m.split('.')[0] in ('kubernetes', 'aiohttp', 'torch')])"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert output == b"[]\n"
+
+
 async def test_taken_port_is_one_sentence():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         process = await start("--workers", "unix:/nowhere", "--port", str(port))
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 2
     assert errors.decode().splitlines() == [f"cannot listen on 127.0.0.1:{port}: Address already in use"]

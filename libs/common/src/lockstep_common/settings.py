@@ -17,6 +17,8 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from lockstep_common.termination import leave_message
+
 CONFIG_VARIABLE = "LOCKSTEP_CONFIG"
 """Names the YAML file."""
 
@@ -24,9 +26,10 @@ USAGE_EXIT_CODE = 2
 """The exit code for settings, models and ports that cannot be used: trying again cannot help."""
 
 
-def fail(message: str) -> NoReturn:
-    """End the process with one sentence on stderr and exit code 2."""
+def fail(message: str, termination_log: str | None = None) -> NoReturn:
+    """End the process with exit code 2 and one sentence, on stderr and as the container's termination message."""
     print(message, file=sys.stderr)
+    leave_message(message, termination_log)
     raise SystemExit(USAGE_EXIT_CODE)
 
 
@@ -72,12 +75,15 @@ class ServiceSettings(BaseSettings):
         try:
             return cls(_cli_settings_source=flags)  # type: ignore[call-arg]
         except ValidationError as error:
-            fail("\n".join(_sentence(dict(entry)) for entry in error.errors()))
+            # A default that depends on a wrong setting is not wrong itself.
+            wrong = [dict(entry) for entry in error.errors() if entry["type"] != "default_factory_not_called"]
+            fail("\n".join(map(_sentence, wrong)))
         except Exception as error:  # a file that is no YAML mapping, a variable that is no JSON
             fail(f"settings: {error}")
 
 
 def _sentence(entry: dict[str, Any]) -> str:
     name = ".".join(str(part) for part in entry["loc"]) or "settings"
-    given = "" if entry["type"] in ("missing", "extra_forbidden") else f" (given: {entry['input']!r})"
-    return f"setting {name}: {entry['msg']}{given}"
+    nothing_given = entry["type"] in ("missing", "extra_forbidden") or entry["input"] in (None, "", ())
+    given = "" if nothing_given else f" (given: {entry['input']!r})"
+    return f"setting {name}: {entry['msg'].removeprefix('Value error, ')}{given}"

@@ -282,6 +282,8 @@ class AsyncEngine:
                 logger.warning(
                     "rank group lost", extra={"epoch": self._group.epoch, "reason": self._reason, "ends": deaths}
                 )
+            if self._group.death:
+                self._reason = f"{self._reason}: {self._group.death}"
             await asyncio.sleep(delay_s)
             await self._group.start()
         except (LockstepError, OSError, TimeoutError) as error:

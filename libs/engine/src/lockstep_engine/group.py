@@ -116,6 +116,13 @@ class RankGroup:
         """There are ranks that have not been reaped."""
         self.last_deaths: dict[int, str] = {}
         """How each rank of the last epoch ended."""
+        self._died: int | None = None
+        """The rank that ended by itself and took the others along."""
+
+    @property
+    def death(self) -> str:
+        """How the rank that died first in the last epoch ended; empty if none did, or it is not buried yet."""
+        return "" if self._died is None else self.last_deaths.get(self._died, "")
 
     @property
     def steps(self) -> list[int]:
@@ -126,6 +133,7 @@ class RankGroup:
         """Begin a new epoch: fork the ranks (and the zygote, if there is none). `on_ready` tells when they can work."""
         await self.kill()
         self.epoch += 1
+        self._died, self.last_deaths = None, {}
         self.ranks = [RankProcess(rank) for rank in range(self._tp)]
         if self._zygote is None or self._zygote.poll() is not None:
             await self._start_zygote()
@@ -249,6 +257,7 @@ class RankGroup:
         except OSError:
             data = b""
         if not data:
+            self._died = rank
             self._lose(f"rank {rank} (pid {self.ranks[rank].pid}) died", rank)
         elif len(data) == _DOORBELL_BYTES:
             self._finish_step()

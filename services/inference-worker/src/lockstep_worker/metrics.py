@@ -33,6 +33,12 @@ SUBMITTED = Counter("lockstep_worker_submitted_total", "Submits received", regis
 REJECTED = Counter("lockstep_worker_rejected_total", "Attempts refused or failed", ["code"], registry=REGISTRY)
 RESTARTS = Counter("lockstep_worker_restarts_total", "Restarts of the rank group", registry=REGISTRY)
 OVERFLOWS = Counter("lockstep_worker_overflows_total", "Routers cut off for reading too slowly", registry=REGISTRY)
+EVENTS = Counter(
+    "lockstep_worker_events_total",
+    "Events of the pod: posted, failed, or dropped before",
+    ["outcome"],
+    registry=REGISTRY,
+)
 
 
 class StatusMeter:

@@ -15,14 +15,18 @@ from lockstep_api.v1 import worker_pb2_grpc
 from lockstep_common import lifecycle, telemetry
 from lockstep_common.errors import LockstepError
 from lockstep_common.settings import fail
+from lockstep_common.termination import leave_message
 from lockstep_engine import AsyncEngine
 
 from lockstep_worker import address
+from lockstep_worker.chronicle import Notice
 from lockstep_worker.engine import EngineFactory
 from lockstep_worker.health import READINESS, Health
 from lockstep_worker.metrics import serve_metrics
+from lockstep_worker.posting import posting
 from lockstep_worker.service import WorkerService
 from lockstep_worker.settings import WorkerSettings
+from lockstep_worker.shared_memory import check_shared_memory
 from lockstep_worker.worker import Worker
 
 MAX_MESSAGE_BYTES = 64 * 2**20
@@ -60,9 +64,13 @@ def main(arguments: list[str] | None = None, engine_factory: EngineFactory = Asy
     lifecycle.name_process(f"worker {settings.worker_id}")
     telemetry.setup(f"worker {settings.worker_id}", level=settings.log_level)
     try:
+        check_shared_memory(settings)
         return uvloop.run(_until_signal(settings, engine_factory))
     except LockstepError as error:
-        fail(error.message)
+        fail(error.message, settings.termination_log)
+    except Exception as error:
+        leave_message(f"the worker has a defect: {type(error).__name__}; its log has more", settings.termination_log)
+        raise
 
 
 async def _until_signal(settings: WorkerSettings, engine_factory: EngineFactory) -> int:
@@ -78,8 +86,9 @@ async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: Eng
     Raises:
         LockstepError: for what another start can't mend: the model, the split, a taken address.
     """
-    worker = Worker(settings, engine_factory)
     async with contextlib.AsyncExitStack() as stack:
+        tell = await stack.enter_async_context(posting(settings)) if settings.kubernetes_events else _ignore
+        worker = Worker(settings, engine_factory, tell)
         stack.callback(serve_metrics(settings.metrics_port))
         server = _listen(worker, settings.listen)
         await server.start()
@@ -93,7 +102,12 @@ async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: Eng
     if worker.failure.meaning.http_status in _CLIENT_ERROR_STATUSES:
         raise worker.failure
     logger.error("the engine failed: %s", worker.failure.message)
+    leave_message(worker.failure.message, settings.termination_log)
     return 1
+
+
+def _ignore(_: Notice) -> None:
+    """Nobody wants to know."""
 
 
 async def _serve(worker: Worker, stop: asyncio.Event) -> None:

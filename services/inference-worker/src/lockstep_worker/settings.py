@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from lockstep_common.settings import ServiceSettings
 from lockstep_engine import EngineConfig
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from lockstep_worker.address import check_address
 
@@ -38,11 +38,14 @@ class WorkerSettings(ServiceSettings):
 
     model: str = Field(description="model directory in the Hugging Face layout")
     name: str | None = Field(None, description="name of the model in the API; the directory's base name if not set")
+    pod_name: str | None = Field(None, description="this worker's pod")
+    pod_namespace: str | None = Field(None, description="the pod's namespace")
+    pod_uid: str | None = Field(None, description="the pod's uid")
     worker_id: str = Field(
-        default_factory=socket.gethostname,
+        default_factory=lambda given: given.get("pod_name") or socket.gethostname(),
         min_length=1,
         max_length=128,
-        description="unique among the workers of a router; the host's name if not set",
+        description="unique among the workers of a router; the pod's or the host's name if not set",
     )
     listen: Annotated[str, AfterValidator(check_address)] = Field(
         "0.0.0.0:9000", description="address for gRPC: host:port or unix:/path"
@@ -63,6 +66,10 @@ class WorkerSettings(ServiceSettings):
         None, description="a request's tokens do not depend on the batch; on the CPU if not set"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of a rank; the cores shared out if not set")
+    min_shm: Bytes | None = Field(
+        None,
+        description="least size of /dev/shm; if not set, 256Mi a rank with device = cuda and tp > 1",
+    )
     start_timeout_s: float = Field(600, gt=0, description="longest time for ranks to load")
     decode_deadline_s: float = Field(5, gt=0, description="a decoding step that takes longer has hung")
     prefill_deadline_s: float = Field(15, gt=0, description="the same for a step with prompt tokens in it")
@@ -70,9 +77,21 @@ class WorkerSettings(ServiceSettings):
     status_interval_s: float = Field(0.1, gt=0, le=10, description="between heartbeats to the routers")
     max_routers: int = Field(16, ge=1, description="routers connected at once")
     outgoing_frames: int = Field(1024, ge=8, description="frames waiting for one router; one more ends its connection")
+    kubernetes_events: bool = Field(False, description="post Events of the pod when ranks are lost and come back")
+    termination_log: str | None = Field(
+        None, description="file for the sentence with which the process ends; /dev/termination-log if that is there"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least level of log lines shown"
     )
+
+    @field_validator("kubernetes_events")
+    @classmethod
+    def _check_pod(cls, value: bool, info: ValidationInfo) -> bool:
+        missing = [name for name in ("pod_name", "pod_namespace", "pod_uid") if not info.data.get(name)]
+        if value and missing:
+            raise ValueError(f"needs {', '.join(missing)}")
+        return value
 
     def engine_config(self) -> EngineConfig:
         """The engine's part.

@@ -6,6 +6,9 @@ from pathlib import Path
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
+from tokenizers import Tokenizer
+
+_MAX_REASON_CHARS = 200
 
 
 def load_tokenizer(directory: Path) -> worker_pb2.TokenizerFiles:
@@ -21,7 +24,7 @@ def load_tokenizer(directory: Path) -> worker_pb2.TokenizerFiles:
     tokenizer = _read(directory / "tokenizer.json")
     if tokenizer is None:
         raise _refuse(directory, "tokenizer.json is missing (models without a fast tokenizer are not served)")
-    _parse(directory, "tokenizer.json", tokenizer)
+    _check(directory, tokenizer)
     config = _read(directory / "tokenizer_config.json")
     settings = _parse(directory, "tokenizer_config.json", config) if config else {}
     template = _chat_template(directory, settings)
@@ -43,6 +46,16 @@ def _read(path: Path) -> bytes | None:
         return None
     except OSError as error:
         raise _refuse(path.parent, f"{path.name} cannot be read: {error.strerror}") from None
+
+
+def _check(directory: Path, tokenizer: bytes) -> None:
+    """Routers build it from these bytes: what they cannot use is refused here, where somebody looks for the reason."""
+    _parse(directory, "tokenizer.json", tokenizer)
+    try:
+        Tokenizer.from_buffer(tokenizer)
+    except Exception as error:  # the library raises nothing more special
+        sentence = str(error).partition("\n")[0][:_MAX_REASON_CHARS]
+        raise _refuse(directory, f"tokenizer.json is no tokenizer: {sentence}") from None
 
 
 def _parse(directory: Path, name: str, content: bytes) -> dict[str, object]:

@@ -9,12 +9,14 @@ import itertools
 import logging
 import os
 import time
+from collections.abc import Callable
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import EngineState, EngineStatus, Output
 
 from lockstep_worker import metrics, translate
+from lockstep_worker.chronicle import Chronicle, Notice
 from lockstep_worker.engine import EngineFactory, EngineLike
 from lockstep_worker.serve_stream import ServeStream
 from lockstep_worker.settings import WorkerSettings
@@ -30,7 +32,9 @@ class Worker:
     Making one raises LockstepError for a model, a tokenizer or a split that can never be served; nothing runs then.
     """
 
-    def __init__(self, settings: WorkerSettings, engine_factory: EngineFactory) -> None:
+    def __init__(
+        self, settings: WorkerSettings, engine_factory: EngineFactory, tell: Callable[[Notice], None] = lambda _: None
+    ) -> None:
         self._settings = settings
         self._incarnation = time.time_ns()
         self._pid = os.getpid()
@@ -43,6 +47,7 @@ class Worker:
         self._streams = StreamTable()
         self._meter = metrics.StatusMeter()
         status = self.engine.status()
+        self._chronicle = Chronicle(status, tell)
         self._state = status.state
         self._epoch = status.epoch
         self._hello = self._make_hello(status)
@@ -87,6 +92,7 @@ class Worker:
         """Take nothing new; let running streams end, for a time; then hand the rest over to other workers."""
         self._draining = True
         logger.info("draining", extra={"streams": len(self._streams)})
+        self._chronicle.drain(len(self._streams), self._settings.drain_timeout_s)
         self.publish()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_timeout_s):
@@ -240,6 +246,7 @@ class Worker:
     def publish(self) -> None:
         """Tell every router the engine's status, after a new Hello if epoch or model card are new."""
         status = self.engine.status()
+        self._chronicle.observe(status)
         self._note_change(status)
         hello = self._make_hello(status)
         if status.epoch != self._epoch or hello != self._hello:
@@ -259,8 +266,9 @@ class Worker:
         # While it starts, `start` knows more of a failure than the status: whether another start may help.
         if status.state is EngineState.FAILED and not self._starting and self.failure is None:
             self.failure = LockstepError(ErrorCode.UNAVAILABLE, status.reason or "the engine failed")
-        if self.failure is not None:
+        if self.failure is not None and not self.failed.is_set():
             self.failed.set()
+            self._chronicle.fail(self.failure.message)
         self.changed.set()
         self.changed = asyncio.Event()
 

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep_router import metrics, sessions
+from lockstep_router.router import Router
 
 logger = logging.getLogger("lockstep.router")
 
@@ -33,8 +34,9 @@ class Record:
 class AccessMiddleware:
     """Plain ASGI, so that streams pass through untouched."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, router: Router) -> None:
         self._app = app
+        self._router = router
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -45,18 +47,22 @@ class AccessMiddleware:
         scope.setdefault("state", {})["record"] = record
         begin = time.perf_counter()
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = record.request_id
+                if self._router.leaving:
+                    # The client's next request shall find another router, not a connection that is about to close.
+                    headers["connection"] = "close"
                 record.status = message["status"]
                 record.started = True
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, send_with_headers)
         except Exception:
             logger.exception("request failed", extra={"request_id": record.request_id})
-            await _apologize(record, send_with_id)
+            await _apologize(record, send_with_headers)
         finally:
             _report(scope, record, time.perf_counter() - begin)
 

@@ -32,7 +32,7 @@ def create_app(router: Router) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.router = router
-    app.add_middleware(AccessMiddleware)
+    app.add_middleware(AccessMiddleware, router=router)
     app.add_exception_handler(LockstepError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     _add_generation(app)
@@ -112,7 +112,7 @@ def _add_operation(app: FastAPI) -> None:
         router = _router(request)
         if router.is_ready:
             return json_reply({"status": "ready"})
-        return json_reply({"status": "draining" if router.draining else "no worker is ready"}, 503)
+        return json_reply({"status": "draining" if router.leaving else "no worker is ready"}, 503)
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -17,6 +17,7 @@ from lockstep_api.v1 import worker_pb2, worker_pb2_grpc
 from lockstep_router import metrics
 from lockstep_router.attempts import Attempt
 from lockstep_router.clock import AwakeClock
+from lockstep_router.discovery import Found
 from lockstep_router.losses import Loss
 from lockstep_router.routing import Load
 from lockstep_router.settings import RouterSettings
@@ -24,6 +25,9 @@ from lockstep_router.tokenizer import Tokenizer
 from lockstep_router.tokenizer_cache import TokenizerCache
 
 logger = logging.getLogger("lockstep.router")
+
+_LASTING_S = 5.0
+"""A worker that is away for longer is worth a warning."""
 
 _MAX_MESSAGE_BYTES = 64 << 20
 CHANNEL_OPTIONS = (
@@ -50,6 +54,7 @@ class LinkState(StrEnum):
     RESTARTING = "restarting"
     DRAINING = "draining"
     FAILED = "failed"
+    RETIRED = "retired"  # discovery does not name it any more
 
 
 _STATES = {
@@ -67,17 +72,20 @@ class ProtocolError(Exception):
 
 
 class Link:
-    """One worker of the list, connected or not."""
+    """One worker that discovery has found, connected or not."""
 
     def __init__(
         self,
-        target: str,
+        found: Found,
         settings: RouterSettings,
         clock: AwakeClock,
         tokenizers: TokenizerCache,
         on_change: Callable[["Link"], None],
     ) -> None:
-        self.target = target
+        self.found = found
+        self.target = found.target
+        self.retired = False
+        """No new streams, and no other connection after this one."""
         self.worker_id = ""
         """As of the last Hello, like the card: they outlive a broken connection."""
         self.card: worker_pb2.ModelCard | None = None
@@ -87,6 +95,8 @@ class Link:
         self.last_seen_at: float | None = None
         self.problem = ""
         """Why there is no connection."""
+        self._problem_at = 0.0
+        self._problem_told = False
         self._settings = settings
         self._clock = clock
         self._tokenizers = tokenizers
@@ -105,6 +115,8 @@ class Link:
     @property
     def state(self) -> LinkState:
         """The worker's state, as far as it can be known from here."""
+        if self.retired:
+            return LinkState.RETIRED
         if not self._connected:
             return LinkState.CONNECTING
         if self._silent:
@@ -113,6 +125,27 @@ class Link:
         if state is LinkState.READY and not self._has_tokenizer:
             return LinkState.LOADING
         return state
+
+    def adopt(self, found: Found) -> bool:
+        """Take a name for a worker that has been known by its address alone; False if this is another one."""
+        if (
+            self.found.worker_id is not None
+            or self.target != found.target
+            or self.worker_id not in ("", found.worker_id)
+        ):
+            return False
+        self.found, self.retired = found, False
+        return True
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the worker has said Hello on a connection that still stands."""
+        return self._connected
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether any stream runs on it."""
+        return bool(self._attempts)
 
     @property
     def _has_tokenizer(self) -> bool:
@@ -161,9 +194,9 @@ class Link:
     # The connection.
 
     async def run(self) -> None:
-        """Keep the link up until cancelled."""
+        """Keep the link up until cancelled or, once it is retired, until the connection ends."""
         pause_s = self._settings.backoff_initial_s
-        while True:
+        while not self.retired:
             greeted_before = self.last_seen_at
             try:
                 await self._serve()
@@ -188,6 +221,7 @@ class Link:
                 frame = await call.read()
             if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "hello":
                 raise ProtocolError("the worker's first frame is not Hello")
+            self._check_identity(frame.hello)
             writing = asyncio.create_task(self._write(call))
             try:
                 self._connected = True
@@ -228,10 +262,18 @@ class Link:
         return True
 
     def _note_problem(self, problem: str) -> None:
-        # A worker that stays away says so once.
-        if problem != self.problem:
-            logger.warning("no link to worker", extra={"target": self.target, "problem": problem})
-            self.problem = problem
+        # Pods come and go: what passes by itself is no warning, and what stays is one.
+        now = self._clock.now()
+        if not self.problem:
+            self._problem_at, self._problem_told = now, False
+        lasts_s = now - self._problem_at
+        extra = {"target": self.target, "worker": self._expected_id, "problem": problem}
+        if lasts_s >= _LASTING_S and not self._problem_told:
+            self._problem_told = True
+            logger.warning("no link to worker", extra=extra | {"for_s": round(lasts_s, 1)})
+        elif problem != self.problem:
+            logger.info("no link to worker", extra=extra)
+        self.problem = problem
 
     # Frames.
 
@@ -262,7 +304,17 @@ class Link:
         self._stepped_at = self._clock.now()
         self._lose_attempts(Loss.NEW_EPOCH)
 
+    @property
+    def _expected_id(self) -> str:
+        return self.found.worker_id or self.worker_id
+
+    def _check_identity(self, hello: worker_pb2.Hello) -> None:
+        """An address that another pod has got meanwhile leads to another worker."""
+        if self.found.worker_id is not None and hello.worker_id != self.found.worker_id:
+            raise ProtocolError(f"the worker there is {hello.worker_id!r} and not {self.found.worker_id!r}")
+
     def _on_hello(self, hello: worker_pb2.Hello, stub: Any) -> None:
+        self._check_identity(hello)
         if self.card is not None and (self.card.digest, self.incarnation) != (hello.model.digest, hello.incarnation):
             self._lose_attempts(Loss.NEW_EPOCH)
         self.worker_id = hello.worker_id or self.target

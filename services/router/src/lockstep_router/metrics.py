@@ -44,3 +44,12 @@ DROPPED_FRAMES = Counter(
     "lockstep_router_dropped_frames", "Frames of workers that were not taken, by reason.", ["reason"], registry=REGISTRY
 )
 WORKERS = Gauge("lockstep_router_workers", "Workers by state as this router sees them.", ["state"], registry=REGISTRY)
+DISCOVERED = Gauge("lockstep_router_discovered_workers", "Workers as discovery last found them.", registry=REGISTRY)
+DISCOVERY_ERRORS = Counter(
+    "lockstep_router_discovery_errors", "Times that the workers could not be looked for.", registry=REGISTRY
+)
+DISCOVERY_AGE_SECONDS = Gauge(
+    "lockstep_router_discovery_age_seconds",
+    "Since discovery last found the workers; 0 for a static list.",
+    registry=REGISTRY,
+)

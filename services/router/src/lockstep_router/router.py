@@ -1,6 +1,7 @@
 """The router itself: its workers, how much it has taken on, and whether it takes more."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,17 +10,23 @@ from typing import Self
 from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router import metrics
+from lockstep_router.discovery import Discovery, choose_discovery
 from lockstep_router.settings import RouterSettings
 from lockstep_router.workers import Workers
+
+logger = logging.getLogger("lockstep.router")
 
 
 class Router:
     """One router. Enter it to dial the workers, leave it to hang up."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, discovery: Discovery | None = None) -> None:
         self.settings = settings
-        self.workers = Workers(settings)
+        self.workers = Workers(settings, discovery or choose_discovery(settings))
+        self.leaving = False
+        """Nobody should count on this router for long: it will drain."""
         self.draining = False
+        """No new requests are taken."""
         self.requests = 0
         """For tokens, under way."""
         self.streams = 0
@@ -47,8 +54,8 @@ class Router:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request for tokens would be served at once."""
-        return not self.draining and bool(self.workers.ready())
+        """Whether requests for tokens should be sent here: they would be served at once, and this router stays."""
+        return not self.leaving and bool(self.workers.ready())
 
     @contextmanager
     def request(self) -> Iterator[None]:
@@ -85,9 +92,13 @@ class Router:
         finally:
             self._count(-streams)
 
-    async def drain(self) -> None:
-        """Take no new requests and wait for the running ones, but not longer than the settings say."""
+    async def leave(self) -> None:
+        """Go: first in name alone, until everyone knows; then take nothing new and let what runs finish, for a time."""
+        self.leaving = True
+        logger.info("leaving", extra={"streams": self.streams, "lame_duck_s": self.settings.lame_duck_s})
+        await asyncio.sleep(self.settings.lame_duck_s)
         self.draining = True
+        logger.info("draining", extra={"streams": self.streams})
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):
                 await self._idle.wait()

@@ -12,6 +12,7 @@ import uvloop
 from lockstep_common import telemetry
 from lockstep_common.lifecycle import name_process, obey_parent, stop_event
 from lockstep_common.settings import fail
+from lockstep_common.termination import leave_message
 
 from lockstep_router.app import create_app
 from lockstep_router.router import Router
@@ -40,7 +41,11 @@ def main() -> None:
     name_process("router")
     telemetry.setup("router", level=settings.log_level)
     listener = bind(settings)
-    uvloop.run(serve(settings, listener))
+    try:
+        uvloop.run(serve(settings, listener))
+    except Exception as error:
+        leave_message(f"the router has a defect: {type(error).__name__}; its log has more", settings.termination_log)
+        raise
 
 
 def bind(settings: RouterSettings) -> socket.socket:
@@ -56,35 +61,39 @@ def bind(settings: RouterSettings) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        fail(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}")
+        fail(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", settings.termination_log)
     listener.setblocking(False)
     return listener
 
 
+def http_config(router: Router) -> uvicorn.Config:
+    """How HTTP is served. Every response names the router, also those that never reach the application."""
+    return uvicorn.Config(
+        create_app(router),
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        headers=[("X-Lockstep-Router", router.settings.router_id)],
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
+    )
+
+
 async def serve(settings: RouterSettings, listener: socket.socket) -> None:
-    """Serve on the socket until SIGTERM or SIGINT, then drain."""
+    """Serve on the socket until SIGTERM or SIGINT, then leave."""
     stop = stop_event()
     async with Router(settings) as router:
-        config = uvicorn.Config(
-            create_app(router),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-        )
-        server = Server(config)
+        server = Server(http_config(router))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         host, port = listener.getsockname()[:2]
-        logger.info("listening", extra={"host": host, "port": port, "workers": len(settings.workers)})
+        logger.info("listening", extra={"host": host, "port": port, "discovery": settings.discovery})
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
-            logger.info("draining", extra={"streams": router.streams})
-            await router.drain()
+            await router.leave()
         stopping.cancel()
         server.should_exit = True
         await serving

@@ -2,16 +2,20 @@
 
 import os
 import socket
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from lockstep_common.settings import ServiceSettings
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
+DiscoveryKind = Literal["static", "dns", "kubernetes"]
+UNIX_PREFIX = "unix:"
+_NEEDED_BY = {"workers": "static", "workers_dns": "dns", "kubernetes_selector": "kubernetes"}
 
-def default_router_id() -> str:
-    """A name that no other live router has."""
-    return f"{socket.gethostname()}-{os.getpid()}"
+
+def default_router_id(given: dict[str, Any]) -> str:
+    """A name that no other live router has: the pod's or, outside of one, host and process."""
+    return given.get("pod_name") or f"{socket.gethostname()}-{os.getpid()}"
 
 
 class RouterSettings(ServiceSettings):
@@ -19,13 +23,40 @@ class RouterSettings(ServiceSettings):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one and logs it.")
+    discovery: DiscoveryKind = Field(
+        "static", description="Where workers are found: `workers`, `workers_dns`, or EndpointSlices of Kubernetes."
+    )
     workers: Annotated[tuple[str, ...], NoDecode] = Field(
-        min_length=1,
+        (),
         max_length=1024,
-        description="gRPC targets of the workers: unix:/path or host:port, comma-separated.",
+        validate_default=True,
+        description="gRPC targets of the workers: unix:/path or host:port, comma-separated; for `static`.",
+    )
+    workers_dns: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        max_length=64,
+        validate_default=True,
+        description="host:port, comma-separated: every address of each is a worker; for `dns`, and for `kubernetes` "
+        "until its API server has answered once.",
+    )
+    dns_interval_s: float = Field(5.0, ge=0.1, le=300, description="Between two resolutions of `workers_dns`.")
+    pod_name: str | None = Field(None, description="This router's pod.")
+    pod_namespace: str | None = Field(None, description="The pod's namespace.")
+    kubernetes_selector: str = Field(
+        "", validate_default=True, description="Labels of the EndpointSlices, as `key=value,…`; for `kubernetes`."
+    )
+    kubernetes_namespace: str | None = Field(
+        None, validate_default=True, description="Namespace of the EndpointSlices; the pod's own if not set."
     )
     router_id: str = Field(
-        default_factory=default_router_id, min_length=1, max_length=128, description="This router's name to workers."
+        default_factory=default_router_id,
+        min_length=1,
+        max_length=128,
+        pattern=r"^[!-~]+$",
+        description="This router's name to workers and clients; the pod's, or host name and pid.",
+    )
+    termination_log: str | None = Field(
+        None, description="File for the sentence with which the process ends; /dev/termination-log if that is there."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
 
@@ -55,9 +86,17 @@ class RouterSettings(ServiceSettings):
     queue_threshold: int = Field(
         2, ge=0, description="A session leaves its worker for the least loaded one when more requests than this queue."
     )
-    drain_timeout_s: float = Field(60.0, ge=0, description="After SIGTERM, streams may run on for this long.")
+    lame_duck_s: float = Field(
+        0.0, ge=0, description="After SIGTERM, new requests are still served for this long, though /readyz says 503."
+    )
+    drain_timeout_s: float = Field(60.0, ge=0, description="After that, streams may run on for this long.")
 
-    @field_validator("workers", mode="before")
+    @property
+    def namespace(self) -> str:
+        """Where EndpointSlices are looked for."""
+        return self.kubernetes_namespace or self.pod_namespace or ""
+
+    @field_validator("workers", "workers_dns", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         """`a,b` as environment and flags give it."""
@@ -65,20 +104,37 @@ class RouterSettings(ServiceSettings):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
 
-    @field_validator("workers")
+    @field_validator("workers", "workers_dns", "kubernetes_selector")
     @classmethod
-    def _check_targets(cls, targets: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_needed(cls, value: str | tuple[str, ...], info: ValidationInfo) -> str | tuple[str, ...]:
+        kind = _NEEDED_BY[info.field_name or ""]
+        if not value and info.data.get("discovery") == kind:
+            raise ValueError(f"must be set for discovery = {kind}")
+        return value
+
+    @field_validator("workers", "workers_dns")
+    @classmethod
+    def _check_targets(cls, targets: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        may_be_path = info.field_name == "workers"
         for target in targets:
-            if not is_target(target):
-                raise ValueError(f"{target!r} is neither unix:/path nor host:port")
+            if not is_target(target) or (target.startswith(UNIX_PREFIX) and not may_be_path):
+                raise ValueError(f"{target!r} is not {'unix:/path or ' if may_be_path else ''}host:port")
         if len(set(targets)) < len(targets):
-            raise ValueError("a worker is listed twice")
+            raise ValueError("the same one is listed twice")
         return targets
+
+    @field_validator("kubernetes_namespace")
+    @classmethod
+    def _check_namespace(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if not value and info.data.get("discovery") == "kubernetes" and not info.data.get("pod_namespace"):
+            raise ValueError("must be set for discovery = kubernetes outside of a pod")
+        return value
 
 
 def is_target(text: str) -> bool:
     """Whether this is a gRPC target of the two forms that the router takes."""
-    if text.startswith("unix:"):
-        return len(text) > len("unix:")
+    if text.startswith(UNIX_PREFIX):
+        return len(text) > len(UNIX_PREFIX)
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    return bool(host) and is_port and (":" not in host or (host[0] == "[" and host[-1] == "]"))

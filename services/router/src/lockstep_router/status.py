@@ -26,6 +26,12 @@ def status_body(router: Router) -> dict[str, Any]:
             "failovers": router.failovers,
             "draining": router.draining,
         },
+        "discovery": {
+            "kind": router.settings.discovery,
+            "workers": len(router.workers.report.workers),
+            "age_s": round(router.workers.report.age_s(), 3),
+            "problem": router.workers.report.problem,
+        },
         "models": [
             {
                 "name": card.name,

@@ -1,0 +1,180 @@
+"""The workers behind Kubernetes Services: the EndpointSlices with a label, listed and then watched.
+
+Not-ready and terminating endpoints count: what a worker can do, it says itself. Each endpoint brings the name of its
+pod, which has to be the worker's id, so that another pod that got a dead one's address is not taken for it.
+"""
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable
+from typing import Any
+
+from kubernetes.aio.client import ApiClient, DiscoveryV1Api
+from lockstep_common import kubernetes_api
+from lockstep_common.kubernetes_api import KubernetesError
+
+from lockstep_router.discovery.dns import Dns, join_host_port
+from lockstep_router.discovery.found import Found
+from lockstep_router.discovery.report import Report
+
+logger = logging.getLogger("lockstep.router")
+
+PORT_NAME = "grpc"
+"""Of the Service's port; a slice with one port alone needs no name."""
+
+_WATCH_MARGIN_S = 5.0
+_GONE = 410
+_DEFECT = "an answer makes no sense, or this code does not"
+
+
+class EndpointSlices:
+    """Follows the EndpointSlices of one namespace.
+
+    Args:
+        namespace: theirs.
+        selector: their labels.
+        resync_s: a watch lasts no longer; then everything is listed again, whatever has been missed.
+        deadline_s: for the answer to a list.
+        backoff_initial_s, backoff_max_s: the pauses after failures; they double, and are spread by half.
+        fallback: asked while the API server has never answered yet.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        selector: str,
+        *,
+        resync_s: int = 30,
+        deadline_s: float = 10.0,
+        backoff_initial_s: float = 0.2,
+        backoff_max_s: float = 10.0,
+        fallback: Dns | None = None,
+    ) -> None:
+        self._namespace = namespace
+        self._selector = selector
+        self._resync_s = resync_s
+        self._deadline_s = deadline_s
+        self._backoff_initial_s = backoff_initial_s
+        self._backoff_max_s = backoff_max_s
+        self._fallback = fallback
+        self._client: ApiClient | None = None
+
+    async def run(self, report: Report) -> None:
+        """List and watch until cancelled."""
+        loop = asyncio.get_running_loop()
+        pause_s = self._backoff_initial_s
+        try:
+            while True:
+                began_at = loop.time()
+                went_well = await self._turn(report)
+                lasted_s = loop.time() - began_at
+                if lasted_s > self._backoff_max_s or (went_well and lasted_s > pause_s):
+                    pause_s = self._backoff_initial_s
+                    if went_well:
+                        continue
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, self._backoff_max_s)
+        finally:
+            await self._disconnect()
+
+    async def _turn(self, report: Report) -> bool:
+        """One list and one watch; whether both went well."""
+        try:
+            slices, version = await self._list()
+            report.found(workers_of(slices.values()))
+            self._fallback = None
+            return await self._watch(slices, version, report)
+        except KubernetesError as error:
+            await self._note(str(error), report)
+        except Exception:
+            if report.problem != _DEFECT:
+                logger.exception("discovery failed")
+            await self._note(_DEFECT, report)
+        return False
+
+    async def _list(self) -> tuple[dict[str, dict[str, Any]], str]:
+        """All slices by name, and the version of the collection."""
+        if self._client is None:
+            self._client = await kubernetes_api.connect()
+        call = DiscoveryV1Api(self._client).list_namespaced_endpoint_slice_without_preload_content(
+            self._namespace, label_selector=self._selector, _request_timeout=self._deadline_s
+        )
+        listed = await kubernetes_api.answer(call, self._deadline_s)
+        slices = {each["metadata"]["name"]: each for each in listed.get("items") or ()}
+        return slices, listed["metadata"]["resourceVersion"]
+
+    async def _watch(self, slices: dict[str, dict[str, Any]], version: str, report: Report) -> bool:
+        """Follow the changes since a version; whether the watch ended as a watch should.
+
+        That one breaks is no failure of the discovery: whether there is one, the next list tells.
+        """
+        assert self._client is not None
+        deadline_s = self._resync_s + _WATCH_MARGIN_S
+        call = DiscoveryV1Api(self._client).list_namespaced_endpoint_slice_without_preload_content(
+            self._namespace,
+            label_selector=self._selector,
+            watch=True,
+            allow_watch_bookmarks=True,
+            resource_version=version,
+            timeout_seconds=self._resync_s,
+            _request_timeout=deadline_s,
+        )
+        stands = False
+        try:
+            async for event in kubernetes_api.events(call, deadline_s):
+                stands = True
+                report.working()
+                _apply(event, slices)
+                report.found(workers_of(slices.values()))
+        except KubernetesError as error:
+            if not stands and error.status != _GONE:
+                raise
+            logger.debug("watch broken", extra={"problem": str(error)})
+            return False
+        return True
+
+    async def _note(self, problem: str, report: Report) -> None:
+        report.failed(problem)
+        # Certificates and tokens may be the reason, so they are read anew.
+        await self._disconnect()
+        if self._fallback is not None:
+            workers, _ = await self._fallback.resolve()
+            if workers:
+                report.suppose(workers)
+
+    async def _disconnect(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()  # type: ignore[no-untyped-call]
+
+
+def _apply(event: dict[str, Any], slices: dict[str, dict[str, Any]]) -> None:
+    match event.get("type"):
+        case "ADDED" | "MODIFIED":
+            slices[event["object"]["metadata"]["name"]] = event["object"]
+        case "DELETED":
+            slices.pop(event["object"]["metadata"]["name"], None)
+
+
+def workers_of(slices: Iterable[dict[str, Any]]) -> frozenset[Found]:
+    """The workers in EndpointSlices (discovery.k8s.io/v1, as JSON).
+
+    A pod of a dual-stack Service is in a slice of each address family: one address is enough, IPv4 before IPv6.
+    """
+    by_pod: dict[str, Found] = {}
+    for each in sorted(slices, key=lambda each: str(each.get("addressType"))):
+        port = _port(each)
+        for endpoint in each.get("endpoints") or () if port else ():
+            # The addresses of an endpoint are the same pod's; consumers are to use the first.
+            target = join_host_port(endpoint["addresses"][0], port)
+            reference = endpoint.get("targetRef") or {}
+            name = reference.get("name") if reference.get("kind") == "Pod" else None
+            by_pod.setdefault(reference.get("uid") or target, Found(target, name))
+    return frozenset(by_pod.values())
+
+
+def _port(endpoint_slice: dict[str, Any]) -> int | None:
+    ports = endpoint_slice.get("ports") or ()
+    named = [port for port in ports if port.get("name") == PORT_NAME] or (ports if len(ports) == 1 else ())
+    return next((port["port"] for port in named if port.get("port")), None)

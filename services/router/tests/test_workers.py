@@ -1,0 +1,337 @@
+"""Workers come and go: links are made, retired and taken up again, and no stream, session or task is lost over it."""
+
+import asyncio
+import contextlib
+import gc
+import logging
+import socket
+
+import pytest
+from fake_api import NAMESPACE, SELECTOR, FakeApi, endpoint, endpoint_slice
+from lockstep_api.v1 import worker_pb2
+from lockstep_router import Router, RouterSettings, metrics
+from lockstep_router.discovery import Found
+from lockstep_router.discovery.endpoint_slices import EndpointSlices, workers_of
+from lockstep_router.journal import Journal
+from lockstep_router.links import Link, LinkState
+from lockstep_router.routing import rank
+from lockstep_router.streams import Stream
+from router_cluster import eventually
+from scripted_worker import Script, ScriptedWorker
+
+FAST = {"backoff_initial_s": 0.02, "backoff_max_s": 0.1}
+PROMPT = [5, 6, 7]
+
+
+class Told:
+    """A discovery that knows what a test tells it."""
+
+    def __init__(self):
+        self._report = None
+
+    async def run(self, report):
+        self._report = report
+        await asyncio.Event().wait()
+
+    async def tell(self, *workers):
+        while self._report is None:
+            await asyncio.sleep(0)
+        self._report.found(frozenset(Found(*each) for each in workers))
+
+
+class Routed:
+    """A router whose workers a test names."""
+
+    def __init__(self, router, told):
+        self.router = router
+        self.tell = told.tell
+
+    @property
+    def workers(self):
+        return self.router.workers
+
+    @property
+    def states(self):
+        return {(link.target, link.found.worker_id): link.state.value for link in self.workers.links}
+
+    def ready_ids(self):
+        return sorted(link.worker_id for link in self.workers.ready())
+
+    def stream(self, session="user:u", tokens=12):
+        journal = Journal(
+            stream_id=f"stream of {session}",
+            session=session,
+            model="reference",
+            digest="model-1",
+            prompt_ids=PROMPT,
+            sampling=_sampling(tokens),
+        )
+        stream = Stream(journal, self.workers, self.router.settings, lambda: None)
+        return journal, asyncio.create_task(stream.run())
+
+
+def _sampling(tokens):
+    submit = worker_pb2.Submit()
+    submit.sampling.max_tokens = tokens
+    submit.sampling.seed = 7
+    return submit.sampling
+
+
+@pytest.fixture
+async def routed():
+    told = Told()
+    async with Router(RouterSettings(workers=["unix:/not/asked"], **FAST), told) as router:
+        yield Routed(router, told)
+
+
+@pytest.fixture
+async def make_worker(tmp_path):
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(worker_id, path=None):
+            worker = ScriptedWorker(worker_id, path or tmp_path / f"{worker_id}.sock")
+            stack.push_async_callback(worker.kill)
+            return await worker.start()
+
+        yield make
+
+
+async def test_workers_come_and_go(routed, make_worker):
+    first, second = await make_worker("w-0"), await make_worker("w-1")
+    await routed.tell()
+    assert not routed.workers.links
+    await routed.tell((first.target, "w-0"))
+    await eventually(lambda: routed.ready_ids() == ["w-0"])
+    await routed.tell((first.target, "w-0"), (second.target, "w-1"))
+    await eventually(lambda: routed.ready_ids() == ["w-0", "w-1"])
+    await routed.tell((second.target, "w-1"))
+    assert routed.ready_ids() == ["w-1"]
+    await eventually(lambda: not first._connections)
+    assert len(routed.workers.links) == 1
+    assert metrics.WORKERS.labels("ready")._value.get() == 1
+
+
+async def test_running_stream_ends_on_its_retired_worker(routed, make_worker):
+    worker = await make_worker("w-0")
+    worker.script = Script(delay_s=0.15)
+    await routed.tell((worker.target, "w-0"))
+    await eventually(lambda: routed.ready_ids() == ["w-0"])
+    journal, running = routed.stream()
+    await eventually(lambda: journal.emitted_ids)
+    await routed.tell()
+    assert list(routed.states.values()) == [LinkState.RETIRED]
+    assert routed.ready_ids() == []
+    await asyncio.wait_for(running, 30)
+    assert len(journal.emitted_ids) == 12
+    assert [submit.attempt for submit in worker.submits] == [1]
+    await eventually(lambda: not routed.workers.links)
+
+
+async def test_stream_leaves_a_retired_worker_that_breaks_and_nobody_dials_that_again(routed, make_worker):
+    first, second = await make_worker("w-0"), await make_worker("w-1")
+    first.script = Script(hang_after=3)
+    await routed.tell((first.target, None))
+    await eventually(lambda: routed.ready_ids() == ["w-0"])
+    journal, running = routed.stream()
+    await eventually(lambda: len(journal.emitted_ids) == 3)
+    await routed.tell((second.target, None))
+    await eventually(lambda: routed.ready_ids() == ["w-1"])
+    await first.restart()
+    await asyncio.wait_for(running, 30)
+    assert len(journal.emitted_ids) == 12
+    await eventually(lambda: len(routed.workers.links) == 1)
+    await asyncio.sleep(0.3)
+    assert not first._connections
+
+
+async def test_worker_that_comes_back_is_taken_up_again(routed, make_worker):
+    worker = await make_worker("w-0")
+    worker.script = Script(delay_s=0.15)
+    await routed.tell((worker.target, "w-0"))
+    await eventually(lambda: routed.ready_ids() == ["w-0"])
+    (link,) = routed.workers.links
+    journal, running = routed.stream()
+    await eventually(lambda: journal.emitted_ids)
+    await routed.tell()
+    await routed.tell((worker.target, "w-0"))
+    assert routed.workers.ready() == [link], "the same connection"
+    await asyncio.wait_for(running, 30)
+    await routed.tell()
+    await eventually(lambda: not routed.workers.links)
+    await routed.tell((worker.target, "w-0"))
+    await eventually(lambda: routed.ready_ids() == ["w-0"])
+    assert routed.workers.links != (link,)
+
+
+async def test_other_pod_at_the_same_address_is_not_taken_for_the_old_one(routed, make_worker, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "lockstep")
+    old = await make_worker("w-0", tmp_path / "address.sock")
+    await routed.tell((old.target, "w-0"))
+    await eventually(lambda: routed.ready_ids() == ["w-0"])
+    await old.kill()
+    other = await make_worker("w-5", tmp_path / "address.sock")
+    (link,) = routed.workers.links
+    await eventually(lambda: "'w-5' and not 'w-0'" in link.problem)
+    assert routed.ready_ids() == []
+    assert "w-5" not in routed.workers.models
+    await routed.tell((other.target, "w-5"))
+    await eventually(lambda: routed.ready_ids() == ["w-5"])
+    await eventually(lambda: routed.states == {(other.target, "w-5"): "ready"})
+    assert any("not 'w-0'" in str(getattr(record, "problem", "")) for record in caplog.records)
+
+
+async def test_worker_that_takes_another_name_is_left(routed, make_worker):
+    worker = await make_worker("w-0")
+    await routed.tell((worker.target, "w-0"))
+    await eventually(lambda: routed.ready_ids() == ["w-0"])
+    worker.worker_id = "w-9"
+    worker.announce(epoch=2)
+    await eventually(lambda: "w-9" in routed.workers.links[0].problem)
+    assert routed.ready_ids() == []
+
+
+async def test_name_is_added_to_a_worker_that_was_known_by_its_address(routed, make_worker):
+    worker = await make_worker("w-0")
+    await routed.tell((worker.target, None))
+    await eventually(lambda: routed.ready_ids() == ["w-0"])
+    (link,) = routed.workers.links
+    await routed.tell((worker.target, "w-0"))
+    assert routed.workers.ready() == [link]
+    await routed.tell((worker.target, "w-1"))
+    assert routed.ready_ids() == []
+
+
+async def test_two_addresses_of_one_worker_count_once(routed, make_worker, tmp_path):
+    worker = await make_worker("w-0")
+    alias = tmp_path / "alias.sock"
+    alias.symlink_to(worker.path)
+    await routed.tell((worker.target, None), (f"unix:{alias}", None))
+    await eventually(lambda: list(routed.states.values()) == ["ready", "ready"])
+    assert routed.ready_ids() == ["w-0"]
+    journal, running = routed.stream()
+    await asyncio.wait_for(running, 30)
+    assert len(journal.emitted_ids) == 12
+
+
+async def test_of_two_workers_with_one_id_the_newer_gets_the_streams(routed, make_worker, tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "lockstep")
+    old = await make_worker("w-0")
+    new = await make_worker("w-0", tmp_path / "new.sock")
+    assert new.incarnation > old.incarnation
+    await routed.tell((old.target, "w-0"), (new.target, "w-0"))
+    await eventually(lambda: list(routed.states.values()) == ["ready", "ready"])
+    assert [link.target for link in routed.workers.ready()] == [new.target]
+    _, running = routed.stream()
+    await asyncio.wait_for(running, 30)
+    assert (len(old.submits), len(new.submits)) == (0, 1)
+    assert [record.message for record in caplog.records].count(
+        "several workers have the same id: the newest gets the streams"
+    ) == 1
+    await new.kill()
+    await eventually(lambda: [link.target for link in routed.workers.ready()] == [old.target])
+
+
+async def test_worker_that_stays_away_is_a_warning_and_one_that_comes_soon_is_none(routed, make_worker, caplog):
+    caplog.set_level(logging.INFO, "lockstep")
+    await routed.tell(("unix:/nobody/home", "w-0"))
+    await eventually(lambda: routed.workers.links[0].problem)
+
+    def warnings():
+        return [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+    assert not warnings()
+    for _ in range(2000):  # as if that many ticks had passed
+        routed.workers.clock.advance(routed.workers.clock.tick_s)
+    await eventually(warnings)
+    await asyncio.sleep(0.3)
+    (warning,) = warnings()
+    assert (warning.message, warning.worker) == ("no link to worker", "w-0")
+
+
+def free_port(host="127.0.0.1", family=socket.AF_INET):
+    with socket.create_server((host, 0), family=family) as listener:
+        return listener.getsockname()[1]
+
+
+async def test_worker_at_an_ipv6_address(routed, make_worker):
+    try:
+        port = free_port("::1", socket.AF_INET6)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    worker = await make_worker("w-0", f"[::1]:{port}")
+    (found,) = workers_of([endpoint_slice("a", endpoint("::1", "w-0"), port=port, family="IPv6")])
+    await routed.tell((found.target, found.worker_id))
+    await eventually(lambda: routed.ready_ids() == ["w-0"])
+    assert worker.target == found.target
+
+
+async def test_restarted_pod_gets_its_sessions_back(make_worker, tmp_path, monkeypatch):
+    """As in a cluster: the pod comes back with the same name, at another address."""
+    api = await FakeApi().start()
+    api.kubeconfig(tmp_path / "kubeconfig")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    port = free_port()
+
+    async def pod(name, address, uid):
+        worker = await make_worker(name, f"{address}:{port}")
+        return worker, endpoint(address, name, uid)
+
+    workers, endpoints = zip(*[await pod(f"w-{n}", f"127.0.1.{n + 1}", f"u{n}") for n in range(3)], strict=True)
+    endpoints = list(endpoints)
+    api.put(endpoint_slice("a", *endpoints, port=port))
+    discovery = EndpointSlices(NAMESPACE, SELECTOR, backoff_initial_s=0.02)
+    settings = RouterSettings(workers=["unix:/not/asked"], **FAST)
+    async with Router(settings, discovery) as router:
+        routed = Routed(router, Told())
+        names = ["w-0", "w-1", "w-2"]
+        await eventually(lambda: routed.ready_ids() == names)
+        sessions = [f"session:{number}" for number in range(200)]
+
+        def placed():
+            return {session: routed.workers.pick(session, routed.workers.ready()).worker_id for session in sessions}
+
+        before = placed()
+        assert set(before.values()) == set(names)
+        assert before == {session: rank(session, names)[0] for session in sessions}
+        await workers[1].kill()
+        await eventually(lambda: routed.ready_ids() == ["w-0", "w-2"])
+        without = placed()
+        assert all(without[session] == before[session] for session in sessions if before[session] != "w-1")
+        api.put(endpoint_slice("a", endpoints[0], endpoints[2], port=port))
+        _, endpoints[1] = await pod("w-1", "127.0.1.9", "another")
+        api.put(endpoint_slice("a", *endpoints, port=port))
+        await eventually(lambda: routed.ready_ids() == names)
+        assert placed() == before
+    await api.stop()
+
+
+CHANGES = 1000
+
+
+async def test_a_thousand_changes_leave_nothing_behind(routed, make_worker):
+    lasting, passing = await make_worker("w-0"), await make_worker("w-1")
+    await routed.tell((lasting.target, "w-0"))
+    await eventually(lambda: routed.ready_ids() == ["w-0"])
+
+    def counts():
+        gc.collect()
+        return len(asyncio.all_tasks()), sum(isinstance(each, Link) for each in gc.get_objects())
+
+    before = counts()
+    hellos = 0
+    for number in range(CHANGES):
+        name = "w-1" if number % 2 else None
+        await routed.tell((lasting.target, "w-0"), (passing.target, name), (f"unix:/nobody/{number}", f"w-{number}"))
+        if number % 10 == 0:
+            await eventually(lambda: routed.ready_ids() == ["w-0", "w-1"])
+            hellos += 1
+        else:
+            await asyncio.sleep(0.001)  # dialling has begun
+    assert hellos == CHANGES / 10
+    await routed.tell((lasting.target, "w-0"))
+    await eventually(lambda: len(routed.workers.links) == 1)
+    await eventually(lambda: not passing._connections)
+    await eventually(lambda: counts() == before)
+    assert routed.ready_ids() == ["w-0"]
+    assert list(routed.workers.models) == ["reference"]
