@@ -6,7 +6,7 @@ PACKAGES := libs/api libs/common libs/engine services/router services/inference-
 SOURCES := libs services tools tests
 MODEL ?= models/reference
 
-.PHONY: setup demo serve test lint bench proto lock clean
+.PHONY: setup demo serve test lint bench proto lock wheels images push model-image chart chart-docs manifests clean
 
 setup: .venv/ready
 
@@ -42,8 +42,35 @@ lock: setup
 	$(BIN)/pip-compile --quiet --strip-extras --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
 	  --allow-unsafe --no-header --annotation-style=line --output-file requirements.lock requirements.in
 	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' requirements.lock  # any build of that release
+	$(IMAGES) lock-cuda
+
+VARIANT ?= cpu
+IMAGES = $(BIN)/python -m lockstep_tools.images
+IMAGE_OPTIONS = --variant $(VARIANT) $(ONLY:%=--only %) $(if $(DEV),--dev)
+
+wheels: setup
+	$(IMAGES) wheels $(IMAGE_OPTIONS)
+
+images: setup
+	$(IMAGES) build $(IMAGE_OPTIONS) $(BASE:%=--base %)
+
+push: setup
+	$(IMAGES) push $(IMAGE_OPTIONS) $(REGISTRY:%=--registry %)
+
+model-image: setup
+	$(IMAGES) model --model $(MODEL) --name $(or $(NAME),$(notdir $(MODEL))) $(TAG:%=--tag %) $(REGISTRY:%=--registry %) $(BASE:%=--base %)
+
+chart: setup
+	PYTHON=$(CURDIR)/$(BIN)/python charts/lockstep/tests/check
+
+chart-docs: setup
+	$(BIN)/python -m lockstep_tools.chart_schema
+	helm-docs --chart-search-root charts/lockstep --sort-values-order file --log-level warning
+
+manifests: setup
+	$(BIN)/python -m lockstep_tools.manifests $(ARGS)
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +

@@ -1,0 +1,167 @@
+"""Wheels on the host: `build/wheels/<image>` holds what the image installs, at the versions of the lock file.
+
+Fetched by pip with its own configuration (index, mirror, wheel folder), so that an air-gapped site changes nothing
+but pip's settings. A folder is left alone while neither requirements nor lock file change.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from lockstep_tools.failure import FAILED, CommandError
+from lockstep_tools.images.catalog import DEV_REQUIREMENTS, Build, distribution, needs
+
+PYTHON_VERSION = "3.11"
+"""Of the base image."""
+
+GLIBC = (2, 36)
+"""Of the base image, Debian 12. Wheels and kernels that need a later one would not load."""
+
+_LOCK = "requirements.lock"
+_CUDA_LOCK = "requirements-cuda.lock"
+_OLDEST_MANYLINUX = 5
+
+
+def fetch(root: Path, build: Build) -> Path:
+    """Fetch the build's wheels, its development extras and those of the SBOM generator where needed.
+
+    Returns:
+        the folder of the image's own wheels.
+
+    Raises:
+        CommandError: when pip cannot find or fetch one.
+    """
+    constraints = read_constraints(root, build.variant)
+    folder = root / "build/wheels"
+    _fetch_into(folder / build.name, needs(root, build.image).requirements, constraints, build.image.unused)
+    locked = _read_lock(root / _LOCK)
+    _fetch_into(folder / "sbom", ("cyclonedx-bom",), locked)
+    if build.dev:
+        _fetch_into(folder / "dev", DEV_REQUIREMENTS, locked)
+    return folder / build.name
+
+
+def read_constraints(root: Path, variant: str | None) -> dict[str, str]:
+    """The lock file as distribution → requirement; the CUDA build of torch brings more, locked in a file of its own.
+
+    On PyPI torch for Linux is the CUDA build, on other indexes both are there under one version: each is asked for by
+    its local version.
+    """
+    constraints = _read_lock(root / _LOCK)
+    version = constraints["torch"].removeprefix("torch==")
+    if variant == "cuda":
+        constraints |= _read_lock(root / _CUDA_LOCK)
+        constraints["torch"] = f"torch=={version},!={version}+cpu"
+    else:
+        constraints["torch"] = f"torch=={version}+cpu"
+    return constraints
+
+
+def lock_cuda(root: Path) -> None:
+    """Write what PyPI's torch (the CUDA build) needs on Linux beyond the lock file, without fetching it.
+
+    Raises:
+        CommandError: when pip cannot resolve it.
+    """
+    locked = _read_lock(root / _LOCK)
+    with tempfile.TemporaryDirectory() as folder:
+        constraints, report = Path(folder, "constraints.txt"), Path(folder, "report.json")
+        constraints.write_text("".join(f"{line}\n" for line in locked.values()))
+        torch = f"{locked['torch']},!={locked['torch'].removeprefix('torch==')}+cpu"
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
+        command += ["--report", str(report), "--constraint", str(constraints), torch]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise CommandError(f"the CUDA build of torch cannot be resolved: {_reason(done.stderr)}", FAILED)
+        packages = [package["metadata"] for package in json.loads(report.read_text())["install"]]
+    pins = {distribution(package["name"]): package["version"] for package in packages}
+    lines = [f"{name}=={pins[name]}\n" for name in sorted(pins.keys() - locked.keys())]
+    (root / _CUDA_LOCK).write_text("".join(lines))
+
+
+def platforms() -> list[str]:
+    """Every wheel platform that the base image can load, the newest first. pip takes each by its exact name."""
+    machine = "x86_64"
+    newest = GLIBC[1]
+    modern = [f"manylinux_2_{minor}_{machine}" for minor in range(newest, _OLDEST_MANYLINUX - 1, -1)]
+    return [
+        *modern,
+        f"manylinux2014_{machine}",
+        f"manylinux2010_{machine}",
+        f"manylinux1_{machine}",
+        f"linux_{machine}",
+    ]
+
+
+def _read_lock(path: Path) -> dict[str, str]:
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return {distribution(line): line for line in lines if line}
+
+
+def drop_unused(folder: Path, requirements: tuple[str, ...], unused: tuple[str, ...]) -> None:
+    """Delete the wheels that `requirements` do not lead to once `unused` is taken away."""
+    wheels = {distribution(path.name.partition("-")[0]): path for path in folder.glob("*.whl")}
+    waiting = list(requirements)
+    reached: set[str] = set()
+    while waiting:
+        requirement = waiting.pop()
+        name = distribution(requirement)
+        if name in wheels and name not in unused and requirement not in reached:
+            reached |= {name, requirement}
+            waiting += _required_by(wheels[name], requirement)
+    for name in wheels.keys() - reached:
+        wheels[name].unlink()
+
+
+def _required_by(wheel: Path, requirement: str) -> list[str]:
+    """What a wheel needs for a requirement with these extras. Other markers pip has judged already."""
+    extras = re.search(r"\[(.*?)\]", requirement)
+    wanted = set(re.split(r"\s*,\s*", extras[1])) if extras else set()
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = next(name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
+        lines = archive.read(metadata).decode().partition("\n\n")[0].splitlines()
+    found = []
+    for line in lines:
+        if line.startswith("Requires-Dist: "):
+            needed, _, marker = line.removeprefix("Requires-Dist: ").partition(";")
+            only_for = set(re.findall(r"\bextra *== *['\"]([^'\"]+)", marker))
+            if not only_for or only_for & wanted:
+                found.append(needed.strip())
+    return found
+
+
+def _fetch_into(
+    folder: Path, requirements: tuple[str, ...], constraints: dict[str, str], unused: tuple[str, ...] = ()
+) -> None:
+    stamp = folder.with_name(f"{folder.name}.stamp")
+    wanted = hashlib.sha256(repr((requirements, unused, sorted(constraints.items()))).encode()).hexdigest()
+    if folder.is_dir() and stamp.is_file() and stamp.read_text() == wanted:
+        return
+    stamp.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    pins = folder.with_name(f"{folder.name}.constraints")
+    pins.write_text("".join(f"{line}\n" for line in constraints.values()))
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder), "--constraint", str(pins)]
+    command += ["--only-binary=:all:", "--implementation=cp", f"--python-version={PYTHON_VERSION}"]
+    command += [f"--platform={platform}" for platform in platforms()]
+    print(f"wheels: {folder.name}", flush=True)
+    done = subprocess.run([*command, *requirements], stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        shutil.rmtree(folder)
+        raise CommandError(f"wheels of {folder.name} could not be fetched: {_reason(done.stderr)}", FAILED)
+    if unused:
+        drop_unused(folder, requirements, unused)
+    stamp.write_text(wanted)
+
+
+def _reason(stderr: str) -> str:
+    """Pip's own last error."""
+    errors = [line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR: ")]
+    return errors[-1] if errors else "pip failed without an error message"

@@ -1,0 +1,305 @@
+"""What goes into the images, what they are called, and how a wrong request is answered."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from lockstep_tools.failure import CommandError
+from lockstep_tools.images import __main__ as command
+from lockstep_tools.images import builders, catalog, kernel, model, provenance, wheels
+
+ROOT = Path(__file__).parents[2]
+BUILDS = [
+    *catalog.select([], "cpu", dev=False),
+    *catalog.select(["inference-worker"], "cuda", dev=False),
+]
+
+
+def dockerfile(image):
+    return (ROOT / image.project / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("image", catalog.IMAGES.values(), ids=lambda image: image.name)
+def test_the_dockerfile_copies_the_sources_of_every_project_that_the_image_needs(image):
+    copied = set(re.findall(r"(?:libs|services|tools)\S*/src", dockerfile(image)))
+    assert copied | {"tools/src"} == set(catalog.needs(ROOT, image).sources) | {"tools/src"}
+    assert ("tools/src" in copied) == (image.name == "tools")
+
+
+@pytest.mark.parametrize("image", catalog.IMAGES.values(), ids=lambda image: image.name)
+def test_every_dockerfile_has_the_same_rules(image):
+    text = dockerfile(image)
+    other = dockerfile(catalog.IMAGES["router"])
+    rules = r"^RUN rm -rf(?:.*\\\n)*.*$|^USER .*$|^LABEL[^=]*|^ {6}org\S+?=(?!\"lockstep|\"Lockstep|\"OpenAI|\"The).*$"
+    assert re.findall(rules, text, re.MULTILINE) == re.findall(rules, other, re.MULTILINE)
+    assert text.rstrip().endswith("FROM runtime AS release")
+    assert text.startswith("#")
+    assert f"ARG BASE={command.DEFAULT_BASE}\n" in text
+
+
+def test_only_the_workers_image_needs_torch():
+    for image in catalog.IMAGES.values():
+        names = {catalog.distribution(requirement) for requirement in catalog.needs(ROOT, image).requirements}
+        assert ("torch" in names) == (image.name == "inference-worker")
+
+
+def test_everything_needed_is_locked():
+    for build in BUILDS:
+        locked = wheels.read_constraints(ROOT, build.variant)
+        assert not [
+            requirement
+            for requirement in catalog.needs(ROOT, build.image).requirements
+            if catalog.distribution(requirement) not in locked
+        ]
+    assert all(name in wheels.read_constraints(ROOT, None) for name in catalog.DEV_REQUIREMENTS)
+
+
+def test_each_variant_asks_for_its_own_build_of_torch():
+    version = wheels.read_constraints(ROOT, None)["torch"].removesuffix("+cpu")
+    assert wheels.read_constraints(ROOT, "cpu")["torch"] == f"{version}+cpu"
+    cuda = wheels.read_constraints(ROOT, "cuda")
+    assert cuda["torch"] == f"{version},!={version.removeprefix('torch==')}+cpu"
+    assert "nvidia-nccl-cu13" in cuda
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (catalog.select(["router"], "cpu", dev=False), "r/lockstep/router:0.1.0"),
+        (catalog.select(["router"], "cpu", dev=True), "r/lockstep/router:0.1.0-dev"),
+        (catalog.select(["inference-worker"], "cuda", dev=False), "r/lockstep/inference-worker:0.1.0-cuda"),
+        (catalog.select(["inference-worker"], "cpu", dev=True), "r/lockstep/inference-worker:0.1.0-cpu-dev"),
+        (catalog.select(["tools"], "cuda", dev=True), "r/lockstep/tools:0.1.0"),
+    ],
+)
+def test_names_of_images(build, name):
+    assert build[0].reference("r", "0.1.0") == name
+
+
+def make_wheel(folder, name, *requires):
+    with zipfile.ZipFile(folder / f"{name.replace('-', '_')}-1-py3-none-any.whl", "w") as archive:
+        lines = ["Metadata-Version: 2.1", f"Name: {name}", *(f"Requires-Dist: {line}" for line in requires)]
+        archive.writestr(
+            f"{name.replace('-', '_')}-1.dist-info/METADATA", "\n".join([*lines, "", "Requires-Dist: text"])
+        )
+
+
+def test_wheels_that_only_an_unused_one_wants_are_dropped(tmp_path):
+    make_wheel(tmp_path, "server", "framing>=1", "parser[fast]; python_version > '3'", "client ; extra == 'all'")
+    make_wheel(
+        tmp_path,
+        "parser",
+        "quick; extra == 'fast' or extra == 'faster'",
+        'slow; extra == "slow" or extra == "slower"',
+        "hub-client>=2,<3",
+    )
+    make_wheel(tmp_path, "hub-client", "client", "framing")
+    for name in ("framing", "client", "quick", "slow"):
+        make_wheel(tmp_path, name)
+    wheels.drop_unused(tmp_path, ("server>=1",), ("hub-client",))
+    left = {path.name.partition("-")[0] for path in tmp_path.iterdir()}
+    assert left == {"server", "parser", "framing", "quick"}
+
+
+def test_wheels_fit_the_base_images_glibc():
+    platforms = wheels.platforms()
+    assert platforms[0] == "manylinux_2_36_x86_64"
+    assert "manylinux_2_37_x86_64" not in platforms
+    assert {"manylinux2014_x86_64", "manylinux_2_28_x86_64"} <= set(platforms)
+
+
+def test_wheels_are_fetched_once_and_again_when_the_lock_changes(tmp_path, monkeypatch):
+    calls = []
+
+    def pip(arguments, **_):
+        calls.append(arguments)
+        make_wheel(Path(arguments[arguments.index("--dest") + 1]), "rich")
+        return subprocess.CompletedProcess(arguments, 0, "", "")
+
+    monkeypatch.setattr(wheels.subprocess, "run", pip)
+    for constraints in ({"rich": "rich==1"}, {"rich": "rich==1"}, {"rich": "rich==2"}):
+        wheels._fetch_into(tmp_path / "tools", ("rich",), constraints)
+    assert len(calls) == 2
+    assert "--only-binary=:all:" in calls[0]
+    assert (tmp_path / "tools.constraints").read_text() == "rich==2\n"
+
+
+def test_a_wheel_that_cannot_be_fetched_is_told_in_pips_words(tmp_path, monkeypatch):
+    failed = subprocess.CompletedProcess([], 1, "", "WARNING: x\nERROR: No matching distribution found for rich==9\n")
+    monkeypatch.setattr(wheels.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(
+        CommandError, match=r"^wheels of tools could not be fetched: No matching distribution .* rich==9$"
+    ):
+        wheels._fetch_into(tmp_path / "tools", ("rich",), {"rich": "rich==9"})
+    assert not (tmp_path / "tools").exists()
+
+
+def test_glibc_of_a_library():
+    assert kernel.newest_glibc(b"\0GLIBC_2.2.5\0GLIBC_2.14\0GLIBCXX_3.4\0") == (2, 14)
+    assert kernel.newest_glibc(b"") == (0, 0)
+
+
+def test_a_library_for_a_later_glibc_is_refused(tmp_path):
+    library = tmp_path / "_cpu.so"
+    library.write_bytes(b"\0GLIBC_2.38\0")
+    with pytest.raises(CommandError, match=r"_cpu\.so needs glibc 2\.38, the base image has 2\.36"):
+        kernel.check_glibc(library)
+
+
+def test_the_kernel_is_compiled_when_its_source_changes_under_a_name_for_every_python(tmp_path):
+    engine = tmp_path / "libs/engine"
+    shutil.copytree(ROOT / "libs/engine", engine, ignore=shutil.ignore_patterns("*.so", "tests", "__pycache__"))
+    (engine / "src/lockstep_engine/kernels/cpu.c").write_text("int lockstep_cpu_version = 4;\n")
+    library = kernel.build(tmp_path)
+    assert library == tmp_path / "build/kernels/lockstep_engine/kernels/_cpu.so"
+    assert b"lockstep_cpu_version" in library.read_bytes()
+    first = library.stat().st_mtime_ns
+    assert kernel.build(tmp_path).stat().st_mtime_ns == first
+    os.utime(engine / "setup.py")
+    assert kernel.build(tmp_path).stat().st_mtime_ns > first
+
+
+def test_without_a_compiler_one_sentence(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "libs/engine", tmp_path / "libs/engine", ignore=shutil.ignore_patterns("*.so", "tests"))
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    with pytest.raises(CommandError, match="the engine's C kernels were not built, a C compiler is needed: "):
+        kernel.build(tmp_path)
+
+
+def test_docker_is_chosen_only_when_its_daemon_answers(monkeypatch):
+    monkeypatch.setattr(builders.shutil, "which", lambda name: f"/usr/bin/{name}")
+    for works, chosen in ((True, builders.Docker), (False, builders.Buildah)):
+        monkeypatch.setattr(builders, "_succeeds", lambda _, works=works: works)
+        assert isinstance(builders.choose(), chosen)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    commands = []
+    monkeypatch.setattr(builders, "_run", lambda arguments, _: commands.append(arguments))
+    monkeypatch.setattr(builders, "_output", lambda arguments: commands.append(arguments) or "container\n")
+    return commands
+
+
+@pytest.mark.parametrize("builder", [builders.Docker(), builders.Buildah()])
+def test_a_build_names_stage_arguments_and_context_and_fetches_nothing(builder, recorded):
+    builder.build(builders.Recipe(Path("a/Dockerfile"), Path(".."), "dev"), "localhost/x:1", {"VERSION": "1"})
+    (arguments,) = recorded
+    assert arguments[-3:] == ["--build-arg", "VERSION=1", ".."]
+    assert arguments[arguments.index("--target") + 1] == "dev"
+    assert "--pull-never" in arguments or "--pull=false" in arguments
+
+
+def test_plain_http_is_for_a_registry_on_this_machine_alone(recorded):
+    builders.Buildah().push("x", "localhost:5000/x")
+    builders.Buildah().push("x", "registry.example/x")
+    assert ["--tls-verify=false" in arguments for arguments in recorded] == [True, False]
+    assert builders.is_local("127.0.0.1:5000/x")
+    assert not builders.is_local("localhost.example/x")
+
+
+def test_buildah_removes_the_container_of_a_command_that_fails(monkeypatch):
+    seen = []
+
+    def output(arguments):
+        seen.append(arguments[1])
+        if arguments[1] == "run":
+            raise CommandError("no such module")
+        return "container\n"
+
+    monkeypatch.setattr(builders, "_output", output)
+    with pytest.raises(CommandError, match="no such module"):
+        builders.Buildah().run("x", ["true"])
+    assert seen == ["from", "run", "rm"]
+
+
+@pytest.mark.parametrize("builder", [builders.Docker(), builders.Buildah()])
+def test_copying_a_file_out_leaves_no_container(builder, recorded):
+    builder.copy("x", "/usr/share/sbom/x.json", Path("/build"))
+    assert any("/usr/share/sbom/x.json" in word for word in recorded[1])
+    assert recorded[-1][1:] == ["rm", "container"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["build", "--only", "redis"], "image 'redis': there are only router, inference-worker, tools"),
+        (["build", "--image", "x:1"], "--image names one image, say which with --only"),
+        (["push"], "push: a registry is needed"),
+        (["model", "--model", "models/reference", "--name", "Llama"], "NAME 'Llama': only a-z"),
+        (["model", "--model", "models/reference", "--name", "llama", "--tag", "a b"], "TAG 'a b': only letters"),
+        (["model", "--model", "docs", "--name", "llama"], "MODEL: docs has no config.json, or no *.safetensors"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence(arguments, sentence, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(builders, "choose", builders.Buildah)
+    assert command.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_without_a_builder_or_a_base_image_one_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(builders.shutil, "which", lambda _: None)
+    assert command.main(["build"]) == 1
+    assert "neither docker (with a running daemon) nor buildah" in capsys.readouterr().err
+    monkeypatch.setattr(builders, "choose", builders.Buildah)
+    monkeypatch.setattr(builders.Buildah, "has", lambda *_: False)
+    assert command.main(["build", "--base", "python:none"]) == 1
+    assert "base image python:none is not here" in capsys.readouterr().err
+    assert command.main(["push", "--registry", "r", "--only", "tools"]) == 1
+    assert "lockstep/tools:0.1.0 is not built yet" in capsys.readouterr().err
+
+
+def test_builds_in_one_checkout_take_turns(tmp_path):
+    path = tmp_path / "build/images.lock"
+    with (
+        command.turn(path, 0),
+        pytest.raises(CommandError, match="another build in this checkout is not done"),
+        command.turn(path, 0.1),
+    ):
+        pass
+    with command.turn(path, 0):
+        pass
+
+
+def test_a_models_weights_have_layers_of_their_own(tmp_path):
+    for name in ("config.json", "tokenizer.json", "model-1.safetensors", "model-2.safetensors", ".gitattributes"):
+        (tmp_path / name).touch()
+    lines = model.dockerfile(tmp_path, "llama", "1").splitlines()
+    assert [line for line in lines if line.startswith("COPY")] == [
+        'COPY ["model-1.safetensors", "/model/"]',
+        'COPY ["model-2.safetensors", "/model/"]',
+        'COPY ["config.json", "tokenizer.json", "/model/"]',
+    ]
+    (tmp_path / "added.json").symlink_to(tmp_path / "config.json")
+    with pytest.raises(CommandError, match=r"added\.json is a link"):
+        model.dockerfile(tmp_path, "llama", "1")
+
+
+def test_labels_hold_no_password():
+    assert provenance.public("https://user:secret@git.example/lockstep.git") == "https://git.example/lockstep.git"
+    assert provenance.public("git@git.example:lockstep.git") == "git@git.example:lockstep.git"
+
+
+def test_an_archive_without_history_has_empty_labels(tmp_path):
+    assert provenance.of(tmp_path) == {"REVISION": "", "CREATED": "", "SOURCE": ""}
+
+
+def test_the_import_check_finds_what_is_missing(tmp_path):
+    package = tmp_path / "shipped"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "_native.py").write_text("raise RuntimeError")
+    (package / "part.py").write_text("import json")
+    check = [sys.executable, "-c", command.IMPORT_ALL, "shipped"]
+    assert subprocess.run(check, cwd=tmp_path, check=False).returncode == 0
+    (package / "part.py").write_text("import not_in_the_image")
+    failed = subprocess.run(check, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert "No module named 'not_in_the_image'" in failed.stderr
