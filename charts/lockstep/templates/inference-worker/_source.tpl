@@ -58,7 +58,7 @@ volumeClaimTemplates:
 - name: model-copy
   image: {{ include "lockstep.image" (dict "root" .root "image" $source) }}
   imagePullPolicy: {{ include "lockstep.pullPolicy" (dict "root" .root "image" $source) }}
-  command: [cp, -RL, {{ printf "%s/." (trimSuffix "/" $source.path) | quote }}, /model/]
+  command: [cp, -RL, {{ printf "%s/." (trimSuffix "/" $source.path) | quote }}, /copy/]
 {{- else if eq $kind "fetch" }}
 - name: model-fetch
   {{- with $source.image }}
@@ -105,7 +105,8 @@ volumeClaimTemplates:
     {{- toYaml .model.resources | nindent 4 }}
   terminationMessagePolicy: FallbackToLogsOnError
   volumeMounts:
-    - {name: model, mountPath: /model}
+    # Not over the files to be copied, which may well be in the image's own /model.
+    - {name: model, mountPath: {{ eq $kind "image" | ternary "/copy" "/model" }}}
     - {name: tmp, mountPath: /tmp}
 {{- end }}
 {{- end -}}

@@ -41,6 +41,15 @@ def obey_parent() -> None:
         die_with_parent(int(value))
 
 
+def end_on_sigterm() -> None:
+    """End at once on SIGTERM until the process has something to drain (`stop_event`).
+
+    A container's first process ignores signals that it has no handler for: told to stop while it imports, it would
+    sit through the whole grace period.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+
+
 def stop_event() -> asyncio.Event:
     """An event of the running loop that SIGTERM and SIGINT set. A second signal ends the process at once."""
     event = asyncio.Event()

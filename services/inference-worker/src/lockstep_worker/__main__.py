@@ -2,10 +2,11 @@
 
 import sys
 
-from lockstep_common.lifecycle import obey_parent
-
-from lockstep_worker.server import main
+from lockstep_common.lifecycle import end_on_sigterm, obey_parent
 
 if __name__ == "__main__":
+    end_on_sigterm()
     obey_parent()
+    from lockstep_worker.server import main
+
     sys.exit(main())

@@ -1,6 +1,9 @@
 """`python -m lockstep_router`."""
 
-from lockstep_router.server import main
+from lockstep_common.lifecycle import end_on_sigterm
 
 if __name__ == "__main__":
+    end_on_sigterm()
+    from lockstep_router.server import main
+
     main()
