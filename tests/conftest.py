@@ -15,10 +15,11 @@ SUMMARIES = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("lockstep", "faults on random processes (tests/chaos)")
+    group = parser.getgroup("lockstep", "faults (tests/chaos, tests/cluster)")
     group.addoption("--kills", type=int, default=6, help="processes to kill under load (default: %(default)s)")
     group.addoption("--restarts", type=int, default=3, help="starts and stops of a stack (default: %(default)s)")
     group.addoption("--chaos-seed", type=int, default=None, help="of the random choices (default: a new one)")
+    group.addoption("--times", type=int, default=1, help="trials of each experiment (default: %(default)s)")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,12 +23,12 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def wait_for(find: Callable[[], Found], what: str, within_s: float = 10.0) -> Found:
+def wait_for(find: Callable[[], Found], what: str, within_s: float = 10.0, *, every_s: float = 0.01) -> Found:
     """The first true value of `find`; fails the test when there is none in time."""
     deadline_s = time.monotonic() + within_s
     while not (found := find()):
         assert time.monotonic() < deadline_s, f"{what}: not within {within_s:g} s"
-        time.sleep(0.01)
+        time.sleep(every_s)
     return found
 
 

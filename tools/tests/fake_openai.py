@@ -38,7 +38,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An answer that is no stream."""
+    """An answer that is no stream; with status 200 a whole one."""
 
     status: int
     body: Any
@@ -74,6 +74,8 @@ class FakeOpenAI:
     )
     models: Sequence[str] = ("fake",)
     status: Any = None
+    headers: dict[str, str] = field(default_factory=dict)
+    """Of every answer."""
     received: list[Received] = field(default_factory=list)
     cut: bool = False
     """Close the connection instead of ending the body."""
@@ -136,7 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
+        self._end_head()
         for step in steps:
             if isinstance(step, float):
                 time.sleep(step)
@@ -153,5 +155,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
+        self._end_head()
         self.wfile.write(content)
+
+    def _end_head(self) -> None:
+        for name, value in self._fake.headers.items():
+            self.send_header(name, value)
+        self.end_headers()

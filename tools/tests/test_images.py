@@ -130,10 +130,12 @@ def test_wheels_are_fetched_once_and_again_when_the_lock_changes(tmp_path, monke
 
 
 def test_a_wheel_that_cannot_be_fetched_is_told_in_pips_words(tmp_path, monkeypatch):
-    failed = subprocess.CompletedProcess([], 1, "", "WARNING: x\nERROR: No matching distribution found for rich==9\n")
+    failed = subprocess.CompletedProcess(
+        [], 1, "", "WARNING: x\nERROR: No matching distribution found for rich==9\nERROR: y\n"
+    )
     monkeypatch.setattr(wheels.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(
-        CommandError, match=r"^wheels of tools could not be fetched: No matching distribution .* rich==9$"
+        CommandError, match=r"^wheels of tools could not be fetched, .* pip: No matching distribution .* rich==9$"
     ):
         wheels._fetch_into(tmp_path / "tools", ("rich",), {"rich": "rich==9"})
     assert not (tmp_path / "tools").exists()

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from lockstep_tools import __version__
-from lockstep_tools.failure import CommandError
+from lockstep_tools.failure import UNUSABLE, CommandError
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+_ENGINE = frozenset({"lockstep_engine", "lockstep_router", "lockstep_worker", "torch", "safetensors", "tokenizers"})
+"""What clients of a served system do without."""
 
 _EPILOG = """\
 examples:
@@ -38,6 +41,9 @@ COMMANDS = {
     "chat": Command("chat", "talk to a model in the terminal"),
     "generate": Command("generate", "generate text offline, without a server"),
     "bench": Command("bench", "put an endpoint under load and measure it"),
+    "load": Command("load", "steady streams, each one's history a line of JSON"),
+    "check": Command("check", "check a served system: chat, stream, workers' health"),
+    "chaos": Command("chaos.command", "run a fault experiment on a cluster and judge it"),
     "status": Command("status", "show workers, ranks, process ids, queues"),
     "demo": Command("demo", "watch a stream survive killed processes"),
     "train": Command("training", "train a small model like the reference model"),
@@ -83,6 +89,11 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _ENGINE:
+            raise
+        print(f"lockstep: {error.name} is not installed here; it comes with lockstep-tools[engine]", file=sys.stderr)
+        return UNUSABLE
     except BrokenPipeError:
         # The reader (`| head`) has gone; the interpreter's own flush at exit must not complain about it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from lockstep_tools.sse import Decoder, ServerSentEvent
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_LIMIT_S = 120.0
 """A stream that says nothing for so long has failed."""
+
+_CONNECT_FAILED = "connection.connect_tcp.failed"  # httpcore's name for it
 
 
 class EndpointError(Exception):
@@ -57,6 +59,10 @@ class Endpoint:
     url: str
     """With the version: https://host/v1."""
     api_key: str | None = field(default=None, repr=False)
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
+    connect_retries: int = 0
+    """How often a connection that could not be made is tried again. The official client does so twice."""
+    silence_limit_s: float = SILENCE_LIMIT_S
 
     @property
     def root(self) -> str:
@@ -66,12 +72,16 @@ class Endpoint:
     def client(self, *, connections: int = 1) -> httpx.AsyncClient:
         """An HTTP client for this endpoint; the caller closes it."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        retries = self.connect_retries
         return httpx.AsyncClient(
             base_url=self.url,
             headers=headers,
-            timeout=httpx.Timeout(SILENCE_LIMIT_S, connect=CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            timeout=httpx.Timeout(self.silence_limit_s, connect=self.connect_timeout_s),
+            limits=limits,
             trust_env=not _is_local(self.url),
+            # A transport of one's own knows no proxy from the environment.
+            transport=httpx.AsyncHTTPTransport(limits=limits, retries=retries) if retries else None,
         )
 
 
@@ -124,7 +134,13 @@ async def first_model(client: httpx.AsyncClient) -> str:
 
 
 async def stream(
-    client: httpx.AsyncClient, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+    client: httpx.AsyncClient,
+    path: str,
+    body: Mapping[str, Any],
+    headers: Mapping[str, str] | None = None,
+    *,
+    on_answer: Callable[[httpx.Response], None] = lambda _: None,
+    on_connect_failure: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[Piece, None]:
     """Send a request with `stream: true` and yield what comes back, the end mark included.
 
@@ -133,13 +149,24 @@ async def stream(
         path: /completions or /chat/completions.
         body: the request; `stream` is set here.
         headers: of this request.
+        on_answer: told of the answer's status and headers, also of a refusal's.
+        on_connect_failure: told of each connection that could not be made, also of those that are tried again.
 
     Raises:
         EndpointError: refused, broken off, or an error event in the stream.
     """
+
+    async def trace(event: str, _: Mapping[str, Any]) -> None:
+        if event == _CONNECT_FAILED:
+            on_connect_failure()
+
     decoder = Decoder()
+    sent = client.stream(
+        "POST", path, json={**body, "stream": True}, headers=dict(headers or {}), extensions={"trace": trace}
+    )
     try:
-        async with client.stream("POST", path, json={**body, "stream": True}, headers=dict(headers or {})) as response:
+        async with sent as response:
+            on_answer(response)
             if response.status_code != 200:
                 raise _refusal(response.status_code, await response.aread())
             async for chunk in response.aiter_bytes():
@@ -207,5 +234,5 @@ def _connection_sentence(client: httpx.AsyncClient, error: httpx.HTTPError) -> s
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return f"no server answers at {where} ({error or type(error).__name__}): start one with `lockstep serve`"
     if isinstance(error, httpx.TimeoutException):
-        return f"{where} said nothing for {SILENCE_LIMIT_S:g} s"
+        return f"{where} said nothing for {client.timeout.read:g} s"
     return f"the connection to {where} broke: {error or type(error).__name__}"

@@ -4,6 +4,7 @@ The checks know nothing of Lockstep's insides: they hold what arrived against wh
 be held against any server and must be able to fail.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -37,6 +38,14 @@ class History:
     error: str | None = None
     cancelled: bool = False
     """The client itself broke it off; what it had until then must be right."""
+    router: str | None = None
+    """Which router served it, as its answer says; None before that, or when the server is no Lockstep."""
+    status: int | None = None
+    """Of the answer's head; None when there was none."""
+    retry_after: str | None = None
+    """The header of a refusal."""
+    connect_failures: int = 0
+    """Connections that could not be made before the request was sent, tried again or not."""
 
     @property
     def spoken(self) -> list[Piece]:
@@ -81,6 +90,22 @@ class History:
         known = [position_of(piece) for piece in self.pieces if piece.choice == choice]
         return next((position for position in reversed(known) if position is not None), None)
 
+    def marks(self, choice: int = 0) -> dict[int, str]:
+        """A fingerprint of a choice's text up to each position. It tells nothing of the words.
+
+        The text after n tokens is a function of these tokens, so streams of the same tokens have the same marks,
+        however the tokens were spread over pieces.
+        """
+        running = hashlib.blake2b(digest_size=6)
+        found = {}
+        for piece in self.pieces:
+            if piece.choice == choice:
+                running.update(piece.text.encode())
+                position = position_of(piece)
+                if position is not None:
+                    found[position] = running.hexdigest()
+        return found
+
     def longest_gap_s(self, since_s: float = float("-inf"), until_s: float = float("inf")) -> float:
         """The longest silence between two pieces of text that ended after `since_s` and began before `until_s`."""
         return max(
@@ -111,13 +136,18 @@ def violations(history: History, *, reference: str | None = None, require_ids: b
     """
     if history.error is not None:
         return [f"failed: {history.error}"]
-    found = [problem for choice in history.choices for problem in _order(history, choice, require_ids)]
+    found = order_violations(history, require_ids=require_ids)
     if not history.cancelled:
         found += [problem for choice in history.choices for problem in _end(history, choice)]
         found += _terminal(history) + _usage(history)
     if reference is not None:
         found += _text(history, reference)
     return found
+
+
+def order_violations(history: History, *, require_ids: bool = False) -> list[str]:
+    """The part of `violations` that holds for any beginning of a stream, however it ended."""
+    return [problem for choice in history.choices for problem in _order(history, choice, require_ids)]
 
 
 def _order(history: History, choice: int, require_ids: bool) -> list[str]:

@@ -18,6 +18,8 @@ import httpx
 from lockstep_tools.endpoint import Endpoint, EndpointError, Piece, stream
 from lockstep_tools.history import History, StreamRequest
 
+ROUTER_HEADER = "X-Lockstep-Router"
+
 _PAUSE_AFTER_ERROR_S = 0.2  # a server that refuses everything is not to be asked thousands of times a second
 
 _WORDS = (
@@ -91,8 +93,25 @@ async def record(
     """
     history = history or History(request)
     history.started_s = time.monotonic()
+
+    def note_answer(answer: httpx.Response) -> None:
+        history.status = answer.status_code
+        history.router = answer.headers.get(ROUTER_HEADER)
+        history.retry_after = answer.headers.get("Retry-After")
+
+    def note_connect_failure() -> None:
+        history.connect_failures += 1
+
+    sent = stream(
+        client,
+        request.path,
+        request.body,
+        request.headers,
+        on_answer=note_answer,
+        on_connect_failure=note_connect_failure,
+    )
     try:
-        async with aclosing(stream(client, request.path, request.body, request.headers)) as pieces:
+        async with aclosing(sent) as pieces:
             async for piece in pieces:
                 history.pieces.append(piece)
                 on_piece(piece)

@@ -8,6 +8,8 @@ from typing import Any
 
 from lockstep_tools.history import History, violations
 
+_BUSY = (429, 503)
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -50,6 +52,8 @@ class Report:
     """The longest of these in each stream."""
     errors: dict[str, int]
     """How often each sentence was an error."""
+    refusals: dict[str, int]
+    """How often the server was too busy: by status, and whether it said when to come again."""
     violations: list[str]
     """What broke the protocol's promises: lost or doubled tokens, wrong usage, missing or second ends."""
 
@@ -95,5 +99,10 @@ def summarize(
         inter_token_ms=Spread.of([gap for history in whole for gap in history.gaps_s]),
         longest_silence_ms=Spread.of([max(history.gaps_s) for history in whole if history.gaps_s]),
         errors=dict(Counter(history.error for history in histories if history.error is not None)),
+        refusals=dict(Counter(_refusal(history) for history in histories if history.status in _BUSY)),
         violations=found,
     )
+
+
+def _refusal(history: History) -> str:
+    return f"{history.status}, {'Retry-After' if history.retry_after else 'no Retry-After'}"

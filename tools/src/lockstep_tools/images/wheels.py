@@ -155,13 +155,14 @@ def _fetch_into(
     done = subprocess.run([*command, *requirements], stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         shutil.rmtree(folder)
-        raise CommandError(f"wheels of {folder.name} could not be fetched: {_reason(done.stderr)}", FAILED)
+        hint = f"are the versions of {pins.name} in pip's index, and can it be reached?"
+        raise CommandError(f"wheels of {folder.name} could not be fetched, {hint} pip: {_reason(done.stderr)}", FAILED)
     if unused:
         drop_unused(folder, requirements, unused)
     stamp.write_text(wanted)
 
 
 def _reason(stderr: str) -> str:
-    """Pip's own last error."""
+    """Pip's own first error."""
     errors = [line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR: ")]
-    return errors[-1] if errors else "pip failed without an error message"
+    return errors[0] if errors else "pip failed without an error message"

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Deletes a router's pod without grace: its own streams break off, nobody else's.
+source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+ROUTER=${ROUTER:-$(first router)}
+fault
+k delete pod "$ROUTER" --grace-period=0 --force --wait=false

@@ -1,0 +1,68 @@
+"""Who reaches what. The same attempts against a release without policies show that these tests can fail."""
+
+import pytest
+from helm import Installation
+from kube import Namespaces, Visitor
+from lockstep_tools.chaos.release import ROUTER, WORKER, of
+
+HTTP, GRPC, METRICS = 8000, 9000, 9100
+
+
+@pytest.fixture(scope="module")
+def image(served: Installation) -> str:
+    """One that has Python and is on every node."""
+    pod = of(served.release.pods(), ROUTER)[0]
+    return str(served.kubectl.json("get", "pod", pod.name)["spec"]["containers"][0]["image"])
+
+
+@pytest.fixture(scope="module")
+def foreigner(namespaces: Namespaces, image: str) -> Visitor:
+    """A pod in another namespace."""
+    return Visitor(namespaces.new("foreign"), image)
+
+
+@pytest.fixture(scope="module")
+def neighbour(served: Installation, image: str) -> Visitor:
+    """A pod in the release's own namespace that is none of its."""
+    return Visitor(served.kubectl, image)
+
+
+def targets(installation: Installation, component: str, *ports: int) -> list[tuple[str, int]]:
+    pods = of(installation.release.pods(), component)
+    found = [installation.kubectl.json("get", "pod", pod.name)["status"]["podIP"] for pod in pods]
+    return [(address, port) for address in found for port in ports]
+
+
+@pytest.mark.parametrize("visitor", ["foreigner", "neighbour"])
+def test_pods_without_the_labels_reach_the_routers_and_nothing_else(
+    served: Installation, visitor: str, request: pytest.FixtureRequest
+) -> None:
+    allowed = targets(served, ROUTER, HTTP)
+    closed = targets(served, WORKER, GRPC, METRICS)
+    reached = request.getfixturevalue(visitor).reaches(*allowed, *closed)
+    assert {target for target, taken in reached.items() if taken} == set(allowed)
+
+
+def test_without_policies_the_same_ports_are_open(open_served: Installation, foreigner: Visitor) -> None:
+    ports = targets(open_served, WORKER, GRPC, METRICS) + targets(open_served, ROUTER, HTTP)
+    assert all(foreigner.reaches(*ports).values())
+
+
+def test_workers_and_routers_reach_only_each_other(served: Installation, open_served: Installation) -> None:
+    """From inside the release: a router gets to workers, a worker to nobody, and neither to another release."""
+    router, worker = of(served.release.pods(), ROUTER)[0], of(served.release.pods(), WORKER)[0]
+    others = targets(open_served, WORKER, GRPC) + targets(open_served, ROUTER, HTTP)
+    ours = targets(served, WORKER, GRPC)
+    inside = Insider(served, router.name, "router")
+    reached = inside.reaches(*ours, *others)
+    assert {target for target, taken in reached.items() if taken} == set(ours)
+    reached = Insider(served, worker.name, "worker").reaches(*targets(served, ROUTER, HTTP), *others)
+    assert not any(reached.values())
+
+
+class Insider(Visitor):
+    """A pod of the release itself, from which connections are tried."""
+
+    def __init__(self, installation: Installation, pod: str, container: str) -> None:
+        self.kubectl = installation.kubectl
+        self.where = (pod, "-c", container)

@@ -1,0 +1,1 @@
+"""Faults on a cluster, under load, and what the clients saw of them."""

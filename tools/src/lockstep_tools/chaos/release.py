@@ -1,0 +1,109 @@
+"""A Helm release as the cluster tells it: its pods, where they run, whether all is well."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from lockstep_tools.chaos.kubectl import Kubectl
+from lockstep_tools.failure import UNUSABLE, CommandError
+
+ROUTER, WORKER = "router", "inference-worker"
+
+_INSTANCE = "app.kubernetes.io/instance"
+_COMPONENT = "app.kubernetes.io/component"
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod of the release. A worker's id and a router's id are their pods' names."""
+
+    name: str
+    component: str
+    node: str
+    ready: bool
+    restarts: int
+    leaving: bool
+    """It is being deleted."""
+    uid: str
+
+
+class Release:
+    """The release `name` in the namespace of `kubectl`."""
+
+    def __init__(self, name: str, kubectl: Kubectl) -> None:
+        self.name = name
+        self.kubectl = kubectl
+
+    def pods(self) -> list[Pod]:
+        """Its routers and workers, as they are now."""
+        selector = f"{_INSTANCE}={self.name},{_COMPONENT} in ({ROUTER},{WORKER})"
+        return [_pod(item) for item in self.kubectl.json("get", "pods", "-l", selector)["items"]]
+
+    def controllers(self) -> list[Mapping[str, Any]]:
+        """What keeps its pods: StatefulSets and Deployments."""
+        found = self.kubectl.json("get", "statefulsets,deployments", "-l", f"{_INSTANCE}={self.name}")
+        items: list[Mapping[str, Any]] = found["items"]
+        return items
+
+    def whole_pods(self) -> list[Pod]:
+        """Its pods.
+
+        Raises:
+            CommandError: there are none, or not all are ready: nothing is disturbed that is not well.
+        """
+        pods = self.pods()
+        if not pods:
+            raise CommandError(f"no release {self.name} in namespace {self.kubectl.namespace}", UNUSABLE)
+        unready = [pod.name for pod in pods if not pod.ready or pod.leaving]
+        if unready:
+            raise CommandError(f"not ready: {', '.join(unready)}")
+        return pods
+
+    def is_whole(self) -> bool:
+        """All pods that its controllers want are there and ready, in their newest form, and none else."""
+        pods = self.pods()
+        if any(pod.leaving or not pod.ready for pod in pods):
+            return False
+        controllers = self.controllers()
+        return all(map(_is_settled, controllers)) and len(pods) == sum(
+            controller["spec"].get("replicas", 1) for controller in controllers
+        )
+
+    def logs_since(self, pod: Pod, container: str, since_s: float) -> list[str]:
+        """A container's log lines from a time on; none if it is gone."""
+        since = datetime.fromtimestamp(since_s, UTC).isoformat().replace("+00:00", "Z")
+        try:
+            return self.kubectl.run("logs", pod.name, "-c", container, f"--since-time={since}").splitlines()
+        except CommandError:
+            return []
+
+
+def of(pods: Sequence[Pod], component: str) -> list[Pod]:
+    """The pods of one component, by name."""
+    return sorted((pod for pod in pods if pod.component == component), key=lambda pod: pod.name)
+
+
+def _pod(item: Mapping[str, Any]) -> Pod:
+    status = item["status"]
+    conditions = {condition["type"]: condition["status"] for condition in status.get("conditions", [])}
+    return Pod(
+        name=item["metadata"]["name"],
+        component=item["metadata"]["labels"][_COMPONENT],
+        node=item["spec"].get("nodeName", ""),
+        ready=conditions.get("Ready") == "True",
+        restarts=sum(container["restartCount"] for container in status.get("containerStatuses", [])),
+        leaving="deletionTimestamp" in item["metadata"],
+        uid=item["metadata"]["uid"],
+    )
+
+
+def _is_settled(controller: Mapping[str, Any]) -> bool:
+    """A rollout, if there was one, is over."""
+    status = controller["status"]
+    wanted = controller["spec"].get("replicas", 1)
+    return bool(
+        status.get("observedGeneration", 0) >= controller["metadata"]["generation"]
+        and status.get("readyReplicas", 0) == wanted
+        and status.get("updatedReplicas", wanted) == wanted
+    )

@@ -1,0 +1,237 @@
+"""One fault on a cluster under load: its victims, its script, and the times at which it was noticed and over."""
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lockstep_tools.chaos.experiments import Breaks, Experiment, Victim
+from lockstep_tools.chaos.kubectl import run_script
+from lockstep_tools.chaos.load_pod import LoadPod
+from lockstep_tools.chaos.release import ROUTER, WORKER, Pod, Release, of
+from lockstep_tools.failure import CommandError
+from lockstep_tools.history import History
+
+_SCRIPT_S = 420.0
+_RECOVERY_S = 240.0
+_POLL_S = 1.0
+_FAULT = re.compile(r"^fault ([0-9.]+)$", re.MULTILINE)
+_BURST = re.compile(r"^burst (.*)$", re.MULTILINE)
+_NOTICED = ("stream leaves worker", "worker is silent")
+"""What a router logs when it has noticed that a worker's streams have to go elsewhere."""
+_NOTHING_TO_NOTICE = (Victim.NOBODY, Victim.ROUTER, Victim.ALL_ROUTERS)
+_DYING_S = 3.0
+"""A router that is killed without grace takes connections for so long at most."""
+
+
+@dataclass(frozen=True)
+class Victims:
+    """Whom a trial disturbs: ids, which are names of pods. Empty where it is all of them or none."""
+
+    workers: Sequence[str] = ()
+    routers: Sequence[str] = ()
+    node: str = ""
+
+
+@dataclass
+class Trial:
+    """A fault that was made, and what became of it."""
+
+    experiment: Experiment
+    victims: Victims
+    fault_s: float
+    """On the wall clock, like all times here."""
+    recovered_s: float = 0.0
+    detected_s: float | None = None
+    """When a router first sent a stream elsewhere."""
+    burst: Mapping[str, Any] | None = None
+    """What an overload's own clients got."""
+    histories: list[History] = field(default_factory=list)
+    """The streams that ended between this fault and the next one."""
+
+    def excuse(self, history: History) -> str | None:
+        """Why a stream was allowed to fail, if it was."""
+        if self.experiment.refuses and history.status in (429, 503) and history.retry_after:
+            return f"refused with {history.status} and Retry-After"
+        if self.experiment.breaks is Breaks.NONE or not self.fault_s <= (history.ended_s or 0.0):
+            return None
+        if history.router in self.victims.routers:
+            return (
+                "its router was killed" if self.experiment.breaks is Breaks.OF_THE_ROUTER else "its router was cut off"
+            )
+        return self._excuse_unanswered(history)
+
+    def _excuse_unanswered(self, history: History) -> str | None:
+        """A request that got no answer does not know whose it was."""
+        if history.status is not None:
+            return None
+        if self.experiment.breaks is Breaks.OF_THE_ROUTER and not history.connect_failures:
+            was_open = history.started_s < self.fault_s + _DYING_S
+            return "its router was killed before it answered" if was_open else None
+        if self.experiment.breaks is Breaks.OF_THE_NODE and history.started_s < self.recovered_s:
+            # Kubernetes has to find the node lost before its Service stops to send connections there.
+            return "connected to a router that was cut off"
+        return None
+
+    def disturbed(self) -> list[History]:
+        """The streams that were under way during the trial and whose router was no victim."""
+        return [
+            history
+            for history in self.histories
+            if history.error is None
+            and history.started_s <= self.recovered_s
+            and (history.ended_s or 0.0) >= self.fault_s
+            and (self.experiment.breaks is Breaks.NONE or history.router not in self.victims.routers)
+        ]
+
+    def silences_s(self) -> list[float]:
+        """The longest silence of each of these streams, between the fault and the recovery."""
+        return [history.longest_gap_s(self.fault_s, self.recovered_s) for history in self.disturbed()]
+
+    def first_tokens_s(self) -> list[float]:
+        """The time to the first token of each stream that began meanwhile."""
+        return [
+            history.first_token_s
+            for history in self.disturbed()
+            if history.started_s > self.fault_s and history.first_token_s is not None
+        ]
+
+
+def run_trial(
+    experiment: Experiment,
+    release: Release,
+    load: LoadPod,
+    scripts: Path,
+    *,
+    number: int,
+    load_node: str,
+    environment: Mapping[str, str],
+) -> Trial:
+    """Make the fault, and wait until all is well again and no stream of the time before is under way.
+
+    Args:
+        experiment: what to do.
+        release: to whom; all of it is ready.
+        load: that runs meanwhile.
+        scripts: where the experiments are.
+        number: of the trial; victims take turns.
+        load_node: the node that must not be touched.
+        environment: of the script, beside the victims.
+
+    Raises:
+        CommandError: the script failed, or the release did not recover.
+    """
+    pods = release.whole_pods()
+    victims = choose(experiment, pods, number, load_node)
+    lives = load.lives
+    trial = Trial(experiment, victims, fault_s=time.time())
+    output = run_script(
+        scripts / experiment.name / "run.sh", {**environment, **_victims_environment(victims)}, _SCRIPT_S
+    )
+    moments = _FAULT.findall(output)
+    trial.fault_s = float(moments[-1]) if moments else trial.fault_s
+    burst = _BURST.search(output)
+    trial.burst = json.loads(burst[1]) if burst else None
+    renewed = victims.workers or [pod.name for pod in of(pods, WORKER)] if experiment.renews else []
+    _await_recovery(trial, release, load, {worker: lives.get(worker, (0, 0)) for worker in renewed})
+    load.wait_round(trial.recovered_s)
+    trial.detected_s = _detection(release, trial)
+    return trial
+
+
+def choose(experiment: Experiment, pods: Sequence[Pod], number: int, load_node: str) -> Victims:
+    """The trial's victims: one after the other, and never the node of the load.
+
+    Raises:
+        CommandError: nobody can be disturbed without the load, or nobody would be left.
+    """
+    workers, routers = of(pods, WORKER), of(pods, ROUTER)
+    match experiment.victim:
+        case Victim.WORKER:
+            return Victims(workers=[workers[number % len(workers)].name])
+        case Victim.ROUTER:
+            return Victims(routers=[routers[number % len(routers)].name])
+        case Victim.LINK:
+            worker, router = workers[number % len(workers)], routers[number // len(workers) % len(routers)]
+            return Victims(workers=[worker.name], routers=[router.name])
+        case Victim.NODE:
+            return _on_node(_node_to_disturb(pods, load_node), pods)
+        case _:
+            return Victims()
+
+
+def _node_to_disturb(pods: Sequence[Pod], load_node: str) -> str:
+    """A node with a worker, and with a worker and a router elsewhere."""
+    workers, routers = of(pods, WORKER), of(pods, ROUTER)
+    for node in sorted({pod.node for pod in workers} - {load_node}):
+        if any(pod.node != node for pod in workers) and any(pod.node != node for pod in routers):
+            return node
+    raise CommandError("no node can be disturbed: there has to be a worker and a router on another one, and the load")
+
+
+def _on_node(node: str, pods: Sequence[Pod]) -> Victims:
+    here = [pod for pod in pods if pod.node == node]
+    return Victims([pod.name for pod in of(here, WORKER)], [pod.name for pod in of(here, ROUTER)], node)
+
+
+def _victims_environment(victims: Victims) -> dict[str, str]:
+    found = {"NODE": victims.node}
+    if victims.workers:
+        found["WORKER"] = victims.workers[0]
+    if victims.routers:
+        found["ROUTER"] = victims.routers[0]
+    return {name: value for name, value in found.items() if value}
+
+
+def _await_recovery(trial: Trial, release: Release, load: LoadPod, before: Mapping[str, tuple[int, int]]) -> None:
+    """Until every pod is ready, and every router there finds every worker ready, those of `before` in later lives."""
+    deadline_s = time.monotonic() + _RECOVERY_S
+    while True:
+        ready_s = _all_ready_since(release, load)
+        lives = load.lives
+        anew = all(lives.get(worker, (0, 0)) > life for worker, life in before.items())
+        if ready_s is not None and anew and release.is_whole():
+            # What routers told last may be of before the fault, when the fault was none to them.
+            trial.recovered_s = ready_s if ready_s > trial.fault_s else time.time()
+            return
+        if time.monotonic() > deadline_s:
+            raise CommandError(f"{trial.experiment.name}: not recovered after {_RECOVERY_S:g} s")
+        time.sleep(_POLL_S)
+
+
+def _all_ready_since(release: Release, load: LoadPod) -> float | None:
+    """Since when every router that is there finds every worker ready; None if one does not."""
+    latest = load.latest()
+    routers = [pod.name for pod in of(release.pods(), ROUTER)]
+    seen = [latest[router] for router in routers if router in latest]
+    if not seen or len(seen) < len(routers) or not all(each.all_ready for each in seen):
+        return None
+    return max(each.at_s for each in seen)
+
+
+def _detection(release: Release, trial: Trial) -> float | None:
+    """When a router first let a stream leave a victim, by the logs of the routers that are left."""
+    if trial.experiment.victim in _NOTHING_TO_NOTICE:
+        return None
+    victims = set(trial.victims.workers)
+    moments = [
+        at_s
+        for router in of(release.pods(), ROUTER)
+        for line in release.logs_since(router, "router", trial.fault_s)
+        if (at_s := _noticed(line, victims)) is not None and trial.fault_s <= at_s <= trial.recovered_s
+    ]
+    return min(moments, default=None)
+
+
+def _noticed(line: str, victims: set[str]) -> float | None:
+    try:
+        entry = json.loads(line)
+        if entry["message"] not in _NOTICED or (victims and entry["worker"] not in victims):
+            return None
+        return datetime.fromisoformat(entry["time"]).timestamp()
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,249 @@
+"""Experiments without a cluster: victims, excuses, detection, outcomes, and a whole run against a scripted kubectl."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lockstep_tools.chaos.experiments import EXPERIMENTS, Breaks, Victim, scripts
+from lockstep_tools.chaos.outcome import assign, conclude
+from lockstep_tools.chaos.release import ROUTER, WORKER, Pod
+from lockstep_tools.chaos.trial import Trial, Victims, _noticed, choose
+from lockstep_tools.endpoint import Piece
+from lockstep_tools.failure import CommandError
+from lockstep_tools.history import History, StreamRequest
+
+FAULT_S = 1000.0
+FAKE_KUBECTL = Path(__file__).with_name("fake_kubectl.py")
+
+
+def pod(name: str, node: str, component: str = WORKER) -> Pod:
+    return Pod(name, component, node, ready=True, restarts=0, leaving=False, uid=name)
+
+
+PODS = [pod("w0", "n1"), pod("w1", "n2"), pod("r-a", "n1", ROUTER), pod("r-b", "n2", ROUTER)]
+
+
+def stream(began_s: float, ended_s: float, router: str | None = "r-a", error: str | None = None, **more) -> History:
+    """Three tokens, the last one at the end."""
+    times = (began_s + 0.1, began_s + 0.2, ended_s)
+    pieces = [Piece(at_s, f":{n}", 0, "x") for n, at_s in enumerate(times, start=1)]
+    if error is None:
+        pieces[-1] = Piece(ended_s, ":3", 0, "x", finish="length")
+        pieces += [Piece(ended_s, ":3", usage={"completion_tokens": 3}), Piece(ended_s, ":3", done=True)]
+    else:
+        del pieces[-1]
+    request = StreamRequest("", {"stream_options": {"include_usage": True}})
+    return History(
+        request, started_s=began_s, ended_s=ended_s, pieces=pieces, error=error, router=router, **{"status": 200} | more
+    )
+
+
+CALM = [stream(1.0, 2.0)]
+
+
+def trial(name: str, **more) -> Trial:
+    victims = Victims(workers=["w0"], routers=["r-a"], node="n1")
+    return Trial(EXPERIMENTS[name], victims, FAULT_S, recovered_s=FAULT_S + 10, **more)
+
+
+def test_victims_take_turns() -> None:
+    names = [choose(EXPERIMENTS["rank-kill"], PODS, number, "n1").workers for number in range(3)]
+    assert names == [["w0"], ["w1"], ["w0"]]
+    links = [choose(EXPERIMENTS["link-cut"], PODS, number, "n1") for number in range(4)]
+    assert len({(link.workers[0], link.routers[0]) for link in links}) == 4
+
+
+def test_the_node_of_the_load_is_never_disturbed() -> None:
+    assert choose(EXPERIMENTS["node-cut"], PODS, 0, "n1") == Victims(["w1"], ["r-b"], "n2")
+    assert choose(EXPERIMENTS["node-drain"], PODS, 5, "n2") == Victims(["w0"], ["r-a"], "n1")
+
+
+@pytest.mark.parametrize("moved", ["w1", "r-b"])
+def test_nothing_is_cut_off_whose_like_is_nowhere_else(moved: str) -> None:
+    crowded = [pod(each.name, "n1" if each.name == moved else each.node, each.component) for each in PODS]
+    with pytest.raises(CommandError, match="no node can be disturbed"):
+        choose(EXPERIMENTS["node-cut"], crowded, 0, "n2")
+
+
+def test_every_experiment_has_a_script_and_a_readme() -> None:
+    for experiment in EXPERIMENTS.values():
+        script = scripts() / experiment.name / "run.sh"
+        assert os.access(script, os.X_OK)
+        assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
+        readme = (script.parent / "README.md").read_text()
+        for heading in ("## What it does", "## What to watch", "## What is expected"):
+            assert heading in readme, (experiment.name, heading)
+    assert {path.parent.name for path in scripts().glob("*/run.sh")} == {*EXPERIMENTS, "load"}
+
+
+@pytest.mark.parametrize(
+    ("name", "history", "excused"),
+    [
+        ("router-kill", stream(999, 1001, error="broke"), True),
+        ("router-kill", stream(999, 1001, "r-b", error="broke"), False),
+        ("router-kill", stream(999, 1001, None, error="broke", status=None), True),
+        ("router-kill", stream(1004, 1005, None, error="broke", status=None), False),
+        ("router-kill", stream(1001, 1002, None, error="refused", status=None, connect_failures=3), False),
+        ("node-cut", stream(999, 1030, error="silent"), True),
+        ("node-cut", stream(999, 1030, "r-b", error="silent"), False),
+        ("node-cut", stream(1001, 1007, None, error="unreachable", status=None, connect_failures=3), True),
+        ("node-cut", stream(1011, 1017, None, error="unreachable", status=None, connect_failures=3), False),
+        ("rank-kill", stream(999, 1001, error="broke"), False),
+        ("rank-kill", stream(999, 1001, error="busy", status=503, retry_after="1"), False),
+        ("fill-queue", stream(999, 1001, error="busy", status=503, retry_after="1"), True),
+        ("fill-queue", stream(999, 1001, error="busy", status=429, retry_after="1"), True),
+        ("fill-queue", stream(999, 1001, error="busy", status=503), False),
+        ("fill-queue", stream(999, 1001, error="bug", status=500), False),
+    ],
+)
+def test_only_what_the_fault_itself_breaks_is_excused(name: str, history: History, excused: bool) -> None:
+    verdict = conclude(EXPERIMENTS[name], [trial(name, histories=[history])], CALM, 1.0).verdict
+    assert verdict.excused.total() == excused
+    assert verdict.failed == (not excused)
+
+
+def test_streams_belong_to_the_fault_before_their_end() -> None:
+    first, second = trial("rank-kill"), trial("rank-kill")
+    second.fault_s = FAULT_S + 100
+    ended = [stream(990, 999), stream(999, 1001), stream(1090, 1101)]
+    assert assign([second, first], ended) == ended[:1]
+    assert (first.histories, second.histories) == (ended[1:2], ended[2:])
+
+
+def test_silences_are_those_of_streams_that_lived_through_the_trial() -> None:
+    made = trial("rank-kill", histories=[stream(999, 1003), stream(1002, 1003), stream(1020, 1090)])
+    assert made.silences_s() == pytest.approx([3.8, 0.8])
+    assert made.first_tokens_s() == pytest.approx([0.1])
+    outcome = conclude(EXPERIMENTS["rank-kill"], [made], CALM, 1.0)
+    assert (outcome.verdict.holds, outcome.in_time, outcome.holds) == (True, False, False)
+    assert conclude(EXPERIMENTS["rank-kill"], [made], CALM, 4.0).holds
+
+
+def test_the_silence_of_a_victim_router_is_not_counted() -> None:
+    made = trial("router-kill", histories=[stream(999, 1009), stream(999, 1001, "r-b")])
+    assert made.silences_s() == pytest.approx([1.8])
+
+
+def test_detection_is_the_first_stream_that_leaves_a_victim() -> None:
+    entry = {"time": "1970-01-01T00:16:40.250Z", "message": "stream leaves worker", "worker": "w0"}
+    assert _noticed(json.dumps(entry), {"w0"}) == 1000.25
+    assert _noticed(json.dumps(entry), set()) == 1000.25
+    assert _noticed(json.dumps(entry), {"w1"}) is None
+    assert _noticed(json.dumps(entry | {"message": "request"}), {"w0"}) is None
+    assert _noticed("no json", {"w0"}) is None
+
+
+BURST = {"failed": 2, "refusals": {"503, Retry-After": 2}, "violations": []}
+
+
+@pytest.mark.parametrize(
+    ("burst", "problem"),
+    [
+        (BURST, None),
+        (None, "told nothing"),
+        (BURST | {"failed": 0, "refusals": {}}, "never full"),
+        (BURST | {"failed": 3}, "3 requests failed, 2 of them refused"),
+        (BURST | {"refusals": {"503, no Retry-After": 2}}, "got 503, no Retry-After"),
+        (BURST | {"violations": ["request 1: 0 end marks"]}, "0 end marks"),
+    ],
+)
+def test_an_overload_has_to_refuse_politely_and_serve_the_rest(burst, problem: str | None) -> None:
+    outcome = conclude(EXPERIMENTS["fill-queue"], [trial("fill-queue", burst=burst)], CALM, 1.0)
+    assert outcome.holds is (problem is None)
+    assert problem is None or any(problem in each for each in outcome.problems)
+
+
+def test_an_outcome_is_plain_data() -> None:
+    outcome = conclude(EXPERIMENTS["rank-kill"], [trial("rank-kill", histories=[stream(999, 1001)])], CALM, 1.0)
+    told = json.loads(json.dumps(outcome.as_json()))
+    assert (told["experiment"], told["trials"], told["recovery_ms"]["max"]) == ("rank-kill", 1, 10000.0)
+
+
+def test_what_may_break_is_what_the_script_kills() -> None:
+    for experiment in EXPERIMENTS.values():
+        if experiment.breaks is not Breaks.NONE:
+            assert experiment.victim in (Victim.ROUTER, Victim.NODE)
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Puts a kubectl in front that prints and returns what it is told."""
+
+    def answer(text: str, code: int = 0) -> None:
+        fake = tmp_path / "kubectl"
+        fake.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\necho 'the server is gone' >&2\nexit {code}\n")
+        fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return answer
+
+
+def test_the_commands_mistakes(lockstep, kubectl) -> None:
+    kubectl('{"items": []}')
+    nameless = lockstep("chaos")
+    assert (nameless.returncode, "name an experiment" in nameless.stderr) == (2, True)
+    unknown = lockstep("chaos", "earthquake")
+    assert (unknown.returncode, "no experiment 'earthquake'" in unknown.stderr) == (2, True)
+    nobody = lockstep("chaos", "rank-kill", "-n", "nowhere")
+    assert (nobody.returncode, nobody.stderr) == (2, "lockstep: no release lockstep in namespace nowhere\n")
+    kubectl("", code=1)
+    gone = lockstep("chaos", "rank-kill")
+    assert (gone.returncode, gone.stderr) == (1, "lockstep: kubectl get: the server is gone\n")
+
+
+def test_a_release_that_is_not_well_is_left_alone(lockstep, kubectl) -> None:
+    item = {
+        "metadata": {"name": "w0", "uid": "1", "labels": {"app.kubernetes.io/component": WORKER}},
+        "spec": {"nodeName": "n1"},
+        "status": {"conditions": [{"type": "Ready", "status": "False"}]},
+    }
+    kubectl(json.dumps({"items": [item]}))
+    result = lockstep("chaos", "rank-kill")
+    assert (result.returncode, result.stderr) == (1, "lockstep: not ready: w0\n")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A scripted cluster in kubectl's place; the directory of its state."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/kubectl").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE_KUBECTL}" "$@"\n')
+    (tmp_path / "bin/kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_CLUSTER", str(tmp_path))
+    return tmp_path
+
+
+RUN = ("chaos", "rank-kill", "-n", "serving", "--clients", "2", "--json")
+
+
+def test_an_experiment_from_its_load_to_its_verdict(lockstep, cluster: Path) -> None:
+    result = lockstep(*RUN, timeout_s=60)
+    assert result.returncode == 0, result.stderr
+    (outcome,) = json.loads(result.stdout)
+    assert (outcome["trials"], outcome["holds"], outcome["victims"][0]["workers"]) == (1, True, ["w-0"])
+    assert outcome["verdict"]["streams"] > 2
+    assert 0 <= outcome["detection_ms"]["max"] < 1000
+    assert 0 < outcome["recovery_ms"]["max"] < 20_000
+    assert "rank-kill 1/1 (w-0): recovered after" in result.stderr
+    load = (cluster / "applied").read_text()
+    for line in ("image: registry/lockstep/tools:1", '"--clients=2"', "runAsNonRoot: true"):
+        assert line in load
+
+
+def test_a_changed_stream_fails_the_experiment_and_is_told(lockstep, cluster: Path) -> None:
+    (cluster / "flaw").write_text("changed")
+    result = lockstep(*RUN[:-1], timeout_s=60)
+    assert result.returncode == 1
+    assert "from token 2 on the text is not that of the undisturbed stream" in result.stdout
+    assert "rank-kill" in result.stdout
+
+
+def test_a_script_that_cannot_make_its_fault_ends_the_run(lockstep, cluster: Path) -> None:
+    (cluster / "flaw").write_text("no rank")
+    result = lockstep(*RUN, timeout_s=60)
+    assert result.returncode == 1
+    assert result.stderr.endswith("rank-kill/run.sh failed: no rank runs in this pod\n")

@@ -1,0 +1,144 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from fake_openai import Event, FakeOpenAI, Received, Refusal, events, script
+from lockstep_tools import logbook
+from lockstep_tools.endpoint import Endpoint
+from lockstep_tools.history import violations
+from lockstep_tools.loadgen import drive
+from lockstep_tools.mix import mixed_requests
+from lockstep_tools.verdict import judge
+
+STATUS = {
+    "router": {"id": "r1"},
+    "workers": [{"id": "w0", "target": "w0:9000", "state": "ready", "incarnation": 7, "epoch": 2}],
+}
+
+
+def answer(number: int, request: Received) -> list[bytes | float]:
+    """As many tokens as asked for, of each choice; the text is a function of the request alone."""
+    return script(answer_events(request), 0.002)
+
+
+def answer_events(request: Received) -> list[Event]:
+    chat = "messages" in request.body
+    choices = request.body.get("n", 1)
+    tokens = min(request.body["max_tokens"], 12)
+    sent = []
+    for choice in range(choices):
+        for event in events([f" {choice}{n}" for n in range(tokens)], chat=chat, logprobs=True)[:-2]:
+            event.data["choices"][0]["index"] = choice
+            sent.append(event)
+    usage = {"prompt_tokens": 5, "completion_tokens": tokens * choices}
+    return [*sent, Event({"choices": [], "usage": usage}), Event("[DONE]")]
+
+
+@pytest.fixture
+def served(server: FakeOpenAI) -> FakeOpenAI:
+    server.answer = answer
+    server.headers = {"X-Lockstep-Router": "r1"}
+    server.status = STATUS
+    return server
+
+
+def lines(text: str, kind: str) -> list[dict]:
+    return [entry for entry in map(json.loads, text.splitlines()) if entry["kind"] == kind]
+
+
+def test_the_lines_of_a_load_hold_all_that_the_judge_needs_and_no_words(served: FakeOpenAI, lockstep) -> None:
+    result = lockstep("load", "--url", served.url, "--clients", "3", "--seconds", "0.5")
+    assert (result.returncode, result.stderr) == (0, "")
+    calm = [logbook.from_entry(entry) for entry in lines(result.stdout, logbook.CALM)]
+    streams = [logbook.from_entry(entry) for entry in lines(result.stdout, logbook.STREAM)]
+    assert [history.number for history in calm] == list(range(len(mixed_requests("m"))))
+    assert {history.client for history in streams} == {0, 1, 2}
+    assert {history.router for history in streams} == {"r1"}
+    assert judge(streams, calm).holds
+    assert (calm[4].choices, calm[4].tokens) == ([0, 1], 24)
+    (status,) = lines(result.stdout, logbook.STATUS)
+    assert status["workers"] == {"w0": ["ready", 7, 2]}
+    (summary,) = lines(result.stdout, logbook.SUMMARY)
+    assert (summary["holds"], summary["verdict"]["streams"]) == (True, len(streams))
+    for words in (" 01", "dark night", "Call me"):
+        assert words not in result.stdout
+
+
+def test_a_changed_text_fails_the_load(served: FakeOpenAI, lockstep) -> None:
+    def damaged(number: int, request: Received) -> list[bytes | float]:
+        sent = answer_events(request)
+        if number == 15:  # the first after those in peace
+            choice = sent[3].data["choices"][0]
+            choice["text" if "text" in choice else "delta"] = "!" if "text" in choice else {"content": "!"}
+        return script(sent, 0.002)
+
+    served.answer = damaged
+    result = lockstep("load", "--url", served.url, "--clients", "3", "--seconds", "0.5")
+    assert result.returncode == 1
+    (summary,) = lines(result.stdout, logbook.SUMMARY)
+    (problem,) = summary["verdict"]["problems"]
+    assert "from token 4 on the text is not that of the undisturbed stream" in problem
+
+
+def test_a_load_ends_well_at_a_signal(served: FakeOpenAI) -> None:
+    load = subprocess.Popen(
+        [sys.executable, "-m", "lockstep_tools.cli", "load", "--url", served.url, "--until-signal"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | os.environ,
+    )
+    assert load.stdout is not None
+    seen = []
+    for line in load.stdout:
+        seen.append(line)
+        if json.loads(line)["kind"] == logbook.STREAM:
+            load.send_signal(signal.SIGTERM)
+            break
+    seen += load.stdout.readlines()
+    assert load.wait(10) == 0
+    assert json.loads(seen[-1])["kind"] == logbook.SUMMARY
+    assert not any(entry["cancelled"] for entry in lines("".join(seen), logbook.STREAM))
+
+
+def test_a_load_without_a_server_is_exit_code_2(lockstep) -> None:
+    result = lockstep("load", "--url", "http://127.0.0.1:1/v1", "--wait", "0")
+    assert result.returncode == 2
+    assert "no server answers" in result.stderr
+
+
+def test_a_server_that_is_wrong_in_peace_is_no_measure(served: FakeOpenAI, lockstep) -> None:
+    served.answer = lambda number, request: Refusal(500, "?")
+    result = lockstep("load", "--url", served.url)
+    assert result.returncode == 1
+    assert "request 0 is wrong with nothing disturbed" in result.stderr
+
+
+async def test_a_line_gives_the_history_back(served: FakeOpenAI) -> None:
+    (history,) = await drive(Endpoint(served.url), mixed_requests("m")[4:5], clients=1)
+    entry = json.loads(logbook.to_line(logbook.STREAM, history, 1000.0))
+    again = logbook.from_entry(entry)
+    assert violations(again, require_ids=True) == violations(history, require_ids=True) == []
+    assert [again.marks(choice) for choice in again.choices] == [history.marks(choice) for choice in history.choices]
+    assert (again.tokens, again.usage) == (history.tokens, history.usage)
+    assert again.started_s == pytest.approx(history.started_s + 1000, abs=1e-3)
+    assert again.gaps_s == pytest.approx(history.gaps_s, abs=1e-3)
+
+
+async def test_refused_and_unreachable_requests_are_told_apart(served: FakeOpenAI) -> None:
+    served.answer = lambda number, request: Refusal(503, {"error": {"message": "busy"}})
+    served.headers = {"X-Lockstep-Router": "r1", "Retry-After": "2"}
+    (refused,) = await drive(Endpoint(served.url), mixed_requests("m")[:1], clients=1)
+    assert (refused.status, refused.retry_after, refused.router) == (503, "2", "r1")
+    nobody = Endpoint("http://127.0.0.1:1/v1", connect_timeout_s=1, connect_retries=2)
+    (unreachable,) = await drive(nobody, mixed_requests("m")[:1], clients=1)
+    assert (unreachable.status, unreachable.connect_failures) == (None, 3)
+    assert "no server answers" in (unreachable.error or "")
+
+
+async def test_a_silent_stream_fails_at_the_limit(served: FakeOpenAI) -> None:
+    served.answer = lambda number, request: script(answer_events(request), 1.0)
+    (history,) = await drive(Endpoint(served.url, silence_limit_s=0.2), mixed_requests("m")[:1], clients=1)
+    assert "said nothing for 0.2 s" in (history.error or "")
