@@ -247,3 +247,12 @@ def test_a_script_that_cannot_make_its_fault_ends_the_run(lockstep, cluster: Pat
     result = lockstep(*RUN, timeout_s=60)
     assert result.returncode == 1
     assert result.stderr.endswith("rank-kill/run.sh failed: no rank runs in this pod\n")
+
+
+def test_what_was_found_before_an_interruption_is_shown(lockstep, cluster: Path) -> None:
+    """The second trial cannot be made: its worker is not there."""
+    result = lockstep(*RUN, "--times", "2", timeout_s=60)
+    assert result.returncode == 1
+    (outcome,) = json.loads(result.stdout)
+    assert (outcome["trials"], outcome["holds"]) == (1, True)
+    assert "rank-kill/run.sh failed" in result.stderr

@@ -65,15 +65,23 @@ def run(arguments: argparse.Namespace) -> int:
         slack=arguments.slack,
         say=lambda sentence: notes.print(sentence, style="dim", markup=False),
     )
-    with laboratory:
-        outcomes = [laboratory.run(experiment, arguments.times) for experiment in experiments]
-    if arguments.json:
+    try:
+        with laboratory:
+            for experiment in experiments:
+                laboratory.run(experiment, arguments.times)
+    finally:  # broken off or not: what has been found is shown
+        _show(laboratory, out, notes, as_json=arguments.json)
+    return 0 if all(outcome.holds for outcome in laboratory.outcomes) and not laboratory.problems else FAILED
+
+
+def _show(laboratory: Laboratory, out: Console, notes: Console, *, as_json: bool) -> None:
+    outcomes = laboratory.outcomes
+    if as_json:
         print(json.dumps([outcome.as_json() for outcome in outcomes], indent=2))
-    else:
+    elif outcomes:
         render(outcomes, out)
     for problem in laboratory.problems:
         notes.print(problem, style="red", markup=False)
-    return 0 if all(outcome.holds for outcome in outcomes) and not laboratory.problems else FAILED
 
 
 def render(outcomes: Sequence[Outcome], out: Console) -> None:

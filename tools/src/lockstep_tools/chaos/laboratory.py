@@ -40,6 +40,8 @@ class Laboratory:
             self._environment | {"AVOID": self._avoid},
             clients=clients,
         )
+        self.outcomes: list[Outcome] = []
+        """Of the experiments so far, also of one that was broken off after its first trial."""
         self.problems: list[str] = []
         """Of streams that ended before, between and after the experiments."""
         self._judged = 0
@@ -67,10 +69,16 @@ class Laboratory:
         Raises:
             CommandError: a script failed, or something took too long.
         """
-        trials = [self._try(experiment, number, times) for number in range(times)]
-        before = assign(trials, self._unjudged())
-        self._judge_undisturbed(before, f"before {experiment.name}")
-        return conclude(experiment, trials, self.load.calm, self._slack)
+        trials: list[Trial] = []
+        try:
+            for number in range(times):
+                trials.append(self._try(experiment, number, times))  # noqa: PERF401 - what there is counts, too
+        finally:
+            if trials:
+                before = assign(trials, self._unjudged())
+                self._judge_undisturbed(before, f"before {experiment.name}")
+                self.outcomes.append(conclude(experiment, trials, self.load.calm, self._slack))
+        return self.outcomes[-1]
 
     def _try(self, experiment: Experiment, number: int, times: int) -> Trial:
         node = str(self._release.kubectl.json("get", "pod", NAME)["spec"]["nodeName"])
