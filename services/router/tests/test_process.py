@@ -120,6 +120,26 @@ async def test_drain_after_the_lame_duck_closes_connections_too(worker):
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
+async def test_answer_begun_before_the_signal_is_the_last_on_its_connection(worker):
+    """Its head could not say so any more: unless the router closes, the client's next request comes to be refused."""
+    worker.script = Script(delay_s=0.05)
+    async with serving(worker) as (process, client):
+        await readyz(client, 200)
+        idle, _ = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        body = json.dumps(BODY | {"stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        assert b"connection: close" not in (await reader.readuntil(b"\r\n\r\n")).lower()
+        longer = asyncio.create_task(client.post("/v1/completions", json=BODY | {"max_tokens": 120}))
+        await eventually(lambda: len(worker.submits) == 2)
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(idle.read(), 30) == b""
+        assert (await asyncio.wait_for(reader.read(), 30)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert not longer.done(), "connections were closed because the router ended, not because it drains"
+        assert (await longer).status_code == 200
+
+
 async def test_every_response_names_the_router(worker):
     async with serving(worker, "--router-id", "router-7") as (_, client):
         await readyz(client, 200)

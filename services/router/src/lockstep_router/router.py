@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Self
 
@@ -92,12 +92,16 @@ class Router:
         finally:
             self._count(-streams)
 
-    async def leave(self) -> None:
-        """Go: first in name alone, until everyone knows; then take nothing new and let what runs finish, for a time."""
+    async def leave(self, *, on_drain: Callable[[], None] = lambda: None) -> None:
+        """Go: first in name alone, until everyone knows; then take nothing new and let what runs finish, for a time.
+
+        `on_drain` is called in between: no connection may be used for another request from then on.
+        """
         self.leaving = True
         logger.info("leaving", extra={"streams": self.streams, "lame_duck_s": self.settings.lame_duck_s})
         await asyncio.sleep(self.settings.lame_duck_s)
         self.draining = True
+        on_drain()
         logger.info("draining", extra={"streams": self.streams})
         try:
             async with asyncio.timeout(self.settings.drain_timeout_s):

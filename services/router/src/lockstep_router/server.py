@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -82,6 +83,16 @@ def http_config(router: Router) -> uvicorn.Config:
     )
 
 
+def close_after_answers(server: uvicorn.Server) -> None:
+    """Close idle connections now, and the others after their answers.
+
+    An answer whose head was sent before this router began to leave has not told its client to close. Left open, its
+    connection would bring the client's next request here, to be refused.
+    """
+    for connection in list(server.server_state.connections):
+        connection.shutdown()
+
+
 async def serve(settings: RouterSettings, listener: socket.socket) -> None:
     """Serve on the socket until SIGTERM or SIGINT, then leave."""
     stop = stop_event()
@@ -93,7 +104,7 @@ async def serve(settings: RouterSettings, listener: socket.socket) -> None:
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
-            await router.leave()
+            await router.leave(on_drain=partial(close_after_answers, server))
         stopping.cancel()
         server.should_exit = True
         await serving
