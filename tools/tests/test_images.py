@@ -259,14 +259,15 @@ def test_without_a_builder_or_a_base_image_one_sentence(monkeypatch, capsys):
     assert "lockstep/tools:0.1.0 is not built yet" in capsys.readouterr().err
 
 
-def test_builds_in_one_checkout_take_turns(tmp_path):
+def test_builds_in_one_checkout_take_turns(tmp_path, capsys):
     path = tmp_path / "build/images.lock"
     with (
         command.turn(path, 0),
         pytest.raises(CommandError, match="another build in this checkout is not done"),
-        command.turn(path, 0.1),
+        command.turn(path, 0.5),
     ):
         pass
+    assert capsys.readouterr().err == "waiting for another build in this checkout\n"
     with command.turn(path, 0):
         pass
 

@@ -48,7 +48,7 @@ def turn(path: Path, deadline_s: float) -> Iterator[None]:
         CommandError: when another is still at it after deadline_s.
     """
     path.parent.mkdir(exist_ok=True)
-    until = time.monotonic() + deadline_s
+    until, told = time.monotonic() + deadline_s, False
     with path.open("w") as lock:
         while True:
             try:
@@ -57,6 +57,9 @@ def turn(path: Path, deadline_s: float) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > until:
                     raise CommandError(f"another build in this checkout is not done ({path})", FAILED) from None
+                if not told:
+                    print("waiting for another build in this checkout", file=sys.stderr, flush=True)
+                    told = True
                 time.sleep(_TURN_POLL_S)
         yield
 
