@@ -144,6 +144,25 @@ async def test_stream_leaves_a_retired_worker_that_breaks_and_nobody_dials_that_
     assert not first._connections
 
 
+async def test_silence_of_a_retired_worker_is_taken_for_its_end_sooner(make_worker):
+    """A pod deleted without grace may lose its network before its processes are killed: there is no reset."""
+    first, second = await make_worker("w-0"), await make_worker("w-1")
+    first.script = Script(hang_after=3)
+    told, patience_s = Told(), 9.0
+    settings = RouterSettings(workers=["unix:/not/asked"], **FAST | {"heartbeat_timeout_s": patience_s})
+    async with Router(settings, told) as router:
+        routed = Routed(router, told)
+        await routed.tell((first.target, "w-0"))
+        await eventually(lambda: routed.ready_ids() == ["w-0"])
+        journal, running = routed.stream()
+        await eventually(lambda: len(journal.emitted_ids) == 3)
+        await routed.tell((second.target, "w-1"))
+        await eventually(lambda: routed.ready_ids() == ["w-1"])
+        first.silent = True
+        await asyncio.wait_for(running, 0.9 * patience_s)
+        assert len(journal.emitted_ids) == 12
+
+
 async def test_worker_that_comes_back_is_taken_up_again(routed, make_worker):
     worker = await make_worker("w-0")
     worker.script = Script(delay_s=0.15)

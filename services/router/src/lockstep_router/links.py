@@ -29,6 +29,11 @@ logger = logging.getLogger("lockstep.router")
 _LASTING_S = 5.0
 """A worker that is away for longer is worth a warning."""
 
+_RETIRED_HASTE = 3
+"""A worker that discovery names no more is about to go, and may go without a reset when its network goes first: so many
+times sooner its silence is taken for its end.
+"""
+
 _MAX_MESSAGE_BYTES = 64 << 20
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
@@ -183,7 +188,8 @@ class Link:
     def check(self) -> None:
         """Look for lateness: called at every tick of the clock."""
         now = self._clock.now()
-        if self._connected and not self._silent and (self.silence_s() or 0) > self._settings.heartbeat_timeout_s:
+        patience_s = self._settings.heartbeat_timeout_s / (_RETIRED_HASTE if self.retired else 1)
+        if self._connected and not self._silent and (self.silence_s() or 0) > patience_s:
             self._silent = True
             logger.warning("worker is silent", extra={"worker": self.worker_id, "target": self.target})
             self._lose_attempts(Loss.SILENT)
