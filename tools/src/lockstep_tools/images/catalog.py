@@ -18,7 +18,7 @@ DEV_REQUIREMENTS = ("debugpy", "watchfiles")
 
 _PROJECT_FOLDERS = ("libs/api", "libs/common", "libs/engine", "services/router", "services/inference-worker", "tools")
 
-_SERVED_COMMANDS = tuple(f"lockstep_tools.{name}" for name in ("bench", "chat", "check", "load", "status"))
+_SERVED_COMMANDS = tuple(f"lockstep_tools.{name}" for name in ("bench", "chaos", "chat", "check", "load", "status"))
 """The commands for a served system; the others need the engine and are not for the tools image."""
 
 
