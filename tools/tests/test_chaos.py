@@ -106,6 +106,15 @@ def test_only_what_the_fault_itself_breaks_is_excused(name: str, history: Histor
     assert verdict.failed == (not excused)
 
 
+def test_a_router_takes_requests_until_its_streams_break() -> None:
+    """On a slow machine that is long after it was told to go, and no request is excused that came later."""
+    broken = stream(999, 1006, error="broke")
+    unanswered = [stream(at, 1007, None, error="broke", status=None) for at in (1005, 1006.5)]
+    trials = [trial("router-kill", histories=[broken, *unanswered])]
+    verdict = conclude(EXPERIMENTS["router-kill"], trials, CALM, 1.0).verdict
+    assert (verdict.excused.total(), verdict.failed) == (2, 1)
+
+
 def test_streams_belong_to_the_fault_before_their_end() -> None:
     first, second = trial("rank-kill"), trial("rank-kill")
     second.fault_s = FAULT_S + 100
@@ -137,7 +146,7 @@ def test_detection_is_the_first_stream_that_leaves_a_victim() -> None:
     assert _noticed("no json", {"w0"}) is None
 
 
-BURST = {"failed": 2, "refusals": {"503, Retry-After": 2}, "violations": []}
+BURST = {"failed": 2, "refusals": {"503, Retry-After": 2}, "errors": {"busy": 2}, "violations": []}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,10 @@ logger = logging.getLogger("lockstep.router")
 
 _BACKLOG = 2048
 _CLOSE_TIMEOUT_S = 1
+_KEEP_ALIVE_S = 75
+"""For idle connections. Longer than clients and proxies keep theirs (httpx 5 s, nginx and AWS's load balancers 60 s):
+who closes later never closes on a request that is just coming.
+"""
 
 
 class Server(uvicorn.Server):
@@ -79,6 +83,7 @@ def http_config(router: Router) -> uvicorn.Config:
         server_header=False,
         headers=[("X-Lockstep-Router", router.settings.router_id)],
         backlog=_BACKLOG,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
 

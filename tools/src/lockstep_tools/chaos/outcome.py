@@ -114,6 +114,8 @@ def _burst_problems(report: Mapping[str, Any] | None) -> list[str]:
     if not refusals:
         found.append("the queue was never full: a larger BURST is needed")
     if report["failed"] != sum(refusals.values()):
-        found.append(f"burst: {report['failed']} requests failed, {sum(refusals.values())} of them refused")
+        found.append(
+            f"burst: {report['failed']} requests failed, {sum(refusals.values())} of them refused: {report['errors']}"
+        )
     impolite = [name for name in refusals if "no Retry-After" in name]
     return found + [f"burst: {refusals[name]} requests got {name}" for name in impolite]

@@ -25,7 +25,7 @@ _NOTICED = ("stream leaves worker", "worker is silent")
 """What a router logs when it has noticed that a worker's streams have to go elsewhere."""
 _NOTHING_TO_NOTICE = (Victim.NOBODY, Victim.ROUTER, Victim.ALL_ROUTERS)
 _DYING_S = 3.0
-"""A router that is killed without grace takes connections for so long at most."""
+"""A router that is killed without grace, and had no stream that shows when, takes requests for so long at most."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,16 @@ class Trial:
         if history.status is not None:
             return None
         if self.experiment.breaks is Breaks.OF_THE_ROUTER and not history.connect_failures:
-            was_open = history.started_s < self.fault_s + _DYING_S
-            return "its router was killed before it answered" if was_open else None
+            return "its router was killed before it answered" if history.started_s < self._death_s() else None
         if self.experiment.breaks is Breaks.OF_THE_NODE and history.started_s < self.recovered_s:
             # Kubernetes has to find the node lost before its Service stops to send connections there.
             return "connected to a router that was cut off"
         return None
+
+    def _death_s(self) -> float:
+        """When the killed router's streams broke off: it takes requests on open connections until then."""
+        broken = [each.ended_s or 0.0 for each in self.histories if each.error and each.router in self.victims.routers]
+        return max(broken, default=self.fault_s + _DYING_S)
 
     def disturbed(self) -> list[History]:
         """The streams that were under way during the trial and whose router was no victim."""
