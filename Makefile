@@ -12,7 +12,7 @@ setup: .venv/ready
 
 .venv/ready: requirements.lock $(PACKAGES:%=%/pyproject.toml) libs/engine/setup.py $(wildcard libs/engine/src/lockstep_engine/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-deps --no-compile -r requirements.lock  # the lock is complete (lint checks); most modules are never imported
+	$(BIN)/pip install --quiet --no-compile -r requirements.lock  # most of its thousands of modules are never imported
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation $(PACKAGES:%=-e %)
 	touch $@
 
