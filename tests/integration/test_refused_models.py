@@ -10,7 +10,7 @@ import pytest
 from machine import left_since, traces
 from serving import run, sentence
 from system import REFERENCE
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 pytestmark = pytest.mark.usefixtures("private_tmp")
 
@@ -99,13 +99,21 @@ def test_a_file_is_no_directory(model: Path) -> None:
     assert "no such directory" in refused(str(model / "config.json"), within_s=3)
 
 
-def test_an_architecture_that_cannot_be_split_into_ranks(tmp_path: Path) -> None:
-    """GPT-2 has no tensor-parallel plan in transformers; only the ranks can know."""
+def test_an_architecture_that_is_not_served(tmp_path: Path) -> None:
+    MambaForCausalLM(MambaConfig(vocab_size=4096, hidden_size=32, num_hidden_layers=1)).save_pretrained(tmp_path)
+    told = refused(str(tmp_path), within_s=3)
+    assert "MambaForCausalLM has layers that keep a recurrent state" in told
+
+
+def test_a_checkpoint_that_lacks_a_tensor(tmp_path: Path) -> None:
+    """Only the ranks can know."""
     config = GPT2Config(vocab_size=4096, n_embd=32, n_layer=1, n_head=2, n_positions=64)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = GPT2LMHeadModel(config)
+    model.config.n_layer = 2
+    model.save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(REFERENCE / name, tmp_path / name)
-    assert "GPT2" in refused(str(tmp_path), within_s=60)
+    assert "the checkpoint has no tensor transformer.h.1." in refused(str(tmp_path), within_s=60)
 
 
 @pytest.mark.parametrize("tp", ["3", "8"])

@@ -26,9 +26,9 @@ _BLOCKS = 64
 class InProcessGroup:
     """Computes logits for one sequence, as a rank group would."""
 
-    def __init__(self, path: Path, tp: int) -> None:
+    def __init__(self, path: Path, tp: int, max_context: int | None = None) -> None:
         self.tp = tp
-        self._info = inspect_model(EngineConfig(model=str(path), tp=tp))
+        self._info = inspect_model(EngineConfig(model=str(path), tp=tp, max_context=max_context))
         groups: list[Collectives] = [Alone()]
         if tp > 1:
             fd = Mailbox.create(segment_bytes(tp, _CAPACITY), "test")
@@ -63,7 +63,7 @@ class InProcessGroup:
         def run(rank: int) -> None:
             group, model, cache = self._ranks[rank]
             with torch.inference_mode():
-                attention = step_attention(cache, layout, deterministic=True)
+                attention = step_attention(cache, layout, deterministic=True, plain=model.plain_attention)
                 local = model.logits(torch.tensor(ids), attention, torch.arange(len(ids)))
                 results[rank] = group.all_gather(local)[:, : model.vocab_size].clone()
 

@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.draws import uniform
-from lockstep_engine.plan import Result, StepLogprobs, decode_plan, encode_plan
+from lockstep_engine.plan import PoolSizes, Result, StepLogprobs, decode_plan, encode_plan
 from lockstep_engine.request import Request, SamplingParams
 from lockstep_engine.scheduler import Limits, Scheduler
 
@@ -26,6 +26,11 @@ def next_token(context, number):
     return zlib.crc32(data) % (EOS - 10)
 
 
+def prompt_score(tokens):
+    """Stands for the log probability of the last token after those before it."""
+    return -float(next_token(tokens, 0.5))
+
+
 def expected_ids(prompt, count, *, seed=0, emitted=()):
     """What a request gets that nothing ends before `count` tokens."""
     context = [*prompt, *emitted]
@@ -37,11 +42,17 @@ def expected_ids(prompt, count, *, seed=0, emitted=()):
 class ScriptedRanks:
     """Executes plans, and checks what every plan must fulfil."""
 
-    def __init__(self, blocks, max_batch_tokens):
-        self._cache = np.full((blocks, BLOCK_SIZE), _NEVER, dtype=np.int64)
+    def __init__(self, sizes, rule, max_batch_tokens, max_scores):
+        # Ids of cold blocks follow those of hot ones, with one between them.
+        self._cache = np.full((sizes.hot + 1 + sizes.cold, BLOCK_SIZE), _NEVER, dtype=np.int64)
+        self._first_cold = sizes.hot + 1
+        self._rule = rule
+        self.compressed = []
+        """The texts of the blocks that were made cold."""
         self._budget = max_batch_tokens
+        self._max_scores = max_scores
         self._names = {}  # slot -> number of its request
-        self._steps = 0
+        self._step = 0
         self.started = 0
         """How often a slot got a new occupant."""
         self.scripts = {}
@@ -51,8 +62,8 @@ class ScriptedRanks:
 
     def execute(self, plan):
         plan = decode_plan(encode_plan(plan))
-        self._steps += 1
-        assert plan.step == self._steps
+        assert plan.step > self._step
+        self._step = plan.step
         starts, lengths, slots, samples, emitted = (
             np.frombuffer(data, dtype=np.int32)
             for data in (plan.starts, plan.lengths, plan.slots, plan.samples, plan.emitted)
@@ -63,12 +74,15 @@ class ScriptedRanks:
         assert 0 < len(tokens) == lengths.sum() <= self._budget
         assert lengths.min() > 0
         assert len(set(slots.tolist())) == len(slots)
+        hot_tables = np.frombuffer(plan.hot_tables or plan.tables, dtype=np.int32).reshape(tables.shape)
         used = -(-(starts + lengths) // BLOCK_SIZE)
         assert ((tables >= 0) == (np.arange(plan.table_width) < used[:, None])).all()
         self.started += len(plan.added)
         for entry in plan.added:
             (self._names[entry.slot],) = entry.logit_bias
-        self._write(tokens, starts, lengths, tables)
+        self._write(tokens, starts, lengths, hot_tables)
+        self._compress(plan.moves)
+        self._check_versions(starts, lengths, tables, hot_tables, both=bool(plan.hot_tables))
         ids = []
         for row, slot in enumerate(slots.tolist()):
             if samples[row]:
@@ -77,9 +91,58 @@ class ScriptedRanks:
                 token = next_token(context, next(uniforms))
                 ids.append(token if script is None else script[emitted[row]])
         assert next(uniforms, None) is None
+        scores = self._score(plan, starts, lengths, tables)
+        self._compress(plan.late_moves)
         names = [self._names[slot] for slot in slots.tolist()]
         self.trace.append(dict(zip(names, zip(starts.tolist(), lengths.tolist(), strict=True), strict=True)))
-        return Result(plan.step, ids, [StepLogprobs(-float(id_), [id_], [-float(id_)]) for id_ in ids], 10, 0)
+        return Result(
+            plan.step, ids, [StepLogprobs(-float(id_), [id_], [-float(id_)]) for id_ in ids], 10, 0, [], *scores
+        )
+
+    def _score(self, plan, starts, lengths, tables):
+        targets = np.frombuffer(plan.targets, dtype=np.int32)
+        if not len(targets):
+            return ()
+        places = [
+            (table, position)
+            for start, length, table in zip(starts.tolist(), lengths.tolist(), tables, strict=True)
+            for position in range(start, start + length)
+        ]
+        assert len(targets) == len(places)
+        scores = np.array(
+            [
+                prompt_score([*self._read(table, position + 1), target])
+                for (table, position), target in zip(places, targets.tolist(), strict=True)
+                if target >= 0
+            ],
+            dtype=np.float32,
+        )
+        assert 0 < len(scores) <= self._max_scores
+        ranks = (-scores).astype(np.int32)
+        return scores.tobytes(), ranks.tobytes(), np.repeat(scores, 3).tobytes() if plan.whole else b""
+
+    def _compress(self, moves):
+        for hot, cold in np.frombuffer(moves, dtype=np.int32).reshape(-1, 2).tolist():
+            assert 0 <= hot < self._first_cold - 1
+            assert (self._cache[hot] != _NEVER).all(), "compresses what is not full"
+            self._cache[self._first_cold + cold] = self._cache[hot]
+            self.compressed.append(tuple(self._cache[hot].tolist()))
+
+    def _check_versions(self, starts, lengths, tables, hot_tables, *, both):
+        """Every query finds each block in the version that its position says, and the same text in it."""
+        seen_both = False
+        for start, length, table, hot_table in zip(starts.tolist(), lengths.tolist(), tables, hot_tables, strict=True):
+            last = (start + length - 1) // BLOCK_SIZE
+            for query_block in range(start // BLOCK_SIZE, last + 1):
+                seen = np.arange(query_block + 1)
+                cold = np.zeros(len(seen), dtype=bool)
+                if self._rule is not None:
+                    cold[self._rule.sink : self._rule.first_hot(query_block)] = True
+                ids, last_ids = np.where(cold, table[seen], hot_table[seen]), table[seen]
+                assert ((ids >= self._first_cold) == cold).all(), "a block in the wrong version"
+                assert (self._cache[ids] == self._cache[last_ids]).all(), "two versions, two texts"
+                seen_both |= bool((ids != last_ids).any())
+        assert seen_both == both, "two tables exactly when they are needed"
 
     def _write(self, tokens, starts, lengths, tables):
         written = set()
@@ -87,7 +150,7 @@ class ScriptedRanks:
         for start, length, table in zip(starts.tolist(), lengths.tolist(), tables, strict=True):
             for position in range(start, start + length):
                 block, at = table[position // BLOCK_SIZE], position % BLOCK_SIZE
-                assert block >= 0
+                assert 0 <= block < self._first_cold - 1
                 assert (block, at) not in written, "two sequences write to one place"
                 written.add((block, at))
                 if at == 0:
@@ -106,7 +169,7 @@ class ScriptedRanks:
 class Server:
     """A scheduler and its ranks. Requests are known by numbers, counted from 0."""
 
-    def __init__(self, *, blocks=64, **limits):
+    def __init__(self, *, blocks=64, cold_blocks=0, **limits):
         defaults = {
             "max_seqs": 4,
             "max_batch_tokens": 64,
@@ -115,15 +178,16 @@ class Server:
             "prefix_cache": True,
         }
         self.limits = Limits(**{**defaults, **limits})
-        self.scheduler = Scheduler(self.limits, [EOS], blocks)
-        self.ranks = ScriptedRanks(blocks, self.limits.max_batch_tokens)
+        sizes = PoolSizes(blocks, cold_blocks)
+        self.scheduler = Scheduler(self.limits, [EOS], sizes)
+        self.ranks = ScriptedRanks(sizes, self.limits.hot_window, self.limits.max_batch_tokens, self.limits.max_seqs)
         self.outputs = []
         """One list a request."""
         self._requests = []
 
     @property
     def pool(self):
-        return self.scheduler.pool
+        return self.scheduler.blocks
 
     def submit(self, prompt, *, emitted=(), priority=0, tenant="", script=None, max_tokens=8, **sampling):
         """Queue a request; returns its number."""

@@ -2,7 +2,7 @@
 
 import pytest
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_engine.config import EngineConfig
+from lockstep_engine.config import EngineConfig, HotWindow
 
 
 def test_a_model_is_all_it_needs():
@@ -28,6 +28,10 @@ def test_a_model_is_all_it_needs():
         ("kv_memory_bytes", 0),
         ("kv_memory_bytes", -1),
         ("threads", 0),
+        ("kv_compression", "fp8"),
+        ("kv_hot_window", 15),
+        ("kv_tenant_share", 0),
+        ("kv_tenant_share", 1.5),
     ],
 )
 def test_bad_values_are_refused(field, value):
@@ -35,6 +39,36 @@ def test_bad_values_are_refused(field, value):
         EngineConfig(**{"model": "somewhere", field: value})
     assert caught.value.code is ErrorCode.INVALID_REQUEST
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("compression", "layers", "words"),
+    [
+        ("lazy", (1,), "must name layers for per_layer, and for nothing else"),
+        ("per_layer", (), "must name layers for per_layer, and for nothing else"),
+        ("per_layer", (-1, 2), "must be different numbers from 0"),
+        ("per_layer", (2, 2), "must be different numbers from 0"),
+    ],
+)
+def test_layers_that_make_no_sense_are_refused(compression, layers, words):
+    with pytest.raises(LockstepError, match=f"^kv_compressed_layers {words}") as caught:
+        EngineConfig("somewhere", kv_compression=compression, kv_compressed_layers=layers)
+    assert caught.value.field == "kv_compressed_layers"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, HotWindow(sink=1, size=4)),
+        ({"kv_hot_window": 16}, HotWindow(sink=1, size=1)),
+        ({"kv_hot_window": 65}, HotWindow(sink=1, size=5)),
+        ({"kv_compression": "immediate"}, HotWindow(sink=0, size=0)),
+        ({"kv_compression": "per_layer", "kv_compressed_layers": (3, 0)}, HotWindow(sink=1, size=4)),
+        ({"kv_compression": "none"}, None),
+    ],
+)
+def test_what_stays_hot(fields, expected):
+    assert EngineConfig("somewhere", **fields).hot_window == expected
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import threading
 
 import pytest
 import torch
-from lockstep_engine.distributed import Alone, SharedMemory
+import torch.distributed as dist
+from lockstep_engine.distributed import Alone, SharedMemory, TorchDistributed, init_torch_distributed
 from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.sizes import segment_bytes
 
@@ -137,3 +138,34 @@ def test_alone_changes_nothing():
     x = torch.randn(3)
     assert Alone().all_reduce(x) is x
     assert Alone().all_gather(x) is x
+
+
+class SmallSums:
+    """Takes sums of up to four elements, and counts them."""
+
+    def __init__(self):
+        self.taken = 0
+
+    def fits(self, x):
+        return x.numel() <= 4
+
+    def all_reduce(self, x):
+        self.taken += 1
+        return x + 100
+
+
+def test_the_library_leaves_small_sums_to_a_faster_way(tmp_path):
+    store = tmp_path / "store"
+    store.touch()
+    init_torch_distributed("gloo", str(store), 0, 1, 60)
+    try:
+        entered = []
+        small = SmallSums()
+        group = TorchDistributed(0, 1, lambda: entered.append(1), deterministic=True, one_shot=small)
+        assert torch.equal(group.all_reduce(torch.ones(4)), torch.full((4,), 101.0))
+        assert torch.equal(group.all_reduce(torch.ones(5)), torch.ones(5))
+        assert torch.equal(group.all_gather(torch.ones(2)), torch.ones(2))
+        assert (small.taken, len(entered)) == (1, 3)
+        assert group.spent_ns > 0
+    finally:
+        dist.destroy_process_group()

@@ -1,23 +1,16 @@
 """The compiled CPU kernels against plain torch, and their promise: a row's bits depend on that row alone."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 from lockstep_engine.attention import CompiledAttention, StepLayout, step_attention
 from lockstep_engine.attention_torch import TorchAttention
-from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.kernels import cpu
 from lockstep_engine.kv_cache import KvCache
+from texts import CPU, Texts, assert_all_close, assert_same_bits, by_kernel, by_torch, dense
 from torch.nn import functional
 
 pytestmark = pytest.mark.skipif(not cpu.usable(16), reason="the kernels were not built")
-
-CPU = torch.device("cpu")
-LAYER = 1
-POISON = 1e20
-"""Where no token of a sequence is. Finite: a masked score stays masked, a weight of 0 hides a value."""
 
 
 @pytest.fixture(autouse=True)
@@ -27,123 +20,6 @@ def threads():
     torch.set_num_threads(1)
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-def by_kernel(cache, layout):
-    return CompiledAttention(cache, layout)
-
-
-def by_torch(cache, layout):
-    return TorchAttention(cache, layout, deterministic=True)
-
-
-class Texts:
-    """Random queries, keys and values of sequences, and blocks for them in disorder."""
-
-    def __init__(self, lengths, *, heads=4, kv_heads=2, dim=32, seed=0, scale=1.0):
-        generator = torch.Generator().manual_seed(seed)
-        self.lengths, self.heads, self.kv_heads, self.dim = lengths, heads, kv_heads, dim
-        self.queries = [torch.randn(heads, each, dim, generator=generator) * scale for each in lengths]
-        self.keys = [torch.randn(kv_heads, each, dim, generator=generator) * scale for each in lengths]
-        self.values = [torch.randn(kv_heads, each, dim, generator=generator) for each in lengths]
-        needs = [-(-each // BLOCK_SIZE) for each in lengths]
-        order = np.random.default_rng(seed).permutation(sum(needs)).astype(np.int32)
-        self.blocks = np.split(order, np.cumsum(needs)[:-1])
-
-    def attend(self, kind, steps, *, poison=True, **options):
-        """Outputs [length, heads, dim] of each sequence after `steps`, each a list of (sequence, tokens to compute)."""
-        total = sum(len(each) for each in self.blocks)
-        cache = KvCache(
-            layers=2, kv_heads=self.kv_heads, head_dim=self.dim, blocks=total, dtype=torch.float32, device=CPU
-        )
-        cache.keys[:, :, :total] = math.nan  # what earlier owners left; a block is cleared when it is entered
-        cache.values[:, :, :total] = math.inf
-        done = [0] * len(self.lengths)
-        out = [torch.full((each, self.heads, self.dim), math.nan) for each in self.lengths]
-        for step in steps:
-            attention = kind(cache, self._layout(step, done))
-            if poison:
-                self._poison(cache, step, done)
-            parts = [
-                torch.cat(
-                    [tensors[sequence][:, done[sequence] : done[sequence] + count] for sequence, count in step], dim=1
-                )
-                for tensors in (self.queries, self.keys, self.values)
-            ]
-            result = attention.attend(LAYER, *parts, scale=self.dim**-0.5, **options)
-            for (sequence, count), part in zip(step, result.split([count for _, count in step]), strict=True):
-                out[sequence][done[sequence] : done[sequence] + count] = part
-                done[sequence] += count
-        return out
-
-    def _layout(self, step, done):
-        width = max(-(-(done[sequence] + count) // BLOCK_SIZE) for sequence, count in step)
-        tables = np.full((len(step), width), -1, np.int32)
-        for row, (sequence, count) in enumerate(step):
-            used = -(-(done[sequence] + count) // BLOCK_SIZE)
-            tables[row, :used] = self.blocks[sequence][:used]
-        starts = np.array([done[sequence] for sequence, _ in step], np.int32)
-        return StepLayout(starts, np.array([count for _, count in step], np.int32), tables)
-
-    def _poison(self, cache, step, done):
-        for sequence, count in step:
-            end = done[sequence] + count
-            if end % BLOCK_SIZE:
-                block = self.blocks[sequence][end // BLOCK_SIZE]
-                cache.keys[:, :, block, :, end % BLOCK_SIZE :] = POISON
-                cache.values[:, :, block, end % BLOCK_SIZE :] = POISON
-
-    def at_once(self):
-        return [[(sequence, length) for sequence, length in enumerate(self.lengths)]]
-
-    def one_by_one(self):
-        return [
-            [(sequence, 1) for sequence, length in enumerate(self.lengths) if length > position]
-            for position in range(max(self.lengths))
-        ]
-
-    def in_random_chunks(self, seed):
-        """Steps in which some sequences decode, some prefill, some pause; in changing order."""
-        chooser = np.random.default_rng(seed)
-        left = list(self.lengths)
-        steps = []
-        while any(left):
-            step = [
-                (sequence, int(min(left[sequence], chooser.choice([1, 1, 2, 15, 16, 17, 40]))))
-                for sequence in chooser.permutation(len(left)).tolist()
-                if left[sequence] and chooser.random() < 0.7
-            ]
-            for sequence, count in step:
-                left[sequence] -= count
-            steps += [step] if step else []
-        return steps
-
-
-def dense(texts, *, window=None, soft_cap=None):
-    """Reference in float64, each sequence for itself, without blocks."""
-    outs = []
-    for queries, keys, values in zip(texts.queries, texts.keys, texts.values, strict=True):
-        repeat = texts.heads // texts.kv_heads
-        q, k, v = queries.double(), *(each.double().repeat_interleave(repeat, 0) for each in (keys, values))
-        scores = q @ k.transpose(1, 2) * texts.dim**-0.5
-        if soft_cap:
-            scores = soft_cap * torch.tanh(scores / soft_cap)
-        position = torch.arange(q.shape[1])
-        hidden = position[None, :] > position[:, None]
-        if window:
-            hidden |= position[None, :] <= position[:, None] - window
-        out = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ v
-        outs.append(out.transpose(0, 1).float())
-    return outs
-
-
-def assert_all_close(ours, expected):
-    for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
-
-
-def assert_same_bits(ours, expected):
-    assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
 
 
 RAGGED = [1, 5, 15, 16, 17, 31, 32, 33, 130, 70]

@@ -5,13 +5,15 @@ import torch
 from lockstep_engine.linear import (
     ColumnLinear,
     FusedRmsNorm,
-    GatheredLinear,
     MergedPart,
+    OneNumberGate,
     RowLinear,
-    SplitInputLinear,
+    SplitRmsNorm,
     VocabEmbedding,
     VocabHead,
+    WholeVectors,
 )
+from lockstep_engine.splitting import _compute_by_rows
 from torch.nn import functional
 
 F32 = torch.float32
@@ -118,36 +120,6 @@ def test_rows_summed_are_the_unsplit_linear_with_its_bias_once(size, bias):
         results = run_group(size, build, lambda rank: x[:, rank * width : (rank + 1) * width])
     for result in results:
         torch.testing.assert_close(result, functional.linear(x, weight, offsets if bias else None))
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("bias", [False, True])
-def test_gathered_columns_then_split_rows_keep_activations_whole(size, bias):
-    """For models that cut a projection's output in ways of their own."""
-    weight, offsets, x = torch.randn(24, 40), torch.randn(24), torch.randn(1, 7, 40)
-    down, down_offsets = torch.randn(10, 24), torch.randn(10)
-    tensors = {"p.weight": weight, "p.bias": offsets, "d.weight": down, "d.bias": down_offsets}
-    groups = [FakeGroup(rank, size) for rank in range(size)]
-    shards = [(rank * 24 // size, 24 // size) for rank in range(size)]
-    layers = [
-        GatheredLinear(load(ColumnLinear(["p"], [shard], 40, bias=bias, dtype=F32), tensors), group)
-        for group, shard in zip(groups, shards, strict=True)
-    ]
-    for layer in layers:
-        layer(x)
-    whole = torch.cat([group.given for group in groups], dim=-1)
-    expected = functional.linear(x, weight, offsets if bias else None)
-    torch.testing.assert_close(whole, expected)
-
-    def build(group):
-        row = load(RowLinear("d", shards[group.rank], 10, group, bias=bias, dtype=F32), tensors)
-        return SplitInputLinear(row, shards[group.rank][0])
-
-    results = [build(FakeGroup(0, 1))(whole)] if size == 1 else run_group(size, build, lambda _: whole)
-    for result in results:
-        torch.testing.assert_close(
-            result, functional.linear(expected, down, down_offsets if bias else None), atol=1e-4, rtol=1e-5
-        )
 
 
 def test_columns_then_rows_need_one_sum():
@@ -277,3 +249,67 @@ def test_norm_is_torchs(shape):
     torch.testing.assert_close(norm(x.transpose(0, -2)), expected.transpose(0, -2), atol=1e-6, rtol=1e-5)
     narrow = FusedRmsNorm(torch.nn.Parameter(norm.weight.bfloat16()), 1e-5)(x.bfloat16())
     torch.testing.assert_close(narrow.float(), expected, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize(("size", "copies"), [(2, 1), (4, 1), (4, 2)])
+def test_a_norm_over_all_heads_is_the_same_split_over_ranks(size, copies):
+    """With `copies`, as many ranks have the same part."""
+    weight, x = torch.randn(32), torch.randn(5, 32)
+    width = 32 * copies // size
+    start = [rank // copies * width for rank in range(size)]
+
+    def build(group):
+        norm = SplitRmsNorm("n", (start[group.rank], width), 32, copies, 1e-5, group, F32)
+        return load(norm, {"n.weight": weight})
+
+    results = run_group(size, build, lambda rank: x[:, start[rank] : start[rank] + width])
+    expected = functional.rms_norm(x, (32,), weight, 1e-5)
+    for rank, result in enumerate(results):
+        torch.testing.assert_close(result, expected[:, start[rank] : start[rank] + width])
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("width", [48, 96, 331, 1440])
+@pytest.mark.parametrize("activation", [torch.nn.SiLU(), torch.nn.GELU("tanh"), torch.nn.Sigmoid()])
+def test_an_activation_rounds_a_row_alike_whatever_its_neighbours(three_threads, activation, width):
+    x = torch.randn(203, 2 * width) * 3
+    whole = WholeVectors(activation)
+    for rows in (x[:, :width].contiguous(), x[:, width:]):  # the second is not contiguous
+        together = whole(rows)
+        torch.testing.assert_close(together, activation(rows))
+        assert torch.equal(torch.cat([whole(row[None]) for row in rows]), together)
+        for start, end in ((7, 100), (0, 49), (1, 202)):
+            assert torch.equal(whole(rows[start:end]), together[start:end])
+
+
+def test_a_gate_of_one_number_rounds_a_row_alike_whatever_its_neighbours(three_threads):
+    gate = OneNumberGate(ColumnLinear(["g"], [(0, 1)], 8, bias=False, dtype=F32))
+    load(gate.linear, {"g.weight": torch.randn(1, 8)})
+    x = torch.randn(70_001, 8)
+    together = torch.sigmoid(gate(x))
+    assert together.shape == (70_001, 1)
+    assert torch.equal(torch.cat([torch.sigmoid(gate(each[None])) for each in x[:500]]), together[:500])
+    assert torch.equal(torch.sigmoid(gate(x[-99:])), together[-99:])
+
+
+def test_a_router_by_rows_is_the_router(three_threads):
+    class Router(torch.nn.Module):
+        weight = torch.randn(64, 8)
+
+        def forward(self, x, bias):
+            scores = functional.linear(x.view(-1, 8), self.weight).sigmoid() + bias
+            return (scores, *scores.topk(2))
+
+    router, x, bias = Router(), torch.randn(1, 1500, 8), torch.randn(64)
+    plain = router(x, bias)
+    _compute_by_rows(router)
+    for part, expected, alone in zip(router(x, bias), plain, router(x[:, 700:701], bias), strict=True):
+        torch.testing.assert_close(part, expected)
+        assert torch.equal(part[700:701], alone)

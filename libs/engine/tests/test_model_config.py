@@ -257,6 +257,20 @@ class TestDigest:
         change(path)
         assert inspect(path).digest != before
 
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"kv_compression": "none"},
+            {"kv_compression": "immediate"},
+            {"kv_compression": "per_layer", "kv_compressed_layers": (0,)},
+            {"kv_hot_window": 128},
+        ],
+        ids=str,
+    )
+    def test_says_how_kv_is_compressed(self, path, settings):
+        assert inspect(path, **settings).digest != inspect(path).digest
+        assert inspect(path, **settings).digest == inspect(path, **settings, kv_tenant_share=0.5).digest
+
     @pytest.mark.parametrize("at", [0, -1])
     def test_sees_a_change_in_either_end_of_a_large_file(self, tmp_path, at):
         path = write_model(tmp_path)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, SamplingParams
+from lockstep_engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, PromptScores, SamplingParams
 
 VOCAB = 2000
 
@@ -23,6 +23,7 @@ GOOD = {
     "stop_token_ids": [(), (0, VOCAB - 1), tuple(range(MAX_STOP_IDS))],
     "logit_bias": [{}, {0: -1000, VOCAB - 1: 1000}, dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)],
     "ignore_eos": [True, False],
+    "prompt_scores": list(PromptScores),
 }
 BAD = {
     "max_tokens": [0, -1],

@@ -68,7 +68,7 @@ def test_a_request_does_not_notice_its_neighbours(engine, unbroken):
 
 
 def test_preempted_requests_end_as_if_nothing_had_happened(unbroken):
-    with Engine(MODEL, threads=1, kv_memory_bytes=30 * 16 * 5 * 2 * 256 * 4) as small:
+    with Engine(MODEL, threads=1, kv_memory_bytes=30 * 16 * 5 * 2 * 256 * 4, kv_compression="none") as small:
         assert small.core.status().total_blocks == 30
         assert small.generate_ids([TEXT] * 8, GREEDY) == [unbroken["greedy"]] * 8
         assert small.core.status().free_blocks == 30

@@ -5,6 +5,7 @@ import random
 import pytest
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.plan import PoolSizes
 from lockstep_engine.request import FinishReason
 from scripted_ranks import EOS, Server, expected_ids, words
 
@@ -536,7 +537,7 @@ class TestReset:
         number = server.submit(words(40, seed=1))
         server.step()
         server.cancel(number)
-        server.scheduler.reset(3)
+        server.scheduler.reset(PoolSizes(3))
         assert server.pool.free == server.pool.total == 3
         with pytest.raises(LockstepError, match="this engine has 3"):
             server.submit(words(40, seed=1), max_tokens=9)
@@ -545,7 +546,7 @@ class TestReset:
         server = Server(blocks=8)
         number = server.submit(words(40, seed=1))
         server.run()
-        server.scheduler.reset(8)
+        server.scheduler.reset(PoolSizes(8))
         number = server.submit(words(40, seed=1))
         plan = server.scheduler.schedule()
         assert len(plan.token_ids) == 4 * 40

@@ -8,7 +8,16 @@ from lockstep_engine.config import EngineConfig
 from lockstep_engine.engine import AsyncEngine, EngineState, EngineStatus, RankStatus
 from lockstep_engine.model_config import ModelInfo
 from lockstep_engine.offline import Engine
-from lockstep_engine.request import FinishReason, Logprobs, Output, Request, SamplingParams, TokenLogprob
+from lockstep_engine.request import (
+    FinishReason,
+    Logprobs,
+    Output,
+    PromptLogprobs,
+    PromptScores,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 
 __all__ = [
     "AsyncEngine",
@@ -20,6 +29,8 @@ __all__ = [
     "Logprobs",
     "ModelInfo",
     "Output",
+    "PromptLogprobs",
+    "PromptScores",
     "RankStatus",
     "Request",
     "SamplingParams",

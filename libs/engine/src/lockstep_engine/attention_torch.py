@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep_engine.attention import StepAttention, StepLayout
-from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kv_cache import KvCache
 
 PARTITION = 128
@@ -35,7 +35,9 @@ class _Group:
     queries: int
     """Tokens a sequence."""
     index: torch.Tensor
-    """Their blocks, for `KvCache.gather`."""
+    """Their hot blocks, for `KvCache.gather`."""
+    cold_index: torch.Tensor | None
+    """Their cold blocks, for `KvCache.gather_cold`; None: none of their queries sees one."""
     key_positions: torch.Tensor
     """[keys]"""
     query_positions: torch.Tensor
@@ -56,6 +58,12 @@ class _Group:
             self.masks[per_head, window] = mask
         return mask
 
+    def sees_cold(self, per_head: int, rule: HotWindow) -> torch.Tensor:
+        """[sequences, per_head * queries, keys]: a query sees the cold version of a key."""
+        key_blocks, query_blocks = self.key_positions // BLOCK_SIZE, self.query_positions // BLOCK_SIZE
+        cold = (key_blocks >= rule.sink) & (query_blocks - key_blocks > rule.size)
+        return cold.repeat(1, per_head, 1)
+
 
 class TorchAttention(StepAttention):
     """`StepAttention` in plain torch."""
@@ -63,6 +71,8 @@ class TorchAttention(StepAttention):
     def __init__(self, cache: KvCache, step: StepLayout, *, deterministic: bool) -> None:
         super().__init__(cache, step)
         self._deterministic = deterministic
+        self._moves = step.moves
+        self._hot_tables = step.tables if step.hot_tables is None else step.hot_tables
         self._groups = self._group(step.starts, step.lengths, np.cumsum(step.lengths), step.tables)
 
     def attend(
@@ -75,14 +85,24 @@ class TorchAttention(StepAttention):
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        bias: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `StepAttention.attend`."""
+        """See `StepAttention.attend`.
+
+        Args:
+            bias: [heads, context length], added to a head's scores by the position of the key (ALiBi).
+            sinks: [heads], the score of a key without a value that every query sees (GPT-OSS).
+        """
         self._cache.store(layer, keys, values, self._slots)
+        if self._moves is not None and len(self._moves):
+            self._cache.compress(self._moves, layer)
+        scoring = _Scoring(scale, window, soft_cap, bias, sinks)
         if len(self._groups) == 1:
-            return self._attend_group(self._groups[0], layer, queries, scale, window, soft_cap)
+            return self._attend_group(self._groups[0], layer, queries, scoring)
         out = torch.empty_like(queries.transpose(0, 1), memory_format=torch.contiguous_format)
         for group in self._groups:
-            out[group.tokens] = self._attend_group(group, layer, queries[:, group.tokens], scale, window, soft_cap)
+            out[group.tokens] = self._attend_group(group, layer, queries[:, group.tokens], scoring)
         return out
 
     def _attend_group(
@@ -90,9 +110,7 @@ class TorchAttention(StepAttention):
         group: _Group,
         layer: int,
         queries: torch.Tensor,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
+        scoring: "_Scoring",
     ) -> torch.Tensor:
         heads, tokens, dim = queries.shape
         kv_heads = self._cache.kv_heads
@@ -104,13 +122,25 @@ class TorchAttention(StepAttention):
         pad_rows = self._deterministic and q.shape[1] == 1
         if pad_rows:
             q = q.expand(rows, 2, dim)
-        mask = group.mask(2 if pad_rows else per_head, window, q.dtype)
+        mask = group.mask(2 if pad_rows else per_head, scoring.window, q.dtype)
         k, v = self._cache.gather(layer, group.index, rows)
         if group.sequences > 1:
             mask = mask.repeat_interleave(kv_heads, 0) if kv_heads > 1 else mask
-        scores = _scores(q, k, mask, scale, soft_cap)
-        weights = torch.softmax(scores, dim=-1)
-        out = self._weighted_sum(weights, v)
+        scores = _scores(q, k, mask, scoring.scale, scoring.soft_cap)
+        cold: _Cold | None = None
+        if group.cold_index is not None and self._cache.rule is not None:
+            sees = group.sees_cold(2 if pad_rows else per_head, self._cache.rule)
+            sees = sees.repeat_interleave(kv_heads, 0) if group.sequences > 1 and kv_heads > 1 else sees
+            cold = _Cold(sees, *self._cache.gather_cold(layer, group.cold_index, rows))
+            scores = torch.where(sees, cold.scores(q, mask, scoring), scores)
+        if scoring.bias is not None:
+            scores = scores + scoring.row_bias(group, kv_heads, 2 if pad_rows else q.shape[1])
+        weights = scoring.softmax(scores, kv_heads)
+        if cold is None:
+            out = self._weighted_sum(weights, v)
+        else:
+            out = self._weighted_sum(weights.masked_fill(cold.seen, 0), v)
+            out = out + self._weighted_sum(cold.weights(weights), cold.values)
         if pad_rows:
             out = out[:, :1]
         out = out.view(group.sequences, kv_heads, per_head, group.queries, dim)
@@ -166,18 +196,82 @@ class TorchAttention(StepAttention):
     ) -> _Group:
         device = self._cache.keys.device
         width = int(partitions[members].max()) * _PARTITION_BLOCKS
-        rows = np.full((len(members), width), -1, dtype=np.int32)
         used = min(width, tables.shape[1])
-        rows[:, :used] = tables[members, :used]
+
+        def rows_of(tables: NDArray[np.int32]) -> NDArray[np.int32]:
+            rows = np.full((len(members), width), -1, dtype=np.int32)
+            rows[:, :used] = tables[members, :used]
+            return rows
+
+        rows = rows_of(tables)
+        has_cold = bool((rows >= self._cache.first_cold).any())
         positions = starts[members].astype(np.int64)[:, None, None] + np.arange(queries)[None, :, None]
         return _Group(
             tokens=tokens,
             sequences=len(members),
             queries=queries,
-            index=self._cache.block_index(rows),
+            index=self._cache.block_index(rows_of(self._hot_tables)),
+            cold_index=self._cache.cold_index(rows) if has_cold else None,
             key_positions=torch.arange(width * BLOCK_SIZE, device=device),
             query_positions=torch.from_numpy(positions).to(device),
         )
+
+
+@dataclass(frozen=True)
+class _Cold:
+    """What a group's queries see of cold blocks. Scales go to scores and weights, so that keys and values stay the
+    codes.
+    """
+
+    seen: torch.Tensor
+    """[rows or 1, queries, keys]: a query sees the cold version of a key."""
+    keys: torch.Tensor
+    values: torch.Tensor
+    """[rows, keys, dim] each."""
+    key_scales: torch.Tensor | None
+    value_scales: torch.Tensor | None
+    """[rows, keys] each; None: the codes are the components."""
+
+    def scores(self, q: torch.Tensor, mask: torch.Tensor, scoring: "_Scoring") -> torch.Tensor:
+        """As `_scores`, with the cold keys."""
+        scores = torch.bmm(q, self.keys.transpose(1, 2)).mul_(scoring.scale)
+        if self.key_scales is not None:
+            scores.mul_(self.key_scales.unsqueeze(1))
+        if scoring.soft_cap is not None:
+            scores.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
+        return scores.add_(mask)
+
+    def weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """The weights [rows, queries, keys] of cold values, times their scales; 0 where a query sees the hot one."""
+        weights = weights.masked_fill(~self.seen, 0)
+        return weights if self.value_scales is None else weights.mul_(self.value_scales.unsqueeze(1))
+
+
+@dataclass(frozen=True)
+class _Scoring:
+    """How scores are made and weighed; see `TorchAttention.attend`."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    bias: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+    def row_bias(self, group: _Group, kv_heads: int, rows: int) -> torch.Tensor:
+        """The bias for scores [sequences * kv heads, rows, keys], whose rows are query heads, each with its queries."""
+        assert self.bias is not None
+        known = group.key_positions.clamp_max(self.bias.shape[1] - 1)
+        bias = self.bias[:, known].view(kv_heads, -1, len(known))
+        return bias.repeat_interleave(rows // bias.shape[1], 1).repeat(group.sequences, 1, 1)
+
+    def softmax(self, scores: torch.Tensor, kv_heads: int) -> torch.Tensor:
+        """Weights of scores [sequences * kv heads, query heads of a kv head * queries, keys]."""
+        if self.sinks is None:
+            return torch.softmax(scores, dim=-1)
+        rows, length, _ = scores.shape
+        sinks = self.sinks.to(scores.dtype).view(kv_heads, -1)
+        sinks = sinks.repeat_interleave(length // sinks.shape[1], 1).repeat(rows // kv_heads, 1)
+        return torch.softmax(torch.cat([scores, sinks.unsqueeze(-1)], dim=-1), dim=-1)[..., :-1]
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float, soft_cap: float | None) -> torch.Tensor:

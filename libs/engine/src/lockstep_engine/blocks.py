@@ -4,12 +4,13 @@ are the ranks'.
 A block is in exactly one state:
 - in use: `references` > 0;
 - free and empty: in `_empty`;
-- free but remembered: in `_remembered` (oldest first), its contents valid until it is taken for something else.
+- free but remembered: in `_remembered` or `_passing` (oldest first), its contents valid until it is taken for something
+  else. Those in `_passing` are taken first.
 A hash in `_by_hash` always points at a block whose contents are that chain of tokens.
 """
 
 import hashlib
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,28 +55,41 @@ class BlockPool:
         self._by_digest: dict[bytes, int] = {}
         self._empty: deque[int] = deque(range(total))
         self._remembered: OrderedDict[int, None] = OrderedDict()
+        self._passing: OrderedDict[int, None] = OrderedDict()
+        self._owners = [""] * total
+        self._used: Counter[str] = Counter()
 
     @property
     def free(self) -> int:
         """Blocks that can be allocated now."""
-        return len(self._empty) + len(self._remembered)
+        return len(self._empty) + len(self._remembered) + len(self._passing)
 
-    def allocate(self) -> int:
+    def used_by(self, owner: str) -> int:
+        """Blocks in use that were allocated for `owner`."""
+        return self._used[owner]
+
+    def allocate(self, owner: str = "") -> int:
         """Take a block, forgetting the oldest remembered one if no empty one is left. Only when `free` > 0."""
         if self._empty:
             block = self._empty.popleft()
         else:
-            block, _ = self._remembered.popitem(last=False)
+            block, _ = (self._passing or self._remembered).popitem(last=False)
             self._forget(block)
-        self._references[block] = 1
+        self._owners[block] = owner
+        self._use(block)
         return block
+
+    def find(self, key: BlockKey) -> int | None:
+        """The block that holds what `key` names. Takes nothing."""
+        block = self._by_digest.get(key.digest)
+        return None if block is None or self._keys[block] != key else block
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
         """The longest run of blocks that hold the contents named by `keys`, from the first on. Takes nothing."""
         found: list[int] = []
         for key in keys:
-            block = self._by_digest.get(key.digest)
-            if block is None or self._keys[block] != key:
+            block = self.find(key)
+            if block is None:
                 break
             found.append(block)
         return found
@@ -85,10 +99,10 @@ class BlockPool:
         return self._references[block] == 0
 
     def share(self, block: int) -> None:
-        """Use a block found by `match`."""
+        """Use a block found by `match` or `find`."""
         if self._references[block] == 0:
-            del self._remembered[block]
-        self._references[block] += 1
+            del (self._passing if block in self._passing else self._remembered)[block]
+        self._use(block)
 
     def remember(self, block: int, key: BlockKey) -> None:
         """The block in use is full and holds `key`. The first block with these contents is the one that is found."""
@@ -96,17 +110,28 @@ class BlockPool:
             self._by_digest[key.digest] = block
             self._keys[block] = key
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int], *, passing: bool = False) -> None:
         """Give back a sequence's blocks. The last are the first to be forgotten: the beginning of a text is shared
-        most.
+        most. Passing ones are forgotten before all others.
         """
         for block in reversed(blocks):
             self._references[block] -= 1
             if self._references[block] == 0:
+                self._disuse(self._owners[block])
                 if self._keys[block] is None:
                     self._empty.append(block)
                 else:
-                    self._remembered[block] = None
+                    (self._passing if passing else self._remembered)[block] = None
+
+    def _use(self, block: int) -> None:
+        if self._references[block] == 0:
+            self._used[self._owners[block]] += 1
+        self._references[block] += 1
+
+    def _disuse(self, owner: str) -> None:
+        self._used[owner] -= 1
+        if self._used[owner] == 0:
+            del self._used[owner]
 
     def _forget(self, block: int) -> None:
         key = self._keys[block]
@@ -117,9 +142,10 @@ class BlockPool:
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one state (tests, idle checks)."""
         used = sum(1 for count in self._references if count > 0)
-        assert used + len(self._empty) + len(self._remembered) == self.total
+        assert used + len(self._empty) + len(self._remembered) + len(self._passing) == self.total
+        assert used == sum(self._used.values())
         assert all(count >= 0 for count in self._references)
-        assert all(self._references[block] == 0 for block in (*self._empty, *self._remembered))
+        assert all(self._references[block] == 0 for block in (*self._empty, *self._remembered, *self._passing))
         assert all(self._keys[block] is None for block in self._empty)
         for digest, block in self._by_digest.items():
             key = self._keys[block]

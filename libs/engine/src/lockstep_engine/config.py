@@ -7,6 +7,32 @@ from lockstep_common.errors import ErrorCode, LockstepError
 BLOCK_SIZE = 16
 """Tokens in a block of KV cache."""
 
+KV_COMPRESSION = "lazy"
+"""The default."""
+
+
+@dataclass(frozen=True)
+class HotWindow:
+    """Which version of a full block of KV a query sees: hot in the model's dtype, or cold and compressed.
+
+    It is a function of positions alone, so that a token has the same logits to the bit whether it is generated, part
+    of a prompt cut into any chunks, computed again after a preemption, or on another worker.
+    """
+
+    sink: int
+    """A sequence's first blocks that stay hot."""
+    size: int
+    """Blocks before a query's own that it sees hot; the ones before them, but for the sink, it sees cold."""
+
+    def first_hot(self, query_block: int) -> int:
+        """Queries in block `query_block` see the blocks from `sink` to before this one cold."""
+        return max(self.sink, query_block - self.size)
+
+    @property
+    def blocks(self) -> int:
+        """Hot blocks that a sequence needs to go on, its last one included."""
+        return self.sink + self.size + 1
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -32,13 +58,26 @@ class EngineConfig:
     """Prompt and output together; the model's own limit when None."""
     kv_memory_bytes: int | None = None
     """KV cache of one rank; when None 512 MiB on the CPU, 90 % of the free memory on CUDA."""
+    kv_compression: str = KV_COMPRESSION
+    """lazy: full blocks behind the hot window are kept in eight bits; immediate: all full blocks are; per_layer: as
+    lazy, in `kv_compressed_layers` alone; none."""
+    kv_hot_window: int = 64
+    """Tokens before a query's own block that lazy and per_layer keep in the model's dtype, in whole blocks."""
+    kv_compressed_layers: tuple[int, ...] = ()
+    """Layers that per_layer compresses, counted from 0."""
+    kv_tenant_share: float = 1.0
+    """Part of the KV cache that the running requests of one tenant may hold."""
     prefix_cache: bool = True
     deterministic: bool | None = None
     """A request's tokens do not depend on what else is in the batch. On by default on the CPU."""
     threads: int | None = None
     """CPU threads of a rank; the machine's cores shared out when None."""
     collectives: str = "auto"
-    """auto: NCCL on CUDA, shared memory between CPU ranks; torch: torch.distributed everywhere (gloo on the CPU)."""
+    """auto: on CUDA NCCL, and symmetric memory for small tensors; shared memory between CPU ranks. torch: NCCL or gloo
+    for everything.
+    """
+    cuda_graphs: bool = True
+    """On CUDA, record steps of decoding once and replay them, where the model can be recorded."""
     label: str = "w0"
     """Names the processes: `lockstep: rank <label>/<rank>`."""
     start_timeout_s: float = 600.0
@@ -62,6 +101,24 @@ class EngineConfig:
             ("max_queue", self.max_queue >= 1, "must be at least 1"),
             ("max_context", self.max_context is None or self.max_context >= 2, "must be at least 2"),
             ("kv_memory_bytes", self.kv_memory_bytes is None or self.kv_memory_bytes > 0, "must be positive"),
+            (
+                "kv_compression",
+                self.kv_compression in ("lazy", "immediate", "per_layer", "none"),
+                "must be lazy, immediate, per_layer or none",
+            ),
+            ("kv_hot_window", self.kv_hot_window >= BLOCK_SIZE, f"must be at least a block of {BLOCK_SIZE}"),
+            (
+                "kv_compressed_layers",
+                bool(self.kv_compressed_layers) == (self.kv_compression == "per_layer"),
+                "must name layers for per_layer, and for nothing else",
+            ),
+            (
+                "kv_compressed_layers",
+                min(self.kv_compressed_layers, default=0) >= 0
+                and len(set(self.kv_compressed_layers)) == len(self.kv_compressed_layers),
+                "must be different numbers from 0",
+            ),
+            ("kv_tenant_share", 0 < self.kv_tenant_share <= 1, "must be above 0 and at most 1"),
             ("threads", self.threads is None or self.threads >= 1, "must be at least 1"),
         )
         for field, holds, sentence in checks:
@@ -69,3 +126,12 @@ class EngineConfig:
                 raise LockstepError(
                     ErrorCode.INVALID_REQUEST, f"{field} {sentence} (given: {getattr(self, field)})", field=field
                 )
+
+    @property
+    def hot_window(self) -> HotWindow | None:
+        """Which blocks stay hot; None: all."""
+        if self.kv_compression == "none":
+            return None
+        if self.kv_compression == "immediate":
+            return HotWindow(sink=0, size=0)
+        return HotWindow(sink=1, size=-(-self.kv_hot_window // BLOCK_SIZE))

@@ -19,9 +19,9 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig
 from lockstep_engine.group import GroupSettings, RankGroup
 from lockstep_engine.model_config import ModelInfo, inspect_model
-from lockstep_engine.plan import RankSpec, Ready, Result
+from lockstep_engine.plan import PoolSizes, RankSpec, Ready, Result
 from lockstep_engine.request import Output, Request
-from lockstep_engine.scheduler import Limits, Scheduler
+from lockstep_engine.scheduler import Limits, Scheduler, no_memory
 from lockstep_engine.sizes import collectives_segment_bytes, message_sizes
 
 logger = logging.getLogger("lockstep.engine")
@@ -67,6 +67,7 @@ class EngineStatus:
     running: int
     free_blocks: int
     total_blocks: int
+    """Of both pools."""
     tokens_per_s: float
     """Generated, over the last seconds."""
     steps: int
@@ -83,6 +84,10 @@ class EngineStatus:
     """Mean time of the last steps, from plan to plan."""
     collective_us: float
     """Mean time that rank 0 spent in collectives in the last steps: transfer, and waiting for the others."""
+    cold_blocks: int = 0
+    """Of all blocks, those that hold compressed KV."""
+    compressed_blocks: int = 0
+    """Blocks that were made cold in this epoch."""
 
 
 class AsyncEngine:
@@ -119,8 +124,10 @@ class AsyncEngine:
             max_queue=config.max_queue,
             context_length=self.model.context_length,
             prefix_cache=config.prefix_cache,
+            hot_window=config.hot_window,
+            tenant_share=config.kv_tenant_share,
         )
-        self._scheduler = Scheduler(self._limits, self.model.eos_ids, total_blocks=0)
+        self._scheduler = Scheduler(self._limits, self.model.eos_ids, PoolSizes(0))
         self._group: RankGroup | None = None
         self._state = EngineState.STARTING
         self._reason = ""
@@ -153,13 +160,20 @@ class AsyncEngine:
             LockstepError: INVALID_REQUEST (naming the field), CONTEXT_LENGTH_EXCEEDED, RESOURCE_EXHAUSTED,
                 OVERLOADED, or UNAVAILABLE while the ranks are not ready.
         """
-        self._validate(request)
-        if self._state is not EngineState.READY:
-            raise LockstepError(ErrorCode.UNAVAILABLE, f"the engine is {self._state}", retry_after_s=1.0)
-        only_output = self._scheduler.submit(request)
-        if only_output is not None:
-            asyncio.get_running_loop().call_soon(self._on_outputs, self._steps, [only_output])
-        self._kick()
+        try:
+            self._validate(request)
+            if self._state is not EngineState.READY:
+                raise LockstepError(ErrorCode.UNAVAILABLE, f"the engine is {self._state}", retry_after_s=1.0)
+            only_output = self._scheduler.submit(request)
+        except MemoryError:
+            raise no_memory() from None
+        try:
+            if only_output is not None:
+                asyncio.get_running_loop().call_soon(self._on_outputs, self._steps, [only_output])
+            self._kick()
+        except MemoryError:
+            self._scheduler.cancel(request.id)
+            raise no_memory() from None
 
     def cancel(self, request_id: str) -> None:
         """Forget a request and free its blocks; it gets no further output. Unknown ids are ignored."""
@@ -182,8 +196,10 @@ class AsyncEngine:
             epoch=0 if group is None else group.epoch,
             queued=self._scheduler.queued,
             running=self._scheduler.running,
-            free_blocks=self._scheduler.pool.free,
-            total_blocks=self._scheduler.pool.total,
+            free_blocks=self._scheduler.blocks.free,
+            total_blocks=self._scheduler.blocks.total,
+            cold_blocks=self._scheduler.blocks.cold.total,
+            compressed_blocks=self._scheduler.blocks.compressed,
             tokens_per_s=self._rate(),
             steps=self._steps,
             ranks=ranks,
@@ -210,7 +226,7 @@ class AsyncEngine:
 
     # What the rank group tells.
 
-    def on_ready(self, blocks: int, ready: Ready) -> None:
+    def on_ready(self, blocks: PoolSizes, ready: Ready) -> None:
         """All ranks wait for plans."""
         self._scheduler.reset(blocks)
         self._ready = ready
@@ -236,6 +252,7 @@ class AsyncEngine:
             self._emitted.append((time.monotonic(), sum(len(each.ids) for each in outputs)))
             self._forget_old()
             self._on_outputs(self._steps, outputs)
+            self._scheduler.delivered()
 
     def on_lost(self, reason: str) -> None:
         """Fail every request (another worker can go on with them) and start the next epoch."""
@@ -267,9 +284,7 @@ class AsyncEngine:
         """Every live request gets its last output: an error that says it can be continued elsewhere."""
         self._in_flight = False
         error = LockstepError(ErrorCode.WORKER_LOST, f"{self.config.label}: {reason}")
-        lost = [Output(each, 0, (), error=error) for each in self._scheduler.request_ids]
-        for output in lost:
-            self._scheduler.cancel(output.request_id)
+        lost = [Output(each, 0, (), error=error) for each in self._scheduler.clear()]
         if lost:
             self._on_outputs(self._steps, lost)
 
@@ -308,14 +323,24 @@ class AsyncEngine:
         if self._in_flight or self._state is not EngineState.READY:
             return
         assert self._group is not None
-        plan = self._scheduler.schedule()
-        if plan is None:
-            self._timing.idle()
-            return
-        prefills = len(plan.token_ids) > len(plan.slots)
-        self._in_flight = True
-        self._timing.plan()
-        self._group.execute(plan, self.config.prefill_deadline_s if prefills else self.config.decode_deadline_s)
+        try:
+            plan = self._scheduler.schedule()
+            if plan is None:
+                self._timing.idle()
+                return
+            prefills = len(plan.token_ids) > len(plan.slots)
+            self._in_flight = True
+            self._timing.plan()
+            self._group.execute(plan, self.config.prefill_deadline_s if prefills else self.config.decode_deadline_s)
+        except MemoryError:
+            self._in_flight = False
+            asyncio.get_running_loop().call_soon(self._go_on, self._scheduler.shed())
+
+    def _go_on(self, ended: list[Output]) -> None:
+        """After a plan that there was no memory for. Not at once: a caller may not know its request yet."""
+        if ended:
+            self._on_outputs(self._steps, ended)
+        self._kick()
 
     def _validate(self, request: Request) -> None:
         vocab, limit = self.model.vocab_size, self.model.context_length
@@ -394,6 +419,10 @@ def _group_settings(config: EngineConfig, model: ModelInfo) -> GroupSettings:
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
         start_timeout_s=config.start_timeout_s,
+        hot_window=config.hot_window,
+        compressed_layers=list(config.kv_compressed_layers) or None,
+        collectives=config.collectives,
+        cuda_graphs=config.cuda_graphs,
     )
     plan_bytes, result_bytes = message_sizes(spec)
     environment = {

@@ -13,6 +13,7 @@ from torch import nn
 from lockstep_engine.attention import CompiledAttention
 from lockstep_engine.kernels import cpu
 from lockstep_engine.linear import FusedRmsNorm, MergedPart, RowLinear
+from lockstep_engine.own_attention import CurrentStep
 
 _PLAIN_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 _PLAIN_LAYERS = frozenset(f"{family}DecoderLayer" for family in _PLAIN_FAMILIES)
@@ -34,6 +35,7 @@ class FusedLayer(nn.Module):
         attention: Any = layer.self_attn
         mlp: Any = layer.mlp
         self._layer = attention.layer_idx
+        self._step: CurrentStep = attention.current_step
         self._scale: float = attention.scaling
         # Mistral's layers read the window from the configuration; the others decide it layer by layer.
         self._window: int | None = getattr(
@@ -77,10 +79,12 @@ class FusedLayer(nn.Module):
         hidden_states: torch.Tensor,
         *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        paged: CompiledAttention,
         **_: Any,
     ) -> torch.Tensor:
         """hidden_states [1, tokens, hidden], changed in place; cosines and sines [1, tokens, head dim]."""
+        paged = self._step.attention
+        assert isinstance(paged, CompiledAttention)
+        self._step.calls += 1
         self.advance(hidden_states[0], *position_embeddings, paged)
         return hidden_states
 

@@ -27,6 +27,7 @@ from lockstep_engine.plan import (
     Loaded,
     Loading,
     Plan,
+    PoolSizes,
     RankSpec,
     Ready,
     Result,
@@ -42,6 +43,7 @@ _MAX_CONTROL_BYTES = 64 * 1024
 _RUN_ZYGOTE = "from lockstep_engine.zygote import main; main()"
 _STACKS_S = 0.3
 """How long the ranks get to write their stacks before they are killed."""
+_NO_MEMORY = "the process that drives the ranks had no memory for a step"
 
 
 @dataclass
@@ -52,7 +54,7 @@ class RankProcess:
     pid: int = 0
     state: str = "starting"
     """starting, ready or dead"""
-    blocks: int | None = None
+    blocks: PoolSizes | None = None
     loading: tuple[int, int] = (0, 0)
     """Bytes of weights read, and in all."""
     phases_s: dict[str, float] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class RankProcess:
 class Listener(Protocol):
     """Who is told what happens to the group."""
 
-    def on_ready(self, blocks: int, ready: Ready) -> None:
+    def on_ready(self, blocks: PoolSizes, ready: Ready) -> None:
         """All ranks wait for plans; each holds `blocks` blocks."""
         ...
 
@@ -160,16 +162,21 @@ class RankGroup:
     def execute(self, plan: Plan, deadline_s: float) -> None:
         """Give the ranks a plan. One step is in flight at most; `on_result` ends it, or `on_lost` after
         `deadline_s`.
+
+        Raises:
+            MemoryError: no rank has seen the plan.
         """
         assert self._mailbox is not None
         self._mailbox.put_plan(plan.step, encode_plan(plan))
         bell = plan.step.to_bytes(_DOORBELL_BYTES, "little")
         try:
-            for control in self._controls:
-                control.send(bell)
-        except OSError:
-            pass  # a rank has just died; its socket's end is on its way to `_on_readable`
-        self._arm(deadline_s, "has not finished its step")
+            with contextlib.suppress(OSError):  # a rank has just died; its socket's end is on its way to `_receive`
+                for control in self._controls:
+                    control.send(bell)
+            self._arm(deadline_s, "has not finished its step")
+        except MemoryError:
+            self._abandon()  # later, because the caller may not know its request yet
+            self._loop.call_soon(self._listener.on_lost, _NO_MEMORY)
 
     async def stop(self) -> None:
         """Kill all processes and wait until they are gone."""
@@ -251,6 +258,12 @@ class RankGroup:
 
     def _on_readable(self, rank: int, control: socket.socket) -> None:
         try:
+            self._receive(rank, control)
+        except MemoryError:  # what a rank has said is half heard: nobody could tell what is missing
+            self._fail(_NO_MEMORY)
+
+    def _receive(self, rank: int, control: socket.socket) -> None:
+        try:
             data = control.recv(_MAX_CONTROL_BYTES)
         except BlockingIOError:
             return
@@ -289,8 +302,9 @@ class RankGroup:
             else:
                 self._lose(message.message, rank)
 
-    def _blocks(self) -> int:
-        return min(each.blocks for each in self.ranks if each.blocks is not None)
+    def _blocks(self) -> PoolSizes:
+        known = [each.blocks for each in self.ranks if each.blocks is not None]
+        return PoolSizes(min(each.hot for each in known), min(each.cold for each in known))
 
     def _allocate(self) -> None:
         """When all ranks have loaded: each allocates as many blocks as the poorest of them can hold."""
@@ -298,7 +312,7 @@ class RankGroup:
             return
         blocks = self._blocks()
         needed = -(-self._settings.spec.context_length // BLOCK_SIZE)
-        if blocks < 1:
+        if blocks.hot < 1:
             self._abandon()
             self._listener.on_refused(
                 LockstepError(
@@ -335,6 +349,9 @@ class RankGroup:
 
     def _lose(self, reason: str, rank: int) -> None:
         self.ranks[rank].state = "dead"
+        self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
         self._abandon()
         self._listener.on_lost(reason)
 

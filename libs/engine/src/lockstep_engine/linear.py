@@ -5,8 +5,10 @@ ranks (Shoeybi et al. 2019, Megatron-LM). Every layer knows which part of which 
 parameters is.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import nn
@@ -14,6 +16,11 @@ from torch.nn import functional
 
 from lockstep_engine.distributed import Collectives
 from lockstep_engine.kernels import cpu
+
+TORCH_GRAIN = 16384
+"""Elements that torch leaves to one thread."""
+_TORCH_VECTORS = 32
+"""Elements that its loops take at once: two of the widest vectors."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +39,33 @@ class Piece:
     """Row of the parameter's first dimension that this source fills (experts stored one by one)."""
     whole: int | None = None
     """Size of the source along `dim`, where it is known."""
+    transposed: bool = False
+    """The source has its two dimensions the other way round; `dim` is the parameter's."""
+
+
+@dataclass(frozen=True)
+class HeadShard:
+    """A rank's heads: which is the first, how many, of how many."""
+
+    first: int
+    count: int
+    whole: int
+
+    def rows(self, width: int, offset: int = 0) -> tuple[int, int]:
+        """(start, length) of these heads where each has `width` rows and head 0 begins at `offset`."""
+        return offset + self.first * width, self.count * width
 
 
 class ColumnLinear(nn.Module):
     """Several linears with the same input as one product; each keeps its rank's part of the output features.
 
     Args:
-        sources: checkpoint prefixes, e.g. ("…q_proj", "…k_proj", "…v_proj").
+        sources: checkpoint prefixes, e.g. ("…q_proj", "…k_proj", "…v_proj"); one may come more than once.
         shards: for each source (start, length) of the rows kept here.
         in_features: of all of them.
         bias: they have one.
+        wholes: for each source all its rows, where they are known.
+        transposed: the weights are stored as [in, out].
     """
 
     def __init__(
@@ -52,6 +76,8 @@ class ColumnLinear(nn.Module):
         *,
         bias: bool,
         dtype: torch.dtype,
+        wholes: Sequence[int] | None = None,
+        transposed: bool = False,
     ) -> None:
         super().__init__()
         self.widths = [length for _, length in shards]
@@ -62,10 +88,12 @@ class ColumnLinear(nn.Module):
         self.packed: cpu.PackedLinear | None = None
         self.pieces: dict[str, list[Piece]] = {}
         for name in ("weight", "bias") if bias else ("weight",):
+            turned = transposed and name == "weight"
             offset = 0
             pieces = []
-            for source, (start, length) in zip(sources, shards, strict=True):
-                pieces.append(Piece(f"{source}.{name}", 0, start, length, offset))
+            sizes: Sequence[int | None] = wholes or [None] * len(sources)
+            for source, (start, length), whole in zip(sources, shards, sizes, strict=True):
+                pieces.append(Piece(f"{source}.{name}", 0, start, length, offset, whole=whole, transposed=turned))
                 offset += length
             self.pieces[name] = pieces
 
@@ -145,6 +173,7 @@ class RowLinear(nn.Module):
         *,
         bias: bool,
         dtype: torch.dtype,
+        transposed: bool = False,
     ) -> None:
         super().__init__()
         start, length = shard
@@ -153,7 +182,7 @@ class RowLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, length, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         self.packed: cpu.PackedLinear | None = None
-        self.pieces = {"weight": [Piece(f"{source}.weight", 1, start, length, 0)]}
+        self.pieces = {"weight": [Piece(f"{source}.weight", 1, start, length, 0, transposed=transposed)]}
         if bias:
             self.pieces["bias"] = [Piece(f"{source}.bias", 0, 0, out_features, 0)]
 
@@ -169,30 +198,96 @@ class RowLinear(nn.Module):
         self.packed = _pack(self.weight, self.bias if self.group.size == 1 else None)
 
 
-class GatheredLinear(nn.Module):
-    """A column-parallel linear whose parts are put together again, for models that need all features at once."""
+class OneNumberGate(nn.Module):
+    """A linear with one output, for an activation that rounds each number alike.
 
-    def __init__(self, column: ColumnLinear, group: Collectives) -> None:
+    Numbers that lie apart torch computes one by one. Of numbers that lie side by side it takes whole vectors, and what
+    is left at the end is rounded otherwise.
+    """
+
+    def __init__(self, linear: ColumnLinear) -> None:
         super().__init__()
-        self.column = column
-        self.group = group
+        self.linear = linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[…, in] → […, out]."""
-        return self.group.all_gather(self.column(x))
+        """[…, in] → […, 1], not contiguous."""
+        number: torch.Tensor = self.linear(x)
+        return number.expand(*number.shape[:-1], 2).contiguous()[..., :1]
 
 
-class SplitInputLinear(nn.Module):
-    """A row-parallel linear whose input is whole on every rank: each takes its part of it."""
+class WholeVectors(nn.Module):
+    """An activation that rounds an element alike wherever it stands among others.
 
-    def __init__(self, row: RowLinear, start: int) -> None:
+    On the CPU torch gives each thread a part of the elements and takes these in whole vectors; what is left at the end
+    of a part is computed by other code. Here nothing is left.
+    """
+
+    def __init__(self, activation: nn.Module) -> None:
         super().__init__()
-        self.row = row
-        self.start = start
+        self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[…, in] → […, out]."""
-        return self.row(x.narrow(-1, self.start, self.row.in_features))  # type: ignore[no-any-return]
+        """[…] → […]."""
+        if x.is_cpu:
+            count, threads = x.numel(), torch.get_num_threads()
+            whole = _whole_vectors(count, threads)
+            by_rows = (threads == 1 or count <= TORCH_GRAIN) and x.shape[-1] % _TORCH_VECTORS == 0
+            if not (whole == count if x.is_contiguous() else by_rows):
+                flat = functional.pad(x.reshape(-1), (0, whole - count))
+                return self.activation(flat)[:count].view(x.shape)  # type: ignore[no-any-return]
+        return self.activation(x)  # type: ignore[no-any-return]
+
+
+@cache
+def _whole_vectors(count: int, threads: int) -> int:
+    """The least number of elements, not below `count`, of which every thread gets whole vectors, whether all threads
+    share them or as many as torch takes for this number.
+    """
+    while True:
+        shares = 1 if count <= TORCH_GRAIN else math.lcm(threads, min(threads, -(-count // (2 * TORCH_GRAIN))))
+        rounded = count + -count % (_TORCH_VECTORS * shares)
+        if rounded == count:
+            return count
+        count = rounded
+
+
+class HeadExpansion(nn.Module):
+    """A latent's way to the keys and values of this rank's heads, and the way back (DeepSeek-V2's MLA).
+
+    A score q · (U c) is (Uᵀ q) · c, and a weighted sum of values V c is V times the weighted sum of c: with queries
+    turned and sums expanded, attention needs the latents c alone.
+
+    Args:
+        source: checkpoint prefix of the weight [all heads * (key width + value width), latent width].
+        shard: this rank's heads.
+        widths: of a head's key and value.
+    """
+
+    def __init__(self, source: str, shard: HeadShard, widths: tuple[int, int], latent: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads, self.widths, self.latent = shard.count, widths, latent
+        each = sum(widths)
+        start, rows = shard.rows(each)
+        self.weight = nn.Parameter(torch.empty(rows, latent, dtype=dtype), requires_grad=False)
+        self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, rows, 0, whole=shard.whole * each)]}
+
+    def turn(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries [heads, tokens, key width] → for latents [heads, tokens, latent width]."""
+        return _product(queries, self._matrices()[:, : self.widths[0]])
+
+    def expand(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums of latents [heads, tokens, latent width] → sums of values [heads, tokens, value width]."""
+        return _product(sums, self._matrices()[:, self.widths[0] :].transpose(1, 2))
+
+    def _matrices(self) -> torch.Tensor:
+        return self.weight.view(self.heads, sum(self.widths), self.latent)
+
+
+def _product(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Batched; never of a single row, which libraries round otherwise."""
+    if x.shape[1] > 1:
+        return torch.bmm(x, matrices)
+    return torch.bmm(x.expand(-1, 2, -1), matrices)[:, :1]
 
 
 class VocabEmbedding(nn.Module):
@@ -289,3 +384,38 @@ class FusedRmsNorm(nn.Module):
         if cpu.available(x):
             return cpu.add_rms_norm(x.contiguous(), None, self.weight, self.eps)
         return functional.rms_norm(x, self._shape, self.weight, self.eps)
+
+
+class SplitRmsNorm(nn.Module):
+    """A norm over all heads at once, of which each rank has its own: the sum of squares goes over ranks.
+
+    Args:
+        source: checkpoint prefix.
+        shard: (start, length) of this rank's elements.
+        whole: elements in all.
+        copies: ranks that have the same elements.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        shard: tuple[int, int],
+        whole: int,
+        copies: int,
+        eps: float,
+        group: Collectives,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        start, length = shard
+        self.weight = nn.Parameter(torch.empty(length, dtype=dtype), requires_grad=False)
+        self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, length, 0, whole=whole)]}
+        self.group = group
+        self.eps = eps
+        self._share = 1 / (whole * copies)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[…, width / tp] → […, width / tp]."""
+        wide = x.float()
+        mean = self.group.all_reduce(wide.square().sum(-1, keepdim=True)) * self._share
+        return (self.weight * (wide * torch.rsqrt(mean + self.eps))).to(x.dtype)

@@ -11,11 +11,20 @@ from typing import Any
 
 from lockstep_common.errors import ErrorCode, LockstepError
 
+from lockstep_engine.architectures import ARCHITECTURES, REFUSED
 from lockstep_engine.config import EngineConfig
 
 _MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 _DIGEST_SAMPLE_BYTES = 2**12
 _DIGEST_SAMPLES = 1024
+_OTHER_NAMES = {
+    "hidden_size": ("n_embd", "n_embed"),
+    "max_position_embeddings": ("n_positions",),
+    "num_attention_heads": ("n_head",),
+    "num_key_value_heads": ("num_kv_heads",),
+    "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
+}
+"""What older configurations call these fields."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +34,11 @@ class ModelInfo:
     path: Path
     name: str
     digest: str
-    """Of configuration, tokenizer and weights: engines with equal digests may continue each other's streams."""
+    """Of configuration, tokenizer, weights and how KV is compressed: engines with equal digests may continue each
+    other's streams."""
     architecture: str
+    model_type: str
+    """A key of `architectures.ARCHITECTURES`."""
     dtype: str
     """As stored."""
     context_length: int
@@ -56,18 +68,24 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
     files = _weight_files(path)
     architectures = settings.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
-    if not isinstance(architecture, str) or not architecture.endswith("ForCausalLM"):
+    if not isinstance(architecture, str) or not architecture.endswith(("ForCausalLM", "LMHeadModel")):
         raise refuse(
             f"model {path}: config.json names the architecture {architecture}; only …ForCausalLM generates text"
         )
+    model_type = _known_type(path, settings, architecture)
+    for field, others in _OTHER_NAMES.items():
+        settings.setdefault(field, next((settings[each] for each in others if each in settings), None))
+    if settings["max_position_embeddings"] is None:
+        settings["max_position_embeddings"] = ARCHITECTURES[model_type].context_length
     _check_split(path, settings, config.tp)
     vocab_size = _positive(path, settings, "vocab_size")
     limit = _positive(path, settings, "max_position_embeddings")
     return ModelInfo(
         path=path,
         name=config.name or path.resolve().name,
-        digest=_digest(path, files),
+        digest=_digest(path, files, config),
         architecture=architecture,
+        model_type=model_type,
         dtype=str(settings.get("dtype") or settings.get("torch_dtype") or "float32"),
         context_length=min(limit, config.max_context or limit),
         vocab_size=vocab_size,
@@ -89,6 +107,22 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise refuse(f"model {path.parent}: {path.name} is not a JSON object")
     return value
+
+
+def _known_type(path: Path, settings: dict[str, Any], architecture: str) -> str:
+    model_type = str(settings.get("model_type"))
+    if model_type in REFUSED:
+        raise refuse(f"model {path}: {architecture} {REFUSED[model_type]}, which is not supported")
+    if model_type not in ARCHITECTURES:
+        raise refuse(
+            f"model {path}: {architecture} (model_type {model_type}) is not among the supported architectures: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    quantization = settings.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise refuse(f"model {path}: its weights are quantized ({method}), which is not supported")
+    return model_type
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
@@ -159,11 +193,11 @@ def _eos_ids(path: Path, settings: dict[str, Any]) -> tuple[int, ...]:
     return tuple(number for number in ids if isinstance(number, int))
 
 
-def _digest(path: Path, files: tuple[Path, ...]) -> str:
+def _digest(path: Path, files: tuple[Path, ...], config: EngineConfig) -> str:
     """SHA-256 over the small files whole, and over size and a thousand samples of the weights (reading all takes
     minutes). Weights that differ between the samples alone have the same digest: a tuned model needs its own name.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"{config.hot_window} {sorted(config.kv_compressed_layers)}".encode())
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         if (path / name).exists():
             digest.update(name.encode() + b"\0" + (path / name).read_bytes())

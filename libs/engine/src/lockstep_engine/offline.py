@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.engine import AsyncEngine, EngineState
 from lockstep_engine.model_config import refuse
-from lockstep_engine.request import Output, Request, SamplingParams
+from lockstep_engine.request import Output, PromptLogprobs, PromptScores, Request, SamplingParams
 
 Prompt = str | Sequence[int]
 _T = TypeVar("_T")
@@ -63,9 +64,9 @@ class Engine:
         """The engine inside, for its model and status."""
         return self._engine
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, with what the tokenizer adds (begin-of-text)."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text, with what the tokenizer adds (begin-of-text) unless `special` is false."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -90,6 +91,22 @@ class Engine:
         each_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         requests = [self._request(prompt, each) for prompt, each in zip(prompts, each_params, strict=True)]
         return self._run(self._collect(requests))
+
+    def score(self, prompt: Prompt, *, vocabulary: bool = False) -> PromptLogprobs:
+        """Log probabilities and ranks of a prompt's tokens from the second on, and, if asked for, the log
+        probabilities of the whole vocabulary at each.
+        """
+        scores = PromptScores.VOCABULARY if vocabulary else PromptScores.TOKENS
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_scores=scores)
+        parts = [each.prompt_logprobs for each in self.outputs([prompt], params)[0]]
+        given = [part for part in parts if part is not None]
+        wholes = [part.vocabulary for part in given if part.vocabulary is not None]
+        return PromptLogprobs(
+            1,
+            np.concatenate([part.tokens for part in given]) if given else np.empty(0, np.float32),
+            np.concatenate([part.ranks for part in given]) if given else np.empty(0, np.int32),
+            np.concatenate(wholes) if wholes else None,
+        )
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
         """Pieces of the text that follows the prompt, as they come; joined they are what `generate` gives."""

@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep_engine.config import HotWindow
+
 Int32Array = NDArray[np.int32]
 
 
@@ -30,6 +32,13 @@ class SlotSampling(msgspec.Struct, array_like=True):
     min_tokens: int
 
 
+class PoolSizes(msgspec.Struct, array_like=True, frozen=True):
+    """Blocks of each pool of the KV cache."""
+
+    hot: int
+    cold: int = 0
+
+
 class Plan(msgspec.Struct, array_like=True):
     """One step. Arrays are int32, one entry for each scheduled sequence unless said otherwise."""
 
@@ -41,9 +50,14 @@ class Plan(msgspec.Struct, array_like=True):
     samples: bytes  # 1: the last token's logits choose the next token
     emitted: bytes  # output tokens so far
     uniforms: bytes  # float64, for the sequences that sample
-    tables: bytes  # block numbers, [sequences, table_width], -1 where unused
+    tables: bytes  # ids of blocks as each sequence's last query sees them (see `kv_cache`), [sequences, table_width]
     table_width: int
     added: list[SlotSampling]  # slots that have a new occupant
+    targets: bytes = b""  # the id that follows each token if its log probability is wanted, else -1; empty: none is
+    whole: bool = False  # for the targets, the log probabilities of the whole vocabulary are wanted, too
+    hot_tables: bytes = b""  # ids of hot blocks, [sequences, table_width]; empty: no block is seen both hot and cold
+    moves: bytes = b""  # [n, 2]: hot blocks, and cold ones to be made of them in each layer before it attends
+    late_moves: bytes = b""  # the same, after the step
 
 
 class StepLogprobs(msgspec.Struct, array_like=True):
@@ -62,6 +76,10 @@ class Result(msgspec.Struct, array_like=True):
     logprobs: list[StepLogprobs | None]
     forward_us: int
     collective_us: int
+    unserved: list[int] = []  # slots whose new occupants there is no memory for; what they sample means nothing
+    target_logprobs: bytes = b""  # float32, one for each target >= 0 of the plan
+    target_ranks: bytes = b""  # int32, likewise: 1 for the most likely token
+    distributions: bytes = b""  # float32, [targets, vocabulary] when the plan asks for the whole
 
 
 class RankSpec(msgspec.Struct):
@@ -83,6 +101,11 @@ class RankSpec(msgspec.Struct):
     hidden_size: int
     vocab_size: int
     start_timeout_s: float
+    hot_window: HotWindow | None = None
+    compressed_layers: list[int] | None = None
+    """Layers whose cold blocks are compressed; None: all."""
+    collectives: str = "auto"
+    cuda_graphs: bool = True
 
 
 class Loading(msgspec.Struct, tag=True):
@@ -95,14 +118,14 @@ class Loading(msgspec.Struct, tag=True):
 class Loaded(msgspec.Struct, tag=True):
     """A rank has its weights and knows how many blocks of KV cache it can hold."""
 
-    blocks: int
+    blocks: PoolSizes
     phases_s: dict[str, float]
 
 
 class AllocateBlocks(msgspec.Struct, tag=True):
-    """The driver's answer: the number of blocks all ranks can hold."""
+    """The driver's answer: as many blocks as all ranks can hold."""
 
-    blocks: int
+    blocks: PoolSizes
 
 
 class Ready(msgspec.Struct, tag=True):
@@ -114,7 +137,7 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class StartFailed(msgspec.Struct, tag=True):
-    """A rank cannot start; trying again cannot help when `permanent`."""
+    """A rank cannot start, or not go on; trying again cannot help when `permanent`."""
 
     message: str
     permanent: bool

@@ -4,6 +4,7 @@ Its control socket carries start-up messages and doorbells; when it closes, the 
 """
 
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -18,9 +19,10 @@ from lockstep_common.errors import LockstepError
 from lockstep_common.lifecycle import die_with_parent, name_process
 
 from lockstep_engine import distributed
-from lockstep_engine.attention import StepLayout, step_attention
+from lockstep_engine.attention import StepLayout, layout_of_one, step_attention
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig
-from lockstep_engine.kernels import cpu
+from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep, NotRecordableError
+from lockstep_engine.kernels import cpu, gpu
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.model_config import inspect_model, refuse
@@ -31,18 +33,22 @@ from lockstep_engine.plan import (
     Loaded,
     Loading,
     Plan,
+    PoolSizes,
     RankSpec,
     Ready,
     Result,
+    SlotSampling,
     StartFailed,
     decode_control,
     decode_plan,
     encode_control,
     encode_result,
 )
-from lockstep_engine.sampling import Sampler
-from lockstep_engine.sizes import CANARY_TOKENS, collective_bytes, message_sizes
+from lockstep_engine.sampling import Sampler, score
+from lockstep_engine.sizes import CANARY_ROWS, canary_tokens, collective_bytes, message_sizes, pool_sizes
 from lockstep_engine.weights import load_weights
+
+logger = logging.getLogger("lockstep.engine")
 
 DOORBELL = struct.Struct("<Q")
 """A step's number; every other message is longer."""
@@ -50,6 +56,8 @@ DOORBELL = struct.Struct("<Q")
 MAX_CONTROL_BYTES = 64 * 1024
 _CPU_KV_BYTES = 512 * 2**20
 _CUDA_SHARE = 0.9
+_MOST_RECORDED = 512
+"""Sequences of a recorded step: in larger ones the GPU has more to do than the host."""
 _PROGRESS_INTERVAL_S = 0.2
 
 
@@ -67,7 +75,11 @@ def run_rank(spec: RankSpec, control: socket.socket, mailbox_fd: int, collective
     except (OSError, RuntimeError, MemoryError) as error:
         _tell(control, StartFailed(f"rank {spec.rank}: {type(error).__name__}: {error}", permanent=False))
         return
-    rank.serve()
+    try:
+        rank.serve()
+    except (MemoryError, RuntimeError) as error:  # the others may be in a collective already: all start anew
+        _tell(control, StartFailed(_death_note(spec.rank, error), permanent=False))
+        raise
 
 
 class Rank:
@@ -90,7 +102,10 @@ class Rank:
         self._model: BuiltModel = build_model(info, self._group, self._dtype)
         phases.end("build")
         load_weights(self._model.module, info, self._group, self._device, self._report_loading())
-        if self._device.type == "cpu" and self._dtype is torch.float32 and cpu.usable(self._model.head_dim):
+        by_kernels = gpu.usable(self._device, self._dtype, self._model.head_dim) and not self._deterministic
+        if by_kernels:
+            self._model.fuse_on_gpu(info.context_length)
+        elif self._device.type == "cpu" and self._dtype is torch.float32 and cpu.usable(self._model.head_dim):
             self._model.fuse(info.context_length)
         phases.end("load")
         self._geometry: dict[str, Any] = {
@@ -99,15 +114,24 @@ class Rank:
             "head_dim": self._model.head_dim,
             "dtype": self._dtype,
         }
-        _tell(control, Loaded(self._affordable_blocks(), phases.seconds))
-        blocks = self._receive_blocks()
-        self._cache = KvCache(**self._geometry, blocks=blocks, device=self._device)
+        self._records = by_kernels and spec.cuda_graphs
+        self._graphs: GraphedStep | None = None
+        with torch.inference_mode():
+            graph_bytes = self._estimate_graphs()
+        phases.end("estimate")
+        _tell(control, Loaded(self._affordable_blocks(graph_bytes), phases.seconds))
+        self._cache = self._make_cache(self._receive_blocks())
         self._sampler = Sampler(spec.max_seqs, info.vocab_size, self._device) if spec.rank == 0 else None
         with torch.inference_mode():
-            self._deterministic &= self._canary()
+            same = self._canary()
+            if by_kernels:
+                self._warm_up()
+            self._record()
+        self._builds = BuildCounter(lambda kernel: logger.error("a kernel was built while serving: %s", kernel))
+        self._builds.install()
         _tell(
             control,
-            Ready(self._deterministic, str(self._device), str(self._dtype).removeprefix("torch.")),
+            Ready(self._deterministic and same, str(self._device), str(self._dtype).removeprefix("torch.")),
         )
 
     def serve(self) -> None:
@@ -115,11 +139,14 @@ class Rank:
         with torch.inference_mode():
             while message := self._control.recv(MAX_CONTROL_BYTES):
                 (step,) = DOORBELL.unpack(message)
-                result = self._execute(decode_plan(self._mailbox.get_plan(step)))
+                plan = decode_plan(self._mailbox.get_plan(step))
+                result = self._execute(plan)
                 self._mailbox.steps[self._spec.rank] += 1
                 if result is not None:
                     self._mailbox.put_result(encode_result(result))
                     self._control.send(message)
+                if plan.late_moves:  # while the driver makes the next plan
+                    self._cache.compress(np.frombuffer(plan.late_moves, dtype=np.int32).reshape(-1, 2))
 
     def _execute(self, plan: Plan) -> Result | None:
         began = time.perf_counter_ns()
@@ -131,30 +158,131 @@ class Rank:
         tables = np.frombuffer(plan.tables, dtype=np.int32).reshape(-1, plan.table_width)
         ids = np.frombuffer(plan.token_ids, dtype=np.int32).astype(np.int64)
         sampled = samples.nonzero()[0]
-        rows = (np.cumsum(lengths) - 1)[sampled]
-        logits = self._forward(ids, starts, lengths, tables, rows)
+        targets = np.frombuffer(plan.targets, dtype=np.int32)
+        scored = (targets >= 0).nonzero()[0]
+        rows = np.concatenate([(np.cumsum(lengths) - 1)[sampled], scored])
+        layout = StepLayout(
+            starts,
+            lengths,
+            tables,
+            np.frombuffer(plan.hot_tables, dtype=np.int32).reshape(tables.shape) if plan.hot_tables else None,
+            np.frombuffer(plan.moves, dtype=np.int32).reshape(-1, 2),
+        )
+        unserved = self._take_up(plan.added)
+        logits = self._forward(ids, layout, rows)
         if self._sampler is None:
             return None
-        for entry in plan.added:
-            self._sampler.add(entry)
         tokens, logprobs = (
-            self._sampler.sample(logits, slots[sampled], emitted[sampled], np.frombuffer(plan.uniforms))
+            self._sampler.sample(logits[: len(sampled)], slots[sampled], emitted[sampled], np.frombuffer(plan.uniforms))
             if len(sampled)
             else ([], [])
         )
+        scores = score(logits[len(sampled) :], targets[scored], whole=plan.whole) if len(scored) else ()
         spent = time.perf_counter_ns() - began
-        return Result(plan.step, tokens, logprobs, spent // 1000, self._group.spent_ns // 1000)
+        return Result(plan.step, tokens, logprobs, spent // 1000, self._group.spent_ns // 1000, unserved, *scores)
 
-    def _forward(
-        self, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, tables: np.ndarray, rows: np.ndarray
-    ) -> torch.Tensor:
-        """Logits [rows, vocabulary] for the tokens `rows`; their KV and that of all others goes into the cache."""
-        attention = step_attention(self._cache, StepLayout(starts, lengths, tables), deterministic=self._deterministic)
+    def _take_up(self, added: list[SlotSampling]) -> list[int]:
+        """Prepare the sampler for slots that have a new occupant, before this rank is in a collective: what fails here
+        concerns nobody else. Returns the slots for which there is no memory.
+        """
+        unserved: list[int] = []
+        if self._sampler is None:
+            return unserved
+        for entry in added:
+            try:
+                self._sampler.add(entry)
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                unserved.append(entry.slot)
+        return unserved
+
+    def _forward(self, ids: np.ndarray, layout: StepLayout, rows: np.ndarray) -> torch.Tensor:
+        """Logits [rows, vocabulary] for the tokens `rows`; their KV and that of all others goes into the cache. Valid
+        until the next call.
+        """
+        if self._graphs is not None and self._graphs.fits(layout):
+            self._mailbox.collectives[self._spec.rank] += 1  # those that are recorded do not count themselves
+            logits = self._graphs.run(ids, layout)
+            every = np.array_equal(rows, np.arange(len(ids)))
+            return logits if every else logits[torch.from_numpy(rows.astype(np.int64)).to(self._device)]
+        attention = step_attention(
+            self._cache,
+            layout,
+            deterministic=self._deterministic,
+            plain=self._model.plain_attention,
+        )
         to_device = self._device
         local = self._model.logits(
             torch.from_numpy(ids).to(to_device), attention, torch.from_numpy(rows.astype(np.int64)).to(to_device)
         )
+        return self._whole(local)
+
+    def _whole(self, local: torch.Tensor) -> torch.Tensor:
+        """[rows, this rank's part of the vocabulary] → [rows, vocabulary]."""
         return self._group.all_gather(local)[:, : self._model.vocab_size]
+
+    def _make_cache(self, blocks: PoolSizes) -> KvCache:
+        return KvCache(
+            **self._geometry,
+            blocks=blocks.hot,
+            cold_blocks=blocks.cold,
+            rule=self._spec.hot_window,
+            compressed_layers=self._spec.compressed_layers,
+            device=self._device,
+        )
+
+    def _graphed(self, cache: KvCache) -> GraphedStep:
+        """Decode steps over a cache, to be recorded."""
+
+        def body(inputs: DecodeInputs) -> torch.Tensor:
+            return self._whole(self._model.decode(cache, inputs))
+
+        width = -(-self._spec.context_length // BLOCK_SIZE)
+        return GraphedStep(body, min(self._spec.max_seqs, _MOST_RECORDED), width, self._device)
+
+    def _estimate_graphs(self) -> int:
+        """Memory that recorded decode steps will take, from recording some over a cache of next to nothing. Where they
+        cannot be recorded it is said why, and they are not.
+        """
+        if not self._records:
+            return 0
+        graphs = self._graphed(self._make_cache(PoolSizes(1, 0 if self._spec.hot_window is None else 1)))
+        try:
+            return graphs.estimate_bytes()
+        except NotRecordableError as error:
+            self._leave_unrecorded(error)
+            return 0
+        finally:
+            graphs.close()
+
+    def _record(self) -> None:
+        """Record decode steps, the largest first, if they can be."""
+        if not self._records:
+            return
+        graphs = self._graphed(self._cache)
+        try:
+            graphs.capture()
+        except NotRecordableError as error:
+            self._leave_unrecorded(error)
+        else:
+            self._graphs = graphs
+
+    def _leave_unrecorded(self, error: NotRecordableError) -> None:
+        self._records = False
+        logger.warning("decode steps run without CUDA graphs: %s", error)
+
+    def _warm_up(self) -> None:
+        """Run the GPU's kernels in the forms in which the canary does not: as many sequences as there can be, whose
+        keys are not split over programs, and blocks compressed after a step. Later none may have to be built.
+        """
+        count, cache = self._spec.max_seqs, self._cache
+        first = np.zeros((count, 1), np.int32)
+        layout = StepLayout(first[:, 0], np.ones(count, np.int32), first)
+        self._forward(np.zeros(count, np.int64), layout, np.arange(count))
+        if cache.rule is not None and cache.cold_blocks:
+            cache.compress(np.zeros((1, 2), np.int32))
+        cache.clear(torch.zeros(1, dtype=torch.int64, device=self._device))
 
     def _canary(self) -> bool:
         """Compute a few tokens as one chunk and one by one, on every rank.
@@ -165,19 +293,20 @@ class Rank:
         Returns:
             Whether both ways gave the same bits.
         """
-        limit = min(self._spec.context_length, self._spec.max_batch_tokens, CANARY_TOKENS)
-        count = max(2, min(limit, self._cache.padding_block * BLOCK_SIZE))
+        cache, rule = self._cache, self._cache.rule
+        blocks = min(cache.padding_block, cache.cold_blocks + rule.blocks if rule is not None else cache.padding_block)
+        count = max(2, min(canary_tokens(self._spec), blocks * BLOCK_SIZE))
         ids = np.arange(count, dtype=np.int64) * 37 % self._model.vocab_size
-        table = np.arange(-(-count // BLOCK_SIZE), dtype=np.int32)[None]
-        every = np.arange(count)
-        chunk = self._forward(ids, np.array([0], np.int32), np.array([count], np.int32), table, every)
+        hot = np.arange(-(-count // BLOCK_SIZE), dtype=np.int32)
+        cold = np.maximum(hot - (0 if rule is None else rule.sink), 0)
+        last = np.arange(max(0, count - CANARY_ROWS), count)  # across the boundary of a block
+        chunk = self._forward(ids, layout_of_one(cache, 0, count, hot, cold), last)
         same = True
-        for position in every[-9:]:  # across the boundary of a block
-            single = self._forward(
-                ids[position : position + 1], np.array([position], np.int32), np.array([1], np.int32), table, every[:1]
-            )
-            same &= torch.equal(single[0], chunk[position])
-        self._cache.clear(torch.from_numpy(table[0].astype(np.int64)).to(self._device))
+        for position, expected in zip(last.tolist(), chunk, strict=True):
+            layout = layout_of_one(cache, position, 1, hot, cold)
+            single = self._forward(ids[position : position + 1], layout, np.zeros(1, np.int64))
+            same &= torch.equal(single[0], expected)
+        cache.clear(torch.from_numpy(hot.astype(np.int64)).to(self._device))
         return same
 
     def _join(self, collectives_fd: int, store_path: str) -> distributed.Collectives:
@@ -192,20 +321,29 @@ class Rank:
             return distributed.SharedMemory(collectives_fd, spec.rank, spec.tp, collective_bytes(spec), progress)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         distributed.init_torch_distributed(backend, store_path, spec.rank, spec.tp, spec.start_timeout_s)
-        return distributed.TorchDistributed(spec.rank, spec.tp, progress, deterministic=self._deterministic)
+        quick = self._device.type == "cuda" and spec.collectives == "auto"
+        one_shot = distributed.symmetric_memory(self._device, spec.tp) if quick else None
+        return distributed.TorchDistributed(
+            spec.rank, spec.tp, progress, deterministic=self._deterministic, one_shot=one_shot
+        )
 
-    def _affordable_blocks(self) -> int:
-        size = KvCache.block_bytes(**self._geometry)
+    def _affordable_blocks(self, graph_bytes: int) -> PoolSizes:
+        """Blocks of the KV cache that there is memory for, beside recorded steps of so many bytes."""
+        spec, layers = self._spec, self._geometry["layers"]
+        strange = [layer for layer in spec.compressed_layers or () if layer >= layers]
+        if strange:
+            raise refuse(f"kv_compressed_layers names layer {strange[0]}; the model has {layers}, counted from 0")
         if self._spec.kv_memory_bytes is not None:
             memory = self._spec.kv_memory_bytes
         elif self._device.type == "cuda":
-            memory = int(torch.cuda.mem_get_info(self._device)[0] * _CUDA_SHARE)
+            torch.cuda.empty_cache()  # what loading and recording have left behind is free, too
+            memory = max(0, int(torch.cuda.mem_get_info(self._device)[0] * _CUDA_SHARE) - graph_bytes)
         else:
             memory = _CPU_KV_BYTES
-        most_useful = self._spec.max_seqs * -(-self._spec.context_length // BLOCK_SIZE)
-        return min(memory // size, most_useful)
+        cold = KvCache.cold_block_bytes(**self._geometry, compressed_layers=spec.compressed_layers)
+        return pool_sizes(spec, memory, KvCache.block_bytes(**self._geometry), cold)
 
-    def _receive_blocks(self) -> int:
+    def _receive_blocks(self) -> PoolSizes:
         message = self._control.recv(MAX_CONTROL_BYTES)
         if not message:
             os._exit(0)
@@ -237,6 +375,16 @@ class _Phases:
         now = time.monotonic()
         self.seconds[name] = round(now - self._last, 3)
         self._last = now
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Of Python, of a GPU, or of torch's allocator on the CPU, whose errors have no type of their own."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def _death_note(rank: int, error: BaseException) -> str:
+    what = "has no memory for a step" if _is_out_of_memory(error) else "failed in a step"
+    return f"rank {rank} {what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _tell(control: socket.socket, message: ControlMessage) -> None:

@@ -4,11 +4,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
 from lockstep_common.errors import ErrorCode, LockstepError
+from numpy.typing import NDArray
 
 MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+
+
+class PromptScores(StrEnum):
+    """What is told about the tokens of a prompt; for evaluation."""
+
+    NONE = "none"
+    TOKENS = "tokens"
+    """Each token's own log probability after those before it, and its rank."""
+    VOCABULARY = "vocabulary"
+    """The log probabilities of the whole vocabulary as well."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,8 @@ class SamplingParams:
     """None: none. n: the chosen token's log probability and the n most likely ones'."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    prompt_scores: PromptScores = PromptScores.NONE
+    """The prompt is then computed whole, whatever the prefix cache holds of it."""
 
     def validate(self, vocab_size: int) -> None:
         """Raise INVALID_REQUEST naming the first field that is out of range."""
@@ -125,6 +139,20 @@ class Logprobs:
     top: tuple[TokenLogprob, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class PromptLogprobs:
+    """Natural-log probabilities of consecutive tokens of a prompt, each after all tokens before it."""
+
+    position: int
+    """In the prompt, of the first of them. The first token of all, 0, has none."""
+    tokens: NDArray[np.float32]
+    """[tokens]: each token's own."""
+    ranks: NDArray[np.int32]
+    """[tokens]: 1 where the token was the most likely one."""
+    vocabulary: NDArray[np.float32] | None = None
+    """[tokens, vocabulary], where asked for."""
+
+
 @dataclass(frozen=True)
 class Output:
     """What one step gave to one request."""
@@ -140,3 +168,5 @@ class Output:
     """Set with the first output of a request: prompt tokens whose KV was in the prefix cache."""
     error: LockstepError | None = None
     """The request failed and gets no more tokens; `error.meaning.retryable` says whether another worker may go on."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the prompt tokens of this step, where asked for; `ids` is empty until the prompt has been computed."""

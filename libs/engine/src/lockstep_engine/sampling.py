@@ -31,18 +31,23 @@ class Sampler:
         self._in_prompt = torch.zeros((max_seqs, vocab_size), dtype=torch.bool, device=device)
 
     def add(self, sampling: SlotSampling) -> None:
-        """A slot has a new occupant."""
+        """A slot has a new occupant. If there is no memory for its settings, its next tokens mean nothing.
+
+        Raises:
+            MemoryError: likewise torch's errors of this kind.
+        """
+        self._slots[sampling.slot] = _Slot(sampling, greedy=True, plain=True)
         penalised = _penalised(sampling)
-        self._slots[sampling.slot] = _Slot(
-            sampling,
-            greedy=sampling.temperature == 0,
-            plain=not (penalised or sampling.logit_bias or sampling.forbidden_ids),
-        )
         if penalised:
             counts = np.bincount(np.array(sampling.emitted_ids, dtype=np.int64), minlength=self._vocab_size)
             self._counts[sampling.slot] = torch.from_numpy(counts.astype(np.int32)).to(self._device)
             self._in_prompt[sampling.slot] = False
             self._in_prompt[sampling.slot, torch.tensor(sampling.prompt_ids, device=self._device)] = True
+        self._slots[sampling.slot] = _Slot(
+            sampling,
+            greedy=sampling.temperature == 0,
+            plain=not (penalised or sampling.logit_bias or sampling.forbidden_ids),
+        )
 
     def sample(
         self, logits: torch.Tensor, slots: NDArray[np.int32], emitted: NDArray[np.int32], uniforms: NDArray[np.float64]
@@ -98,6 +103,29 @@ class Sampler:
             row[tokens] += torch.tensor(list(sampling.logit_bias.values()), device=row.device)
         if emitted < sampling.min_tokens:
             row[torch.tensor(sampling.forbidden_ids, device=row.device, dtype=torch.long)] = float("-inf")
+
+
+def score(logits: torch.Tensor, targets: NDArray[np.int32], *, whole: bool) -> tuple[bytes, bytes, bytes]:
+    """What the model's own distributions say of tokens that are given.
+
+    Args:
+        logits: [rows, vocabulary], any float type.
+        targets: [rows], a token each.
+        whole: give the distributions, too.
+
+    Returns:
+        The targets' log probabilities (float32 [rows]) and ranks (int32 [rows], 1: the most likely); the log
+        probabilities of the vocabulary (float32 [rows, vocabulary]) if `whole`, else nothing.
+    """
+    distributions = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    wanted = torch.from_numpy(targets.astype(np.int64)).to(logits.device)
+    chosen = distributions.gather(1, wanted.unsqueeze(1))
+    ranks = (distributions > chosen).sum(dim=1, dtype=torch.int32) + 1
+    return (
+        chosen.cpu().numpy().tobytes(),
+        ranks.cpu().numpy().tobytes(),
+        distributions.cpu().numpy().tobytes() if whole else b"",
+    )
 
 
 def _penalised(sampling: SlotSampling) -> bool:

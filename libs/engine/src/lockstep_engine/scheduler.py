@@ -2,7 +2,7 @@
 letting sequences catch up with their tokens. Chunked prefill, prefix hits, preemption and resumed streams are this
 one rule.
 
-It owns the sequences, the block pool and the slots; it knows nothing of processes, tensors or time.
+It owns the sequences, their blocks and the slots; it knows nothing of processes, tensors or time.
 """
 
 from array import array
@@ -14,11 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from lockstep_common.errors import ErrorCode, LockstepError
 
-from lockstep_engine.blocks import BlockPool
-from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.block_tables import BlockTables, Needs
+from lockstep_engine.blocks import BlockKey
+from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.draws import uniform
-from lockstep_engine.plan import Plan, Result, SlotSampling, StepLogprobs
-from lockstep_engine.request import Logprobs, Output, Request, TokenLogprob
+from lockstep_engine.plan import Plan, PoolSizes, Result, SlotSampling, StepLogprobs
+from lockstep_engine.request import Logprobs, Output, PromptLogprobs, PromptScores, Request, TokenLogprob
 from lockstep_engine.sequence import Sequence
 
 _INT32 = partial(array, "i")
@@ -33,6 +34,8 @@ class Limits:
     max_queue: int
     context_length: int
     prefix_cache: bool
+    hot_window: HotWindow | None = None
+    tenant_share: float = 1.0
 
 
 class _Share(NamedTuple):
@@ -42,22 +45,26 @@ class _Share(NamedTuple):
     start: int
     tokens: int
     samples: bool
+    scored: range
+    """Prompt positions whose log probabilities the step gives."""
 
 
 class Scheduler:
-    """Waiting and running sequences, and the pool of blocks they live in."""
+    """Waiting and running sequences, and the blocks they live in."""
 
-    def __init__(self, limits: Limits, eos_ids: Iterable[int], total_blocks: int) -> None:
+    def __init__(self, limits: Limits, eos_ids: Iterable[int], sizes: PoolSizes) -> None:
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
-        self.pool = BlockPool(total_blocks)
+        self.blocks = self._new_blocks(sizes)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
+        self._ended: list[str] = []
         self._free_slots = list(range(limits.max_seqs - 1, -1, -1))
-        self._tables = np.full((limits.max_seqs, -(-limits.context_length // BLOCK_SIZE)), -1, dtype=np.int32)
         self._added: list[Sequence] = []
         self._in_step: list[_Share] = []
+        self._turn: Sequence | None = None
+        """The one that `schedule` was last busy with."""
         self._arrivals = 0
         self._step = 0
 
@@ -91,22 +98,19 @@ class Scheduler:
         reason = sequence.finish_reason(self._eos_ids, self._limits.context_length) if request.emitted_ids else None
         if reason is not None:
             return Output(request.id, sequence.emitted, (), finish=reason)
-        needed = -(
-            -min(len(request.prompt_ids) + request.sampling.max_tokens, self._limits.context_length) // BLOCK_SIZE
-        )
-        if needed > self.pool.total:
-            raise LockstepError(
-                ErrorCode.RESOURCE_EXHAUSTED,
-                f"prompt and max_tokens need {needed} blocks of KV cache, this engine has {self.pool.total}",
-                field="max_tokens",
-            )
+        self._refuse_the_impossible(request)
         if len(self._waiting) >= self._limits.max_queue:
             raise LockstepError(
                 ErrorCode.OVERLOADED, f"the queue of {self._limits.max_queue} requests is full", retry_after_s=1.0
             )
         self._arrivals += 1
-        self._by_id[request.id] = sequence
-        self._enqueue(sequence)
+        try:
+            self._by_id[request.id] = sequence
+            self._enqueue(sequence)
+        except MemoryError:
+            self._by_id.pop(request.id, None)
+            self._waiting = [each for each in self._waiting if each is not sequence]
+            raise
         return None
 
     def cancel(self, request_id: str) -> bool:
@@ -118,7 +122,12 @@ class Scheduler:
         return True
 
     def schedule(self) -> Plan | None:
-        """The next step, or None if there is nothing to do. The step before it must have been `update`d."""
+        """The next step, or None if there is nothing to do. The step before it must have been `update`d.
+
+        Raises:
+            MemoryError: the books are half written; `shed` is the way on.
+        """
+        self._turn = None
         shares: list[_Share] = []
         budget = self._limits.max_batch_tokens
         preempted = False
@@ -127,10 +136,13 @@ class Scheduler:
                 break
             if sequence.slot < 0:  # preempted below, on behalf of a more important one
                 continue
-            count = min(sequence.remaining, budget)
-            kept, gave_way = self._make_room(sequence, sequence.computed + count)
+            self._turn = sequence
+            count = self._count(sequence, budget, shares)
+            if count == 0:
+                continue
+            count, gave_way = self._make_room(sequence, count)
             preempted |= gave_way
-            if kept:
+            if count:
                 shares.append(self._share(sequence, count))
                 budget -= count
         if not preempted:
@@ -138,32 +150,96 @@ class Scheduler:
         if not shares:
             return None
         self._step += 1
-        self._in_step = shares
+        self._in_step, self._turn = shares, shares[-1].sequence
         return self._plan(shares)
 
     def update(self, result: Result) -> list[Output]:
         """Take in what the ranks answered to the last plan."""
         outputs: list[Output] = []
-        sampled = 0
+        sampled = scored = 0
         for share in self._in_step:
-            index = sampled
+            index, first_score = sampled, scored
             sampled += share.samples
+            scored += len(share.scored)
             sequence = share.sequence
             if sequence.slot < 0:  # cancelled while the step ran
                 continue
+            if sequence.slot in result.unserved:
+                outputs.append(Output(sequence.request.id, sequence.emitted, (), error=no_memory()))
+                self._ended.append(sequence.request.id)
+                self._remove(sequence)
+                continue
             sequence.computed += share.tokens
-            self._remember_blocks(sequence, share.start // BLOCK_SIZE)
+            if sequence.computed // BLOCK_SIZE > share.start // BLOCK_SIZE:
+                self.blocks.commit(sequence, share.start, self._keys(sequence))
+            scores = _prompt_logprobs(share, result, first_score)
             if share.samples:
-                outputs.append(self._emit(sequence, result.token_ids[index], result.logprobs[index]))
+                outputs.append(self._emit(sequence, result.token_ids[index], result.logprobs[index], scores))
+            elif scores is not None:
+                outputs.append(Output(sequence.request.id, sequence.emitted, (), prompt_logprobs=scores))
         self._in_step = []
         return outputs
 
-    def reset(self, total_blocks: int) -> None:
-        """The ranks and their KV are gone: start with an empty pool. All requests must have been cancelled."""
+    def shed(self) -> list[Output]:
+        """There was no memory to make or to send a plan, and no rank has seen it: end the request whose turn it was.
+        The others are computed again, in empty pools: of what the plan wrote down nothing is trusted.
+
+        Returns:
+            The last outputs of those that end. They can be continued elsewhere.
+        """
+        ends = self._turn or max(self._by_id.values(), key=lambda each: each.arrival, default=None)
+        # Scores of a prompt are given out when they are planned, once.
+        gone = [each for each in self._by_id.values() if each is ends or (each.slot >= 0 and each.scores_prompt)]
+        for sequence in gone:
+            del self._by_id[sequence.request.id]
+        self._start_over(PoolSizes(self.blocks.hot.total, self.blocks.cold.total))
+        return [Output(each.request.id, each.emitted, (), error=no_memory()) for each in gone]
+
+    def delivered(self) -> None:
+        """What the last `update` returned has been handed on."""
+        self._ended = []
+
+    def clear(self) -> list[str]:
+        """Forget all requests, whatever state the books are in.
+
+        Returns:
+            Their ids, and those of requests whose ends have not been `delivered`.
+        """
+        ids = [*self.request_ids, *self._ended]
+        self._by_id, self._ended = {}, []
+        self._start_over(PoolSizes(self.blocks.hot.total, self.blocks.cold.total))
+        return ids
+
+    def reset(self, sizes: PoolSizes) -> None:
+        """The ranks and their KV are gone: start with empty pools. There must be no requests."""
         assert not self._by_id
-        self.pool = BlockPool(total_blocks)
-        self._in_step = []
-        self._added = []
+        self._start_over(sizes)
+
+    def _start_over(self, sizes: PoolSizes) -> None:
+        """Empty pools; all requests wait."""
+        self.blocks = self._new_blocks(sizes)
+        for sequence in self._by_id.values():
+            sequence.slot, sequence.computed = -1, 0
+            sequence.hot, sequence.cold = [], []
+        self._waiting = sorted(self._by_id.values(), key=lambda each: each.rank_order)
+        self._running, self._added, self._in_step = [], [], []
+        self._free_slots = list(range(self._limits.max_seqs - 1, -1, -1))
+
+    def _new_blocks(self, sizes: PoolSizes) -> BlockTables:
+        limits = self._limits
+        return BlockTables(sizes, limits.hot_window, limits.max_seqs, limits.context_length, limits.tenant_share)
+
+    def _refuse_the_impossible(self, request: Request) -> None:
+        tokens = min(len(request.prompt_ids) + request.sampling.max_tokens, self._limits.context_length)
+        needs, blocks = self.blocks.needs(tokens), self.blocks
+        total = Needs(blocks.hot.total, blocks.cold.total)
+        for room, whose in ((total, "this engine has"), (blocks.budget, "one tenant may have")):
+            if not needs.fit(room):
+                raise LockstepError(
+                    ErrorCode.RESOURCE_EXHAUSTED,
+                    f"prompt and max_tokens need {needs} of KV cache, {whose} {room}",
+                    field="max_tokens",
+                )
 
     def _enqueue(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
@@ -175,19 +251,28 @@ class Scheduler:
         for sequence in list(self._waiting):
             if budget == 0 or not self._free_slots:
                 return
-            keys = sequence.known_keys(sequence.request.tenant) if self._limits.prefix_cache else []
+            self._turn = sequence
+            if self._count(sequence, budget, shares) == 0:
+                return
+            cached = self._limits.prefix_cache and not sequence.scores_prompt
             # The last token is always computed: its logits choose the next one.
-            keys = keys[: (len(sequence.tokens) - 1) // BLOCK_SIZE]
-            hits = self.pool.match(keys)
-            if len(hits) < len(keys) and keys[len(hits)].digest in in_flight:
+            keys = self._keys(sequence)[: (len(sequence.tokens) - 1) // BLOCK_SIZE] if cached else []
+            hits = self.blocks.match(keys)
+            if hits.usable < len(keys) and keys[hits.usable].digest in in_flight:
                 continue  # another sequence computes this prefix right now; its blocks will be shared
-            needed = sequence.blocks_for(len(sequence.tokens) + 1) - len(hits)
-            if needed + sum(self.pool.is_idle(block) for block in hits) > self.pool.free:
+            takes = self.blocks.admits(sequence, keys, hits)
+            if not takes.fit(self.blocks.room(sequence.request.tenant)):
+                if takes.fit(self.blocks.room_of_all):
+                    continue  # its tenant has all that it may have; others need not wait for that
                 return  # no overtaking: a large request would wait for ever
-            self._start(sequence, hits)
-            in_flight.update(key.digest for key in keys[len(hits) :])
-            count = min(sequence.remaining, budget)
-            self._grow(sequence, sequence.computed + count)
+            self._start(sequence)
+            self.blocks.start(sequence, keys, hits)
+            sequence.computed = hits.usable * BLOCK_SIZE
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = min(sequence.computed, len(sequence.request.prompt_ids))
+            in_flight.update(key.digest for key in keys[hits.usable :])
+            count = self.blocks.fitting(sequence, self._count(sequence, budget, shares))
+            self.blocks.grow(sequence, count)
             shares.append(self._share(sequence, count))
             budget -= count
 
@@ -199,43 +284,53 @@ class Scheduler:
             for key in sequence.keys[sequence.computed // BLOCK_SIZE :]
         }
 
-    def _start(self, sequence: Sequence, hits: list[int]) -> None:
-        for block in hits:
-            self.pool.share(block)
+    def _start(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
         self._running.append(sequence)
         self._added.append(sequence)
         sequence.slot = self._free_slots.pop()
-        sequence.computed = len(hits) * BLOCK_SIZE
-        sequence.blocks = list(hits)
-        self._tables[sequence.slot, : len(hits)] = hits
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = min(sequence.computed, len(sequence.request.prompt_ids))
+
+    def _count(self, sequence: Sequence, budget: int, shares: list[_Share]) -> int:
+        """Tokens that a sequence gets of a step: what it lacks, as far as the budget goes. No more of them are scored
+        in a step than could be sampled, because that is what there is memory for.
+        """
+        count = min(sequence.remaining, budget)
+        if not sequence.scores_prompt:
+            return count
+        return min(count, self._limits.max_seqs - sum(len(share.scored) for share in shares))
 
     def _share(self, sequence: Sequence, count: int) -> _Share:
-        return _Share(sequence, sequence.computed, count, samples=count == sequence.remaining)
+        return _Share(
+            sequence,
+            sequence.computed,
+            count,
+            samples=count == sequence.remaining,
+            scored=sequence.take_unscored(sequence.computed + count),
+        )
 
-    def _make_room(self, sequence: Sequence, tokens: int) -> tuple[bool, bool]:
-        """Get blocks for the first `tokens` tokens, preempting the least important sequences if it must be.
+    def _make_room(self, sequence: Sequence, count: int) -> tuple[int, bool]:
+        """Get blocks for the next `count` tokens, or for fewer, preempting the least important sequences if it must be.
 
         Returns:
-            Whether the sequence can run, and whether any sequence was preempted.
+            For how many tokens there are blocks now, and whether any sequence was preempted.
         """
-        preempted = False
-        while sequence.blocks_for(tokens) > self.pool.free:
-            victim = max(self._running, key=lambda each: each.rank_order)
+        if self.blocks.has_all(sequence, count):
+            return count, False
+        tenant, wanted, preempted = sequence.request.tenant, count, False
+        while True:
+            count = self.blocks.fitting(sequence, wanted)
+            takes = self.blocks.missing(sequence, count)
+            if takes.fit(self.blocks.room(tenant)):
+                self.blocks.grow(sequence, count)
+                return count, preempted
+            # Who has used up its share gives way to itself.
+            own = takes.fit(self.blocks.room_of_all)
+            rivals = [each for each in self._running if not own or each.request.tenant == tenant]
+            victim = max(rivals, key=lambda each: each.rank_order)
             preempted = True
             self._preempt(victim)
             if victim is sequence:
-                return False, True
-        self._grow(sequence, tokens)
-        return True, preempted
-
-    def _grow(self, sequence: Sequence, tokens: int) -> None:
-        for _ in range(sequence.blocks_for(tokens)):
-            block = self.pool.allocate()
-            self._tables[sequence.slot, len(sequence.blocks)] = block
-            sequence.blocks.append(block)
+                return 0, True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take the blocks away; the sequence waits and is recomputed from its tokens. It is never in the step already:
@@ -246,9 +341,7 @@ class Scheduler:
         self._enqueue(sequence)
 
     def _leave_slot(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.blocks)
-        sequence.blocks = []
-        self._tables[sequence.slot] = -1
+        self.blocks.leave(sequence)
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
         self._running.remove(sequence)
@@ -261,21 +354,20 @@ class Scheduler:
             self._waiting.remove(sequence)
         del self._by_id[sequence.request.id]
 
-    def _remember_blocks(self, sequence: Sequence, first: int) -> None:
-        """Make the blocks from `first` on that are full now known to the prefix cache."""
-        full = sequence.computed // BLOCK_SIZE
-        if self._limits.prefix_cache and full > first:
-            keys = sequence.known_keys(sequence.request.tenant)
-            for index in range(first, full):
-                self.pool.remember(sequence.blocks[index], keys[index])
+    def _keys(self, sequence: Sequence) -> list[BlockKey]:
+        """Of all its full blocks; none without a prefix cache."""
+        return sequence.known_keys(sequence.request.tenant) if self._limits.prefix_cache else []
 
-    def _emit(self, sequence: Sequence, token: int, logprobs: StepLogprobs | None) -> Output:
+    def _emit(
+        self, sequence: Sequence, token: int, logprobs: StepLogprobs | None, scores: PromptLogprobs | None
+    ) -> Output:
         position = sequence.emitted
         sequence.tokens.append(token)
         reason = sequence.finish_reason(self._eos_ids, self._limits.context_length)
         cached = 0 if sequence.reported else sequence.cached_tokens or 0
         sequence.reported = True
         if reason is not None:
+            self._ended.append(sequence.request.id)
             self._remove(sequence)
         return Output(
             sequence.request.id,
@@ -284,6 +376,7 @@ class Scheduler:
             logprobs=() if logprobs is None else (_logprobs(token, logprobs),),
             finish=reason,
             cached_tokens=cached,
+            prompt_logprobs=scores,
         )
 
     def _plan(self, shares: list[_Share]) -> Plan:
@@ -291,7 +384,10 @@ class Scheduler:
         sequences = [share.sequence for share in shares]
         slots = [sequence.slot for sequence in sequences]
         emitted = [sequence.emitted for sequence in sequences]
-        width = max(len(sequence.blocks) for sequence in sequences)
+        width = max(len(sequence.hot) for sequence in sequences)
+        tables = self.blocks.rows(slots, width)
+        hot_tables = self.blocks.take_hot_rows(slots, tables)
+        moves, late_moves = self.blocks.take_moves()
         tokens = _INT32()
         uniforms = array("d")
         for share, position in zip(shares, emitted, strict=True):
@@ -309,9 +405,17 @@ class Scheduler:
             samples=_INT32([share.samples for share in shares]).tobytes(),
             emitted=_INT32(emitted).tobytes(),
             uniforms=uniforms.tobytes(),
-            tables=self._tables[slots, :width].tobytes(),
+            tables=tables.tobytes(),
             table_width=width,
             added=[self._slot_sampling(sequence) for sequence in added],
+            targets=_targets(shares),
+            whole=any(
+                share.scored and share.sequence.request.sampling.prompt_scores is PromptScores.VOCABULARY
+                for share in shares
+            ),
+            hot_tables=b"" if hot_tables is None else hot_tables.tobytes(),
+            moves=_INT32(moves).tobytes(),
+            late_moves=_INT32(late_moves).tobytes(),
         )
 
     def _slot_sampling(self, sequence: Sequence) -> SlotSampling:
@@ -335,6 +439,39 @@ class Scheduler:
             forbidden_ids=forbidden if sampling.min_tokens else [],
             min_tokens=sampling.min_tokens,
         )
+
+
+def no_memory() -> LockstepError:
+    """What a request is told that there was no memory to go on with, here and now."""
+    return LockstepError(ErrorCode.OVERLOADED, "the worker has no memory for this request now", retry_after_s=1.0)
+
+
+def _targets(shares: list[_Share]) -> bytes:
+    """For each token of the step the id that follows it if that is to be scored, else -1."""
+    if not any(share.scored for share in shares):
+        return b""
+    targets = _INT32()
+    for share in shares:
+        row = _INT32([-1]) * share.tokens
+        for position in share.scored:
+            row[position - 1 - share.start] = share.sequence.tokens[position]
+        targets.extend(row)
+    return targets.tobytes()
+
+
+def _prompt_logprobs(share: _Share, result: Result, first: int) -> PromptLogprobs | None:
+    """A share's part of the result's scores, which begins with score `first`."""
+    if not share.scored:
+        return None
+    part = slice(first, first + len(share.scored))
+    tokens = np.frombuffer(result.target_logprobs, dtype=np.float32)
+    whole = share.sequence.request.sampling.prompt_scores is PromptScores.VOCABULARY
+    return PromptLogprobs(
+        share.scored.start,
+        tokens[part],
+        np.frombuffer(result.target_ranks, dtype=np.int32)[part],
+        np.frombuffer(result.distributions, dtype=np.float32).reshape(len(tokens), -1)[part] if whole else None,
+    )
 
 
 def _logprobs(token: int, entry: StepLogprobs) -> Logprobs:

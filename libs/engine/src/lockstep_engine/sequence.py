@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 
 from lockstep_engine.blocks import BlockKey, extend_keys
-from lockstep_engine.config import BLOCK_SIZE
-from lockstep_engine.request import FinishReason, Request
+from lockstep_engine.request import FinishReason, PromptScores, Request
 
 
 @dataclass(eq=False)
@@ -17,8 +16,12 @@ class Sequence:
     tokens: list[int] = field(init=False)
     """Prompt and output so far."""
     computed: int = 0
-    """Tokens whose KV is in `blocks`."""
-    blocks: list[int] = field(default_factory=list)
+    """Tokens whose KV is in blocks."""
+    hot: list[int] = field(default_factory=list)
+    cold: list[int] = field(default_factory=list)
+    """Its blocks in order, in each version that there is of them, -1 where there is none. `BlockTables` keeps them."""
+    fork: int = 0
+    """So many blocks of its text were known when it began: other texts may part there, too."""
     keys: list[BlockKey] = field(default_factory=list)
     """Of the full blocks of `tokens`, as far as they were needed."""
     slot: int = -1
@@ -27,6 +30,8 @@ class Sequence:
     """Prompt tokens found in the prefix cache at the first admission."""
     reported: bool = False
     """An output has been given, so `cached_tokens` has been told."""
+    scored: int = 1
+    """Prompt tokens before this one need no log probability (any more); the first never has one."""
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_ids, *self.request.emitted_ids]
@@ -46,9 +51,19 @@ class Sequence:
         """Tokens that still need KV before the next one can be sampled."""
         return len(self.tokens) - self.computed
 
-    def blocks_for(self, tokens: int) -> int:
-        """How many blocks are missing for the KV of the first `tokens` tokens."""
-        return max(0, -(-tokens // BLOCK_SIZE) - len(self.blocks))
+    @property
+    def scores_prompt(self) -> bool:
+        """Its prompt's log probabilities are wanted."""
+        return self.request.sampling.prompt_scores is not PromptScores.NONE
+
+    def take_unscored(self, computed: int) -> range:
+        """The prompt's positions that get their log probabilities when `computed` tokens have KV; each comes once,
+        even if the prompt is computed again.
+        """
+        first = self.scored
+        if self.scores_prompt:
+            self.scored = max(first, min(computed + 1, len(self.request.prompt_ids)))
+        return range(first, self.scored)
 
     def known_keys(self, tenant_salt: str) -> list[BlockKey]:
         """Keys of all full blocks of the present tokens."""

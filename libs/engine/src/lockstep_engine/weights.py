@@ -8,10 +8,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from lockstep_engine.architectures import ARCHITECTURES
 from lockstep_engine.distributed import Collectives
 from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabHead
 from lockstep_engine.model_config import ModelInfo, refuse
-from lockstep_engine.models import expert_pieces
 
 
 class Checkpoint:
@@ -21,11 +21,12 @@ class Checkpoint:
         self._path = info.path
         self._files = [safe_open(file, framework="pt") for file in info.weight_files]
         self._owner = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - not a dict
+        self._spellings = ARCHITECTURES[info.model_type].spellings
 
     def find(self, name: str) -> str | None:
         """The name as this checkpoint spells it: with or without the model's prefix, with renamed modules."""
-        bare = name.partition(".")[2]
-        for spelling in (name, bare, name.replace(".mlp.gate.", ".block_sparse_moe.gate.")):
+        spellings = [name, *(name.replace(ours, theirs) for ours, theirs in self._spellings)]
+        for spelling in (*spellings, *(each.partition(".")[2] for each in spellings)):
             if spelling in self._owner:
                 return spelling
         return None
@@ -37,17 +38,20 @@ class Checkpoint:
             raise refuse(f"model {self._path}: the checkpoint has no tensor {piece.source}")
         view = self._owner[name].get_slice(name)
         stored = list(view.get_shape())
+        dim = piece.dim
+        if piece.transposed:
+            dim, shape = 1 - dim, shape[::-1]
         end = piece.start + piece.length
         fits = len(stored) == len(shape) and all(
-            size == (want if dim != piece.dim else piece.whole or size) and size >= (dim == piece.dim) * end
-            for dim, (size, want) in enumerate(zip(stored, shape, strict=False))
+            size == (want if axis != dim else piece.whole or size) and size >= (axis == dim) * end
+            for axis, (size, want) in enumerate(zip(stored, shape, strict=False))
         )
         if not fits:
             raise refuse(f"model {self._path}: tensor {name} has shape {stored}, config.json implies {shape}")
         index = [slice(None)] * len(stored)
-        index[piece.dim] = slice(piece.start, piece.start + piece.length)
+        index[dim] = slice(piece.start, end)
         part: torch.Tensor = view[tuple(index)]
-        return part
+        return part.t() if piece.transposed else part
 
 
 def load_weights(
@@ -74,7 +78,10 @@ def load_weights(
     total = sum(parameter.nbytes for _, _, parameter in parameters)
     done = 0
     for module, name, parameter in parameters:
-        for piece in _pieces(module, name, parameter, group, checkpoint):
+        pieces = _pieces(module, name, parameter, group, checkpoint)
+        if not pieces:
+            parameter.data.zero_()
+        for piece in pieces:
             _copy(checkpoint, piece, parameter)
         done += parameter.nbytes
         on_progress(done, total)
@@ -90,10 +97,13 @@ def _copy(checkpoint: Checkpoint, piece: Piece, parameter: torch.Tensor) -> None
 
 
 def _distinct_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """(owner, full name, parameter), tied ones once."""
+    """(owner, full name, parameter or buffer that is stored), tied ones once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
+        stored = [
+            each for each in module.named_buffers(recurse=False) if each[0] not in module._non_persistent_buffers_set
+        ]
+        for name, parameter in (*module.named_parameters(recurse=False), *stored):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield module, f"{prefix}.{name}", parameter
@@ -108,7 +118,8 @@ def _pieces(
         return [piece for piece in pieces if piece.length > 0]
     if parameter.dim() == 3:  # experts, stacked
         plain = name.replace(".experts.experts.", ".experts.")  # inside SummedExperts
-        for first, found in expert_pieces(plain, parameter, group.size, group.rank):
+        shard = (group.size, group.rank) if hasattr(module, "narrowed") else (1, 0)
+        for first, found in _expert_pieces(plain, parameter, *shard):
             if checkpoint.find(first) is not None:
                 return found
     return [Piece(name, 0, 0, parameter.shape[0], 0, whole=parameter.shape[0])]
@@ -117,3 +128,32 @@ def _pieces(
 def _unsaved_buffers(model: nn.Module) -> list[nn.Module]:
     """Modules with buffers that are computed, not stored (rotary frequencies)."""
     return [module for module in model.modules() if module._non_persistent_buffers_set]
+
+
+def _expert_pieces(name: str, parameter: torch.Tensor, size: int, rank: int) -> Iterator[tuple[str, list[Piece]]]:
+    """Where a stacked expert parameter's parts are in checkpoints that store experts one by one.
+
+    Yields:
+        For each known spelling a glob-free name of its first source, and the pieces to read if that source exists.
+    """
+    prefix, _, kind = name.rpartition(".")
+    count, rows, columns = parameter.shape
+    for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
+        pieces: list[Piece] = []
+        for expert in range(count):
+            base = f"{prefix}.{expert}"
+            if kind == "gate_up_proj":
+                inner = rows // 2
+                pieces.append(Piece(f"{base}.{gate}.weight", 0, rank * inner, inner, 0, expert))
+                pieces.append(Piece(f"{base}.{up}.weight", 0, rank * inner, inner, inner, expert))
+            elif kind == "down_proj":
+                pieces.append(Piece(f"{base}.{down}.weight", 1, rank * columns, columns, 0, expert))
+        if pieces:
+            yield pieces[0].source, pieces
+    if size == 1:
+        yield name, [Piece(name, 0, 0, count, 0)]
+    elif kind == "gate_up_proj":
+        inner, full = rows // 2, rows // 2 * size
+        yield name, [Piece(name, 1, rank * inner, inner, 0), Piece(name, 1, full + rank * inner, inner, inner)]
+    elif kind == "down_proj":
+        yield name, [Piece(name, 2, rank * columns, columns, 0)]

@@ -5,11 +5,31 @@ False.
 import ctypes
 import importlib.util
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-_VERSION = 4
+_VERSION = 6
 _PANEL = 32
+WIDEN = 3
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+class LayerCall(ctypes.Structure):
+    """`struct layer` of cpu.c."""
+
+    _fields_ = (
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("cold_keys", _POINTER),
+        ("cold_values", _POINTER),
+        ("key_scales", _POINTER),
+        ("value_scales", _POINTER),
+        ("kv_heads", _LONG),
+        ("blocks", _LONG),
+        ("cold_blocks", _LONG),
+        ("dim", _LONG),
+    )
 
 
 class AttentionCall(ctypes.Structure):
@@ -20,17 +40,18 @@ class AttentionCall(ctypes.Structure):
         ("q", _POINTER),
         ("q_head_stride", _LONG),
         ("q_token_stride", _LONG),
-        ("keys", _POINTER),
-        ("values", _POINTER),
         ("tables", _POINTER),
+        ("hot_tables", _POINTER),
+        ("moves", _POINTER),
         ("width", _LONG),
+        ("move_count", _LONG),
+        ("first_cold", _LONG),
+        ("sink", _LONG),
+        ("hot_window", _LONG),
         ("owners", _POINTER),
         ("positions", _POINTER),
         ("tokens", _LONG),
         ("heads", _LONG),
-        ("kv_heads", _LONG),
-        ("blocks", _LONG),
-        ("dim", _LONG),
         ("window", _LONG),
         ("scale", _FLOAT),
         ("soft_cap", _FLOAT),
@@ -75,9 +96,12 @@ def _load() -> ctypes.CDLL | None:
     library = ctypes.CDLL(found.origin)  # after torch, whose OpenMP runtime it uses
     if ctypes.c_int.in_dll(library, "lockstep_cpu_version").value != _VERSION:
         return None
-    library.lockstep_attention.argtypes = (ctypes.POINTER(AttentionCall), _POINTER, _LONG, _INT)
+    layer = ctypes.POINTER(LayerCall)
+    library.lockstep_attention.argtypes = (ctypes.POINTER(AttentionCall), layer, _POINTER, _LONG, _INT)
     library.lockstep_attention.restype = None
-    library.lockstep_store.argtypes = (*[_POINTER] * 4, *[_LONG] * 4, _POINTER, *[_LONG] * 4)
+    library.lockstep_compress.argtypes = (layer, _POINTER, _LONG, _INT)
+    library.lockstep_compress.restype = None
+    library.lockstep_store.argtypes = (layer, _POINTER, _POINTER, *[_LONG] * 4, _POINTER, _LONG)
     library.lockstep_store.restype = None
     library.lockstep_add_rms_norm.argtypes = (*[_POINTER] * 4, _LONG, _LONG, _FLOAT)
     library.lockstep_add_rms_norm.restype = None
@@ -90,6 +114,7 @@ def _load() -> ctypes.CDLL | None:
     library.lockstep_rotated_attention.argtypes = (
         ctypes.POINTER(RopeCall),
         ctypes.POINTER(AttentionCall),
+        layer,
         _POINTER,
         _POINTER,
         _LONG,
@@ -112,30 +137,36 @@ def usable(head_dim: int) -> bool:
     return _library is not None and head_dim % 16 == 0 and head_dim <= 256
 
 
-def attention(call: AttentionCall, scratch: torch.Tensor, threads: int) -> None:
-    """Attention of one layer. scratch: [threads, longest context + 32] floats."""
+def attention_scratch(width: int, dim: int, *, widens: bool) -> int:
+    """Floats that a thread needs for scores over tables of `width` blocks, and for keys and values that it widens:
+    those in cold blocks, where a sequence has `WIDEN` tokens or more in the step.
+    """
+    return width * 16 * (1 + (2 * dim if widens else 0)) + 32
+
+
+def attention(call: AttentionCall, layer: LayerCall, scratch: torch.Tensor, threads: int) -> None:
+    """Attention of one layer. scratch: [threads, `attention_scratch`] floats."""
     assert _library is not None
-    _library.lockstep_attention(ctypes.byref(call), scratch.data_ptr(), scratch.shape[1], threads)
+    _library.lockstep_attention(ctypes.byref(call), ctypes.byref(layer), scratch.data_ptr(), scratch.shape[1], threads)
 
 
-def store(
-    key_cache: torch.Tensor, value_cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
-) -> None:
+def compress(layer: LayerCall, moves: NDArray[np.int32], threads: int) -> None:
+    """Make cold blocks of hot ones: moves [n, 2], a hot block and the cold one."""
+    assert _library is not None
+    _library.lockstep_compress(ctypes.byref(layer), moves.ctypes.data, len(moves), threads)
+
+
+def store(layer: LayerCall, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
     """Put keys and values [kv heads, tokens, dim] into a layer's cache (see `KvCache`) at `slots` [tokens]."""
     assert _library is not None
-    heads, blocks, dim, _ = key_cache.shape
     _library.lockstep_store(
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
+        ctypes.byref(layer),
         keys.data_ptr(),
         values.data_ptr(),
         *keys.stride()[:2],
         *values.stride()[:2],
         slots.data_ptr(),
         len(slots),
-        heads,
-        blocks,
-        dim,
     )
 
 
@@ -174,11 +205,18 @@ def rope(call: RopeCall) -> None:
 
 
 def rotated_attention(
-    rotation: RopeCall, call: AttentionCall, slots: torch.Tensor, scratch: torch.Tensor, threads: int
+    rotation: RopeCall,
+    call: AttentionCall,
+    layer: LayerCall,
+    slots: torch.Tensor,
+    scratch: torch.Tensor,
+    threads: int,
 ) -> None:
     """`rope`, `store` and `attention` of a layer in one call, from merged projections."""
     assert _library is not None
-    _library.lockstep_rotated_attention(rotation, call, slots.data_ptr(), scratch.data_ptr(), scratch.shape[1], threads)
+    _library.lockstep_rotated_attention(
+        rotation, call, layer, slots.data_ptr(), scratch.data_ptr(), scratch.shape[1], threads
+    )
 
 
 class PackedLinear:

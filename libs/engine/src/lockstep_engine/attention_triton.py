@@ -1,0 +1,171 @@
+"""Paged attention on a GPU: the Triton kernels, and what a step tells them.
+
+A step's sequences with one query go through the decode form of the kernel (keys split over programs), the others
+through the prefill form. `DecodeAttention` is the same for a step that is recorded once and replayed: it has its
+positions and tables from tensors that stay where they are.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lockstep_engine.attention import StepAttention, StepLayout
+from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.kernels import triton_attention, triton_compress, triton_store
+from lockstep_engine.kernels.triton_attention import Tiles
+from lockstep_engine.kernels.twins import Paged, Scoring
+from lockstep_engine.kv_cache import KvCache
+
+_ALIGNED = 4
+"""int32 numbers: tensors that begin at whole 16 bytes need one build of a kernel, others a second one."""
+_STRIDE = 16
+"""Likewise for strides that are multiples of this."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How queries and keys of merged projections are turned."""
+
+    cosine: torch.Tensor
+    """[tokens, rotated]"""
+    sine: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    """Weights [dim] of the norms of queries and keys before they are turned."""
+    eps: float
+    heads: int
+
+
+class TritonAttention(StepAttention):
+    """`StepAttention` by the Triton kernels."""
+
+    def __init__(self, cache: KvCache, step: StepLayout) -> None:
+        super().__init__(cache, step)
+        lengths = step.lengths
+        rows = (np.cumsum(lengths) - lengths).astype(np.int32)
+        hot_tables = step.tables if step.hot_tables is None else step.hot_tables
+        moves = np.empty((0, 2), np.int32) if step.moves is None else step.moves
+        single, self._long = (lengths == 1).nonzero()[0], (lengths > 1).nonzero()[0]
+        self._lengths = lengths
+        arrays = [step.tables, hot_tables, step.starts, lengths, rows, single, np.zeros_like(single), moves]
+        tables, hot, starts, counts, firsts, sequences, zeros, self._moves = _to_device(arrays, cache.keys.device)
+        self._paged = Paged(tables, hot, starts, counts, firsts, cache.rule)
+        splits = triton_attention.splits_for(max(1, len(single)), cache.kv_heads, cache.keys.device)
+        self._single = Tiles(sequences, zeros, 1, splits) if len(single) else None
+        self._long_tiles: dict[int, Tiles] = {}
+
+    def attend(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        bias: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `TorchAttention.attend`."""
+        queries, keys, values = (_laid_out(each) for each in (queries, keys, values))
+        triton_store.store(self._cache.layer(layer), keys, values, self._slots)
+        return self._attend(layer, queries, Scoring(scale, window, soft_cap, bias, sinks))
+
+    def attend_merged(
+        self, layer: int, qkv: torch.Tensor, rotation: Rotation, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """`attend`, from a layer's merged projections, whose queries are turned in place.
+
+        Args:
+            layer: number of the layer.
+            qkv: [tokens, (heads + 2 * kv heads) * head dim], contiguous.
+            rotation: how.
+            scale: of the scores.
+            window: as in `attend`.
+
+        Returns:
+            [tokens, heads * head dim].
+        """
+        triton_store.rotate_store(
+            self._cache.layer(layer),
+            qkv,
+            rotation.cosine,
+            rotation.sine,
+            self._slots,
+            heads=rotation.heads,
+            norms=rotation.norms,
+            eps=rotation.eps,
+        )
+        dim = self._cache.head_dim
+        queries = qkv.view(len(qkv), -1, dim)[:, : rotation.heads].transpose(0, 1)
+        return self._attend(layer, queries, Scoring(scale, window)).flatten(1)
+
+    def _attend(self, layer: int, queries: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        cache = self._cache.layer(layer)
+        if len(self._moves):
+            triton_compress.compress(cache, self._moves)
+        heads, tokens, dim = queries.shape
+        out = torch.empty(tokens, heads, dim, dtype=queries.dtype, device=queries.device)
+        for tiles in (self._single, self._prefill(heads // self._cache.kv_heads, queries.dtype)):
+            if tiles is not None:
+                triton_attention.attend(queries, cache, self._paged, scoring, tiles, out)
+        return out
+
+    def _prefill(self, per_head: int, dtype: torch.dtype) -> Tiles | None:
+        if not len(self._long):
+            return None
+        size = triton_attention.queries_a_tile(per_head, self._cache.head_dim, dtype)
+        if size not in self._long_tiles:
+            counts = -(-self._lengths[self._long] // size)
+            owners = np.repeat(self._long, counts)
+            firsts = (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+            sequences, first_queries = _to_device([owners, firsts], self._cache.keys.device)
+            self._long_tiles[size] = Tiles(sequences, first_queries, size)
+        return self._long_tiles[size]
+
+
+class DecodeAttention(TritonAttention):
+    """A step of sequences with one query each, from tensors on the device that may change between replays.
+
+    Args:
+        cache: the rank's cache.
+        positions: [sequences], int64, of the queries; -1: the row only fills the step up. It sees and stores nothing.
+        tables: [sequences, width], int32, as in `StepLayout`.
+    """
+
+    def __init__(self, cache: KvCache, positions: torch.Tensor, tables: torch.Tensor) -> None:
+        device, count = positions.device, len(positions)
+        self._cache = cache
+        self.positions = positions.clamp_min(0)
+        blocks = tables.gather(1, (self.positions // BLOCK_SIZE).unsqueeze(1)).squeeze(1).long()
+        slots = blocks * BLOCK_SIZE + self.positions % BLOCK_SIZE
+        self._slots = slots.masked_fill(positions < 0, -1)
+        every = torch.arange(count, dtype=torch.int32, device=device)
+        self._paged = Paged(tables, tables, positions.int(), torch.ones_like(every), every, cache.rule)
+        self._single = Tiles(
+            every, torch.zeros_like(every), 1, triton_attention.splits_for(count, cache.kv_heads, device)
+        )
+        self._moves = every.new_empty(0, 2)
+        self._long = np.empty(0, np.int64)
+
+
+def _laid_out(x: torch.Tensor) -> torch.Tensor:
+    """[heads, tokens, dim] with strides for which the same kernels serve any number of tokens."""
+    if x.stride(2) == 1 and x.shape[2] % _STRIDE == 0:
+        return x
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def _to_device(arrays: list[NDArray[np.integer]], device: torch.device) -> list[torch.Tensor]:
+    """int32 tensors of these shapes, in one copy."""
+    sizes = [array.size + -array.size % _ALIGNED for array in arrays]
+    ends = np.cumsum(sizes)
+    buffer = torch.empty(int(ends[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+    whole = buffer.numpy()
+    for array, end, size in zip(arrays, ends, sizes, strict=True):
+        whole[end - size : end - size + array.size] = array.reshape(-1)
+    there = buffer.to(device, non_blocking=True)
+    begins = (ends - sizes).tolist()
+    return [there[begin:][: array.size].view(array.shape) for begin, array in zip(begins, arrays, strict=True)]

@@ -1,0 +1,461 @@
+"""Paged attention for GPUs, over hot and cold blocks in one call, in Triton.
+
+A program takes a tile of queries (some tokens of one sequence, with all query heads of one key/value head, so that a
+key is read once for all of them) and walks over tiles of keys: first the blocks that its queries see cold, then those
+that they see hot, in one online softmax. Decode is the same kernel with one token a tile and a sequence's keys split
+over several programs, whose partial results a second kernel puts together.
+
+Nothing outside a sequence's tokens is ever read, so unused slots may hold anything. Tiles of keys begin at fixed
+positions: what a query computes for a key does not depend on the other queries of its tile.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.kernels import triton_fp8
+from lockstep_engine.kernels.triton_fp8 import decode
+from lockstep_engine.kernels.twins import Paged, Scoring
+from lockstep_engine.kv_cache import LayerCache
+
+_BLOCK = tl.constexpr(BLOCK_SIZE)
+_LOG2E = tl.constexpr(1.4426950408889634)
+MOST_SPLITS = 64
+"""A power of two."""
+_PROGRAMS_A_PROCESSOR = 4
+"""Of the decode kernel: enough of them to hide each other's waits for memory."""
+
+
+@triton.jit
+def _load_tile(keys, values, pieces, slots, d, held, seen, dim: tl.constexpr, padded: tl.constexpr):
+    """Keys [dim_pad, n] and values [n, dim_pad] of slots [n] in pieces [n] (a head's part of a block).
+
+    Keys of whole blocks that are `held`, so that 16 of them come in one access; the scores of those that are not to be
+    seen are put aside later. Values only where `seen`: a weight of 0 does not hide what is not a number.
+    """
+    key_held, value_seen = held[None, :], seen[:, None]
+    if padded:
+        key_held = key_held & (d < dim)[:, None]
+        value_seen = value_seen & (d < dim)[None, :]
+    base = pieces * (dim * _BLOCK)
+    key_at = keys + (base[None, :] + (d[:, None] * _BLOCK + slots[None, :]))
+    value_at = values + (base[:, None] + (slots[:, None] * dim + d[None, :]))
+    k = tl.load(tl.max_contiguous(tl.multiple_of(key_at, (1, _BLOCK)), (1, _BLOCK)), mask=key_held, other=0)
+    v = tl.load(value_at, mask=value_seen, other=0)
+    return k, v
+
+
+@triton.jit
+def _load_words(keys, values, key_pieces, key_held, pieces, slots, held, dim: tl.constexpr, dim_pad: tl.constexpr):
+    """The same from fp8 blocks, as words of four: keys [dim_pad, n / 4], values [n, dim_pad / 4]."""
+    d = tl.arange(0, dim_pad)
+    word = tl.arange(0, dim_pad // 4)
+    key_word = tl.arange(0, key_pieces.shape[0]) % (_BLOCK // 4)
+    key_mask, value_mask = key_held[None, :], held[:, None]
+    if dim_pad > dim:
+        key_mask = key_mask & (d < dim)[:, None]
+        value_mask = value_mask & (word < dim // 4)[None, :]
+    piece_words: tl.constexpr = dim * _BLOCK // 4
+    key_at = keys + ((key_pieces * piece_words)[None, :] + (d[:, None] * (_BLOCK // 4) + key_word[None, :]))
+    value_at = values + ((pieces * piece_words)[:, None] + (slots[:, None] * (dim // 4) + word[None, :]))
+    k = tl.load(tl.max_contiguous(tl.multiple_of(key_at, (1, _BLOCK)), (1, _BLOCK // 4)), mask=key_mask, other=0)
+    v = tl.load(value_at, mask=value_mask, other=0)
+    return k, v
+
+
+@triton.jit
+def _fold(acc, peak, total, scores, visible, v, v_scales, scaled: tl.constexpr):
+    """One tile of keys into the online softmax (Milakov and Gimelshein 2018); scores are in units of log 2."""
+    scores = tl.where(visible, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    shrink = tl.exp2(peak - base)
+    weights = tl.exp2(scores - base[:, None])
+    total = total * shrink + tl.sum(weights, 1)
+    acc = acc * shrink[:, None]
+    if scaled:
+        # The largest scale stays outside, or half precision would lose the weights of small values.
+        most = tl.maximum(tl.max(v_scales, 0), 1e-37)
+        weights = weights * (v_scales / most)[None, :]
+        acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee") * most
+    else:
+        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, new_peak, total
+
+
+@triton.jit
+def _score(q, k, key_scales, keys_at, bias, bias_row, visible, scale, soft_cap, scaled: tl.constexpr,
+           capped: tl.constexpr, biased: tl.constexpr):  # fmt: skip
+    """Scores [m, n] of queries and keys in units of log 2; `scale` is in these units unless something follows it."""
+    scores = tl.dot(q, k, input_precision="ieee") * scale
+    if scaled:
+        scores = scores * key_scales[None, :]
+    if capped:
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * _LOG2E / soft_cap)) + 1.0))
+    if biased:
+        scores += tl.load(bias + bias_row[:, None] + keys_at[None, :], mask=visible, other=0.0)
+    if capped or biased:
+        scores = scores * _LOG2E
+    return scores
+
+
+@triton.jit(do_not_specialize=["hot_blocks", "cold_blocks", "width", "window", "sink_blocks", "hot_window",
+                               "bias_stride", "splits"])  # fmt: skip
+def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: what is apart in it costs registers
+    out, partial, stats,
+    q, q_head_stride, q_token_stride,
+    keys, values, hot_blocks,
+    cold_keys, cold_values, key_scales, value_scales, cold_blocks,
+    tables, hot_tables, width, tile_sequences, tile_firsts, starts, lengths, rows,
+    bias, bias_stride, sinks,
+    scale, soft_cap, window, sink_blocks, hot_window, splits,
+    per_head: tl.constexpr, dim: tl.constexpr, dim_pad: tl.constexpr,
+    block_m: tl.constexpr, block_q: tl.constexpr, block_n: tl.constexpr, split_up: tl.constexpr,
+    windowed: tl.constexpr, capped: tl.constexpr, biased: tl.constexpr, sunk: tl.constexpr,
+    compressed: tl.constexpr, scaled: tl.constexpr, native: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence = tl.load(tile_sequences + tile)
+    first = tl.load(tile_firsts + tile)
+    start = tl.load(starts + sequence)
+    length = tl.load(lengths + sequence)
+
+    # Row m is token m // per_head of the tile, for query head m % per_head of this key/value head.
+    m = tl.arange(0, block_m)
+    token = first + m // per_head
+    head = kv_head * per_head + m % per_head
+    valid = (m < block_q * per_head) & (token < length)
+    position = start + token
+    d = tl.arange(0, dim_pad)
+    row = (tl.load(rows + sequence) + token).to(tl.int64)
+    inside = valid[:, None] & (d < dim)[None, :]
+    q_at = row[:, None] * q_token_stride + head[:, None] * q_head_stride + d[None, :]
+    queries = tl.load(q + q_at, mask=inside, other=0.0)
+
+    # Which keys: [begin, end), of which blocks [sink_blocks, cold_end) are seen cold by some query of the tile and
+    # those before sink_blocks or from hot_begin on are seen hot by some.
+    first_position = start + first
+    end = start + tl.minimum(first + block_q, length)
+    begin = tl.maximum(first_position - window + 1, 0) if windowed else 0
+    end_block = (end + _BLOCK - 1) // _BLOCK
+    begin_block = begin // _BLOCK
+    first_tile = begin // block_n
+    end_tile = (end + block_n - 1) // block_n
+    cold_tile, cold_tiles, hot_tile, sink_tiles, cold_end, hot_begin = 0, 0, first_tile, 0, 0, 0
+    if compressed:
+        cold_end = tl.maximum((end - 1) // _BLOCK - hot_window, 0)
+        hot_begin = tl.maximum(first_position // _BLOCK - hot_window, 0)
+        cold_tile = tl.maximum(begin, sink_blocks * _BLOCK) // block_n
+        cold_tiles = tl.maximum((cold_end * _BLOCK + block_n - 1) // block_n - cold_tile, 0)
+        if hot_begin > sink_blocks:
+            hot_tile = tl.maximum(begin, hot_begin * _BLOCK) // block_n
+            sink_end = tl.minimum((sink_blocks * _BLOCK + block_n - 1) // block_n, hot_tile)
+            sink_tiles = tl.maximum(sink_end - first_tile, 0)
+    tiles = cold_tiles + sink_tiles + tl.maximum(end_tile - hot_tile, 0)
+    share = (tiles + splits - 1) // splits
+    share_begin = tl.minimum(split * share, tiles)
+    share_end = tl.minimum(share_begin + share, tiles)
+
+    peak = tl.full((block_m,), float("-inf"), tl.float32)
+    total = tl.full((block_m,), 0.0, tl.float32)
+    if sunk:  # noqa: SIM102 - one is known when the kernel is built
+        if split == 0:
+            peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * _LOG2E
+            total = tl.full((block_m,), 1.0, tl.float32)
+    acc = tl.full((block_m, dim_pad), 0.0, tl.float32)
+    n = tl.arange(0, block_n)
+    slots = n % _BLOCK
+    table = sequence.to(tl.int64) * width
+    bias_row = head * bias_stride
+
+    if compressed:
+        cold_queries, cold_scale = queries, tl.full((block_m, 1), scale, tl.float32)
+        if scaled and queries.dtype != tl.float32:
+            # GPUs turn fp8 into float16 much faster than into bfloat16; queries are scaled into its range.
+            wide = queries.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)[:, None]
+            cold_queries, cold_scale = (wide / largest).to(tl.float16), largest * scale
+        for step in range(share_begin, tl.minimum(share_end, cold_tiles)):
+            at = (cold_tile + step) * block_n + n
+            block = (cold_tile + step) * (block_n // _BLOCK) + n // _BLOCK
+            held = (block >= begin_block) & (block >= sink_blocks) & (block < cold_end)
+            ids = tl.load(tables + table + block, mask=held, other=hot_blocks) - hot_blocks
+            pieces = kv_head.to(tl.int64) * cold_blocks + ids
+            k_scales = tl.full((block_n,), 0.0, tl.float32)
+            v_scales = k_scales
+            if scaled:
+                key_block = (cold_tile + step) * (block_n // _BLOCK) + tl.arange(0, block_n // 4) // (_BLOCK // 4)
+                key_held = (key_block >= begin_block) & (key_block >= sink_blocks) & (key_block < cold_end)
+                key_ids = tl.load(tables + table + key_block, mask=key_held, other=hot_blocks) - hot_blocks
+                key_pieces = kv_head.to(tl.int64) * cold_blocks + key_ids
+                k, v = _load_words(cold_keys, cold_values, key_pieces, key_held, pieces, slots, held, dim, dim_pad)
+                k, v = decode(k, cold_queries.dtype, native), decode(v, cold_queries.dtype, native)
+                k_scales = tl.load(key_scales + pieces * _BLOCK + slots, mask=held, other=0.0)
+                v_scales = tl.load(value_scales + pieces * _BLOCK + slots, mask=held, other=0.0)
+            else:
+                k, v = _load_tile(cold_keys, cold_values, pieces, slots, d, held, held, dim, dim_pad > dim)
+            visible = valid[:, None] & held[None, :]
+            visible = visible & (block[None, :] < (position // _BLOCK - hot_window)[:, None])
+            if windowed:
+                visible = visible & (at[None, :] > (position - window)[:, None])
+            scores = _score(
+                cold_queries, k, k_scales, at, bias, bias_row, visible, cold_scale, soft_cap, scaled, capped, biased
+            )
+            acc, peak, total = _fold(acc, peak, total, scores, visible, v, v_scales, scaled)
+
+    for step in range(tl.maximum(share_begin, cold_tiles), share_end):
+        hot_step = step - cold_tiles
+        key_tile = tl.where(hot_step < sink_tiles, first_tile + hot_step, hot_tile + hot_step - sink_tiles)
+        at = key_tile * block_n + n
+        block = key_tile * (block_n // _BLOCK) + n // _BLOCK
+        held = (block >= begin_block) & (block < end_block)
+        if compressed:
+            held = held & ((block < sink_blocks) | (block >= hot_begin))
+        ids = tl.load(hot_tables + table + block, mask=held, other=0)
+        pieces = kv_head.to(tl.int64) * hot_blocks + ids
+        seen = held & (at < end)
+        k, v = _load_tile(keys, values, pieces, slots, d, held, seen, dim, dim_pad > dim)
+        visible = valid[:, None] & seen[None, :] & (at[None, :] <= position[:, None])
+        if compressed:
+            recent = block[None, :] >= (position // _BLOCK - hot_window)[:, None]
+            visible = visible & (recent | (block < sink_blocks)[None, :])
+        if windowed:
+            visible = visible & (at[None, :] > (position - window)[:, None])
+        none = tl.full((block_n,), 0.0, tl.float32)
+        scores = _score(queries, k, none, at, bias, bias_row, visible, scale, soft_cap, False, capped, biased)
+        acc, peak, total = _fold(acc, peak, total, scores, visible, v, none, False)
+
+    if not split_up:
+        heads = tl.num_programs(1) * per_head
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        out_at = (row * heads + head)[:, None] * dim + d[None, :]
+        tl.store(out + out_at, result.to(out.dtype.element_ty), mask=inside)
+    else:
+        kept = block_q * per_head
+        part = ((tile * tl.num_programs(1) + kv_head) * kept + m).to(tl.int64) * splits + split
+        tl.store(partial + part[:, None] * dim + d[None, :], acc, mask=inside & (total > 0.0)[:, None])
+        tl.store(stats + part * 2, peak, mask=valid)
+        tl.store(stats + part * 2 + 1, total, mask=valid)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _reduce(
+    out, partial, stats, tile_sequences, tile_firsts, lengths, rows, splits,
+    per_head: tl.constexpr, dim: tl.constexpr, dim_pad: tl.constexpr,
+    block_q: tl.constexpr, most_splits: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """A row's result from the partial ones of its splits; those that saw no key have a total of 0."""
+    tile, kv_head, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    sequence = tl.load(tile_sequences + tile)
+    token = tl.load(tile_firsts + tile) + m // per_head
+    if token < tl.load(lengths + sequence):
+        heads = tl.num_programs(1) * per_head
+        base = ((tile * tl.num_programs(1) + kv_head) * (block_q * per_head) + m).to(tl.int64) * splits
+        d = tl.arange(0, dim_pad)
+        every = tl.arange(0, most_splits)
+        peaks = tl.load(stats + (base + every) * 2, mask=every < splits, other=float("-inf"))
+        totals = tl.load(stats + (base + every) * 2 + 1, mask=every < splits, other=0.0)
+        top = tl.max(peaks, 0)
+        top = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(totals * tl.exp2(peaks - top), 0)
+        acc = tl.full((dim_pad,), 0.0, tl.float32)
+        for begin in range(0, splits, chunk):
+            split = begin + tl.arange(0, chunk)
+            part = base + split
+            weight = tl.exp2(tl.load(stats + part * 2, mask=split < splits, other=float("-inf")) - top)
+            saw = tl.load(stats + part * 2 + 1, mask=split < splits, other=0.0) > 0.0
+            mask = saw[:, None] & (d < dim)[None, :]
+            rows_of = tl.load(partial + part[:, None] * dim + d[None, :], mask=mask, other=0.0)
+            acc += tl.sum(rows_of * weight[:, None], 0)
+        row = (tl.load(rows + sequence) + token).to(tl.int64)
+        head = kv_head * per_head + m % per_head
+        result = acc / tl.where(total == 0.0, 1.0, total)
+        tl.store(out + (row * heads + head) * dim + d, result.to(out.dtype.element_ty), mask=d < dim)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of queries on the device: each some successive queries of a sequence."""
+
+    sequences: torch.Tensor
+    """[tiles], int32."""
+    firsts: torch.Tensor
+    """[tiles], int32: the first query, counted from the sequence's first of the step."""
+    queries: int
+    """A tile has this many at most."""
+    splits: int = 1
+    """Programs that share a tile's keys."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a program works: what is tuned, and changes no result beyond rounding."""
+
+    keys: int
+    """In a tile; a multiple of 16."""
+    warps: int
+    stages: int
+
+
+def attend(
+    queries: torch.Tensor,
+    layer: LayerCache,
+    paged: Paged,
+    scoring: Scoring,
+    tiles: Tiles,
+    out: torch.Tensor,
+    shape: Shape | None = None,
+) -> None:
+    """Attention of the queries in `tiles` over their sequences' cached keys and values; twin: `twins.attend`.
+
+    Args:
+        queries: [heads, tokens, dim], last stride 1; heads is a multiple of the layer's kv heads. float16, bfloat16 or
+            float32, like the hot blocks.
+        layer: the layer's blocks. Keys [kv heads, blocks, dim, 16], values [kv heads, blocks, 16, dim], contiguous;
+            cold ones uint8 with float32 scales [kv heads, blocks, 16] (dim a multiple of 4), or in the hot blocks'
+            type without.
+        paged: the step's sequences.
+        scoring: `bias` and `sinks` float32.
+        tiles: which queries.
+        out: [tokens, heads, dim], contiguous, of the queries' type; rows of other queries are left alone.
+        shape: None: the one for these types and widths.
+
+    Raises:
+        ValueError: a shape, type or layout is not as above.
+    """
+    _check(queries, layer, paged, scoring, tiles, out)
+    heads, _, dim = queries.shape
+    kv_heads, hot_blocks = layer.keys.shape[:2]
+    per_head = heads // kv_heads
+    cold = layer.cold
+    scaled = cold is not None and cold.key_scales is not None
+    dim_pad = max(16, triton.next_power_of_2(dim))
+    block_m = max(16, triton.next_power_of_2(tiles.queries * per_head))
+    shape = shape or shape_for(dim_pad, block_m, queries.dtype)
+    count, splits = len(tiles.sequences), tiles.splits
+    rows = count * kv_heads * tiles.queries * per_head
+    partial = stats = out
+    if splits > 1:
+        partial = torch.empty(rows * splits * dim, dtype=torch.float32, device=out.device)
+        stats = torch.empty(rows * splits * 2, dtype=torch.float32, device=out.device)
+    plain = scoring.soft_cap is None and scoring.bias is None
+    _attend[count, kv_heads, splits](
+        out, partial, stats,
+        queries, queries.stride(0) if heads > 1 else dim, queries.stride(1),
+        layer.keys, layer.values, hot_blocks,
+        layer.keys if cold is None else cold.keys.view(torch.int32) if scaled else cold.keys,
+        layer.values if cold is None else cold.values.view(torch.int32) if scaled else cold.values,
+        cold.key_scales if cold is not None and scaled else stats,
+        cold.value_scales if cold is not None and scaled else stats,
+        1 if cold is None else cold.keys.shape[1],
+        paged.tables, paged.hot_tables, paged.tables.shape[1],
+        tiles.sequences, tiles.firsts, paged.starts, paged.lengths, paged.rows,
+        stats if scoring.bias is None else scoring.bias, 0 if scoring.bias is None else scoring.bias.shape[1],
+        stats if scoring.sinks is None else scoring.sinks,
+        scoring.scale * _LOG2E.value if plain else scoring.scale, scoring.soft_cap or 0.0, scoring.window or 0,
+        paged.sink, paged.hot_window, splits,
+        per_head=per_head, dim=dim, dim_pad=dim_pad,
+        block_m=block_m, block_q=tiles.queries, block_n=shape.keys, split_up=splits > 1,
+        windowed=scoring.window is not None, capped=scoring.soft_cap is not None, biased=scoring.bias is not None,
+        sunk=scoring.sinks is not None, compressed=cold is not None, scaled=scaled,
+        native=triton_fp8.native(),
+        num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+    if splits > 1:
+        _reduce[count, kv_heads, tiles.queries * per_head](
+            out, partial, stats, tiles.sequences, tiles.firsts, paged.lengths, paged.rows, splits,
+            per_head=per_head, dim=dim, dim_pad=dim_pad,
+            block_q=tiles.queries, most_splits=MOST_SPLITS, chunk=16, num_warps=4,
+        )  # fmt: skip
+
+
+def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype) -> Shape:
+    """What fits the registers and shared memory of GPUs since Ampere."""
+    if dtype is torch.float32:
+        return Shape(keys=32 if dim_pad <= 128 else 16, warps=4, stages=1)
+    if block_m <= 32:  # decode: as many bytes on their way as possible
+        return Shape(keys=128 if dim_pad <= 128 else 64, warps=4, stages=2)
+    return Shape(keys=64 if dim_pad <= 128 else 32, warps=8 if block_m > 64 or dim_pad > 128 else 4, stages=2)
+
+
+def queries_a_tile(per_head: int, dim: int, dtype: torch.dtype) -> int:
+    """Successive queries of a sequence that share a program in prefill; each has `per_head` heads in it."""
+    rows = 16 if dtype is torch.float32 else 128 if dim <= 128 else 64
+    return max(1, rows // per_head)
+
+
+def splits_for(tiles: int, kv_heads: int, device: torch.device) -> int:
+    """Over how many programs a decoding sequence's keys are split, so that they fill the GPU."""
+    return max(1, min(MOST_SPLITS, _PROGRAMS_A_PROCESSOR * _processors(device) // (tiles * kv_heads)))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _check(
+    queries: torch.Tensor, layer: LayerCache, paged: Paged, scoring: Scoring, tiles: Tiles, out: torch.Tensor
+) -> None:
+    heads, tokens, dim = queries.shape
+    kv_heads, blocks = layer.keys.shape[:2]
+    sequences = len(paged.starts)
+    cold = layer.cold
+    checks = (
+        (queries.stride(2) == 1, "queries are not contiguous in their last dimension"),
+        (heads % kv_heads == 0, f"{heads} heads do not share {kv_heads} key/value heads evenly"),
+        (layer.keys.shape == (kv_heads, blocks, dim, BLOCK_SIZE), f"keys are {tuple(layer.keys.shape)}"),
+        (layer.values.shape == (kv_heads, blocks, BLOCK_SIZE, dim), f"values are {tuple(layer.values.shape)}"),
+        (layer.keys.is_contiguous() and layer.values.is_contiguous(), "the cache is not contiguous"),
+        (queries.dtype == layer.keys.dtype == layer.values.dtype == out.dtype, "types differ"),
+        (queries.dtype in _TYPES, f"{queries.dtype} is not supported"),
+        (cold is None or _cold_fits(layer), "cold blocks do not fit the hot ones"),
+        (out.shape == (tokens, heads, dim) and out.is_contiguous(), "out is not [tokens, heads, dim]"),
+        (
+            all(each.dtype is torch.int32 and each.is_contiguous() for each in _indices(paged, tiles)),
+            "tables and positions are not contiguous int32",
+        ),
+        (
+            paged.tables.shape == paged.hot_tables.shape and len(paged.tables) == sequences,
+            "tables are not [sequences, width]",
+        ),
+        (len(paged.lengths) == len(paged.rows) == sequences, "starts, lengths and rows differ in length"),
+        (1 <= tiles.splits <= MOST_SPLITS, f"{tiles.splits} splits"),
+        (scoring.bias is None or len(scoring.bias) == heads, "bias is not [heads, positions]"),
+        (scoring.sinks is None or scoring.sinks.shape == (heads,), "sinks is not [heads]"),
+    )
+    for holds, sentence in checks:
+        if not holds:
+            raise ValueError(f"attend: {sentence}")
+
+
+_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _indices(paged: Paged, tiles: Tiles) -> tuple[torch.Tensor, ...]:
+    return (
+        paged.tables, paged.hot_tables, paged.starts, paged.lengths, paged.rows, tiles.sequences, tiles.firsts
+    )  # fmt: skip
+
+
+def _cold_fits(layer: LayerCache) -> bool:
+    cold = layer.cold
+    assert cold is not None
+    kv_heads, _, dim, _ = layer.keys.shape
+    blocks = cold.keys.shape[1]
+    scales = cold.key_scales, cold.value_scales
+    plain = all(each is None for each in scales)
+    fp8 = dim % 4 == 0 and all(each is not None and each.shape == (kv_heads, blocks, BLOCK_SIZE) for each in scales)
+    dtype = layer.keys.dtype if plain else torch.uint8
+    return (
+        (plain or fp8)
+        and cold.keys.dtype == cold.values.dtype == dtype
+        and cold.keys.shape == (kv_heads, blocks, dim, BLOCK_SIZE)
+        and cold.values.shape == (kv_heads, blocks, BLOCK_SIZE, dim)
+        and cold.keys.is_contiguous()
+        and cold.values.is_contiguous()
+    )

@@ -1,0 +1,77 @@
+"""Cold blocks out of hot ones, in Triton: e4m3 codes and a scale for each token and head. Bit for bit what
+`kv_cache.quantize` makes.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.kernels import triton_fp8
+from lockstep_engine.kernels.triton_fp8 import encode
+from lockstep_engine.kv_cache import LayerCache
+
+_BLOCK = tl.constexpr(BLOCK_SIZE)
+
+
+@triton.jit
+def _quantize(x, axis: tl.constexpr, native: tl.constexpr):
+    peaks = tl.maximum(tl.max(tl.abs(x), axis), 1e-30)
+    factors = tl.div_rn(tl.full(peaks.shape, 448.0, tl.float32), peaks)
+    scaled = x * tl.expand_dims(factors, axis)
+    codes = encode(tl.minimum(tl.maximum(scaled, -448.0), 448.0), native)
+    return codes, peaks * (1.0 / 448.0)
+
+
+@triton.jit(do_not_specialize=["hot_blocks", "cold_blocks"])
+def _compress(
+    keys, values, hot_blocks, cold_keys, cold_values, key_scales, value_scales, cold_blocks, moves,
+    dim: tl.constexpr, dim_pad: tl.constexpr, scaled: tl.constexpr, native: tl.constexpr,
+):  # fmt: skip
+    move, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    source = head * hot_blocks + tl.load(moves + 2 * move)
+    target = head * cold_blocks + tl.load(moves + 2 * move + 1)
+    d = tl.arange(0, dim_pad)
+    slot = tl.arange(0, _BLOCK)
+    key_at, value_at = d[:, None] * _BLOCK + slot[None, :], slot[:, None] * dim + d[None, :]
+    key_inside = (d < dim)[:, None] & (slot < _BLOCK)[None, :]
+    value_inside = (slot < _BLOCK)[:, None] & (d < dim)[None, :]
+    k = tl.load(keys + source * (dim * _BLOCK) + key_at, mask=key_inside, other=0.0)
+    v = tl.load(values + source * (dim * _BLOCK) + value_at, mask=value_inside, other=0.0)
+    if scaled:
+        k, k_scales = _quantize(k.to(tl.float32), 0, native)
+        v, v_scales = _quantize(v.to(tl.float32), 1, native)
+        tl.store(key_scales + target * _BLOCK + slot, k_scales)
+        tl.store(value_scales + target * _BLOCK + slot, v_scales)
+    tl.store(cold_keys + target * (dim * _BLOCK) + key_at, k, mask=key_inside)
+    tl.store(cold_values + target * (dim * _BLOCK) + value_at, v, mask=value_inside)
+
+
+def compress(layer: LayerCache, moves: torch.Tensor) -> None:
+    """Make cold blocks of full hot ones; twin: `KvCache.compress`.
+
+    Args:
+        layer: hot keys [kv heads, blocks, dim, 16] and values [kv heads, blocks, 16, dim] in float16, bfloat16 or
+            float32; cold ones of these shapes in uint8 with float32 scales [kv heads, cold blocks, 16], or in the hot
+            blocks' type without. All contiguous.
+        moves: [n, 2], int32, contiguous: the hot block and the cold one.
+
+    Raises:
+        ValueError: a shape, type or layout is not as above.
+    """
+    cold = layer.cold
+    if cold is None or moves.dtype is not torch.int32 or moves.dim() != 2 or not moves.is_contiguous():
+        raise ValueError(f"compress: moves {tuple(moves.shape)} of {moves.dtype}, or no cold blocks to fill")
+    kv_heads, hot_blocks, dim, _ = layer.keys.shape
+    key_scales, value_scales = cold.key_scales, cold.value_scales
+    scaled = key_scales is not None and value_scales is not None
+    if cold.keys.dtype != (torch.uint8 if scaled else layer.keys.dtype):
+        raise ValueError(f"compress: cold blocks of {cold.keys.dtype}, scales: {scaled}")
+    if len(moves):
+        _compress[len(moves), kv_heads](
+            layer.keys, layer.values, hot_blocks, cold.keys, cold.values,
+            layer.keys if key_scales is None else key_scales,
+            layer.keys if value_scales is None else value_scales,
+            cold.keys.shape[1], moves,
+            dim=dim, dim_pad=triton.next_power_of_2(dim), scaled=scaled, native=triton_fp8.native(), num_warps=4,
+        )  # fmt: skip

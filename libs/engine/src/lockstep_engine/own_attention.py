@@ -1,0 +1,165 @@
+"""Forwards of ours for attention modules whose own call no attention function, or keep more than they need.
+
+They take the place of the modules' `forward`; their projections and norms stay what they are in the model.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep_engine.attention import StepAttention
+from lockstep_engine.linear import HeadExpansion, HeadShard
+
+
+@dataclass
+class CurrentStep:
+    """Where attention modules find the step that is being computed. One for a model."""
+
+    attention: StepAttention | None = None
+    calls: int = 0
+    """Layers that have come to it."""
+
+    def begin(self, attention: StepAttention) -> None:
+        """A new step."""
+        self.attention, self.calls = attention, 0
+
+    def attend(
+        self, module: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
+        """See `StepAttention.attend`; what is None in `how` is left out."""
+        assert self.attention is not None
+        self.calls += 1
+        given = {name: value for name, value in how.items() if value is not None}
+        return self.attention.attend(module.layer_idx, queries, keys, values, **given)
+
+
+class KeyBias:
+    """Attention with linear biases (Press et al. 2022): what is added to a head's score by the position of the key.
+
+    A softmax does not change when a row's scores are moved together, so that the query's position plays no part.
+
+    Args:
+        table: [heads, context length].
+    """
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The table, on `device`."""
+        if self._table.device != device:
+            self._table = self._table.to(device)
+        return self._table
+
+
+def interleaved_attention(
+    self: Any,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """BLOOM's and Falcon's: [1, tokens, hidden] to the same. BLOOM's adds the residual, too."""
+    qkv = self.query_key_value(hidden_states)[0]
+    tokens, heads = qkv.shape[0], self.num_heads
+    qkv = qkv.view(tokens, getattr(self, "num_kv_heads", heads), -1, self.head_dim)
+    queries = qkv[:, :, :-2].reshape(tokens, heads, self.head_dim).transpose(0, 1)
+    keys, values = qkv[:, :, -2].transpose(0, 1), qkv[:, :, -1].transpose(0, 1)
+    bias = None
+    if self.key_bias is None:
+        assert position_embeddings is not None
+        rotated = _code_of(self).apply_rotary_pos_emb(queries[None], keys[None], *position_embeddings)
+        queries, keys = rotated[0][0], rotated[1][0]
+    else:
+        bias = self.key_bias.on(queries.device)
+    scale = self.head_dim**-0.5
+    out = self.current_step.attend(self, queries, keys, values, scale=scale, bias=bias)
+    projected: torch.Tensor = self.dense(out.reshape(1, tokens, -1))
+    return projected if residual is None else projected + residual, None
+
+
+def latent_attention(
+    self: Any, hidden_states: torch.Tensor, position_embeddings: Any, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """DeepSeek's multi-head latent attention: one latent and one rotary key a token are cached, for all heads."""
+    if self.q_lora_rank is None:
+        queries = self.q_proj(hidden_states)
+    else:
+        queries = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+    tokens = hidden_states.shape[1]
+    plain, rotary = (
+        queries.view(1, tokens, -1, self.qk_head_dim)
+        .transpose(1, 2)
+        .split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+    )
+    latent, key = self.kv_a_proj_with_mqa(hidden_states).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+    rotary, key = _rotate_interleaved(self, rotary, key.unsqueeze(1), position_embeddings)
+    expansion: HeadExpansion = self.kv_b_proj
+    turned = torch.cat([expansion.turn(plain[0]), rotary[0]], dim=-1)
+    cached = torch.cat([self.kv_a_layernorm(latent), key[:, 0]], dim=-1)
+    out = self.current_step.attend(self, turned, cached, cached, scale=self.scaling)
+    sums = expansion.expand(out[..., : self.kv_lora_rank].transpose(0, 1))
+    projected: torch.Tensor = self.o_proj(sums.transpose(0, 1).reshape(1, tokens, -1))
+    return projected, None
+
+
+def _rotate_interleaved(
+    module: Any, queries: torch.Tensor, keys: torch.Tensor, position_embeddings: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each version of DeepSeek's code has a way of its own."""
+    code = _code_of(module)
+    if isinstance(position_embeddings, torch.Tensor):  # complex numbers
+        rotated = code.apply_rotary_emb(queries, keys, position_embeddings)
+    elif getattr(module.config, "rope_interleave", False):
+        rotated = code.apply_rotary_pos_emb_interleave(queries, keys, *position_embeddings)
+    else:
+        rotated = code.apply_rotary_pos_emb(queries, keys, *position_embeddings)
+    return rotated[0], rotated[1]
+
+
+_FORWARDS: dict[str, Callable[..., tuple[torch.Tensor, None]]] = {
+    "interleaved": interleaved_attention,
+    "latent": latent_attention,
+}
+
+
+def prepare_attention(
+    model: nn.Module, step: CurrentStep, forward: str | None, heads: HeadShard, context_length: int, dtype: torch.dtype
+) -> bool:
+    """Show a model's attention modules where the step is; give them a forward of ours if one is named.
+
+    Returns:
+        Whether they need attention that only plain torch has.
+    """
+    bias = _key_bias(model, heads, context_length, dtype) if forward == "interleaved" else None
+    sinks = False
+    for module in model.modules():
+        if isinstance(getattr(module, "layer_idx", None), int):
+            module.current_step = step  # type: ignore[assignment]
+            sinks |= hasattr(module, "sinks")
+            if forward is not None and hasattr(module, "head_dim" if forward == "interleaved" else "kv_b_proj"):
+                module.key_bias = bias  # type: ignore[assignment]
+                module.forward = MethodType(_FORWARDS[forward], module)
+    return sinks or bias is not None
+
+
+def _key_bias(model: Any, heads: HeadShard, context_length: int, dtype: torch.dtype) -> KeyBias | None:
+    """In the values that the model's own code has, rounded as it rounds them."""
+    config = model.config
+    if not getattr(config, "alibi", True):  # BLOOM has no such setting
+        return None
+    every = torch.ones(1, context_length, dtype=torch.long)
+    table = _code_of(model).build_alibi_tensor(every, heads.whole, dtype).view(heads.whole, context_length)
+    if config.model_type == "falcon":
+        table = table / (config.hidden_size // heads.whole) ** 0.5
+    return KeyBias(table.narrow(0, heads.first, heads.count).float().contiguous())
+
+
+def _code_of(module: nn.Module) -> Any:
+    """The Python module that a model's class is written in."""
+    return sys.modules[type(module).__module__]

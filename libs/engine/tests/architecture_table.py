@@ -1,0 +1,54 @@
+"""Writes docs/architectures.md from what `test_architectures.py` tests."""
+
+from pathlib import Path
+
+from checkpoints import CASES
+from lockstep_engine.architectures import ARCHITECTURES, REFUSED
+
+PAGE = Path(__file__).parents[3] / "docs/architectures.md"
+_HEAD = """\
+# Architectures
+
+Written by `python libs/engine/tests/architecture_table.py` from what `libs/engine/tests/test_architectures.py` tests.
+
+For each architecture a small random checkpoint is made and computed by `transformers` and by the engine, on the CPU in
+float32: the logits of a prompt in two chunks and of single tokens after it are equal (1e-4) on each of the numbers of
+ranks (tp) named here, and 32 greedy tokens on one and two. Any tp that divides the attention heads runs; key/value
+heads are repeated when there are fewer than ranks. What cannot be split is refused with the reason.
+
+Deterministic: a token gets the same bits alone, in any chunk and beside any neighbours. A rank finds out at its start
+whether that holds for its model on its machine; `status().deterministic` has the answer. Routers with a sigmoid need a
+number of experts that is a multiple of 32 for it, as all published ones have.
+
+| architecture (`model_type`) | tp tested | deterministic on the CPU | notes |
+|---|---|---|---|
+"""
+_TAIL = """
+Others are refused. Known reasons:
+
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return _HEAD + "".join(map(_row, sorted(ARCHITECTURES))) + _TAIL + "".join(map(_reason, _reasons()))
+
+
+def _row(model_type: str) -> str:
+    cases = [case for case in CASES.values() if case.model_type == model_type]
+    tps = ", ".join(map(str, sorted({tp for case in cases for tp in case.tps})))
+    exact = "yes" if all(case.exact for case in cases) else "no"
+    return f"| {model_type} | {tps} | {exact} | {ARCHITECTURES[model_type].note} |\n"
+
+
+def _reasons() -> list[str]:
+    return sorted(set(REFUSED.values()))
+
+
+def _reason(reason: str) -> str:
+    names = ", ".join(sorted(name for name, each in REFUSED.items() if each == reason))
+    return f"- {reason}: {names}\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -1,0 +1,52 @@
+"""Runs a rank on a GPU on paper, whose kernels are built and compute nothing, and says how many it builds until it is
+ready and how many after that, while it serves requests of many lengths: run by `test_triton_builds.py` in a process of
+its own.
+
+    python build_rank.py CHECKPOINT_NAME
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from checkpoints import make
+from in_process_rank import InProcessRank
+from lockstep_engine import SamplingParams
+from lockstep_engine.kernels import gpu, triton_attention
+from paper_gpu import PaperGpu
+
+PROCESSORS = 16
+SEQUENCES = 40
+"""More than this many processors split the keys of."""
+
+
+def main():
+    paper = PaperGpu(90, examine=False).install()
+    gpu.usable = lambda *_: True
+    triton_attention._processors = lambda device: PROCESSORS
+    with tempfile.TemporaryDirectory() as folder:
+        path, _ = make(sys.argv[1], Path(folder))
+        settings = {"max_seqs": SEQUENCES, "max_batch_tokens": 64, "kv_hot_window": 16, "kv_memory_bytes": 2**24}
+        with InProcessRank(path, device="cpu", dtype="bfloat16", deterministic=False, threads=1, **settings) as served:
+            ready = paper.compiled
+            requests = [
+                ([5 + row] * (1 + 5 * row % 29), SamplingParams(max_tokens=30 + 7 * row % 23, temperature=0))
+                for row in range(SEQUENCES + 5)
+            ]
+            served.run(*requests)
+            served.run(([9] * 200, SamplingParams(max_tokens=3, temperature=0)))
+            plans = served.plans
+            report = {
+                "ready": ready,
+                "later": served.rank._builds.builds,
+                "recorded": list(served.rank._graphs.sizes) if served.rank._graphs else [],
+                "moves": sum(len(plan.moves) + len(plan.late_moves) for plan in plans),
+                "most_sequences": max(len(plan.slots) // 4 for plan in plans),
+            }
+            assert paper.compiled == report["ready"] + report["later"]
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

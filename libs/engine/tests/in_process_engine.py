@@ -1,0 +1,100 @@
+"""An engine in this process: the real scheduler, model, cache and sampler, without ranks around them."""
+
+import itertools
+
+import numpy as np
+import torch
+from in_process import InProcessGroup
+from lockstep_engine.attention import StepLayout, step_attention
+from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.plan import PoolSizes, Result, decode_plan, encode_plan
+from lockstep_engine.request import Request
+from lockstep_engine.sampling import Sampler
+from lockstep_engine.scheduler import Limits, Scheduler
+
+DEFAULTS = {"max_seqs": 8, "max_batch_tokens": 128, "max_queue": 100, "context_length": 512, "prefix_cache": True}
+
+
+class InProcessModel:
+    """A checkpoint, loaded once for many engines."""
+
+    def __init__(self, path):
+        self.model = InProcessGroup(path, 1)._ranks[0][1]
+
+
+class InProcessEngine:
+    """Runs requests to their end. `hot` and `cold`: blocks of the pools."""
+
+    def __init__(self, loaded, *, hot=128, cold=128, compressed_layers=None, **limits):
+        self.limits = Limits(**{**DEFAULTS, **limits})
+        self._model = loaded.model
+        rule = self.limits.hot_window
+        self.cache = KvCache(
+            layers=self._model.layers,
+            kv_heads=self._model.kv_heads,
+            head_dim=self._model.head_dim,
+            blocks=hot,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            cold_blocks=cold if rule is not None else 0,
+            rule=rule,
+            compressed_layers=compressed_layers,
+        )
+        self.scheduler = Scheduler(self.limits, [], PoolSizes(hot, cold if rule is not None else 0))
+        self._sampler = Sampler(self.limits.max_seqs, self._model.vocab_size, torch.device("cpu"))
+        self._numbers = itertools.count()
+        self.steps = 0
+        self.logprobs = []
+        """Of the last run."""
+
+    def run(self, *requests):
+        """Outputs of requests, each (prompt, emitted ids, sampling), that run together. One list of ids for each."""
+        ids = {}
+        self.logprobs = []
+        for prompt, emitted, params in requests:
+            name = str(next(self._numbers))
+            ids[name] = []
+            self.scheduler.submit(Request(name, tuple(prompt), params, tuple(emitted)))
+        while (plan := self.scheduler.schedule()) is not None:
+            self.steps += 1
+            for output in self.scheduler.update(self._execute(decode_plan(encode_plan(plan)))):
+                ids[output.request_id] += output.ids
+                self.logprobs += output.logprobs
+        blocks = self.scheduler.blocks
+        blocks.check()
+        assert blocks.free == blocks.total
+        return list(ids.values())
+
+    def ids(self, prompt, params, emitted=()):
+        """Those of one request."""
+        return self.run((prompt, emitted, params))[0]
+
+    @torch.inference_mode()
+    def _execute(self, plan):
+        starts, lengths, slots, samples, emitted = (
+            np.frombuffer(data, dtype=np.int32)
+            for data in (plan.starts, plan.lengths, plan.slots, plan.samples, plan.emitted)
+        )
+        tables = np.frombuffer(plan.tables, dtype=np.int32).reshape(len(slots), -1)
+        hot_tables = np.frombuffer(plan.hot_tables, dtype=np.int32).reshape(tables.shape) if plan.hot_tables else None
+        moves, late_moves = (
+            np.frombuffer(data, dtype=np.int32).reshape(-1, 2) for data in (plan.moves, plan.late_moves)
+        )
+        sampled = samples.nonzero()[0]
+        for entry in plan.added:
+            self._sampler.add(entry)
+        attention = step_attention(
+            self.cache, StepLayout(starts, lengths, tables, hot_tables, moves), deterministic=True
+        )
+        logits = self._model.logits(
+            torch.from_numpy(np.frombuffer(plan.token_ids, dtype=np.int32).astype(np.int64)),
+            attention,
+            torch.from_numpy((np.cumsum(lengths) - 1)[sampled]),
+        )
+        tokens, logprobs = (
+            self._sampler.sample(logits, slots[sampled], emitted[sampled], np.frombuffer(plan.uniforms))
+            if len(sampled)
+            else ([], [])
+        )
+        self.cache.compress(late_moves)
+        return Result(plan.step, tokens, logprobs, 0, 0)

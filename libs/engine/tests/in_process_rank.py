@@ -1,0 +1,109 @@
+"""A real rank in a thread of this process, and a driver that runs requests to their ends through its socket and mailbox
+as the supervisor does.
+"""
+
+import itertools
+import socket
+import threading
+
+from lockstep_engine.config import EngineConfig
+from lockstep_engine.engine import _group_settings
+from lockstep_engine.mailbox import Mailbox
+from lockstep_engine.model_config import inspect_model
+from lockstep_engine.plan import (
+    AllocateBlocks,
+    Loaded,
+    Ready,
+    decode_control,
+    decode_result,
+    encode_control,
+    encode_plan,
+)
+from lockstep_engine.rank import DOORBELL, MAX_CONTROL_BYTES, Rank
+from lockstep_engine.request import Request
+from lockstep_engine.scheduler import Limits, Scheduler
+
+_WAIT_S = 300
+"""More than any start takes: a rank that fails closes its socket, and one that hangs is ended by the test run."""
+
+
+class InProcessRank:
+    """The only rank of an engine. `settings` are `EngineConfig`'s."""
+
+    def __init__(self, path, **settings):
+        config = EngineConfig(model=str(path), **settings)
+        info = inspect_model(config)
+        spec, plan_bytes, result_bytes = (
+            getattr(_group_settings(config, info), name) for name in ("spec", "plan_bytes", "result_bytes")
+        )
+        fd = Mailbox.create(Mailbox.segment_bytes(1, plan_bytes, result_bytes), "test")
+        self._mailbox = Mailbox(fd, 1, plan_bytes, result_bytes)
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(_WAIT_S)
+        self.rank = None
+        self._error = None
+        self._made = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(spec, theirs, fd), daemon=True)
+        self._thread.start()
+        self.loaded = self._await(Loaded)
+        self._control.send(encode_control(AllocateBlocks(self.loaded.blocks)))
+        self.ready = self._await(Ready)
+        assert self._made.wait(_WAIT_S)  # it is told before the constructor returns
+        limits = Limits(
+            max_seqs=config.max_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            max_queue=config.max_queue,
+            context_length=info.context_length,
+            prefix_cache=config.prefix_cache,
+            hot_window=config.hot_window,
+        )
+        self.scheduler = Scheduler(limits, [], self.loaded.blocks)
+        self._numbers = itertools.count()
+        self.plans = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._control.close()
+        self._thread.join(_WAIT_S)
+        if self.rank is not None:
+            self.rank._builds.remove()
+
+    def run(self, *requests):
+        """Outputs of requests, each (prompt, sampling), that run together. One list of ids for each."""
+        ids = {}
+        for prompt, params in requests:
+            name = str(next(self._numbers))
+            ids[name] = []
+            self.scheduler.submit(Request(name, tuple(prompt), params))
+        while (plan := self.scheduler.schedule()) is not None:
+            self.plans.append(plan)
+            self._mailbox.put_plan(plan.step, encode_plan(plan))
+            self._control.send(DOORBELL.pack(plan.step))
+            assert self._receive() == DOORBELL.pack(plan.step)
+            for output in self.scheduler.update(decode_result(self._mailbox.get_result())):
+                ids[output.request_id] += output.ids
+        return list(ids.values())
+
+    def _run(self, spec, control, fd):
+        try:
+            self.rank = Rank(spec, control, fd, -1, "")
+            self._made.set()
+            self.rank.serve()
+        except BaseException as error:
+            self._error = error
+        finally:
+            control.close()
+
+    def _receive(self):
+        message = self._control.recv(MAX_CONTROL_BYTES)
+        if not message:
+            self._thread.join(_WAIT_S)
+            raise AssertionError("the rank has ended") from self._error
+        return message
+
+    def _await(self, kind):
+        while not isinstance(message := decode_control(self._receive()), kind):
+            pass
+        return message

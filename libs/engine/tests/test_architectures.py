@@ -1,0 +1,181 @@
+"""Every architecture gives what the unmodified `transformers` model gives, on one rank and on several.
+
+docs/architectures.md is made from what is tested here: `python libs/engine/tests/architecture_table.py` writes it.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from architecture_table import PAGE, page
+from checkpoints import CASES, VOCABULARY, make
+from in_process import InProcessGroup
+from lockstep_common.errors import LockstepError
+from lockstep_engine import Engine, SamplingParams
+from lockstep_engine.architectures import ARCHITECTURES
+from lockstep_engine.plan import SlotSampling
+from lockstep_engine.sampling import Sampler
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+PROMPT, NEW = 24, 32
+SAMPLING = SlotSampling(
+    slot=0,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    repetition_penalty=1.0,
+    frequency_penalty=0.0,
+    presence_penalty=0.0,
+    logit_bias={},
+    logprobs=-1,
+    prompt_ids=[],
+    emitted_ids=[],
+    forbidden_ids=[],
+    min_tokens=0,
+)
+MARGIN = 5e-4
+"""Between the best two logits of a greedy token: otherwise which is the best is a matter of rounding."""
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tps])
+def test_logits_and_greedy_tokens_equal_transformers(tmp_path, name):
+    case = CASES[name]
+    path, oracle = make(name, tmp_path)
+    ids = torch.randint(2, VOCABULARY, (1, 70), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = oracle(ids).logits[0]
+    tokens, margin = greedy(oracle, ids[:, :PROMPT])
+    assert margin > MARGIN, "this checkpoint has a draw: give it another seed"
+    listed = ids[0].tolist()
+    for tp in case.tps:
+        group = InProcessGroup(path, tp)
+        parts = [group.logits(listed[:40], 0), group.logits(listed[40:60], 40)]
+        parts += [group.logits([listed[position]], position) for position in range(60, 70)]
+        ours = torch.cat(parts)
+        assert (ours - expected).abs().max() <= 1e-4
+        assert torch.equal(group.logits(listed, 0), ours) == case.exact  # the same bits in any chunk and alone
+        if tp <= 2:
+            assert greedy_in_group(group, listed[:PROMPT]) == tokens
+
+
+def greedy(oracle, prompt):
+    with torch.inference_mode():
+        out = oracle.generate(
+            prompt,
+            max_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    best = torch.cat(out.logits).topk(2).values
+    return out.sequences[0, prompt.shape[1] :].tolist(), (best[:, 0] - best[:, 1]).min()
+
+
+def greedy_in_group(group, prompt):
+    out = []
+    logits = group.logits(prompt, 0)
+    for position in range(PROMPT, PROMPT + NEW):
+        out.append(int(logits[-1].argmax()))
+        logits = group.logits(out[-1:], position)
+    return out
+
+
+def test_frequencies_for_long_contexts_do_not_depend_on_the_batch(tmp_path):
+    """Phi-3's: `transformers` takes one set up to 64 positions, another beyond; the engine goes by what it serves."""
+    path, oracle = make("phi3-two-ropes", tmp_path)
+    ids = torch.randint(2, VOCABULARY, (1, 80), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = {count: oracle(ids[:, :count]).logits[0] for count in (60, 80)}
+    assert (expected[80][:60] - expected[60]).abs().max() > 0.01
+    for max_context, count in ((64, 60), (None, 80)):
+        group = InProcessGroup(path, 1, max_context)
+        first = group.logits(ids[0, :20].tolist(), 0)
+        ours = torch.cat([first, group.logits(ids[0, 20:count].tolist(), 20)])
+        assert (ours - expected[count]).abs().max() <= 1e-4
+
+
+def test_seeded_choices_are_the_same_on_any_number_of_ranks(tmp_path):
+    """The vocabulary of 331 is spread over ranks; draws that fall on the edge between two tokens are left out."""
+    path, _ = make("llama-eight-heads", tmp_path)
+    ids = torch.randint(2, VOCABULARY, (64,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits = {tp: InProcessGroup(path, tp).logits(ids, 0) for tp in (1, 2, 4, 8)}
+    draws = np.random.default_rng(1).random(64)
+    edges = torch.softmax(logits[1].double(), -1).cumsum(-1).numpy()
+    clear = np.abs(edges - draws[:, None]).min(axis=1) > 1e-5
+    assert clear.sum() > 50
+    chosen = {tp: sample(rows[clear], SAMPLING, draws[clear]) for tp, rows in logits.items()}
+    assert len(set(chosen[1])) > 30
+    assert chosen[1] == chosen[2] == chosen[4] == chosen[8]
+
+
+def sample(logits, sampling, draws):
+    sampler = Sampler(1, VOCABULARY, torch.device("cpu"))
+    sampler.add(sampling)
+    none = np.zeros(len(draws), np.int32)
+    return sampler.sample(logits, none, none, draws)[0]
+
+
+def test_every_architecture_has_a_case():
+    assert {case.model_type for case in CASES.values()} == set(ARCHITECTURES)
+
+
+def test_the_table_in_the_documentation_is_what_is_tested():
+    assert PAGE.read_text() == page(), "run: .venv/bin/python libs/engine/tests/architecture_table.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "changes", "words"),
+    [
+        ("llama", 3, {}, "4 attention heads cannot be split over tp = 3"),
+        ("bloom-six-heads", 4, {}, "6 attention heads cannot be split over tp = 4"),
+        ("llama-six-heads", 2, {}, "3 key/value heads can be neither split nor repeated over tp = 2"),
+        ("llama-eight-heads", 8, {"intermediate_size": 100}, "intermediate_size 100 cannot be split over tp = 8"),
+        ("gpt2", 4, {"n_inner": 90}, "intermediate_size 90 cannot be split over tp = 4"),
+        ("granitemoeshared", 4, {"shared_intermediate_size": 30}, "the 30 features of .*input_linear cannot be split"),
+        ("gpt2", 1, {"model_type": "minimax"}, "keep a recurrent state"),
+        (
+            "gpt2",
+            1,
+            {"model_type": "never-seen"},
+            "never-seen.* is not among the supported architectures: arcee, bloom",
+        ),
+        ("gpt2", 1, {"quantization_config": {"quant_method": "mxfp4"}}, "quantized .mxfp4."),
+        ("cohere2", 1, {"layer_types": ["chunked_attention", "full_attention"]}, "layers of chunked_attention"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path, name, tp, changes, words):
+    path = make(name, tmp_path)[0]
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(LockstepError, match=words):
+        InProcessGroup(path, tp)
+
+
+def test_a_checkpoint_saved_without_its_head_is_found_by_its_bare_names(tmp_path):
+    """As BLOOM and GPT-2 are published."""
+    path, oracle = make("gpt2", tmp_path)
+    architectures = json.loads((path / "config.json").read_text())["architectures"]
+    oracle.base_model.save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"architectures": architectures}))
+    ids = torch.arange(2, 30)
+    with torch.inference_mode():
+        expected = oracle(ids[None]).logits[0]
+    assert (InProcessGroup(path, 1).logits(ids.tolist(), 0) - expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("name", ["falcon-alibi", "deepseek_v3"])
+def test_rank_processes_serve_them_too(tmp_path, name):
+    path, oracle = make(name, tmp_path)
+    Tokenizer(WordLevel({str(token): token for token in range(VOCABULARY)}, "0")).save(str(path / "tokenizer.json"))
+    prompt = list(range(40, 40 + PROMPT))
+    tokens, margin = greedy(oracle, torch.tensor([prompt]))
+    assert margin > MARGIN
+    with Engine(path, tp=2, threads=1, kv_memory_bytes=2**20) as engine:
+        params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)
+        assert engine.generate_ids([prompt, prompt[:9], prompt], params)[::2] == [tokens, tokens]
+        assert engine.core.status().deterministic

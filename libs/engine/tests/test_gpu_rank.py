@@ -1,0 +1,236 @@
+"""A rank that computes with the GPU's kernels: in Triton's interpreter, and with recordings that do their work again,
+where there is no GPU. Its reference is the rank's way on the CPU.
+"""
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make
+from in_process_engine import InProcessEngine, InProcessModel
+from in_process_rank import InProcessRank
+from lockstep_engine import SamplingParams
+from lockstep_engine.attention import StepLayout
+from lockstep_engine.attention_triton import DecodeAttention, TritonAttention
+from lockstep_engine.config import BLOCK_SIZE, EngineConfig
+from lockstep_engine.gpu_decoder import GpuDecoder
+from lockstep_engine.graphs import GraphedStep
+from lockstep_engine.kernels import gpu, triton_compress
+from triton_device import DEVICE, GPU, SWEEP
+
+SETTINGS = {
+    "device": DEVICE.type,
+    "deterministic": False,
+    "max_seqs": 3,
+    "max_batch_tokens": 40,
+    "kv_hot_window": 16,
+    "kv_memory_bytes": 2**20,
+    "threads": 1,
+}
+WINDOW = EngineConfig(model="", kv_hot_window=16).hot_window
+PROMPTS = [[(7 * each + 3) % 300 + 2 for each in range(50)], [9, 100, 250, 4, 77]]
+
+
+def requests(counts):
+    """The prompts, with so many new tokens for each."""
+    return [
+        (prompt, SamplingParams(max_tokens=count, temperature=0, ignore_eos=True))
+        for prompt, count in zip(PROMPTS, counts, strict=False)
+    ]
+
+
+def on_the_cpu(path, counts):
+    engine = InProcessEngine(InProcessModel(path), hot_window=WINDOW)
+    return engine.run(*((prompt, (), params) for prompt, params in requests(counts)))
+
+
+@pytest.fixture(autouse=True)
+def by_triton(monkeypatch):
+    """After this the kernels are taken for usable. What the CPU's way is compared with must be computed before."""
+
+    def take():
+        if not GPU:
+            monkeypatch.setattr(gpu, "usable", lambda *_: True)
+
+    return take
+
+
+class Steps:
+    """Notes how many sequences each step had, by how it was computed, and the moves of blocks."""
+
+    def __init__(self, monkeypatch):
+        self.replayed, self.eager, self.moves = [], [], 0
+        run, begin, compress = GraphedStep.run, TritonAttention.__init__, triton_compress.compress
+
+        def note_run(graphs, ids, layout):
+            self.replayed.append(len(ids))
+            return run(graphs, ids, layout)
+
+        def note_begin(attention, cache, step):
+            self.eager.append(len(step.lengths))
+            begin(attention, cache, step)
+
+        def note_compress(layer, moves):
+            self.moves += len(moves)
+            compress(layer, moves)
+
+        monkeypatch.setattr(GraphedStep, "run", note_run)
+        monkeypatch.setattr(TritonAttention, "__init__", note_begin)
+        monkeypatch.setattr(triton_compress, "compress", note_compress)
+
+
+def decodes(plan):
+    return (np.frombuffer(plan.lengths, np.int32) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "counts"),
+    [
+        ("qwen3", "float32", (16, 6)),
+        ("qwen3", "float16", (16, 6)),
+        pytest.param("gemma2", "float32", (16, 6), marks=SWEEP),
+    ],
+)
+def test_tokens_are_those_of_the_cpu_and_decoding_is_replayed(name, dtype, counts, tmp_path, monkeypatch, by_triton):
+    path, _ = make(name, tmp_path)
+    expected = on_the_cpu(path, counts)
+    by_triton()
+    steps = Steps(monkeypatch)
+    with InProcessRank(path, dtype=dtype, **SETTINGS) as served:
+        assert isinstance(served.rank._model.decoder, GpuDecoder) == (name == "qwen3")
+        assert served.rank._graphs.sizes == (1, 2, 3)
+        # The canary, in which blocks go cold, and as many sequences as there can be; then all sizes once more.
+        assert steps.eager[-1] == 3
+        assert steps.moves > 0
+        assert not steps.replayed
+        steps.eager, steps.moves = [], 0
+        assert served.run(*requests(counts)) == expected
+        assert len(PROMPTS[0]) < 4 * BLOCK_SIZE < len(PROMPTS[0]) + counts[0] - 1
+        layers = served.rank._model.layers
+        assert steps.moves == 2 * layers  # within the prompt's last chunk, and between two steps of decoding
+        single = [decodes(plan) for plan in served.plans]
+        assert len(steps.replayed) == sum(single) > counts[0] - 3
+        assert set(steps.replayed) == {1, 2}
+        assert len(steps.eager) == len(single) - sum(single) == 2
+        assert served.rank._mailbox.collectives[0] == sum(single)
+        assert served.rank._builds.builds == 0
+        assert served.ready.dtype == dtype
+
+
+def test_only_some_rows_of_a_recorded_step_are_wanted(tmp_path, by_triton):
+    path, _ = make("qwen3", tmp_path)
+    by_triton()
+    with InProcessRank(path, **SETTINGS) as served, torch.inference_mode():
+        rank = served.rank
+        step = StepLayout(np.zeros(3, np.int32), np.ones(3, np.int32), np.array([[0], [1], [2]], np.int32))
+        ids = np.array([5, 6, 7])
+        every = rank._forward(ids, step, np.arange(3)).clone()
+        some = rank._forward(ids, step, np.array([2, 0]))
+        assert torch.equal(some, every[[2, 0]])
+
+
+def test_without_graphs_every_step_runs_as_it_comes(tmp_path, monkeypatch, by_triton):
+    path, _ = make("llama-grouped-untied", tmp_path)
+    expected = on_the_cpu(path, (3, 3))
+    by_triton()
+    steps = Steps(monkeypatch)
+    with InProcessRank(path, **SETTINGS, cuda_graphs=False) as served:
+        steps.eager = []
+        assert served.run(*requests((3, 3))) == expected
+        assert served.rank._graphs is None
+        assert len(steps.eager) == len(served.plans)
+
+
+def test_a_mixture_that_cannot_be_recorded_says_so_and_runs_as_it_comes(tmp_path, monkeypatch, caplog, by_triton):
+    path, _ = make("mixtral", tmp_path)
+    expected = on_the_cpu(path, (3, 3))
+    by_triton()
+    steps = Steps(monkeypatch)
+    with InProcessRank(path, **SETTINGS) as served:
+        steps.eager = []
+        assert served.run(*requests((3, 3))) == expected
+        assert served.rank._graphs is None
+        assert len(steps.eager) == len(served.plans)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "lockstep.engine"]
+    assert said.startswith("decode steps run without CUDA graphs: ")
+    assert "needs the host" in said
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "usable"),
+    [
+        ("cuda", torch.bfloat16, 128, True),
+        ("cuda", torch.float32, 256, True),
+        ("cuda", torch.float16, 260, False),
+        ("cuda", torch.float16, 10, False),
+        ("cuda", torch.float64, 128, False),
+        ("cpu", torch.float32, 128, False),
+    ],
+)
+def test_the_kernels_serve_some_types_and_widths_on_gpus(device, dtype, head_dim, usable, monkeypatch):
+    monkeypatch.setattr(gpu, "_can_build", lambda: True)
+    assert gpu.usable(torch.device(device), dtype, head_dim) == usable
+
+
+def test_without_a_compiler_triton_is_left_alone(monkeypatch, caplog):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert not gpu._can_build.__wrapped__()
+    assert "no C compiler" in caplog.text
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    assert gpu._can_build.__wrapped__()
+
+
+def test_where_results_must_not_depend_on_the_batch_the_kernels_are_not_used(tmp_path, monkeypatch, by_triton):
+    path, _ = make("llama-grouped-untied", tmp_path)
+    by_triton()
+    steps = Steps(monkeypatch)
+    with InProcessRank(path, **SETTINGS | {"deterministic": True}) as served:
+        served.run(*requests((2, 2)))
+        assert served.rank._graphs is None
+    assert not steps.eager
+    assert not steps.replayed
+
+
+def test_a_build_after_the_start_is_counted_and_told(tmp_path, caplog, by_triton):
+    triton = pytest.importorskip("triton")
+    path, _ = make("llama-grouped-untied", tmp_path)
+    with InProcessRank(path, **SETTINGS | {"device": "cpu"}) as served:
+        triton.knobs.runtime.jit_post_compile_hook(repr="_attend[...]")
+        assert served.rank._builds.builds == 1
+    assert "a kernel was built while serving: _attend[...]" in caplog.text
+
+
+def test_a_recorded_step_takes_its_memory_before_the_cache_does(tmp_path, monkeypatch):
+    path, _ = make("llama-grouped-untied", tmp_path)
+    with InProcessRank(path, **SETTINGS | {"device": "cpu"}) as served:
+        rank = served.rank
+        rank._spec.kv_memory_bytes = None
+        rank._spec.hot_window = None
+        rank._device = torch.device("cuda")
+        emptied = []
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * 2**20, 20 * 2**20))
+        share, block = int(0.9 * 2 * 2**20), 2 * 3 * 2 * 16 * 32 * 4
+        assert rank._affordable_blocks(0).hot == share // block
+        assert rank._affordable_blocks(2**20).hot == (share - 2**20) // block
+        assert rank._affordable_blocks(2 * 2**20).hot == 0
+        assert emptied
+
+
+def test_a_recorded_step_uses_what_stays_in_place(tmp_path, monkeypatch, by_triton):
+    """Nothing but the memory of the first call is read: no host array of a step finds its way into a recording."""
+    path, _ = make("llama-grouped-untied", tmp_path)
+    by_triton()
+    begun = []
+    begin = DecodeAttention.__init__
+
+    def note(attention, cache, positions, tables):
+        begun.append((positions.data_ptr(), tables.data_ptr(), cache))
+        begin(attention, cache, positions, tables)
+
+    monkeypatch.setattr(DecodeAttention, "__init__", note)
+    with InProcessRank(path, **SETTINGS) as served:
+        estimated, captured = begun[:3], begun[3:]
+        assert len({id(cache) for _, _, cache in estimated}) == 1
+        assert {cache for _, _, cache in captured} == {served.rank._cache}
+        assert len({pointers[:2] for pointers in captured}) == 1

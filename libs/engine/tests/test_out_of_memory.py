@@ -1,0 +1,226 @@
+"""An allocation fails, at any point of a step. Before a rank has seen the step only one request ends; after that the
+group starts anew. Either way requests can be continued, no token changes, and no block is lost.
+"""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import lockstep_engine
+import pytest
+from handmade import write_model
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_engine import AsyncEngine, EngineConfig, Request, SamplingParams, group
+from scripted_ranks import EOS, VOCAB, expected_ids, words
+
+TESTS = Path(__file__).parent
+MODEL = TESTS.parents[2] / "models/reference"
+ENGINE = str(Path(lockstep_engine.__file__).parent)
+CLIENTS, TOKENS = 4, 12
+POINTS = 60
+"""Where an allocation fails, spread over all calls of a run."""
+
+
+class Allocator:
+    """Fails once: at the driver's call number `fail_at` into or out of the engine's code, counted from 1."""
+
+    def __init__(self, fail_at=None):
+        self._fail_at = fail_at
+        self.calls = 0
+        self.where = []
+        """The engine's functions that were running when it failed, the innermost first."""
+
+    def __enter__(self):
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _count(self, frame, event, _):
+        if event not in ("call", "c_call") or not frame.f_code.co_filename.startswith(ENGINE):
+            return
+        self.calls += 1
+        if self.calls == self._fail_at:
+            while frame is not None:
+                if frame.f_code.co_filename.startswith(ENGINE):
+                    self.where.append(frame.f_code.co_name)
+                frame = frame.f_back
+            raise MemoryError
+
+
+class Service:
+    """An engine, and clients that go on after an error, as a router lets them."""
+
+    def __init__(self, config):
+        self.engine = AsyncEngine(config, on_outputs=self._deliver, on_change=lambda: None)
+        self._queues = {}
+        self._attempts = 0
+        self.errors = []
+        """Of all requests since the last `run`."""
+
+    async def run(self):
+        """All clients' ids, when the last one has ended."""
+        self.errors = []
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*map(self._client, range(CLIENTS)))
+
+    def _deliver(self, _step, outputs):
+        for output in outputs:
+            self._queues[output.request_id].put_nowait(output)
+
+    async def _client(self, number):
+        ids = []
+        while True:
+            self._attempts += 1
+            name = f"{number}-{self._attempts}"
+            queue = self._queues[name] = asyncio.Queue()
+            params = SamplingParams(max_tokens=TOKENS, seed=number, logit_bias={number: 0.0})
+            try:
+                self.engine.submit(Request(name, tuple(prompt(number)), params, tuple(ids)))
+                error = await self._read(queue, ids)
+            except (LockstepError, MemoryError) as refusal:
+                error = refusal
+            if error is None:
+                return ids
+            self.errors.append(error)
+            assert isinstance(error, MemoryError) or error.meaning.retryable
+            await asyncio.sleep(0.002)
+
+    async def _read(self, queue, ids):
+        while True:
+            output = await queue.get()
+            if output.error is not None:
+                return output.error
+            assert output.position == len(ids)
+            ids.extend(output.ids)
+            if output.finish is not None:
+                return None
+
+
+def prompt(number):
+    return [*words(40, seed=1), *words(10 + 15 * number, seed=number)]
+
+
+@pytest.fixture
+async def service(tmp_path, monkeypatch):
+    script = f"import sys, runpy; sys.path.insert(0, {str(TESTS)!r}); "
+    script += f"runpy.run_path({str(TESTS / 'scripted_ranks_zygote.py')!r}, run_name='__main__')"
+    monkeypatch.setattr(group, "_RUN_ZYGOTE", script)
+    model = write_model(tmp_path, vocab_size=VOCAB, eos_token_id=EOS, max_position_embeddings=256)
+    config = EngineConfig(
+        model=str(model), tp=2, max_seqs=3, max_batch_tokens=40, kv_hot_window=16, decode_deadline_s=30
+    )
+    service = Service(config)
+    await service.engine.start()
+    yield service
+    await service.engine.close()
+
+
+def is_before_the_ranks(where):
+    return "schedule" in where or "put_plan" in where or ("submit" in where and "execute" not in where)
+
+
+async def test_the_driver_goes_on_wherever_an_allocation_fails(service):
+    expected = [expected_ids(prompt(number), TOKENS, seed=number) for number in range(CLIENTS)]
+    with Allocator() as allocator:
+        assert await service.run() == expected
+    assert service.errors == []
+    fates = set()
+    for point in range(1, allocator.calls, allocator.calls // POINTS):
+        epoch = service.engine.status().epoch
+        with Allocator(fail_at=point) as allocator:
+            ids = await service.run()
+        where = allocator.where
+        assert ids == expected, where
+        status = service.engine.status()
+        assert status.running == status.queued == 0, where
+        assert status.free_blocks == status.total_blocks, where
+        service.engine._scheduler.blocks.check()
+        if is_before_the_ranks(where):
+            assert (status.epoch, len(service.errors)) == (epoch, 1), where
+        fates.add(status.epoch - epoch)
+    assert fates == {0, 1}
+
+
+def test_torchs_own_error_on_the_cpu_is_known():
+    import torch  # noqa: PLC0415 - slow
+    from lockstep_engine.rank import _is_out_of_memory  # noqa: PLC0415
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**60)
+    assert _is_out_of_memory(caught.value)
+    assert not _is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """An engine with real ranks that run out of memory at a point."""
+    outputs = asyncio.Queue()
+
+    async def start(point):
+        script = f"import sys; sys.path.insert(0, {str(TESTS)!r}); from failing_ranks import main; main({point!r})"
+        monkeypatch.setattr(group, "_RUN_ZYGOTE", script)
+        engine = AsyncEngine(
+            EngineConfig(model=str(MODEL), tp=2, threads=1, kv_memory_bytes=2**24),
+            on_outputs=lambda _step, new: [outputs.put_nowait(each) for each in new],
+            on_change=lambda: reasons.append(engine.status().reason),
+        )
+        await engine.start()
+        return engine
+
+    reasons = []
+    start.outputs, start.reasons = outputs, reasons
+    return start
+
+
+async def collect(outputs, *names):
+    """Ids and last output of each request."""
+    ids, last = {name: [] for name in names}, {}
+    async with asyncio.timeout(120):
+        while len(last) < len(names):
+            output = await outputs.get()
+            ids[output.request_id] += output.ids
+            if output.finish or output.error:
+                last[output.request_id] = output
+    return ids, last
+
+
+async def test_a_request_that_a_rank_has_no_memory_for_ends_alone(start):
+    engine = await start("sampler")
+    params = SamplingParams(max_tokens=20, seed=5, ignore_eos=True)
+    penalised = SamplingParams(max_tokens=20, seed=5, ignore_eos=True, repetition_penalty=1.5)
+    try:
+        engine.submit(Request("alone", (5, 6, 7), params))
+        alone, _ = await collect(start.outputs, "alone")
+        engine.submit(Request("other", (5, 6, 7), params))
+        engine.submit(Request("penalised", (8, 9), penalised))
+        ids, last = await collect(start.outputs, "other", "penalised")
+        assert ids == {"other": alone["alone"], "penalised": []}
+        assert last["penalised"].error.code is ErrorCode.OVERLOADED
+        status = engine.status()
+        assert (status.epoch, status.running, status.free_blocks) == (1, 0, status.total_blocks)
+    finally:
+        await engine.close()
+
+
+async def test_a_rank_out_of_memory_between_collectives_says_so_and_the_group_starts_anew(start):
+    engine = await start("forward")
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    try:
+        engine.submit(Request("first", (5, 6, 7), params))
+        ids, last = await collect(start.outputs, "first")
+        assert last["first"].error.code is ErrorCode.WORKER_LOST
+        assert any(
+            "rank 1 has no memory for a step: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB." in each
+            for each in start.reasons
+        )
+        async with asyncio.timeout(120):
+            while engine.status().state != "ready":
+                await asyncio.sleep(0.05)
+        assert engine.status().epoch == 2
+        engine.submit(Request("again", (5, 6, 7), params, emitted_ids=tuple(ids["first"])))
+        again, _ = await collect(start.outputs, "again")
+        assert len(ids["first"] + again["again"]) == 20
+    finally:
+        await engine.close()

@@ -1,0 +1,89 @@
+"""Kernels compiled to machine code for GPUs that are not there: that they build in bfloat16, fit, use the matrix units,
+move 16 bytes at a time, and are not built anew for every size of a step.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from triton_device import SWEEP
+
+FOLDER = Path(__file__).parent
+SPILLED_BYTES = 64
+"""A thread's at most: some of the largest tiles put a few words aside before their loops."""
+
+
+def build(script, *arguments):
+    result = subprocess.run(
+        [sys.executable, str(FOLDER / script), *map(str, arguments)],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1800,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout)
+
+
+def count(usage, *prefixes):
+    return sum(number for name, number in usage["instructions"].items() if name.startswith(prefixes))
+
+
+def check(used):
+    for usage in used:
+        assert usage["spilled_bytes"] <= SPILLED_BYTES, usage
+        if usage["kernel"] == "_attend":
+            assert usage["shared_bytes"] <= 160 * 1024
+
+
+def test_kernels_build_for_hopper_use_what_it_has_and_serve_steps_of_any_size():
+    report = build("build_kernels.py", 90, "common")
+    assert report["steps"]["ready"] <= 8
+    assert report["steps"]["later"] == 0
+    used = report["used"]
+    assert {usage["kernel"] for usage in used} == {
+        "_add_rms_norm", "_attend", "_compress", "_reduce", "_rotate_store", "_silu_mul", "_store",
+    }  # fmt: skip
+    check(used)
+    attend = [usage for usage in used if usage["kernel"] == "_attend"]
+    prefill = [usage for usage in attend if count(usage, "HGMMA")]
+    decode = [usage for usage in attend if count(usage, "HMMA.16816")]
+    assert (len(prefill), len(decode)) == (1, 2)
+    for usage in attend:
+        # fp8 becomes half precision two numbers at a time, on its way from registers, and nothing moves byte by byte.
+        assert count(usage, "F2FP.F16.E4M3") >= 32
+        assert count(usage, "LDGSTS.E.BYPASS.128")
+        assert count(usage, "LDS.U8", "LDG.E.U8", "F2F.") < 10  # a mask at the end
+    (compress,) = (usage for usage in used if usage["kernel"] == "_compress")
+    assert count(compress, "F2FP.SATFINITE.E4M3")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        pytest.param("gemma2", marks=SWEEP),  # by its modules; windows in some layers, soft caps
+        pytest.param("falcon", marks=SWEEP),  # one key/value head
+        pytest.param("mixtral", marks=SWEEP),  # not recorded
+    ],
+)
+def test_a_rank_that_is_ready_builds_nothing_more(name):
+    report = build("build_rank.py", name)
+    assert report["ready"] >= 6
+    assert report["later"] == 0
+    assert bool(report["recorded"]) == (name != "mixtral")
+    assert report["moves"]
+    assert report["most_sequences"] > 32  # of which keys are not split
+
+
+@SWEEP
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+def test_all_shapes_build(arch):
+    report = build("build_kernels.py", arch, "all")
+    check(report["used"])
+    assert report["steps"]["later"] == 0

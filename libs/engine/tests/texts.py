@@ -1,0 +1,185 @@
+"""Random texts for attention, run through any kind of it in any steps, and what must come out."""
+
+import math
+
+import numpy as np
+import torch
+from lockstep_engine.attention import CompiledAttention, StepLayout
+from lockstep_engine.attention_torch import TorchAttention
+from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.kv_cache import KvCache, quantize
+
+CPU = torch.device("cpu")
+LAYER = 1
+POISON = 1e20
+"""Where no token of a sequence is. Finite: a masked score stays masked, a weight of 0 hides a value."""
+
+
+def by_kernel(cache, layout):
+    return CompiledAttention(cache, layout)
+
+
+def by_torch(cache, layout):
+    return TorchAttention(cache, layout, deterministic=True)
+
+
+class Texts:
+    """Random queries, keys and values of sequences, and blocks for them in disorder."""
+
+    def __init__(self, lengths, *, heads=4, kv_heads=2, dim=32, seed=0, scale=1.0):
+        generator = torch.Generator().manual_seed(seed)
+        self.lengths, self.heads, self.kv_heads, self.dim = lengths, heads, kv_heads, dim
+        self.queries = [torch.randn(heads, each, dim, generator=generator) * scale for each in lengths]
+        self.keys = [torch.randn(kv_heads, each, dim, generator=generator) * scale for each in lengths]
+        self.values = [torch.randn(kv_heads, each, dim, generator=generator) for each in lengths]
+        needs = [-(-each // BLOCK_SIZE) for each in lengths]
+        order = np.random.default_rng(seed).permutation(sum(needs)).astype(np.int32)
+        self.blocks = np.split(order, np.cumsum(needs)[:-1])
+        self.cold = [each[::-1].copy() for each in self.blocks]
+
+    def attend(self, kind, steps, *, poison=True, rule=None, compressed=(0, LAYER), **options):
+        """Outputs [length, heads, dim] of each sequence after `steps`, each a list of (sequence, tokens to compute).
+
+        With a rule, blocks are compressed when it says so, and what nobody may read any more becomes NaN.
+        """
+        total = sum(len(each) for each in self.blocks)
+        cache = KvCache(
+            layers=2,
+            kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            blocks=total,
+            dtype=torch.float32,
+            device=CPU,
+            cold_blocks=0 if rule is None else total,
+            rule=rule,
+            compressed_layers=compressed,
+        )
+        cache.keys[:, :, :total] = math.nan  # what earlier owners left; a block is cleared when it is entered
+        cache.values[:, :, :total] = math.inf
+        spoil(cache)
+        done = [0] * len(self.lengths)
+        out = [torch.full((each, self.heads, self.dim), math.nan) for each in self.lengths]
+        for step in steps:
+            attention = kind(cache, self._layout(step, done, cache))
+            if poison:
+                self._poison(cache, step, done)
+            parts = [
+                torch.cat(
+                    [tensors[sequence][:, done[sequence] : done[sequence] + count] for sequence, count in step], dim=1
+                )
+                for tensors in (self.queries, self.keys, self.values)
+            ]
+            result = attention.attend(LAYER, *parts, scale=self.dim**-0.5, **options)
+            for (sequence, count), part in zip(step, result.split([count for _, count in step]), strict=True):
+                out[sequence][done[sequence] : done[sequence] + count] = part
+                done[sequence] += count
+        return out
+
+    def _layout(self, step, done, cache):
+        rule = cache.rule
+        width = max(-(-(done[sequence] + count) // BLOCK_SIZE) for sequence, count in step)
+        tables, hot_tables = np.full((2, len(step), width), -1, np.int32)
+        moves = np.empty((0, 2), np.int32)
+        both = False
+        for row, (sequence, count) in enumerate(step):
+            first, last = done[sequence] // BLOCK_SIZE, (done[sequence] + count - 1) // BLOCK_SIZE
+            hot, cold = self.blocks[sequence], self.cold[sequence]
+            tables[row, : last + 1] = hot_tables[row, : last + 1] = hot[: last + 1]
+            if rule is None:
+                continue
+            before, begin, end = (
+                rule.first_hot(block) for block in (max(done[sequence] - 1, 0) // BLOCK_SIZE, first, last)
+            )
+            hot_tables[row, rule.sink : begin] = -1
+            tables[row, rule.sink : end] = cold[rule.sink : end] + cache.first_cold
+            moves = np.concatenate([moves, np.stack([hot[before:end], cold[before:end]], axis=1)])
+            both |= first < last
+            for gone in hot[rule.sink : before].tolist():
+                cache.keys[:, :, gone] = cache.values[:, :, gone] = math.nan
+        starts = np.array([done[sequence] for sequence, _ in step], np.int32)
+        lengths = np.array([count for _, count in step], np.int32)
+        return StepLayout(starts, lengths, tables, hot_tables if both else None, moves)
+
+    def _poison(self, cache, step, done):
+        for sequence, count in step:
+            end = done[sequence] + count
+            if end % BLOCK_SIZE:
+                block = self.blocks[sequence][end // BLOCK_SIZE]
+                cache.keys[:, :, block, :, end % BLOCK_SIZE :] = POISON
+                cache.values[:, :, block, end % BLOCK_SIZE :] = POISON
+
+    def at_once(self):
+        return [[(sequence, length) for sequence, length in enumerate(self.lengths)]]
+
+    def one_by_one(self):
+        return [
+            [(sequence, 1) for sequence, length in enumerate(self.lengths) if length > position]
+            for position in range(max(self.lengths))
+        ]
+
+    def in_random_chunks(self, seed):
+        """Steps in which some sequences decode, some prefill, some pause; in changing order."""
+        chooser = np.random.default_rng(seed)
+        left = list(self.lengths)
+        steps = []
+        while any(left):
+            step = [
+                (sequence, int(min(left[sequence], chooser.choice([1, 1, 2, 15, 16, 17, 40]))))
+                for sequence in chooser.permutation(len(left)).tolist()
+                if left[sequence] and chooser.random() < 0.7
+            ]
+            for sequence, count in step:
+                left[sequence] -= count
+            steps += [step] if step else []
+        return steps
+
+
+def spoil(cache):
+    """What earlier owners left in cold blocks: nothing that may be read before it is written."""
+    for layer in range(len(cache.keys)):
+        cold = cache.layer(layer).cold
+        for tensor in () if cold is None else (cold.keys, cold.values, cold.key_scales, cold.value_scales):
+            if tensor is not None:
+                tensor[:, :-1] = 0x7F if tensor.dtype is torch.uint8 else math.nan
+
+
+def dense(texts, *, window=None, soft_cap=None, rule=None):
+    """Reference in float64, each sequence for itself, without blocks: two sets of keys and values, and for each query
+    and key the choice between them.
+    """
+    outs = []
+    for queries, *stored in zip(texts.queries, texts.keys, texts.values, strict=True):
+        repeat = texts.heads // texts.kv_heads
+        position = torch.arange(queries.shape[1])
+        block = position // BLOCK_SIZE
+        cold = torch.zeros(len(block), len(block), dtype=torch.bool)
+        if rule is not None:
+            cold = (block[None, :] >= rule.sink) & (block[:, None] - block[None, :] > rule.size)
+        k, v = (each.double().repeat_interleave(repeat, 0) for each in stored)
+        cold_k, cold_v = (compressed(each).double().repeat_interleave(repeat, 0) for each in stored)
+        q = queries.double()
+        scores = torch.where(cold, q @ cold_k.transpose(1, 2), q @ k.transpose(1, 2)) * texts.dim**-0.5
+        if soft_cap:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        hidden = position[None, :] > position[:, None]
+        if window:
+            hidden |= position[None, :] <= position[:, None] - window
+        weights = torch.softmax(scores.masked_fill(hidden, -math.inf), dim=-1)
+        out = weights.masked_fill(cold, 0) @ v + weights.masked_fill(~cold, 0) @ cold_v
+        outs.append(out.transpose(0, 1).float())
+    return outs
+
+
+def compressed(x):
+    """Vectors [..., dim] as they come back from a cold block."""
+    codes, scales = quantize(x, x.dim() - 1)
+    return codes.view(torch.float8_e4m3fn).float() * scales.unsqueeze(-1)
+
+
+def assert_all_close(ours, expected):
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
+
+
+def assert_same_bits(ours, expected):
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
