@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 from lockstep_common.errors import LockstepError
+from lockstep_engine import EngineConfig
 from lockstep_worker.settings import WorkerSettings, parse_bytes
 from pydantic import ValidationError
 
@@ -46,6 +47,23 @@ def test_flags_come_before_the_environment(monkeypatch):
     settings = WorkerSettings.load("worker", ["--model", "m", "--tp", "2", "--worker-id", "w7", "--no-prefix-cache"])
     config = settings.engine_config()
     assert (config.tp, config.kv_memory_bytes, config.label, config.prefix_cache) == (2, 2**30, "w7", False)
+    assert config.cuda_graphs
+    assert not WorkerSettings.load("worker", ["--model", "m", "--no-cuda-graphs"]).engine_config().cuda_graphs
+
+
+def test_kv_compression_reaches_the_engine(monkeypatch):
+    monkeypatch.setenv("LOCKSTEP_KV_COMPRESSED_LAYERS", "3,1")
+    flags = ["--kv-compression", "per_layer", "--kv-hot-window", "100", "--kv-tenant-share", "0.25"]
+    config = WorkerSettings.load("worker", ["--model", "m", *flags]).engine_config()
+    assert (config.kv_compression, config.kv_hot_window, config.kv_tenant_share) == ("per_layer", 100, 0.25)
+    assert config.kv_compressed_layers == (3, 1)
+    config = WorkerSettings.load("worker", ["--model", "m", *flags, "--kv-compressed-layers", "0,2"]).engine_config()
+    assert config.kv_compressed_layers == (0, 2)
+
+
+def test_the_defaults_are_the_engines_own():
+    """Flags left out change nothing: what the engine is tested with is what a worker runs."""
+    assert WorkerSettings(model="m", worker_id="w0").engine_config() == EngineConfig(model="m")
 
 
 @pytest.mark.parametrize(
@@ -61,6 +79,11 @@ def test_flags_come_before_the_environment(monkeypatch):
         {"status_interval_s": 0},
         {"worker_id": ""},
         {"kv_memory": 0},
+        {"kv_compression": "some"},
+        {"kv_hot_window": 8},
+        {"kv_compressed_layers": "one"},
+        {"kv_tenant_share": 0},
+        {"kv_tenant_share": 1.5},
         {"unknown": 1},
     ],
 )
@@ -72,6 +95,8 @@ def test_wrong_values_are_refused(change):
 def test_values_that_do_not_go_together_are_refused():
     with pytest.raises(LockstepError, match="max_batch_tokens"):
         WorkerSettings(model="m", max_seqs=64, max_batch_tokens=8).engine_config()
+    with pytest.raises(LockstepError, match="kv_compressed_layers must name layers for per_layer"):
+        WorkerSettings(model="m", kv_compression="per_layer").engine_config()
 
 
 def test_the_readme_lists_the_settings_as_they_are():

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from lockstep_common.settings import ServiceSettings
 from lockstep_engine import EngineConfig
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_settings import NoDecode
 
 from lockstep_worker.address import check_address
 
@@ -61,11 +62,22 @@ class WorkerSettings(ServiceSettings):
     kv_memory: Bytes | None = Field(
         None, description="KV cache of one rank, in bytes or as 512Mi; a default if not set"
     )
+    kv_compression: Literal["lazy", "immediate", "per_layer", "none"] = Field(
+        "lazy", description="eight bits for blocks of KV: lazy behind the hot window, immediate, per_layer, none"
+    )
+    kv_hot_window: int = Field(64, ge=16, description="last tokens that lazy and per_layer keep uncompressed")
+    kv_compressed_layers: Annotated[tuple[int, ...], NoDecode] = Field(
+        (), description="layers that per_layer compresses, from 0, comma-separated"
+    )
+    kv_tenant_share: float = Field(
+        1.0, gt=0, le=1, description="part of the KV cache that one tenant's running requests may hold"
+    )
     prefix_cache: bool = Field(True, description="keep the KV of shared prompt prefixes")
     deterministic: bool | None = Field(
         None, description="a request's tokens do not depend on the batch; on the CPU if not set"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of a rank; the cores shared out if not set")
+    cuda_graphs: bool = Field(True, description="on CUDA, record steps of decoding once and replay them")
     min_shm: Bytes | None = Field(
         None,
         description="least size of /dev/shm; if not set, 256Mi a rank with device = cuda and tp > 1",
@@ -84,6 +96,12 @@ class WorkerSettings(ServiceSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least level of log lines shown"
     )
+
+    @field_validator("kv_compressed_layers", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        """Flags and environment have commas where YAML has a list."""
+        return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
     @field_validator("kubernetes_events")
     @classmethod
@@ -110,9 +128,14 @@ class WorkerSettings(ServiceSettings):
             max_queue=self.max_queue,
             max_context=self.max_context,
             kv_memory_bytes=self.kv_memory,
+            kv_compression=self.kv_compression,
+            kv_hot_window=self.kv_hot_window,
+            kv_compressed_layers=self.kv_compressed_layers,
+            kv_tenant_share=self.kv_tenant_share,
             prefix_cache=self.prefix_cache,
             deterministic=self.deterministic,
             threads=self.threads,
+            cuda_graphs=self.cuda_graphs,
             label=self.worker_id,
             start_timeout_s=self.start_timeout_s,
             decode_deadline_s=self.decode_deadline_s,
