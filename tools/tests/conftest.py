@@ -11,7 +11,7 @@ import pytest
 TESTS = Path(__file__).parent
 MODEL = TESTS.parents[1] / "models/reference"
 
-sys.path.insert(0, str(TESTS))
+sys.path[:0] = [str(TESTS), str(TESTS.parent / "bench")]
 
 from fake_openai import FakeOpenAI  # noqa: E402
 

@@ -65,8 +65,8 @@ def model_directory(given: str | None) -> str:
     raise CommandError("no MODEL given, and there is no models/reference here", UNUSABLE)
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """The options that shape an engine."""
+def add_engine(parser: argparse.ArgumentParser, *, context: bool = True) -> None:
+    """The options that shape an engine; `--max-context` only where the command does not set it by itself."""
     group = parser.add_argument_group("engine")
     group.add_argument("--tp", type=whole(1), default=1, metavar="N", help="ranks that share the model (default: 1)")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
@@ -74,9 +74,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--threads", type=whole(1), metavar="N", help="CPU threads of a rank (default: the cores shared out)"
     )
-    group.add_argument(
-        "--max-context", type=whole(2), metavar="TOKENS", help="prompt and output together (default: the model's limit)"
-    )
+    if context:
+        group.add_argument(
+            "--max-context",
+            type=whole(2),
+            metavar="TOKENS",
+            help="prompt and output together (default: the model's limit)",
+        )
 
 
 def add_endpoint(parser: argparse.ArgumentParser) -> None:

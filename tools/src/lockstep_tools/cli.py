@@ -41,6 +41,7 @@ COMMANDS = {
     "chat": Command("chat", "talk to a model in the terminal"),
     "generate": Command("generate", "generate text offline, without a server"),
     "bench": Command("bench", "put an endpoint under load and measure it"),
+    "eval": Command("evaluate", "measure perplexity, KL divergence, recall"),
     "load": Command("load", "steady streams, each one's history a line of JSON"),
     "check": Command("check", "check a served system: chat, stream, workers' health"),
     "chaos": Command("chaos.command", "run a fault experiment on a cluster and judge it"),

@@ -1,0 +1,57 @@
+"""The GPU benchmark runs from end to end on tiny shapes wherever the tests run; what it says is then of no account."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tools/bench/gpu.py"
+GPU = Path("/dev/nvidiactl").exists()
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ if GPU else os.environ | {"TRITON_INTERPRET": "1"}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=environment | {"OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+    )
+
+
+def test_every_section_runs_and_is_in_the_table_and_in_the_file(tmp_path):
+    out = tmp_path / "gpu.json"
+    result = run("--tiny", "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    report = json.loads(out.read_text())
+    assert report["command"] == f"python tools/bench/gpu.py --tiny --out {out}"
+    assert {"device", "torch", "triton", "commit"} <= report["machine"].keys()
+    rows = report["rows"]
+    assert [*dict.fromkeys(row["section"] for row in rows)] == [
+        "machine", "kernels", "decode", "prefill", "graphs", "shards", "peer", "engine",
+    ]  # fmt: skip
+    for row in rows:
+        assert row["what"] in result.stdout
+        assert row["value"] >= 0
+    decode = [row for row in rows if row["section"] == "decode" and row["what"] == "tokens"]
+    assert [row["kv"] for row in decode] == ["hot", "fp8"]
+    assert all(0 < row["share"] < 1 for row in decode)
+    built_later = next(row for row in rows if row["what"] == "kernels built after that")
+    assert built_later["value"] == 0
+
+
+@pytest.mark.skipif(GPU, reason="there is a GPU")
+def test_without_a_gpu_only_tiny_shapes_run():
+    result = run("--only", "kernels")
+    assert result.returncode == 2
+    assert "there is no CUDA device here; --tiny runs on the CPU" in result.stderr
