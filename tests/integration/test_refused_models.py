@@ -107,7 +107,7 @@ def test_an_architecture_that_is_not_served(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_lacks_a_tensor(tmp_path: Path) -> None:
     """Only the ranks can know."""
-    config = GPT2Config(vocab_size=4096, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    config = GPT2Config(vocab_size=4096, n_embd=32, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=1)
     model = GPT2LMHeadModel(config)
     model.config.n_layer = 2
     model.save_pretrained(tmp_path)

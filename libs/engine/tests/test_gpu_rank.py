@@ -2,6 +2,8 @@
 where there is no GPU. Its reference is the rank's way on the CPU.
 """
 
+import logging
+
 import numpy as np
 import pytest
 import torch
@@ -141,6 +143,7 @@ def test_without_graphs_every_step_runs_as_it_comes(tmp_path, monkeypatch, by_tr
 
 
 def test_a_mixture_that_cannot_be_recorded_says_so_and_runs_as_it_comes(tmp_path, monkeypatch, caplog, by_triton):
+    caplog.set_level(logging.WARNING, logger="lockstep.engine")
     path, _ = make("mixtral", tmp_path)
     expected = on_the_cpu(path, (3, 3))
     by_triton()
@@ -172,6 +175,7 @@ def test_the_kernels_serve_some_types_and_widths_on_gpus(device, dtype, head_dim
 
 
 def test_without_a_compiler_triton_is_left_alone(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, logger="lockstep.engine")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert not gpu._can_build.__wrapped__()
