@@ -13,7 +13,7 @@ setup: .venv/ready
 .venv/ready: requirements.lock $(PACKAGES:%=%/pyproject.toml) libs/engine/setup.py $(wildcard libs/engine/src/lockstep_engine/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --no-compile -r requirements.lock
-	-$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1  # pip would compile its 16,000 modules on one core
+	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # pip would compile its 16,000 modules on one core
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation $(PACKAGES:%=-e %)
 	touch $@
 

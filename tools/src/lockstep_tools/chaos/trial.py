@@ -26,6 +26,8 @@ _NOTICED = ("stream leaves worker", "worker is silent")
 _NOTHING_TO_NOTICE = (Victim.NOBODY, Victim.ROUTER, Victim.ALL_ROUTERS)
 _DYING_S = 3.0
 """A router that is killed without grace, and had no stream that shows when, takes requests for so long at most."""
+_NOTICE_S = 1.0
+"""Clients of a router that has died notice it within so long of each other."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,9 @@ class Trial:
         return None
 
     def _death_s(self) -> float:
-        """When the killed router's streams broke off: it takes requests on open connections until then."""
+        """Until when a request may have gone to the killed router: its first stream's break shows when that died."""
         broken = [each.ended_s or 0.0 for each in self.histories if each.error and each.router in self.victims.routers]
-        return max(broken, default=self.fault_s + _DYING_S)
+        return min(broken) + _NOTICE_S if broken else self.fault_s + _DYING_S
 
     def disturbed(self) -> list[History]:
         """The streams that were under way during the trial and whose router was no victim."""
