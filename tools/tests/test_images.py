@@ -301,8 +301,20 @@ def test_the_import_check_finds_what_is_missing(tmp_path):
     (package / "__init__.py").touch()
     (package / "_native.py").write_text("raise RuntimeError")
     (package / "part.py").write_text("import json")
-    check = [sys.executable, "-c", command.IMPORT_ALL, "shipped"]
-    assert subprocess.run(check, cwd=tmp_path, check=False).returncode == 0
-    (package / "part.py").write_text("import not_in_the_image")
-    failed = subprocess.run(check, cwd=tmp_path, check=False, capture_output=True, text=True)
-    assert "No module named 'not_in_the_image'" in failed.stderr
+
+    def check(absent):
+        program = [sys.executable, "-c", command.IMPORT_ALL, absent, "shipped"]
+        return subprocess.run(program, cwd=tmp_path, check=False, capture_output=True, text=True)
+
+    assert check("").returncode == 0
+    (package / "part.py").write_text("import not_in_the_image.part")
+    assert "No module named 'not_in_the_image'" in check("").stderr
+    assert "No module named 'not_in_the_image'" in check("another").stderr
+    assert check("another,not_in_the_image").returncode == 0
+
+
+def test_only_the_cuda_build_has_the_libraries_of_gpus():
+    absent = {
+        variant: catalog.select(["inference-worker"], variant, dev=False)[0].absent for variant in catalog.VARIANTS
+    }
+    assert absent == {"cpu": ("triton",), "cuda": ()}

@@ -30,12 +30,15 @@ class Image:
 
     `unused` names distributions that a requirement asks for and this image never imports; what only they ask for
     stays out with them.
+
+    `cuda_only` names libraries that come with torch's CUDA build alone; what imports them is of no use elsewhere.
     """
 
     name: str
     project: str
     imports: tuple[str, ...]
     unused: tuple[str, ...] = ()
+    cuda_only: tuple[str, ...] = ()
     has_variants: bool = False
     has_dev: bool = True
 
@@ -51,6 +54,7 @@ IMAGES = {
             "inference-worker",
             "services/inference-worker",
             ("lockstep_worker", "lockstep_engine", "lockstep_common", "lockstep_api"),
+            cuda_only=("triton",),
             has_variants=True,
         ),
         Image("tools", "tools", _SERVED_COMMANDS, has_dev=False),
@@ -70,6 +74,11 @@ class Build:
     def name(self) -> str:
         """The image with its variant: what its wheels' folder and its SBOM are called."""
         return "-".join(filter(None, (self.image.name, self.variant)))
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """Libraries that this build goes without."""
+        return () if self.variant == "cuda" else self.image.cuda_only
 
     @property
     def stage(self) -> str:
