@@ -1,15 +1,17 @@
-"""What scheduling and allocation cost: the driver's part of a step on a model of a billion random weights.
+"""What ranks wait for the driver, with and without overlap: the time before a step in which rank 0 had nothing to do.
 
-The driver's time is all of it: taking in the last result, choosing what runs, finding blocks, writing the plan, and the
-doorbells both ways. The goal is for scheduling and allocation alone.
+Without overlap that is all of the driver's time between two steps: taking in the result, choosing what runs, finding
+blocks, writing the plan, and the doorbells both ways. With overlap it is what rank 0 itself needs from one step to the
+next. Both engines are there at the same time and run in turn, so that a noisy machine hurts both alike.
 
-    python tools/bench/driver.py --save      writes docs/bench/driver.json and .md
+    python tools/bench/driver.py --models tiny reference 1b --save      writes docs/bench/driver.json and .md
 """
 
 import argparse
 import random
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,54 +19,96 @@ import measure
 from lockstep_engine import Engine, SamplingParams
 from synthetic import SHAPES, write_random
 
-GOAL = 0.02
+REFERENCE = measure.ROOT / "models/reference"
+WAYS = {"off": False, "on": True}
 
 
-def row(path: Path, vocab: int, batch: int, tokens: int, threads: int | None) -> dict[str, Any]:
-    """The driver's part at one batch size; a fresh engine, so that its running means are of these steps alone."""
-    rng = random.Random(batch)
-    # One token each: the first step is then like all others.
-    prompts = [[rng.randrange(2, vocab)] for _ in range(batch)]
-    with Engine(path, threads=threads, prefix_cache=False, max_context=1024, max_seqs=64) as engine:
-        engine.generate_ids(prompts, SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))
-        status = engine.core.status()
-    return {
-        "batch": batch,
-        "step_us": round(status.step_us),
-        "driver_us": round(status.driver_us, 1),
-        "share": round(status.driver_us / status.step_us, 5),
-        "goal": GOAL,
-    }
+def rows_of(
+    name: str, path: Path, batches: list[int], tokens: int, rounds: int, settings: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """One row for each batch size: step, wait and speed without overlap and with it."""
+    rows = []
+    fixed = {"prefix_cache": False, "max_context": 512, "max_seqs": max(batches), **settings}
+    with Engine(path, overlap=False, **fixed) as off, Engine(path, overlap=True, **fixed) as on:
+        engines = {"off": off, "on": on}
+        for batch in batches:
+            rng = random.Random(batch)
+            # One token each: the first step is then like all others.
+            prompts = [[rng.randrange(2, off.core.model.vocab_size)] for _ in range(batch)]
+            params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+            works = {way: partial(engine.generate_ids, prompts, params) for way, engine in engines.items()}
+            seconds = measure.in_turn(works, rounds)
+            row: dict[str, Any] = {"model": name, "tp": fixed["tp"], "batch": batch}
+            for way, engine in engines.items():
+                status = engine.core.status()
+                row |= {
+                    f"{way}_step_us": round(status.step_us),
+                    f"{way}_waited_us": round(status.driver_us, 1),
+                    f"{way}_share": round(status.driver_us / status.step_us, 5),
+                    f"{way}_tokens_per_s": round(batch * tokens / seconds[way], 1),
+                }
+            row["speed_up"] = round(seconds["off"] / seconds["on"], 3)
+            rows.append(row)
+            print(row, flush=True)
+    return rows
 
 
 def report_text(report: Mapping[str, Any]) -> str:
     """The page for people."""
     lines = measure.table(
-        ["batch", "step, ms", "driver, us", "share of a step"],
-        [[each["batch"], each["step_us"] / 1e3, each["driver_us"], f"{each['share']:.3%}"] for each in report["rows"]],
+        [
+            "model",
+            "ranks",
+            "batch",
+            "step, ms",
+            "waited, us",
+            "share",
+            "with overlap: step",
+            "waited",
+            "share",
+            "speed",
+        ],
+        [
+            [
+                each["model"],
+                each["tp"],
+                each["batch"],
+                *(
+                    cell
+                    for way in WAYS
+                    for cell in (each[f"{way}_step_us"] / 1e3, each[f"{way}_waited_us"], f"{each[f'{way}_share']:.2%}")
+                ),
+                f"x {each['speed_up']:.2f}",
+            ]
+            for each in report["rows"]
+        ],
     )
     about = (
-        f"A Llama of {report['parameters'] / 1e6:.0f} M random weights ({report['shape']}), float32, decoding. All "
-        f"that is not the rank's own work; the goal for scheduling and allocation is {GOAL:.0%}."
+        "Decoding on the machine's first device, random weights but for the reference model. Waited: before a step "
+        "rank 0's device had nothing to do for so long. Speed: tokens a second with overlap over those without."
     )
-    return f"# The driver's part of a step\n\n{about}\n\n{lines}"
+    return f"# What ranks wait for the driver\n\n{about}\n\n{lines}"
 
 
 def main() -> None:
     """Measure, print; keep the results with --save."""
-    parser = argparse.ArgumentParser(description="The driver's part of a step on a model of a billion weights.")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--tokens", type=int, default=24)
+    parser = argparse.ArgumentParser(description="What ranks wait for the driver, with and without overlap.")
+    parser.add_argument("--models", choices=["reference", *sorted(SHAPES)], nargs="+", default=["tiny", "reference"])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--save", action="store_true", help="write docs/bench/driver.json and .md")
     arguments = parser.parse_args()
-    shape = SHAPES[arguments.shape]
     about = measure.machine()
+    settings = {"tp": arguments.tp, "threads": arguments.threads}
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
-        path = write_random(shape, Path(folder))
-        rows = [row(path, shape.vocab, batch, arguments.tokens, arguments.threads) for batch in arguments.batches]
-    report = {"machine": about, "shape": arguments.shape, "parameters": shape.parameters, "rows": rows}
+        for name in arguments.models:
+            path = REFERENCE if name == "reference" else write_random(SHAPES[name], Path(folder, name))
+            rows += rows_of(name, path, arguments.batches, arguments.tokens, arguments.rounds, settings)
+    report = {"machine": about, "rows": rows}
     text = report_text(report)
     print(text)
     if arguments.save:

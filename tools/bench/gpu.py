@@ -36,7 +36,7 @@ import triton  # noqa: E402
 from lockstep_engine import Engine, SamplingParams  # noqa: E402
 from lockstep_engine.attention import StepLayout  # noqa: E402
 from lockstep_engine.attention_triton import DecodeAttention, TritonAttention  # noqa: E402
-from lockstep_engine.config import BLOCK_SIZE, EngineConfig, HotWindow  # noqa: E402
+from lockstep_engine.config import BLOCK_SIZE, HotWindow  # noqa: E402
 from lockstep_engine.distributed import Alone  # noqa: E402
 from lockstep_engine.graphs import (  # noqa: E402
     BuildCounter,
@@ -401,7 +401,7 @@ def decode_seconds(bench: Bench, model: BuiltModel, batch: int, context: int, fp
     graphs = GraphedStep(body(model, cache), batch, tables.shape[1], DEVICE, sizes=[batch])
     graphs.capture()
     layout = single(batch, context, tables)
-    ids = np.zeros(batch, np.int64)
+    ids = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
     seconds = bench.seconds(lambda: graphs.run(ids, layout))
     graphs.close()
     return seconds
@@ -444,7 +444,7 @@ def measure_graphs(bench: Bench) -> None:
     by_modules = dataclasses.replace(model, decoder=None)
     for batch in settings.batches[:2]:
         cache, tables = bench.cache(model, batch, context, False)
-        layout, ids = single(batch, context, tables), np.zeros(batch, np.int64)
+        layout, ids = single(batch, context, tables), torch.zeros(batch, dtype=torch.int64, device=DEVICE)
         inputs = DecodeInputs(
             torch.zeros(batch, dtype=torch.int64, device=DEVICE),
             torch.full((batch,), context - 1, device=DEVICE),
@@ -461,13 +461,14 @@ def measure_graphs(bench: Bench) -> None:
                     "graphs", f"{what}, {how}", batch / seconds, "tokens/s", model=name, batch=batch, context=context
                 )
     largest = settings.batches[-1]
+    ids = torch.zeros(largest, dtype=torch.int64, device=DEVICE)
     cache, tables = bench.cache(model, largest, context, False)
     counter = BuildCounter().install()
     graphs = GraphedStep(body(model, cache), largest, tables.shape[1], DEVICE)
     graphs.capture()
     before = counter.builds
     for count in range(1, largest + 1):
-        graphs.run(np.zeros(count, np.int64), single(count, context, tables[:count]))
+        graphs.run(ids[:count], single(count, context, tables[:count]))
     counter.remove()
     bench.add("graphs", "recorded sizes", len(graphs.sizes), "", model=name, up_to=largest)
     bench.add("graphs", "recording", graphs.seconds, "s", model=name)
@@ -539,10 +540,7 @@ def measure_engine(bench: Bench) -> None:
         del model
         for file in (ROOT / "models/reference").glob("*token*"):
             (path / file.name).write_bytes(file.read_bytes())
-    ways: list[dict[str, Any]] = [{}]
-    if "overlap" in {field.name for field in dataclasses.fields(EngineConfig)}:
-        ways = [{"overlap": True}, {"overlap": False}]
-    for way in ways:
+    for way in ({"overlap": True}, {"overlap": False}):
         phases = _Phases()
         logger = logging.getLogger("lockstep.engine")
         logger.addHandler(phases)

@@ -118,7 +118,7 @@ def bench_engine(engine: Engine, model: PreTrainedModel, vocabulary: int) -> lis
 
 
 def bench_driver(engine: Engine, vocabulary: int) -> Row:
-    """What the driver costs in a step at batch 16: from a result's arrival to the next plan's, ranks idle."""
+    """What rank 0 waits for the driver in a step at batch 16."""
     rng = random.Random(SEED)
     prompts = [[rng.randrange(2, vocabulary) for _ in range(32)] for _ in range(16)]
     engine.generate_ids(prompts, greedy(NEW_TOKENS))

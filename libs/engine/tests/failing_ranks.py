@@ -23,9 +23,9 @@ def _fail_in_sampler():
 
 def _fail_in_forward():
     """On rank 1 of the first epoch, behind the collective of the embedding."""
-    execute = rank.Rank._execute
+    launch = rank.Rank._launch
 
-    def failing(self, plan):
+    def failing(self, plan, idle):
         if (self._spec.rank, self._spec.epoch, plan.step) == (1, 1, _STEP):
             calls = iter(range(2))
             reduce = self._group.all_reduce
@@ -36,6 +36,6 @@ def _fail_in_forward():
                 return reduce(x)
 
             self._group.all_reduce = second_fails
-        return execute(self, plan)
+        return launch(self, plan, idle)
 
-    rank.Rank._execute = failing
+    rank.Rank._launch = failing

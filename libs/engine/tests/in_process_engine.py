@@ -1,13 +1,14 @@
 """An engine in this process: the real scheduler, model, cache and sampler, without ranks around them."""
 
 import itertools
+from collections import deque
 
 import numpy as np
 import torch
 from in_process import InProcessGroup
 from lockstep_engine.attention import StepLayout, step_attention
 from lockstep_engine.kv_cache import KvCache
-from lockstep_engine.plan import PoolSizes, Result, decode_plan, encode_plan
+from lockstep_engine.plan import LAST_SAMPLED, PoolSizes, Result, decode_plan, encode_plan
 from lockstep_engine.request import Request
 from lockstep_engine.sampling import Sampler
 from lockstep_engine.scheduler import Limits, Scheduler
@@ -23,9 +24,10 @@ class InProcessModel:
 
 
 class InProcessEngine:
-    """Runs requests to their end. `hot` and `cold`: blocks of the pools."""
+    """Runs requests to their end. `hot` and `cold`: blocks of the pools; `depth`: plans in flight at most."""
 
-    def __init__(self, loaded, *, hot=128, cold=128, compressed_layers=None, **limits):
+    def __init__(self, loaded, *, hot=128, cold=128, compressed_layers=None, depth=1, **limits):
+        self._depth = depth
         self.limits = Limits(**{**DEFAULTS, **limits})
         self._model = loaded.model
         rule = self.limits.hot_window
@@ -55,9 +57,14 @@ class InProcessEngine:
             name = str(next(self._numbers))
             ids[name] = []
             self.scheduler.submit(Request(name, tuple(prompt), params, tuple(emitted)))
-        while (plan := self.scheduler.schedule()) is not None:
-            self.steps += 1
-            for output in self.scheduler.update(self._execute(decode_plan(encode_plan(plan)))):
+        results = deque()
+        while True:
+            while len(results) < self._depth and (plan := self.scheduler.schedule()) is not None:
+                self.steps += 1
+                results.append(self._execute(decode_plan(encode_plan(plan))))
+            if not results:
+                break
+            for output in self.scheduler.update(results.popleft()):
                 ids[output.request_id] += output.ids
                 self.logprobs += output.logprobs
         blocks = self.scheduler.blocks
@@ -86,15 +93,15 @@ class InProcessEngine:
         attention = step_attention(
             self.cache, StepLayout(starts, lengths, tables, hot_tables, moves), deterministic=True
         )
+        ids = torch.from_numpy(np.frombuffer(plan.token_ids, dtype=np.int32).astype(np.int64))
+        unknown = (ids == LAST_SAMPLED).nonzero().squeeze(1)
+        ids[unknown] = self._sampler.last(np.repeat(slots, lengths)[unknown.numpy()])
         logits = self._model.logits(
-            torch.from_numpy(np.frombuffer(plan.token_ids, dtype=np.int32).astype(np.int64)),
+            ids,
             attention,
             torch.from_numpy((np.cumsum(lengths) - 1)[sampled]),
         )
-        tokens, logprobs = (
-            self._sampler.sample(logits, slots[sampled], emitted[sampled], np.frombuffer(plan.uniforms))
-            if len(sampled)
-            else ([], [])
-        )
-        self.cache.compress(late_moves)
-        return Result(plan.step, tokens, logprobs, 0, 0)
+        chosen = self._sampler.sample(logits, slots[sampled], emitted[sampled], np.frombuffer(plan.uniforms))
+        if len(late_moves):
+            self.cache.compress(late_moves)
+        return Result(plan.step, *chosen.read(), 0, 0)

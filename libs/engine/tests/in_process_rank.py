@@ -5,10 +5,11 @@ as the supervisor does.
 import itertools
 import socket
 import threading
+from collections import deque
 
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.engine import _group_settings
-from lockstep_engine.mailbox import Mailbox
+from lockstep_engine.mailbox import MAX_IN_FLIGHT, Mailbox
 from lockstep_engine.model_config import inspect_model
 from lockstep_engine.plan import (
     AllocateBlocks,
@@ -38,6 +39,7 @@ class InProcessRank:
         )
         fd = Mailbox.create(Mailbox.segment_bytes(1, plan_bytes, result_bytes), "test")
         self._mailbox = Mailbox(fd, 1, plan_bytes, result_bytes)
+        self._depth = MAX_IN_FLIGHT if config.overlap else 1
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_WAIT_S)
         self.rank = None
@@ -77,14 +79,19 @@ class InProcessRank:
             name = str(next(self._numbers))
             ids[name] = []
             self.scheduler.submit(Request(name, tuple(prompt), params))
-        while (plan := self.scheduler.schedule()) is not None:
-            self.plans.append(plan)
-            self._mailbox.put_plan(plan.step, encode_plan(plan))
-            self._control.send(DOORBELL.pack(plan.step))
-            assert self._receive() == DOORBELL.pack(plan.step)
-            for output in self.scheduler.update(decode_result(self._mailbox.get_result())):
+        in_flight = deque()
+        while True:
+            while len(in_flight) < self._depth and (plan := self.scheduler.schedule()) is not None:
+                self.plans.append(plan)
+                self._mailbox.put_plan(plan.step, encode_plan(plan))
+                self._control.send(DOORBELL.pack(plan.step))
+                in_flight.append(plan.step)
+            if not in_flight:
+                return list(ids.values())
+            step = in_flight.popleft()
+            assert self._receive() == DOORBELL.pack(step)
+            for output in self.scheduler.update(decode_result(self._mailbox.get_result(step))):
                 ids[output.request_id] += output.ids
-        return list(ids.values())
 
     def _run(self, spec, control, fd):
         try:

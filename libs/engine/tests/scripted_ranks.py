@@ -7,11 +7,12 @@ one that another has overwritten, or leaves a token out, what it reads is not it
 import random
 import struct
 import zlib
+from collections import deque
 
 import numpy as np
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.draws import uniform
-from lockstep_engine.plan import PoolSizes, Result, StepLogprobs, decode_plan, encode_plan
+from lockstep_engine.plan import LAST_SAMPLED, PoolSizes, Result, StepLogprobs, decode_plan, encode_plan
 from lockstep_engine.request import Request, SamplingParams
 from lockstep_engine.scheduler import Limits, Scheduler
 
@@ -53,6 +54,9 @@ class ScriptedRanks:
         self._max_scores = max_scores
         self._names = {}  # slot -> number of its request
         self._step = 0
+        self._last = {}  # slot -> the token that its occupant got last
+        self.ahead = 0
+        """Tokens that were computed before the driver knew them."""
         self.started = 0
         """How often a slot got a new occupant."""
         self.scripts = {}
@@ -62,13 +66,13 @@ class ScriptedRanks:
 
     def execute(self, plan):
         plan = decode_plan(encode_plan(plan))
-        assert plan.step > self._step
+        assert plan.step == self._step + 1
         self._step = plan.step
         starts, lengths, slots, samples, emitted = (
             np.frombuffer(data, dtype=np.int32)
             for data in (plan.starts, plan.lengths, plan.slots, plan.samples, plan.emitted)
         )
-        tokens = np.frombuffer(plan.token_ids, dtype=np.int32)
+        tokens = np.frombuffer(plan.token_ids, dtype=np.int32).copy()
         tables = np.frombuffer(plan.tables, dtype=np.int32).reshape(len(slots), plan.table_width)
         uniforms = iter(np.frombuffer(plan.uniforms))
         assert 0 < len(tokens) == lengths.sum() <= self._budget
@@ -80,6 +84,8 @@ class ScriptedRanks:
         self.started += len(plan.added)
         for entry in plan.added:
             (self._names[entry.slot],) = entry.logit_bias
+            self._last.pop(entry.slot, None)
+        self._put_last(tokens, lengths, slots)
         self._write(tokens, starts, lengths, hot_tables)
         self._compress(plan.moves)
         self._check_versions(starts, lengths, tables, hot_tables, both=bool(plan.hot_tables))
@@ -90,6 +96,7 @@ class ScriptedRanks:
                 script = self.scripts.get(self._names[slot])
                 token = next_token(context, next(uniforms))
                 ids.append(token if script is None else script[emitted[row]])
+                self._last[slot] = ids[-1]
         assert next(uniforms, None) is None
         scores = self._score(plan, starts, lengths, tables)
         self._compress(plan.late_moves)
@@ -98,6 +105,15 @@ class ScriptedRanks:
         return Result(
             plan.step, ids, [StepLogprobs(-float(id_), [id_], [-float(id_)]) for id_ in ids], 10, 0, [], *scores
         )
+
+    def _put_last(self, tokens, lengths, slots):
+        """In place of what the driver did not know, and nowhere else than at a sequence's end."""
+        ends = np.cumsum(lengths) - 1
+        assert set(np.flatnonzero(tokens == LAST_SAMPLED)) <= set(ends.tolist())
+        for end, slot in zip(ends.tolist(), slots.tolist(), strict=True):
+            if tokens[end] == LAST_SAMPLED:
+                tokens[end] = self._last[slot]
+                self.ahead += 1
 
     def _score(self, plan, starts, lengths, tables):
         targets = np.frombuffer(plan.targets, dtype=np.int32)
@@ -167,9 +183,9 @@ class ScriptedRanks:
 
 
 class Server:
-    """A scheduler and its ranks. Requests are known by numbers, counted from 0."""
+    """A scheduler and its ranks. Requests are known by numbers, counted from 0. `depth`: plans in flight at most."""
 
-    def __init__(self, *, blocks=64, cold_blocks=0, **limits):
+    def __init__(self, *, blocks=64, cold_blocks=0, depth=1, **limits):
         defaults = {
             "max_seqs": 4,
             "max_batch_tokens": 64,
@@ -181,6 +197,8 @@ class Server:
         sizes = PoolSizes(blocks, cold_blocks)
         self.scheduler = Scheduler(self.limits, [EOS], sizes)
         self.ranks = ScriptedRanks(sizes, self.limits.hot_window, self.limits.max_batch_tokens, self.limits.max_seqs)
+        self._depth = depth
+        self._results = deque()
         self.outputs = []
         """One list a request."""
         self._requests = []
@@ -205,12 +223,18 @@ class Server:
         return self.scheduler.cancel(str(number))
 
     def step(self):
-        """One step; False when there is nothing to do."""
-        plan = self.scheduler.schedule()
-        if plan is None:
+        """One step, planned when those after which it may be are; False when there is nothing to do."""
+        self.plan()
+        if not self._results:
             return False
-        self.finish(self.ranks.execute(plan))
+        self.finish(self._results.popleft())
         return True
+
+    def plan(self):
+        """Have as many steps in flight as may be."""
+        while len(self._results) < self._depth and (plan := self.scheduler.schedule()) is not None:
+            self._results.append(self.ranks.execute(plan))
+            self.pool.check()
 
     def finish(self, result):
         """Second half of a step whose plan was executed by the caller."""
@@ -256,6 +280,7 @@ class Server:
         return self.ranks.started - len({number for step in self.ranks.trace for number in step})
 
     def assert_idle(self):
+        assert not self._results
         self.pool.check()
         assert self.pool.free == self.pool.total
         assert self.scheduler.queued == self.scheduler.running == 0

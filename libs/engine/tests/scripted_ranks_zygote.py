@@ -28,12 +28,13 @@ def run_rank(spec, control, mailbox_fd, *_):
     ranks = ScriptedRanks(sizes, spec.hot_window, spec.max_batch_tokens, spec.max_seqs)
     control.send(encode_control(Ready(True, "cpu", "float32")))
     while bell := control.recv(zygote.MAX_MESSAGE_BYTES):
-        result = ranks.execute(decode_plan(mailbox.get_plan(int.from_bytes(bell, "little"))))
+        step = int.from_bytes(bell, "little")
+        result = ranks.execute(decode_plan(mailbox.get_plan(step)))
         mailbox.steps[spec.rank] += 1
         if spec.rank == 0:
             while mailbox.steps.min() < mailbox.steps[0]:  # the collectives of real ranks keep them together
                 time.sleep(0.0002)
-            mailbox.put_result(encode_result(result))
+            mailbox.put_result(step, encode_result(result))
             control.send(bell)
 
 

@@ -116,7 +116,7 @@ def sample(logits, sampling, draws):
     sampler = Sampler(1, VOCABULARY, torch.device("cpu"))
     sampler.add(sampling)
     none = np.zeros(len(draws), np.int32)
-    return sampler.sample(logits, none, none, draws)[0]
+    return sampler.sample(logits, none, none, draws).read()[0]
 
 
 def test_every_architecture_has_a_case():

@@ -81,7 +81,7 @@ def test_logits_equal_those_of_transformers(name, fused, tmp_path):
     for position in range(PROMPT, PROMPT + MORE):
         layout = served.layout([position] * 2, 1)
         assert graphs.fits(layout)
-        logits = graphs.run(ids[:, position].numpy(), layout)
+        logits = graphs.run(ids[:, position].to(DEVICE), layout)
         torch.testing.assert_close(logits, expected[:, position], atol=1e-4, rtol=0)
     assert PROMPT < BLOCK_SIZE < PROMPT + MORE
     graphs.close()

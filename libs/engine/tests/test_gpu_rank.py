@@ -85,19 +85,20 @@ def decodes(plan):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "counts"),
+    ("name", "dtype", "overlap"),
     [
-        ("qwen3", "float32", (16, 6)),
-        ("qwen3", "float16", (16, 6)),
-        pytest.param("gemma2", "float32", (16, 6), marks=SWEEP),
+        ("qwen3", "float32", True),
+        ("qwen3", "float16", False),
+        pytest.param("gemma2", "float32", True, marks=SWEEP),
     ],
 )
-def test_tokens_are_those_of_the_cpu_and_decoding_is_replayed(name, dtype, counts, tmp_path, monkeypatch, by_triton):
+def test_tokens_are_those_of_the_cpu_and_decoding_is_replayed(name, dtype, overlap, tmp_path, monkeypatch, by_triton):
+    counts = (16, 6)
     path, _ = make(name, tmp_path)
     expected = on_the_cpu(path, counts)
     by_triton()
     steps = Steps(monkeypatch)
-    with InProcessRank(path, dtype=dtype, **SETTINGS) as served:
+    with InProcessRank(path, dtype=dtype, overlap=overlap, **SETTINGS) as served:
         assert isinstance(served.rank._model.decoder, GpuDecoder) == (name == "qwen3")
         assert served.rank._graphs.sizes == (1, 2, 3)
         # The canary, in which blocks go cold, and as many sequences as there can be; then all sizes once more.
@@ -124,7 +125,7 @@ def test_only_some_rows_of_a_recorded_step_are_wanted(tmp_path, by_triton):
     with InProcessRank(path, **SETTINGS) as served, torch.inference_mode():
         rank = served.rank
         step = StepLayout(np.zeros(3, np.int32), np.ones(3, np.int32), np.array([[0], [1], [2]], np.int32))
-        ids = np.array([5, 6, 7])
+        ids = torch.tensor([5, 6, 7], device=DEVICE)
         every = rank._forward(ids, step, np.arange(3)).clone()
         some = rank._forward(ids, step, np.array([2, 0]))
         assert torch.equal(some, every[[2, 0]])

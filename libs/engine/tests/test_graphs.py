@@ -80,18 +80,17 @@ class TestGraphedStep:
         body, step = graphed()
         body.sizes.clear()
         positions = list(range(10, 10 + count))
-        out = step.run(np.arange(100, 100 + count), layout(positions))
+        out = step.run(torch.arange(100, 100 + count), layout(positions))
         assert body.sizes == [size]
         assert out.tolist() == [[100 + row, 10 + row, row] for row in range(count)]
-        assert body.seen.ids.tolist()[count:] == [0] * (size - count)
         assert body.seen.positions.tolist()[count:] == [-1] * (size - count)
 
     def test_nothing_of_an_earlier_step_is_seen(self):
         body, step = graphed()
-        step.run(np.arange(6), layout([90] * 6, [[7, 7, 7, 7]] * 6))
-        out = step.run(np.array([3]), layout([5], [[2]]))
+        step.run(torch.arange(6), layout([90] * 6, [[7, 7, 7, 7]] * 6))
+        out = step.run(torch.tensor([3]), layout([5], [[2]]))
         assert out.tolist() == [[3, 5, 2]]
-        out = step.run(np.array([3, 4, 5]), layout([5, 6, 7], [[2], [1], [0]]))
+        out = step.run(torch.tensor([3, 4, 5]), layout([5, 6, 7], [[2], [1], [0]]))
         assert out.tolist() == [[3, 5, 2], [4, 6, 1], [5, 7, 0]]
         assert body.seen.positions.tolist() == [5, 6, 7, -1]
 
@@ -99,15 +98,15 @@ class TestGraphedStep:
         body, step = graphed()
         pointers = set()
         for count in (1, 6, 3, 2):
-            step.run(np.arange(count), layout([1] * count))
+            step.run(torch.arange(count), layout([1] * count))
             pointers.add((body.seen.ids.data_ptr(), body.seen.positions.data_ptr(), body.seen.tables.data_ptr()))
         assert len(pointers) == 1
 
     def test_a_result_is_gone_with_the_next_run(self):
         """The stand-in is as strict as a GPU, where recordings share memory."""
         _, step = graphed()
-        old = step.run(np.arange(2), layout([1, 2]))
-        step.run(np.arange(5), layout([1] * 5))
+        old = step.run(torch.arange(2), layout([1, 2]))
+        step.run(torch.arange(5), layout([1] * 5))
         assert old.isnan().all()
 
     @pytest.mark.parametrize(
@@ -213,7 +212,7 @@ class TestOnAGpu:
         step.capture()
         body.sizes.clear()
         for count in (1, 6, 3, 2, 6):
-            out = step.run(np.arange(count) + 100, layout(list(range(count))))
+            out = step.run(torch.arange(count) + 100, layout(list(range(count))))
             assert out.tolist() == [[100 + row, row, row] for row in range(count)]
         assert body.sizes == []
         step.close()

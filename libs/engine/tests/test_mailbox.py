@@ -32,8 +32,8 @@ def test_messages_arrive_as_they_were_sent(messages):
     for step, (plan, result) in enumerate(messages):
         driver.put_plan(step, plan)
         assert rank.get_plan(step) == plan
-        rank.put_result(result)
-        assert driver.get_result() == result
+        rank.put_result(step, result)
+        assert driver.get_result(step) == result
 
 
 def test_a_plan_stays_while_the_next_one_is_placed(sides):
@@ -47,6 +47,13 @@ def test_a_plan_stays_while_the_next_one_is_placed(sides):
     assert rank.get_plan(2) == b"second" * 16
 
 
+def test_a_result_stays_while_the_next_one_is_placed(sides):
+    driver, rank = sides
+    rank.put_result(1, b"first")
+    rank.put_result(2, b"second")
+    assert (driver.get_result(1), driver.get_result(2)) == (b"first", b"second")
+
+
 def test_places_do_not_overlap_when_they_are_full(sides):
     driver, rank = sides
     for number in range(3):
@@ -54,22 +61,24 @@ def test_places_do_not_overlap_when_they_are_full(sides):
         rank.collectives[number] = 2**62 + number
     driver.put_plan(0, b"\xaa" * 100)
     driver.put_plan(1, b"\xbb" * 100)
-    rank.put_result(b"\xcc" * 50)
+    rank.put_result(0, b"\xcc" * 50)
+    rank.put_result(1, b"\xdd" * 50)
     assert driver.steps.tolist() == [-1, -2, -3]
     assert driver.collectives.tolist() == [2**62, 2**62 + 1, 2**62 + 2]
-    assert (rank.get_plan(0), rank.get_plan(1), driver.get_result()) == (b"\xaa" * 100, b"\xbb" * 100, b"\xcc" * 50)
+    assert (rank.get_plan(0), rank.get_plan(1)) == (b"\xaa" * 100, b"\xbb" * 100)
+    assert (driver.get_result(0), driver.get_result(1)) == (b"\xcc" * 50, b"\xdd" * 50)
 
 
 def test_a_message_that_is_too_large_is_refused_and_changes_nothing(sides):
     driver, rank = sides
     driver.put_plan(4, b"plan")
-    rank.put_result(b"result")
+    rank.put_result(4, b"result")
     with pytest.raises(ValueError, match="101 bytes in a place for 100"):
         driver.put_plan(4, bytes(101))
     with pytest.raises(ValueError, match="51 bytes in a place for 50"):
-        rank.put_result(bytes(51))
+        rank.put_result(4, bytes(51))
     assert rank.get_plan(4) == b"plan"
-    assert driver.get_result() == b"result"
+    assert driver.get_result(4) == b"result"
 
 
 def test_counters_of_ranks_start_at_zero_and_lie_on_different_cache_lines(sides):

@@ -102,14 +102,20 @@ def prompt(number):
     return [*words(40, seed=1), *words(10 + 15 * number, seed=number)]
 
 
-@pytest.fixture
-async def service(tmp_path, monkeypatch):
+@pytest.fixture(params=[False, True], ids=["one step in flight", "two"])
+async def service(request, tmp_path, monkeypatch):
     script = f"import sys, runpy; sys.path.insert(0, {str(TESTS)!r}); "
     script += f"runpy.run_path({str(TESTS / 'scripted_ranks_zygote.py')!r}, run_name='__main__')"
     monkeypatch.setattr(group, "_RUN_ZYGOTE", script)
     model = write_model(tmp_path, vocab_size=VOCAB, eos_token_id=EOS, max_position_embeddings=256)
     config = EngineConfig(
-        model=str(model), tp=2, max_seqs=3, max_batch_tokens=40, kv_hot_window=16, decode_deadline_s=30
+        model=str(model),
+        tp=2,
+        max_seqs=3,
+        max_batch_tokens=40,
+        kv_hot_window=16,
+        decode_deadline_s=30,
+        overlap=request.param,
     )
     service = Service(config)
     await service.engine.start()

@@ -93,14 +93,14 @@ def test_a_cached_prefix_is_computed_again():
 def test_scores_are_log_softmax_in_float32():
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).bfloat16() * 20
     targets = np.arange(7, dtype=np.int32) * 7
-    given = score(logits, targets, whole=True)
+    given = score(logits, targets, whole=True).read()
     tokens, ranks, whole = (np.frombuffer(each, kind) for each, kind in zip(given, "fif", strict=True))
     wanted = torch.log_softmax(logits.double(), dim=-1).numpy()
     assert np.allclose(whole.reshape(7, 50), wanted, atol=1e-5)
     assert (tokens == whole.reshape(7, 50)[np.arange(7), targets]).all()
     order = (-logits.float()).argsort(dim=-1, stable=True).tolist()
     assert ranks.tolist() == [row.index(target) + 1 for row, target in zip(order, targets, strict=True)]
-    assert score(logits, targets, whole=False) == (*given[:2], b"")
+    assert score(logits, targets, whole=False).read() == (*given[:2], b"")
 
 
 @pytest.mark.parametrize("tp", [1, 2])

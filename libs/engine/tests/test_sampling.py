@@ -43,7 +43,7 @@ def sample(logits, sampling, draws, emitted=0):
     count = len(draws)
     ids, _ = sampler.sample(
         rows, np.zeros(count, np.int32), np.full(count, emitted, np.int32), np.array(draws, np.float64)
-    )
+    ).read()
     return ids
 
 
@@ -202,7 +202,7 @@ class TestAdjustments:
         for position in range(40):
             (id_,), _ = sampler.sample(
                 torch.from_numpy(logits)[None], np.array([0], np.int32), np.array([position], np.int32), np.array([0.5])
-            )
+            ).read()
             reference = adjusted(logits, slot(**fields, emitted_ids=emitted))
             assert reference[id_] >= max(reference) - 1e-4
             emitted.append(id_)
@@ -216,7 +216,7 @@ class TestAdjustments:
             return [
                 sampler.sample(
                     logits, np.array([0], np.int32), np.array([position], np.int32), np.array([uniform(1, position)])
-                )[0][0]
+                ).read()[0][0]
                 for position in positions
             ]
 
@@ -235,7 +235,7 @@ class TestAdjustments:
         sampler.add(slot(temperature=0.0, presence_penalty=2.0, repetition_penalty=100.0, prompt_ids=[(best + 1) % 30]))
         ids, _ = sampler.sample(
             torch.from_numpy(logits)[None], np.array([0], np.int32), np.array([0], np.int32), np.array([0.5])
-        )
+        ).read()
         assert ids == [best]
 
     def test_bias_decides(self):
@@ -269,7 +269,7 @@ class TestLogprobs:
         before = logits.clone()
         (id_,), (given_,) = sampler.sample(
             logits[None], np.array([0], np.int32), np.array([0], np.int32), np.array([0.5])
-        )
+        ).read()
         expected = torch.log_softmax(before.double(), dim=-1)
         assert given_.chosen == pytest.approx(float(expected[id_]), abs=1e-5)
         assert given_.top_ids == expected.topk(5).indices.tolist()
@@ -284,7 +284,7 @@ class TestLogprobs:
         logits = torch.from_numpy(random_logits(8, 331)).repeat(3, 1)
         ids, (none, chosen, top) = sampler.sample(
             logits, np.arange(3, dtype=np.int32), np.zeros(3, np.int32), np.full(3, 0.5)
-        )
+        ).read()
         assert len(set(ids)) == 1
         assert none is None
         assert (chosen.top_ids, chosen.top_logprobs) == ([], [])
@@ -299,7 +299,7 @@ class TestLogprobs:
             np.array([0], np.int32),
             np.array([0], np.int32),
             np.array([0.5]),
-        )
+        ).read()
         assert sorted(given_.top_ids) == list(range(7))
 
 
@@ -331,7 +331,7 @@ class TestRows:
             sampler = Sampler(count, vocabulary, CPU)
             for number in rows:
                 sampler.add(slot(number, **SETTINGS[number]))
-            return sampler.sample(logits[rows], np.array(rows, np.int32), emitted[rows], draws[rows])
+            return sampler.sample(logits[rows], np.array(rows, np.int32), emitted[rows], draws[rows]).read()
 
         together = run(list(range(count)))
         backwards = run(list(range(count))[::-1])
@@ -347,7 +347,7 @@ class TestRows:
         sampler.add(slot(2, logit_bias={11: 1000.0}))
         ids, _ = sampler.sample(
             torch.from_numpy(logits).repeat(2, 1), np.array([6, 2], np.int32), np.zeros(2, np.int32), np.full(2, 0.3)
-        )
+        ).read()
         assert ids == [int(logits.argmax()), 11]
 
 
@@ -423,10 +423,12 @@ def test_extreme_logits_do_not_disturb_other_rows(row):
         sampler.add(slot(0, **fields))
         sampler.add(slot(1, **fields))
         rows = torch.stack([torch.tensor(row), torch.from_numpy(good)])
-        ids, logprobs = sampler.sample(rows, np.arange(2, dtype=np.int32), np.zeros(2, np.int32), np.full(2, 0.6))
+        ids, logprobs = sampler.sample(
+            rows, np.arange(2, dtype=np.int32), np.zeros(2, np.int32), np.full(2, 0.6)
+        ).read()
         alone, alone_logprobs = sampler.sample(
             rows[1:], np.array([1], np.int32), np.zeros(1, np.int32), np.full(1, 0.6)
-        )
+        ).read()
         assert (ids[1:], logprobs[1:]) == (alone, alone_logprobs)
 
 

@@ -48,6 +48,8 @@ def test_flags_come_before_the_environment(monkeypatch):
     config = settings.engine_config()
     assert (config.tp, config.kv_memory_bytes, config.label, config.prefix_cache) == (2, 2**30, "w7", False)
     assert config.cuda_graphs
+    assert config.overlap is None
+    assert WorkerSettings.load("worker", ["--model", "m", "--overlap"]).engine_config().overlap
     assert not WorkerSettings.load("worker", ["--model", "m", "--no-cuda-graphs"]).engine_config().cuda_graphs
 
 

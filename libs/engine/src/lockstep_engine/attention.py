@@ -76,12 +76,12 @@ class StepAttention(ABC):
         device = cache.keys.device
         self._cache = cache
         self._owners = owners
-        self.positions = torch.from_numpy(positions).to(device)
+        self.positions = torch.from_numpy(positions).to(device, non_blocking=True)
         """[tokens]"""
-        self._slots = torch.from_numpy(blocks * BLOCK_SIZE + offsets).to(device)
+        self._slots = torch.from_numpy(blocks * BLOCK_SIZE + offsets).to(device, non_blocking=True)
         entered = blocks[offsets == 0]
         if len(entered):
-            cache.clear(torch.from_numpy(entered).to(device))
+            cache.clear(torch.from_numpy(entered).to(device, non_blocking=True))
 
     @abstractmethod
     def attend(

@@ -1,8 +1,11 @@
 """Which blocks each running sequence has: hot ones, and cold ones in place of those that its queries have left behind.
 
 It owns both pools and the rows of ids that plans copy; it decides which hot blocks the ranks make cold, and when.
-Numbers only. Between steps a sequence has, of the blocks of its computed tokens, exactly those versions that its next
+Numbers only. Between plans a sequence has, of the blocks of its computed tokens, exactly those versions that its next
 query sees.
+
+Ranks execute plans in order and one after the other, late moves included. So what a plan writes is there for the next
+one, and what is given back once a plan is made can be given out by the next, however many are in flight.
 """
 
 from collections.abc import Sequence as Items
@@ -146,6 +149,7 @@ class BlockTables:
         first, sink = self._hot_part(hits.usable)
         sequence.hot, sequence.cold = [_NONE] * hits.usable, [_NONE] * hits.usable
         sequence.fork = hits.known
+        sequence.remembered = hits.usable
         row = self._rows[sequence.slot]
         for index in range(hits.usable):
             if sink <= index < first:
@@ -206,23 +210,34 @@ class BlockTables:
             self._both.append((sequence, now))
 
     def commit(self, sequence: Sequence, start: int, keys: Items[BlockKey]) -> None:
-        """The sequence's tokens from `start` to before `sequence.computed` have KV: its full blocks can be found by
-        their keys (if there are any), and those that have left the window are cold from now on.
+        """The plan that computes the sequence's tokens from `start` to before `sequence.computed` is made: its full
+        blocks can be found by their keys (as far as there are any), and those that have left the window are cold from
+        now on.
         """
-        full = sequence.computed // BLOCK_SIZE
-        for index in range(start // BLOCK_SIZE, full if keys else 0):
-            self.hot.remember(sequence.hot[index], keys[index])
+        self.remember(sequence, keys)
         if self._rule is None:
             return
-        row, first = self._rows[sequence.slot], self._rule.first_hot(full)
+        row, first = self._rows[sequence.slot], self._rule.first_hot(sequence.computed // BLOCK_SIZE)
         for index in range(self._rule.first_hot(start // BLOCK_SIZE), first):
             row[index] = self._first_cold + sequence.cold[index]
-            if keys:
+            if index < sequence.remembered:
                 self.cold.remember(sequence.cold[index], keys[index])
             # Texts that part where others have parted before will want these again; others hardly.
             wanted = sequence.fork - self._rule.size <= index < sequence.fork
             self.hot.release([sequence.hot[index]], passing=not wanted)
             sequence.hot[index] = _NONE
+
+    def remember(self, sequence: Sequence, keys: Items[BlockKey]) -> None:
+        """The sequence's full blocks can be found by their keys, as far as there are any: there is none yet for a block
+        with a token that only the ranks know.
+        """
+        full = min(sequence.computed // BLOCK_SIZE, len(keys))
+        for index in range(sequence.remembered, full):
+            if sequence.hot[index] != _NONE:
+                self.hot.remember(sequence.hot[index], keys[index])
+            else:  # it has left the window before its key was known
+                self.cold.remember(sequence.cold[index], keys[index])
+        sequence.remembered = max(sequence.remembered, full)
 
     def leave(self, sequence: Sequence) -> None:
         """Take back all blocks of a sequence, and its row."""

@@ -72,6 +72,8 @@ class EngineConfig:
     """A request's tokens do not depend on what else is in the batch. On by default on the CPU."""
     threads: int | None = None
     """CPU threads of a rank; the machine's cores shared out when None."""
+    overlap: bool | None = None
+    """Plan a step while the one before it runs, before its tokens are known. None: on CUDA."""
     collectives: str = "auto"
     """auto: on CUDA NCCL, and symmetric memory for small tensors; shared memory between CPU ranks. torch: NCCL or gloo
     for everything.

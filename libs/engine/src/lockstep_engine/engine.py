@@ -1,8 +1,9 @@
 """The engine: schedule → plan → ranks → outputs. This is what services use; `offline.Engine` is for ten lines of
 Python.
 
-The loop is driven by events: a result arrives, the next plan leaves at once, then the result's outputs are handed on
-while the ranks compute. This process never imports torch.
+The loop is driven by events: a result arrives, a plan leaves at once, then the result's outputs are handed on while the
+ranks compute. With overlap that plan is the one after the step which they have begun meanwhile, so that they never wait
+for it. This process never imports torch.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig
 from lockstep_engine.group import GroupSettings, RankGroup
+from lockstep_engine.mailbox import MAX_IN_FLIGHT
 from lockstep_engine.model_config import ModelInfo, inspect_model
 from lockstep_engine.plan import PoolSizes, RankSpec, Ready, Result
 from lockstep_engine.request import Output, Request
@@ -79,9 +81,10 @@ class EngineStatus:
     loading: float
     """Share of the weights read during a start, 0 to 1."""
     driver_us: float
-    """Mean time of the last steps in which no rank had work because of this process."""
+    """Mean time before the last steps in which rank 0's device had nothing to do: it waited for this process, or for
+    the messages between them."""
     step_us: float
-    """Mean time of the last steps, from plan to plan."""
+    """Mean time of the last steps, from result to result."""
     collective_us: float
     """Mean time that rank 0 spent in collectives in the last steps: transfer, and waiting for the others."""
     cold_blocks: int = 0
@@ -132,7 +135,7 @@ class AsyncEngine:
         self._state = EngineState.STARTING
         self._reason = ""
         self._ready: Ready | None = None
-        self._in_flight = False
+        self._depth = 1
         self._steps = 0
         self._failures = 0
         self._started: asyncio.Future[None] | None = None
@@ -231,7 +234,8 @@ class AsyncEngine:
         self._scheduler.reset(blocks)
         self._ready = ready
         self._failures = 0
-        self._in_flight = False
+        overlap = ready.device.startswith("cuda") if self.config.overlap is None else self.config.overlap
+        self._depth = MAX_IN_FLIGHT if overlap else 1
         self._steps = 0
         self._timing = _Timing()
         if self._group is not None:
@@ -242,10 +246,9 @@ class AsyncEngine:
         self._settle(None)
 
     def on_result(self, result: Result) -> None:
-        """A step is done: start the next one, then hand on what this one gave."""
-        self._in_flight = False
+        """A step is done: plan another one, then hand on what this one gave."""
         self._steps += 1
-        self._timing.result(result.forward_us, result.collective_us)
+        self._timing.result(result)
         outputs = self._scheduler.update(result)
         self._kick()
         if outputs:
@@ -282,7 +285,6 @@ class AsyncEngine:
 
     def _fail_requests(self, reason: str) -> None:
         """Every live request gets its last output: an error that says it can be continued elsewhere."""
-        self._in_flight = False
         error = LockstepError(ErrorCode.WORKER_LOST, f"{self.config.label}: {reason}")
         lost = [Output(each, 0, (), error=error) for each in self._scheduler.clear()]
         if lost:
@@ -319,22 +321,26 @@ class AsyncEngine:
         self._on_change()
 
     def _kick(self) -> None:
-        """Start a step if none is in flight and there is something to do."""
-        if self._in_flight or self._state is not EngineState.READY:
+        """Have as many steps in flight as may be, as far as there is something to do."""
+        if self._state is not EngineState.READY:
             return
         assert self._group is not None
         try:
-            plan = self._scheduler.schedule()
-            if plan is None:
-                self._timing.idle()
-                return
-            prefills = len(plan.token_ids) > len(plan.slots)
-            self._in_flight = True
-            self._timing.plan()
-            self._group.execute(plan, self.config.prefill_deadline_s if prefills else self.config.decode_deadline_s)
+            while self._group.is_live and self._group.in_flight < self._depth:
+                plan = self._scheduler.schedule()
+                if plan is None:
+                    break
+                prefills = len(plan.token_ids) > len(plan.slots)
+                if self._group.in_flight == 0:
+                    self._timing.plan(plan.step)
+                self._group.execute(plan, self.config.prefill_deadline_s if prefills else self.config.decode_deadline_s)
         except MemoryError:
-            self._in_flight = False
-            asyncio.get_running_loop().call_soon(self._go_on, self._scheduler.shed())
+            try:
+                asyncio.get_running_loop().call_soon(self._go_on, self._scheduler.shed(self._group.in_flight))
+            except MemoryError:
+                self._group.give_up()
+        if self._group.in_flight == 0:
+            self._timing.idle()
 
     def _go_on(self, ended: list[Output]) -> None:
         """After a plan that there was no memory for. Not at once: a caller may not know its request yet."""
@@ -373,31 +379,36 @@ class AsyncEngine:
 
 
 class _Timing:
-    """Running means of a step's length and of the driver's part in it."""
+    """Running means of a step's length and of what it waited for."""
 
     def __init__(self) -> None:
         self.step_us = 0.0
         self.driver_us = 0.0
         self.collective_us = 0.0
-        self._planned_ns = 0
-        self._busy = False
+        self._idle = True
+        self._first_step = 0
+        """The first one after a time without work: what it waited for was a request."""
+        self._last_ns = 0
 
-    def plan(self) -> None:
+    def plan(self, step: int) -> None:
+        """A plan leaves while no step is in flight."""
+        if self._idle:
+            self._idle, self._first_step = False, step
+
+    def result(self, result: Result) -> None:
         now = time.perf_counter_ns()
-        if self._busy:
-            step = (now - self._planned_ns) / 1000
-            self.step_us += 0.05 * (step - self.step_us) if self.step_us else step
-            driver = max(0.0, step - self._forward_us)
-            self.driver_us += 0.05 * (driver - self.driver_us) if self.driver_us else driver
-        self._planned_ns = now
-
-    def result(self, forward_us: int, collective_us: int) -> None:
-        self._forward_us = forward_us
-        self.collective_us += 0.05 * (collective_us - self.collective_us) if self.collective_us else collective_us
-        self._busy = True
+        if result.step > self._first_step:
+            self.step_us = _follow(self.step_us, (now - self._last_ns) / 1000)
+            self.driver_us = _follow(self.driver_us, result.waited_us)
+        self._last_ns = now
+        self.collective_us = _follow(self.collective_us, result.collective_us)
 
     def idle(self) -> None:
-        self._busy = False
+        self._idle = True
+
+
+def _follow(mean: float, value: float) -> float:
+    return mean + 0.05 * (value - mean) if mean else value
 
 
 def _group_settings(config: EngineConfig, model: ModelInfo) -> GroupSettings:

@@ -238,11 +238,11 @@ class GraphedStep:
             and layout.tables.shape[1] <= self._inputs.tables.shape[1]
         )
 
-    def run(self, ids: NDArray[np.int64], layout: StepLayout) -> torch.Tensor:
+    def run(self, ids: torch.Tensor, layout: StepLayout) -> torch.Tensor:
         """A step that `fits`.
 
         Args:
-            ids: [sequences], a token each.
+            ids: [sequences], int64 on the device: a token each.
             layout: of the step.
 
         Returns:
@@ -251,9 +251,8 @@ class GraphedStep:
         count = len(ids)
         size = next(each for each in self.sizes if each >= count)
         inputs = self._inputs.first(size)
-        staged = self._staging.put(ids, layout.starts, size)
-        inputs.ids.copy_(staged[0], non_blocking=True)
-        inputs.positions.copy_(staged[1], non_blocking=True)
+        inputs.ids[:count].copy_(ids)
+        inputs.positions.copy_(self._staging.put(layout.starts, size), non_blocking=True)
         width = layout.tables.shape[1]
         inputs.tables[:count, :width].copy_(self._staging.put_tables(layout.tables), non_blocking=True)
         self._staging.sent()
@@ -279,26 +278,24 @@ class _Staging:
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._rows = rows
-        self._numbers = [torch.empty((2, rows), dtype=torch.int64, pin_memory=self._cuda) for _ in range(2)]
+        self._positions = [torch.empty(rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(2)]
         self._tables = [torch.empty(0, dtype=torch.int32) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []  # type: ignore[no-untyped-call]
         self._turn = 0
 
-    def put(self, ids: NDArray[np.int64], positions: NDArray[np.int32], size: int) -> torch.Tensor:
-        """[2, size]: ids and positions, filled up."""
+    def put(self, positions: NDArray[np.int32], size: int) -> torch.Tensor:
+        """[size]: the positions, filled up."""
         self._turn = 1 - self._turn
         if self._cuda:
             self._events[self._turn].synchronize()
-        whole = self._numbers[self._turn].numpy()
-        whole[0, : len(ids)], whole[0, len(ids) : size] = ids, 0
-        whole[1, : len(ids)], whole[1, len(ids) : size] = positions, -1
-        return self._numbers[self._turn][:, :size]
+        whole = self._positions[self._turn].numpy()
+        whole[: len(positions)], whole[len(positions) : size] = positions, -1
+        return self._positions[self._turn][:size]
 
     def put_tables(self, tables: NDArray[np.int32]) -> torch.Tensor:
         """The tables, in memory of this turn."""
         if not self._cuda:
-            return torch.from_numpy(np.ascontiguousarray(tables))
+            return torch.from_numpy(tables.copy())
         if self._tables[self._turn].numel() < tables.size:
             self._tables[self._turn] = torch.empty(2 * tables.size, dtype=torch.int32, pin_memory=True)
         part = self._tables[self._turn][: tables.size].view(tables.shape)

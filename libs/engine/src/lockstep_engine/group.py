@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_engine import zygote
 from lockstep_engine.config import BLOCK_SIZE
-from lockstep_engine.mailbox import Mailbox
+from lockstep_engine.mailbox import MAX_IN_FLIGHT, Mailbox
 from lockstep_engine.plan import (
     AllocateBlocks,
     ControlMessage,
@@ -68,11 +69,11 @@ class Listener(Protocol):
         ...
 
     def on_result(self, result: Result) -> None:
-        """The step in flight is done."""
+        """The first of the steps in flight is done."""
         ...
 
     def on_lost(self, reason: str) -> None:
-        """The group is dead or about to be killed: no result will come. `start` begins the next epoch."""
+        """The group is dead or about to be killed: no further result will come. `start` begins the next epoch."""
         ...
 
     def on_refused(self, error: LockstepError) -> None:
@@ -114,6 +115,8 @@ class RankGroup:
         """Set once the zygote has said that it is ready."""
         self._controls: list[socket.socket] = []
         self._deadline: asyncio.TimerHandle | None = None
+        self._in_flight: deque[tuple[int, float]] = deque()
+        """Steps whose results have not come, and how many seconds each may take."""
         self._forked = False
         """There are ranks that have not been reaped."""
         self.last_deaths: dict[int, str] = {}
@@ -125,6 +128,16 @@ class RankGroup:
     def death(self) -> str:
         """How the rank that died first in the last epoch ended; empty if none did, or it is not buried yet."""
         return "" if self._died is None else self.last_deaths.get(self._died, "")
+
+    @property
+    def is_live(self) -> bool:
+        """Whether anybody listens for plans."""
+        return bool(self._controls)
+
+    @property
+    def in_flight(self) -> int:
+        """Steps whose results have not come."""
+        return len(self._in_flight)
 
     @property
     def steps(self) -> list[int]:
@@ -160,23 +173,32 @@ class RankGroup:
         self._arm(settings.spec.start_timeout_s, "did not become ready")
 
     def execute(self, plan: Plan, deadline_s: float) -> None:
-        """Give the ranks a plan. One step is in flight at most; `on_result` ends it, or `on_lost` after
-        `deadline_s`.
+        """Give the ranks a plan. MAX_IN_FLIGHT steps are in flight at most; `on_result` ends each in its turn, or
+        `on_lost` if one takes longer than `deadline_s` when all before it are done.
 
         Raises:
             MemoryError: no rank has seen the plan.
         """
         assert self._mailbox is not None
+        assert len(self._in_flight) < MAX_IN_FLIGHT
         self._mailbox.put_plan(plan.step, encode_plan(plan))
         bell = plan.step.to_bytes(_DOORBELL_BYTES, "little")
         try:
             with contextlib.suppress(OSError):  # a rank has just died; its socket's end is on its way to `_receive`
                 for control in self._controls:
                     control.send(bell)
-            self._arm(deadline_s, "has not finished its step")
+            self._in_flight.append((plan.step, deadline_s))
+            if len(self._in_flight) == 1:
+                self._await_step()
         except MemoryError:
-            self._abandon()  # later, because the caller may not know its request yet
-            self._loop.call_soon(self._listener.on_lost, _NO_MEMORY)
+            self.give_up()
+
+    def give_up(self) -> None:
+        """There is no memory here to go on with these ranks. `on_lost` comes later, since whoever began this may not
+        know its request yet.
+        """
+        self._abandon()
+        self._loop.call_soon(self._listener.on_lost, _NO_MEMORY)
 
     async def stop(self) -> None:
         """Kill all processes and wait until they are gone."""
@@ -251,6 +273,7 @@ class RankGroup:
     def _abandon(self) -> None:
         """Listen to the ranks no more."""
         self._disarm()
+        self._in_flight.clear()
         for control in self._controls:
             self._loop.remove_reader(control)
             control.close()
@@ -273,14 +296,22 @@ class RankGroup:
             self._died = rank
             self._lose(f"rank {rank} (pid {self.ranks[rank].pid}) died", rank)
         elif len(data) == _DOORBELL_BYTES:
-            self._finish_step()
+            self._finish_step(int.from_bytes(data, "little"))
         else:
             self._on_control(rank, decode_control(data))
 
-    def _finish_step(self) -> None:
+    def _await_step(self) -> None:
+        """The time of the first step in flight begins."""
+        self._arm(self._in_flight[0][1], "has not finished its step")
+
+    def _finish_step(self, step: int) -> None:
         assert self._mailbox is not None
         self._disarm()
-        self._listener.on_result(decode_result(self._mailbox.get_result()))
+        first, _ = self._in_flight.popleft()
+        assert step == first
+        if self._in_flight:
+            self._await_step()
+        self._listener.on_result(decode_result(self._mailbox.get_result(step)))
 
     def _on_control(self, rank: int, message: ControlMessage) -> None:
         process = self.ranks[rank]

@@ -150,14 +150,14 @@ class KvCache:
         if gpu.usable(device, self.keys.dtype, self.head_dim):
             from lockstep_engine.kernels import triton_compress  # noqa: PLC0415 - it builds on this module
 
-            there = torch.from_numpy(moves.astype(np.int32)).to(device)
+            there = torch.from_numpy(moves.astype(np.int32)).to(device, non_blocking=True)
             for number in numbers:
                 triton_compress.compress(self._layers[number], there)
         elif self.calls and cpu.usable(self.head_dim):
             for number in numbers:
                 cpu.compress(self.calls[number], moves, torch.get_num_threads())
         else:
-            indices = torch.from_numpy(moves.astype(np.int64)).to(device)
+            indices = torch.from_numpy(moves.astype(np.int64)).to(device, non_blocking=True)
             for number in numbers:
                 self._compress(self._layers[number], indices)
 
@@ -224,7 +224,7 @@ class KvCache:
     def _index(self, blocks: NDArray[np.integer], of: int | None = None) -> torch.Tensor:
         heads = np.arange(self.kv_heads, dtype=np.int64) * (self.padding_block + 1 if of is None else of)
         index = blocks.astype(np.int64)[:, None, :] + heads[None, :, None]
-        return torch.from_numpy(index.reshape(-1)).to(self.keys.device)
+        return torch.from_numpy(index.reshape(-1)).to(self.keys.device, non_blocking=True)
 
 
 def quantize(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,10 @@
 to leak.
 
 Bytes move here; the doorbell that says "there is something" is a socket, so that both sides can sleep in the kernel.
-Plans alternate between two places, so a rank that is slow to read one is not overtaken by the next.
+
+There are as many places for plans, and for results, as there may be steps in flight. The place of a step is used again
+by the one that is put in flight when the step's result has been read: by then every rank has read its plan, since none
+finishes a step that another has not begun (they meet in its collectives).
 """
 
 import mmap
@@ -10,6 +13,9 @@ import os
 import struct
 
 import numpy as np
+
+MAX_IN_FLIGHT = 2
+"""Steps whose plans may be there before their results have been read."""
 
 _PROGRESS_BYTES = 64  # a cache line a rank
 _LENGTH = struct.Struct("<Q")
@@ -34,12 +40,12 @@ class Mailbox:
         self.collectives = progress[1 :: _PROGRESS_BYTES // 8]
         """[tp]: collectives entered by each rank. In a hang the rank with the fewest is the one the others wait for."""
         self._plans = tp * _PROGRESS_BYTES
-        self._result = self._plans + 2 * (_LENGTH.size + plan_bytes)
+        self._results = self._plans + MAX_IN_FLIGHT * (_LENGTH.size + plan_bytes)
 
     @staticmethod
     def segment_bytes(tp: int, plan_bytes: int, result_bytes: int) -> int:
         """Size of the segment."""
-        return tp * _PROGRESS_BYTES + 2 * (_LENGTH.size + plan_bytes) + _LENGTH.size + result_bytes
+        return tp * _PROGRESS_BYTES + MAX_IN_FLIGHT * (2 * _LENGTH.size + plan_bytes + result_bytes)
 
     @staticmethod
     def create(size: int, name: str) -> int:
@@ -50,22 +56,23 @@ class Mailbox:
 
     def put_plan(self, step: int, data: bytes) -> None:
         """Driver: place the plan of `step`."""
-        self._put(self._plan_offset(step), self._plan_bytes, data)
+        self._put(self._offset(self._plans, self._plan_bytes, step), self._plan_bytes, data)
 
     def get_plan(self, step: int) -> bytes:
         """Rank: the plan of `step`."""
-        return self._get(self._plan_offset(step))
+        return self._get(self._offset(self._plans, self._plan_bytes, step))
 
-    def put_result(self, data: bytes) -> None:
-        """Rank 0: place the result of the step in flight."""
-        self._put(self._result, self._result_bytes, data)
+    def put_result(self, step: int, data: bytes) -> None:
+        """Rank 0: place the result of `step`."""
+        self._put(self._offset(self._results, self._result_bytes, step), self._result_bytes, data)
 
-    def get_result(self) -> bytes:
-        """Driver: the result of the step in flight."""
-        return self._get(self._result)
+    def get_result(self, step: int) -> bytes:
+        """Driver: the result of `step`."""
+        return self._get(self._offset(self._results, self._result_bytes, step))
 
-    def _plan_offset(self, step: int) -> int:
-        return self._plans + (step % 2) * (_LENGTH.size + self._plan_bytes)
+    @staticmethod
+    def _offset(first: int, capacity: int, step: int) -> int:
+        return first + step % MAX_IN_FLIGHT * (_LENGTH.size + capacity)
 
     def _put(self, offset: int, capacity: int, data: bytes) -> None:
         if len(data) > capacity:

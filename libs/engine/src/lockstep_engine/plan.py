@@ -13,6 +13,10 @@ from lockstep_engine.config import HotWindow
 Int32Array = NDArray[np.int32]
 
 
+LAST_SAMPLED = -1
+"""In place of a token's id: the one that was last sampled for its sequence's slot."""
+
+
 class SlotSampling(msgspec.Struct, array_like=True):
     """Sampling of the request that occupies a slot, with what the penalties need of its past."""
 
@@ -43,12 +47,12 @@ class Plan(msgspec.Struct, array_like=True):
     """One step. Arrays are int32, one entry for each scheduled sequence unless said otherwise."""
 
     step: int
-    token_ids: bytes  # of all sequences one after the other: [tokens]
+    token_ids: bytes  # of all sequences one after the other: [tokens], at most the last of each LAST_SAMPLED
     starts: bytes  # position of the first token
     lengths: bytes  # tokens computed in this step
     slots: bytes
     samples: bytes  # 1: the last token's logits choose the next token
-    emitted: bytes  # output tokens so far
+    emitted: bytes  # output tokens so far, those in flight included
     uniforms: bytes  # float64, for the sequences that sample
     tables: bytes  # ids of blocks as each sequence's last query sees them (see `kv_cache`), [sequences, table_width]
     table_width: int
@@ -74,7 +78,7 @@ class Result(msgspec.Struct, array_like=True):
     step: int
     token_ids: list[int]
     logprobs: list[StepLogprobs | None]
-    forward_us: int
+    waited_us: int  # before the step rank 0 had nothing to compute for so long
     collective_us: int
     unserved: list[int] = []  # slots whose new occupants there is no memory for; what they sample means nothing
     target_logprobs: bytes = b""  # float32, one for each target >= 0 of the plan

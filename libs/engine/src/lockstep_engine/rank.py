@@ -6,17 +6,21 @@ Its control socket carries start-up messages and doorbells; when it closes, the 
 import faulthandler
 import logging
 import os
+import select
 import signal
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from lockstep_common.errors import LockstepError
 from lockstep_common.lifecycle import die_with_parent, name_process
+from numpy.typing import NDArray
 
 from lockstep_engine import distributed
 from lockstep_engine.attention import StepLayout, layout_of_one, step_attention
@@ -25,9 +29,11 @@ from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep, NotR
 from lockstep_engine.kernels import cpu, gpu
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.mailbox import Mailbox
+from lockstep_engine.marks import CudaMark, HostMark, Mark
 from lockstep_engine.model_config import inspect_model, refuse
 from lockstep_engine.models import BuiltModel, build_model
 from lockstep_engine.plan import (
+    LAST_SAMPLED,
     AllocateBlocks,
     ControlMessage,
     Loaded,
@@ -44,7 +50,7 @@ from lockstep_engine.plan import (
     encode_control,
     encode_result,
 )
-from lockstep_engine.sampling import Sampler, score
+from lockstep_engine.sampling import Sampled, Sampler, Scores, score
 from lockstep_engine.sizes import CANARY_ROWS, canary_tokens, collective_bytes, message_sizes, pool_sizes
 from lockstep_engine.weights import load_weights
 
@@ -59,6 +65,23 @@ _CUDA_SHARE = 0.9
 _MOST_RECORDED = 512
 """Sequences of a recorded step: in larger ones the GPU has more to do than the host."""
 _PROGRESS_INTERVAL_S = 0.2
+_LOOK_S = 0.00003
+"""How long a rank waits for a plan before it looks again whether its device is done with a step."""
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A step that the device has been asked for."""
+
+    number: int
+    sampled: Sampled | None
+    """None on other ranks than 0."""
+    unserved: list[int]
+    scores: Scores | None
+    collective_us: int
+    idle: list[tuple[Mark, Mark]]
+    """Times before it in which there was nothing to do."""
+    end: Mark
 
 
 def run_rank(spec: RankSpec, control: socket.socket, mailbox_fd: int, collectives_fd: int, store_path: str) -> None:
@@ -135,28 +158,54 @@ class Rank:
         )
 
     def serve(self) -> None:
-        """Execute plans until the driver closes the socket."""
-        with torch.inference_mode():
-            while message := self._control.recv(MAX_CONTROL_BYTES):
-                (step,) = DOORBELL.unpack(message)
-                plan = decode_plan(self._mailbox.get_plan(step))
-                result = self._execute(plan)
-                self._mailbox.steps[self._spec.rank] += 1
-                if result is not None:
-                    self._mailbox.put_result(encode_result(result))
-                    self._control.send(message)
-                if plan.late_moves:  # while the driver makes the next plan
-                    self._cache.compress(np.frombuffer(plan.late_moves, dtype=np.int32).reshape(-1, 2))
+        """Execute plans until the driver closes the socket.
 
-    def _execute(self, plan: Plan) -> Result | None:
-        began = time.perf_counter_ns()
+        A step's result goes out when the device is done with it. The CPU is when the step is launched; a GPU computes
+        meanwhile, and the next step is launched behind it if its plan is there.
+        """
+        launched: deque[_Launched] = deque()
+        idle: list[tuple[Mark, Mark]] = []
+        free = self._mark()
+        with torch.inference_mode():
+            while True:
+                if not launched or select.select([self._control], [], [], _LOOK_S)[0]:
+                    message = self._control.recv(MAX_CONTROL_BYTES)
+                    if not message:
+                        return
+                    plan = decode_plan(self._mailbox.get_plan(*DOORBELL.unpack(message)))
+                    launched.append(self._launch(plan, [*idle, (free, self._mark())]))
+                    idle, free = [], launched[-1].end
+                    self._answer_finished(launched)  # the CPU's: what is left to do, it does while the driver plans
+                    if plan.late_moves:
+                        idle.append((free, self._mark()))
+                        self._cache.compress(np.frombuffer(plan.late_moves, dtype=np.int32).reshape(-1, 2))
+                        free = self._mark()
+                self._answer_finished(launched)
+
+    def _mark(self) -> Mark:
+        return CudaMark() if self._device.type == "cuda" else HostMark()
+
+    def _answer_finished(self, launched: deque[_Launched]) -> None:
+        """Count the steps that the device is done with; rank 0 tells what they gave."""
+        while launched and launched[0].end.reached():
+            step = launched.popleft()
+            self._mailbox.steps[self._spec.rank] += 1
+            if step.sampled is not None:
+                waited_us = round(sum(to.us_since(since) for since, to in step.idle))
+                scores = () if step.scores is None else step.scores.read()
+                result = Result(
+                    step.number, *step.sampled.read(), waited_us, step.collective_us, step.unserved, *scores
+                )
+                self._mailbox.put_result(step.number, encode_result(result))
+                self._control.send(DOORBELL.pack(step.number))
+
+    def _launch(self, plan: Plan, idle: list[tuple[Mark, Mark]]) -> _Launched:
         self._group.spent_ns = 0
         starts, lengths, slots, samples, emitted = (
             np.frombuffer(data, dtype=np.int32)
             for data in (plan.starts, plan.lengths, plan.slots, plan.samples, plan.emitted)
         )
         tables = np.frombuffer(plan.tables, dtype=np.int32).reshape(-1, plan.table_width)
-        ids = np.frombuffer(plan.token_ids, dtype=np.int32).astype(np.int64)
         sampled = samples.nonzero()[0]
         targets = np.frombuffer(plan.targets, dtype=np.int32)
         scored = (targets >= 0).nonzero()[0]
@@ -169,17 +218,17 @@ class Rank:
             np.frombuffer(plan.moves, dtype=np.int32).reshape(-1, 2),
         )
         unserved = self._take_up(plan.added)
+        ids = self._token_ids(np.frombuffer(plan.token_ids, dtype=np.int32), slots, lengths)
         logits = self._forward(ids, layout, rows)
-        if self._sampler is None:
-            return None
-        tokens, logprobs = (
-            self._sampler.sample(logits[: len(sampled)], slots[sampled], emitted[sampled], np.frombuffer(plan.uniforms))
-            if len(sampled)
-            else ([], [])
-        )
-        scores = score(logits[len(sampled) :], targets[scored], whole=plan.whole) if len(scored) else ()
-        spent = time.perf_counter_ns() - began
-        return Result(plan.step, tokens, logprobs, spent // 1000, self._group.spent_ns // 1000, unserved, *scores)
+        chosen: Sampled | None = None
+        scores: Scores | None = None
+        if self._sampler is not None:
+            chosen = self._sampler.sample(
+                logits[: len(sampled)], slots[sampled], emitted[sampled], np.frombuffer(plan.uniforms)
+            )
+            if len(scored):
+                scores = score(logits[len(sampled) :], targets[scored], whole=plan.whole)
+        return _Launched(plan.step, chosen, unserved, scores, self._group.spent_ns // 1000, idle, self._mark())
 
     def _take_up(self, added: list[SlotSampling]) -> list[int]:
         """Prepare the sampler for slots that have a new occupant, before this rank is in a collective: what fails here
@@ -197,26 +246,45 @@ class Rank:
                 unserved.append(entry.slot)
         return unserved
 
-    def _forward(self, ids: np.ndarray, layout: StepLayout, rows: np.ndarray) -> torch.Tensor:
+    def _token_ids(
+        self, given: NDArray[np.int32], slots: NDArray[np.int32], lengths: NDArray[np.int32]
+    ) -> torch.Tensor:
+        """A step's token ids [tokens], int64 on the device. Those that the driver did not know yet are with rank 0; the
+        others get them as they get sums, since on a GPU a collective waits its turn behind the step that samples them
+        and no host has to.
+        """
+        ids = self._indices(given)
+        unknown = (given == LAST_SAMPLED).nonzero()[0]
+        if len(unknown):
+            owners = np.repeat(slots, lengths)[unknown]
+            mine = torch.zeros_like(ids[: len(unknown)]) if self._sampler is None else self._sampler.last(owners)
+            ids.index_copy_(0, self._indices(unknown), self._group.all_gather(mine)[: len(unknown)])
+        return ids
+
+    def _forward(self, ids: torch.Tensor, layout: StepLayout, rows: NDArray[np.int64]) -> torch.Tensor:
         """Logits [rows, vocabulary] for the tokens `rows`; their KV and that of all others goes into the cache. Valid
         until the next call.
+
+        Args:
+            ids: [tokens], int64, on the device.
+            layout: of these tokens.
+            rows: [rows]
         """
         if self._graphs is not None and self._graphs.fits(layout):
             self._mailbox.collectives[self._spec.rank] += 1  # those that are recorded do not count themselves
             logits = self._graphs.run(ids, layout)
-            every = np.array_equal(rows, np.arange(len(ids)))
-            return logits if every else logits[torch.from_numpy(rows.astype(np.int64)).to(self._device)]
+            return logits if np.array_equal(rows, np.arange(len(ids))) else logits[self._indices(rows)]
         attention = step_attention(
             self._cache,
             layout,
             deterministic=self._deterministic,
             plain=self._model.plain_attention,
         )
-        to_device = self._device
-        local = self._model.logits(
-            torch.from_numpy(ids).to(to_device), attention, torch.from_numpy(rows.astype(np.int64)).to(to_device)
-        )
-        return self._whole(local)
+        return self._whole(self._model.logits(ids, attention, self._indices(rows)))
+
+    def _indices(self, numbers: NDArray[np.integer]) -> torch.Tensor:
+        """int64 on the device, without waiting for it."""
+        return torch.from_numpy(numbers.astype(np.int64)).to(self._device, non_blocking=True)
 
     def _whole(self, local: torch.Tensor) -> torch.Tensor:
         """[rows, this rank's part of the vocabulary] → [rows, vocabulary]."""
@@ -279,7 +347,7 @@ class Rank:
         count, cache = self._spec.max_seqs, self._cache
         first = np.zeros((count, 1), np.int32)
         layout = StepLayout(first[:, 0], np.ones(count, np.int32), first)
-        self._forward(np.zeros(count, np.int64), layout, np.arange(count))
+        self._forward(torch.zeros(count, dtype=torch.int64, device=self._device), layout, np.arange(count))
         if cache.rule is not None and cache.cold_blocks:
             cache.compress(np.zeros((1, 2), np.int32))
         cache.clear(torch.zeros(1, dtype=torch.int64, device=self._device))
@@ -296,7 +364,7 @@ class Rank:
         cache, rule = self._cache, self._cache.rule
         blocks = min(cache.padding_block, cache.cold_blocks + rule.blocks if rule is not None else cache.padding_block)
         count = max(2, min(canary_tokens(self._spec), blocks * BLOCK_SIZE))
-        ids = np.arange(count, dtype=np.int64) * 37 % self._model.vocab_size
+        ids = torch.arange(count, device=self._device) * 37 % self._model.vocab_size
         hot = np.arange(-(-count // BLOCK_SIZE), dtype=np.int32)
         cold = np.maximum(hot - (0 if rule is None else rule.sink), 0)
         last = np.arange(max(0, count - CANARY_ROWS), count)  # across the boundary of a block

@@ -2,13 +2,19 @@
 letting sequences catch up with their tokens. Chunked prefill, prefix hits, preemption and resumed streams are this
 one rule.
 
+Plans may be made ahead of the results of those before them: ranks execute them in order, so that all of a plan counts
+as done once it is made, but for the tokens that it samples. A sequence whose last token is in flight goes on with
+"the token that was sampled for its slot", and only the ranks know which that is.
+
 It owns the sequences, their blocks and the slots; it knows nothing of processes, tensors or time.
 """
 
 from array import array
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +24,7 @@ from lockstep_engine.block_tables import BlockTables, Needs
 from lockstep_engine.blocks import BlockKey
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.draws import uniform
-from lockstep_engine.plan import Plan, PoolSizes, Result, SlotSampling, StepLogprobs
+from lockstep_engine.plan import LAST_SAMPLED, Plan, PoolSizes, Result, SlotSampling, StepLogprobs
 from lockstep_engine.request import Logprobs, Output, PromptLogprobs, PromptScores, Request, TokenLogprob
 from lockstep_engine.sequence import Sequence
 
@@ -45,6 +51,7 @@ class _Share(NamedTuple):
     start: int
     tokens: int
     samples: bool
+    slot: int
     scored: range
     """Prompt positions whose log probabilities the step gives."""
 
@@ -62,11 +69,12 @@ class Scheduler:
         self._ended: list[str] = []
         self._free_slots = list(range(limits.max_seqs - 1, -1, -1))
         self._added: list[Sequence] = []
-        self._in_step: list[_Share] = []
+        self._in_flight: deque[list[_Share]] = deque()
+        self._updated = 0
+        """Plans whose results have been taken in."""
         self._turn: Sequence | None = None
         """The one that `schedule` was last busy with."""
         self._arrivals = 0
-        self._step = 0
 
     @property
     def queued(self) -> int:
@@ -122,7 +130,7 @@ class Scheduler:
         return True
 
     def schedule(self) -> Plan | None:
-        """The next step, or None if there is nothing to do. The step before it must have been `update`d.
+        """The next step, or None if there is nothing to do before the results of the steps in flight.
 
         Raises:
             MemoryError: the books are half written; `shed` is the way on.
@@ -149,81 +157,101 @@ class Scheduler:
             self._admit(shares, budget)
         if not shares:
             return None
-        self._step += 1
-        self._in_step, self._turn = shares, shares[-1].sequence
-        return self._plan(shares)
+        self._turn = shares[-1].sequence
+        plan = self._plan(shares)
+        self._in_flight.append(shares)
+        for share in shares:
+            sequence = share.sequence
+            sequence.computed += share.tokens
+            sequence.in_flight += share.samples
+            if sequence.computed // BLOCK_SIZE > share.start // BLOCK_SIZE:
+                self.blocks.commit(sequence, share.start, self._keys(sequence))
+        return plan
 
     def update(self, result: Result) -> list[Output]:
-        """Take in what the ranks answered to the last plan."""
+        """Take in what the ranks answered to the first of the plans in flight."""
         outputs: list[Output] = []
         sampled = scored = 0
-        for share in self._in_step:
+        shares = self._in_flight.popleft()
+        self._updated += 1
+        for share in shares:
             index, first_score = sampled, scored
             sampled += share.samples
             scored += len(share.scored)
             sequence = share.sequence
-            if sequence.slot < 0:  # cancelled while the step ran
+            if self._by_id.get(sequence.request.id) is not sequence:  # cancelled, or it ended with the step before
                 continue
-            if sequence.slot in result.unserved:
+            if share.slot in result.unserved:
                 outputs.append(Output(sequence.request.id, sequence.emitted, (), error=no_memory()))
                 self._ended.append(sequence.request.id)
                 self._remove(sequence)
                 continue
-            sequence.computed += share.tokens
-            if sequence.computed // BLOCK_SIZE > share.start // BLOCK_SIZE:
-                self.blocks.commit(sequence, share.start, self._keys(sequence))
             scores = _prompt_logprobs(share, result, first_score)
+            sequence.told = max(sequence.told, share.scored.stop)
             if share.samples:
                 outputs.append(self._emit(sequence, result.token_ids[index], result.logprobs[index], scores))
             elif scores is not None:
                 outputs.append(Output(sequence.request.id, sequence.emitted, (), prompt_logprobs=scores))
-        self._in_step = []
         return outputs
 
-    def shed(self) -> list[Output]:
-        """There was no memory to make or to send a plan, and no rank has seen it: end the request whose turn it was.
-        The others are computed again, in empty pools: of what the plan wrote down nothing is trusted.
+    def shed(self, seen: int) -> list[Output]:
+        """There was no memory to make or to send a plan: end the request whose turn it was. The others are computed
+        again, in empty pools: of what the plan wrote down nothing is trusted.
+
+        Args:
+            seen: plans in flight that the ranks have seen. They go on with these; their results are still taken in.
 
         Returns:
-            The last outputs of those that end. They can be continued elsewhere.
+            The last output of the one that ends. It can be continued elsewhere.
         """
-        ends = self._turn or max(self._by_id.values(), key=lambda each: each.arrival, default=None)
-        # Scores of a prompt are given out when they are planned, once.
-        gone = [each for each in self._by_id.values() if each is ends or (each.slot >= 0 and each.scores_prompt)]
-        for sequence in gone:
-            del self._by_id[sequence.request.id]
+        while len(self._in_flight) > seen:
+            self._in_flight.pop()
+        live = self._by_id.values()
+        ends = next(
+            (each for each in live if each is self._turn), max(live, key=lambda each: each.arrival, default=None)
+        )
+        if ends is not None:
+            del self._by_id[ends.request.id]
         self._start_over(PoolSizes(self.blocks.hot.total, self.blocks.cold.total))
-        return [Output(each.request.id, each.emitted, (), error=no_memory()) for each in gone]
+        return [] if ends is None else [Output(ends.request.id, ends.emitted, (), error=no_memory())]
 
     def delivered(self) -> None:
         """What the last `update` returned has been handed on."""
         self._ended = []
 
     def clear(self) -> list[str]:
-        """Forget all requests, whatever state the books are in.
+        """Forget all requests, and the pools, whatever state the books are in.
 
         Returns:
             Their ids, and those of requests whose ends have not been `delivered`.
         """
         ids = [*self.request_ids, *self._ended]
         self._by_id, self._ended = {}, []
-        self._start_over(PoolSizes(self.blocks.hot.total, self.blocks.cold.total))
+        self._in_flight.clear()
+        self._start_over(PoolSizes(0))
         return ids
 
     def reset(self, sizes: PoolSizes) -> None:
         """The ranks and their KV are gone: start with empty pools. There must be no requests."""
         assert not self._by_id
+        self._in_flight.clear()
+        self._updated = 0
         self._start_over(sizes)
 
     def _start_over(self, sizes: PoolSizes) -> None:
-        """Empty pools; all requests wait."""
+        """Empty pools; all requests wait, as they are when the plans in flight are done."""
+        self.blocks = self._new_blocks(PoolSizes(0))  # the old ones are gone before there are new ones
         self.blocks = self._new_blocks(sizes)
         for sequence in self._by_id.values():
-            sequence.slot, sequence.computed = -1, 0
+            sequence.slot, sequence.computed, sequence.in_flight = -1, 0, 0
             sequence.hot, sequence.cold = [], []
+            sequence.scored = sequence.told
         self._waiting = sorted(self._by_id.values(), key=lambda each: each.rank_order)
-        self._running, self._added, self._in_step = [], [], []
+        self._running, self._added = [], []
         self._free_slots = list(range(self._limits.max_seqs - 1, -1, -1))
+        for share in chain.from_iterable(self._in_flight):
+            share.sequence.in_flight += share.samples
+            share.sequence.scored = max(share.sequence.scored, share.scored.stop)
 
     def _new_blocks(self, sizes: PoolSizes) -> BlockTables:
         limits = self._limits
@@ -247,9 +275,11 @@ class Scheduler:
 
     def _admit(self, shares: list[_Share], budget: int) -> None:
         """Start waiting sequences while budget, slots and blocks last."""
-        in_flight = self._digests_in_flight()
+        computing = self._digests_being_computed()
         for sequence in list(self._waiting):
             if budget == 0 or not self._free_slots:
+                return
+            if sequence.in_flight:  # it has given way, and what it is to be computed from comes with the next result
                 return
             self._turn = sequence
             if self._count(sequence, budget, shares) == 0:
@@ -258,7 +288,7 @@ class Scheduler:
             # The last token is always computed: its logits choose the next one.
             keys = self._keys(sequence)[: (len(sequence.tokens) - 1) // BLOCK_SIZE] if cached else []
             hits = self.blocks.match(keys)
-            if hits.usable < len(keys) and keys[hits.usable].digest in in_flight:
+            if hits.usable < len(keys) and keys[hits.usable].digest in computing:
                 continue  # another sequence computes this prefix right now; its blocks will be shared
             takes = self.blocks.admits(sequence, keys, hits)
             if not takes.fit(self.blocks.room(sequence.request.tenant)):
@@ -270,13 +300,13 @@ class Scheduler:
             sequence.computed = hits.usable * BLOCK_SIZE
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = min(sequence.computed, len(sequence.request.prompt_ids))
-            in_flight.update(key.digest for key in keys[hits.usable :])
+            computing.update(key.digest for key in keys[hits.usable :])
             count = self.blocks.fitting(sequence, self._count(sequence, budget, shares))
             self.blocks.grow(sequence, count)
             shares.append(self._share(sequence, count))
             budget -= count
 
-    def _digests_in_flight(self) -> set[bytes]:
+    def _digests_being_computed(self) -> set[bytes]:
         return {
             key.digest
             for sequence in self._running
@@ -291,9 +321,12 @@ class Scheduler:
         sequence.slot = self._free_slots.pop()
 
     def _count(self, sequence: Sequence, budget: int, shares: list[_Share]) -> int:
-        """Tokens that a sequence gets of a step: what it lacks, as far as the budget goes. No more of them are scored
-        in a step than could be sampled, because that is what there is memory for.
+        """Tokens that a sequence gets of a step: what it lacks, as far as the budget goes, and none when it only waits
+        for its last token. No more of them are scored in a step than could be sampled, because that is what there is
+        memory for.
         """
+        if sequence.is_full(self._limits.context_length):
+            return 0
         count = min(sequence.remaining, budget)
         if not sequence.scores_prompt:
             return count
@@ -305,6 +338,7 @@ class Scheduler:
             sequence.computed,
             count,
             samples=count == sequence.remaining,
+            slot=sequence.slot,
             scored=sequence.take_unscored(sequence.computed + count),
         )
 
@@ -363,12 +397,15 @@ class Scheduler:
     ) -> Output:
         position = sequence.emitted
         sequence.tokens.append(token)
+        sequence.in_flight -= 1
         reason = sequence.finish_reason(self._eos_ids, self._limits.context_length)
         cached = 0 if sequence.reported else sequence.cached_tokens or 0
         sequence.reported = True
         if reason is not None:
             self._ended.append(sequence.request.id)
             self._remove(sequence)
+        elif sequence.computed >= len(sequence.tokens) and len(sequence.tokens) % BLOCK_SIZE == 0:
+            self.blocks.remember(sequence, self._keys(sequence))
         return Output(
             sequence.request.id,
             position,
@@ -383,7 +420,7 @@ class Scheduler:
         # Plain arrays: for a few dozen numbers each numpy call costs more than the numbers.
         sequences = [share.sequence for share in shares]
         slots = [sequence.slot for sequence in sequences]
-        emitted = [sequence.emitted for sequence in sequences]
+        emitted = [sequence.emitted + sequence.in_flight for sequence in sequences]
         width = max(len(sequence.hot) for sequence in sequences)
         tables = self.blocks.rows(slots, width)
         hot_tables = self.blocks.take_hot_rows(slots, tables)
@@ -391,13 +428,16 @@ class Scheduler:
         tokens = _INT32()
         uniforms = array("d")
         for share, position in zip(shares, emitted, strict=True):
-            tokens.extend(share.sequence.tokens[share.start : share.start + share.tokens])
+            known = share.sequence.tokens[share.start : share.start + share.tokens]
+            tokens.extend(known)
+            if len(known) < share.tokens:
+                tokens.append(LAST_SAMPLED)
             if share.samples:
                 sampling = share.sequence.request.sampling
                 uniforms.append(uniform(sampling.seed, position) if sampling.temperature else 0.0)
         added, self._added = self._added, []
         return Plan(
-            step=self._step,
+            step=self._updated + len(self._in_flight) + 1,
             token_ids=tokens.tobytes(),
             starts=_INT32([share.start for share in shares]).tobytes(),
             lengths=_INT32([share.tokens for share in shares]).tobytes(),

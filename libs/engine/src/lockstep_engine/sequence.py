@@ -14,9 +14,11 @@ class Sequence:
     arrival: int
     """Order of submission; ties of priority go to the earlier."""
     tokens: list[int] = field(init=False)
-    """Prompt and output so far."""
+    """Prompt and output so far, as far as they are known here."""
+    in_flight: int = 0
+    """Tokens that steps in flight sample: they come after `tokens`, and only the ranks have them."""
     computed: int = 0
-    """Tokens whose KV is in blocks."""
+    """Tokens whose KV is in blocks when the steps in flight are done."""
     hot: list[int] = field(default_factory=list)
     cold: list[int] = field(default_factory=list)
     """Its blocks in order, in each version that there is of them, -1 where there is none. `BlockTables` keeps them."""
@@ -24,6 +26,8 @@ class Sequence:
     """So many blocks of its text were known when it began: other texts may part there, too."""
     keys: list[BlockKey] = field(default_factory=list)
     """Of the full blocks of `tokens`, as far as they were needed."""
+    remembered: int = 0
+    """So many of its first blocks can be found by their keys."""
     slot: int = -1
     """Row in the ranks' tables of sampling state; -1 while waiting."""
     cached_tokens: int | None = None
@@ -32,6 +36,8 @@ class Sequence:
     """An output has been given, so `cached_tokens` has been told."""
     scored: int = 1
     """Prompt tokens before this one need no log probability (any more); the first never has one."""
+    told: int = 1
+    """Prompt tokens before this one have been given theirs."""
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_ids, *self.request.emitted_ids]
@@ -47,9 +53,18 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt_ids)
 
     @property
+    def length(self) -> int:
+        """Tokens so far, those in flight included."""
+        return len(self.tokens) + self.in_flight
+
+    @property
     def remaining(self) -> int:
         """Tokens that still need KV before the next one can be sampled."""
-        return len(self.tokens) - self.computed
+        return self.length - self.computed
+
+    def is_full(self, context_length: int) -> bool:
+        """With the tokens in flight it has all that it may have, whatever they are."""
+        return self.emitted + self.in_flight >= self.request.sampling.max_tokens or self.length >= context_length
 
     @property
     def scores_prompt(self) -> bool:

@@ -17,7 +17,9 @@ TOTAL_BLOCKS = Gauge("lockstep_worker_total_blocks", "KV blocks in all", registr
 LOADING = Gauge("lockstep_worker_loading_ratio", "Share of the weights read by a start", registry=REGISTRY)
 STEP_SECONDS = Gauge("lockstep_worker_step_seconds", "Mean time of the last steps", registry=REGISTRY)
 DRIVER_SECONDS = Gauge(
-    "lockstep_worker_driver_seconds", "Mean time of the last steps in which the ranks had no work", registry=REGISTRY
+    "lockstep_worker_driver_seconds",
+    "Mean time before the last steps in which rank 0 had nothing to do",
+    registry=REGISTRY,
 )
 ROUTERS = Gauge("lockstep_worker_routers", "Connected routers", registry=REGISTRY)
 STREAMS = Gauge("lockstep_worker_streams", "Live streams of all routers", registry=REGISTRY)

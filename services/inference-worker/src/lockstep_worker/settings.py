@@ -77,6 +77,7 @@ class WorkerSettings(ServiceSettings):
         None, description="a request's tokens do not depend on the batch; on the CPU if not set"
     )
     threads: int | None = Field(None, ge=1, description="CPU threads of a rank; the cores shared out if not set")
+    overlap: bool | None = Field(None, description="plan a step while the one before it runs; on CUDA if not set")
     cuda_graphs: bool = Field(True, description="on CUDA, record steps of decoding once and replay them")
     min_shm: Bytes | None = Field(
         None,
@@ -135,6 +136,7 @@ class WorkerSettings(ServiceSettings):
             prefix_cache=self.prefix_cache,
             deterministic=self.deterministic,
             threads=self.threads,
+            overlap=self.overlap,
             cuda_graphs=self.cuda_graphs,
             label=self.worker_id,
             start_timeout_s=self.start_timeout_s,
