@@ -3,7 +3,7 @@
 llama.cpp runs in an interpreter of its own, with float32 and float16 GGUF files that are made here of the checkpoint.
 Its streams are decoded in one batch through the C API, without a server: its best case. Rounds alternate.
 
-    python -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf
+    python -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
     python tools/bench/against_llama.py --peer .venv-llama/bin/python --save
 """
 
@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import measure
-import numpy as np
-import torch
 from lockstep_engine import Engine, SamplingParams
-from safetensors.torch import load_file
+from lockstep_tools import gguf_files
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 128
 CONTEXT = 256
+WEIGHTS = {"f32": "float32", "f16": "float16"}
 
 
 class Peer:
@@ -56,25 +55,6 @@ class Peer:
         """End it."""
         self._process.kill()
         self._process.wait()
-
-
-def convert(peer: Peer, model: Path, folder: Path) -> dict[str, Path]:
-    """GGUF files of a checkpoint in float32 and float16, by name."""
-    config = json.loads((model / "config.json").read_text())
-    rope = config.get("rope_parameters") or {}
-    config |= {
-        "rope_theta": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
-        "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-    }
-    tensors: dict[str, np.ndarray] = {}
-    for file in sorted(model.glob("*.safetensors")):
-        tensors |= {name: value.to(torch.float32).numpy() for name, value in load_file(file).items()}
-    arrays = folder / "tensors.npz"
-    np.savez(arrays, **tensors)  # type: ignore[arg-type]
-    files = {"f32": folder / "f32.gguf", "f16": folder / "f16.gguf"}
-    for name, file in files.items():
-        peer.ask(convert={"arrays": str(arrays), "config": config, "out": str(file), "half": name == "f16"})
-    return files
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
@@ -148,7 +128,7 @@ def report_text(report: Mapping[str, Any]) -> str:
 def main() -> None:
     """Measure, print; keep the results with --save."""
     parser = argparse.ArgumentParser(description="The engine against llama.cpp on the same weights.")
-    parser.add_argument("--peer", type=Path, required=True, help="python that has llama-cpp-python and gguf")
+    parser.add_argument("--peer", type=Path, required=True, help="python that has llama-cpp-python")
     parser.add_argument("--model", type=Path, default=measure.ROOT / "models/reference")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--tokens", type=int, default=NEW_TOKENS)
@@ -160,7 +140,9 @@ def main() -> None:
     peer = Peer(arguments.peer)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            files = convert(peer, arguments.model, Path(folder))
+            files = {kind: Path(folder) / f"{kind}.gguf" for kind in WEIGHTS}
+            for kind, file in files.items():
+                gguf_files.write(arguments.model, file, WEIGHTS[kind], lambda *_: None)
             with Engine(arguments.model, threads=arguments.threads, prefix_cache=False) as engine:
                 rows = []
                 for streams in (1, 8):

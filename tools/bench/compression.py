@@ -167,7 +167,7 @@ def capacity(model: Path, lengths: Sequence[int], threads: int | None) -> list[d
 def most_running(engine: Engine, length: int, vocab: int) -> int:
     """How many of many sequences that end at `length` tokens the engine runs at once."""
     rng = random.Random(length)
-    new = 32
+    new = length // 8  # long enough for prompts to catch up: it is the pool that is to be the limit
     prompts = [[rng.randrange(4, vocab) for _ in range(length - new)] for _ in range(6 * _CAPACITY_SEQUENCES)]
     seen, done = 0, threading.Event()
 

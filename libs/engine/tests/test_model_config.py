@@ -75,6 +75,8 @@ class TestRefusals:
         assert "no such directory" in refusal(tmp_path / "absent")
         (tmp_path / "file").write_text("")
         assert "no such directory" in refusal(tmp_path / "file")
+        (tmp_path / "model.gguf").touch()
+        assert "`lockstep convert` makes a directory of it" in refusal(tmp_path / "model.gguf")
 
     def test_no_config(self, tmp_path):
         (write_model(tmp_path) / "config.json").unlink()

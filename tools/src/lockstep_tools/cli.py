@@ -14,7 +14,9 @@ from lockstep_tools.failure import UNUSABLE, CommandError
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
-_ENGINE = frozenset({"lockstep_engine", "lockstep_router", "lockstep_worker", "torch", "safetensors", "tokenizers"})
+_ENGINE = frozenset(
+    {"lockstep_engine", "lockstep_router", "lockstep_worker", "torch", "safetensors", "tokenizers", "gguf"}
+)
 """What clients of a served system do without."""
 
 _EPILOG = """\
@@ -45,6 +47,7 @@ COMMANDS = {
     "load": Command("load", "steady streams, each one's history a line of JSON"),
     "check": Command("check", "check a served system: chat, stream, workers' health"),
     "chaos": Command("chaos.command", "run a fault experiment on a cluster and judge it"),
+    "convert": Command("convert", "make a servable directory of a GGUF file, or the other way round"),
     "status": Command("status", "show workers, ranks, process ids, queues"),
     "demo": Command("demo", "watch a stream survive killed processes"),
     "train": Command("training", "train a small model like the reference model"),

@@ -62,6 +62,8 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
         LockstepError: INVALID_REQUEST with one sentence that says what is missing, cut short or impossible.
     """
     path = Path(config.model)
+    if path.suffix == ".gguf" and path.is_file():
+        raise refuse(f"model {path} is a GGUF file: `lockstep convert` makes a directory of it, which can be served")
     if not path.is_dir():
         raise refuse(f"model {path}: no such directory")
     settings = read_json(path / "config.json")

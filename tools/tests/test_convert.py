@@ -1,0 +1,212 @@
+"""GGUF files: what is written can be read, by us and as others write them; what cannot be written is refused."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from lockstep_common.errors import LockstepError
+from lockstep_engine import Engine, SamplingParams
+from lockstep_tools import gguf_files
+from lockstep_tools.cli import main
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+REFERENCE = Path(__file__).parents[2] / "models/reference"
+TEXT = "It was 7 o'clock; the Queen's  \"croquet\" went on,\n\tand on: naïve 象."
+SHAPE = {
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+    "mistral": MistralConfig(**SHAPE, sliding_window=None),
+    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=128),
+}
+
+
+def write_checkpoint(folder, config):
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # biases and norms are all the same at first
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    for file in REFERENCE.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    def make(name, **changes):
+        folder = write_checkpoint(tmp_path / "given", CONFIGS[name])
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        return folder
+
+    return make
+
+
+def convert(*arguments):
+    return main(["convert", *map(str, arguments)])
+
+
+@torch.inference_mode()
+def logits(folder):
+    ids = torch.tensor([random.Random(1).choices(range(4096), k=40)])
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_file_gives_the_checkpoint_back(name, checkpoint, tmp_path):
+    folder, file, back = checkpoint(name), tmp_path / "m.gguf", tmp_path / "back"
+    assert convert(folder, file, "--dtype", "float32") == 0
+    assert convert(file, back, "--dtype", "float32") == 0
+    assert torch.equal(logits(back), logits(folder))
+    before, after = (json.loads((each / "config.json").read_text()) for each in (folder, back))
+    for key in ("num_key_value_heads", "rope_parameters", "tie_word_embeddings", "max_position_embeddings"):
+        assert after[key] == before[key], key
+    for key in ("tokenizer.json", "tokenizer_config.json"):
+        old, new = (json.loads((each / key).read_text()) for each in (folder, back))
+        assert old.items() >= {each: value for each, value in new.items() if each != "add_bos_token"}.items()
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in back.iterdir())
+
+
+def test_weights_of_other_sizes_are_refused(tmp_path, capsys):
+    """The width of Qwen3's heads is in the file, but `transformers` takes it to be 128."""
+    folder = write_checkpoint(tmp_path / "given", Qwen3Config(**SHAPE, head_dim=24))
+    assert convert(folder, tmp_path / "m.gguf") == 0
+    assert convert(tmp_path / "m.gguf", tmp_path / "back") == 2
+    assert "its weights are not those of the model that its fields describe" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_weights_that_are_not_there_are_not_made_up(checkpoint, tmp_path, monkeypatch, capsys):
+    add = gguf.GGUFWriter.add_tensor
+
+    def add_all_but_one(writer, name, *arguments, **options):
+        if name != "blk.1.ffn_up.weight":
+            add(writer, name, *arguments, **options)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", add_all_but_one)
+    assert convert(checkpoint("llama"), tmp_path / "m.gguf") == 0
+    assert convert(tmp_path / "m.gguf", tmp_path / "back") == 2
+    assert "lacks weights of a LlamaForCausalLM, such as model.layers.1.mlp.up_proj" in " ".join(
+        capsys.readouterr().err.split()
+    )
+
+
+@pytest.mark.parametrize(("kind", "most"), [("float16", 2**-11), ("bfloat16", 2**-8), ("q8_0", 1 / 127)])
+def test_narrow_weights_are_near_the_ones_they_stand_for(kind, most, checkpoint, tmp_path):
+    folder, file, back = checkpoint("llama"), tmp_path / "m.gguf", tmp_path / "back"
+    assert convert(folder, file, "--dtype", kind) == 0
+    assert convert(file, back, "--dtype", "float32") == 0
+    given, read = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
+    assert given.keys() == read.keys()
+    for name, value in given.items():
+        if value.ndim == 1:
+            assert torch.equal(value, read[name])
+            continue
+        blocks, near = value.reshape(-1, 32), read[name].reshape(-1, 32)
+        bound = blocks.abs().amax(1, keepdim=True) if kind == "q8_0" else blocks.abs()
+        assert ((blocks - near).abs() <= most * bound + 2**-25).all()  # half the least float16
+        assert not torch.equal(blocks, near)
+
+
+def test_it_is_served_as_before(tmp_path):
+    file, back = tmp_path / "m.gguf", tmp_path / "back"
+    assert convert(REFERENCE, file) == 0
+    assert convert(file, back) == 0
+    texts = []
+    for folder in (REFERENCE, back):
+        with Engine(str(folder)) as engine:
+            texts.append("".join(engine.stream("It was a dark night", SamplingParams(max_tokens=40, temperature=0))))
+    assert texts[0] == texts[1]
+
+
+def test_a_file_of_others_gives_the_tokenizer_that_is_in_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf.GGUFWriter, "add_string", without(gguf.Keys.Tokenizer.HF_JSON, gguf.GGUFWriter.add_string))
+    file, back = tmp_path / "m.gguf", tmp_path / "back"
+    assert convert(REFERENCE, file) == 0
+    assert gguf.Keys.Tokenizer.HF_JSON not in gguf.GGUFReader(file).fields
+    assert convert(file, back) == 0
+    ours, theirs = (Tokenizer.from_file(str(each / "tokenizer.json")) for each in (REFERENCE, back))
+    assert theirs.encode(TEXT).ids == ours.encode(TEXT).ids
+    assert theirs.decode(ours.encode(TEXT).ids) == TEXT
+
+
+def without(key, add_string):
+    return lambda writer, name, value: None if name == key else add_string(writer, name, value)
+
+
+def test_llama_cpp_is_told_how_words_are_cut():
+    for regex, name in gguf_files._SPLITS.items():
+        split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated"}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+        whole = {"type": "Sequence", "pretokenizers": [split, level]}
+        assert gguf_files._name_of_split(Path("m"), whole) == name
+        split["pattern"]["Regex"] = ".+"
+        with pytest.raises(LockstepError, match="no known name"):
+            gguf_files._name_of_split(Path("m"), whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "rope_type llama3 is not"),
+        ({"sliding_window": 64}, "a sliding window is not written"),
+        ({"attention_bias": True}, "biases of attention's output"),
+        ({"mlp_bias": True}, "biases in its MLP"),
+        ({"model_type": "olmo2"}, "olmo2 is not among what is written: llama, mistral, qwen2, qwen3"),
+    ],
+)
+def test_what_is_not_written_is_refused(changes, sentence, checkpoint, tmp_path, capsys):
+    folder = checkpoint("llama", **changes)
+    assert convert(folder, tmp_path / "m.gguf") == 2
+    assert sentence in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["given"]
+
+
+def test_a_tokenizer_of_another_kind_is_refused(checkpoint, tmp_path, capsys):
+    folder = checkpoint("llama")
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(whole | {"pre_tokenizer": {"type": "Metaspace"}}))
+    assert convert(folder, tmp_path / "m.gguf") == 2
+    assert "only byte-level BPE tokenizers" in capsys.readouterr().err
+
+
+def test_what_is_no_gguf_file_is_refused(tmp_path, capsys):
+    (tmp_path / "m.gguf").write_bytes(b"no such thing" * 10)
+    assert convert(tmp_path / "m.gguf", tmp_path / "out") == 2
+    assert "cannot be read as a GGUF file" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("a.gguf", "b.gguf"), "one of SOURCE and TARGET has to end in .gguf"),
+        (("a", "b"), "one of SOURCE and TARGET has to end in .gguf"),
+        (("a.gguf", "b"), "a.gguf does not exist"),
+        ((str(REFERENCE), "there.gguf"), "there.gguf exists already"),
+        (("there.gguf", "b", "--dtype", "q8_0"), "a directory holds float32, float16, bfloat16"),
+        ((str(REFERENCE), "nowhere/m.gguf"), "nowhere is not a directory"),
+    ],
+)
+def test_mistakes_are_told_at_once(arguments, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.gguf").touch()
+    assert convert(*arguments) == 2
+    assert sentence in capsys.readouterr().err
