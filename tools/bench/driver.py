@@ -4,7 +4,7 @@ Without overlap that is all of the driver's time between two steps: taking in th
 blocks, writing the plan, and the doorbells both ways. With overlap it is what rank 0 itself needs from one step to the
 next. Both engines are there at the same time and run in turn, so that a noisy machine hurts both alike.
 
-    python tools/bench/driver.py --models tiny reference 1b --threads 1 --save      writes docs/bench/driver.json and .md
+    python tools/bench/driver.py --models tiny reference 1b --threads 1 --save
 """
 
 import argparse
