@@ -43,7 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"{target} exists already", UNUSABLE)
     if not to_file and dtype not in _DTYPES:
         raise CommandError(f"--dtype {dtype}: a directory holds {', '.join(_DTYPES)}", UNUSABLE)
-    os.environ.setdefault("TQDM_DISABLE", "1")  # there is one display already
+    # There is one display already, and nothing is to be fetched.
+    os.environ |= {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     from lockstep_tools import gguf_files  # noqa: PLC0415 - it loads torch
 
     notes = console.notes()

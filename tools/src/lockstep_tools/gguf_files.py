@@ -17,7 +17,7 @@ from lockstep_engine import EngineConfig
 from lockstep_engine.model_config import ModelInfo, inspect_model, read_json, refuse
 from numpy.typing import NDArray
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 Progress = Callable[[int, int], None]
 """Told how many tensors of how many are done."""
@@ -71,7 +71,11 @@ def read(path: Path, folder: Path, dtype: str) -> ModelInfo:
         raise refuse(f"{path} cannot be read as a GGUF file: {error}") from None
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=getattr(torch, dtype), output_loading_info=True
+            path.parent,
+            gguf_file=path.name,
+            dtype=getattr(torch, dtype),
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
         )
         if gguf.Keys.Tokenizer.HF_JSON in fields:
             (folder / "tokenizer.json").write_text(fields[gguf.Keys.Tokenizer.HF_JSON].contents(), encoding="utf-8")
@@ -85,7 +89,6 @@ def read(path: Path, folder: Path, dtype: str) -> ModelInfo:
         raise refuse(f"{path}: {str(error).partition(chr(10))[0]}") from None
     if found["missing_keys"]:  # these would be random numbers now
         raise refuse(f"{path} lacks weights of a {type(model).__name__}, such as {min(found['missing_keys'])}")
-    model.hf_quantizer.remove_quantization_config(model)  # its weights are plain numbers now
     model.save_pretrained(folder)
     for file in folder.iterdir():
         file.chmod(0o644)  # safetensors lets nobody else read, and a server is often another user
