@@ -187,6 +187,17 @@ def test_a_tokenizer_of_another_kind_is_refused(checkpoint, tmp_path, capsys):
     assert "only byte-level BPE tokenizers" in capsys.readouterr().err
 
 
+def test_an_architecture_that_nobody_reads_is_refused(tmp_path, capsys):
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "rwkv7")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert convert(tmp_path / "m.gguf", tmp_path / "out") == 2
+    assert "architecture rwkv7 is not supported" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_no_gguf_file_is_refused(tmp_path, capsys):
     (tmp_path / "m.gguf").write_bytes(b"no such thing" * 10)
     assert convert(tmp_path / "m.gguf", tmp_path / "out") == 2
