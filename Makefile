@@ -3,16 +3,21 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := libs/api libs/common libs/engine services/router services/inference-worker tools
-SOURCES := libs services tools tests
+SOURCES := libs services tools tests conftest.py
+UNIT_TESTS := libs services tools/tests tests/deployment
+JOBS ?= $(shell nproc | awk '{print $$1 < 4 ? $$1 : 4}')
 MODEL ?= models/reference
 
-.PHONY: setup demo serve test lint bench proto lock wheels images push model-image chart chart-docs manifests clean
+.PHONY: setup demo serve check test test-slow test-bits lint bench proto lock wheels images push model-image chart chart-docs manifests clean
 
 setup: .venv/ready
 
 .venv/ready: requirements.lock $(PACKAGES:%=%/pyproject.toml) libs/engine/setup.py $(wildcard libs/engine/src/lockstep_engine/kernels/*.[ch])
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --no-compile -r requirements.lock
+# The CPU build of torch where an index or a folder of pip's has it. PyPI's own build for Linux needs the CUDA libraries.
+	sed -n '/^torch==/,/[^\\]$$/s/^torch==[^ ]*/&+cpu/p;/^torch==/,/[^\\]$$/{/^ /p}' requirements.lock > .venv/torch-cpu.lock
+	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r .venv/torch-cpu.lock || echo "PyPI's build of torch is taken"
+	$(BIN)/pip install --quiet --no-compile --require-hashes -r requirements.lock $$($(BIN)/pip show --quiet torch 2>/dev/null || echo -r requirements-cuda.lock)
 	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # pip would compile its 16,000 modules on one core
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation $(PACKAGES:%=-e %)
 	touch $@
@@ -23,31 +28,52 @@ demo: setup
 serve: setup
 	$(BIN)/lockstep serve $(MODEL)
 
+# Format, lint, types and the unit tests that the change touches, in a minute and a half.
+check: setup
+	$(BIN)/python -m lockstep_tools.repository.check $(ARGS)
+
+# Unit tests in parallel; then those of whole systems, which time silences and count processes, one after the other.
 test: setup
+ifdef ARGS
 	$(BIN)/pytest $(ARGS)
+else
+	@failed=0; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow" $(UNIT_TESTS) || failed=$$?; \
+	$(BIN)/pytest tests --ignore tests/deployment || failed=$$?; \
+	exit $$failed
+endif
+
+# The unit tests that `make test` leaves out because they take long.
+test-slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m slow $(UNIT_TESTS)
+
+# The tests of equal bits again, as in `make test` and as on other machines: without the kernels, and with the libraries' settings changed.
+BITS = $(BIN)/pytest -n $(JOBS) -m bits libs/engine
+test-bits: setup
+	env -u MKL_CBWR -u ATEN_CPU_CAPABILITY OMP_NUM_THREADS=1 $(BITS)
+	env -u MKL_CBWR -u ATEN_CPU_CAPABILITY OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS)
+	MKL_CBWR=AUTO,STRICT OMP_NUM_THREADS=1 LOCKSTEP_CPU_KERNELS=off $(BITS)
+	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS)
+	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 $(BITS)
 
 lint: setup
 	$(BIN)/pip check --quiet
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy libs/common/src libs/engine/src services/router/src services/inference-worker/src tools/src
-	$(BIN)/python -m lockstep_tools.gen_protos --check
+	$(BIN)/python -m lockstep_tools.repository.gen_protos --check
 
 bench: setup
 	$(BIN)/python tools/bench/run.py $(ARGS)
 
 proto: setup
-	$(BIN)/python -m lockstep_tools.gen_protos
+	$(BIN)/python -m lockstep_tools.repository.gen_protos
 
 lock: setup
-	$(BIN)/pip install --quiet pip-tools
-	$(BIN)/pip-compile --quiet --strip-extras --no-emit-index-url --no-emit-find-links --no-emit-trusted-host \
-	  --allow-unsafe --no-header --annotation-style=line --output-file requirements.lock requirements.in
-	sed -i 's/^\(torch==[0-9.]*\)+cpu/\1/' requirements.lock  # any build of that release
-	$(IMAGES) lock-cuda
+	$(BIN)/python -m lockstep_tools.repository.lock
 
 VARIANT ?= cpu
-IMAGES = $(BIN)/python -m lockstep_tools.images
+IMAGES = $(BIN)/python -m lockstep_tools.repository.images
 IMAGE_OPTIONS = --variant $(VARIANT) $(ONLY:%=--only %) $(if $(DEV),--dev)
 
 wheels: setup
@@ -66,11 +92,11 @@ chart: setup
 	PYTHON=$(CURDIR)/$(BIN)/python charts/lockstep/tests/check
 
 chart-docs: setup
-	$(BIN)/python -m lockstep_tools.chart_schema
+	$(BIN)/python -m lockstep_tools.repository.chart_schema
 	helm-docs --chart-search-root charts/lockstep --sort-values-order file --log-level warning
 
 manifests: setup
-	$(BIN)/python -m lockstep_tools.manifests $(ARGS)
+	$(BIN)/python -m lockstep_tools.repository.manifests $(ARGS)
 
 clean:
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,10 +15,12 @@ SUMMARIES = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("lockstep", "faults (tests/chaos, tests/cluster)")
+    group = parser.getgroup("lockstep", "faults (tests/chaos, tests/cluster, tests/hostile)")
     group.addoption("--kills", type=int, default=6, help="processes to kill under load (default: %(default)s)")
     group.addoption("--restarts", type=int, default=3, help="starts and stops of a stack (default: %(default)s)")
-    group.addoption("--chaos-seed", type=int, default=None, help="of the random choices (default: a new one)")
+    group.addoption("--chaos-seed", type=int, default=None, help="seed of the random choices (default: a new one)")
+    group.addoption("--fuzz-cases", type=int, default=1000, help="requests from the schema (default: %(default)s)")
+    group.addoption("--fuzz-seed", type=int, default=3450734369, help="of these requests (default: %(default)s)")
     group.addoption("--times", type=int, default=1, help="trials of each experiment (default: %(default)s)")
 
 
@@ -44,8 +46,8 @@ def _subreaper() -> None:
 
 @pytest.fixture(scope="module")
 def private_tmp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The directory for temporary files of this module's processes: short enough for sockets, seen by nobody else."""
-    tmp_path_factory.getbasetemp()  # it stays where it is
+    """The directory for temporary files of this module's processes: short enough for sockets, and private."""
+    tmp_path_factory.getbasetemp()  # its path must be fixed before TMPDIR changes
     with tempfile.TemporaryDirectory(prefix="ls-") as path, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", path)
         patch.setattr(tempfile, "tempdir", path)

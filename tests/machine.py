@@ -1,7 +1,7 @@
 """What a system leaves behind on this machine: processes, shared memory, files for sockets, ports.
 
-With `be_subreaper` orphans of whatever a test started become children of the test's own process, so that none can
-hide. What others run on the same machine is not seen.
+With `be_subreaper` orphans of whatever a test started become children of the test's own process, so that all are
+found. Other processes of the machine are ignored.
 """
 
 import ctypes
@@ -39,16 +39,16 @@ def be_subreaper() -> None:
 
 @dataclass(frozen=True)
 class Traces:
-    """What is on the machine at a moment."""
+    """What is on the machine at one time."""
 
     processes: frozenset[psutil.Process]
     """Descendants of this process, zombies too."""
     shared_memory: frozenset[str]
     temporary: frozenset[str]
-    """Of Lockstep, in the directory for temporary files."""
+    """Files of Lockstep in the directory for temporary files."""
 
     def __sub__(self, other: "Traces") -> list[str]:
-        """What is here and was not there, in words."""
+        """Descriptions of what is here and not in `other`."""
         return [
             *(f"process {describe(process)}" for process in self.processes - other.processes),
             *(f"shared memory {name}" for name in self.shared_memory - other.shared_memory),
@@ -57,7 +57,7 @@ class Traces:
 
 
 def traces() -> Traces:
-    """What is there now."""
+    """The current state."""
     return Traces(
         frozenset(descendants(os.getpid())),
         frozenset(path.name for path in _SHARED_MEMORY.iterdir()),
@@ -121,7 +121,7 @@ def title(process: psutil.Process) -> str:
 
 
 def quiet_port() -> int:
-    """A free port that the kernel gives to nobody by itself."""
+    """A free port outside of the range that the kernel assigns."""
     return next(port for port in range(20_000 + os.getpid() % 10_000, 32_000) if port_is_free(port))
 
 

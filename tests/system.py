@@ -1,25 +1,29 @@
-"""A running Lockstep as one sees it from outside: what the router says, and waiting until it says something else."""
+"""A running Lockstep seen from outside: reads the router's status, and waits for changes of it."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 from lockstep_tools.failure import CommandError
-from lockstep_tools.status import READY, fetch
+from lockstep_tools.serving.status import READY, fetch
 from machine import wait_for
 
 REFERENCE = Path(__file__).parents[1] / "models/reference"
 MODEL = REFERENCE.name
+MOST_TOKENS = 1900
+"""Tokens that a stream can have after a short prompt, in the reference model's context of 2,048."""
 
 Json = dict[str, Any]
 
 
 class System:
-    """The router at `url` (without /v1) and the workers that it knows."""
+    """The router at `url` (without /v1) and the workers that it knows. `management_url` is its management port."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, management_url: str) -> None:
         self.url = url
+        self.management_url = management_url
 
     @property
     def api(self) -> str:
@@ -27,23 +31,23 @@ class System:
         return f"{self.url}/v1"
 
     def status(self) -> Json | None:
-        """What the router says; None while it does not answer."""
+        """The router's status; None while it does not answer."""
         try:
             with httpx.Client(timeout=5.0, trust_env=False) as client:
-                return fetch(client, self.url)
+                return fetch(client, self.management_url)
         except CommandError:
             return None
 
     def router(self) -> Json:
-        """What the router says of itself."""
+        """The router's status of itself."""
         return wait_for(self.status, "the router answers")["router"]
 
     def workers(self) -> dict[str, Json]:
-        """What the router says of its workers, by id; empty while it does not answer."""
+        """The status of the router's workers, by id; empty while it does not answer."""
         return {worker["id"]: worker for worker in (self.status() or {"workers": []})["workers"]}
 
     def worker(self, worker_id: str) -> Json:
-        """What the router says of one worker."""
+        """The status of one worker."""
         return wait_for(lambda: self.workers().get(worker_id), f"{worker_id} is known")
 
     def tokenize(self, text: str) -> list[int]:
@@ -51,6 +55,14 @@ class System:
         with httpx.Client(timeout=5.0, trust_env=False) as client:
             body = {"model": MODEL, "prompt": text, "add_special_tokens": False}
             return client.post(f"{self.url}/tokenize", json=body).raise_for_status().json()["tokens"]
+
+    def tokens_lasting(self, seconds: float) -> int:
+        """Tokens of a stream that takes about so long on this machine; no more than fit into the model's context."""
+        body = {"model": MODEL, "prompt": "It was a dark night, and", "max_tokens": 100, "ignore_eos": True}
+        began_s = time.monotonic()
+        with httpx.Client(timeout=60.0, trust_env=False) as client:
+            client.post(f"{self.api}/completions", json=body).raise_for_status()
+        return min(max(200, int(100 * seconds / (time.monotonic() - began_s))), MOST_TOKENS)
 
     def until(self, holds: Callable[[dict[str, Json]], object], what: str, within_s: float = 10.0) -> dict[str, Json]:
         """Wait until something holds of the workers; returns them."""
@@ -69,9 +81,9 @@ class System:
             worker_id
         ]
 
-    def until_whole(self, within_s: float = 60.0) -> dict[str, Json]:
+    def until_ready(self, within_s: float = 60.0) -> dict[str, Json]:
         """Wait until every worker is ready; returns them."""
-        return self.until(is_whole, "every worker is ready", within_s)
+        return self.until(all_ready, "every worker is ready", within_s)
 
     def until_idle(self, within_s: float = 2.0) -> dict[str, Json]:
         """Wait until nothing runs or waits and every block is free; returns the workers."""
@@ -83,7 +95,7 @@ class System:
         return next(worker for worker in workers.values() if worker["running"])
 
 
-def is_whole(workers: dict[str, Json]) -> bool:
+def all_ready(workers: dict[str, Json]) -> bool:
     """Every worker is ready."""
     return all(worker["state"] == READY for worker in workers.values())
 

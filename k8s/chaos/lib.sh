@@ -1,19 +1,47 @@
-# Sourced by every experiment: the release, its pods, and pods that act on it. Needs kubectl and nothing else.
+# Sourced by every experiment: the release, its pods, pods that act on it, and the record of what has to be undone.
+# Needs kubectl and nothing else.
 #   NAMESPACE, RELEASE   where the release is (default: the context's namespace, lockstep)
 #   WORKER, ROUTER       pods to be disturbed (default: the first that is ready)
 #   IMAGE                the tools' image (default: beside the router's)
+#   PARENT               process that runs this script; the script ends when it is gone
 set -euo pipefail
 
 NAMESPACE=${NAMESPACE:-$(kubectl config view --minify -o jsonpath='{..namespace}')}
 NAMESPACE=${NAMESPACE:-default}
 RELEASE=${RELEASE:-lockstep}
 PATIENCE_S=${PATIENCE_S:-300} # for anything that Kubernetes has to finish
-CUTTERS=lockstep-chaos     # namespace of the privileged pods that cut networks
+LOAD_LIMIT_S=${LOAD_LIMIT_S:-14400} # Kubernetes ends a load after this time
+LABEL=lockstep.dev/chaos # on all that experiments create; its value is the release
+RECORD=lockstep-chaos-$RELEASE # ConfigMap beside the release: what an experiment has changed and not undone yet
+CUTTERS=lockstep-chaos # namespace of the privileged pods that cut networks
+RELEASE_NAMESPACE=lockstep.dev/release-namespace # label of the pods that cut networks; its value is the release's namespace
+OWN=$(printf %s "$NAMESPACE/$RELEASE" | cksum | cut -d' ' -f1) # in names outside of the release's namespace
+CHAIN=LOCKSTEP-$OWN # of iptables
+
+trap 'exit 143' TERM INT HUP # so that EXIT traps run
+if [[ -n ${PARENT:-} ]]; then # they share no terminal, so nothing else would end this script
+  (while kill -0 "$PARENT" && kill -0 $$; do sleep 1; done; kill -TERM -- -$$) >/dev/null 2>&1 </dev/null &
+fi
 
 k() { kubectl -n "$NAMESPACE" "$@"; }
 
-# The moment of the fault, for whoever measures: the last such line counts.
+# Prints the time of the fault for the caller, who uses the last such line.
 fault() { date '+fault %s.%N'; }
+
+# Writes into the record what has to be undone, before it is done: remember KEY VALUE
+remember() {
+  k get configmap "$RECORD" -o name >/dev/null 2>&1 || k create configmap "$RECORD" >/dev/null
+  k patch configmap "$RECORD" --type=merge -p \
+    "{\"metadata\":{\"labels\":{\"$LABEL\":\"$RELEASE\"}},\"data\":{\"$1\":\"$2\"}}" >/dev/null
+}
+
+# Removes a key from the record, once it is undone.
+forget() { k patch configmap "$RECORD" --type=merge -p "{\"data\":{\"$1\":null}}" >/dev/null; }
+
+# The record, a line for each key: KEY VALUE
+remembered() {
+  k get configmap "$RECORD" --ignore-not-found -o go-template='{{range $key, $value := .data}}{{$key}} {{$value}}{{"\n"}}{{end}}'
+}
 
 # The first ready pod of a component: router or inference-worker.
 first() {
@@ -60,7 +88,9 @@ metadata:
     app.kubernetes.io/name: $(pod_field "$router" '.metadata.labels.app\.kubernetes\.io/name')
     app.kubernetes.io/instance: $RELEASE
     app.kubernetes.io/component: load
+    $LABEL: $RELEASE
 spec:
+  activeDeadlineSeconds: $LOAD_LIMIT_S
   restartPolicy: Never
   automountServiceAccountToken: false
   enableServiceLinks: false
@@ -88,57 +118,116 @@ spec:
         requests: {cpu: 100m, memory: 96Mi}
         limits: {memory: 512Mi}
       volumeMounts: [{name: tmp, mountPath: /tmp}]
-  volumes: [{name: tmp, emptyDir: {}}]
+  volumes: [{name: tmp, emptyDir: {sizeLimit: 64Mi}}]
 POD
 }
 
-# The API's address by cluster IP: a load that loses its DNS would tell nothing of the release.
-api_url() {
-  k get service -l "app.kubernetes.io/instance=$RELEASE,app.kubernetes.io/component=router" \
-    -o jsonpath='http://{.items[0].spec.clusterIP}:{.items[0].spec.ports[?(@.name=="http")].port}/v1'
+# The newest revision of the release, by helm.
+revision() { helm status "$RELEASE" -n "$NAMESPACE" -o yaml | sed -n 's/^version: //p'; }
+
+# The API's address by cluster IP: a load that cannot resolve names would not test the release.
+api_url() { plain_url 'lockstep.dev/service!=management' http tls.http.enabled /v1; }
+
+# The address of the routers' status, likewise.
+management_url() { plain_url lockstep.dev/service=management management tls.management; }
+
+# The address of a Service of the routers. No certificate names a cluster IP, so HTTPS is refused: plain_url SELECTOR PORT VALUE [PATH]
+# Call it in an assignment: only there does bash end a script whose `$(…)` fails.
+plain_url() {
+  local selector="app.kubernetes.io/instance=$RELEASE,app.kubernetes.io/component=router,$1" found
+  found=$(k get service -l "$selector" \
+    -o jsonpath="{.items[0].spec.ports[?(@.name==\"$2\")].appProtocol}://{.items[0].spec.clusterIP}:{.items[0].spec.ports[?(@.name==\"$2\")].port}") || return 1
+  if [[ $found == https:* ]]; then
+    echo "the routers' port $2 speaks HTTPS, and experiments speak plain HTTP: upgrade the release with $3=false to run them" >&2
+    return 1
+  fi
+  echo "http${found#http}${4:-}"
 }
 
-# Drops packets in a node's own network namespace for SECONDS, then lets them pass again: drop NODE SECONDS "RULE" "RULE"
-# A RULE is what iptables takes after `-t mangle -I`; DEV in it is the node's way out. Mangle comes before connection
-# tracking's verdict, so open connections are cut too. The pod takes the rules back itself: nobody may reach it by then.
+# Drops packets in a node's own network namespace for SECONDS, then lets them pass again: drop NODE SECONDS "MATCH" "MATCH"
+# A MATCH is what iptables takes between `-t mangle -I` and `-j`; DEV in it is the node's way out. The mangle table comes before
+# connection tracking, so open connections are cut too. The pod removes the rules itself, since it may not be reachable by then.
 drop() {
-  local node=$1 seconds=$2 name="cut-$RELEASE-$1" rules; shift 2
-  rules=$(printf '%s;' "$@")
-  kubectl create namespace "$CUTTERS" --dry-run=client -o yaml |
-    kubectl label --local -f - pod-security.kubernetes.io/enforce=privileged -o yaml | kubectl apply -f - >/dev/null
+  local node=$1 seconds=$2 name="cut-$OWN-$1" matches said; shift 2
+  matches=$(printf '%s;' "$@")
+  need_cutters # before anything is recorded that could not be undone
   : "${IMAGE:=$(pod_field "$(first router)" '.spec.containers[?(@.name=="router")].image')}"
+  remember "cut.$node" "$IMAGE"
+  iptables_pod "$name" "$node" "$IMAGE" "$seconds" "$matches"
+  ended "$CUTTERS" "$name"
+  said=$(kubectl -n "$CUTTERS" logs "$name")
+  echo "$said"
+  [[ $said == *joined* ]] || { echo "the cut of $node did not run to its end" >&2; return 1; }
+  forget "cut.$node"
+  kubectl -n "$CUTTERS" delete pod "$name" --wait=false >/dev/null
+}
+
+# The owner of the namespace of the privileged pods: a line `CUTTERS MANAGED-BY`, or nothing if it is not there.
+cutters_made_by() {
+  kubectl get namespace "$CUTTERS" --ignore-not-found \
+    -o 'jsonpath={.metadata.name} {.metadata.labels.app\.kubernetes\.io/managed-by}'
+}
+
+# Makes the namespace of the privileged pods. `clean` deletes it, so an existing one of another owner is refused and left unchanged.
+need_cutters() {
+  local found; found=$(cutters_made_by)
+  if [[ -z $found ]]; then
+    kubectl create namespace "$CUTTERS" --dry-run=client -o yaml |
+      kubectl label --local -f - pod-security.kubernetes.io/enforce=privileged app.kubernetes.io/managed-by=lockstep-chaos -o yaml |
+      kubectl create -f - >/dev/null || true # another release's experiment may have been first
+    found=$(cutters_made_by)
+    [[ -n $found ]] || return 1 # kubectl has printed the reason
+  fi
+  [[ $found == "$CUTTERS lockstep-chaos" ]] ||
+    { echo "namespace $CUTTERS, which experiments make and delete, was not made by them (no label app.kubernetes.io/managed-by=lockstep-chaos): remove it first" >&2; return 1; }
+}
+
+# Runs a privileged pod on a node with the node's own iptables: iptables_pod NAME NODE IMAGE SECONDS "MATCH;MATCH;"
+# It starts by removing rules that an earlier cut has left, and does nothing more then. So a container that is killed before it has
+# removed its rules removes them when the kubelet starts it again, even on a node that is cut off. SECONDS 0 only removes.
+iptables_pod() {
+  local name=$1 node=$2 image=$3 seconds=$4 matches=$5
+  need_cutters
   kubectl -n "$CUTTERS" apply -f - >/dev/null <<POD
 apiVersion: v1
 kind: Pod
-metadata: {name: $name}
+metadata:
+  name: $name
+  labels: {$LABEL: $RELEASE, $RELEASE_NAMESPACE: $NAMESPACE}
 spec:
   nodeName: $node
-  restartPolicy: Never
+  restartPolicy: OnFailure
+  activeDeadlineSeconds: $((seconds + PATIENCE_S))
   hostNetwork: true
   automountServiceAccountToken: false
-  terminationGracePeriodSeconds: 5
+  terminationGracePeriodSeconds: 30
   tolerations: [{operator: Exists}]
   containers:
     - name: cut
-      image: $IMAGE
+      image: $image
+      imagePullPolicy: IfNotPresent
       securityContext: {privileged: true, runAsUser: 0}
       command: [chroot, /host, /bin/sh, -ec]
       args:
         - |
-          command -v iptables >/dev/null || { echo "this node has no iptables"; exit 1; }
+          command -v iptables >/dev/null || { echo "this node has no iptables"; exit 0; }
+          table() { iptables -w -t mangle "\$@"; }
+          undo() {
+            table -S | sed -n 's/^-A \(.* -j $CHAIN\)\$/\1/p' | while read -r rule; do table -D \$rule; done
+            table -F $CHAIN
+            table -X $CHAIN
+          }
+          if table -n -L $CHAIN >/dev/null 2>&1; then undo; echo "removed rules that a cut had left"; exit 0; fi
+          [ $seconds -gt 0 ] || exit 0
           DEV=\$(awk '\$2 == "00000000" {print \$1; exit}' /proc/net/route)
-          each() { echo '$rules' | tr ';' '\n' | sed "/^\$/d; s/DEV/\$DEV/; s/^/iptables -w -t mangle \$1 /" | sh -e; }
-          trap 'each -D; date "+joined %s.%N"' EXIT
+          trap 'undo; date "+joined %s.%N"' EXIT
           trap 'exit 1' TERM INT
-          each -I
+          table -N $CHAIN
+          table -A $CHAIN -j DROP
+          echo '$matches' | tr ';' '\n' | sed "/^\$/d; s/DEV/\$DEV/" | while read -r match; do table -I \$match -j $CHAIN; done
           date "+fault %s.%N"
           sleep $seconds & wait
       volumeMounts: [{name: host, mountPath: /host}]
   volumes: [{name: host, hostPath: {path: /}}]
 POD
-  ended "$CUTTERS" "$name"
-  kubectl -n "$CUTTERS" logs "$name"
-  local phase; phase=$(kubectl -n "$CUTTERS" get pod "$name" -o jsonpath='{.status.phase}')
-  kubectl -n "$CUTTERS" delete pod "$name" --wait=false >/dev/null
-  [[ $phase == Succeeded ]]
 }

@@ -1,7 +1,7 @@
 """Builds the CPU kernels. Everything else is in pyproject.toml.
 
 They are plain C behind ctypes, so one build serves every Python and torch. Without a compiler the engine installs
-all the same and runs the kernels' torch twins.
+all the same and computes with torch instead.
 """
 
 from setuptools import Extension, setup
@@ -12,7 +12,7 @@ setup(
             "lockstep_engine.kernels._cpu",
             ["src/lockstep_engine/kernels/cpu.c"],
             depends=["src/lockstep_engine/kernels/cpu_loops.h"],
-            extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-Wno-psabi"],
+            extra_compile_args=["-O3", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi"],
             libraries=["m"],
             optional=True,
         )

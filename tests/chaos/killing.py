@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lockstep_tools.loadgen import Mark, Traffic
-from lockstep_tools.status import READY
+from lockstep_tools.load.generator import Mark, Traffic
+from lockstep_tools.serving.status import READY
 from machine import kill, wait_for
 from system import Json, System
 
@@ -15,7 +15,7 @@ RANK, WORKER = "rank", "worker"
 
 _LONGEST_PAUSE_S = 1.5
 _AGAIN = 0.25
-"""How often a victim may be a worker that has not recovered from the last kill yet."""
+"""Probability that a victim may be a worker that has not recovered from the last kill."""
 _RECOVERY_S = 60.0
 
 
@@ -27,11 +27,11 @@ class Kill:
     victim: str
     mark: Mark
     streams: int
-    """That ran on its worker."""
+    """Number of streams that ran on its worker."""
 
 
 class Killer:
-    """Makes the random choices; the same seed makes the same ones, though the moments differ."""
+    """Makes the random choices; the same seed makes the same choices, at other times."""
 
     def __init__(self, system: System, traffic: Traffic, seed: int, log: Callable[[str], None]) -> None:
         self._system = system
@@ -57,7 +57,7 @@ class Killer:
             pid = worker["pid"] if rank is None else rank["pid"]
             if kill(pid):
                 break
-            time.sleep(0.05)  # it died of the last kill, and the router has not heard of it yet
+            time.sleep(0.05)  # it died by the last kill, and the router does not know it yet
         name = worker["id"] if rank is None else f"{worker['id']}/{rank['rank']}"
         made = Kill(
             WORKER if rank is None else RANK, name, self._traffic.mark(f"killed {name}"), streams=worker["running"]
@@ -66,9 +66,9 @@ class Killer:
         self._log(f"killed {made.kind} {name} (pid {pid}, {worker['state']}) under {made.streams} streams")
 
     def _victim(self, choice: float, *, again: bool) -> Json:
-        """A worker that runs streams and whose death leaves another one ready; waits until there is one.
+        """A worker that runs streams while another one is ready; waits until there is one.
 
-        Now and then one that is down already, to be killed in the middle of its recovery.
+        Sometimes a worker that is recovering, to kill it during its recovery.
         """
 
         def find() -> Json | None:
@@ -86,6 +86,6 @@ class Killer:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The smallest value that at least this share of all do not exceed."""
+    """The smallest value that at least this share of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 from killing import percentile
-from lockstep_tools.stack import Stack, StackSettings
+from lockstep_tools.serving.stack import Stack, StackSettings
 from machine import left_since, port_is_free, quiet_port, traces
 from system import MODEL, REFERENCE
 

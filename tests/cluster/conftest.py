@@ -1,4 +1,4 @@
-"""The cluster, the images, and the releases that tests share. Everything here is skipped, loudly, where one is missing.
+"""The cluster, the images, and the releases that tests share. Where one is missing, all tests are skipped visibly.
 
 KUBECONFIG names the cluster, LOCKSTEP_IMAGES the registry that it pulls the release's images from.
 """
@@ -22,7 +22,7 @@ _NEEDED = ("KUBECONFIG", "LOCKSTEP_IMAGES")
 _REPORT = "LOCKSTEP_CLUSTER_REPORT"
 _skipped: list[str] = []
 
-# What a burst of a hundred clients can fill, and eight clients cannot, even with one worker away.
+# A queue that a hundred clients can fill and eight clients cannot, even with one worker missing.
 SMALL_QUEUES = {"modelDefaults": {"settings": {"max_seqs": 16, "max_queue": 16}}}
 
 
@@ -56,7 +56,7 @@ def _missing() -> str:
 
 @pytest.fixture(scope="session")
 def registry() -> str:
-    """Where the cluster pulls images from."""
+    """The registry from which the cluster pulls images."""
     return os.environ["LOCKSTEP_IMAGES"]
 
 
@@ -72,7 +72,7 @@ def report() -> Iterator[Report]:
 
 @pytest.fixture(scope="session")
 def namespaces() -> Iterator[Namespaces]:
-    """Makes namespaces that are gone after the session."""
+    """Creates namespaces that are deleted after the session."""
     with Namespaces() as made:
         yield made
 

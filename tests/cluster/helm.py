@@ -1,4 +1,4 @@
-"""A release of the chart, installed for a test and gone after it."""
+"""A release of the chart, installed for a test and uninstalled after it."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ class Installation:
 
     release: Release
     ready_s: float
-    """From `helm install` until every pod was ready."""
+    """Seconds from `helm install` until every pod was ready."""
 
     @property
     def kubectl(self) -> Kubectl:
@@ -42,7 +42,7 @@ class Installation:
         self.await_whole()
 
     def await_whole(self) -> None:
-        wait_for(self.release.is_whole, f"release in {self.namespace} is ready", _READY_S, every_s=1.0)
+        wait_for(self.release.is_settled, f"release in {self.namespace} is ready", _READY_S, every_s=1.0)
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def install(
 
 
 def app_version() -> str:
-    """The version that the chart installs when told no other."""
+    """The version that the chart installs by default."""
     return str(yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"])
 
 

@@ -1,4 +1,4 @@
-"""A cluster as tests see it: namespaces of their own, pods that try things, and figures to keep."""
+"""Helpers for tests on a cluster: namespaces, pods that try connections, and figures."""
 
 import json
 import secrets
@@ -34,7 +34,7 @@ class Namespaces:
             Kubectl("default").run("delete", "namespace", name, "--wait=false", "--ignore-not-found")
 
     def new(self, purpose: str) -> Kubectl:
-        """A new one, as kubectl in it."""
+        """Create a namespace; returns kubectl in it."""
         name = f"{_PREFIX}-{_RUN}-{purpose}"
         kubectl = Kubectl(name)
         kubectl.run("create", "namespace", name)

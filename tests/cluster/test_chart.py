@@ -21,16 +21,16 @@ INSTALL_LIMIT_S = 180.0
 
 def test_helm_test_is_green(served: Installation, report: Report) -> None:
     began_s = time.monotonic()
-    told = helm("test", NAME, "-n", served.namespace, "--logs")
+    output = helm("test", NAME, "-n", served.namespace, "--logs")
     tested_s = time.monotonic() - began_s
     report["helm_test_s"] = round(tested_s, 1)
     for check in ("ok   chat", "ok   stream", "ok   workers: 2 behind"):
-        assert check in told, told
+        assert check in output, output
     assert served.ready_s + tested_s < INSTALL_LIMIT_S
 
 
 def test_start_up_by_phase(served: Installation, report: Report) -> None:
-    """Figures, with no limit but that every phase can be told."""
+    """Figures. The only requirement is that every phase was logged."""
     phases = {}
     for pod in served.release.pods():
         phases[pod.name] = start_up(served, pod.name)
@@ -41,7 +41,7 @@ def test_start_up_by_phase(served: Installation, report: Report) -> None:
 
 
 def start_up(served: Installation, name: str) -> Json:
-    """Seconds from the pod's making: scheduled, image there, container started, ready; and what its ranks did."""
+    """Seconds from the pod's creation until scheduled, image pulled, started, ready; and the phases of its ranks."""
     pod = served.kubectl.json("get", "pod", name)
     made = moment(pod["metadata"]["creationTimestamp"])
     conditions = {each["type"]: moment(each["lastTransitionTime"]) - made for each in pod["status"]["conditions"]}
@@ -72,9 +72,9 @@ def test_memory_by_container(served: Installation, report: Report) -> None:
         try:
             lines = served.kubectl.run(*top).splitlines()
         except CommandError:
-            return []  # not yet
+            return []  # not measured yet
         rows = [dict(zip(("pod", "container", "cpu", "memory"), line.split(), strict=True)) for line in lines]
-        return rows if {row["container"] for row in rows} == {"router", "worker"} else []  # not of all
+        return rows if {row["container"] for row in rows} == {"router", "worker"} else []  # not of all containers
 
     top = ("top", "pods", "--containers", "--no-headers", "-l", f"app.kubernetes.io/instance={NAME}")
     report["usage"] = wait_for(measured, "the metrics server has measured routers and workers", 90.0, every_s=2.0)
@@ -107,7 +107,7 @@ def rules(served: Installation, account: str) -> set[tuple[str, str]]:
 
 
 def test_pods_are_restricted_beyond_the_standard(served: Installation) -> None:
-    """The standard says nothing of file systems and of the environment of every Service."""
+    """The standard does not cover file systems and the environment variables of Services."""
     for pod in served.release.pods():
         spec = served.kubectl.json("get", "pod", pod.name)["spec"]
         assert spec["enableServiceLinks"] is False
@@ -119,5 +119,5 @@ def test_pods_are_restricted_beyond_the_standard(served: Installation) -> None:
 
 def test_two_releases_side_by_side(served: Installation, open_served: Installation) -> None:
     for installation, workers in ((served, 2), (open_served, 1)):
-        told = helm("test", NAME, "-n", installation.namespace, "--logs")
-        assert f"ok   workers: {workers} behind" in told, told
+        output = helm("test", NAME, "-n", installation.namespace, "--logs")
+        assert f"ok   workers: {workers} behind" in output, output

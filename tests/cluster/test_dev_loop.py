@@ -41,10 +41,10 @@ def developed(namespaces: Namespaces) -> Iterator[Installation]:
 @pytest.mark.parametrize(
     ("component", "container", "source", "asked", "old"),
     [
-        (ROUTER, "router", "services/router/src/lockstep_router/app.py", "8000/proxy/healthz", '"alive"'),
+        (ROUTER, "router", "services/router/src/lockstep_router/faces/rest/app.py", "8000/proxy/healthz", '"alive"'),
         (
             *(WORKER, "worker", "services/inference-worker/src/lockstep_worker/metrics.py"),
-            *("9100/proxy/metrics", '"1 while the worker takes requests"'),
+            *("9001/proxy/metrics", '"1 while the worker takes requests"'),
         ),
     ],
 )

@@ -1,7 +1,7 @@
-"""Each fault under eight streaming clients: nothing lost, doubled or changed, and no stream failed that need not.
+"""Each fault under eight streaming clients: nothing is lost, doubled or changed; only the excused streams fail.
 
-`--times 5` makes each five times. Correctness is judged strictly; silences may be three times as long as their limits,
-for clusters that share a small machine, and are in the report as they were.
+`--times 5` runs each five times. Correctness is checked strictly. Silences may be three times as long as their limits,
+for clusters that share a small machine; the report has the measured ones.
 """
 
 import re
@@ -17,7 +17,7 @@ from machine import wait_for
 
 SLACK = 3.0
 BURST = 120
-"""More than the short queues of these tests take."""
+"""Clients of the burst: more than the short queues of these tests hold."""
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +36,25 @@ def test_streams_survive(
     served.await_whole()
     outcome = laboratory.run(EXPERIMENTS[name], pytestconfig.getoption("times"))
     report.setdefault("experiments", []).append(outcome.as_json())
-    assert outcome.verdict.holds, explain(outcome)
+    assert outcome.comparison.holds, explain(outcome)
     assert outcome.problems == []
     assert outcome.in_time, explain(outcome)
     assert name in ("router-rollout", "router-kill", "fill-queue") or outcome.recovery_ms is not None
 
 
 def explain(outcome: Outcome) -> str:
-    return "\n".join([str(outcome.silence_ms), *outcome.verdict.problems[:10]])
+    return "\n".join([str(outcome.silence_ms), *outcome.comparison.problems[:10]])
 
 
 def test_events_explain_a_lost_rank(laboratory: Laboratory, served: Installation) -> None:
-    """`kubectl describe pod` of a worker whose rank was killed tells what happened and that it is over."""
+    """`kubectl describe pod` of a worker whose rank was killed shows the loss and the recovery."""
     outcome = laboratory.run(EXPERIMENTS["rank-kill"])
     (victim,) = outcome.trials[0].victims.workers
 
-    def told() -> bool:
+    def reported() -> bool:
         return {"RankLost", "RanksReady"} <= {event["reason"] for event in events_of(served.kubectl, victim)}
 
-    wait_for(told, "Events of the lost rank and of its return", 20.0, every_s=1.0)
+    wait_for(reported, "Events of the lost rank and of its return", 20.0, every_s=1.0)
     described = served.kubectl.run("describe", "pod", victim)
     assert re.search(r"Warning +RankLost .*rank \d", described), described
     assert re.search(r"Normal +RanksReady ", described), described

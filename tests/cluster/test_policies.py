@@ -1,16 +1,17 @@
-"""Who reaches what. The same attempts against a release without policies show that these tests can fail."""
+"""Which connections are allowed. The same attempts on a release without policies show that these tests can fail."""
 
 import pytest
 from helm import Installation
 from kube import Namespaces, Visitor
 from lockstep_tools.chaos.release import ROUTER, WORKER, of
 
-HTTP, GRPC, METRICS = 8000, 9000, 9100
+HTTP, GRPC = 8000, 9000
+MANAGEMENT = {ROUTER: 8001, WORKER: 9001}
 
 
 @pytest.fixture(scope="module")
 def image(served: Installation) -> str:
-    """One that has Python and is on every node."""
+    """An image that has Python and is on every node."""
     pod = of(served.release.pods(), ROUTER)[0]
     return str(served.kubectl.json("get", "pod", pod.name)["spec"]["containers"][0]["image"])
 
@@ -23,7 +24,7 @@ def foreigner(namespaces: Namespaces, image: str) -> Visitor:
 
 @pytest.fixture(scope="module")
 def neighbour(served: Installation, image: str) -> Visitor:
-    """A pod in the release's own namespace that is none of its."""
+    """A pod in the release's namespace that is not part of the release."""
     return Visitor(served.kubectl, image)
 
 
@@ -38,18 +39,19 @@ def test_pods_without_the_labels_reach_the_routers_and_nothing_else(
     served: Installation, visitor: str, request: pytest.FixtureRequest
 ) -> None:
     allowed = targets(served, ROUTER, HTTP)
-    closed = targets(served, WORKER, GRPC, METRICS)
+    closed = targets(served, WORKER, GRPC, MANAGEMENT[WORKER]) + targets(served, ROUTER, MANAGEMENT[ROUTER])
     reached = request.getfixturevalue(visitor).reaches(*allowed, *closed)
     assert {target for target, taken in reached.items() if taken} == set(allowed)
 
 
 def test_without_policies_the_same_ports_are_open(open_served: Installation, foreigner: Visitor) -> None:
-    ports = targets(open_served, WORKER, GRPC, METRICS) + targets(open_served, ROUTER, HTTP)
+    ports = targets(open_served, WORKER, GRPC, MANAGEMENT[WORKER])
+    ports += targets(open_served, ROUTER, HTTP, MANAGEMENT[ROUTER])
     assert all(foreigner.reaches(*ports).values())
 
 
 def test_workers_and_routers_reach_only_each_other(served: Installation, open_served: Installation) -> None:
-    """From inside the release: a router gets to workers, a worker to nobody, and neither to another release."""
+    """Inside the release: a router reaches workers, a worker nothing, and neither reaches another release."""
     router, worker = of(served.release.pods(), ROUTER)[0], of(served.release.pods(), WORKER)[0]
     others = targets(open_served, WORKER, GRPC) + targets(open_served, ROUTER, HTTP)
     ours = targets(served, WORKER, GRPC)

@@ -23,7 +23,7 @@ AUTOSCALING = {
 
 
 def test_routers_follow_the_load(open_served: Installation, report: Report) -> None:
-    """Its load is a second generator in a pod, which may fail: it is not judged here."""
+    """Its load is a second generator in a pod, whose streams may fail: they are not checked here."""
     open_served.upgrade(AUTOSCALING)
     kubectl = open_served.kubectl
     environment = {"NAMESPACE": open_served.namespace, "RELEASE": open_served.release.name, "POD": "pressure"}
@@ -35,5 +35,5 @@ def test_routers_follow_the_load(open_served: Installation, report: Report) -> N
     wait_for(lambda: routers() == 2, "a second router under load", 150.0, every_s=1.0)
     kubectl.run("delete", "pod", "pressure", "--grace-period=1")
     wait_for(lambda: routers() == 1, "one router without load", 240.0, every_s=1.0)
-    told = kubectl.json("get", "hpa")["items"][0]["status"]
-    report["hpa"] = {"desired": told["desiredReplicas"], "metrics": told.get("currentMetrics")}
+    output = kubectl.json("get", "hpa")["items"][0]["status"]
+    report["hpa"] = {"desired": output["desiredReplicas"], "metrics": output.get("currentMetrics")}

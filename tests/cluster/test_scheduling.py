@@ -1,4 +1,4 @@
-"""Pods with GPUs: scheduled where a node offers them, and clear about it where there is none."""
+"""Pods with GPUs: scheduled where a node offers them, with a clear reason where none does."""
 
 import json
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ WORKERS = "app.kubernetes.io/component=inference-worker"
 
 @pytest.fixture
 def no_gpus(registry: str) -> Iterator[str]:
-    """A node that offers no GPU; what a test offers in its name is taken back."""
+    """A node that offers no GPU; what a test adds is removed after it."""
     kubectl = Kubectl("default")
     nodes = kubectl.json("get", "nodes")["items"]
     if any(GPU in node["status"]["capacity"] for node in nodes):
-        pytest.skip("this cluster has GPUs, or is told that it has")
+        pytest.skip("this cluster has GPUs, or offers them already")
     name = nodes[0]["metadata"]["name"]
     yield name
     patch_gpus(name, None)
@@ -30,10 +30,10 @@ def patch_gpus(node: str, count: int | None) -> None:
     Kubectl("default").run("patch", "node", node, "--subresource=status", "--type=merge", "-p", change)
 
 
-def test_a_gpu_worker_waits_for_gpus_then_says_that_it_finds_none(
+def test_a_gpu_worker_waits_for_gpus_then_reports_that_it_finds_none(
     namespaces: Namespaces, registry: str, no_gpus: str
 ) -> None:
-    """Four offered GPUs get it scheduled. They are pretended, so the worker ends with one sentence and exit code 2."""
+    """With four GPUs it is scheduled. They are not real, so the worker ends with one sentence and exit code 2."""
     kubectl = namespaces.new("gpu")
     values = {
         "router": {"replicas": 1},
@@ -41,7 +41,7 @@ def test_a_gpu_worker_waits_for_gpus_then_says_that_it_finds_none(
             "device": "cuda",
             "tp": 4,
             "replicas": 1,
-            # Any build of torch tells that there is no GPU.
+            # Any build of torch reports that there is no GPU.
             "image": {"tag": f"{app_version()}-cpu"},
         },
     }

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-from lockstep_tools.stack import Stack, StackSettings
+from lockstep_tools.serving.stack import Stack, StackSettings
 from system import REFERENCE, System
 
 
@@ -18,7 +18,7 @@ def stack() -> Iterator[Stack]:
 
 @pytest.fixture(scope="package")
 def system(stack: Stack) -> System:
-    return System(stack.url)
+    return System(stack.url, stack.management_url)
 
 
 @pytest.fixture
@@ -29,6 +29,6 @@ def client(system: System) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def http(system: System) -> Iterator[httpx.Client]:
-    """For what the official client hides."""
+    """A plain HTTP client, for what the official client hides."""
     with httpx.Client(base_url=system.api, timeout=60, trust_env=False) as client:
         yield client

@@ -1,9 +1,9 @@
-"""Chat and plain completions, whole and streamed, through the official client."""
+"""Chat and plain completions, streamed and not streamed, through the official client."""
 
 import httpx
 import openai
 import pytest
-from lockstep_tools.sse import Decoder
+from lockstep_tools.load.sse import Decoder
 from system import MODEL, System
 
 PROMPT = "It was a dark night, and"
@@ -45,39 +45,39 @@ def test_completion_answers_with_a_text(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_streamed_chat_is_the_whole_answer_in_pieces(client: openai.OpenAI, sampling: dict) -> None:
     request = {"messages": MESSAGES, "max_tokens": 50} | sampling
-    whole = client.chat.completions.create(**request)
+    complete = client.chat.completions.create(**request)
     chunks = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
     *spoken, last = chunks
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     assert len({chunk.id for chunk in chunks}) == 1
     assert spoken[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in spoken) == whole.choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in spoken) == complete.choices[0].message.content
     assert [chunk.choices[0].finish_reason for chunk in spoken if chunk.choices[0].finish_reason] == ["length"]
     assert all(chunk.usage is None for chunk in spoken)
     assert last.choices == []
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")  # how many were cached may differ
-    assert [getattr(last.usage, count) for count in counts] == [getattr(whole.usage, count) for count in counts]
+    assert [getattr(last.usage, count) for count in counts] == [getattr(complete.usage, count) for count in counts]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_streamed_completion_is_the_whole_answer_in_pieces(client: openai.OpenAI, sampling: dict) -> None:
     request = {"prompt": PROMPT, "max_tokens": 50} | sampling
-    whole = client.completions.create(**request)
+    complete = client.completions.create(**request)
     chunks = list(client.completions.create(**request, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert "".join(chunk.choices[0].text for chunk in chunks) == complete.choices[0].text
     assert chunks[-1].choices[0].finish_reason == "length"
     assert all(chunk.usage is None for chunk in chunks)
 
 
 @pytest.mark.parametrize("prompt", ["naïve café, said the", "雪が降る夜に 🌨️", '\n\n"Who\u2028is there?"', " "])
 def test_pieces_join_to_the_whole_also_when_tokens_split_characters(client: openai.OpenAI, prompt: str) -> None:
-    """At such a temperature the model writes parts of characters that belong to nothing."""
+    """At this temperature the model generates incomplete characters."""
     for sampling in (GREEDY, *({"model": MODEL, "temperature": 2.0, "seed": seed} for seed in range(3))):
-        whole = client.completions.create(prompt=prompt, max_tokens=40, logprobs=0, **sampling).choices[0]
+        complete = client.completions.create(prompt=prompt, max_tokens=40, logprobs=0, **sampling).choices[0]
         chunks = list(client.completions.create(prompt=prompt, max_tokens=40, logprobs=0, stream=True, **sampling))
-        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
+        assert "".join(chunk.choices[0].text for chunk in chunks) == complete.text
         tokens = [token for chunk in chunks if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.tokens]
-        assert tokens == whole.logprobs.tokens
+        assert tokens == complete.logprobs.tokens
 
 
 def test_prompts_come_as_texts_and_ids(client: openai.OpenAI, system: System) -> None:
@@ -117,7 +117,7 @@ def test_events_have_ids_data_and_an_end(http: httpx.Client) -> None:
     positions = [int(block.split("\n")[0].rpartition(":")[2]) for block in blocks[:-3]]
     assert positions == sorted(positions)
     assert positions[-1] == 12
-    # What a parser of the standard makes of it: ids stay in force until the next one.
+    # As a standard parser does: an id stays in force until the next one.
     assert [event.data for event in Decoder().feed(response.content)][-1] == "[DONE]"
 
 

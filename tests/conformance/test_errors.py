@@ -75,7 +75,7 @@ def test_a_missing_field_is_named(http: httpx.Client, path: str, body: dict, mis
     assert missing in error["message"]
 
 
-def test_too_long_a_prompt_is_told_with_both_numbers(client: openai.OpenAI) -> None:
+def test_the_error_of_too_long_a_prompt_has_both_numbers(client: openai.OpenAI) -> None:
     error = refusal_of_chat(client, messages=[{"role": "user", "content": "night " * 3000}], max_tokens=100)
     assert error.code == "context_length_exceeded"
     assert error.param in ("messages", "max_tokens")
@@ -84,7 +84,7 @@ def test_too_long_a_prompt_is_told_with_both_numbers(client: openai.OpenAI) -> N
     assert any(3000 <= number < 20_000 for number in numbers)
 
 
-def test_prompt_and_answer_beyond_the_context_are_told_with_both_numbers(client: openai.OpenAI) -> None:
+def test_the_error_of_prompt_and_answer_beyond_the_context_has_both_numbers(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(**(PLAIN | {"prompt": list(range(4, 1004)), "max_tokens": 1049}))
     error = caught.value

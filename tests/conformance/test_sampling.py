@@ -38,7 +38,7 @@ def test_a_tiny_nucleus_is_greedy(client: openai.OpenAI) -> None:
     assert text(client, extra_body={"min_p": 1.0}, seed=5) == greedy
 
 
-def test_heat_makes_texts_more_various(client: openai.OpenAI) -> None:
+def test_high_temperature_makes_texts_differ_more(client: openai.OpenAI) -> None:
     def kinds(temperature: float) -> int:
         texts = [text(client, temperature=temperature, seed=seed, max_tokens=6) for seed in range(6)]
         return len(set(texts))
@@ -81,33 +81,33 @@ def test_n_choices(client: openai.OpenAI) -> None:
 
 def test_n_choices_streamed(client: openai.OpenAI) -> None:
     request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "n": 3, "seed": 4}
-    whole = [choice.text for choice in client.completions.create(**request).choices]
+    complete = [choice.text for choice in client.completions.create(**request).choices]
     streamed = ["", "", ""]
     for chunk in client.completions.create(**request, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
-    assert streamed == whole
+    assert streamed == complete
 
 
 def test_a_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
-    whole = text(client, temperature=0, max_tokens=40)
-    stop = whole[20:23]
+    complete = text(client, temperature=0, max_tokens=40)
+    stop = complete[20:23]
     for stops in (stop, [stop], ["never to be found", stop]):
         answer = client.completions.create(max_tokens=40, stop=stops, **GREEDY)
-        assert answer.choices[0].text == whole[: whole.index(stop)]
+        assert answer.choices[0].text == complete[: complete.index(stop)]
         assert answer.choices[0].finish_reason == "stop"
         assert answer.usage.completion_tokens < 40
 
 
 def test_every_stop_string_is_found_wherever_tokens_end(client: openai.OpenAI) -> None:
     answer = client.completions.create(max_tokens=24, logprobs=0, **GREEDY)
-    whole, tokens = answer.choices[0].text, answer.choices[0].logprobs.tokens
-    assert "".join(tokens) == whole
+    complete, tokens = answer.choices[0].text, answer.choices[0].logprobs.tokens
+    assert "".join(tokens) == complete
     ends = [sum(map(len, tokens[: n + 1])) for n in range(len(tokens))]
-    across = [end for end in ends if 4 < end < len(whole) - 3][::4]
+    across = [end for end in ends if 4 < end < len(complete) - 3][::4]
     assert len(across) > 3
     for end in across:
-        stop = whole[end - 2 : end + 2]  # two characters of one token and two of the next
-        expected = whole[: whole.index(stop)]
+        stop = complete[end - 2 : end + 2]  # two characters of one token and two of the next
+        expected = complete[: complete.index(stop)]
         assert text(client, temperature=0, max_tokens=24, stop=stop) == expected
         chunks = client.completions.create(max_tokens=24, stop=stop, stream=True, **GREEDY)
         assert "".join(chunk.choices[0].text for chunk in chunks) == expected
@@ -145,10 +145,10 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
 
 def test_completion_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(max_tokens=10, logprobs=3, **GREEDY)
-    logprobs, whole = answer.choices[0].logprobs, answer.choices[0].text
-    assert "".join(logprobs.tokens) == whole
+    logprobs, complete = answer.choices[0].logprobs, answer.choices[0].text
+    assert "".join(logprobs.tokens) == complete
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 10
-    assert [whole[at : at + len(t)] for at, t in zip(logprobs.text_offset, logprobs.tokens, strict=True)] == (
+    assert [complete[at : at + len(t)] for at, t in zip(logprobs.text_offset, logprobs.tokens, strict=True)] == (
         logprobs.tokens
     )
     for chosen, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
@@ -159,14 +159,14 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
 def test_streamed_logprobs_are_those_of_the_whole_answer(client: openai.OpenAI) -> None:
     request = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 10, "seed": 3}
     request |= {"logprobs": True, "top_logprobs": 2}
-    whole = client.chat.completions.create(**request).choices[0].logprobs.content
+    complete = client.chat.completions.create(**request).choices[0].logprobs.content
     chunks = client.chat.completions.create(**request, stream=True)
     streamed = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
-    assert streamed == whole
+    assert streamed == complete
 
 
 def test_logprobs_of_a_sampled_token_are_the_models_own(client: openai.OpenAI) -> None:
-    """They do not depend on temperature or on what the sampling left over."""
+    """They do not depend on temperature or on the other sampling settings."""
     request = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1, "logprobs": 5}
     greedy = client.completions.create(**request, temperature=0).choices[0].logprobs.top_logprobs
     warm = client.completions.create(**request, temperature=1.5, top_p=0.5, seed=2).choices[0].logprobs.top_logprobs

@@ -35,7 +35,7 @@ async def worker(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Modules say in IMPLEMENTATIONS whom their tests are for; all three if they do not."""
+    """A module's IMPLEMENTATIONS names the workers for its tests; all three by default."""
     if "worker" in metafunc.fixturenames:
         chosen = getattr(metafunc.module, "IMPLEMENTATIONS", (DOUBLE, SCRIPTED, REAL))
         metafunc.parametrize("worker", chosen, indirect=True)

@@ -1,4 +1,4 @@
-"""What speaks worker.proto, behind one face: where it listens, and how it loses a rank.
+"""The implementations of worker.proto behind one interface: where it listens, and how it loses a rank.
 
 The double is what the router's tests run against, so what holds for it here must hold for the real worker. The worker
 on a scripted engine is the service's own code without a model; the real one is a process with ranks.
@@ -27,7 +27,7 @@ DOUBLE = "router's double"
 SCRIPTED = "worker on a scripted engine"
 REAL = "worker with ranks"
 
-_STEP_S = 0.01  # so that a stream lasts long enough to be disturbed
+_STEP_S = 0.01  # makes a stream last long enough to be disturbed
 _RESTART_S = 0.2
 
 
@@ -37,7 +37,7 @@ class Implementation:
 
     channel: grpc.aio.Channel
     lose_rank: Callable[[Router], Awaitable[None]]
-    """Makes it lose a rank under a router's streams, and come back in the next epoch."""
+    """Makes it lose a rank while a router's streams run, and become ready in the next epoch."""
 
     @property
     def stub(self) -> worker_pb2_grpc.WorkerStub:
@@ -64,7 +64,7 @@ def submit(
     max_tokens: int = 12,
     **sampling: object,
 ) -> worker_pb2.Submit:
-    """A stream of random tokens of a fixed seed, if nothing else is said."""
+    """A stream of random tokens with a fixed seed by default."""
     values = {"temperature": 0.9, "seed": 7, "ignore_eos": True} | sampling
     return worker_pb2.Submit(
         stream_id=stream_id,
@@ -78,7 +78,7 @@ def submit(
 @contextlib.asynccontextmanager
 async def double(path: Path) -> AsyncIterator[Implementation]:
     """The scripted worker of the router's tests."""
-    worker = ScriptedWorker("w0", path, script=Script(delay_s=_STEP_S), heartbeat_s=0.1)
+    worker = ScriptedWorker("w0", path, script=Script(delay_s=_STEP_S, says_phase=True), heartbeat_s=0.1)
     await worker.start()
 
     async def lose_rank(_: Router) -> None:
@@ -117,7 +117,7 @@ class RealProcess:
         """Start it, unless that has been done."""
         if self._process is None:
             flags = {"model": REFERENCE, "listen": self.target, "worker-id": "w0", "tp": 2, "threads": 1}
-            flags |= {"device": "cpu", "log-level": "error"}
+            flags |= {"device": "cpu", "log-level": "error", "management-port": 0}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "lockstep_worker", *(f"--{flag}={value}" for flag, value in flags.items())],
                 env={**os.environ, DIE_WITH_PARENT_VARIABLE: str(os.getpid())},

@@ -16,14 +16,14 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def changed(**fields: object) -> worker_pb2.Submit:
-    """A good Submit but for these fields."""
+    """A valid Submit except for these fields."""
     message = submit("s")
     message.MergeFrom(worker_pb2.Submit(**fields))
     return message
 
 
 def sampling(**fields: object) -> worker_pb2.Submit:
-    """A good Submit but for its sampling."""
+    """A valid Submit except for its sampling."""
     message = submit("s")
     message.sampling.CopyFrom(inference_pb2.Sampling(**({"max_tokens": 4} | fields)))
     return message
@@ -91,7 +91,7 @@ async def test_more_than_the_context_is_rejected(worker: Implementation) -> None
     assert str(limit + 1) in rejected.message
 
 
-async def test_a_later_attempt_replaces_the_live_one_without_a_word(worker: Implementation) -> None:
+async def test_a_later_attempt_replaces_the_live_one_silently(worker: Implementation) -> None:
     router, _ = await worker.greeted()
     await router.send(submit=submit("s", max_tokens=200))
     first = (await router.next("tokens")).tokens.streams[0]
@@ -152,7 +152,7 @@ async def test_an_unknown_tokenizer_is_not_found(worker: Implementation) -> None
     assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
-async def test_health_tells_life_from_readiness(worker: Implementation) -> None:
+async def test_health_distinguishes_liveness_from_readiness(worker: Implementation) -> None:
     router, _ = await worker.greeted()
     assert await health(worker, "") == SERVING
     assert await health(worker, "lockstep.v1.Worker") == SERVING

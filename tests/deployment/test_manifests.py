@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from lockstep_tools import manifests
+from lockstep_tools.repository import manifests
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,10 +37,17 @@ def test_nothing_has_drifted(capsys):
 
 
 @needs_helm
-def test_drift_is_found(tmp_path, monkeypatch):
-    files = manifests.rendered(ROOT)
-    monkeypatch.setattr(manifests, "rendered", lambda _: {**files, Path("k8s/base/router.yaml"): "other\n"})
-    assert manifests.main(["--check"]) == 1
+def test_drift_is_found_and_mended(tmp_path, capsys):
+    for folder in ("charts", "k8s"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    changed = tmp_path / "k8s/base/router.yaml"
+    changed.write_text("other\n")
+    assert manifests.main(["--check"], tmp_path) == 1
+    assert "k8s/base/router.yaml is not what the chart renders" in capsys.readouterr().err
+    assert changed.read_text() == "other\n"
+    assert manifests.main([], tmp_path) == 0
+    assert manifests.main(["--check"], tmp_path) == 0
+    assert changed.read_text() == (ROOT / "k8s/base/router.yaml").read_text()
 
 
 def test_documents_are_told_apart_by_their_folder():
@@ -96,3 +103,71 @@ def test_observability_is_wired_to_the_chart():
     for container in containers(documents):
         assert container["securityContext"]["readOnlyRootFilesystem"] is True
         assert not container["image"].endswith(":latest")
+
+
+def pod_specs(documents):
+    return {name: each["spec"]["template"]["spec"] for name, each in of_kind(documents, "Deployment").items()}
+
+
+@needs_kubectl
+def test_grafana_generates_its_password_in_memory():
+    """No manifest holds a password: the init container writes one to memory, and Grafana reads that file."""
+    documents = build("observability")
+    pod = pod_specs(documents)["grafana"]
+    (init,), (grafana,) = pod["initContainers"], pod["containers"]
+    variables = {each["name"]: each["value"] for each in grafana["env"]}
+    assert [name for name in variables if "PASSWORD" in name] == ["GF_SECURITY_ADMIN_PASSWORD__FILE"]
+    directory = str(Path(variables["GF_SECURITY_ADMIN_PASSWORD__FILE"]).parent)
+    for container, read_only in ((init, False), (grafana, True)):
+        (mount,) = (each for each in container["volumeMounts"] if each["mountPath"] == directory)
+        assert (mount["name"], mount.get("readOnly", False)) == ("admin", read_only)
+    assert {"name": "admin", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}} in pod["volumes"]
+    assert init["image"] == grafana["image"]
+    assert not of_kind(documents, "Secret")
+
+
+@pytest.mark.skipif(shutil.which("base64") is None, reason="base64 is not installed")
+@needs_kubectl
+def test_each_pod_of_grafana_has_another_password(tmp_path):
+    (init,) = pod_specs(build("observability"))["grafana"]["initContainers"]
+    (script,) = init["args"]
+    passwords = []
+    for number in range(2):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        command = [*init["command"], script.replace("/run/grafana", str(directory))]
+        subprocess.run(command, timeout=10, check=True)
+        (file,) = directory.iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
+        passwords.append(file.read_text().strip())
+    assert passwords[0] != passwords[1]
+    assert all(len(password) == 32 for password in passwords)
+
+
+@needs_kubectl
+def test_tokens_of_observability_live_an_hour_and_grafana_has_none():
+    for name, pod in pod_specs(build("observability")).items():
+        assert pod["automountServiceAccountToken"] is False, name
+        tokens = [
+            source["serviceAccountToken"]
+            for volume in pod["volumes"]
+            for source in volume.get("projected", {}).get("sources", [])
+            if "serviceAccountToken" in source
+        ]
+        assert tokens == ([] if name == "grafana" else [{"path": "token", "expirationSeconds": 3600}]), name
+        (container,) = pod["containers"]
+        mounted = [each for each in container["volumeMounts"] if each["name"] == "api-token"]
+        assert all(each["readOnly"] for each in mounted)
+        assert len(mounted) == len(tokens), name
+
+
+@needs_kubectl
+@pytest.mark.parametrize("service", ["router", "inference-worker"])
+def test_images_expose_the_ports_of_their_pods(service):
+    dockerfile = (ROOT / "services" / service / "Dockerfile").read_text()
+    (exposed,) = (line.split()[1:] for line in dockerfile.splitlines() if line.startswith("EXPOSE "))
+    for container in containers(build("base")):
+        if f"/{service}:" in container["image"]:
+            assert exposed == [str(port["containerPort"]) for port in container["ports"]]
+            return
+    pytest.fail(f"no pod runs {service}")

@@ -1,4 +1,4 @@
-"""skaffold.yaml: the rules of its schema that matter here, and that all it names exists. No skaffold is needed."""
+"""skaffold.yaml: it keeps the rules of the schema that it uses, and all that it names exists. Needs no skaffold."""
 
 import copy
 import os
@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 import yaml
-from lockstep_tools.images import catalog
+from lockstep_tools.repository.images import catalog
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "charts/lockstep"
@@ -187,7 +187,7 @@ def test_images_for_development_heed_what_the_debug_profile_sets():
         assert "5678" in variable["value"]
 
 
-def test_a_reload_waits_for_nobody():
+def test_a_reload_has_no_drain():
     """What ends a process for its reload has to be over before watchfiles kills it, after 20 s."""
     values = yaml.safe_load((ROOT / "k8s/skaffold/development.yaml").read_text())
     for options in (values["router"], values["modelDefaults"]):

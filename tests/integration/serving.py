@@ -30,9 +30,9 @@ class Serve:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                start_new_session=True,  # so that a Ctrl-C for it is none for the tests
+                start_new_session=True,  # so that its Ctrl-C does not reach the tests
             )
-        self.system = System("")
+        self.system = System("", "")
 
     def __enter__(self) -> Self:
         return self
@@ -43,12 +43,12 @@ class Serve:
 
     @property
     def output(self) -> str:
-        """What it printed for users."""
+        """Its output on stdout, for users."""
         return self._out.read_text()
 
     @property
     def notes(self) -> str:
-        """What it printed about itself."""
+        """Its output on stderr: logs and errors."""
         return self._err.read_text()
 
     @property
@@ -72,11 +72,11 @@ class Serve:
 
         def introduced() -> re.Match[str] | None:
             assert self.process.poll() is None, self.notes
-            return re.search(r"^API +(http://\S+)/v1$", self.output, re.MULTILINE)
+            return re.search(r"^API +(http://\S+)/v1\nmanage +(http://\S+) ", self.output, re.MULTILINE)
 
         match = wait_for(introduced, "lockstep serve is ready", _START_S)
         assert match is not None
-        self.system = System(match[1])
+        self.system = System(match[1], match[2])
         return self
 
     def interrupt(self, *signals: signal.Signals) -> None:
@@ -89,7 +89,7 @@ class Serve:
         return self.process.wait(_END_S)
 
     def kill(self) -> list[str]:
-        """SIGKILL, with no time for anything; what still runs 2 s later, in words."""
+        """Send SIGKILL; describes the processes that still run 2 s later."""
         below = self.children()
         self.process.kill()
         self.process.wait()

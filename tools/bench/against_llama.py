@@ -1,6 +1,6 @@
 """The engine against llama.cpp through llama-cpp-python, on the same weights: tokens/s of 1 and of 8 streams.
 
-llama.cpp runs in an interpreter of its own, with float32 and float16 GGUF files that are made here of the checkpoint.
+llama.cpp runs in its own interpreter, with float32 and float16 GGUF files that are made here from the checkpoint.
 Its streams are decoded in one batch through the C API, without a server: its best case. Rounds alternate.
 
     python -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
@@ -20,7 +20,7 @@ from typing import Any
 
 import measure
 from lockstep_engine import Engine, SamplingParams
-from lockstep_tools import gguf_files
+from lockstep_tools.model import gguf_files
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 128
@@ -58,7 +58,7 @@ class Peer:
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    """Share of streams' tokens before their first difference: rounding decides where two near-equal logits part."""
+    """Share of the streams' tokens before their first difference, where rounding exchanges near-equal logits."""
     same = total = 0
     for a, b in zip(ours, theirs, strict=True):
         total += len(a)

@@ -1,5 +1,5 @@
-"""Sums between ranks: how long they take by size, over every transport that this machine has, and what that means for
-tensor parallelism on GPUs.
+"""Times of sums between ranks by size, with every transport of this machine, and predictions from them for tensor
+parallelism on GPUs.
 
 One process a rank, as in the engine, and the engine's own classes. Without GPUs shared memory and gloo are measured;
 with two or more, NCCL and symmetric memory, as single calls and replayed from a CUDA graph.
@@ -34,10 +34,8 @@ from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.sizes import segment_bytes
 
 SIZES = [8 * 1024 * 2**n for n in range(12)]  # 8 KiB to 16 MiB
-CAPACITY = 8 * 2**20  # 512 tokens of 4,096 floats, as the engine would have it
+CAPACITY = 8 * 2**20  # 512 tokens of 4,096 floats, as in the engine
 GRAPH_CALLS = 20
-MOST_S = 0.3
-"""A size's calls end after this long, if there were enough."""
 TIMEOUT_S = 300.0
 
 CPU_WAYS = ("shared memory", "gloo")
@@ -97,7 +95,7 @@ def enough(size: int) -> int:
 
 
 def run_rank(way: str, rank: int, size: int, sizes: Sequence[int], segment: str, store: str, results: Any) -> None:
-    """Be a rank: sum tensors of each size; rank 0 tells how long it took."""
+    """Run one rank: sum tensors of each size; rank 0 reports the times."""
     torch.set_num_threads(1)
     group = join(way, rank, size, segment, store)
     cuda = way in CUDA_WAYS
@@ -219,7 +217,7 @@ def check_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def budget_table() -> str:
-    """What a sum may cost at 4 GPUs for the goal of 3.8x, and for 85 % efficiency (3.4x)."""
+    """The time that a sum may take on 4 GPUs for the goal of 3.8x, and for 85 % efficiency (3.4x)."""
     lines = []
     for model in prediction.MODELS:
         for batch, context in ((1, 1024), (64, 4096)):

@@ -1,8 +1,8 @@
-"""The ways of compressing the KV cache against none: accuracy, memory and speed, as the decision record needs them.
+"""The modes of KV compression compared with none: accuracy, memory and speed, for the decision record.
 
-Accuracy is exact on any machine, however busy: perplexity and KL divergence on texts, and needles told to a model that
-copies (see `synthetic.write_copier`). Memory is accounted from block sizes and measured as the sequences that run at
-once in the same pool. Speed alternates between the modes.
+Accuracy is exact on any machine, however busy: perplexity and KL divergence on texts, and needles in the prompt of a
+model that copies (see `synthetic.write_copier`). Memory is accounted from block sizes and measured as the sequences
+that run at once in the same pool. Speed alternates between the modes.
 
     python tools/bench/compression.py --texts books-valid.txt wikitext2-test.txt --save
 """
@@ -23,7 +23,7 @@ import torch
 from lockstep_engine import Engine, EngineConfig, SamplingParams
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.sizes import kv_bytes
-from lockstep_tools.accuracy import Divergence, Haystack, Perplexity, recall, windows
+from lockstep_tools.model.accuracy import Divergence, Haystack, Perplexity, recall, windows
 from synthetic import write_copier
 from transformers import AutoConfig
 
@@ -35,7 +35,7 @@ RECORD = measure.ROOT / "docs/adr/0002-kv-compression.md"
 
 
 def settings(mode: str, layers: int) -> dict[str, Any]:
-    """Of the engine; `per_layer` leaves the first and the last layer as they are."""
+    """Modes of the engine; `per_layer` leaves the first and the last layer uncompressed."""
     chosen: dict[str, Any] = {"kv_compression": mode}
     if mode == "per_layer":
         chosen["kv_compressed_layers"] = tuple(range(1, layers - 1)) or (0,)
@@ -167,7 +167,7 @@ def capacity(model: Path, lengths: Sequence[int], threads: int | None) -> list[d
 def most_running(engine: Engine, length: int, vocab: int) -> int:
     """How many of many sequences that end at `length` tokens the engine runs at once."""
     rng = random.Random(length)
-    new = length // 8  # long enough for prompts to catch up: it is the pool that is to be the limit
+    new = length // 8  # long enough that the prompts are computed: the pool must be the limit
     prompts = [[rng.randrange(4, vocab) for _ in range(length - new)] for _ in range(6 * _CAPACITY_SEQUENCES)]
     seen, done = 0, threading.Event()
 
@@ -254,7 +254,7 @@ def report_text(report: Mapping[str, Any]) -> str:
         page += ["## Accuracy", about, accuracy_table(report["accuracy"])]
     if "needles" in report:
         about = (
-            "A model that copies by construction, told random letters at a depth of a text; the share of needles that "
+            "A model that copies by construction, with random letters at a depth of a text; the share of needles that "
             "greedy decoding would give back whole, and the mean probability of a token of the answer. It shows that "
             "every block is read in its place and with its scale. The model has no weak spots of its own, so it does "
             "not show what a trained one forgets."
@@ -278,7 +278,7 @@ def report_text(report: Mapping[str, Any]) -> str:
 
 
 def validation_table(report: Mapping[str, Any]) -> str:
-    """For the decision record: accuracy against the goals, at the longest window."""
+    """The decision record's table of accuracy and its goals, at the longest window."""
     longest = max(row["window"] for row in report["accuracy"])
     rows = {(row["text"], row["mode"]): row for row in report["accuracy"] if row["window"] == longest}
     texts = list(dict.fromkeys(text for text, _ in rows))
@@ -292,8 +292,8 @@ def validation_table(report: Mapping[str, Any]) -> str:
         lines.append([f"KL from `none`, mean, {text}, window {longest}", f"{GOALS['kl']}", *means])
     worst = (f"{max(rows[text, mode]['kl']['max'] for text in texts):.1e}" for mode in compressed)
     lines.append(["KL from `none`, worst position of all texts", "", *worst])
-    told = {mode: [row for row in report["needles"] if row["mode"] == mode] for mode in MODES}
-    recalled = {mode: sum(row["recalled"] for row in each) / len(each) for mode, each in told.items()}
+    needles = {mode: [row for row in report["needles"] if row["mode"] == mode] for mode in MODES}
+    recalled = {mode: sum(row["recalled"] for row in each) / len(each) for mode, each in needles.items()}
     lines.append(
         [
             f"needles recalled, up to {max(row['context'] for row in report['needles'])} tokens, all depths",
@@ -305,7 +305,7 @@ def validation_table(report: Mapping[str, Any]) -> str:
 
 
 def benchmark_table(report: Mapping[str, Any]) -> str:
-    """For the decision record: memory and speed against the goals."""
+    """The decision record's table of memory and speed and their goals."""
     compressed = MODES[1:]
     lines = []
     for cache, context in dict.fromkeys((row["cache"], row["context"]) for row in report["accounted"]):
@@ -349,7 +349,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, nargs="+", required=True, help="held-out texts")
     parser.add_argument("--model", type=Path, default=measure.ROOT / "models/reference")
     parser.add_argument("--windows", type=int, nargs="+", default=[1024, 2046])
-    parser.add_argument("--tokens", type=int, default=20 * 1024, help="of each text (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=20 * 1024, help="tokens of each text (default: %(default)s)")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 2048], help="of needles, and of the accounts")
     parser.add_argument("--trials", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)

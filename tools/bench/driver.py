@@ -1,8 +1,8 @@
-"""What ranks wait for the driver, with and without overlap: the time before a step in which rank 0 had nothing to do.
+"""How long ranks wait for the driver, with and without overlap: the time before a step in which rank 0 was idle.
 
-Without overlap that is all of the driver's time between two steps: taking in the result, choosing what runs, finding
-blocks, writing the plan, and the doorbells both ways. With overlap it is what rank 0 itself needs from one step to the
-next. Both engines are there at the same time and run in turn, so that a noisy machine hurts both alike.
+Without overlap this is all of the driver's time between two steps: processing the result, scheduling, allocating
+blocks, writing the plan, and the doorbells in both directions. With overlap it is the time that rank 0 itself needs
+between two steps. Both engines exist at the same time and run in turn, so that a noisy machine slows both alike.
 
     python tools/bench/driver.py --models tiny reference 1b --threads 1 --save
 """
@@ -33,7 +33,7 @@ def rows_of(
         engines = {"off": off, "on": on}
         for batch in batches:
             rng = random.Random(batch)
-            # One token each: the first step is then like all others.
+            # One token each, so that the first step is like all others.
             prompts = [[rng.randrange(2, off.core.model.vocab_size)] for _ in range(batch)]
             params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
             works = {way: partial(engine.generate_ids, prompts, params) for way, engine in engines.items()}

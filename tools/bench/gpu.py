@@ -1,11 +1,11 @@
-"""What the engine's GPU path reaches on this machine, in one table; with --tiny the same code on tiny shapes on a CPU.
+"""The speed of the engine's GPU path on this machine, in one table; with --tiny the same code on tiny shapes on a CPU.
 
     python tools/bench/gpu.py --out docs/bench/gpu.json
     python tools/bench/gpu.py --only decode --models llama-3-8b --batches 64 --contexts 32768
     python tools/bench/gpu.py --tiny
 
-Weights are random: speed does not depend on them. Contexts are random, too, and where a batch's would not fit, its
-sequences share blocks of a pool far larger than any cache of the chip, so that every read is still one of memory.
+Weights are random: speed does not depend on them. Contexts are random too. Where the contexts of a batch do not fit,
+its sequences share blocks of a pool far larger than any cache of the chip, so that every read is still from memory.
 """
 
 import argparse
@@ -51,6 +51,7 @@ from lockstep_engine.kernels.triton_norm import add_rms_norm  # noqa: E402
 from lockstep_engine.kv_cache import KvCache  # noqa: E402
 from lockstep_engine.model_config import ModelInfo  # noqa: E402
 from lockstep_engine.models import BuiltModel, build_model  # noqa: E402
+from lockstep_engine.scoring import Scoring  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +111,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured."""
+    """What is measured: shapes, batches and contexts."""
 
     models: tuple[str, ...] = ("llama-3-8b", "llama-2-7b")
     batches: tuple[int, ...] = (1, 8, 64)
@@ -125,11 +126,11 @@ class Settings:
     dtype: torch.dtype = torch.bfloat16
     copy_bytes: int = 4 * 2**30
     kv_bytes: int = 40 * 2**30
-    """The pool's, at most."""
+    """Bytes of the pool at most."""
     rows: int = 8192
-    """Of the kernels that work row by row."""
+    """Number of rows for the kernels that work row by row."""
     rule: HotWindow = LAZY
-    """Of the runs with fp8."""
+    """The hot window of the runs with fp8."""
     compiled_peer: bool = True
     engine_model: str = "llama-3-1b"
     new_tokens: int = 128
@@ -155,14 +156,14 @@ TINY = Settings(
 
 
 class Shard(Alone):
-    """Rank 0 of a group whose other ranks are not there: what it computes takes as long as if they were."""
+    """Rank 0 of a group without its other ranks: its own computation takes as long as with them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
 
 class Bench:
-    """One run: its settings, and what it has found."""
+    """One run: its settings and results."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -178,7 +179,7 @@ class Bench:
         print(f"{section:10} {what:34} {value:12.4g} {unit:9} {rest}", flush=True)
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """Of one call, the median of several after some that do not count."""
+        """Seconds of one call: the median of several after a warm-up."""
         times = []
         for _ in range(self.settings.warm_ups + self.settings.repeats):
             began = mark()
@@ -187,16 +188,16 @@ class Bench:
         return statistics.median(times[self.settings.warm_ups :])
 
     def recorded_seconds(self, work: Callable[[], torch.Tensor]) -> float:
-        """The same for work that is launched as a graph, so that launching it counts for nothing."""
+        """Seconds of work that is launched as a graph, without the time of launching."""
         recording = (CudaRecorder(DEVICE) if CUDA else HostRecorder()).record(work)
         return self.seconds(recording.replay)
 
     def share(self, moved_bytes: float, seconds: float) -> float:
-        """Of the copy bandwidth."""
+        """Share of the copy bandwidth."""
         return float(f"{moved_bytes / seconds / 1e9 / self.copy_gb_s:.3g}")
 
     def build(self, name: str, group: Alone | None = None) -> BuiltModel:
-        """A model of random weights on the device, in the kernels that a rank takes for it."""
+        """A model of random weights on the device, with the kernels that a rank uses for it."""
         longest = max(self.settings.contexts) + self.settings.chunk
         config = llama(name, longest)
         path = Path(self._folder.name) / name
@@ -213,7 +214,7 @@ class Bench:
             hidden_size=config.hidden_size,
             eos_ids=(),
             created=0,
-            weight_files=[],
+            weight_files=(),
         )
         model = build_model(info, group or Alone(), self.settings.dtype)
         model.module.to_empty(device=DEVICE)
@@ -240,7 +241,7 @@ class Bench:
             cold = min(cold, budget // KvCache.cold_block_bytes(**geometry))
         else:
             hot = min(hot, budget // KvCache.block_bytes(**geometry))
-        cache = KvCache(**geometry, blocks=hot, cold_blocks=cold, rule=rule, device=DEVICE)
+        cache = KvCache(**geometry, blocks=hot, cold_blocks=cold, hot_window=rule, device=DEVICE)
         cache.keys.normal_()
         cache.values.normal_()
         for layer in range(model.layers if fp8 else 0):
@@ -268,7 +269,7 @@ def spread(chooser: np.random.Generator, blocks: int, shape: tuple[int, int]) ->
 
 
 def mark() -> float:
-    """Now, when all that was launched is done."""
+    """The time after all launched work is done."""
     if CUDA:
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -284,7 +285,7 @@ def llama(name: str, context: int) -> LlamaConfig:
 
 
 def weight_bytes(model: BuiltModel) -> int:
-    """What a decode step reads of the weights: all but the embedding, of which it reads some rows."""
+    """Bytes of weights that a decode step reads: all but the embedding, of which it reads some rows."""
     embedding = model.module.get_input_embeddings().weight
     head = model.module.get_output_embeddings().weight
     every = {parameter.data_ptr(): parameter.nbytes for parameter in model.module.parameters()}
@@ -292,7 +293,7 @@ def weight_bytes(model: BuiltModel) -> int:
 
 
 def kv_bytes(model: BuiltModel, context: int, settings: Settings, fp8: bool) -> int:
-    """What a decode step reads of one sequence's KV."""
+    """Bytes of one sequence's KV that a decode step reads."""
     hot = 2 * model.layers * model.kv_heads * model.head_dim * settings.dtype.itemsize
     if not fp8:
         return context * hot
@@ -310,7 +311,7 @@ def body(model: BuiltModel, cache: KvCache) -> Callable[[DecodeInputs], torch.Te
 
 
 def measure_machine(bench: Bench) -> None:
-    """What everything else is compared with."""
+    """Bandwidth and arithmetic of the device, the reference for all other figures."""
     source = torch.empty(bench.settings.copy_bytes, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     seconds = bench.seconds(lambda: target.copy_(source))
@@ -329,7 +330,7 @@ def measure_kernels(bench: Bench) -> None:
     one = BuiltModel(
         module=torch.nn.Identity(), layers=1, kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
-        vocab_size=0, hidden_act="", plain_attention=False, step=None,  # type: ignore[arg-type]
+        vocab_size=0, hidden_act="", step=None,  # type: ignore[arg-type]
     )  # fmt: skip
     heads, dim = config.num_attention_heads, one.head_dim
     for fp8 in (False, True):
@@ -343,7 +344,7 @@ def measure_kernels(bench: Bench) -> None:
                 torch.randn(batch, count, dim, dtype=settings.dtype, device=DEVICE).transpose(0, 1)
                 for count in (heads, one.kv_heads, one.kv_heads)
             ]
-            seconds = bench.recorded_seconds(lambda: attention.attend(0, *parts, scale=dim**-0.5))  # noqa: B023
+            seconds = bench.recorded_seconds(lambda: attention.attend(0, *parts, Scoring(dim**-0.5)))  # noqa: B023
             moved = batch * kv_bytes(one, context, settings, fp8)
             about = {"model": name, "batch": batch, "context": context, "kv": "fp8" if fp8 else "hot"}
             bench.add("kernels", "attention, decode", moved / seconds / 1e9, "GB/s", **about,
@@ -396,7 +397,7 @@ def measure_decode(bench: Bench) -> None:
 
 
 def decode_seconds(bench: Bench, model: BuiltModel, batch: int, context: int, fp8: bool) -> float:
-    """Of one recorded step, its inputs copied to the device."""
+    """Seconds of one recorded step, with its inputs copied to the device."""
     cache, tables = bench.cache(model, batch, context, fp8)
     graphs = GraphedStep(body(model, cache), batch, tables.shape[1], DEVICE, sizes=[batch])
     graphs.capture()
@@ -408,7 +409,7 @@ def decode_seconds(bench: Bench, model: BuiltModel, batch: int, context: int, fp
 
 
 def single(batch: int, context: int, tables: np.ndarray) -> StepLayout:
-    """The step in which the last token of each context is computed."""
+    """The layout of a step that computes the last token of each context."""
     return StepLayout(np.full(batch, context - 1, np.int32), np.ones(batch, np.int32), tables)
 
 
@@ -437,7 +438,7 @@ def prefill_model(bench: Bench, name: str) -> None:
 
 
 def measure_graphs(bench: Bench) -> None:
-    """What recording a step is worth, with the model's own modules and with the decoder; memory and time it takes."""
+    """The gain of recording a step, with the model's own modules and with the decoder, and its cost."""
     settings = bench.settings
     name, context = settings.models[0], settings.contexts[0]
     model = bench.build(name)
@@ -518,7 +519,7 @@ def measure_peer(bench: Bench) -> None:
 
 
 class _Phases(logging.Handler):
-    """Notes what the engine says about its start."""
+    """Records what the engine logs about its start."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -576,7 +577,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
 
 
 def machine() -> Row:
-    """Where and what: enough to read the figures later."""
+    """The machine and the versions, to interpret the figures later."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -598,12 +599,12 @@ def choose(arguments: argparse.Namespace) -> Settings:
 
 
 def sections(only: Sequence[str] | None) -> Iterator[str]:
-    """Those asked for, in order."""
+    """The selected sections, in order."""
     return (name for name in SECTIONS if not only or name in only)
 
 
 def main() -> None:
-    """Run everything that is asked for, print it line by line, and write it to --out."""
+    """Run the selected sections, print each line, and write all to --out."""
     parser = argparse.ArgumentParser(description=__doc__.partition(";")[0])
     parser.add_argument("--tiny", action="store_true", help="tiny shapes; needs no GPU")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""llama.cpp under its own interpreter: generates with GGUF files as it is told on stdin.
+"""llama.cpp under its own interpreter: generates with GGUF files for requests on stdin.
 
 It needs `llama-cpp-python` and numpy, and nothing of this repository, so that they stay out of its lock file.
 Requests and answers are lines of JSON. Streams are decoded together in one batch a step, greedily, through the C API:
@@ -23,7 +23,7 @@ class Peer:
     Args:
         file: GGUF.
         threads: CPU threads.
-        streams: at once.
+        streams: number of streams at once.
         context: tokens of a stream.
     """
 
@@ -69,7 +69,7 @@ class Peer:
 
 @llama_cpp.llama_log_callback
 def quiet(_level: int, _text: bytes, _data: ctypes.c_void_p) -> None:
-    """Its log is not wanted."""
+    """Drops llama.cpp's log."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing sides in turn, describing the machine, writing results where they are kept."""
+"""Functions that the benchmarks share: timing sides in turn, describing the machine, writing results."""
 
 import json
 import os
@@ -19,14 +19,14 @@ RESULTS = ROOT / "docs/bench"
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long `work` takes."""
+    """Seconds that `work` takes."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def in_turn(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, taken in turn after one warm-up, so that a noisy machine hurts all alike."""
+    """Median seconds of each, taken in turn after one warm-up, so that a noisy machine slows all alike."""
     for work in works.values():
         work()
     times: dict[str, list[float]] = {name: [] for name in works}
@@ -37,7 +37,7 @@ def in_turn(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def machine() -> dict[str, Any]:
-    """Where and what: enough to read the figures later."""
+    """The machine and the versions, to interpret the figures later."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
     commit = subprocess.run(
@@ -54,25 +54,26 @@ def machine() -> dict[str, Any]:
     }
 
 
-def command() -> str:
-    """The command line of this process, as it would be typed in the repository."""
-    script = Path(sys.argv[0]).resolve()
+def command(arguments: Sequence[str] | None = None) -> str:
+    """A command line (this process's when None) as it would be typed in the repository."""
+    program, *rest = sys.argv if arguments is None else arguments
+    script = Path(program).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script
-    return shlex.join([".venv/bin/python", str(name), *sys.argv[1:]])
+    return shlex.join([".venv/bin/python", str(name), *rest])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Markdown."""
+    """A table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def save(name: str, report: Mapping[str, Any], text: str) -> None:
+def save(name: str, report: Mapping[str, Any], text: str, folder: Path = RESULTS) -> None:
     """Keep the results as docs/bench/NAME.json and, for people, NAME.md."""
     about = report["machine"]
     where = ", ".join(f"{key} {value}" for key, value in about.items())
-    (RESULTS / f"{name}.json").write_text(json.dumps({"command": command(), **report}, indent=2) + "\n")
-    (RESULTS / f"{name}.md").write_text(f"{text}\n\nMade by `{command()}` on: {where}.\n")
+    (folder / f"{name}.json").write_text(json.dumps({"command": command(), **report}, indent=2) + "\n")
+    (folder / f"{name}.md").write_text(f"{text}\n\nMade by `{command()}` on: {where}.\n")
 
 
 def fill(page: Path, name: str, text: str) -> None:

@@ -1,7 +1,7 @@
-"""What a step of decoding costs on n GPUs: bytes to read, kernels to start, sums to wait for.
+"""The time of a decode step on n GPUs: bytes to read, kernels to start, sums to wait for.
 
 Every constant is either measured by this repository's benchmarks or quoted, and says which. The same arithmetic is
-held against published measurements (`check`) before anything is predicted with it.
+compared with published measurements (`check`) before anything is predicted with it.
 """
 
 import math
@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import Any
 
 KERNELS_A_LAYER = 12
-"""With merged projections and fused norms; an unfused Llama has 35 to 40."""
+"""Kernels a layer, with merged projections and fused norms; an unfused Llama has 35 to 40."""
 KERNEL_S = 1.3e-6
-"""Lost at each kernel's begin and end even in a CUDA graph (Hazy Research, 2025-05); more GPUs do not shorten it."""
+"""Time lost at the ends of each kernel even in a CUDA graph (Hazy Research, 2025-05); more GPUs do not shorten it."""
 _WIDTH = 2  # bytes of bfloat16
 
 
@@ -60,8 +60,8 @@ MODELS = (LLAMA_2_7B, LLAMA_3_8B, LLAMA_3_70B)
 
 @dataclass(frozen=True)
 class Latency:
-    """What a sum over GPUs takes: for each number of GPUs a curve by message size, straight between its points in the
-    logarithm of the size.
+    """The latency of a sum over GPUs: for each number of GPUs a curve by message size, straight between its points in
+    the logarithm of the size.
     """
 
     name: str
@@ -69,10 +69,10 @@ class Latency:
     points_us: Mapping[int, Mapping[int, float]]
     """GPUs -> bytes -> microseconds."""
     most_bytes: int
-    """Beyond this nothing is known."""
+    """The largest message size for which the curve is known."""
 
     def seconds(self, gpus: int, size: float) -> float:
-        """Of one message."""
+        """Seconds of one sum of a message of this size."""
         points = sorted(self.points_us[gpus].items())
         if size <= points[0][0]:
             return points[0][1] * 1e-6
@@ -87,7 +87,7 @@ _KIB, _MIB = 1024, 1024 * 1024
 
 
 def _alike(points_us: Mapping[int, float]) -> dict[int, Mapping[int, float]]:
-    """The same for any number of GPUs, where a source has only one."""
+    """A latency that is used for any number of GPUs, where a source has only one."""
     return dict.fromkeys((2, 4, 8), points_us)
 
 
@@ -128,17 +128,17 @@ H200 = Device("H200", 4.3e12, 141e9, "quoted: what a device copy reaches, of 4.8
 
 
 def shard_bytes(model: Model, gpus: int, batch: int, context: int) -> float:
-    """What one GPU reads in a step: its weights, and the cache of `batch` sequences of `context` tokens."""
+    """Bytes that one GPU reads in a step: its weights, and the cache of `batch` sequences of `context` tokens."""
     return (model.layer_bytes + model.head_bytes) / gpus + batch * context * model.kv_bytes(gpus)
 
 
 def shard_s(model: Model, device: Device, gpus: int, batch: int, context: int) -> float:
-    """Seconds that one GPU computes in a step of decoding, alone with its part."""
+    """Seconds that one GPU computes its part of a decode step, without collectives."""
     return shard_bytes(model, gpus, batch, context) / device.bandwidth + model.layers * KERNELS_A_LAYER * KERNEL_S
 
 
 def message_bytes(model: Model, batch: int) -> int:
-    """Of one sum: the hidden states of the step's tokens."""
+    """Bytes of one sum: the hidden states of the step's tokens."""
     return batch * model.hidden * _WIDTH
 
 
@@ -181,7 +181,7 @@ def predict(
 def affordable_us(
     model: Model, device: Device, gpus: int, speed_up: float, batch: int = 1, context: int = 1024
 ) -> float:
-    """What one sum may cost if the speed-up is to be reached; negative: it cannot be, whatever the sums cost."""
+    """Microseconds that one sum may take for the speed-up; negative: the speed-up cannot be reached."""
     one, shard = (shard_s(model, device, n, batch, context) for n in (1, gpus))
     return (one / speed_up - shard) / model.sums * 1e6
 
@@ -195,9 +195,10 @@ GPT_FAST = {  # tokens/s by GPUs: README, 8 A100-80GB limited to 330 W, batch 1,
 
 def check() -> list[dict[str, Any]]:
     """The arithmetic against published measurements: one latency for each number of GPUs is read off Llama-2-7B, then
-    the other models' steps are foretold with it.
+    the other models' steps are predicted with it.
 
-    gpt-fast shares out its layers, not the head; its kernels' time is in the bandwidth it reaches on one GPU.
+    gpt-fast splits its layers, not the head; its kernels' time is contained in the bandwidth that it reaches on one
+    GPU.
     """
     rows: list[dict[str, Any]] = []
     implied: dict[int, float] = {}
@@ -232,10 +233,10 @@ def check() -> list[dict[str, Any]]:
 def predictions(
     latencies: Sequence[Latency] = QUOTED, measured: Mapping[str, Mapping[int, float]] | None = None
 ) -> list[dict[str, Any]]:
-    """For all models at 2, 4 and 8 GPUs: one stream of 1,024 tokens, and 64 of 4,096.
+    """Predictions for all models at 2, 4 and 8 GPUs: one stream of 1,024 tokens, and 64 of 4,096.
 
     Args:
-        latencies: of sums.
+        latencies: the latencies of sums.
         measured: model -> GPUs -> seconds of a shard's step alone on a GPU with the one stream.
     """
     return [

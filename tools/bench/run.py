@@ -1,28 +1,30 @@
 """The engine and the service against peers, in one run, as ratios: `make bench`.
 
-Every comparison alternates between the two sides and quotes medians, so that a noisy machine hurts both alike. The same
+Every comparison alternates between the two sides and quotes medians, so that a noisy machine slows both alike. The same
 weights, dtype (float32) and number of CPU threads everywhere; the engine runs in its default, deterministic mode.
 """
 
 import argparse
-import http.client
+import asyncio
 import json
 import os
-import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from lockstep_engine import Engine, SamplingParams
-from lockstep_tools.stack import Stack, StackSettings
+from lockstep_tools.load.endpoint import Endpoint
+from lockstep_tools.load.generator import record
+from lockstep_tools.load.history import StreamRequest, violations
+from lockstep_tools.serving.stack import Stack, StackSettings
+from measure import ROOT, in_turn, machine
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-ROOT = Path(__file__).resolve().parents[2]
 ROUNDS = 5
 NEW_TOKENS = 128
 SEED = 11
@@ -30,18 +32,10 @@ SEED = 11
 Row = dict[str, Any]
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """How long `work` takes."""
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
 def compare(ours: Callable[[], object], theirs: Callable[[], object]) -> tuple[float, float]:
     """Median seconds of each, taken in turn after one warm-up."""
-    ours(), theirs()
-    pairs = [(seconds(ours), seconds(theirs)) for _ in range(ROUNDS)]
-    return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+    medians = in_turn({"ours": ours, "theirs": theirs}, ROUNDS)
+    return medians["ours"], medians["theirs"]
 
 
 def row(name: str, tokens: int, ours_s: float, theirs_s: float, peer: str, goal: float) -> Row:
@@ -118,7 +112,7 @@ def bench_engine(engine: Engine, model: PreTrainedModel, vocabulary: int) -> lis
 
 
 def bench_driver(engine: Engine, vocabulary: int) -> Row:
-    """What rank 0 waits for the driver in a step at batch 16."""
+    """How long rank 0 waits for the driver in a step at batch 16."""
     rng = random.Random(SEED)
     prompts = [[rng.randrange(2, vocabulary) for _ in range(32)] for _ in range(16)]
     engine.generate_ids(prompts, greedy(NEW_TOKENS))
@@ -130,17 +124,22 @@ def bench_driver(engine: Engine, vocabulary: int) -> Row:
     }
 
 
-def stream_times(connection: http.client.HTTPConnection, model: str, prompt: list[int]) -> tuple[float, float]:
-    """Seconds to the first event of a stream over an open connection, and from there to its end."""
+async def stream_times(client: httpx.AsyncClient, model: str, prompt: list[int]) -> tuple[float, float]:
+    """Seconds to the first text of a stream, and from there to its end.
+
+    Raises:
+        SystemExit: the stream failed, or has not `NEW_TOKENS` tokens, so that its times are meaningless.
+    """
     body = {"model": model, "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-    began = time.perf_counter()
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}), headers)
-    response = connection.getresponse()
-    response.readline()
-    first = time.perf_counter()
-    response.read()
-    return first - began, time.perf_counter() - first
+    history = await record(client, StreamRequest("/completions", body))
+    found = violations(history)
+    if not found and history.tokens != NEW_TOKENS:
+        found = [f"{history.tokens} tokens, not {NEW_TOKENS}"]
+    if found:
+        raise SystemExit(f"a stream that was to be timed is wrong: {'; '.join(found)}")
+    assert history.first_token_s is not None
+    assert history.ended_s is not None
+    return history.first_token_s, history.ended_s - history.started_s - history.first_token_s
 
 
 def bench_service(engine: Engine, path: Path, threads: int, vocabulary: int) -> Row:
@@ -148,9 +147,9 @@ def bench_service(engine: Engine, path: Path, threads: int, vocabulary: int) -> 
     rng = random.Random(SEED)
     bare: list[tuple[float, float]] = []
     served: list[tuple[float, float]] = []
-    with Stack(StackSettings(model=str(path), threads=threads)) as stack:
+    with Stack(StackSettings(model=str(path), threads=threads)) as stack, asyncio.Runner() as runner:
         stack.wait_ready()
-        connection = http.client.HTTPConnection("127.0.0.1", stack.port, timeout=60)
+        client = Endpoint(f"{stack.url}/v1").client()
         name = path.resolve().name
         for _ in range(2 * ROUNDS + 1):
             prompt = [rng.randrange(2, vocabulary) for _ in range(32)]
@@ -161,7 +160,8 @@ def bench_service(engine: Engine, path: Path, threads: int, vocabulary: int) -> 
             for _ in pieces:
                 pass
             bare.append((first - began, time.perf_counter() - first))
-            served.append(stream_times(connection, name, prompt))
+            served.append(runner.run(stream_times(client, name, prompt)))
+        runner.run(client.aclose())
     ttft = [statistics.median(each[0] for each in side[1:]) * 1e3 for side in (bare, served)]
     step = [statistics.median(each[1] for each in side[1:]) * 1e3 / (NEW_TOKENS - 1) for side in (bare, served)]
     return {
@@ -178,22 +178,6 @@ def bench_service(engine: Engine, path: Path, threads: int, vocabulary: int) -> 
     }
 
 
-def describe() -> Row:
-    """Where and what: enough to read the figures later."""
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        platform.machine(),
-    )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return {"cpu": cpu, "cores": os.cpu_count(), "torch": torch.__version__, "commit": commit.stdout.strip()}
-
-
 def main() -> None:
     """Run everything, print a table, and write it to --out."""
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
@@ -206,7 +190,7 @@ def main() -> None:
     vocabulary = int(model.config.vocab_size)
     with Engine(arguments.model, threads=arguments.threads, prefix_cache=False) as engine:
         report = {
-            "machine": describe(),
+            "machine": machine(),
             "threads": arguments.threads,
             "model": arguments.model.name,
             "throughput": bench_engine(engine, model, vocabulary),
@@ -214,10 +198,10 @@ def main() -> None:
             "service_over_engine": bench_service(engine, arguments.model, arguments.threads, vocabulary),
         }
     for each in report["throughput"]:
-        verdict = "reached" if each["ratio"] >= each["goal"] else "MISSED"
+        outcome = "reached" if each["ratio"] >= each["goal"] else "MISSED"
         print(
             f"{each['comparison']:18} {each['ours_tokens_per_s']:8.1f} tok/s   {each['ratio']:5.2f}x "
-            f"{each['peer']} (goal {each['goal']}x: {verdict})"
+            f"{each['peer']} (goal {each['goal']}x: {outcome})"
         )
     print(f"driver at batch 16: {report['driver_at_batch_16']}")
     print(f"router and gRPC over the bare engine: {report['service_over_engine']}")

@@ -1,4 +1,4 @@
-"""Checkpoints for measurements, made on the spot: random weights in the shape of known models, and a model that copies.
+"""Generated checkpoints for measurements: random weights in the shapes of known models, and a model that copies.
 
 Random weights are as fast as trained ones; they say nothing about accuracy.
 """
@@ -37,7 +37,7 @@ class Shape:
         return self.layers * layer + self.vocab * self.hidden
 
     def config(self) -> LlamaConfig:
-        """As `transformers` has it."""
+        """The configuration in `transformers`' form."""
         return LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -72,7 +72,7 @@ def write_random(shape: Shape, folder: Path, dtype: torch.dtype = torch.bfloat16
     return folder
 
 
-_TOKEN = 48  # dimensions that tell a token
+_TOKEN = 48  # dimensions that encode a token
 _BACK = 3  # tokens that must be the same
 _HEAD = 256
 _HIDDEN = (_BACK + 3) * _TOKEN
@@ -80,17 +80,17 @@ _POSITION_SHARPNESS = 500.0
 _MATCH_SHARPNESS = 12.0 * 16
 _ANSWER_SHARPNESS = 20.0
 _THETA = 1e10
-"""Base of the rotary angles: so large that the slower half of them hardly turns within the context."""
+"""Base of the rotary angles: so large that the slower half of them is nearly constant within the context."""
 
 
 def write_copier(folder: Path, context: int = 8192) -> Path:
     """A two-layer Llama that continues as its last three tokens were continued before: induction heads made by hand.
 
     The hidden state has six parts: the token, a constant, the three tokens before it, and the answer. The first layer's
-    heads look one, two and three positions back (a sharp sum of cosines of the distance) and note the tokens there; the
-    second layer's looks for the position that has the present three tokens before it, in dimensions that rotary angles
-    hardly turn, and takes that position's token as the answer. No training, so it recalls at any distance, and what it
-    does not recall is the cache's fault.
+    heads attend one, two and three positions back (a sharp sum of cosines of the distance) and store the tokens there;
+    the second layer's head attends to the position that the same three tokens precede, in dimensions that rotary angles
+    hardly change, and takes that position's token as the answer. It recalls at any distance without training, so a
+    token that it does not recall is an error of the cache.
     """
     vocab = 4096  # the reference model's tokenizer
     config = LlamaConfig(

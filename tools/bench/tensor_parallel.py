@@ -1,9 +1,9 @@
 """Tensor parallelism on CPU cores: two ranks with one thread each against one rank with one thread, and where the rest
 of the second core goes.
 
-Two cores share caches, memory and often one physical core, so the second is not worth a whole one to any program. Two
-independent engines that run at once show what it is worth to work that shares nothing; that is the ceiling. The rest of
-the loss is in collectives (moving bytes, and waiting for the other rank) or in the driver.
+Two cores share caches, memory and often one physical core, so a second core never doubles the speed of a program. Two
+independent engines that run at once show its gain for work that shares nothing; that is the ceiling. The rest of the
+loss is in collectives (moving bytes, and waiting for the other rank) or in the driver.
 
     python tools/bench/tensor_parallel.py --save      writes docs/bench/tensor-parallel.json and .md
 """

@@ -1,7 +1,7 @@
 """Takes symbol tables and debug information out of shared libraries; the image has no `strip`.
 
-The loader reads program headers alone. Everything behind the last segment, and the table of sections, is for linkers
-and debuggers.
+The loader reads program headers alone. Linkers and debuggers alone read the table of sections and what follows
+the last segment.
 """
 
 import struct

@@ -42,13 +42,13 @@ UNUSED = (
     "sympy/**/tests",
     "mpmath/tests",
 )
-"""Patterns below site-packages."""
+"""Patterns of unused files, below site-packages."""
 
 LAYER_PACKAGES = {
     "cuda": ("nvidia", "nvidia_*", "cuda", "cuda_*", "triton", "triton-*"),
     "torch": ("torch", "torch-*", "torchgen", "functorch"),
 }
-"""What goes into a layer of its own; all else is in `packages`."""
+"""Files with a separate layer; all others are in `packages`."""
 
 
 def install(wheels: Path, venv: Path) -> Path:
@@ -60,9 +60,8 @@ def install(wheels: Path, venv: Path) -> Path:
     run([sys.executable, "-m", "venv", "--without-pip", str(venv)])
     pip = [sys.executable, "-m", "pip", "--python", str(venv / "bin/python"), "--no-cache-dir", "--quiet"]
     # By name, not by path: a package installed from a path has no package URL in the SBOM.
-    pins = ["==".join(wheel.name.split("-")[:2]) for wheel in sorted(wheels.glob("*.whl"))]
     options = ["--no-index", f"--find-links={wheels}", "--no-deps", "--no-compile", "--root-user-action=ignore"]
-    run([*pip, "install", *options, *pins])
+    run([*pip, "install", *options, "--require-hashes", "--requirement", str(wheels / "requirements.txt")])
     return next(venv.glob("lib/python3*/site-packages"))
 
 
@@ -90,21 +89,21 @@ def trim_kubernetes(site: Path, python: Path, apis: list[str]) -> None:
 
 
 def strip_libraries(site: Path) -> None:
-    """Shorten all libraries but torch's and CUDA's, whose symbols a profiler of a slow step wants."""
+    """Shorten all libraries but torch's and CUDA's, whose symbols profilers need."""
     kept = matching(site.iterdir(), tuple(pattern for patterns in LAYER_PACKAGES.values() for pattern in patterns))
     for library in site.rglob("*.so*"):
         if not any(library.is_relative_to(folder) for folder in kept):
             elf.strip(library)
 
 
-def split(site: Path) -> None:
-    """Move the environment into LAYERS."""
+def split(site: Path, venv: Path, layers: Path) -> None:
+    """Move the environment `venv` into `layers`."""
     for layer, patterns in LAYER_PACKAGES.items():
-        target = LAYERS / layer / site.relative_to("/")
+        target = layers / layer / site.relative_to("/")
         target.mkdir(parents=True)
         for entry in matching(site.iterdir(), patterns):
             shutil.move(entry, target / entry.name)
-    shutil.move(VENV, LAYERS / "packages" / VENV.relative_to("/"))
+    shutil.move(venv, layers / "packages" / venv.relative_to("/"))
 
 
 def matching(paths: Iterable[Path], patterns: tuple[str, ...]) -> list[Path]:
@@ -136,7 +135,7 @@ def main() -> None:
     strip_libraries(site)
     # By hash and never checked: file times in an image are not those of the build, and nothing is edited here.
     compileall.compile_dir(str(site), quiet=1, invalidation_mode=PycInvalidationMode.UNCHECKED_HASH, workers=0)
-    split(site)
+    split(site, VENV, LAYERS)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,16 @@ from typing import Any
 DPKG_STATUS = Path("/var/lib/dpkg/status")
 
 
-def write(tool: Path, venv: Path, name: str, version: str, path: Path) -> None:
+def write(tool: Path, venv: Path, name: str, version: str, path: Path, status: Path = DPKG_STATUS) -> None:
     """Describe the environment `venv` and the system below it; the same input gives the same file.
 
     Args:
         tool: the environment that has cyclonedx-py.
         venv: the environment to describe.
-        name: of the image.
-        version: of the image.
+        name: the image's name.
+        version: the image's version.
         path: the file to write; its folder is made.
+        status: dpkg's file with the status of the system's packages.
     """
     command = [str(tool / "bin/cyclonedx-py"), "environment", "--output-reproducible", "--of", "JSON", str(venv)]
     document = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
@@ -29,7 +30,7 @@ def write(tool: Path, venv: Path, name: str, version: str, path: Path) -> None:
         "version": version,
         "licenses": [{"license": {"id": "Apache-2.0"}}],
     }
-    document["components"] += [interpreter(), *debian_packages(DPKG_STATUS.read_text())]
+    document["components"] += [interpreter(), *debian_packages(status.read_text())]
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
 

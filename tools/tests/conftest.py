@@ -13,25 +13,26 @@ MODEL = TESTS.parents[1] / "models/reference"
 
 sys.path[:0] = [str(TESTS), str(TESTS.parent / "bench")]
 
+import scripted_cluster  # noqa: E402
 from fake_openai import FakeOpenAI  # noqa: E402
 
 
 @pytest.fixture
 def model() -> str:
-    """A directory that passes for a servable model."""
+    """A directory that `lockstep serve` accepts as a model."""
     return str(MODEL)
 
 
 @pytest.fixture
 def server() -> Iterator[FakeOpenAI]:
-    """An OpenAI endpoint that answers as it is told."""
+    """An OpenAI endpoint with scripted answers."""
     with FakeOpenAI() as fake:
         yield fake
 
 
 @pytest.fixture
 def stubs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Puts the stub router and worker in the services' places; the directory in which they note their starts."""
+    """Replaces the services by the stub router and worker; returns the directory in which they record their starts."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "stubs"), *filter(None, sys.path)]))
     monkeypatch.setenv("STUB_NOTES", str(tmp_path))
     monkeypatch.setenv("STUB_PLAN", "{}")
@@ -40,9 +41,9 @@ def stubs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lockstep() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the command in a process of its own."""
+    """Runs the command in a separate process."""
 
-    def run(*arguments: str, stdin: str = "", timeout_s: float = 20) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, stdin: str = "", timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "lockstep_tools.cli", *arguments],
             input=stdin,
@@ -54,3 +55,12 @@ def lockstep() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replaces kubectl by a scripted cluster; returns the directory of its state."""
+    monkeypatch.setenv("PATH", f"{scripted_cluster.install(tmp_path)}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_CLUSTER", str(tmp_path))
+    monkeypatch.setenv("SECONDS_CUT", "1")
+    return tmp_path

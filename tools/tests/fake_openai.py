@@ -1,4 +1,4 @@
-"""A real HTTP server that speaks OpenAI's protocol as it is told: word for word, with pauses, with mistakes."""
+"""A real HTTP server with scripted answers in OpenAI's protocol, also with pauses and errors."""
 
 import json
 import threading
@@ -16,7 +16,7 @@ Script = Iterable[bytes | float]
 
 @dataclass(frozen=True)
 class Event:
-    """A server-sent event to be."""
+    """A server-sent event to send."""
 
     data: Any
     id: str | None = None
@@ -29,7 +29,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Received:
-    """A request as it came."""
+    """A request as received."""
 
     path: str
     headers: dict[str, str]
@@ -38,14 +38,14 @@ class Received:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An answer that is no stream; with status 200 a whole one."""
+    """An answer that is not a stream: an error, or with status 200 a complete answer."""
 
     status: int
     body: Any
 
 
 def events(texts: Sequence[str], *, chat: bool = False, logprobs: bool = False, finish: str = "length") -> list[Event]:
-    """What a faultless server sends for these tokens: each with its position, then the usage, then the end mark."""
+    """The events of a correct server for these tokens: each with its position, then the usage, then the end mark."""
     found = []
     for number, text in enumerate(texts, start=1):
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish if number == len(texts) else None}
@@ -75,7 +75,7 @@ class FakeOpenAI:
     models: Sequence[str] = ("fake",)
     status: Any = None
     headers: dict[str, str] = field(default_factory=dict)
-    """Of every answer."""
+    """Headers of every answer."""
     received: list[Received] = field(default_factory=list)
     cut: bool = False
     """Close the connection instead of ending the body."""
@@ -102,7 +102,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, *_: Any) -> None:
-        """A client that leaves in the middle is part of the tests."""
+        """Ignores clients that leave in the middle, as some tests do."""
 
 
 class _Handler(BaseHTTPRequestHandler):

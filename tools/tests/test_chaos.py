@@ -2,22 +2,20 @@
 
 import json
 import os
-import stat
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from lockstep_tools.chaos.experiments import EXPERIMENTS, Breaks, Victim, scripts
 from lockstep_tools.chaos.outcome import assign, conclude
 from lockstep_tools.chaos.release import ROUTER, WORKER, Pod
-from lockstep_tools.chaos.trial import Trial, Victims, _noticed, choose
-from lockstep_tools.endpoint import Piece
+from lockstep_tools.chaos.trial import Trial, Victims, choose, noticed_s
 from lockstep_tools.failure import CommandError
-from lockstep_tools.history import History, StreamRequest
+from lockstep_tools.load.endpoint import Piece
+from lockstep_tools.load.history import History, StreamRequest
+from scripted_cluster import left
 
 FAULT_S = 1000.0
-FAKE_KUBECTL = Path(__file__).with_name("fake_kubectl.py")
 
 
 def pod(name: str, node: str, component: str = WORKER) -> Pod:
@@ -42,7 +40,7 @@ def stream(began_s: float, ended_s: float, router: str | None = "r-a", error: st
     )
 
 
-CALM = [stream(1.0, 2.0)]
+UNDISTURBED = [stream(1.0, 2.0)]
 
 
 def trial(name: str, **more) -> Trial:
@@ -63,7 +61,7 @@ def test_the_node_of_the_load_is_never_disturbed() -> None:
 
 
 @pytest.mark.parametrize("moved", ["w1", "r-b"])
-def test_nothing_is_cut_off_whose_like_is_nowhere_else(moved: str) -> None:
+def test_a_node_with_the_only_worker_or_router_is_not_cut_off(moved: str) -> None:
     crowded = [pod(each.name, "n1" if each.name == moved else each.node, each.component) for each in PODS]
     with pytest.raises(CommandError, match="no node can be disturbed"):
         choose(EXPERIMENTS["node-cut"], crowded, 0, "n2")
@@ -77,7 +75,7 @@ def test_every_experiment_has_a_script_and_a_readme() -> None:
         readme = (script.parent / "README.md").read_text()
         for heading in ("## What it does", "## What to watch", "## What is expected"):
             assert heading in readme, (experiment.name, heading)
-    assert {path.parent.name for path in scripts().glob("*/run.sh")} == {*EXPERIMENTS, "load"}
+    assert {path.parent.name for path in scripts().glob("*/run.sh")} == {*EXPERIMENTS, "load", "clean"}
 
 
 @pytest.mark.parametrize(
@@ -101,18 +99,18 @@ def test_every_experiment_has_a_script_and_a_readme() -> None:
     ],
 )
 def test_only_what_the_fault_itself_breaks_is_excused(name: str, history: History, excused: bool) -> None:
-    verdict = conclude(EXPERIMENTS[name], [trial(name, histories=[history])], CALM, 1.0).verdict
-    assert verdict.excused.total() == excused
-    assert verdict.failed == (not excused)
+    comparison = conclude(EXPERIMENTS[name], [trial(name, histories=[history])], UNDISTURBED, 1.0).comparison
+    assert comparison.excused.total() == excused
+    assert comparison.failed == (not excused)
 
 
 def test_a_router_takes_requests_until_its_streams_break() -> None:
-    """On a slow machine that is long after it was told to go, and no request is excused that came later."""
+    """On a slow machine that is long after the signal; requests that came later are not excused."""
     broken = [stream(999, 1006, error="broke"), stream(999, 1020, error="silent")]
     unanswered = [stream(at, 1009, None, error="broke", status=None) for at in (1005, 1008)]
     trials = [trial("router-kill", histories=[*broken, *unanswered])]
-    verdict = conclude(EXPERIMENTS["router-kill"], trials, CALM, 1.0).verdict
-    assert (verdict.excused.total(), verdict.failed) == (3, 1)
+    comparison = conclude(EXPERIMENTS["router-kill"], trials, UNDISTURBED, 1.0).comparison
+    assert (comparison.excused.total(), comparison.failed) == (3, 1)
 
 
 def test_streams_belong_to_the_fault_before_their_end() -> None:
@@ -127,9 +125,9 @@ def test_silences_are_those_of_streams_that_lived_through_the_trial() -> None:
     made = trial("rank-kill", histories=[stream(999, 1003), stream(1002, 1003), stream(1020, 1090)])
     assert made.silences_s() == pytest.approx([3.8, 0.8])
     assert made.first_tokens_s() == pytest.approx([0.1])
-    outcome = conclude(EXPERIMENTS["rank-kill"], [made], CALM, 1.0)
-    assert (outcome.verdict.holds, outcome.in_time, outcome.holds) == (True, False, False)
-    assert conclude(EXPERIMENTS["rank-kill"], [made], CALM, 4.0).holds
+    outcome = conclude(EXPERIMENTS["rank-kill"], [made], UNDISTURBED, 1.0)
+    assert (outcome.comparison.holds, outcome.in_time, outcome.holds) == (True, False, False)
+    assert conclude(EXPERIMENTS["rank-kill"], [made], UNDISTURBED, 4.0).holds
 
 
 def test_the_silence_of_a_victim_router_is_not_counted() -> None:
@@ -139,11 +137,11 @@ def test_the_silence_of_a_victim_router_is_not_counted() -> None:
 
 def test_detection_is_the_first_stream_that_leaves_a_victim() -> None:
     entry = {"time": "1970-01-01T00:16:40.250Z", "message": "stream leaves worker", "worker": "w0"}
-    assert _noticed(json.dumps(entry), {"w0"}) == 1000.25
-    assert _noticed(json.dumps(entry), set()) == 1000.25
-    assert _noticed(json.dumps(entry), {"w1"}) is None
-    assert _noticed(json.dumps(entry | {"message": "request"}), {"w0"}) is None
-    assert _noticed("no json", {"w0"}) is None
+    assert noticed_s(json.dumps(entry), {"w0"}) == 1000.25
+    assert noticed_s(json.dumps(entry), set()) == 1000.25
+    assert noticed_s(json.dumps(entry), {"w1"}) is None
+    assert noticed_s(json.dumps(entry | {"message": "request"}), {"w0"}) is None
+    assert noticed_s("no json", {"w0"}) is None
 
 
 BURST = {"failed": 2, "refusals": {"503, Retry-After": 2}, "errors": {"busy": 2}, "violations": []}
@@ -153,23 +151,23 @@ BURST = {"failed": 2, "refusals": {"503, Retry-After": 2}, "errors": {"busy": 2}
     ("burst", "problem"),
     [
         (BURST, None),
-        (None, "told nothing"),
+        (None, "reported nothing"),
         (BURST | {"failed": 0, "refusals": {}}, "never full"),
         (BURST | {"failed": 3}, "3 requests failed, 2 of them refused"),
         (BURST | {"refusals": {"503, no Retry-After": 2}}, "got 503, no Retry-After"),
         (BURST | {"violations": ["request 1: 0 end marks"]}, "0 end marks"),
     ],
 )
-def test_an_overload_has_to_refuse_politely_and_serve_the_rest(burst, problem: str | None) -> None:
-    outcome = conclude(EXPERIMENTS["fill-queue"], [trial("fill-queue", burst=burst)], CALM, 1.0)
+def test_an_overload_must_refuse_with_retry_after_and_serve_the_rest(burst, problem: str | None) -> None:
+    outcome = conclude(EXPERIMENTS["fill-queue"], [trial("fill-queue", burst=burst)], UNDISTURBED, 1.0)
     assert outcome.holds is (problem is None)
     assert problem is None or any(problem in each for each in outcome.problems)
 
 
 def test_an_outcome_is_plain_data() -> None:
-    outcome = conclude(EXPERIMENTS["rank-kill"], [trial("rank-kill", histories=[stream(999, 1001)])], CALM, 1.0)
-    told = json.loads(json.dumps(outcome.as_json()))
-    assert (told["experiment"], told["trials"], told["recovery_ms"]["max"]) == ("rank-kill", 1, 10000.0)
+    outcome = conclude(EXPERIMENTS["rank-kill"], [trial("rank-kill", histories=[stream(999, 1001)])], UNDISTURBED, 1.0)
+    printed = json.loads(json.dumps(outcome.as_json()))
+    assert (printed["experiment"], printed["trials"], printed["recovery_ms"]["max"]) == ("rank-kill", 1, 10000.0)
 
 
 def test_what_may_break_is_what_the_script_kills() -> None:
@@ -178,72 +176,52 @@ def test_what_may_break_is_what_the_script_kills() -> None:
             assert experiment.victim in (Victim.ROUTER, Victim.NODE)
 
 
-@pytest.fixture
-def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a kubectl in front that prints and returns what it is told."""
-
-    def answer(text: str, code: int = 0) -> None:
-        fake = tmp_path / "kubectl"
-        fake.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\necho 'the server is gone' >&2\nexit {code}\n")
-        fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    return answer
-
-
-def test_the_commands_mistakes(lockstep, kubectl) -> None:
-    kubectl('{"items": []}')
+def test_a_command_that_cannot_be_done_is_refused(lockstep, cluster: Path) -> None:
     nameless = lockstep("chaos")
     assert (nameless.returncode, "name an experiment" in nameless.stderr) == (2, True)
     unknown = lockstep("chaos", "earthquake")
     assert (unknown.returncode, "no experiment 'earthquake'" in unknown.stderr) == (2, True)
     nobody = lockstep("chaos", "rank-kill", "-n", "nowhere")
     assert (nobody.returncode, nobody.stderr) == (2, "lockstep: no release lockstep in namespace nowhere\n")
-    kubectl("", code=1)
+    (cluster / "bin/kubectl").write_text("#!/bin/sh\necho 'the server is gone' >&2\nexit 1\n")
     gone = lockstep("chaos", "rank-kill")
     assert (gone.returncode, gone.stderr) == (1, "lockstep: kubectl get: the server is gone\n")
 
 
-def test_a_release_that_is_not_well_is_left_alone(lockstep, kubectl) -> None:
-    item = {
-        "metadata": {"name": "w0", "uid": "1", "labels": {"app.kubernetes.io/component": WORKER}},
-        "spec": {"nodeName": "n1"},
-        "status": {"conditions": [{"type": "Ready", "status": "False"}]},
-    }
-    kubectl(json.dumps({"items": [item]}))
-    result = lockstep("chaos", "rank-kill")
-    assert (result.returncode, result.stderr) == (1, "lockstep: not ready: w0\n")
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A scripted cluster in kubectl's place; the directory of its state."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/kubectl").write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE_KUBECTL}" "$@"\n')
-    (tmp_path / "bin/kubectl").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_CLUSTER", str(tmp_path))
-    return tmp_path
+def test_a_release_that_is_not_ready_is_left_alone(lockstep, cluster: Path) -> None:
+    (cluster / "flaw").write_text("not ready")
+    result = lockstep("chaos", "rank-kill", "-n", "serving")
+    assert (result.returncode, result.stderr) == (1, "lockstep: not ready: w-0\n")
 
 
 RUN = ("chaos", "rank-kill", "-n", "serving", "--clients", "2", "--json")
 
 
-def test_an_experiment_from_its_load_to_its_verdict(lockstep, cluster: Path) -> None:
+def test_an_experiment_from_its_load_to_its_outcome(lockstep, cluster: Path) -> None:
     result = lockstep(*RUN, timeout_s=60)
     assert result.returncode == 0, result.stderr
     (outcome,) = json.loads(result.stdout)
     assert (outcome["trials"], outcome["holds"], outcome["victims"][0]["workers"]) == (1, True, ["w-0"])
-    assert outcome["verdict"]["streams"] > 2
+    assert outcome["comparison"]["streams"] > 2
     assert 0 <= outcome["detection_ms"]["max"] < 1000
     assert 0 < outcome["recovery_ms"]["max"] < 20_000
     assert "rank-kill 1/1 (w-0): recovered after" in result.stderr
-    load = (cluster / "applied").read_text()
+    load = (cluster / "applied-lockstep-load").read_text()
     for line in ("image: registry/lockstep/tools:1", '"--clients=2"', "runAsNonRoot: true"):
         assert line in load
+    assert left(cluster) == []
 
 
-def test_a_changed_stream_fails_the_experiment_and_is_told(lockstep, cluster: Path) -> None:
+def test_a_release_that_speaks_https_is_refused_with_a_sentence(lockstep, cluster: Path) -> None:
+    (cluster / "flaw").write_text("management over TLS")
+    result = lockstep(*RUN, timeout_s=60)
+    assert result.returncode == 1
+    assert "the routers' port management speaks HTTPS, and experiments speak plain HTTP" in result.stderr
+    assert "tls.management=false" in result.stderr
+    assert left(cluster) == []
+
+
+def test_a_changed_stream_fails_the_experiment_and_is_shown(lockstep, cluster: Path) -> None:
     (cluster / "flaw").write_text("changed")
     result = lockstep(*RUN[:-1], timeout_s=60)
     assert result.returncode == 1
@@ -256,10 +234,11 @@ def test_a_script_that_cannot_make_its_fault_ends_the_run(lockstep, cluster: Pat
     result = lockstep(*RUN, timeout_s=60)
     assert result.returncode == 1
     assert result.stderr.endswith("rank-kill/run.sh failed: no rank runs in this pod\n")
+    assert left(cluster) == []
 
 
 def test_what_was_found_before_an_interruption_is_shown(lockstep, cluster: Path) -> None:
-    """The second trial cannot be made: its worker is not there."""
+    """The second trial fails: its worker does not exist."""
     result = lockstep(*RUN, "--times", "2", timeout_s=60)
     assert result.returncode == 1
     (outcome,) = json.loads(result.stdout)

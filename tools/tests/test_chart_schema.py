@@ -8,7 +8,7 @@ import pytest
 import yaml
 from lockstep_common.settings import ServiceSettings
 from lockstep_common.telemetry import REGISTRY
-from lockstep_tools.chart_schema import CHART, SERVICES, ChartError, complete, definition
+from lockstep_tools.repository.chart_schema import CHART, SERVICES, ChartError, complete, definition
 from lockstep_worker.settings import Bytes
 from pydantic import Field
 from pydantic_settings import NoDecode
@@ -62,7 +62,7 @@ def test_the_schema_knows_the_values_and_no_others():
 
 
 def differences(schema: dict, part: dict, values: dict, at: str = ""):
-    """Keys that only one of both has, where the schema has closed maps."""
+    """Keys that only the values or only the schema has, in maps without further keys."""
     if "$ref" in part:
         part = lookup(schema, part["$ref"])
     if part.get("additionalProperties") is not False or "patternProperties" in part or at.endswith(".settings"):
@@ -95,7 +95,7 @@ def test_settings_of_the_services_have_descriptions(service: str):
     assert all(each["description"] for each in made["properties"].values())
 
 
-def test_alerts_and_dashboards_ask_for_metrics_that_there_are():
+def test_alerts_and_dashboards_use_existing_metrics():
     assert lockstep_router.metrics
     assert lockstep_worker.metrics
     exported = {sample for metric in REGISTRY.collect() for sample in sample_names(metric.name, metric.type)}

@@ -2,7 +2,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from lockstep_tools.chart_values import Case, cases, described, flat, inert, undescribed, untested
+from lockstep_tools.repository.chart_values import Case, cases, described, flat, inert, undescribed, untested
 
 VALUES = """\
 # A note, not a description.

@@ -39,7 +39,7 @@ def test_lines_become_a_conversation(server: FakeOpenAI, lockstep) -> None:
     assert sessions[0] != sessions[1] == sessions[2]
 
 
-def test_a_failed_answer_is_told_and_leaves_no_trace(server: FakeOpenAI, lockstep) -> None:
+def test_a_failed_answer_is_reported_and_not_kept(server: FakeOpenAI, lockstep) -> None:
     refusal = Refusal(503, {"error": {"message": "no worker is ready"}})
     server.answer = lambda number, request: refusal if number == 1 else answers(number, request)
     result = lockstep("chat", "--url", server.url, stdin="one\ntwo\n")
@@ -96,7 +96,7 @@ class Terminal:
         self.shown = self.shown.partition(text)[2]
 
     def await_prompt(self) -> None:
-        """A moment longer than until it is shown: only then readline hears signals and control keys."""
+        """Wait until it is shown and a moment longer: only then readline handles signals and control keys."""
         self.see("> ")
         time.sleep(0.3)
 

@@ -1,11 +1,12 @@
+import ssl
+import threading
 from collections.abc import Iterator
-from concurrent import futures
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
-import grpc
 import pytest
+from authority import Authority
 from fake_openai import FakeOpenAI, Received, Refusal, Script, events, script
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from lockstep_tools.check import HEALTH_SERVICES
 
 WHOLE = {"choices": [{"message": {"content": "a night"}}], "usage": {"completion_tokens": 2}}
 
@@ -13,7 +14,7 @@ WHOLE = {"choices": [{"message": {"content": "a night"}}], "usage": {"completion
 def answer(number: int, request: Received) -> Script | Refusal:
     if request.body.get("stream"):
         return script(events(["a", "b", "c", "d"]))
-    return Refusal(200, WHOLE)  # whole, that is: no stream
+    return Refusal(200, WHOLE)  # a complete answer, not a stream
 
 
 @pytest.fixture
@@ -24,31 +25,38 @@ def served(server: FakeOpenAI) -> FakeOpenAI:
 
 
 class Worker:
-    """A gRPC server with nothing but health."""
+    """A worker's management port that serves readiness only."""
 
     def __init__(self) -> None:
-        self.health = health.HealthServicer()
-        self.server = grpc.server(futures.ThreadPoolExecutor(2))
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
-        self.port = self.server.add_insecure_port("127.0.0.1:0")
-        self.server.start()
+        self.ready = True
+        worker = self
 
-    def say(self, service: str, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        self.health.set(service, status.SERVING if serving else status.NOT_SERVING)
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                body = b'{"status":"%s"}' % (b"ready" if worker.ready else b"the worker takes no requests")
+                self.send_response(200 if worker.ready and self.path == "/readyz" else 503)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.port = self.server.server_port
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
     made = Worker()
-    for service in HEALTH_SERVICES:
-        made.say(service, serving=True)
     yield made
-    made.server.stop(None)
+    made.server.shutdown()
+    made.server.server_close()
 
 
 def test_each_check_has_a_line(served: FakeOpenAI, worker: Worker, lockstep) -> None:
-    result = lockstep("check", "--url", served.url, "--grpc", f"localhost:{worker.port}", "--timeout", "5")
+    result = lockstep("check", "--url", served.url, "--workers", f"http://localhost:{worker.port}", "--timeout", "5")
     assert (result.returncode, result.stderr) == (0, "")
     chat, stream, workers = result.stdout.splitlines()
     assert chat.startswith("ok   chat: 2 tokens of fake from r1 in ")
@@ -57,15 +65,32 @@ def test_each_check_has_a_line(served: FakeOpenAI, worker: Worker, lockstep) -> 
 
 
 def test_a_worker_that_is_not_ready_fails_and_is_named(served: FakeOpenAI, worker: Worker, lockstep) -> None:
-    worker.say("lockstep.v1.Worker", serving=False)
-    result = lockstep("check", "--url", served.url, "--grpc", f"127.0.0.1:{worker.port}", "--timeout", "2")
+    worker.ready = False
+    result = lockstep("check", "--url", served.url, "--workers", f"http://127.0.0.1:{worker.port}", "--timeout", "2")
     assert result.returncode == 1
-    assert f"FAIL workers: 127.0.0.1:{worker.port} says NOT_SERVING of lockstep.v1.Worker" in result.stdout
+    assert f"FAIL workers: 127.0.0.1:{worker.port} is not ready: " in result.stdout
     assert "ok   chat" in result.stdout
 
 
-def test_nobody_there_fails_each_check(lockstep) -> None:
-    result = lockstep("check", "--url", "http://127.0.0.1:1/v1", "--grpc", "127.0.0.1:1", "--timeout", "1")
+def test_https_is_checked_against_the_given_authority(
+    served: FakeOpenAI, worker: Worker, tmp_path: Path, lockstep
+) -> None:
+    authority = Authority()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue("localhost").configure_cert(context)
+    worker.server.socket = context.wrap_socket(worker.server.socket, server_side=True)
+    ca = tmp_path / "ca.crt"
+    ca.write_bytes(authority.ca.cert_pem.bytes())
+    flags = ("check", "--url", served.url, "--workers", f"https://localhost:{worker.port}", "--timeout", "2")
+    assert lockstep(*flags, "--timeout", "30", "--ca-file", str(ca)).returncode == 0
+    stranger = lockstep(*flags)
+    assert (stranger.returncode, "certificate verify failed" in stranger.stdout.lower()) == (1, True)
+    missing = lockstep(*flags, "--ca-file", str(tmp_path / "none"))
+    assert (missing.returncode, "No such file" in missing.stderr) == (2, True)
+
+
+def test_without_a_server_each_check_fails(lockstep) -> None:
+    result = lockstep("check", "--url", "http://127.0.0.1:1/v1", "--workers", "http://127.0.0.1:1", "--timeout", "1")
     assert result.returncode == 1
     assert result.stdout.count("FAIL ") == 3
     assert "Traceback" not in result.stderr
@@ -81,6 +106,6 @@ def test_a_system_that_comes_up_late_is_waited_for(served: FakeOpenAI, lockstep)
 
 
 def test_an_address_without_a_port_is_refused(lockstep) -> None:
-    result = lockstep("check", "--grpc", "lockstep-workers")
+    result = lockstep("check", "--workers", "lockstep-workers")
     assert result.returncode == 2
-    assert "--grpc lockstep-workers: not an address such as lockstep-workers:9000" in result.stderr
+    assert "--workers lockstep-workers: not a URL such as http://lockstep-workers:9001" in result.stderr

@@ -25,9 +25,9 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         check=True,
         env={"PYTHONPATH": ":".join(filter(None, sys.path))},
     )
-    for name, command in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         assert f"{name} " in result.stdout
-        assert command.summary in result.stdout
+        assert summary in result.stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)

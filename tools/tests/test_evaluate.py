@@ -1,4 +1,4 @@
-"""Accuracy figures: their arithmetic on models that are known, and the whole way on the reference model."""
+"""Accuracy figures: their arithmetic on known models, and whole runs on the reference model."""
 
 import json
 import math
@@ -11,15 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lockstep_engine import PromptLogprobs
-from lockstep_tools.accuracy import Haystack, divergence, measure, recall, windows
 from lockstep_tools.cli import main
+from lockstep_tools.model.accuracy import Haystack, divergence, measure, recall, windows
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "LICENSE").read_text()[:3000]
 
 
 class Copier:
-    """Believes, with some probability, that what followed the last few tokens before follows them again."""
+    """Predicts, with some probability, the token that followed the last few tokens before."""
 
     def __init__(self, vocabulary: int, belief: float = 0.9, order: int = 2) -> None:
         self._vocabulary = vocabulary
@@ -71,7 +73,7 @@ def test_divergence_is_that_of_the_definition():
 def test_figures_of_a_known_model():
     ids = [3, 4, 5, 6] * 5
     ours, theirs, apart = measure(Copier(10), ids, windows(20, 19, 19), Copier(10, belief=0.5))
-    # The first turn and the pair that closes it are news; all that follows is believed, and right.
+    # The first cycle and the pair that closes it are not predicted; all later tokens are, correctly.
     known = 19 - 5
     assert ours.tokens == 19
     assert ours.nats == pytest.approx(5 * math.log(10) - known * math.log(0.9), rel=1e-6)
@@ -93,11 +95,11 @@ def test_needles_are_where_they_are_said_to_be_and_recalled_by_a_model_that_copi
     hay = Haystack(lambda string: [ord(letter) for letter in string.replace(" ", "")], ids, seed=4)
     first = hay.needle(400, 0.25)
     assert len(first.prompt) == len(first.control) == 400
-    told = first.prompt[-len("Thepasskeyis") - 24 :]
-    place = [n for n in range(400) if first.prompt[n : n + len(told)] == told]
-    assert place == [round(0.25 * (400 - 2 * len(told))), 400 - len(told)]
-    assert [n for n in range(400) if first.control[n : n + len(told)] == told] == [400 - len(told)]
-    assert first.answer == len(told) // 3
+    needle = first.prompt[-len("Thepasskeyis") - 24 :]
+    place = [n for n in range(400) if first.prompt[n : n + len(needle)] == needle]
+    assert place == [round(0.25 * (400 - 2 * len(needle))), 400 - len(needle)]
+    assert [n for n in range(400) if first.control[n : n + len(needle)] == needle] == [400 - len(needle)]
+    assert first.answer == len(needle) // 3
 
     copier = Copier(2000, order=4)
     found = recall(copier, hay, 300, 0.5, trials=5)
@@ -122,18 +124,18 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
 
 @pytest.mark.parametrize("tp", ["1", "2"])
 def test_perplexity_is_that_of_transformers(model, tp, tmp_path, capsys):
-    from lockstep_tools.training import perplexity  # noqa: PLC0415
+    from lockstep_tools.model.training import perplexity  # noqa: PLC0415
     from tokenizers import Tokenizer  # noqa: PLC0415
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    oracle = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     ids = Tokenizer.from_file(f"{model}/tokenizer.json").encode(TEXT).ids[:1051]
     flags = ("--text", str(text), "--tp", tp, "--threads", "1", "--kv-compression", "none", "--window", "150")
     given = report(capsys, "perplexity", model, *flags, "--tokens", "1051")
     assert given["tokens"] == 1050
-    assert given["perplexity"] == pytest.approx(perplexity(oracle, ids, 150), rel=1e-4)
+    assert given["perplexity"] == pytest.approx(perplexity(reference, ids, 150), rel=1e-4)
 
 
 def test_a_run_is_compared_with_another_compression(model, tmp_path, capsys):

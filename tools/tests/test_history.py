@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
-from lockstep_tools.endpoint import Piece
-from lockstep_tools.history import History, StreamRequest, violations
+from lockstep_tools.load.endpoint import Piece
+from lockstep_tools.load.history import History, StreamRequest, violations
 
 TEXTS = ["It", " was", " a", " dark", " night"]
 
@@ -36,7 +36,7 @@ def swap(history: History) -> None:
 
 
 def count_again(history: History) -> None:
-    """A token twice, with positions that go on: only its count tells."""
+    """A token twice, with correct positions: only the count shows it."""
     again = dataclasses.replace(history.pieces[2], tokens=2)
     history.pieces[2] = again
 
@@ -126,7 +126,7 @@ def test_a_different_text_is_found() -> None:
     assert violations(faultless(), reference="It was a dark night, and")
 
 
-def test_a_server_without_ids_is_not_blamed_for_them() -> None:
+def test_a_server_without_ids_has_no_violation() -> None:
     history = faultless()
     drop_ids(history)
     assert violations(history) == []

@@ -1,5 +1,7 @@
 """What goes into the images, what they are called, and how a wrong request is answered."""
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -10,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from lockstep_tools.failure import CommandError
-from lockstep_tools.images import __main__ as command
-from lockstep_tools.images import builders, catalog, kernel, model, provenance, wheels
+from lockstep_tools.repository.images import __main__ as command
+from lockstep_tools.repository.images import builders, catalog, kernel, locks, model, provenance, wheels
 
 ROOT = Path(__file__).parents[2]
 BUILDS = [
@@ -39,7 +41,7 @@ def test_every_dockerfile_has_the_same_rules(image):
     assert re.findall(rules, text, re.MULTILINE) == re.findall(rules, other, re.MULTILINE)
     assert text.rstrip().endswith("FROM runtime AS release")
     assert text.startswith("#")
-    assert f"ARG BASE={command.DEFAULT_BASE}\n" in text
+    assert "\nARG BASE\n" in text.partition("FROM")[0]  # base-image.lock names it
 
 
 def test_only_the_workers_image_needs_torch():
@@ -113,32 +115,79 @@ def test_wheels_fit_the_base_images_glibc():
     assert {"manylinux2014_x86_64", "manylinux_2_28_x86_64"} <= set(platforms)
 
 
-def test_wheels_are_fetched_once_and_again_when_the_lock_changes(tmp_path, monkeypatch):
-    calls = []
+@pytest.fixture
+def pip(tmp_path):
+    """A pip that notes its arguments and fetches one wheel, or fails with what stands in `fails`."""
+    program = tmp_path / "pip"
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import json, pathlib, sys\n"
+        "here = pathlib.Path(__file__).parent\n"
+        "with (here / 'calls').open('a') as calls: calls.write(json.dumps(sys.argv[1:]) + '\\n')\n"
+        "if (here / 'fails').exists(): sys.exit((here / 'fails').read_text())\n"
+        "(pathlib.Path(sys.argv[sys.argv.index('--dest') + 1]) / 'rich-1-py3-none-any.whl').touch()\n"
+    )
+    program.chmod(0o755)
+    return (str(program),)
 
-    def pip(arguments, **_):
-        calls.append(arguments)
-        make_wheel(Path(arguments[arguments.index("--dest") + 1]), "rich")
-        return subprocess.CompletedProcess(arguments, 0, "", "")
 
-    monkeypatch.setattr(wheels.subprocess, "run", pip)
+def test_wheels_are_fetched_once_and_again_when_the_lock_changes(tmp_path, pip):
     for constraints in ({"rich": "rich==1"}, {"rich": "rich==1"}, {"rich": "rich==2"}):
-        wheels._fetch_into(tmp_path / "tools", ("rich",), constraints)
+        wheels.fetch_into(tmp_path / "tools", ("rich",), constraints, pip=pip)
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     assert len(calls) == 2
     assert "--only-binary=:all:" in calls[0]
     assert (tmp_path / "tools.constraints").read_text() == "rich==2\n"
+    assert len(list((tmp_path / "tools").glob("*.whl"))) == 1
 
 
-def test_a_wheel_that_cannot_be_fetched_is_told_in_pips_words(tmp_path, monkeypatch):
-    failed = subprocess.CompletedProcess(
-        [], 1, "", "WARNING: x\nERROR: No matching distribution found for rich==9\nERROR: y\n"
-    )
-    monkeypatch.setattr(wheels.subprocess, "run", lambda *_, **__: failed)
+def test_a_wheel_that_cannot_be_fetched_is_reported_in_pips_words(tmp_path, pip):
+    (tmp_path / "fails").write_text("WARNING: x\nERROR: No matching distribution found for rich==9\nERROR: y\n")
     with pytest.raises(
         CommandError, match=r"^wheels of tools could not be fetched, .* pip: No matching distribution .* rich==9$"
     ):
-        wheels._fetch_into(tmp_path / "tools", ("rich",), {"rich": "rich==9"})
+        wheels.fetch_into(tmp_path / "tools", ("rich",), {"rich": "rich==9"}, pip=pip)
     assert not (tmp_path / "tools").exists()
+
+
+def test_every_pin_has_hashes_and_torch_those_of_each_build():
+    pins = locks.read_pins(ROOT / locks.LOCK)
+    assert len(pins) > 100
+    assert len(pins["torch"].sha256) > 1
+    assert {"pip", "pip-tools", "setuptools", "wheel", "cryptography"} <= set(pins)
+    cuda = locks.read_pins(ROOT / locks.CUDA_LOCK)
+    assert "nvidia-nccl-cu13" in cuda
+    assert not set(cuda) & set(pins)
+
+
+def test_a_pin_without_a_hash_is_refused(tmp_path):
+    path = tmp_path / "requirements.lock"
+    path.write_text(f"a==1 \\\n    --hash=sha256:{'0' * 64}\n    # via b\nb==2 ; python_version < '4'\n")
+    with pytest.raises(CommandError, match=r"requirements.lock: b==2 ; python_version < '4' has no hash"):
+        locks.read_pins(path)
+
+
+def test_a_wheel_that_is_not_the_locked_file_is_refused(tmp_path):
+    folder = tmp_path / "build/wheels/router"
+    folder.mkdir(parents=True)
+    make_wheel(folder, "rich")
+    (wheel,) = folder.glob("*.whl")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    (tmp_path / locks.LOCK).write_text(f"rich==1 \\\n    --hash=sha256:{digest}\n")
+    wheels.check(tmp_path, folder, None)
+    assert (folder / "requirements.txt").read_text() == f"rich==1 --hash=sha256:{digest}\n"
+    with wheel.open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(CommandError, match=r"^wheels of router were refused: rich-1-.*\.whl is not a file of the lock"):
+        wheels.check(tmp_path, folder, None)
+    assert not folder.exists()
+
+
+def test_the_recorded_base_image_is_named_by_digest(tmp_path):
+    assert re.fullmatch(r"docker\.io/library/python@sha256:[0-9a-f]{64}", locks.read_base(ROOT))
+    (tmp_path / locks.BASE_LOCK).write_text("# the base\nregistry.example:5000/python:3.11\n")
+    with pytest.raises(CommandError, match=r"base-image\.lock has to hold one image with its digest"):
+        locks.read_base(tmp_path)
 
 
 def test_glibc_of_a_library():
@@ -173,58 +222,78 @@ def test_without_a_compiler_one_sentence(tmp_path, monkeypatch):
         kernel.build(tmp_path)
 
 
-def test_docker_is_chosen_only_when_its_daemon_answers(monkeypatch):
-    monkeypatch.setattr(builders.shutil, "which", lambda name: f"/usr/bin/{name}")
-    for works, chosen in ((True, builders.Docker), (False, builders.Buildah)):
-        monkeypatch.setattr(builders, "_succeeds", lambda _, works=works: works)
-        assert isinstance(builders.choose(), chosen)
+class Programs:
+    """docker and buildah as programs that note their command lines, print `container`, and can be made to fail."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def install(self, *names: str, failing: str = "none") -> None:
+        """Put these on PATH, and no other; a command line with `failing` in it fails."""
+        for path in self._folder.iterdir():
+            path.unlink()
+        for name in names:
+            (self._folder / name).write_text(
+                f"#!{sys.executable}\n"
+                "import json, sys\n"
+                f"calls = open({str(self._folder / 'calls')!r}, 'a')\n"
+                "calls.write(json.dumps(sys.argv[1:]) + '\\n')\n"
+                f"if {failing!r} in sys.argv: sys.exit('no such module')\n"
+                "print('container')\n"
+            )
+            (self._folder / name).chmod(0o755)
+
+    @property
+    def calls(self) -> list[list[str]]:
+        """The arguments of every program that was run."""
+        calls = self._folder / "calls"
+        return [json.loads(line) for line in calls.read_text().splitlines()] if calls.exists() else []
 
 
 @pytest.fixture
-def recorded(monkeypatch):
-    commands = []
-    monkeypatch.setattr(builders, "_run", lambda arguments, _: commands.append(arguments))
-    monkeypatch.setattr(builders, "_output", lambda arguments: commands.append(arguments) or "container\n")
-    return commands
+def programs(tmp_path, monkeypatch):
+    (tmp_path / "programs").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "programs"))
+    made = Programs(tmp_path / "programs")
+    made.install("docker", "buildah")
+    return made
+
+
+def test_docker_is_chosen_only_when_its_daemon_answers(programs):
+    assert isinstance(builders.choose(), builders.Docker)
+    programs.install("docker", "buildah", failing="info")
+    assert isinstance(builders.choose(), builders.Buildah)
 
 
 @pytest.mark.parametrize("builder", [builders.Docker(), builders.Buildah()])
-def test_a_build_names_stage_arguments_and_context_and_fetches_nothing(builder, recorded):
+def test_a_build_names_stage_arguments_and_context_and_fetches_nothing(builder, programs):
     builder.build(builders.Recipe(Path("a/Dockerfile"), Path(".."), "dev"), "localhost/x:1", {"VERSION": "1"})
-    (arguments,) = recorded
+    (arguments,) = programs.calls
     assert arguments[-3:] == ["--build-arg", "VERSION=1", ".."]
     assert arguments[arguments.index("--target") + 1] == "dev"
     assert "--pull-never" in arguments or "--pull=false" in arguments
 
 
-def test_plain_http_is_for_a_registry_on_this_machine_alone(recorded):
+def test_plain_http_is_for_a_registry_on_this_machine_alone(programs):
     builders.Buildah().push("x", "localhost:5000/x")
     builders.Buildah().push("x", "registry.example/x")
-    assert ["--tls-verify=false" in arguments for arguments in recorded] == [True, False]
+    assert ["--tls-verify=false" in arguments for arguments in programs.calls] == [True, False]
     assert builders.is_local("127.0.0.1:5000/x")
     assert not builders.is_local("localhost.example/x")
 
 
-def test_buildah_removes_the_container_of_a_command_that_fails(monkeypatch):
-    seen = []
-
-    def output(arguments):
-        seen.append(arguments[1])
-        if arguments[1] == "run":
-            raise CommandError("no such module")
-        return "container\n"
-
-    monkeypatch.setattr(builders, "_output", output)
+def test_buildah_removes_the_container_of_a_command_that_fails(programs):
+    programs.install("buildah", failing="run")
     with pytest.raises(CommandError, match="no such module"):
         builders.Buildah().run("x", ["true"])
-    assert seen == ["from", "run", "rm"]
+    assert [arguments[0] for arguments in programs.calls] == ["from", "run", "rm"]
 
 
 @pytest.mark.parametrize("builder", [builders.Docker(), builders.Buildah()])
-def test_copying_a_file_out_leaves_no_container(builder, recorded):
+def test_copying_a_file_out_leaves_no_container(builder, programs):
     builder.copy("x", "/usr/share/sbom/x.json", Path("/build"))
-    assert any("/usr/share/sbom/x.json" in word for word in recorded[1])
-    assert recorded[-1][1:] == ["rm", "container"]
+    assert any("/usr/share/sbom/x.json" in word for word in programs.calls[1])
+    assert programs.calls[-1] == ["rm", "container"]
 
 
 @pytest.mark.parametrize(
@@ -238,21 +307,19 @@ def test_copying_a_file_out_leaves_no_container(builder, recorded):
         (["model", "--model", "docs", "--name", "llama"], "MODEL: docs has no config.json, or no *.safetensors"),
     ],
 )
-def test_what_cannot_be_done_is_one_sentence(arguments, sentence, monkeypatch, capsys):
+def test_what_cannot_be_done_is_one_sentence(arguments, sentence, programs, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(builders, "choose", builders.Buildah)
     assert command.main(arguments) == 2
     error = capsys.readouterr().err
     assert sentence in error
     assert error.count("\n") == 1
 
 
-def test_without_a_builder_or_a_base_image_one_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(builders.shutil, "which", lambda _: None)
+def test_without_a_builder_or_a_base_image_one_sentence(programs, capsys):
+    programs.install()
     assert command.main(["build"]) == 1
     assert "neither docker (with a running daemon) nor buildah" in capsys.readouterr().err
-    monkeypatch.setattr(builders, "choose", builders.Buildah)
-    monkeypatch.setattr(builders.Buildah, "has", lambda *_: False)
+    programs.install("buildah", failing="inspect")
     assert command.main(["build", "--base", "python:none"]) == 1
     assert "base image python:none is not here" in capsys.readouterr().err
     assert command.main(["push", "--registry", "r", "--only", "tools"]) == 1

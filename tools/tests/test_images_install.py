@@ -92,14 +92,12 @@ def test_an_environment_without_the_kubernetes_client_is_fine(tmp_path, install)
     install.trim_kubernetes(tmp_path, tmp_path / "no-python", [])
 
 
-def test_the_environment_is_split_into_layers(tmp_path, install, monkeypatch):
+def test_the_environment_is_split_into_layers(tmp_path, install):
     venv = tmp_path / "opt/venv"
     site = venv / "lib/python3.11/site-packages"
     for name in ("torch", "torchgen", "torch-2.dist-info", "nvidia", "triton", "rich"):
         (site / name).mkdir(parents=True)
-    monkeypatch.setattr(install, "VENV", venv)
-    monkeypatch.setattr(install, "LAYERS", tmp_path / "layers")
-    install.split(site)
+    install.split(site, venv, tmp_path / "layers")
     found = {
         layer.name: {path.name for path in (layer / site.relative_to("/")).iterdir()}
         for layer in (tmp_path / "layers").iterdir()
@@ -132,10 +130,9 @@ def test_the_sbom_lists_what_dpkg_says_is_installed():
     ]
 
 
-def test_an_sbom_is_valid_and_the_same_each_time(tmp_path, monkeypatch):
+def test_an_sbom_is_valid_and_the_same_each_time(tmp_path):
     status = tmp_path / "status"
     status.write_text(STATUS)
-    monkeypatch.setattr(sbom, "DPKG_STATUS", status)
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     folder = next(venv.glob("lib/python3*/site-packages")) / "rich-1.dist-info"
@@ -144,7 +141,7 @@ def test_an_sbom_is_valid_and_the_same_each_time(tmp_path, monkeypatch):
     texts = []
     for number in range(2):
         path = tmp_path / f"{number}/x.cdx.json"
-        sbom.write(Path(sys.prefix), venv, "router", "1", path)
+        sbom.write(Path(sys.prefix), venv, "router", "1", path, status)
         texts.append(path.read_text())
     assert texts[0] == texts[1]
     assert {"rich", "libc6", "python"} == {component["name"] for component in json.loads(texts[0])["components"]}

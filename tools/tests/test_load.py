@@ -6,12 +6,12 @@ import sys
 
 import pytest
 from fake_openai import Event, FakeOpenAI, Received, Refusal, events, script
-from lockstep_tools import logbook
-from lockstep_tools.endpoint import Endpoint
-from lockstep_tools.history import violations
-from lockstep_tools.loadgen import drive
-from lockstep_tools.mix import mixed_requests
-from lockstep_tools.verdict import judge
+from lockstep_tools.load import logbook
+from lockstep_tools.load.comparison import compare
+from lockstep_tools.load.endpoint import Endpoint
+from lockstep_tools.load.generator import drive
+from lockstep_tools.load.history import violations
+from lockstep_tools.load.mix import mixed_requests
 
 STATUS = {
     "router": {"id": "r1"},
@@ -49,20 +49,21 @@ def lines(text: str, kind: str) -> list[dict]:
     return [entry for entry in map(json.loads, text.splitlines()) if entry["kind"] == kind]
 
 
-def test_the_lines_of_a_load_hold_all_that_the_judge_needs_and_no_words(served: FakeOpenAI, lockstep) -> None:
-    result = lockstep("load", "--url", served.url, "--clients", "3", "--seconds", "0.5")
+def test_the_lines_of_a_load_hold_all_that_the_comparison_needs_and_no_words(served: FakeOpenAI, lockstep) -> None:
+    flags = ("--url", served.url, "--management-url", served.root, "--clients", "3", "--seconds", "0.5")
+    result = lockstep("load", *flags)
     assert (result.returncode, result.stderr) == (0, "")
-    calm = [logbook.from_entry(entry) for entry in lines(result.stdout, logbook.CALM)]
+    undisturbed = [logbook.from_entry(entry) for entry in lines(result.stdout, logbook.UNDISTURBED)]
     streams = [logbook.from_entry(entry) for entry in lines(result.stdout, logbook.STREAM)]
-    assert [history.number for history in calm] == list(range(len(mixed_requests("m"))))
+    assert [history.number for history in undisturbed] == list(range(len(mixed_requests("m"))))
     assert {history.client for history in streams} == {0, 1, 2}
     assert {history.router for history in streams} == {"r1"}
-    assert judge(streams, calm).holds
-    assert (calm[4].choices, calm[4].tokens) == ([0, 1], 24)
+    assert compare(streams, undisturbed).holds
+    assert (undisturbed[4].choices, undisturbed[4].tokens) == ([0, 1], 24)
     (status,) = lines(result.stdout, logbook.STATUS)
     assert status["workers"] == {"w0": ["ready", 7, 2]}
     (summary,) = lines(result.stdout, logbook.SUMMARY)
-    assert (summary["holds"], summary["verdict"]["streams"]) == (True, len(streams))
+    assert (summary["holds"], summary["comparison"]["streams"]) == (True, len(streams))
     for words in (" 01", "dark night", "Call me"):
         assert words not in result.stdout
 
@@ -70,7 +71,7 @@ def test_the_lines_of_a_load_hold_all_that_the_judge_needs_and_no_words(served: 
 def test_a_changed_text_fails_the_load(served: FakeOpenAI, lockstep) -> None:
     def damaged(number: int, request: Received) -> list[bytes | float]:
         sent = answer_events(request)
-        if number == 15:  # the first after those in peace
+        if number == 15:  # the first after the undisturbed ones
             choice = sent[3].data["choices"][0]
             choice["text" if "text" in choice else "delta"] = "!" if "text" in choice else {"content": "!"}
         return script(sent, 0.002)
@@ -79,7 +80,7 @@ def test_a_changed_text_fails_the_load(served: FakeOpenAI, lockstep) -> None:
     result = lockstep("load", "--url", served.url, "--clients", "3", "--seconds", "0.5")
     assert result.returncode == 1
     (summary,) = lines(result.stdout, logbook.SUMMARY)
-    (problem,) = summary["verdict"]["problems"]
+    (problem,) = summary["comparison"]["problems"]
     assert "from token 4 on the text is not that of the undisturbed stream" in problem
 
 
@@ -109,7 +110,7 @@ def test_a_load_without_a_server_is_exit_code_2(lockstep) -> None:
     assert "no server answers" in result.stderr
 
 
-def test_a_server_that_is_wrong_in_peace_is_no_measure(served: FakeOpenAI, lockstep) -> None:
+def test_a_server_that_fails_undisturbed_is_refused(served: FakeOpenAI, lockstep) -> None:
     served.answer = lambda number, request: Refusal(500, "?")
     result = lockstep("load", "--url", served.url)
     assert result.returncode == 1
@@ -127,7 +128,7 @@ async def test_a_line_gives_the_history_back(served: FakeOpenAI) -> None:
     assert again.gaps_s == pytest.approx(history.gaps_s, abs=1e-3)
 
 
-async def test_refused_and_unreachable_requests_are_told_apart(served: FakeOpenAI) -> None:
+async def test_refused_and_unreachable_requests_are_distinguished(served: FakeOpenAI) -> None:
     served.answer = lambda number, request: Refusal(503, {"error": {"message": "busy"}})
     served.headers = {"X-Lockstep-Router": "r1", "Retry-After": "2"}
     (refused,) = await drive(Endpoint(served.url), mixed_requests("m")[:1], clients=1)

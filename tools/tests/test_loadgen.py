@@ -3,10 +3,10 @@ from collections.abc import Iterator
 
 import pytest
 from fake_openai import Event, FakeOpenAI, Received, Refusal, events, script
-from lockstep_tools.endpoint import Endpoint
-from lockstep_tools.history import StreamRequest, violations
-from lockstep_tools.loadgen import Prompts, Traffic, drive, record
-from lockstep_tools.report import Spread, summarize
+from lockstep_tools.load.endpoint import Endpoint
+from lockstep_tools.load.generator import Prompts, Traffic, drive, record
+from lockstep_tools.load.history import StreamRequest, violations
+from lockstep_tools.load.report import Percentiles, summarize
 
 TEXTS = ["one", " two", " three", " four"]
 
@@ -166,6 +166,6 @@ def test_requests_are_a_function_of_seed_and_number() -> None:
 
 
 def test_a_spread_is_by_nearest_rank() -> None:
-    assert Spread.of([number / 1000 for number in range(100, 0, -1)]) == Spread(50.0, 99.0, 100.0)
-    assert Spread.of([0.25]) == Spread(250.0, 250.0, 250.0)
-    assert Spread.of([]) is None
+    assert Percentiles.of([number / 1000 for number in range(100, 0, -1)]) == Percentiles(50.0, 99.0, 100.0)
+    assert Percentiles.of([0.25]) == Percentiles(250.0, 250.0, 250.0)
+    assert Percentiles.of([]) is None

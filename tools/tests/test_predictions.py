@@ -1,5 +1,6 @@
 """What the collectives' benchmark concludes, and the pieces the benchmarks share."""
 
+import json
 import os
 
 import measure
@@ -11,7 +12,7 @@ from synthetic import SHAPES, write_copier, write_random
 from transformers import AutoModelForCausalLM
 
 
-def test_published_speeds_are_foretold():
+def test_published_speeds_are_predicted():
     rows = prediction.check()
     assert {row["model"] for row in rows if not row["fitted"]} == {"Llama-3-8B", "Llama-2-70B"}
     assert all(abs(row["error"]) < 0.05 for row in rows)
@@ -78,18 +79,17 @@ def test_sums_between_processes_are_timed():
     assert "64 KiB" in latency_table(rows)
 
 
-def test_results_are_kept_with_their_command(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "RESULTS", tmp_path)
-    monkeypatch.setattr("sys.argv", [str(measure.ROOT / "tools/bench/driver.py"), "--shape", "tiny one"])
-    measure.save("some", {"machine": {"cpu": "a", "cores": 2}, "rows": [1]}, "# Some")
-    assert (
-        '"command": ".venv/bin/python tools/bench/driver.py --shape \'tiny one\'"'
-        in (tmp_path / "some.json").read_text()
-    )
+def test_a_command_is_as_it_would_be_typed_in_the_repository():
+    script = measure.ROOT / "tools/bench/driver.py"
+    typed = measure.command([str(script), "--shape", "tiny one"])
+    assert typed == ".venv/bin/python tools/bench/driver.py --shape 'tiny one'"
+
+
+def test_results_are_kept_with_their_command(tmp_path):
+    measure.save("some", {"machine": {"cpu": "a", "cores": 2}, "rows": [1]}, "# Some", tmp_path)
+    assert json.loads((tmp_path / "some.json").read_text())["command"] == measure.command()
     text = (tmp_path / "some.md").read_text()
-    assert text.startswith(
-        "# Some\n\nMade by `.venv/bin/python tools/bench/driver.py --shape 'tiny one'` on: cpu a, cores 2"
-    )
+    assert text.startswith(f"# Some\n\nMade by `{measure.command()}` on: cpu a, cores 2")
     page = tmp_path / "page.md"
     page.write_text("above\n<!-- some -->\nold\n<!-- end -->\nbelow\n")
     measure.fill(page, "some", measure.table(["a"], [[1], ["b"]]))
@@ -98,7 +98,7 @@ def test_results_are_kept_with_their_command(tmp_path, monkeypatch):
         measure.fill(page, "other", "")
 
 
-def test_random_checkpoints_load_and_have_the_size_that_is_told(tmp_path):
+def test_random_checkpoints_load_and_have_the_requested_size(tmp_path):
     shape = SHAPES["tiny"]
     model = AutoModelForCausalLM.from_pretrained(write_random(shape, tmp_path))
     norms = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)

@@ -1,4 +1,4 @@
-"""What works beside a served system needs neither engine nor services: the image with these commands has no torch."""
+"""Commands for a served system need neither engine nor services: the image with these commands has no torch."""
 
 import os
 import subprocess

@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lockstep_tools.sse import Decoder, ServerSentEvent
+from lockstep_tools.load.sse import Decoder, ServerSentEvent
 
 FIRST = 'id: r:1\ndata: {"a": "é\u2028\x85x"}\n\n'
 STREAM = FIRST + ": a comment\r\n\r\ndata: two\r\ndata:lines\r\n\r\nid: r:2\rdata: [DONE]\r\r"

@@ -1,4 +1,4 @@
-"""The stack with stub services in the places of router and worker: what starts, what ends, what is left."""
+"""The stack with a stub router and stub workers: what starts, what ends, what is left."""
 
 import json
 import os
@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from lockstep_tools.arguments import cores
 from lockstep_tools.failure import CommandError
-from lockstep_tools.stack import Stack, StackSettings
+from lockstep_tools.serving.stack import Stack, StackSettings, share
 
 
 def wait_until(holds: Callable[[], object], within_s: float = 10) -> None:
@@ -51,15 +52,15 @@ def test_a_stack_comes_up_and_leaves_nothing(stubs: Path, model: str) -> None:
 
 
 def test_a_killed_worker_comes_back(stubs: Path, model: str) -> None:
-    told: list[str] = []
-    with Stack(StackSettings(model, workers=2), on_event=told.append) as stack:
+    events: list[str] = []
+    with Stack(StackSettings(model, workers=2), on_event=events.append) as stack:
         stack.wait_ready(10)
         before = stack.worker_pids
         os.kill(before["w0"], signal.SIGKILL)
         wait_until(lambda: stack.worker_pids["w0"] not in (None, before["w0"]))
         stack.wait_ready(10)
         assert stack.worker_pids["w1"] == before["w1"]
-    assert told == ["worker w0 was killed by SIGKILL; starting it again"]
+    assert events == ["worker w0 was killed by SIGKILL; starting it again"]
 
 
 def test_a_worker_that_cannot_run_ends_the_stack(stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,10 +91,10 @@ def test_a_long_temporary_directory_is_not_used_for_sockets(
     assert list(deep.iterdir()) == []
 
 
-def test_threads_are_the_cores_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep_tools.stack.cores", lambda: 16)
-    assert StackSettings("m", workers=2, tp=2).rank_threads == 4
-    assert StackSettings("m", workers=8, tp=4).rank_threads == 1
+def test_threads_are_the_cores_divided_by_the_ranks() -> None:
+    assert (share(16, 4), share(16, 32), share(7, 2)) == (4, 1, 3)
+    assert StackSettings("m", workers=1, tp=1).rank_threads == cores()
+    assert StackSettings("m", workers=8, tp=8 * cores()).rank_threads == 1
     assert StackSettings("m", workers=8, tp=4, threads=3).rank_threads == 3
 
 
@@ -106,7 +107,7 @@ def test_threads_are_the_cores_shared_out(monkeypatch: pytest.MonkeyPatch) -> No
         ("h", "http://h:9"),
     ],
 )
-def test_the_url_is_one_that_a_client_here_can_use(host: str, url: str) -> None:
+def test_the_url_can_be_used_on_this_machine(host: str, url: str) -> None:
     assert Stack(StackSettings("m", host=host, port=9)).url == url
 
 
@@ -212,7 +213,7 @@ def test_nothing_outlives_a_killed_serve(stubs: Path, model: str) -> None:
         assert not abandoned.exists()
 
 
-def test_serve_tells_of_a_dead_worker_and_goes_on(stubs: Path, model: str) -> None:
+def test_serve_reports_a_dead_worker_and_continues(stubs: Path, model: str) -> None:
     serve = Serve(model)
     serve.see("stop")
     os.kill(pids_noted(stubs)[0], signal.SIGKILL)

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 from fake_openai import FakeOpenAI
-from lockstep_tools.status import is_ready, render
+from lockstep_tools.commands.status import render
+from lockstep_tools.serving.status import is_ready
 from rich.console import Console
 
 STATUS = {
@@ -26,6 +27,7 @@ STATUS = {
             "free_blocks": 90,
             "total_blocks": 100,
             "tokens_per_s": 123.4,
+            "fingerprint": "0123abcd" * 8,
             "last_seen_s": 0.04,
             "ranks": [
                 {"rank": 0, "pid": 21, "state": "ready", "steps": 77},
@@ -57,12 +59,12 @@ def words(line: str) -> str:
 def test_the_table_shows_workers_and_ranks() -> None:
     head, _, titles, *rows = shown(STATUS)
     assert head == "router r1 (pid 10), up 1 h 2 min: 3 streams, 2 failovers; models: reference"
-    assert words(titles) == "NAME STATE PID EPOCH QUEUED RUNNING BLOCKS FREE TOKENS/S STEPS SEEN REASON"
+    assert words(titles) == "NAME STATE PID EPOCH QUEUED RUNNING BLOCKS FREE TOKENS/S STEPS SEEN NUMERICS REASON"
     assert [words(row) for row in rows] == [
-        "w0 ready 20 4 1 2 90/100 123 0.0 s ago",
+        "w0 ready 20 4 1 2 90/100 123 0.0 s ago 0123abcd",
         "├ rank 0 ready 21 77",
         "└ rank 1 dead 22 76",
-        "unix:/w1 connecting - - - - -/- - never no socket",
+        "unix:/w1 connecting - - - - -/- - never unknown no socket",
     ]
 
 

@@ -1,12 +1,12 @@
-"""The demo's verdict: it passes when the client lost nothing and both kills hit, and for no less."""
+"""The demo's comparison: it passes only when the client lost nothing and both kills hit."""
 
 import dataclasses
 import io
 
 import pytest
-from lockstep_tools.endpoint import Piece
-from lockstep_tools.history import History, StreamRequest
-from lockstep_tools.story import Narrator, Story, verdict
+from lockstep_tools.demo.story import Narrator, Story, show_comparison
+from lockstep_tools.load.endpoint import Piece
+from lockstep_tools.load.history import History, StreamRequest
 from rich.console import Console
 
 TOKENS = 60
@@ -30,9 +30,9 @@ def story_of(history: History) -> Story:
     return story
 
 
-def judged(peace: History, story: Story) -> tuple[bool, str]:
+def judged(undisturbed: History, story: Story) -> tuple[bool, str]:
     out = io.StringIO()
-    return verdict(peace, story, Console(file=out, width=120)), out.getvalue()
+    return show_comparison(undisturbed, story, Console(file=out, width=120)), out.getvalue()
 
 
 def test_equal_streams_and_two_kills_that_hit_pass() -> None:
@@ -88,10 +88,10 @@ def test_anything_less_fails(damage) -> None:
 
 
 def test_an_undisturbed_run_that_was_cut_short_fails() -> None:
-    peace, story = stream(), story_of(stream())
-    for history in (peace, story.history):
+    undisturbed, story = stream(), story_of(stream())
+    for history in (undisturbed, story.history):
         del history.pieces[50:-2]
-    assert not judged(peace, story)[0]
+    assert not judged(undisturbed, story)[0]
 
 
 def test_the_gap_is_the_longest_silence_soon_after_the_kill() -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 from lockstep_tools.cli import main
-from lockstep_tools.training import CHAT_TEMPLATE, Phase, Shape, train_tokenizer
+from lockstep_tools.model.training import CHAT_TEMPLATE, Phase, Shape, train_tokenizer
 from tokenizers import Tokenizer
 
 ROOT = Path(__file__).parents[2]

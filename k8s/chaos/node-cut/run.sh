@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Cuts the node of a worker off from everything for SECONDS, then joins it again. Nothing on it is killed.
+# Cuts the node of a worker off from everything for SECONDS, then lets it rejoin. Nothing on it is killed.
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 WORKER=${WORKER:-$(first inference-worker)}
-drop "${NODE:-$(pod_field "$WORKER" .spec.nodeName)}" "${SECONDS_CUT:-20}" "PREROUTING -i DEV -j DROP" "POSTROUTING -o DEV -j DROP"
+drop "${NODE:-$(pod_field "$WORKER" .spec.nodeName)}" "${SECONDS_CUT:-20}" "PREROUTING -i DEV" "POSTROUTING -o DEV"

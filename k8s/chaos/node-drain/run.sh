@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Drains the node of a worker, then takes it back. SELECTOR= (empty) evicts the other tenants of the node too.
+# Drains the node of a worker, then takes it back. SELECTOR= (empty) evicts the other pods of the node too.
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 WORKER=${WORKER:-$(first inference-worker)}
 NODE=${NODE:-$(pod_field "$WORKER" .spec.nodeName)}
-trap 'kubectl uncordon "$NODE"' EXIT
+[[ $(kubectl get node "$NODE" -o jsonpath='{.spec.unschedulable}') != true ]] || { echo "$NODE is cordoned already" >&2; exit 1; }
+remember "cordon.$NODE" true
+trap 'kubectl uncordon "$NODE" && forget "cordon.$NODE"' EXIT
 fault
 kubectl drain "$NODE" --ignore-daemonsets --delete-emptydir-data --timeout="${PATIENCE_S}s" \
   --pod-selector="${SELECTOR-app.kubernetes.io/instance=$RELEASE,app.kubernetes.io/component!=load}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Deletes a worker's pod without grace: its containers are killed about a second later, in the middle of everything.
+# Deletes a worker's pod without grace: its containers are killed about a second later.
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 WORKER=${WORKER:-$(first inference-worker)}
 fault

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Deletes a router's pod without grace: its own streams break off, nobody else's.
+# Deletes a router's pod without grace: only its own streams break off.
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
 ROUTER=${ROUTER:-$(first router)}
 fault

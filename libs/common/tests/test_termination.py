@@ -1,4 +1,4 @@
-"""The last words of a process reach the file that Kubernetes reads, or do no harm."""
+"""The termination message is written to the file that Kubernetes reads, and a failure to write it is ignored."""
 
 import pytest
 from lockstep_common.settings import fail

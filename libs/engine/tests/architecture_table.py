@@ -16,9 +16,19 @@ float32: the logits of a prompt in two chunks and of single tokens after it are 
 ranks (tp) named here, and 32 greedy tokens on one and two. Any tp that divides the attention heads runs; key/value
 heads are repeated when there are fewer than ranks. What cannot be split is refused with the reason.
 
-Deterministic: a token gets the same bits alone, in any chunk and beside any neighbours. A rank finds out at its start
-whether that holds for its model on its machine; `status().deterministic` has the answer. Routers with a sigmoid need a
-number of experts that is a multiple of 32 for it, as all published ones have.
+Deterministic: a token gets the same bits alone, in any chunk and beside any neighbours. A rank checks at its start that
+this holds on its machine; `status().deterministic` has the answer, and `status().fingerprint` names the bits. Workers
+with equal fingerprints continue each other's streams exactly. Where this holds:
+
+| computed by | deterministic | the same fingerprint |
+|---|---|---|
+| CPU, compiled kernels | yes | on every x86-64 CPU, with any number of threads and any setting of torch's libraries |
+| CPU, torch | yes, in shapes tested at first use | with the same torch, CPU capability and threads |
+| GPU | no: nothing is lost or doubled and draws are the same, but rounding may differ | none |
+
+The kernels are there if the engine was installed with a C compiler, and in our images; they have builds for AVX-512,
+AVX2 and neither. float32, 16-bit weights, several ranks and a compressed KV cache are deterministic alike. Each of
+these has a fingerprint of its own.
 
 | architecture (`model_type`) | tp tested | deterministic on the CPU | notes |
 |---|---|---|---|

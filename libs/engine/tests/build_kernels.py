@@ -14,16 +14,16 @@ from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_triton import DecodeAttention, Rotation, TritonAttention
 from lockstep_engine.config import HotWindow
 from lockstep_engine.kernels import triton_attention, triton_compress, triton_gate, triton_norm, triton_store
-from lockstep_engine.kernels.triton_attention import Tiles
-from lockstep_engine.kernels.twins import Paged, Scoring
+from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.scoring import Scoring
 from paper_gpu import PaperGpu
 
 
 class Kernels:
     """Calls each kernel with tensors of a shape; what they hold is not looked at."""
 
-    def __init__(self, heads, kv_heads, dim, *, dtype=torch.bfloat16, rule=HotWindow(1, 4), blocks=9):  # noqa: B008
+    def __init__(self, heads, kv_heads, dim, *, dtype=torch.bfloat16, hot_window=HotWindow(1, 4), blocks=9):  # noqa: B008
         self.heads, self.kv_heads, self.dim, self.dtype = heads, kv_heads, dim, dtype
         self.cache = KvCache(
             layers=1,
@@ -32,8 +32,8 @@ class Kernels:
             blocks=blocks,
             dtype=dtype,
             device=torch.device("cpu"),
-            cold_blocks=blocks if rule else 0,
-            rule=rule,
+            cold_blocks=blocks if hot_window else 0,
+            hot_window=hot_window,
         )
 
     def empty(self, *shape):
@@ -42,7 +42,7 @@ class Kernels:
     def attend(self, *, queries=1, splits=1, **scoring):
         numbers = torch.zeros(4, dtype=torch.int32)
         tables = torch.zeros(4, 16, dtype=torch.int32)
-        paged = Paged(tables, tables, numbers, numbers, numbers, self.cache.rule)
+        paged = Paged(tables, tables, numbers, numbers, numbers, self.cache.hot_window)
         merged = self.empty(64, self.heads + 2 * self.kv_heads, self.dim)[:, : self.heads].transpose(0, 1)
         out = self.empty(64, self.heads, self.dim)
         tiles = Tiles(numbers, numbers, queries, splits)
@@ -73,7 +73,7 @@ class Kernels:
         attention = TritonAttention(self.cache, layout)
         tokens = sum(lengths)
         parts = [self.empty(tokens, count, self.dim).transpose(0, 1) for count in (self.heads, *[self.kv_heads] * 2)]
-        attention.attend(0, *parts, scale=1.0)
+        attention.attend(0, *parts, Scoring(1.0))
 
     def decode(self, size, width):
         """A step that is to be recorded."""
@@ -86,7 +86,7 @@ class Kernels:
 
 def build_for_steps(gpu):
     """What a start builds, and how many more builds steps of all kinds need after it."""
-    triton_attention._processors = lambda device: 132
+    triton_attention.processors = lambda device: 132
     kernels = Kernels(32, 8, 128, blocks=77)
     for size in (1, 64):
         kernels.decode(size, 40)
@@ -109,8 +109,8 @@ def main():
     llama.small_ones()
     if sys.argv[2] == "all":
         for shape in ((32, 32, 128), (28, 4, 128), (8, 1, 256), (8, 2, 256), (32, 8, 80), (14, 2, 64), (16, 16, 192)):
-            for rule in (None, HotWindow(1, 4)):
-                kernels = Kernels(*shape, rule=rule)
+            for hot_window in (None, HotWindow(1, 4)):
+                kernels = Kernels(*shape, hot_window=hot_window)
                 kernels.attend(splits=16)
                 kernels.prefill()
         options = {"window": 100, "soft_cap": 3.0}

@@ -24,7 +24,7 @@ SEQUENCES = 40
 def main():
     paper = PaperGpu(90, examine=False).install()
     gpu.usable = lambda *_: True
-    triton_attention._processors = lambda device: PROCESSORS
+    triton_attention.processors = lambda device: PROCESSORS
     with tempfile.TemporaryDirectory() as folder:
         path, _ = make(sys.argv[1], Path(folder))
         settings = {"max_seqs": SEQUENCES, "max_batch_tokens": 64, "kv_hot_window": 16, "kv_memory_bytes": 2**24}
@@ -39,10 +39,10 @@ def main():
             plans = served.plans
             report = {
                 "ready": ready,
-                "later": served.rank._builds.builds,
-                "recorded": list(served.rank._graphs.sizes) if served.rank._graphs else [],
+                "later": served.rank.builds.builds,
+                "recorded": list(served.rank.graphs.sizes) if served.rank.graphs else [],
                 "moves": sum(len(plan.moves) + len(plan.late_moves) for plan in plans),
-                "most_sequences": max(len(plan.slots) // 4 for plan in plans),
+                "most_sequences": max(len(plan.lengths) for plan in plans),
             }
             assert paper.compiled == report["ready"] + report["later"]
     print(json.dumps(report))

@@ -1,41 +1,65 @@
-"""The real zygote and real ranks, one of which runs out of memory."""
+"""The real zygote and real ranks, which run out of memory at a point of a step."""
+
+from functools import partial
 
 import numpy as np
 import torch
-from lockstep_engine import rank, zygote
+from lockstep_engine import zygote
+from lockstep_engine.rank import Rank, run_rank
 
 _STEP = 4
 
 
 def main(point):
-    {"sampler": _fail_in_sampler, "forward": _fail_in_forward}[point]()
-    zygote.main()
+    zygote.main({"sampler": _load_failing_sampler, "forward": _load_failing_forward}[point])
 
 
-def _fail_in_sampler():
-    """Of a request with penalties, where its past is counted."""
+def _load_failing_sampler():
+    """The allocation fails in which a request with penalties has its past counted."""
 
     def bincount(*_, **__):
         raise MemoryError
 
     np.bincount = bincount
+    return run_rank
 
 
-def _fail_in_forward():
-    """On rank 1 of the first epoch, behind the collective of the embedding."""
-    launch = rank.Rank._launch
+def _load_failing_forward():
+    return partial(run_rank, kind=FailsInForward)
 
-    def failing(self, plan, idle):
-        if (self._spec.rank, self._spec.epoch, plan.step) == (1, 1, _STEP):
-            calls = iter(range(2))
-            reduce = self._group.all_reduce
 
-            def second_fails(x):
-                if next(calls):
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore advice.")
-                return reduce(x)
+class FailsInForward(Rank):
+    """Rank 1 of the first epoch fails in a step, after the collective of the embedding."""
 
-            self._group.all_reduce = second_fails
-        return launch(self, plan, idle)
+    def __init__(self, spec, *args):
+        self._fails = (spec.rank, spec.epoch) == (1, 1)
+        super().__init__(spec, *args)
 
-    rank.Rank._launch = failing
+    def join(self, *args):
+        self._collectives = FailingCollectives(super().join(*args))
+        return self._collectives
+
+    def launch(self, plan, idle):
+        if self._fails and plan.step == _STEP:
+            self._collectives.left = 1
+        return super().launch(plan, idle)
+
+
+class FailingCollectives:
+    """Passes everything on to a group of ranks, until there is no memory for a sum."""
+
+    def __init__(self, group):
+        self._group = group
+        self.rank, self.size, self.spent_ns = group.rank, group.size, 0
+        self.left = None
+        """Sums that will still be made; None: all."""
+
+    def all_reduce(self, x):
+        if self.left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore advice.")
+        if self.left is not None:
+            self.left -= 1
+        return self._group.all_reduce(x)
+
+    def all_gather(self, x):
+        return self._group.all_gather(x)

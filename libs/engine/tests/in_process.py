@@ -1,13 +1,16 @@
 """A rank group without processes: `tp` models in threads, exchanging through the real shared segment."""
 
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
-from lockstep_engine.attention import StepLayout, step_attention
-from lockstep_engine.config import EngineConfig
+from lockstep_engine.attention import StepLayout
+from lockstep_engine.attention_choice import step_attention
+from lockstep_engine.canary import Numerics, measure
+from lockstep_engine.config import EngineConfig, HotWindow
 from lockstep_engine.distributed import Alone, Collectives, SharedMemory
 from lockstep_engine.kernels import cpu
 from lockstep_engine.kv_cache import KvCache
@@ -16,6 +19,7 @@ from lockstep_engine.model_config import inspect_model
 from lockstep_engine.models import build_model
 from lockstep_engine.sizes import segment_bytes
 from lockstep_engine.weights import load_weights
+from numpy.typing import NDArray
 
 torch.set_num_threads(1)  # ranks are threads here; more would only fight
 
@@ -26,29 +30,41 @@ _BLOCKS = 64
 class InProcessGroup:
     """Computes logits for one sequence, as a rank group would."""
 
-    def __init__(self, path: Path, tp: int, max_context: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tp: int,
+        max_context: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        hot_window: HotWindow | None = None,
+    ) -> None:
         self.tp = tp
+        self._dtype, self._hot_window = dtype, hot_window
         self._info = inspect_model(EngineConfig(model=str(path), tp=tp, max_context=max_context))
         groups: list[Collectives] = [Alone()]
         if tp > 1:
             fd = Mailbox.create(segment_bytes(tp, _CAPACITY), "test")
             groups = [SharedMemory(fd, rank, tp, _CAPACITY, lambda: None) for rank in range(tp)]
         self._ranks = [self._build(group) for group in groups]
+        self.models = [model for _, model, _ in self._ranks]
         self.fused = sum(type(module).__name__ == "FusedLayer" for module in self._ranks[0][1].module.modules())
 
     def _build(self, group):
         device = torch.device("cpu")
-        model = build_model(self._info, group, torch.float32)
+        model = build_model(self._info, group, self._dtype)
         load_weights(model.module, self._info, group, device)
-        if cpu.usable(model.head_dim):
+        if cpu.build and self._dtype is torch.float32:
             model.fuse(self._info.context_length)
         cache = KvCache(
             layers=model.layers,
             kv_heads=model.kv_heads,
             head_dim=model.head_dim,
             blocks=_BLOCKS,
-            dtype=torch.float32,
+            dtype=self._dtype,
             device=device,
+            hot_window=self._hot_window,
+            cold_blocks=0 if self._hot_window is None else _BLOCKS,
         )
         return group, model, cache
 
@@ -61,17 +77,35 @@ class InProcessGroup:
         results: list[torch.Tensor | None] = [None] * self.tp
 
         def run(rank: int) -> None:
-            group, model, cache = self._ranks[rank]
-            with torch.inference_mode():
-                attention = step_attention(cache, layout, deterministic=True, plain=model.plain_attention)
-                local = model.logits(torch.tensor(ids), attention, torch.arange(len(ids)))
-                results[rank] = group.all_gather(local)[:, : model.vocab_size].clone()
+            results[rank] = self.forward(rank, torch.tensor(ids), layout, np.arange(len(ids))).clone()
 
         _all(run, self.tp)
         first = results[0]
         assert first is not None
         assert all(torch.equal(first, each) for each in results if each is not None)  # all ranks hold the same bits
         return first
+
+    def measure(self) -> Numerics:
+        """The self-test of every rank, which must find the same."""
+        results: list[Numerics | None] = [None] * self.tp
+
+        def run(rank: int) -> None:
+            cache, vocab_size = self._ranks[rank][2], self._ranks[rank][1].vocab_size
+            with torch.inference_mode():
+                forward = functools.partial(self.forward, rank)
+                results[rank] = measure(forward, cache, vocab_size, 104, str(self._dtype), neighbours=True)
+
+        _all(run, self.tp)
+        first = results[0]
+        assert first is not None
+        assert all(each == first for each in results)
+        return first
+
+    def forward(self, rank: int, ids: torch.Tensor, layout: StepLayout, rows: NDArray[np.int64]) -> torch.Tensor:
+        group, model, cache = self._ranks[rank]
+        with torch.inference_mode():
+            attention = step_attention(cache, layout, deterministic=True)
+            return group.all_gather(model.logits(ids, attention, torch.from_numpy(rows)))[:, : model.vocab_size]
 
 
 def _all(run: Callable[[int], None], count: int) -> None:

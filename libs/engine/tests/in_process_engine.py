@@ -6,9 +6,11 @@ from collections import deque
 import numpy as np
 import torch
 from in_process import InProcessGroup
-from lockstep_engine.attention import StepLayout, step_attention
+from lockstep_engine.attention import StepLayout
+from lockstep_engine.attention_choice import step_attention
+from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.kv_cache import KvCache
-from lockstep_engine.plan import LAST_SAMPLED, PoolSizes, Result, decode_plan, encode_plan
+from lockstep_engine.plan import LAST_SAMPLED, Result, decode_plan, encode_plan
 from lockstep_engine.request import Request
 from lockstep_engine.sampling import Sampler
 from lockstep_engine.scheduler import Limits, Scheduler
@@ -20,17 +22,17 @@ class InProcessModel:
     """A checkpoint, loaded once for many engines."""
 
     def __init__(self, path):
-        self.model = InProcessGroup(path, 1)._ranks[0][1]
+        self.model = InProcessGroup(path, 1).models[0]
 
 
 class InProcessEngine:
-    """Runs requests to their end. `hot` and `cold`: blocks of the pools; `depth`: plans in flight at most."""
+    """Runs requests to their end. `hot` and `cold`: blocks of the pools; `depth`: most plans in flight."""
 
     def __init__(self, loaded, *, hot=128, cold=128, compressed_layers=None, depth=1, **limits):
         self._depth = depth
         self.limits = Limits(**{**DEFAULTS, **limits})
         self._model = loaded.model
-        rule = self.limits.hot_window
+        hot_window = self.limits.hot_window
         self.cache = KvCache(
             layers=self._model.layers,
             kv_heads=self._model.kv_heads,
@@ -38,11 +40,11 @@ class InProcessEngine:
             blocks=hot,
             dtype=torch.float32,
             device=torch.device("cpu"),
-            cold_blocks=cold if rule is not None else 0,
-            rule=rule,
+            cold_blocks=cold if hot_window is not None else 0,
+            hot_window=hot_window,
             compressed_layers=compressed_layers,
         )
-        self.scheduler = Scheduler(self.limits, [], PoolSizes(hot, cold if rule is not None else 0))
+        self.scheduler = Scheduler(self.limits, [], PoolSizes(hot, cold if hot_window is not None else 0))
         self._sampler = Sampler(self.limits.max_seqs, self._model.vocab_size, torch.device("cpu"))
         self._numbers = itertools.count()
         self.steps = 0
@@ -73,35 +75,25 @@ class InProcessEngine:
         return list(ids.values())
 
     def ids(self, prompt, params, emitted=()):
-        """Those of one request."""
+        """The ids of one request."""
         return self.run((prompt, emitted, params))[0]
 
     @torch.inference_mode()
     def _execute(self, plan):
-        starts, lengths, slots, samples, emitted = (
-            np.frombuffer(data, dtype=np.int32)
-            for data in (plan.starts, plan.lengths, plan.slots, plan.samples, plan.emitted)
-        )
-        tables = np.frombuffer(plan.tables, dtype=np.int32).reshape(len(slots), -1)
-        hot_tables = np.frombuffer(plan.hot_tables, dtype=np.int32).reshape(tables.shape) if plan.hot_tables else None
-        moves, late_moves = (
-            np.frombuffer(data, dtype=np.int32).reshape(-1, 2) for data in (plan.moves, plan.late_moves)
-        )
-        sampled = samples.nonzero()[0]
+        sampled = plan.samples.nonzero()[0]
         for entry in plan.added:
             self._sampler.add(entry)
-        attention = step_attention(
-            self.cache, StepLayout(starts, lengths, tables, hot_tables, moves), deterministic=True
-        )
-        ids = torch.from_numpy(np.frombuffer(plan.token_ids, dtype=np.int32).astype(np.int64))
+        layout = StepLayout(plan.starts, plan.lengths, plan.tables, plan.hot_tables, plan.moves)
+        attention = step_attention(self.cache, layout, deterministic=True)
+        ids = torch.from_numpy(plan.token_ids.astype(np.int64))
         unknown = (ids == LAST_SAMPLED).nonzero().squeeze(1)
-        ids[unknown] = self._sampler.last(np.repeat(slots, lengths)[unknown.numpy()])
+        ids[unknown] = self._sampler.last(np.repeat(plan.sampling_rows, plan.lengths)[unknown.numpy()])
         logits = self._model.logits(
             ids,
             attention,
-            torch.from_numpy((np.cumsum(lengths) - 1)[sampled]),
+            torch.from_numpy((np.cumsum(plan.lengths) - 1)[sampled]),
         )
-        chosen = self._sampler.sample(logits, slots[sampled], emitted[sampled], np.frombuffer(plan.uniforms))
-        if len(late_moves):
-            self.cache.compress(late_moves)
+        chosen = self._sampler.sample(logits, plan.sampling_rows[sampled], plan.emitted[sampled], plan.uniforms)
+        if len(plan.late_moves):
+            self.cache.compress(plan.late_moves)
         return Result(plan.step, *chosen.read(), 0, 0)

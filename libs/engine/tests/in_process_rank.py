@@ -1,5 +1,5 @@
-"""A real rank in a thread of this process, and a driver that runs requests to their ends through its socket and mailbox
-as the supervisor does.
+"""A real rank in a thread of this process, and a driver that runs requests through its socket and mailbox, as the
+supervisor does.
 """
 
 import itertools
@@ -8,19 +8,21 @@ import threading
 from collections import deque
 
 from lockstep_engine.config import EngineConfig
-from lockstep_engine.engine import _group_settings
-from lockstep_engine.mailbox import MAX_IN_FLIGHT, Mailbox
-from lockstep_engine.model_config import inspect_model
-from lockstep_engine.plan import (
+from lockstep_engine.control import (
+    MAX_CONTROL_BYTES,
     AllocateBlocks,
     Loaded,
     Ready,
-    decode_control,
-    decode_result,
+    decode_doorbell,
+    decode_rank_message,
     encode_control,
-    encode_plan,
+    encode_doorbell,
 )
-from lockstep_engine.rank import DOORBELL, MAX_CONTROL_BYTES, Rank
+from lockstep_engine.engine import group_settings
+from lockstep_engine.mailbox import MAX_IN_FLIGHT, Mailbox
+from lockstep_engine.model_config import inspect_model
+from lockstep_engine.plan import decode_result, encode_plan
+from lockstep_engine.rank import Rank
 from lockstep_engine.request import Request
 from lockstep_engine.scheduler import Limits, Scheduler
 
@@ -29,16 +31,16 @@ _WAIT_S = 300
 
 
 class InProcessRank:
-    """The only rank of an engine. `settings` are `EngineConfig`'s."""
+    """The only rank of an engine. `model`: what is known of it, None: it is inspected; `settings`: `EngineConfig`'s."""
 
-    def __init__(self, path, **settings):
+    def __init__(self, path, *, model=None, **settings):
         config = EngineConfig(model=str(path), **settings)
-        info = inspect_model(config)
+        info = model or inspect_model(config)
         spec, plan_bytes, result_bytes = (
-            getattr(_group_settings(config, info), name) for name in ("spec", "plan_bytes", "result_bytes")
+            getattr(group_settings(config, info), name) for name in ("spec", "plan_bytes", "result_bytes")
         )
         fd = Mailbox.create(Mailbox.segment_bytes(1, plan_bytes, result_bytes), "test")
-        self._mailbox = Mailbox(fd, 1, plan_bytes, result_bytes)
+        self.mailbox = Mailbox(fd, 1, plan_bytes, result_bytes)
         self._depth = MAX_IN_FLIGHT if config.overlap else 1
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(_WAIT_S)
@@ -70,7 +72,7 @@ class InProcessRank:
         self._control.close()
         self._thread.join(_WAIT_S)
         if self.rank is not None:
-            self.rank._builds.remove()
+            self.rank.builds.remove()
 
     def run(self, *requests):
         """Outputs of requests, each (prompt, sampling), that run together. One list of ids for each."""
@@ -83,14 +85,14 @@ class InProcessRank:
         while True:
             while len(in_flight) < self._depth and (plan := self.scheduler.schedule()) is not None:
                 self.plans.append(plan)
-                self._mailbox.put_plan(plan.step, encode_plan(plan))
-                self._control.send(DOORBELL.pack(plan.step))
+                self.mailbox.put_plan(plan.step, encode_plan(plan))
+                self._control.send(encode_doorbell(plan.step))
                 in_flight.append(plan.step)
             if not in_flight:
                 return list(ids.values())
             step = in_flight.popleft()
-            assert self._receive() == DOORBELL.pack(step)
-            for output in self.scheduler.update(decode_result(self._mailbox.get_result(step))):
+            assert decode_doorbell(self._receive()) == step
+            for output in self.scheduler.update(decode_result(self.mailbox.get_result(step))):
                 ids[output.request_id] += output.ids
 
     def _run(self, spec, control, fd):
@@ -111,6 +113,6 @@ class InProcessRank:
         return message
 
     def _await(self, kind):
-        while not isinstance(message := decode_control(self._receive()), kind):
+        while not isinstance(message := decode_rank_message(self._receive()), kind):
             pass
         return message

@@ -1,7 +1,6 @@
-"""Ranks without a model: their KV cache holds the tokens, and the next token is a function of what they read there.
-
-What a request gets is known beforehand, from its prompt and seed alone. If a plan leads a sequence to a wrong block, to
-one that another has overwritten, or leaves a token out, what it reads is not its text and its tokens differ.
+"""Ranks without a model: their KV cache holds the tokens, and the next token is a function of what they read there. The
+output of a request follows from its prompt and seed. If a plan leads a sequence to a wrong block, to an overwritten
+one, or leaves a token out, the sequence reads another text and its tokens differ.
 """
 
 import random
@@ -10,9 +9,10 @@ import zlib
 from collections import deque
 
 import numpy as np
+from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.draws import uniform
-from lockstep_engine.plan import LAST_SAMPLED, PoolSizes, Result, StepLogprobs, decode_plan, encode_plan
+from lockstep_engine.plan import LAST_SAMPLED, Result, StepLogprobs, decode_plan, encode_plan
 from lockstep_engine.request import Request, SamplingParams
 from lockstep_engine.scheduler import Limits, Scheduler
 
@@ -28,12 +28,12 @@ def next_token(context, number):
 
 
 def prompt_score(tokens):
-    """Stands for the log probability of the last token after those before it."""
+    """In place of the log probability of the last token given those before it."""
     return -float(next_token(tokens, 0.5))
 
 
 def expected_ids(prompt, count, *, seed=0, emitted=()):
-    """What a request gets that nothing ends before `count` tokens."""
+    """The output of a request that nothing ends before `count` tokens."""
     context = [*prompt, *emitted]
     for position in range(len(emitted), count):
         context.append(next_token(context, uniform(seed, position)))
@@ -41,24 +41,24 @@ def expected_ids(prompt, count, *, seed=0, emitted=()):
 
 
 class ScriptedRanks:
-    """Executes plans, and checks what every plan must fulfil."""
+    """Executes plans, and checks the rules that every plan must follow."""
 
-    def __init__(self, sizes, rule, max_batch_tokens, max_scores):
+    def __init__(self, sizes, hot_window, max_batch_tokens, max_scores):
         # Ids of cold blocks follow those of hot ones, with one between them.
         self._cache = np.full((sizes.hot + 1 + sizes.cold, BLOCK_SIZE), _NEVER, dtype=np.int64)
         self._first_cold = sizes.hot + 1
-        self._rule = rule
+        self._hot_window = hot_window
         self.compressed = []
         """The texts of the blocks that were made cold."""
         self._budget = max_batch_tokens
         self._max_scores = max_scores
-        self._names = {}  # slot -> number of its request
+        self._names = {}  # sampling row -> number of its request
         self._step = 0
-        self._last = {}  # slot -> the token that its occupant got last
+        self._last = {}  # sampling row -> the token that its request got last
         self.ahead = 0
         """Tokens that were computed before the driver knew them."""
         self.started = 0
-        """How often a slot got a new occupant."""
+        """How often a sampling row got a new request."""
         self.scripts = {}
         """Number of a request -> its output, instead of `next_token`'s."""
         self.trace = []
@@ -68,56 +68,53 @@ class ScriptedRanks:
         plan = decode_plan(encode_plan(plan))
         assert plan.step == self._step + 1
         self._step = plan.step
-        starts, lengths, slots, samples, emitted = (
-            np.frombuffer(data, dtype=np.int32)
-            for data in (plan.starts, plan.lengths, plan.slots, plan.samples, plan.emitted)
-        )
-        tokens = np.frombuffer(plan.token_ids, dtype=np.int32).copy()
-        tables = np.frombuffer(plan.tables, dtype=np.int32).reshape(len(slots), plan.table_width)
-        uniforms = iter(np.frombuffer(plan.uniforms))
+        starts, lengths, tables = plan.starts, plan.lengths, plan.tables
+        rows, emitted = plan.sampling_rows, plan.emitted
+        tokens = plan.token_ids.copy()
+        uniforms = iter(plan.uniforms)
         assert 0 < len(tokens) == lengths.sum() <= self._budget
         assert lengths.min() > 0
-        assert len(set(slots.tolist())) == len(slots)
-        hot_tables = np.frombuffer(plan.hot_tables or plan.tables, dtype=np.int32).reshape(tables.shape)
+        assert len(set(rows.tolist())) == len(rows)
+        hot_tables = tables if plan.hot_tables is None else plan.hot_tables
         used = -(-(starts + lengths) // BLOCK_SIZE)
-        assert ((tables >= 0) == (np.arange(plan.table_width) < used[:, None])).all()
+        assert ((tables >= 0) == (np.arange(tables.shape[1]) < used[:, None])).all()
         self.started += len(plan.added)
         for entry in plan.added:
-            (self._names[entry.slot],) = entry.logit_bias
-            self._last.pop(entry.slot, None)
-        self._put_last(tokens, lengths, slots)
+            (self._names[entry.sampling_row],) = entry.logit_bias
+            self._last.pop(entry.sampling_row, None)
+        self._put_last(tokens, lengths, rows)
         self._write(tokens, starts, lengths, hot_tables)
         self._compress(plan.moves)
-        self._check_versions(starts, lengths, tables, hot_tables, both=bool(plan.hot_tables))
+        self._check_versions(starts, lengths, tables, hot_tables, both=plan.hot_tables is not None)
         ids = []
-        for row, slot in enumerate(slots.tolist()):
-            if samples[row]:
-                context = self._read(tables[row], int(starts[row] + lengths[row]))
-                script = self.scripts.get(self._names[slot])
+        for index, row in enumerate(rows.tolist()):
+            if plan.samples[index]:
+                context = self._read(tables[index], int(starts[index] + lengths[index]))
+                script = self.scripts.get(self._names[row])
                 token = next_token(context, next(uniforms))
-                ids.append(token if script is None else script[emitted[row]])
-                self._last[slot] = ids[-1]
+                ids.append(token if script is None else script[emitted[index]])
+                self._last[row] = ids[-1]
         assert next(uniforms, None) is None
         scores = self._score(plan, starts, lengths, tables)
         self._compress(plan.late_moves)
-        names = [self._names[slot] for slot in slots.tolist()]
+        names = [self._names[row] for row in rows.tolist()]
         self.trace.append(dict(zip(names, zip(starts.tolist(), lengths.tolist(), strict=True), strict=True)))
         return Result(
             plan.step, ids, [StepLogprobs(-float(id_), [id_], [-float(id_)]) for id_ in ids], 10, 0, [], *scores
         )
 
-    def _put_last(self, tokens, lengths, slots):
-        """In place of what the driver did not know, and nowhere else than at a sequence's end."""
+    def _put_last(self, tokens, lengths, rows):
+        """Replace LAST_SAMPLED, which may only stand at the end of a sequence."""
         ends = np.cumsum(lengths) - 1
         assert set(np.flatnonzero(tokens == LAST_SAMPLED)) <= set(ends.tolist())
-        for end, slot in zip(ends.tolist(), slots.tolist(), strict=True):
+        for end, row in zip(ends.tolist(), rows.tolist(), strict=True):
             if tokens[end] == LAST_SAMPLED:
-                tokens[end] = self._last[slot]
+                tokens[end] = self._last[row]
                 self.ahead += 1
 
     def _score(self, plan, starts, lengths, tables):
-        targets = np.frombuffer(plan.targets, dtype=np.int32)
-        if not len(targets):
+        targets = plan.targets
+        if targets is None:
             return ()
         places = [
             (table, position)
@@ -135,25 +132,25 @@ class ScriptedRanks:
         )
         assert 0 < len(scores) <= self._max_scores
         ranks = (-scores).astype(np.int32)
-        return scores.tobytes(), ranks.tobytes(), np.repeat(scores, 3).tobytes() if plan.whole else b""
+        return scores, ranks, np.repeat(scores, 3).reshape(-1, 3) if plan.vocabulary_logprobs else None
 
     def _compress(self, moves):
-        for hot, cold in np.frombuffer(moves, dtype=np.int32).reshape(-1, 2).tolist():
+        for hot, cold in moves.tolist():
             assert 0 <= hot < self._first_cold - 1
             assert (self._cache[hot] != _NEVER).all(), "compresses what is not full"
             self._cache[self._first_cold + cold] = self._cache[hot]
             self.compressed.append(tuple(self._cache[hot].tolist()))
 
     def _check_versions(self, starts, lengths, tables, hot_tables, *, both):
-        """Every query finds each block in the version that its position says, and the same text in it."""
+        """Every query finds each block in the version that its position demands, with the same text."""
         seen_both = False
         for start, length, table, hot_table in zip(starts.tolist(), lengths.tolist(), tables, hot_tables, strict=True):
             last = (start + length - 1) // BLOCK_SIZE
             for query_block in range(start // BLOCK_SIZE, last + 1):
                 seen = np.arange(query_block + 1)
                 cold = np.zeros(len(seen), dtype=bool)
-                if self._rule is not None:
-                    cold[self._rule.sink : self._rule.first_hot(query_block)] = True
+                if self._hot_window is not None:
+                    cold[self._hot_window.sink : self._hot_window.first_hot(query_block)] = True
                 ids, last_ids = np.where(cold, table[seen], hot_table[seen]), table[seen]
                 assert ((ids >= self._first_cold) == cold).all(), "a block in the wrong version"
                 assert (self._cache[ids] == self._cache[last_ids]).all(), "two versions, two texts"
@@ -183,7 +180,7 @@ class ScriptedRanks:
 
 
 class Server:
-    """A scheduler and its ranks. Requests are known by numbers, counted from 0. `depth`: plans in flight at most."""
+    """A scheduler and its ranks. Requests have numbers from 0. `depth`: most plans in flight."""
 
     def __init__(self, *, blocks=64, cold_blocks=0, depth=1, **limits):
         defaults = {
@@ -201,21 +198,24 @@ class Server:
         self._results = deque()
         self.outputs = []
         """One list a request."""
-        self._requests = []
+        self.requests = []
+        """All that were submitted."""
 
     @property
     def pool(self):
         return self.scheduler.blocks
 
-    def submit(self, prompt, *, emitted=(), priority=0, tenant="", script=None, max_tokens=8, **sampling):
+    def submit(
+        self, prompt, *, emitted=(), priority=0, tenant="", script=None, max_tokens=8, arrived_at=0.0, **sampling
+    ):
         """Queue a request; returns its number."""
-        number = len(self._requests)
+        number = len(self.requests)
         params = SamplingParams(max_tokens=max_tokens, logit_bias={number: 0.0}, **sampling)
         request = Request(str(number), tuple(prompt), params, tuple(emitted), priority, tenant)
         if script is not None:
             self.ranks.scripts[number] = script
-        only = self.scheduler.submit(request)
-        self._requests.append(request)
+        only = self.scheduler.submit(request, arrived_at)
+        self.requests.append(request)
         self.outputs.append([] if only is None else [only])
         return number
 
@@ -223,7 +223,7 @@ class Server:
         return self.scheduler.cancel(str(number))
 
     def step(self):
-        """One step, planned when those after which it may be are; False when there is nothing to do."""
+        """Plan as far ahead as allowed and finish one step; False if there is nothing to do."""
         self.plan()
         if not self._results:
             return False
@@ -231,13 +231,13 @@ class Server:
         return True
 
     def plan(self):
-        """Have as many steps in flight as may be."""
+        """Plan until as many steps are in flight as allowed."""
         while len(self._results) < self._depth and (plan := self.scheduler.schedule()) is not None:
             self._results.append(self.ranks.execute(plan))
             self.pool.check()
 
     def finish(self, result):
-        """Second half of a step whose plan was executed by the caller."""
+        """Process the result of a plan that the caller has executed."""
         for output in self.scheduler.update(result):
             self.outputs[int(output.request_id)].append(output)
         self.pool.check()
@@ -250,8 +250,8 @@ class Server:
         raise AssertionError(f"not done after {most} steps")
 
     def ids(self, number):
-        """All ids given to a request; every position came exactly once and in order, and nothing after the end."""
-        request = self._requests[number]
+        """All ids emitted for a request: every position once, in order, and none after the end."""
+        request = self.requests[number]
         given = []
         for output in self.outputs[number]:
             assert output.error is None
@@ -261,8 +261,8 @@ class Server:
         return given
 
     def expected(self, number):
-        """What an unscripted request gets if nothing ends it early."""
-        request = self._requests[number]
+        """The expected output of an unscripted request that nothing ends early."""
+        request = self.requests[number]
         ids = expected_ids(
             request.prompt_ids, request.sampling.max_tokens, seed=request.sampling.seed, emitted=request.emitted_ids
         )
@@ -272,7 +272,7 @@ class Server:
         return self.outputs[number][-1].finish if self.outputs[number] else None
 
     def computed(self, number):
-        """(start, count) of a request, one a step in which it ran."""
+        """(start, count) of a request for each step in which it ran."""
         return [step[number] for step in self.ranks.trace if number in step]
 
     def restarts(self):

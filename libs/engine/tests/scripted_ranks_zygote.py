@@ -5,40 +5,41 @@ import sys
 import time
 
 from lockstep_engine import zygote
-from lockstep_engine.mailbox import Mailbox
-from lockstep_engine.plan import (
+from lockstep_engine.blocks import PoolSizes
+from lockstep_engine.control import (
+    MAX_CONTROL_BYTES,
+    ZYGOTE_READY,
     Loaded,
-    PoolSizes,
     Ready,
-    decode_control,
-    decode_plan,
+    decode_doorbell,
+    decode_rank_message,
     encode_control,
-    encode_result,
 )
-from lockstep_engine.sizes import message_sizes
+from lockstep_engine.mailbox import Mailbox
+from lockstep_engine.plan import decode_plan, encode_result, message_sizes
 from scripted_ranks import ScriptedRanks
 
 BLOCKS = PoolSizes(12, 12)
 
 
 def run_rank(spec, control, mailbox_fd, *_):
-    mailbox = Mailbox(mailbox_fd, spec.tp, *message_sizes(spec))
+    mailbox = Mailbox(mailbox_fd, spec.config.tp, *message_sizes(spec))
     control.send(encode_control(Loaded(BLOCKS, {})))
-    sizes = decode_control(control.recv(zygote.MAX_MESSAGE_BYTES)).blocks
-    ranks = ScriptedRanks(sizes, spec.hot_window, spec.max_batch_tokens, spec.max_seqs)
+    sizes = decode_rank_message(control.recv(MAX_CONTROL_BYTES)).blocks
+    ranks = ScriptedRanks(sizes, spec.config.hot_window, spec.config.max_batch_tokens, spec.config.max_seqs)
     control.send(encode_control(Ready(True, "cpu", "float32")))
-    while bell := control.recv(zygote.MAX_MESSAGE_BYTES):
-        step = int.from_bytes(bell, "little")
+    while doorbell := control.recv(MAX_CONTROL_BYTES):
+        step = decode_doorbell(doorbell)
         result = ranks.execute(decode_plan(mailbox.get_plan(step)))
         mailbox.steps[spec.rank] += 1
         if spec.rank == 0:
             while mailbox.steps.min() < mailbox.steps[0]:  # the collectives of real ranks keep them together
                 time.sleep(0.0002)
             mailbox.put_result(step, encode_result(result))
-            control.send(bell)
+            control.send(doorbell)
 
 
 if __name__ == "__main__":
     driver = socket.socket(fileno=int(sys.argv[1]))
-    driver.send(zygote.READY)
-    zygote._serve(driver, run_rank)
+    driver.send(ZYGOTE_READY)
+    zygote.serve(driver, run_rank)

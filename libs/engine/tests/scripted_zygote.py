@@ -5,34 +5,29 @@ import socket
 import sys
 import time
 
-from lockstep_engine import zygote
+from lockstep_engine.control import ZYGOTE_READY, Forked, KillAll, Killed, encode_control, receive_order
 
 _FORK_S = 0.2
 
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    control.send(zygote.READY)
+    control.send(ZYGOTE_READY)
     held = []
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(control, zygote.MAX_MESSAGE_BYTES, 4)
-        if not data:
-            return
-        message = zygote.decode(data)
-        if isinstance(message, zygote.KillAll):
+    while (order := receive_order(control)) is not None:
+        if isinstance(order, KillAll):
             for descriptor in held:
                 os.close(descriptor)
             held.clear()
-            control.send(zygote.encode(zygote.Killed({})))
+            control.send(encode_control(Killed({})))
             continue
+        message, descriptors = order
         rank, epoch = message.spec.rank, message.spec.epoch
         time.sleep(_FORK_S * rank)
-        for number, descriptor in enumerate(descriptors):
-            if number == 0 and (epoch, rank) != (1, 0):
-                held.append(descriptor)  # a rank lives as long as its control socket
-            else:
-                os.close(descriptor)
-        control.send(zygote.encode(zygote.Forked(rank, 1_000_000 + 10 * epoch + rank)))
+        if (epoch, rank) != (1, 0):
+            held.append(os.dup(descriptors.control))  # a rank lives as long as its control socket
+        descriptors.close()
+        control.send(encode_control(Forked(rank, 1_000_000 + 10 * epoch + rank)))
 
 
 if __name__ == "__main__":

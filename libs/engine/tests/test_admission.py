@@ -1,4 +1,4 @@
-"""What the engine says to a request before any rank exists: bad input is named, good input is told to come back."""
+"""Requests before any rank is ready: bad input is refused with its field, good input as unavailable."""
 
 import pytest
 from handmade import write_model

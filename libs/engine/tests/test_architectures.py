@@ -14,14 +14,14 @@ from in_process import InProcessGroup
 from lockstep_common.errors import LockstepError
 from lockstep_engine import Engine, SamplingParams
 from lockstep_engine.architectures import ARCHITECTURES
-from lockstep_engine.plan import SlotSampling
+from lockstep_engine.plan import RowSampling
 from lockstep_engine.sampling import Sampler
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 PROMPT, NEW = 24, 32
-SAMPLING = SlotSampling(
-    slot=0,
+SAMPLING = RowSampling(
+    sampling_row=0,
     temperature=1.0,
     top_k=0,
     top_p=1.0,
@@ -43,11 +43,11 @@ MARGIN = 5e-4
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tps])
 def test_logits_and_greedy_tokens_equal_transformers(tmp_path, name):
     case = CASES[name]
-    path, oracle = make(name, tmp_path)
+    path, reference = make(name, tmp_path)
     ids = torch.randint(2, VOCABULARY, (1, 70), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        expected = oracle(ids).logits[0]
-    tokens, margin = greedy(oracle, ids[:, :PROMPT])
+        expected = reference(ids).logits[0]
+    tokens, margin = greedy(reference, ids[:, :PROMPT])
     assert margin > MARGIN, "this checkpoint has a draw: give it another seed"
     listed = ids[0].tolist()
     for tp in case.tps:
@@ -61,9 +61,9 @@ def test_logits_and_greedy_tokens_equal_transformers(tmp_path, name):
             assert greedy_in_group(group, listed[:PROMPT]) == tokens
 
 
-def greedy(oracle, prompt):
+def greedy(reference, prompt):
     with torch.inference_mode():
-        out = oracle.generate(
+        out = reference.generate(
             prompt,
             max_new_tokens=NEW,
             do_sample=False,
@@ -86,10 +86,10 @@ def greedy_in_group(group, prompt):
 
 def test_frequencies_for_long_contexts_do_not_depend_on_the_batch(tmp_path):
     """Phi-3's: `transformers` takes one set up to 64 positions, another beyond; the engine goes by what it serves."""
-    path, oracle = make("phi3-two-ropes", tmp_path)
+    path, reference = make("phi3-two-ropes", tmp_path)
     ids = torch.randint(2, VOCABULARY, (1, 80), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        expected = {count: oracle(ids[:, :count]).logits[0] for count in (60, 80)}
+        expected = {count: reference(ids[:, :count]).logits[0] for count in (60, 80)}
     assert (expected[80][:60] - expected[60]).abs().max() > 0.01
     for max_context, count in ((64, 60), (None, 80)):
         group = InProcessGroup(path, 1, max_context)
@@ -157,23 +157,24 @@ def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path, name, tp, ch
 
 def test_a_checkpoint_saved_without_its_head_is_found_by_its_bare_names(tmp_path):
     """As BLOOM and GPT-2 are published."""
-    path, oracle = make("gpt2", tmp_path)
+    path, reference = make("gpt2", tmp_path)
     architectures = json.loads((path / "config.json").read_text())["architectures"]
-    oracle.base_model.save_pretrained(path)
+    reference.base_model.save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"architectures": architectures}))
     ids = torch.arange(2, 30)
     with torch.inference_mode():
-        expected = oracle(ids[None]).logits[0]
+        expected = reference(ids[None]).logits[0]
     assert (InProcessGroup(path, 1).logits(ids.tolist(), 0) - expected).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("name", ["falcon-alibi", "deepseek_v3"])
+@pytest.mark.slow
 def test_rank_processes_serve_them_too(tmp_path, name):
-    path, oracle = make(name, tmp_path)
+    path, reference = make(name, tmp_path)
     Tokenizer(WordLevel({str(token): token for token in range(VOCABULARY)}, "0")).save(str(path / "tokenizer.json"))
     prompt = list(range(40, 40 + PROMPT))
-    tokens, margin = greedy(oracle, torch.tensor([prompt]))
+    tokens, margin = greedy(reference, torch.tensor([prompt]))
     assert margin > MARGIN
     with Engine(path, tp=2, threads=1, kv_memory_bytes=2**20) as engine:
         params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True)

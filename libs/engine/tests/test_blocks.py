@@ -1,4 +1,4 @@
-"""The block pool against a model of it: who holds what, what is forgotten first, and who may hit whose blocks."""
+"""The block pool against a model of it: references, the order of eviction, and hits by tenant."""
 
 from dataclasses import dataclass, field, replace
 
@@ -17,12 +17,12 @@ def keys_of(tokens, tenant=""):
 
 
 def text(*contents):
-    """A text of whole blocks, one for each number."""
+    """A text of full blocks, one for each number."""
     return [number for number in contents for _ in range(BLOCK_SIZE)]
 
 
 def fill(pool, keys):
-    """A sequence's life up to its release: take blocks, compute, remember."""
+    """Allocate blocks for a text, register their contents and release them."""
     blocks = [pool.allocate() for _ in keys]
     for block, key in zip(blocks, keys, strict=True):
         pool.remember(block, key)
@@ -31,7 +31,7 @@ def fill(pool, keys):
 
 @dataclass
 class Holding:
-    """A sequence that uses blocks: `blocks[i]` is to hold the text's first i + 1 blocks."""
+    """A sequence that uses blocks: `blocks[i]` must hold block i of the text, after the blocks before it."""
 
     tenant: str
     text: tuple[int, ...]
@@ -50,7 +50,9 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences of two tenants come and go over few blocks. The model knows contents by tenant and text, no digests."""
+    """Sequences of two tenants start and end in few blocks. The model knows contents by tenant and text, without
+    digests.
+    """
 
     TOTAL = 7
 
@@ -164,7 +166,7 @@ def test_contents_of_released_blocks_are_found_until_the_blocks_are_taken():
     assert pool.free == 0
 
 
-def test_empty_blocks_are_taken_before_remembered_ones():
+def test_empty_blocks_are_allocated_before_cached_ones():
     pool, keys = BlockPool(5), keys_of(text(1, 2))
     pool.release(fill(pool, keys))
     for _ in range(3):
@@ -172,7 +174,7 @@ def test_empty_blocks_are_taken_before_remembered_ones():
     assert len(pool.match(keys)) == 2
 
 
-def test_the_tail_of_a_text_is_forgotten_before_its_beginning():
+def test_the_end_of_a_text_is_evicted_before_its_beginning():
     pool, keys = BlockPool(3), keys_of(text(1, 2, 3))
     blocks = fill(pool, keys)
     pool.release(blocks)
@@ -181,7 +183,7 @@ def test_the_tail_of_a_text_is_forgotten_before_its_beginning():
         assert pool.match(keys) == blocks[:left]
 
 
-def test_the_text_released_first_is_forgotten_first_and_a_hit_makes_it_young_again():
+def test_the_least_recently_used_text_is_evicted_first():
     pool = BlockPool(2)
     first, second = keys_of(text(1)), keys_of(text(2))
     pool.release(fill(pool, first))
@@ -193,7 +195,7 @@ def test_the_text_released_first_is_forgotten_first_and_a_hit_makes_it_young_aga
     assert len(pool.match(first)) == 1
 
 
-def test_a_shared_block_is_free_only_when_its_last_user_has_gone():
+def test_a_shared_block_is_free_only_after_its_last_release():
     pool, keys = BlockPool(2), keys_of(text(1))
     (block,) = fill(pool, keys)
     pool.share(block)
@@ -233,7 +235,7 @@ def test_tenants_never_hit_each_others_blocks():
     assert len({root_digest(tenant) for tenant in tenants}) == len(tenants)
 
 
-def test_equal_blocks_behind_different_beginnings_have_different_keys():
+def test_equal_blocks_after_different_prefixes_have_different_keys():
     pool = BlockPool(4)
     fill(pool, keys_of(text(1, 9)))
     assert pool.match(keys_of(text(2, 9))) == []
@@ -258,7 +260,7 @@ def test_a_collision_of_digests_is_a_miss(field_name):
     assert pool.free == 3
 
 
-def test_keys_are_the_same_whether_a_text_came_at_once_or_token_by_token():
+def test_keys_do_not_depend_on_how_a_text_was_appended():
     tokens = list(range(1000, 1000 + 5 * BLOCK_SIZE + 3))
     keys = []
     for end in range(len(tokens) + 1):

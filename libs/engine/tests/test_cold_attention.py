@@ -7,18 +7,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from lockstep_engine.attention import layout_of_one, step_attention
+from lockstep_engine import layer_cache
+from lockstep_engine.attention import layout_of_one
+from lockstep_engine.attention_choice import step_attention
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kernels import cpu
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.scoring import Scoring
 from texts import CPU, LAYER, Texts, assert_all_close, assert_same_bits, by_kernel, by_torch, compressed, dense, spoil
 
 KINDS = [
-    pytest.param(by_kernel, marks=pytest.mark.skipif(not cpu.usable(16), reason="the kernels were not built")),
+    pytest.param(by_kernel, marks=pytest.mark.skipif(not cpu.build, reason="the kernels were not built")),
     by_torch,
 ]
 LAZY = HotWindow(sink=1, size=4)
-RULES = [LAZY, HotWindow(sink=1, size=1), HotWindow(sink=0, size=0), HotWindow(sink=2, size=3)]
+HOT_WINDOWS = [LAZY, HotWindow(sink=1, size=1), HotWindow(sink=0, size=0), HotWindow(sink=2, size=3)]
 RAGGED = [1, 16, 17, 95, 96, 97, 200, 130, 33]
 
 
@@ -33,19 +36,21 @@ def threads():
 
 class TestAgreement:
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("rule", RULES, ids=str)
+    @pytest.mark.parametrize("hot_window", HOT_WINDOWS, ids=str)
     @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 32), (7, 1, 64), (3, 3, 80), (4, 1, 256)])
-    def test_with_dense_attention(self, kind, rule, heads, kv_heads, dim):
+    def test_with_dense_attention(self, kind, hot_window, heads, kv_heads, dim):
         texts = Texts([1, 97, 150, 33], heads=heads, kv_heads=kv_heads, dim=dim, seed=dim)
         steps = texts.in_random_chunks(dim)
-        assert_all_close(texts.attend(kind, steps, rule=rule), dense(texts, rule=rule))
+        assert_all_close(texts.attend(kind, steps, hot_window=hot_window), dense(texts, hot_window=hot_window))
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("options", [{"window": 20}, {"window": 100}, {"soft_cap": 3.0}], ids=str)
     def test_windows_and_soft_caps(self, kind, options):
         texts = Texts([20, 170, 133], seed=3, scale=1.5)
         steps = texts.in_random_chunks(3)
-        assert_all_close(texts.attend(kind, steps, rule=LAZY, **options), dense(texts, rule=LAZY, **options))
+        assert_all_close(
+            texts.attend(kind, steps, hot_window=LAZY, **options), dense(texts, hot_window=LAZY, **options)
+        )
 
     @pytest.mark.parametrize("seed", range(12))
     def test_random_shapes_and_steps(self, seed):
@@ -58,10 +63,10 @@ class TestAgreement:
             dim=16 * int(chooser.integers(1, 9)),
             seed=seed,
         )
-        rule = HotWindow(sink=int(chooser.integers(0, 3)), size=int(chooser.integers(0, 6)))
-        options = {"window": [None, 7, 60][seed % 3], "soft_cap": [None, 20.0][seed % 2], "rule": rule}
+        hot_window = HotWindow(sink=int(chooser.integers(0, 3)), size=int(chooser.integers(0, 6)))
+        options = {"window": [None, 7, 60][seed % 3], "soft_cap": [None, 20.0][seed % 2], "hot_window": hot_window}
         expected, steps = dense(texts, **options), texts.in_random_chunks(seed)
-        for kind in (by_kernel, by_torch) if cpu.usable(16) else (by_torch,):
+        for kind in (by_kernel, by_torch) if cpu.build else (by_torch,):
             assert_all_close(texts.attend(kind, steps, **options), expected)
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -71,8 +76,8 @@ class TestAgreement:
         texts.keys[0] *= size
         texts.queries[0] /= size
         texts.values[0] *= size
-        (out,) = texts.attend(kind, texts.in_random_chunks(5), rule=LAZY, poison=False)
-        (expected,) = dense(texts, rule=LAZY)
+        (out,) = texts.attend(kind, texts.in_random_chunks(5), hot_window=LAZY, poison=False)
+        (expected,) = dense(texts, hot_window=LAZY)
         torch.testing.assert_close(out / size, expected / size, atol=2e-5, rtol=1e-4)
 
     @pytest.mark.parametrize("kind", KINDS)
@@ -81,47 +86,55 @@ class TestAgreement:
         texts = Texts(RAGGED, seed=7)
         steps = texts.in_random_chunks(7)
         plain = texts.attend(kind, steps)
-        ours = texts.attend(kind, steps, rule=LAZY, compressed=(0,))
+        ours = texts.attend(kind, steps, hot_window=LAZY, compressed=(0,))
         (assert_same_bits if kind is by_kernel else assert_all_close)(ours, plain)
 
 
+@pytest.mark.bits
 class TestBits:
     """A stream that goes on elsewhere is computed in other steps; it must not see other blocks cold."""
 
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("rule", RULES[:3], ids=str)
+    @pytest.mark.parametrize("hot_window", HOT_WINDOWS[:3], ids=str)
     @pytest.mark.parametrize("options", [{}, {"window": 90}, {"soft_cap": 30.0}], ids=str)
-    def test_chunks_and_neighbours_do_not_matter(self, kind, rule, options):
+    def test_chunks_and_neighbours_do_not_matter(self, kind, hot_window, options):
         texts = Texts(RAGGED, heads=4, kv_heads=2, dim=32, seed=2)
-        options = {"rule": rule, **options}
+        options = {"hot_window": hot_window, **options}
         expected = texts.attend(kind, texts.at_once(), **options)
         assert_same_bits(texts.attend(kind, texts.one_by_one(), **options), expected)
         for seed in range(2):
             assert_same_bits(texts.attend(kind, texts.in_random_chunks(seed), **options), expected)
 
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("rule", [LAZY, HotWindow(sink=1, size=1)], ids=str)
-    def test_a_text_that_never_leaves_the_window_has_the_bits_of_no_compression(self, kind, rule):
-        texts = Texts([BLOCK_SIZE * rule.blocks, BLOCK_SIZE * rule.blocks + 1], seed=9)
+    @pytest.mark.parametrize("hot_window", [LAZY, HotWindow(sink=1, size=1)], ids=str)
+    def test_a_text_that_never_leaves_the_window_has_the_bits_of_no_compression(self, kind, hot_window):
+        texts = Texts([BLOCK_SIZE * hot_window.blocks, BLOCK_SIZE * hot_window.blocks + 1], seed=9)
         steps = texts.in_random_chunks(1)
-        ours, plain = texts.attend(kind, steps, rule=rule), texts.attend(kind, steps)
+        ours, plain = texts.attend(kind, steps, hot_window=hot_window), texts.attend(kind, steps)
         assert torch.equal(ours[0], plain[0])
         assert not torch.equal(ours[1], plain[1])
 
-    @pytest.mark.skipif(not cpu.usable(16), reason="the kernels were not built")
+    @pytest.mark.skipif(not cpu.build, reason="the kernels were not built")
     def test_the_number_of_threads_does_not_matter(self, threads):
         texts = Texts(RAGGED, heads=6, kv_heads=3, dim=48)
         outs = []
         for count in (1, 3):
             threads(count)
-            outs.append(texts.attend(by_kernel, texts.at_once(), rule=LAZY))
+            outs.append(texts.attend(by_kernel, texts.at_once(), hot_window=LAZY))
         assert_same_bits(*outs)
 
     def test_a_step_of_one_sequence_with_both_versions_of_all_blocks(self):
         """What a rank's check of itself is made of."""
         texts = Texts([170], seed=4)
         cache = KvCache(
-            layers=2, kv_heads=2, head_dim=32, blocks=11, dtype=torch.float32, device=CPU, cold_blocks=11, rule=LAZY
+            layers=2,
+            kv_heads=2,
+            head_dim=32,
+            blocks=11,
+            dtype=torch.float32,
+            device=CPU,
+            cold_blocks=11,
+            hot_window=LAZY,
         )
         spoil(cache)
         hot, cold = np.arange(11, dtype=np.int32), np.arange(11, dtype=np.int32)[::-1]
@@ -129,8 +142,8 @@ class TestBits:
         for start, count in ((0, 90), (90, 70), (160, 1), (161, 9)):
             parts = [each[0][:, start : start + count] for each in (texts.queries, texts.keys, texts.values)]
             attention = step_attention(cache, layout_of_one(cache, start, count, hot, cold), deterministic=True)
-            outs.append(attention.attend(LAYER, *parts, scale=32**-0.5))
-        assert_all_close([torch.cat(outs)], dense(texts, rule=LAZY))
+            outs.append(attention.attend(LAYER, *parts, Scoring(32**-0.5)))
+        assert_all_close([torch.cat(outs)], dense(texts, hot_window=LAZY))
 
 
 class TestQuantize:
@@ -150,7 +163,7 @@ class TestQuantize:
         x = torch.randn(5, 16).clamp(-1, 1) * magnitude
         assert compressed(x).isfinite().all()
 
-    @pytest.mark.skipif(not cpu.usable(16), reason="the kernels were not built")
+    @pytest.mark.skipif(not cpu.build, reason="the kernels were not built")
     @pytest.mark.parametrize("dim", [16, 48, 64, 128, 256])
     def test_the_kernel_gives_the_twins_bytes(self, dim):
         def make():
@@ -162,7 +175,7 @@ class TestQuantize:
                 dtype=torch.float32,
                 device=CPU,
                 cold_blocks=9,
-                rule=LAZY,
+                hot_window=LAZY,
                 compressed_layers=[1],
             )
 
@@ -177,13 +190,13 @@ class TestQuantize:
         moves = np.array([[4, 1], [0, 8], [2, 0], [3, 5], [6, 2]], np.int32)
         ours.compress(moves)
         for layer in range(2):
-            twin._compress(twin.layer(layer), torch.from_numpy(moves).long())
+            layer_cache.compress(twin.layer(layer), torch.from_numpy(moves).long())
             for one, other in zip(
                 vars(ours.layer(layer).cold).values(), vars(twin.layer(layer).cold).values(), strict=True
             ):
                 assert (one is None and other is None) or torch.equal(one, other)
 
-    @pytest.mark.skipif(not cpu.usable(16), reason="the kernels were not built")
+    @pytest.mark.skipif(not cpu.build, reason="the kernels were not built")
     def test_every_code_is_read_as_it_is_meant(self):
         """One key or value is a code, everything else zero: what the kernel gives is that code's value."""
         codes = torch.arange(256, dtype=torch.uint8)
@@ -197,7 +210,7 @@ class TestQuantize:
                 dtype=torch.float32,
                 device=CPU,
                 cold_blocks=1,
-                rule=HotWindow(0, 0),
+                hot_window=HotWindow(0, 0),
             )
             cold = cache.layer(0).cold
             cold.key_scales[:, 0] = cold.value_scales[:, 0] = 1
@@ -205,12 +218,12 @@ class TestQuantize:
             query, key, zero = torch.zeros(3, 1, 1, 16)
             layout = layout_of_one(cache, 16, 1, np.array([0, 1], np.int32), np.array([0, 0], np.int32))
             attention = by_kernel(cache, layout.__class__(**{**vars(layout), "moves": None}))
-            out = attention.attend(0, query, key, zero, scale=1.0)
+            out = attention.attend(0, query, key, zero, Scoring(1.0))
             torch.testing.assert_close(out[0, 0], torch.zeros(16).index_fill(0, torch.tensor(5), value / 17))
             cold.values[0, 0] = torch.ones(16, 16).to(torch.float8_e4m3fn).view(torch.uint8)
             cold.keys[0, 0, 7, 3] = code
             query[0, 0, 7] = 1 / 64
-            out = attention.attend(0, query, key, zero, scale=1.0)
+            out = attention.attend(0, query, key, zero, Scoring(1.0))
             weight = math.exp(value / 64)
             torch.testing.assert_close(out[0, 0], torch.full((16,), (15 + weight) / (16 + weight)))
 
@@ -219,7 +232,12 @@ def test_a_cold_blocks_memory_is_what_is_said():
     for dtype, compressed_layers in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, (1, 4))):
         shape = {"layers": 5, "kv_heads": 2, "head_dim": 48, "dtype": dtype}
         cache = KvCache(
-            **shape, blocks=1, cold_blocks=6, rule=LAZY, compressed_layers=compressed_layers, device=torch.device("cpu")
+            **shape,
+            blocks=1,
+            cold_blocks=6,
+            hot_window=LAZY,
+            compressed_layers=compressed_layers,
+            device=torch.device("cpu"),
         )
         said = KvCache.cold_block_bytes(**shape, compressed_layers=compressed_layers)
         tensors = [each for layer in range(5) for each in vars(cache.layer(layer).cold).values() if each is not None]

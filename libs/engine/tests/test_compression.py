@@ -1,5 +1,5 @@
-"""Exact streams with compressed KV: what a query sees cold depends on positions alone, however its tokens come to be
-computed.
+"""Exact streams with compressed KV: what a query sees cold depends on positions alone, not on the steps in which tokens
+are computed.
 """
 
 import random
@@ -56,7 +56,7 @@ def words(count, seed):
 
 
 def test_tokens_differ_from_those_without_compression(model, prompt, unbroken):
-    """Else the other tests would show nothing."""
+    """Otherwise the other tests would show nothing."""
     plain = InProcessEngine(model)
     assert any(plain.ids(prompt, params) != unbroken[name] for name, params in PARAMS.items())
     assert plain.scheduler.blocks.compressed == 0
@@ -75,7 +75,7 @@ def test_a_stream_resumed_anywhere_in_any_chunks_equals_the_unbroken_one(
 
 
 @pytest.mark.parametrize("hot", [8, 14])
-def test_preempted_requests_end_as_if_nothing_had_happened(model, prompt, mode, unbroken, hot):
+def test_preempted_requests_emit_the_same_tokens(model, prompt, mode, unbroken, hot):
     crowd = [(words(100, each), (), replace(GREEDY, max_tokens=30)) for each in range(3)]
     engine = InProcessEngine(model, hot=hot, cold=20, **mode)
     ids = engine.run((prompt, (), GREEDY), *crowd, (prompt, (), SEEDED))
@@ -84,7 +84,7 @@ def test_preempted_requests_end_as_if_nothing_had_happened(model, prompt, mode, 
         assert InProcessEngine(model, **mode).ids(text, params) == given_ids
 
 
-def test_a_second_turn_computes_only_what_is_new_and_says_the_same(model, prompt, mode, unbroken):
+def test_a_second_turn_computes_only_new_tokens_and_emits_the_same(model, prompt, mode, unbroken):
     engine = InProcessEngine(model, **mode)
     turn = [*prompt, *engine.ids(prompt, GREEDY), 17, 18]
     before = engine.steps
@@ -93,7 +93,7 @@ def test_a_second_turn_computes_only_what_is_new_and_says_the_same(model, prompt
     assert InProcessEngine(model, **mode).ids(turn, replace(GREEDY, max_tokens=2)) == ids
 
 
-def test_texts_that_part_behind_a_beginning(model, mode):
+def test_texts_that_diverge_after_a_common_prefix(model, mode):
     engine = InProcessEngine(model, **mode)
     shared = words(200, 1)
     params = replace(SEEDED, max_tokens=20)
@@ -102,7 +102,7 @@ def test_texts_that_part_behind_a_beginning(model, mode):
         assert engine.ids(turn, params) == InProcessEngine(model, **mode).ids(turn, params)
 
 
-def test_requests_that_begin_alike_and_run_together(model, mode):
+def test_requests_with_a_common_prefix_that_run_together(model, mode):
     shared = words(120, 1)
     requests = [([*shared, *words(10 + 30 * each, each)], (), replace(SEEDED, max_tokens=20)) for each in range(4)]
     engine = InProcessEngine(model, max_batch_tokens=50, **mode)
@@ -121,10 +121,10 @@ def test_a_block_is_compressed_once_whatever_happens_to_it(model):
     assert engine.scheduler.blocks.compressed == 200 // BLOCK_SIZE - NARROW.sink - NARROW.size
 
 
-def test_a_text_that_stays_in_the_hot_window_has_the_bits_of_no_compression(model, prompt):
-    rule = HotWindow(sink=1, size=4)
-    length, params = rule.blocks * BLOCK_SIZE, replace(SEEDED, max_tokens=57, logprobs=2)
-    lazy, plain = InProcessEngine(model, hot_window=rule), InProcessEngine(model)
+def test_a_text_within_the_hot_window_has_the_bits_of_no_compression(model, prompt):
+    hot_window = HotWindow(sink=1, size=4)
+    length, params = hot_window.blocks * BLOCK_SIZE, replace(SEEDED, max_tokens=57, logprobs=2)
+    lazy, plain = InProcessEngine(model, hot_window=hot_window), InProcessEngine(model)
     for engine in (lazy, plain):
         engine.ids(prompt[: length - 56], params)
     assert lazy.scheduler.blocks.compressed == 1  # after the last step, for one that never comes
@@ -157,7 +157,7 @@ class TestRanks:
 
     def resume(self, ranks, prompt, params, emitted):
         request = Request("resumed", tuple(prompt), params, emitted_ids=tuple(emitted), tenant="finds nothing")
-        return [id_ for output in ranks._run(ranks._collect([request]))[0] for id_ in output.ids]
+        return [id_ for output in ranks.run([request])[0] for id_ in output.ids]
 
     def test_a_layer_that_does_not_exist_is_refused(self):
         with pytest.raises(LockstepError, match="names layer 5; the model has 5"):

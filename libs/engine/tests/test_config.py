@@ -1,11 +1,14 @@
 """Engine settings are checked when they are made, and the error names the field and what was given."""
 
 import pytest
+from lockstep_common.cpu_limit import usable_cpus
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine.config import EngineConfig, HotWindow
+from lockstep_engine.engine import group_settings, rank_threads
+from specs import model_info
 
 
-def test_a_model_is_all_it_needs():
+def test_only_the_model_is_required():
     config = EngineConfig(model="somewhere")
     assert (config.tp, config.device, config.prefix_cache) == (1, "auto", True)
 
@@ -50,7 +53,7 @@ def test_bad_values_are_refused(field, value):
         ("per_layer", (2, 2), "must be different numbers from 0"),
     ],
 )
-def test_layers_that_make_no_sense_are_refused(compression, layers, words):
+def test_layers_that_do_not_fit_the_compression_are_refused(compression, layers, words):
     with pytest.raises(LockstepError, match=f"^kv_compressed_layers {words}") as caught:
         EngineConfig("somewhere", kv_compression=compression, kv_compressed_layers=layers)
     assert caught.value.field == "kv_compressed_layers"
@@ -67,7 +70,7 @@ def test_layers_that_make_no_sense_are_refused(compression, layers, words):
         ({"kv_compression": "none"}, None),
     ],
 )
-def test_what_stays_hot(fields, expected):
+def test_the_hot_window_of_each_compression(fields, expected):
     assert EngineConfig("somewhere", **fields).hot_window == expected
 
 
@@ -83,3 +86,18 @@ def test_what_stays_hot(fields, expected):
 )
 def test_values_at_the_bounds_are_accepted(fields):
     EngineConfig(model="somewhere", **fields)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "tp", "threads"), [(8, 2, 4), (8, 1, 8), (3, 2, 1), (2.5, 1, 2), (0.5, 1, 1), (1, 4, 1), (7.9, 2, 3)]
+)
+def test_ranks_share_the_cpus_that_the_process_may_use(cpus, tp, threads):
+    assert rank_threads(cpus, tp) == threads
+
+
+@pytest.mark.parametrize(("given", "expected"), [(3, 3), (None, rank_threads(usable_cpus(), 1))])
+def test_threads_that_are_set_are_used(given, expected):
+    config = EngineConfig(model="m", threads=given)
+    settings = group_settings(config, model_info())
+    assert settings.spec.threads == expected
+    assert settings.environment["OMP_NUM_THREADS"] == str(expected)

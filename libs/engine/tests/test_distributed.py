@@ -105,7 +105,7 @@ def test_inputs_may_be_views_of_another_order():
 
 
 @pytest.mark.parametrize("rows", [256, 257, 700])  # of 256 bytes: all of the capacity, one row more, several pieces
-def test_what_exceeds_the_capacity_goes_in_pieces(rows):
+def test_tensors_above_the_capacity_are_sent_in_pieces(rows):
     def work(group):
         x = contribution(group.rank, 1, (rows, 64), torch.float32)
         return group.all_gather(x), group.all_reduce(x.clone())
@@ -116,7 +116,7 @@ def test_what_exceeds_the_capacity_goes_in_pieces(rows):
         assert torch.equal(added, parts[0] + parts[1])
 
 
-def test_an_empty_contribution_passes():
+def test_an_empty_tensor_is_summed():
     results, progress = run_ranks(2, lambda group: group.all_reduce(torch.ones(0, 5)))
     assert [result.shape for result in results] == [(0, 5)] * 2
     assert progress == [1, 1]
@@ -154,7 +154,7 @@ class SmallSums:
         return x + 100
 
 
-def test_the_library_leaves_small_sums_to_a_faster_way(tmp_path):
+def test_small_sums_use_one_shot(tmp_path):
     store = tmp_path / "store"
     store.touch()
     init_torch_distributed("gloo", str(store), 0, 1, 60)

@@ -1,4 +1,4 @@
-"""Draws are a pure function of seed and position, and look uniform from every side."""
+"""Draws are a pure function of seed and position, and pass tests of uniformity."""
 
 import itertools
 import statistics

@@ -17,12 +17,12 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_logits_and_greedy_tokens_equal_transformers(checkpoint, tp):
-    path, oracle = checkpoint
+    path, reference = checkpoint
     torch.manual_seed(1)
     ids = torch.randint(2, VOCABULARY, (1, 300))
     with torch.inference_mode():
-        expected = oracle(ids).logits[0]
-        generated = oracle.generate(
+        expected = reference(ids).logits[0]
+        generated = reference.generate(
             torch.tensor([PROMPT]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0
         )[0, len(PROMPT) :].tolist()
     group = InProcessGroup(path, tp)

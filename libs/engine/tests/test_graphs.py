@@ -1,4 +1,4 @@
-"""Recorded decode steps: which recording runs, what it reads, and that nothing is built once they are there."""
+"""Recorded decode steps: which recording runs, what it reads, and that no kernel is built after the recording."""
 
 import numpy as np
 import pytest
@@ -102,7 +102,7 @@ class TestGraphedStep:
             pointers.add((body.seen.ids.data_ptr(), body.seen.positions.data_ptr(), body.seen.tables.data_ptr()))
         assert len(pointers) == 1
 
-    def test_a_result_is_gone_with_the_next_run(self):
+    def test_a_result_is_lost_with_the_next_run(self):
         """The stand-in is as strict as a GPU, where recordings share memory."""
         _, step = graphed()
         old = step.run(torch.arange(2), layout([1, 2]))
@@ -182,7 +182,7 @@ class TestMemory:
 
 
 class TestBuildCounter:
-    def test_counts_what_is_built_and_hands_it_on(self):
+    def test_counts_builds_and_calls_the_next_hook(self):
         runtime = pytest.importorskip("triton").knobs.runtime
         handed_on = []
         before = runtime.jit_post_compile_hook
@@ -208,7 +208,7 @@ class TestOnAGpu:
         device = torch.device("cuda")
         body = Body()
         step = GraphedStep(body, 6, 4, device)
-        assert isinstance(step._recorder, CudaRecorder)
+        assert isinstance(step.recorder, CudaRecorder)
         step.capture()
         body.sizes.clear()
         for count in (1, 6, 3, 2, 6):

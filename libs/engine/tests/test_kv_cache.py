@@ -1,4 +1,4 @@
-"""The cache gives back what was stored, where it was stored, and zeros elsewhere."""
+"""The cache returns what was stored, and zeros elsewhere."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def make(layers=2, kv_heads=3, head_dim=10, dtype=torch.float32):
 
 @pytest.mark.parametrize(("kv_heads", "head_dim", "dtype"), [(3, 10, torch.float32), (1, 64, torch.bfloat16)])
 @pytest.mark.parametrize("seed", range(3))
-def test_gather_gives_what_was_stored(seed, kv_heads, head_dim, dtype):
+def test_gather_returns_what_was_stored(seed, kv_heads, head_dim, dtype):
     """A few steps, each with tokens in random slots (later ones overwrite), against a dictionary."""
     torch.manual_seed(seed)
     chooser = np.random.default_rng(seed)
@@ -57,7 +57,7 @@ def test_stored_tensors_may_be_views_of_another_order():
     assert torch.equal(cache.values, plain.values)
 
 
-def test_clear_zeroes_whole_blocks_in_all_layers_and_no_others():
+def test_clear_zeroes_full_blocks_in_all_layers_and_no_others():
     cache = make()
     cache.keys.fill_(float("nan"))
     cache.values.fill_(float("inf"))
@@ -79,7 +79,7 @@ def test_the_padding_block_stays_zero():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_blocks_memory_is_what_is_said(dtype):
+def test_the_memory_of_a_block_is_as_computed(dtype):
     cache = make(layers=5, kv_heads=2, head_dim=48, dtype=dtype)
     said = KvCache.block_bytes(layers=5, kv_heads=2, head_dim=48, dtype=dtype)
     assert cache.keys.nbytes + cache.values.nbytes == said * (BLOCKS + 1)

@@ -1,9 +1,10 @@
-"""32,768 tokens of context: the same tokens as `transformers`, and compressed all but the window."""
+"""32,768 tokens of context: the same tokens as `transformers`; all blocks before the hot window are compressed."""
 
 import random
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from lockstep_engine import Engine, SamplingParams
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -12,6 +13,7 @@ CONTEXT, NEW, BLOCK = 32768, 8, 16
 REFERENCE = Path(__file__).parents[3] / "models/reference"
 
 
+@pytest.mark.slow
 def test_32k_tokens(tmp_path):
     config = LlamaConfig(
         vocab_size=4096,

@@ -1,15 +1,11 @@
-"""The shared segment between driver and ranks: what is put is what is got, and nothing runs into its neighbour."""
+"""The shared segment between driver and ranks: messages arrive as they were sent and do not overlap."""
 
 import os
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.mailbox import Mailbox
-from lockstep_engine.plan import Plan, RankSpec, Result, SlotSampling, StepLogprobs, encode_plan, encode_result
-from lockstep_engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
-from lockstep_engine.sizes import message_sizes
 
 SIZES = (3, 100, 50)
 
@@ -85,34 +81,3 @@ def test_counters_of_ranks_start_at_zero_and_lie_on_different_cache_lines(sides)
     driver, _ = sides
     assert driver.steps.tolist() == driver.collectives.tolist() == [0, 0, 0]
     assert driver.steps.strides == (64,)
-
-
-@pytest.mark.parametrize(
-    ("max_seqs", "context", "vocab"), [(1, 64, 300), (8, 4096, 128_000), (3, 2, 40), (1, 131_072, 128_000)]
-)
-def test_the_largest_messages_of_an_engine_fit(max_seqs, context, vocab):
-    """Every slot changes hands at once, with penalties, bias and stop ids, and tables as wide as they get."""
-    spec = RankSpec(
-        rank=0, tp=1, label="", epoch=0, model="", device="cpu", dtype="float32", max_seqs=max_seqs,
-        max_batch_tokens=512, context_length=context, kv_memory_bytes=None, deterministic=None, threads=1,
-        hidden_size=64, vocab_size=vocab, start_timeout_s=1.0,
-    )  # fmt: skip
-    plan_bytes, result_bytes = message_sizes(spec)
-    width = -(-context // BLOCK_SIZE)
-    largest = 2**31 - 1
-    entry = SlotSampling(
-        slot=max_seqs, temperature=0.1, top_k=largest, top_p=0.1, min_p=0.1, repetition_penalty=1.1,
-        frequency_penalty=0.1, presence_penalty=0.1, logit_bias={largest - each: 0.1 for each in range(MAX_LOGIT_BIAS)},
-        logprobs=MAX_LOGPROBS, prompt_ids=[largest] * (context // 2), emitted_ids=[largest] * (context // 2),
-        forbidden_ids=[largest] * (MAX_STOP_IDS + 8), min_tokens=largest,
-    )  # fmt: skip
-    numbers = bytes(4 * max_seqs)
-    plan = Plan(
-        step=2**40, token_ids=bytes(4 * spec.max_batch_tokens), starts=numbers, lengths=numbers, slots=numbers,
-        samples=numbers, emitted=numbers, uniforms=bytes(8 * max_seqs), tables=bytes(4 * max_seqs * width),
-        table_width=width, added=[entry] * max_seqs,
-    )  # fmt: skip
-    logprobs = StepLogprobs(-0.1, [largest] * MAX_LOGPROBS, [-0.1] * MAX_LOGPROBS)
-    result = Result(2**40, [largest] * max_seqs, [logprobs] * max_seqs, 2**40, 2**40)
-    assert len(encode_plan(plan)) <= plan_bytes
-    assert len(encode_result(result)) <= result_bytes

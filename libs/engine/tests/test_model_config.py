@@ -1,4 +1,4 @@
-"""A model directory is read right, or refused with one sentence that names the cause."""
+"""A model directory is read correctly, or refused with one sentence that names the cause."""
 
 import json
 
@@ -24,13 +24,13 @@ def refusal(path, **settings):
     return caught.value.message
 
 
-class TestWhatItSays:
-    def test_a_whole_directory(self, tmp_path):
+class TestContents:
+    def test_a_complete_directory(self, tmp_path):
         path = write_model(tmp_path / "tiny", files=["b.safetensors", "a.safetensors"])
         info = inspect(path)
         assert (info.path, info.name, info.architecture, info.dtype) == (path, "tiny", "LlamaForCausalLM", "bfloat16")
         assert (info.vocab_size, info.hidden_size, info.context_length, info.eos_ids) == (100, 64, 128, (1,))
-        assert info.weight_files == (path / "a.safetensors", path / "b.safetensors")
+        assert info.weight_files == ("a.safetensors", "b.safetensors")
         assert info.created == int((path / "config.json").stat().st_mtime)
 
     @pytest.mark.parametrize(("limit", "expected"), [(None, 128), (64, 64), (1000, 128)])
@@ -63,7 +63,7 @@ class TestWhatItSays:
     def test_the_index_names_the_files(self, tmp_path):
         path = write_model(tmp_path, files=["one.safetensors", "two.safetensors", "stray.safetensors"])
         write_index(path, {"a": "two.safetensors", "b": "one.safetensors", "c": "two.safetensors"})
-        assert inspect(path).weight_files == (path / "one.safetensors", path / "two.safetensors")
+        assert inspect(path).weight_files == ("one.safetensors", "two.safetensors")
 
 
 def write_index(path, weight_map):

@@ -1,5 +1,5 @@
-"""Plans that leave before the results of those before them: every stream is the one that it is without overlap, and
-what is computed too much leaves no trace.
+"""Plans that are sent before the results of earlier plans: every stream is the same as without overlap, and superfluous
+tokens leave no trace.
 """
 
 import random
@@ -14,17 +14,17 @@ from scripted_ranks import EOS, Server, expected_ids, words
 LAZY = HotWindow(sink=1, size=4)
 NARROW = HotWindow(sink=1, size=1)
 IMMEDIATE = HotWindow(sink=0, size=0)
-RULES = [None, NARROW, IMMEDIATE]
+HOT_WINDOWS = [None, NARROW, IMMEDIATE]
 
 
-def serve(rule=None, *, depth=2, **settings_):
-    cold = 0 if rule is None else 64
-    return Server(depth=depth, **{"hot_window": rule, "cold_blocks": cold, **settings_})
+def serve(hot_window=None, *, depth=2, **settings_):
+    cold = 0 if hot_window is None else 64
+    return Server(depth=depth, **{"hot_window": hot_window, "cold_blocks": cold, **settings_})
 
 
-class TestAhead:
+class TestPlanningAhead:
     @pytest.mark.parametrize("depth", [2, 3])
-    def test_a_decoding_sequence_goes_on_before_its_token_is_known(self, depth):
+    def test_a_decoding_sequence_is_planned_before_its_token_is_known(self, depth):
         server = serve(depth=depth)
         number = server.submit(words(20, seed=1), max_tokens=30)
         server.run()
@@ -59,7 +59,7 @@ class TestAhead:
         assert server.computed(number)[-1] == (62, 1)
         assert len(server.ids(number)) == 4
 
-    def test_a_result_that_everybody_waits_for_leaves_nothing_to_plan(self):
+    def test_nothing_is_planned_while_all_wait_for_a_result(self):
         server = serve()
         server.submit(words(4, seed=1), max_tokens=1)
         server.plan()
@@ -75,12 +75,12 @@ class TestAhead:
             assert (logprobs.chosen.id, logprobs.chosen.logprob) == (id_, -float(id_))
 
 
-class TestTooMuch:
-    @pytest.mark.parametrize("rule", RULES, ids=str)
+class TestSuperfluousTokens:
+    @pytest.mark.parametrize("hot_window", HOT_WINDOWS, ids=str)
     @pytest.mark.parametrize("depth", [1, 2, 3])
-    def test_what_is_computed_behind_the_end_is_not_shown_and_not_found(self, rule, depth):
-        """End of text fills a block: with overlap its KV is computed, without it is not."""
-        server = serve(rule, depth=depth, max_batch_tokens=200)
+    def test_tokens_after_the_end_are_neither_emitted_nor_cached(self, hot_window, depth):
+        """End of text fills a block: its KV is computed with overlap and not computed without."""
+        server = serve(hot_window, depth=depth, max_batch_tokens=200)
         prompt = words(2 * BLOCK_SIZE - 3, seed=1)
         script = [5, 6, EOS, 7, 8, 9]
         number = server.submit(prompt, script=script, max_tokens=40)
@@ -94,11 +94,11 @@ class TestTooMuch:
         assert server.outputs[again][0].cached_tokens == BLOCK_SIZE
         assert server.ids(again) == server.expected(again)
 
-    @pytest.mark.parametrize("rule", RULES, ids=str)
-    def test_the_output_is_found_by_a_later_turn_as_it_is_without_overlap(self, rule):
+    @pytest.mark.parametrize("hot_window", HOT_WINDOWS, ids=str)
+    def test_the_output_is_found_by_a_later_turn_as_it_is_without_overlap(self, hot_window):
         cached = []
         for depth in (1, 2, 3):
-            server = serve(rule, depth=depth, max_batch_tokens=200)
+            server = serve(hot_window, depth=depth, max_batch_tokens=200)
             prompt = words(20, seed=1)
             first = server.submit(prompt, max_tokens=100)
             server.run()
@@ -108,7 +108,7 @@ class TestTooMuch:
             cached.append(server.outputs[second][0].cached_tokens)
         assert cached == [119 // BLOCK_SIZE * BLOCK_SIZE] * 3
 
-    def test_a_slot_changes_hands_while_its_former_occupants_step_is_in_flight(self):
+    def test_a_sampling_row_is_reused_while_a_step_of_its_last_request_is_in_flight(self):
         server = serve(max_seqs=1)
         ends = server.submit(words(4, seed=1), script=[5, EOS, 6, 7], max_tokens=30)
         numbers = [server.submit(words(4, seed=each), max_tokens=5) for each in range(3)]
@@ -117,7 +117,7 @@ class TestTooMuch:
         assert all(server.ids(number) == server.expected(number) for number in numbers)
         server.assert_idle()
 
-    def test_blocks_of_a_cancelled_request_are_given_out_at_once(self):
+    def test_blocks_of_a_cancelled_request_are_allocated_at_once(self):
         server = serve(blocks=4, max_batch_tokens=64)
         cancelled = server.submit(words(3 * BLOCK_SIZE, seed=1), max_tokens=10)
         server.step()
@@ -142,7 +142,7 @@ class TestTooMuch:
 
 class TestPreemption:
     @pytest.mark.parametrize("depth", [2, 3])
-    def test_who_gives_way_keeps_the_tokens_in_flight(self, depth):
+    def test_a_preempted_sequence_keeps_the_tokens_in_flight(self, depth):
         server = serve(blocks=8, depth=depth)
         numbers = [server.submit(words(2 * BLOCK_SIZE, seed=each), max_tokens=40) for each in range(2)]
         server.run()
@@ -150,7 +150,7 @@ class TestPreemption:
         assert [server.ids(number) for number in numbers] == [server.expected(number) for number in numbers]
         server.assert_idle()
 
-    def test_who_gives_way_with_its_last_token_in_flight_does_not_start_again(self):
+    def test_a_sequence_preempted_with_its_last_token_in_flight_does_not_run_again(self):
         server = serve(blocks=4, max_batch_tokens=128)
         older = server.submit(words(2 * BLOCK_SIZE - 1, seed=1), max_tokens=20)
         newer = server.submit(words(2 * BLOCK_SIZE - 2, seed=2), max_tokens=2)
@@ -159,7 +159,7 @@ class TestPreemption:
         assert [server.ids(each) for each in (older, newer)] == [server.expected(each) for each in (older, newer)]
         server.assert_idle()
 
-    def test_who_gave_way_ends_with_the_token_in_flight(self):
+    def test_a_preempted_sequence_ends_with_the_token_in_flight(self):
         server = serve(blocks=4, max_batch_tokens=128)
         older = server.submit(words(2 * BLOCK_SIZE - 1, seed=1), max_tokens=20)
         newer = server.submit(words(2 * BLOCK_SIZE - 2, seed=2), script=[5, EOS, 6, 7], max_tokens=30)
@@ -170,7 +170,7 @@ class TestPreemption:
 
 
 class TestNoMemory:
-    """A plan that could not be sent is taken back, while the one before it is in flight."""
+    """A plan that could not be sent is dropped while the one before it is in flight."""
 
     @staticmethod
     def shed(server):
@@ -179,9 +179,9 @@ class TestNoMemory:
         (output,) = server.scheduler.shed(seen=1)
         return int(output.request_id)
 
-    @pytest.mark.parametrize("rule", RULES, ids=str)
-    def test_who_stays_says_the_same_and_is_not_overtaken(self, rule):
-        server = serve(rule, max_seqs=3)
+    @pytest.mark.parametrize("hot_window", HOT_WINDOWS, ids=str)
+    def test_requests_that_stay_emit_the_same_and_are_not_overtaken(self, hot_window):
+        server = serve(hot_window, max_seqs=3)
         numbers = [server.submit(words(20, seed=each), max_tokens=30) for each in range(6)]
         for _ in range(5):
             server.step()
@@ -199,7 +199,7 @@ class TestNoMemory:
     def test_scores_of_a_prompt_come_once(self):
         server = serve(max_batch_tokens=16, max_seqs=2)
         prompt = words(60, seed=1)
-        scored = server.submit(prompt, prompt_scores=PromptScores.TOKENS)
+        scored = server.submit(prompt, prompt_scores=PromptScores.TOKENS, priority=1)
         other = server.submit(words(3, seed=2), max_tokens=40)
         for _ in range(4):
             server.step()
@@ -210,7 +210,7 @@ class TestNoMemory:
         assert positions == list(range(1, len(prompt)))
         assert server.ids(scored) == server.expected(scored)
 
-    def test_who_is_gone_is_not_the_one_that_ends(self):
+    def test_a_cancelled_request_is_not_the_one_that_ends(self):
         server = serve()
         first, last = (server.submit(words(20, seed=each), max_tokens=20) for each in range(2))
         server.step()
@@ -221,7 +221,7 @@ class TestNoMemory:
 
 
 class TestPlans:
-    def test_penalties_get_the_past_that_was_in_flight(self):
+    def test_penalties_count_tokens_that_were_in_flight(self):
         server = serve(blocks=4, max_batch_tokens=64, prefix_cache=False)
         server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40)
         newer = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40, presence_penalty=0.5)
@@ -243,29 +243,30 @@ class TestPlans:
 @given(
     seed=st.integers(0, 2**32),
     depth=st.integers(1, 3),
-    rule=st.sampled_from([*RULES, LAZY]),
+    hot_window=st.sampled_from([*HOT_WINDOWS, LAZY]),
     prefix_cache=st.booleans(),
     tight=st.booleans(),
 )
-def test_any_streams_at_any_depth(seed, depth, rule, prefix_cache, tight):
-    """Stops, cancels, preemptions, compression: every stream is what it is alone, and all blocks come back."""
-    soak(25, seed=seed, depth=depth, rule=rule, prefix_cache=prefix_cache, tight=tight)
+def test_any_streams_at_any_depth(seed, depth, hot_window, prefix_cache, tight):
+    """Stops, cancels, preemptions, compression: every stream is the same as alone, and all blocks are free at the
+    end."""
+    soak(25, seed=seed, depth=depth, hot_window=hot_window, prefix_cache=prefix_cache, tight=tight)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_soak(rule, depth):
-    restarts = soak(400, seed=7, depth=depth, rule=rule, prefix_cache=True, tight=True)
+@pytest.mark.parametrize("hot_window", HOT_WINDOWS, ids=str)
+def test_soak(hot_window, depth):
+    restarts = soak(400, seed=7, depth=depth, hot_window=hot_window, prefix_cache=True, tight=True)
     assert restarts > 5
 
 
-def soak(count, *, seed, depth, rule, prefix_cache, tight):
+def soak(count, *, seed, depth, hot_window, prefix_cache, tight):
     choose = random.Random(seed)
     server = serve(
-        rule,
+        hot_window,
         depth=depth,
-        blocks=(12 if rule is None else 3 * rule.blocks + 2) if tight else 64,
-        cold_blocks=0 if rule is None else 16 if tight else 64,
+        blocks=(12 if hot_window is None else 3 * hot_window.blocks + 2) if tight else 64,
+        cold_blocks=0 if hot_window is None else 16 if tight else 64,
         max_seqs=6,
         max_batch_tokens=40,
         max_queue=12,
@@ -297,7 +298,7 @@ def soak(count, *, seed, depth, rule, prefix_cache, tight):
 
 
 def submit_some(server, choose):
-    """A random request, and what it is to get."""
+    """A random request, and the tokens expected of it."""
     beginning = choose.choice((0, 16, 40, 90))
     prompt = [*words(beginning, beginning), *words(choose.randint(1, 40), choose.random())]
     most, seed = choose.randint(1, 30), choose.randrange(2**64)

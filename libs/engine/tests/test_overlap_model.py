@@ -1,5 +1,5 @@
-"""Overlap on a model, in this process and on rank processes: a step's tokens are the next one's input before anybody
-has read them.
+"""Overlap on a model, in this process and on rank processes: the tokens of a step are the input of the next one before
+the driver has read them.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ SEEDED = SamplingParams(
 
 
 class TestModel:
-    @pytest.mark.parametrize("rule", [None, NARROW, IMMEDIATE], ids=str)
-    def test_tokens_and_logprobs_have_the_same_bits(self, model, rule):
+    @pytest.mark.parametrize("hot_window", [None, NARROW, IMMEDIATE], ids=str)
+    def test_tokens_and_logprobs_have_the_same_bits(self, model, hot_window):
         texts = [random.Random(each).choices(range(2, 4000), k=20 + 30 * each) for each in range(3)]
         requests = [(text, (), params) for text in texts for params in (GREEDY, SEEDED)]
         runs = []
         for depth in (1, 2):
-            engine = InProcessEngine(model, depth=depth, hot_window=rule, max_batch_tokens=64)
+            engine = InProcessEngine(model, depth=depth, hot_window=hot_window, max_batch_tokens=64)
             runs.append((engine.run(*requests), sorted(engine.logprobs, key=repr)))
         assert runs[0] == runs[1]
 
@@ -53,6 +53,7 @@ class TestModel:
         assert engine.run(*crowd, (text, whole[:k], SEEDED))[-1] == whole[k:]
 
 
+@pytest.mark.slow
 class TestRanks:
     """On rank processes."""
 
@@ -72,7 +73,7 @@ class TestRanks:
 
     @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
     async def test_a_rank_that_ends_with_two_steps_in_flight(self, end):
-        """Streams go on from what was given, and say what an unbroken one says."""
+        """Streams continue from the tokens that they have emitted, and equal unbroken ones."""
         outputs = asyncio.Queue()
         engine = AsyncEngine(
             EngineConfig(model=str(MODEL), tp=2, threads=1, overlap=True, decode_deadline_s=3.0),

@@ -1,4 +1,4 @@
-"""Log probabilities of prompt tokens: each token once, whatever the steps were; equal to what `transformers` gives."""
+"""Log probabilities of prompt tokens: each token once, in any division into steps, and equal to `transformers`."""
 
 from pathlib import Path
 
@@ -38,8 +38,8 @@ def test_each_token_but_the_first_is_scored_once(length):
     server.assert_idle()
 
 
-def test_requests_beside_each_other_get_their_own_scores():
-    """No more tokens are scored in a step than there are slots (the scripted ranks check it); others run on."""
+def test_requests_in_one_step_get_their_own_scores():
+    """No more tokens are scored in a step than can run at once (the scripted ranks check it); others run on."""
     server = Server(blocks=200, max_seqs=6)
     prompts = [words(30 + 7 * n, n) for n in range(8)]
     kinds = [PromptScores.TOKENS, PromptScores.NONE, PromptScores.VOCABULARY]
@@ -93,23 +93,25 @@ def test_a_cached_prefix_is_computed_again():
 def test_scores_are_log_softmax_in_float32():
     logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0)).bfloat16() * 20
     targets = np.arange(7, dtype=np.int32) * 7
-    given = score(logits, targets, whole=True).read()
-    tokens, ranks, whole = (np.frombuffer(each, kind) for each, kind in zip(given, "fif", strict=True))
+    tokens, ranks, vocabulary = score(logits, targets, vocabulary=True).read()
     wanted = torch.log_softmax(logits.double(), dim=-1).numpy()
-    assert np.allclose(whole.reshape(7, 50), wanted, atol=1e-5)
-    assert (tokens == whole.reshape(7, 50)[np.arange(7), targets]).all()
+    assert np.allclose(vocabulary, wanted, atol=1e-5)
+    assert (tokens == vocabulary[np.arange(7), targets]).all()
     order = (-logits.float()).argsort(dim=-1, stable=True).tolist()
     assert ranks.tolist() == [row.index(target) + 1 for row, target in zip(order, targets, strict=True)]
-    assert score(logits, targets, whole=False).read() == (*given[:2], b"")
+    again = score(logits, targets, vocabulary=False).read()
+    assert (again[0] == tokens).all()
+    assert (again[1] == ranks).all()
+    assert again[2] is None
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_scores_equal_transformers(tmp_path: Path, tp):
-    path, oracle = make("llama-grouped-untied", tmp_path)
+    path, reference = make("llama-grouped-untied", tmp_path)
     (path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}')
     ids = torch.randint(2, 331, (150,), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
-        wanted = torch.log_softmax(oracle(ids[None]).logits[0, :-1], dim=-1).numpy()
+        wanted = torch.log_softmax(reference(ids[None]).logits[0, :-1], dim=-1).numpy()
     with Engine(path, tp=tp, threads=1, max_seqs=40, max_batch_tokens=40, kv_compression="none") as engine:
         scores = engine.score(ids.tolist(), vocabulary=True)
         again = engine.score(ids.tolist())

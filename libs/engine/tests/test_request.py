@@ -1,4 +1,4 @@
-"""What users may ask for: every bound of the sampling settings, and the field that an error names."""
+"""The bounds of every sampling parameter, and the field that an error names."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Isolation and resumption on real rank processes: what makes a stream exact wherever and beside whatever it runs."""
+"""Isolation and resumption on real rank processes: a stream is the same on any worker and in any batch."""
 
 import asyncio
 import random
@@ -13,6 +13,8 @@ MODEL = Path(__file__).parents[3] / "models/reference"
 TEXT = "It was a dark night, and the wind"
 GREEDY = SamplingParams(max_tokens=96, temperature=0)
 SEEDED = SamplingParams(max_tokens=96, temperature=0.9, top_p=0.95, top_k=200, seed=7, repetition_penalty=1.1)
+WAIT_S = 120
+"""Longer than anything takes on a slow machine under load."""
 PARAMS = {"greedy": GREEDY, "seeded": SEEDED}
 
 
@@ -46,12 +48,12 @@ def test_a_stream_resumed_at_any_position_equals_the_unbroken_one(engine, unbrok
 
 def resume(engine: Engine, emitted: list[int], params: SamplingParams) -> list[int]:
     request = Request(f"resumed-{random.random()}", tuple(engine.encode(TEXT)), params, emitted_ids=tuple(emitted))
-    outputs: list[Output] = engine._run(engine._collect([request]))[0]
+    outputs: list[Output] = engine.run([request])[0]
     assert [output.position for output in outputs] == list(range(len(emitted), params.max_tokens))
     return [id_ for output in outputs for id_ in output.ids]
 
 
-def test_a_request_does_not_notice_its_neighbours(engine, unbroken):
+def test_a_requests_tokens_do_not_depend_on_other_requests(engine, unbroken):
     rng = random.Random(5)
     crowd = [
         (
@@ -67,7 +69,7 @@ def test_a_request_does_not_notice_its_neighbours(engine, unbroken):
     assert ids[-1] == unbroken["seeded"]
 
 
-def test_preempted_requests_end_as_if_nothing_had_happened(unbroken):
+def test_preempted_requests_emit_the_same_tokens(unbroken):
     with Engine(MODEL, threads=1, kv_memory_bytes=30 * 16 * 5 * 2 * 256 * 4, kv_compression="none") as small:
         assert small.core.status().total_blocks == 30
         assert small.generate_ids([TEXT] * 8, GREEDY) == [unbroken["greedy"]] * 8
@@ -75,6 +77,7 @@ def test_preempted_requests_end_as_if_nothing_had_happened(unbroken):
 
 
 @pytest.mark.parametrize(("tp", "collectives"), [(1, "auto"), (4, "auto"), (2, "torch"), (4, "torch")])
+@pytest.mark.slow
 def test_greedy_tokens_are_the_same_on_any_number_of_ranks(unbroken, tp, collectives):
     with Engine(MODEL, tp=tp, threads=1, collectives=collectives) as other:
         assert other.core.status().deterministic
@@ -89,14 +92,14 @@ def test_streamed_text_is_generated_text(engine):
     assert "".join(pieces) == engine.generate([TEXT], params)[0]
 
 
-def test_a_second_turn_computes_only_what_is_new(engine):
+def test_a_second_turn_computes_only_new_tokens(engine):
     first = engine.encode(TEXT * 12)
     answer = engine.generate_ids([first], SamplingParams(max_tokens=20, seed=1))[0]
     second = engine.outputs([[*first, *answer, 17, 18]], SamplingParams(max_tokens=2, seed=1))[0]
     assert second[0].cached_tokens == (len(first) + 19) // 16 * 16
 
 
-async def test_a_killed_rank_fails_its_streams_and_the_group_comes_back():
+async def test_a_killed_rank_fails_its_streams_and_the_group_restarts():
     import os  # noqa: PLC0415
     import signal  # noqa: PLC0415
 
@@ -117,17 +120,17 @@ async def test_a_killed_rank_fails_its_streams_and_the_group_comes_back():
             epoch = engine.status().epoch
             engine.submit(Request(f"victim-{victim}", (5, 6, 7), SamplingParams(max_tokens=1000, temperature=0)))
             for _ in range(5):
-                assert (await asyncio.wait_for(outputs.get(), 10)).error is None
+                assert (await asyncio.wait_for(outputs.get(), WAIT_S)).error is None
             os.kill(engine.status().ranks[victim].pid, signal.SIGKILL)
-            while (last := await asyncio.wait_for(outputs.get(), 10)).error is None:
+            while (last := await asyncio.wait_for(outputs.get(), WAIT_S)).error is None:
                 pass
             assert last.error.meaning.retryable
-            await asyncio.wait_for(ready.wait(), 60)
+            await asyncio.wait_for(ready.wait(), WAIT_S)
             status = engine.status()
             assert status.epoch > epoch
             assert status.free_blocks == status.total_blocks
         engine.submit(Request("after", (5, 6, 7), SamplingParams(max_tokens=3, temperature=0)))
-        while (last := await asyncio.wait_for(outputs.get(), 10)).finish is None:
+        while (last := await asyncio.wait_for(outputs.get(), WAIT_S)).finish is None:
             pass
     finally:
         await engine.close()
@@ -140,19 +143,19 @@ async def test_a_stopped_rank_is_found_named_and_replaced():
     outputs: asyncio.Queue[Output] = asyncio.Queue()
     reasons: list[str] = []
     engine = AsyncEngine(
-        EngineConfig(model=str(MODEL), tp=2, threads=1, decode_deadline_s=1.0),
+        EngineConfig(model=str(MODEL), tp=2, threads=1, decode_deadline_s=3.0),
         on_outputs=lambda _step, new: [outputs.put_nowait(each) for each in new],
         on_change=lambda: reasons.append(engine.status().reason),
     )
     await engine.start()
     try:
         engine.submit(Request("victim", (5, 6, 7), SamplingParams(max_tokens=1000, temperature=0)))
-        await asyncio.wait_for(outputs.get(), 10)
+        await asyncio.wait_for(outputs.get(), WAIT_S)
         os.kill(engine.status().ranks[1].pid, signal.SIGSTOP)
-        while (await asyncio.wait_for(outputs.get(), 10)).error is None:
+        while (await asyncio.wait_for(outputs.get(), WAIT_S)).error is None:
             pass
         assert any(reason.startswith("rank 1 ") for reason in reasons)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             while engine.status().state != "ready":
                 await asyncio.sleep(0.05)
     finally:

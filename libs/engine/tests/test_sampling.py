@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lockstep_engine.draws import uniform
-from lockstep_engine.plan import SlotSampling
+from lockstep_engine.plan import RowSampling
 from lockstep_engine.sampling import Sampler
 
 CPU = torch.device("cpu")
@@ -16,7 +16,7 @@ LAST_DRAW = 1 - 2**-53
 """The largest number that `uniform` can give."""
 
 
-def slot(number=0, **settings_):
+def row_sampling(number=0, **settings_):
     defaults = {
         "temperature": 1.0,
         "top_k": 0,
@@ -32,7 +32,7 @@ def slot(number=0, **settings_):
         "forbidden_ids": [],
         "min_tokens": 0,
     }
-    return SlotSampling(slot=number, **{**defaults, **settings_})
+    return RowSampling(sampling_row=number, **{**defaults, **settings_})
 
 
 def sample(logits, sampling, draws, emitted=0):
@@ -48,7 +48,7 @@ def sample(logits, sampling, draws, emitted=0):
 
 
 def sample_one(logits, draw=0.5, emitted=0, **settings_):
-    return sample(logits, slot(**settings_), [draw], emitted)[0]
+    return sample(logits, row_sampling(**settings_), [draw], emitted)[0]
 
 
 def random_logits(seed, vocabulary, scale=3.0):
@@ -106,7 +106,7 @@ class TestFilters:
     def test_any_combination_draws_as_the_reference(self, seed, vocabulary, filters):
         logits = random_logits(seed, vocabulary)
         kept = survivors(logits, **filters, require=assume)
-        assert_inverse_cdf(sample(logits, slot(**filters), DRAWS), DRAWS, kept)
+        assert_inverse_cdf(sample(logits, row_sampling(**filters), DRAWS), DRAWS, kept)
 
     @settings(derandomize=True, deadline=None, database=None, max_examples=100)
     @given(st.lists(st.integers(0, 3), min_size=2, max_size=12), FILTERS)
@@ -114,7 +114,7 @@ class TestFilters:
         kept = survivors(logits, **filters, require=assume)
         for id_ in kept:
             assert {other for other, logit in enumerate(logits) if logit == logits[id_]} <= set(kept)
-        assert_inverse_cdf(sample(logits, slot(**filters), DRAWS), DRAWS, kept)
+        assert_inverse_cdf(sample(logits, row_sampling(**filters), DRAWS), DRAWS, kept)
 
     @pytest.mark.parametrize("seed", range(5))
     def test_greedy_takes_the_largest_logit(self, seed):
@@ -128,16 +128,16 @@ class TestFilters:
     @pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 0.001}])
     def test_the_narrowest_filters_are_greedy(self, filters):
         logits = random_logits(3, 331)
-        assert set(sample(logits, slot(**filters), DRAWS)) == {int(logits.argmax())}
+        assert set(sample(logits, row_sampling(**filters), DRAWS)) == {int(logits.argmax())}
 
     def test_a_large_k_keeps_all(self):
         logits = random_logits(3, 20)
-        assert sample(logits, slot(top_k=2**31), DRAWS) == sample(logits, slot(), DRAWS)
+        assert sample(logits, row_sampling(top_k=2**31), DRAWS) == sample(logits, row_sampling(), DRAWS)
 
     def test_temperature_flattens(self):
         logits = [0.0, 10.0]
-        assert sum(sample(logits, slot(temperature=100.0), DRAWS)) < len(DRAWS) * 0.8
-        assert sum(sample(logits, slot(temperature=0.5), DRAWS[1:-1])) == len(DRAWS) - 2
+        assert sum(sample(logits, row_sampling(temperature=100.0), DRAWS)) < len(DRAWS) * 0.8
+        assert sum(sample(logits, row_sampling(temperature=0.5), DRAWS[1:-1])) == len(DRAWS) - 2
 
     @pytest.mark.parametrize("draw", [0.0, LAST_DRAW])
     def test_the_ends_of_the_unit_interval_never_give_a_token_without_weight(self, draw):
@@ -185,7 +185,7 @@ class TestAdjustments:
         st.integers(0, 4),
     )
     def test_any_combination_is_as_the_reference(self, seed, fields, emitted):
-        logits, sampling = random_logits(seed, 30), slot(**fields)
+        logits, sampling = random_logits(seed, 30), row_sampling(**fields)
         reference = adjusted(logits, sampling, emitted)
         ids = sample(logits, sampling, [0.5], emitted)
         if sampling.temperature == 0:
@@ -197,13 +197,13 @@ class TestAdjustments:
         logits = random_logits(5, 30)
         fields = {"temperature": 0.0, "frequency_penalty": 0.7, "presence_penalty": 0.4, "prompt_ids": [1]}
         sampler = Sampler(1, 30, CPU)
-        sampler.add(slot(**fields))
+        sampler.add(row_sampling(**fields))
         emitted = []
         for position in range(40):
             (id_,), _ = sampler.sample(
                 torch.from_numpy(logits)[None], np.array([0], np.int32), np.array([position], np.int32), np.array([0.5])
             ).read()
-            reference = adjusted(logits, slot(**fields, emitted_ids=emitted))
+            reference = adjusted(logits, row_sampling(**fields, emitted_ids=emitted))
             assert reference[id_] >= max(reference) - 1e-4
             emitted.append(id_)
         assert len(set(emitted)) > 5
@@ -221,18 +221,20 @@ class TestAdjustments:
             ]
 
         unbroken = Sampler(1, 30, CPU)
-        unbroken.add(slot(**fields))
+        unbroken.add(row_sampling(**fields))
         whole = generate(unbroken, range(30))
         resumed = Sampler(1, 30, CPU)
-        resumed.add(slot(**fields, emitted_ids=whole[:13]))
+        resumed.add(row_sampling(**fields, emitted_ids=whole[:13]))
         assert generate(resumed, range(13, 30)) == whole[13:]
 
     def test_a_new_occupant_inherits_nothing(self):
         logits = random_logits(5, 30)
         best = int(logits.argmax())
         sampler = Sampler(1, 30, CPU)
-        sampler.add(slot(temperature=0.0, presence_penalty=2.0, prompt_ids=[best], emitted_ids=[best] * 5))
-        sampler.add(slot(temperature=0.0, presence_penalty=2.0, repetition_penalty=100.0, prompt_ids=[(best + 1) % 30]))
+        sampler.add(row_sampling(temperature=0.0, presence_penalty=2.0, prompt_ids=[best], emitted_ids=[best] * 5))
+        sampler.add(
+            row_sampling(temperature=0.0, presence_penalty=2.0, repetition_penalty=100.0, prompt_ids=[(best + 1) % 30])
+        )
         ids, _ = sampler.sample(
             torch.from_numpy(logits)[None], np.array([0], np.int32), np.array([0], np.int32), np.array([0.5])
         ).read()
@@ -265,7 +267,7 @@ class TestLogprobs:
     def test_are_those_of_the_models_own_distribution(self, fields, dtype):
         logits = torch.from_numpy(random_logits(8, 331)).to(dtype)
         sampler = Sampler(1, 331, CPU)
-        sampler.add(slot(logprobs=5, **fields))
+        sampler.add(row_sampling(logprobs=5, **fields))
         before = logits.clone()
         (id_,), (given_,) = sampler.sample(
             logits[None], np.array([0], np.int32), np.array([0], np.int32), np.array([0.5])
@@ -280,7 +282,7 @@ class TestLogprobs:
     def test_rows_get_what_they_ask_for(self):
         sampler = Sampler(3, 331, CPU)
         for number, count in enumerate((-1, 0, 20)):
-            sampler.add(slot(number, logprobs=count))
+            sampler.add(row_sampling(number, logprobs=count))
         logits = torch.from_numpy(random_logits(8, 331)).repeat(3, 1)
         ids, (none, chosen, top) = sampler.sample(
             logits, np.arange(3, dtype=np.int32), np.zeros(3, np.int32), np.full(3, 0.5)
@@ -293,7 +295,7 @@ class TestLogprobs:
 
     def test_more_than_the_vocabulary_gives_all_of_it(self):
         sampler = Sampler(1, 7, CPU)
-        sampler.add(slot(logprobs=20))
+        sampler.add(row_sampling(logprobs=20))
         _, (given_,) = sampler.sample(
             torch.from_numpy(random_logits(8, 7))[None],
             np.array([0], np.int32),
@@ -330,7 +332,7 @@ class TestRows:
         def run(rows):
             sampler = Sampler(count, vocabulary, CPU)
             for number in rows:
-                sampler.add(slot(number, **SETTINGS[number]))
+                sampler.add(row_sampling(number, **SETTINGS[number]))
             return sampler.sample(logits[rows], np.array(rows, np.int32), emitted[rows], draws[rows]).read()
 
         together = run(list(range(count)))
@@ -340,11 +342,11 @@ class TestRows:
             alone = run([row])
             assert alone == ([together[0][row]], [together[1][row]])
 
-    def test_slots_may_stand_in_any_order(self):
+    def test_rows_may_stand_in_any_order(self):
         logits = random_logits(1, 331)
         sampler = Sampler(8, 331, CPU)
-        sampler.add(slot(6, temperature=0.0))
-        sampler.add(slot(2, logit_bias={11: 1000.0}))
+        sampler.add(row_sampling(6, temperature=0.0))
+        sampler.add(row_sampling(2, logit_bias={11: 1000.0}))
         ids, _ = sampler.sample(
             torch.from_numpy(logits).repeat(2, 1), np.array([6, 2], np.int32), np.zeros(2, np.int32), np.full(2, 0.3)
         ).read()
@@ -367,7 +369,7 @@ def test_frequencies_are_the_probabilities(filters):
     logits = random_logits(21, 12, scale=0.7)
     kept = survivors(logits, **filters)
     draws = [uniform(99, position) for position in range(6000)]
-    ids = sample(logits, slot(**filters), draws)
+    ids = sample(logits, row_sampling(**filters), draws)
     total = sum(kept.values())
     expected = {id_: len(draws) * weight / total for id_, weight in kept.items()}
     assert set(ids) <= set(expected)
@@ -411,7 +413,7 @@ EXTREME_SETTINGS = [
 @pytest.mark.parametrize("row", EXTREME_ROWS.values(), ids=EXTREME_ROWS)
 def test_extreme_logits_give_a_token_of_the_vocabulary(row):
     for fields in EXTREME_SETTINGS:
-        ids = sample(row, slot(**fields), DRAWS)
+        ids = sample(row, row_sampling(**fields), DRAWS)
         assert all(0 <= id_ < 40 for id_ in ids), fields
 
 
@@ -420,8 +422,8 @@ def test_extreme_logits_do_not_disturb_other_rows(row):
     good = random_logits(4, 40)
     for fields in ({}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.9, "logprobs": 3}):
         sampler = Sampler(2, 40, CPU)
-        sampler.add(slot(0, **fields))
-        sampler.add(slot(1, **fields))
+        sampler.add(row_sampling(0, **fields))
+        sampler.add(row_sampling(1, **fields))
         rows = torch.stack([torch.tensor(row), torch.from_numpy(good)])
         ids, logprobs = sampler.sample(
             rows, np.arange(2, dtype=np.int32), np.zeros(2, np.int32), np.full(2, 0.6)
@@ -435,9 +437,9 @@ def test_extreme_logits_do_not_disturb_other_rows(row):
 @pytest.mark.parametrize("temperature", [1e-3, 1e-6, 1e-30, 1e-45, 1e-300])
 def test_a_temperature_near_zero_is_nearly_greedy(temperature):
     logits = random_logits(9, 331)
-    assert set(sample(logits, slot(temperature=temperature), DRAWS)) == {int(logits.argmax())}
+    assert set(sample(logits, row_sampling(temperature=temperature), DRAWS)) == {int(logits.argmax())}
 
 
 def test_an_infinite_logit_is_chosen():
-    assert set(sample(EXTREME_ROWS["one inf"], slot(), DRAWS)) == {20}
-    assert set(sample(EXTREME_ROWS["one finite"], slot(), DRAWS)) == {20}
+    assert set(sample(EXTREME_ROWS["one inf"], row_sampling(), DRAWS)) == {20}
+    assert set(sample(EXTREME_ROWS["one finite"], row_sampling(), DRAWS)) == {20}

@@ -1,12 +1,12 @@
-"""The scheduler with ranks that have no model: what runs in a step, who gives way, and that every stream is whole."""
+"""The scheduler with ranks that have no model: what runs in a step, what is preempted, and complete streams."""
 
 import random
 
 import pytest
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import BLOCK_SIZE
-from lockstep_engine.plan import PoolSizes
-from lockstep_engine.request import FinishReason
+from lockstep_engine.request import FinishReason, Phase
 from scripted_ranks import EOS, Server, expected_ids, words
 
 
@@ -19,7 +19,7 @@ class TestBatching:
         assert server.ids(number) == server.expected(number)
         server.assert_idle()
 
-    def test_nothing_is_emitted_before_the_whole_prompt_is_computed(self):
+    def test_nothing_is_emitted_before_the_full_prompt_is_computed(self):
         server = Server(max_batch_tokens=32)
         number = server.submit(words(65, seed=1))
         for _ in range(2):
@@ -28,7 +28,7 @@ class TestBatching:
         server.step()
         assert len(server.ids(number)) == 1
 
-    def test_decoding_goes_on_while_a_prompt_is_computed(self):
+    def test_decoding_continues_while_a_prompt_is_computed(self):
         server = Server(max_batch_tokens=32)
         early = server.submit(words(5, seed=1), max_tokens=20)
         server.step()
@@ -41,7 +41,21 @@ class TestBatching:
         assert server.ids(early) == server.expected(early)
         assert server.ids(late) == server.expected(late)
 
-    def test_what_a_prompt_leaves_of_the_budget_goes_to_the_next_one(self):
+    def test_decoding_continues_while_the_prompt_of_a_more_important_request_is_computed(self):
+        """A stream that moves here is computed again from its first token; those that are here go on meanwhile."""
+        server = Server(max_batch_tokens=32)
+        here = [server.submit(words(5, seed=seed), max_tokens=20, arrived_at=2.0) for seed in (1, 2)]
+        server.step()
+        moved = server.submit(words(100, seed=3), max_tokens=2, arrived_at=1.0, priority=1)
+        for _ in range(4):
+            server.step()
+        for number in here:
+            assert server.computed(number)[1:] == [(5, 1), (6, 1), (7, 1), (8, 1)]
+        assert server.computed(moved) == [(0, 30), (30, 30), (60, 30), (90, 10)]
+        server.run()
+        assert server.ids(moved) == server.expected(moved)
+
+    def test_the_budget_that_a_prompt_leaves_goes_to_the_next_one(self):
         server = Server(max_batch_tokens=32)
         first = server.submit(words(20, seed=1))
         second = server.submit(words(20, seed=2))
@@ -50,7 +64,7 @@ class TestBatching:
         server.run()
         assert server.ids(second) == server.expected(second)
 
-    def test_no_more_sequences_run_than_there_are_slots(self):
+    def test_at_most_max_seqs_run_at_once(self):
         server = Server(max_seqs=3)
         numbers = [server.submit(words(4, seed=each), max_tokens=2 + each) for each in range(7)]
         server.step()
@@ -61,7 +75,7 @@ class TestBatching:
         assert all(server.ids(number) == server.expected(number) for number in numbers)
         server.assert_idle()
 
-    def test_slots_get_the_settings_of_their_new_occupants(self):
+    def test_sampling_rows_get_the_settings_of_their_new_requests(self):
         server = Server(max_seqs=1)
         server.submit(words(4, seed=1), max_tokens=1, temperature=0.5)
         plan = server.scheduler.schedule()
@@ -73,7 +87,7 @@ class TestBatching:
         server.finish(server.ranks.execute(plan))
         assert server.scheduler.schedule().added == []
 
-    def test_penalties_get_the_past_and_others_do_not(self):
+    def test_only_requests_with_penalties_send_their_past(self):
         server = Server()
         server.submit(words(4, seed=1), emitted=[5, 6], presence_penalty=0.5)
         server.submit(words(4, seed=1), emitted=[5, 6])
@@ -100,7 +114,7 @@ class TestBatching:
 
 
 class TestPrefixCache:
-    def test_a_hit_recomputes_only_what_is_new(self):
+    def test_after_a_hit_only_new_tokens_are_computed(self):
         server = Server(max_batch_tokens=200)
         prompt = words(3 * BLOCK_SIZE + 5, seed=1)
         first = server.submit(prompt)
@@ -125,7 +139,7 @@ class TestPrefixCache:
         assert server.ids(second) == server.expected(second)
 
     @pytest.mark.parametrize("blocks", [1, 2, 3])
-    def test_the_last_token_is_computed_even_if_all_are_known(self, blocks):
+    def test_the_last_token_is_computed_even_if_all_are_cached(self, blocks):
         server = Server(max_batch_tokens=200)
         prompt = words(blocks * BLOCK_SIZE, seed=1)
         server.submit(prompt)
@@ -177,7 +191,7 @@ class TestPrefixCache:
         server.step()
         assert server.computed(second) == [(3 * BLOCK_SIZE, 1)]
 
-    def test_who_waits_for_anothers_prefill_is_not_lost_when_that_one_is_cancelled(self):
+    def test_a_request_that_waits_for_a_prefill_runs_when_that_one_is_cancelled(self):
         server = Server(max_batch_tokens=32)
         prompt = words(100, seed=1)
         first, second = server.submit(prompt), server.submit(prompt)
@@ -188,7 +202,7 @@ class TestPrefixCache:
         assert server.ids(second) == server.expected(second)
         server.assert_idle()
 
-    def test_a_request_with_other_beginning_overtakes_one_that_waits_for_a_prefill(self):
+    def test_a_request_with_another_prefix_overtakes_one_that_waits_for_a_prefill(self):
         server = Server(max_batch_tokens=64)
         prompt = words(100, seed=1)
         server.submit(prompt)
@@ -198,7 +212,7 @@ class TestPrefixCache:
         assert server.computed(other)
         assert not server.computed(waits)
 
-    def test_blocks_shared_by_running_sequences_survive_each_of_them(self):
+    def test_shared_blocks_stay_while_any_sequence_uses_them(self):
         server = Server(max_batch_tokens=200)
         prompt = words(4 * BLOCK_SIZE, seed=1)
         server.submit(prompt, max_tokens=1)
@@ -210,7 +224,7 @@ class TestPrefixCache:
 
 
 class TestPreemption:
-    def test_the_newest_gives_way_and_every_stream_is_whole(self):
+    def test_the_newest_is_preempted_and_every_stream_is_complete(self):
         server = Server(blocks=8, max_batch_tokens=64)
         numbers = [server.submit(words(2 * BLOCK_SIZE, seed=each), max_tokens=40) for each in range(2)]
         server.run()
@@ -234,7 +248,7 @@ class TestPreemption:
         assert all(count == 1 for _, count in server.computed(older)[1:])
         server.assert_idle()
 
-    def test_the_least_important_gives_way_even_if_it_is_the_oldest(self):
+    def test_the_lowest_priority_is_preempted_even_if_it_is_the_oldest(self):
         server = Server(blocks=4)
         slight = server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40, priority=-1)
         weighty = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40, priority=1)
@@ -245,7 +259,7 @@ class TestPreemption:
         server.assert_idle()
 
     def test_cached_tokens_are_those_of_the_first_admission(self):
-        """The newer gives way in the middle of its prompt, and finds most of its own blocks when it starts again."""
+        """The newer one is preempted within its prompt, and finds most of its own blocks when it starts again."""
         server = Server(blocks=8, max_batch_tokens=BLOCK_SIZE + 1)
         older = server.submit(words(BLOCK_SIZE - 1, seed=1), max_tokens=20)
         server.step()
@@ -257,7 +271,7 @@ class TestPreemption:
         assert server.ids(newer) == server.expected(newer)
         assert server.ids(older) == server.expected(older)
 
-    def test_a_sequence_that_fills_the_pool_alone_never_gives_way(self):
+    def test_a_sequence_that_fills_the_pool_alone_is_never_preempted(self):
         server = Server(blocks=4)
         number = server.submit(words(10, seed=1), max_tokens=4 * BLOCK_SIZE - 10)
         server.run()
@@ -267,19 +281,19 @@ class TestPreemption:
 
 
 class TestPriority:
-    def test_the_important_are_admitted_first(self):
+    def test_higher_priorities_are_admitted_first(self):
         server = Server(max_seqs=1)
         low, normal, high = (server.submit(words(3, seed=each), priority=each, max_tokens=1) for each in (-5, 0, 5))
         server.run()
         assert [set(step) for step in server.ranks.trace] == [{high}, {normal}, {low}]
 
-    def test_equals_are_admitted_in_order_of_arrival(self):
+    def test_equal_priorities_are_admitted_in_order_of_arrival(self):
         server = Server(max_seqs=1)
         numbers = [server.submit(words(3, seed=each), max_tokens=1) for each in range(5)]
         server.run()
         assert [set(step) for step in server.ranks.trace] == [{number} for number in numbers]
 
-    def test_an_important_prompt_gets_the_budget_first(self):
+    def test_a_prompt_of_higher_priority_gets_the_budget_first(self):
         server = Server(max_batch_tokens=32)
         low = server.submit(words(40, seed=1))
         server.step()
@@ -288,8 +302,8 @@ class TestPriority:
             server.step()
         assert server.ranks.trace[1:] == [
             {low: (32, 8), high: (0, 24)},
-            {high: (24, 32)},
-            {high: (56, 4), low: (40, 1)},
+            {high: (24, 31), low: (40, 1)},
+            {high: (55, 5), low: (41, 1)},
         ]
         server.run()
         assert server.ids(low) == server.expected(low)
@@ -323,7 +337,7 @@ class TestRefusal:
     def test_an_id_in_use_is_refused_and_can_be_used_again_later(self):
         server = Server()
         number = server.submit(words(4, seed=1))
-        request = server._requests[number]
+        request = server.requests[number]
         with pytest.raises(LockstepError, match="in use") as caught:
             server.scheduler.submit(request)
         assert caught.value.code is ErrorCode.INVALID_REQUEST
@@ -391,14 +405,14 @@ class TestCancel:
         number = server.submit(words(30, seed=1), max_tokens=5)
         result = server.ranks.execute(server.scheduler.schedule())
         server.cancel(number)
-        assert server.scheduler.submit(server._requests[number]) is None
+        assert server.scheduler.submit(server.requests[number]) is None
         server.finish(result)
         assert server.outputs[number] == []
         server.run()
         assert server.ids(number) == server.expected(number)
         server.assert_idle()
 
-    def test_a_freed_slot_serves_the_next_request(self):
+    def test_a_freed_sampling_row_serves_the_next_request(self):
         server = Server(max_seqs=1)
         first, second = server.submit(words(30, seed=1)), server.submit(words(30, seed=2))
         result = server.ranks.execute(server.scheduler.schedule())
@@ -421,7 +435,7 @@ class TestCancel:
 
 class TestResume:
     @pytest.mark.parametrize("count", [1, 7, 16, 29])
-    def test_goes_on_at_the_position_after_the_emitted_ids(self, count):
+    def test_continues_at_the_position_after_the_emitted_ids(self, count):
         prompt = words(20, seed=1)
         whole = expected_ids(prompt, 30, seed=5)
         server = Server()
@@ -473,7 +487,7 @@ class TestResume:
         ("emitted", "settings"),
         [([EOS], {"ignore_eos": True}), ([EOS], {"min_tokens": 2}), ([EOS, 5], {}), ([7, 5], {"stop_token_ids": (7,)})],
     )
-    def test_ids_that_do_not_end_the_stream_are_gone_on_with(self, emitted, settings):
+    def test_emitted_ids_that_do_not_end_the_stream_are_continued(self, emitted, settings):
         server = Server()
         number = server.submit(words(4, seed=1), emitted=emitted, **settings)
         server.run()
@@ -520,7 +534,7 @@ class TestEnd:
         ids, reason = self.run_script([5] * 20, prompt=words(length, seed=1), max_tokens=50, context_length=64)
         assert (len(ids), reason) == (64 - length, FinishReason.LENGTH)
 
-    def test_ids_that_must_not_come_before_min_tokens_are_told_to_the_ranks(self):
+    def test_ids_forbidden_before_min_tokens_are_in_the_plan(self):
         server = Server()
         server.submit(words(4, seed=1), stop_token_ids=(7, 8), min_tokens=3)
         server.submit(words(4, seed=1), stop_token_ids=(7, 8), min_tokens=3, ignore_eos=True)
@@ -549,7 +563,7 @@ class TestReset:
         server.scheduler.reset(PoolSizes(8))
         number = server.submit(words(40, seed=1))
         plan = server.scheduler.schedule()
-        assert len(plan.token_ids) == 4 * 40
+        assert len(plan.token_ids) == 40
         assert number in plan.added[0].logit_bias
 
 
@@ -572,7 +586,7 @@ class TestFairness:
         assert server.ids(large) == server.expected(large)
         assert len(server.ids(large)) == 40
 
-    def test_followers_of_a_prefix_are_not_overtaken_for_ever(self):
+    def test_requests_that_wait_for_a_prefix_are_not_starved(self):
         server = Server(blocks=16, max_seqs=2, max_batch_tokens=32)
         prompt = words(60, seed=1)
         server.submit(prompt, max_tokens=2)
@@ -588,14 +602,14 @@ class TestFairness:
 
 
 def documents(seed):
-    """Beginnings that requests share."""
+    """Prefixes that requests share."""
     return [words(length, seed * 10 + length) for length in (0, 16, 40, 90)]
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_soak_with_random_cancels(seed, prefix_cache):
-    """Thousands of requests in too few blocks: every stream is what it would be alone, and nothing leaks."""
+    """Thousands of requests with too few blocks: every stream is the same as alone, and no block is lost."""
     choose = random.Random(seed)
     server = Server(
         blocks=24, max_seqs=6, max_batch_tokens=40, max_queue=12, context_length=256, prefix_cache=prefix_cache
@@ -642,3 +656,130 @@ def test_soak_with_random_cancels(seed, prefix_cache):
         assert ids == (expected[: len(ids)] if number in cancelled else expected), f"request {number}, seed {seed}"
     assert 100 < len(cancelled) < 750
     assert server.restarts() > 50
+
+
+class TestSeniority:
+    """Of equal priority the request that arrived first runs first, wherever it was queued before."""
+
+    def order(self, server, numbers):
+        """The requests in the order of their first tokens."""
+        firsts = []
+        while server.step():
+            firsts.extend(number for number in numbers if server.outputs[number] and number not in firsts)
+        return firsts
+
+    def test_a_moved_request_is_queued_by_its_first_arrival(self):
+        server = Server(max_seqs=1)
+        running = server.submit(words(5, seed=1), arrived_at=10.0)
+        server.step()
+        late = server.submit(words(5, seed=2), arrived_at=12.0)
+        moved = server.submit(words(5, seed=3), arrived_at=11.0)
+        assert self.order(server, [running, late, moved]) == [running, moved, late]
+
+    def test_priority_goes_before_arrival(self):
+        server = Server(max_seqs=1)
+        server.submit(words(5, seed=1))
+        server.step()
+        early = server.submit(words(5, seed=2), arrived_at=1.0)
+        urgent = server.submit(words(5, seed=3), arrived_at=2.0, priority=1)
+        assert self.order(server, [early, urgent]) == [urgent, early]
+
+    def test_a_moved_request_with_output_does_not_preempt_an_older_one_with_output(self):
+        server = Server(blocks=4)
+        older = server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40, arrived_at=1.0)
+        server.step()
+        moved = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40, arrived_at=2.0, priority=1, emitted=(3,))
+        server.run()
+        assert all(count == 1 for _, count in server.computed(older)[1:])
+        assert any(count > 1 for _, count in server.computed(moved)[1:])
+
+    def test_requests_that_arrived_together_start_as_they_were_submitted(self):
+        server = Server(max_seqs=1)
+        numbers = [server.submit(words(5, seed=seed), arrived_at=7.0) for seed in range(6)]
+        assert self.order(server, numbers) == numbers
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_first_tokens_come_in_the_order_of_arrival(self, seed):
+        dice = random.Random(seed)
+        server = Server(max_seqs=2, blocks=64)
+        arrivals = list(range(12))
+        dice.shuffle(arrivals)
+        server.submit(words(5, seed=100), arrived_at=-1.0, max_tokens=30)
+        server.submit(words(5, seed=101), arrived_at=-1.0, max_tokens=32)
+        server.step()
+        numbers = {server.submit(words(9, seed=each), arrived_at=each, max_tokens=4): each for each in arrivals}
+        order = [numbers[number] for number in self.order(server, numbers)]
+        assert order == sorted(order)
+
+    def test_the_last_to_arrive_is_preempted_first(self):
+        server = Server(blocks=4)
+        late = server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40, arrived_at=2.0)
+        early = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40, arrived_at=1.0)
+        server.run()
+        assert all(count == 1 for _, count in server.computed(early)[1:])
+        assert any(count > 1 for _, count in server.computed(late)[1:])
+
+
+class TestPhases:
+    """Who waits and who runs is known before the first token, and a long prompt shows that it goes on."""
+
+    def phases(self, server):
+        return [(int(change.request_id), change.phase) for change in server.scheduler.take_phases()]
+
+    def test_a_request_runs_from_its_first_plan_on(self):
+        server = Server(max_seqs=1)
+        first, second = server.submit(words(5, seed=1), max_tokens=2), server.submit(words(5, seed=2), max_tokens=2)
+        assert self.phases(server) == []
+        server.plan()
+        assert self.phases(server) == [(first, Phase.RUNNING)]
+        while server.step() and not server.outputs[second]:
+            pass
+        assert (second, Phase.RUNNING) in self.phases(server)
+        server.run()
+        assert self.phases(server) == []
+
+    def test_each_part_of_a_prompt_is_a_sign_of_progress(self):
+        server = Server(max_batch_tokens=32)
+        number = server.submit(words(100, seed=1), max_tokens=2)
+        for _ in range(3):
+            server.step()
+            assert self.phases(server) == [(number, Phase.RUNNING)]
+        server.run()
+        assert self.phases(server) == []
+
+    def test_a_preempted_request_waits_and_runs_again(self):
+        server = Server(blocks=4, max_batch_tokens=64)
+        server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40)
+        newer = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40)
+        seen = []
+        while server.step():
+            seen.extend(phase for number, phase in self.phases(server) if number == newer)
+        assert seen == [Phase.RUNNING, Phase.WAITING, Phase.RUNNING]
+
+    def test_requests_that_are_gone_have_no_phase(self):
+        server = Server()
+        number = server.submit(words(5, seed=1))
+        server.plan()
+        server.cancel(number)
+        assert self.phases(server) == []
+
+    def test_requests_wait_again_when_the_pools_are_emptied(self):
+        server = Server()
+        kept, ended = server.submit(words(5, seed=1)), server.submit(words(5, seed=2))
+        server.step()
+        self.phases(server)
+        server.scheduler.shed(0)
+        assert self.phases(server) == [(kept, Phase.WAITING)]
+        assert str(ended) not in server.scheduler.request_ids
+
+
+def test_free_places_are_those_of_an_empty_queue():
+    server = Server(max_seqs=2)
+    assert server.scheduler.free_seqs == 2
+    server.submit(words(5, seed=1), max_tokens=30)
+    server.step()
+    assert server.scheduler.free_seqs == 1
+    for seed in (2, 3):
+        server.submit(words(5, seed=seed), max_tokens=30)
+    server.step()
+    assert (server.scheduler.queued, server.scheduler.free_seqs) == (1, 0)

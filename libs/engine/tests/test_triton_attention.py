@@ -5,11 +5,13 @@ import random
 
 import pytest
 import torch
+import twins
+from lockstep_engine import layer_cache
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
-from lockstep_engine.kernels import triton_attention, twins
-from lockstep_engine.kernels.triton_attention import Shape, Tiles
-from lockstep_engine.kernels.twins import Paged, Scoring
+from lockstep_engine.kernels import triton_attention
+from lockstep_engine.kernels.triton_attention import Paged, Shape, Tiles
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.scoring import Scoring
 from triton_device import DEVICE, NEEDS_GPU, SWEEP
 
 LAZY = HotWindow(sink=1, size=2)
@@ -22,7 +24,7 @@ class Step:
     Args:
         contexts: tokens of each sequence, the step's included.
         queries: tokens of each that the step computes.
-        rule: which blocks are seen cold.
+        hot_window: which blocks are seen cold.
         compressed: cold blocks are fp8; otherwise of the hot ones' type.
     """
 
@@ -35,12 +37,12 @@ class Step:
         kv_heads=2,
         dim=32,
         dtype=torch.float32,
-        rule=None,
+        hot_window=None,
         compressed=True,
         scale=1.0,
         seed=0,
     ):
-        self.contexts, self.counts, self.rule, self.kv_heads = contexts, queries, rule, kv_heads
+        self.contexts, self.counts, self.hot_window, self.kv_heads = contexts, queries, hot_window, kv_heads
         generator = torch.Generator().manual_seed(seed)
         needs = [-(-each // BLOCK_SIZE) for each in contexts]
         blocks = sum(needs) + 2
@@ -51,8 +53,8 @@ class Step:
             blocks=blocks,
             dtype=dtype,
             device=DEVICE,
-            cold_blocks=blocks if rule else 0,
-            rule=rule,
+            cold_blocks=blocks if hot_window else 0,
+            hot_window=hot_window,
             compressed_layers=(0,) if compressed else (),
         )
         self.layer = self.cache.layer(0)
@@ -76,7 +78,7 @@ class Step:
                     kept.add(hot)
             self._poison(hot, context % BLOCK_SIZE or BLOCK_SIZE)
         if moves:
-            self.cache._compress(self.layer, torch.tensor(moves, device=DEVICE))
+            layer_cache.compress(self.layer, torch.tensor(moves, device=DEVICE))
         for gone in set(range(blocks)) - kept:
             self._poison(gone, 0)
         rows = torch.tensor([0, *queries]).cumsum(0)[:-1]
@@ -86,15 +88,15 @@ class Step:
                 each.to(DEVICE, torch.int32).contiguous()
                 for each in (self.tables, self.hot_tables, starts, torch.tensor(queries), rows)
             ),
-            rule,
+            hot_window,
         )
         self.queries = (torch.randn(sum(queries), heads, dim, generator=generator) * scale).to(DEVICE, dtype)
         self.queries = self.queries.transpose(0, 1)
         self.scoring = {"scale": dim**-0.5}
 
     def _cold(self, query_block, block):
-        rule = self.rule
-        return rule is not None and block >= rule.sink and query_block - block > rule.size
+        hot_window = self.hot_window
+        return hot_window is not None and block >= hot_window.sink and query_block - block > hot_window.size
 
     def _poison(self, block, used):
         self.layer.keys[:, block, :, used:] = math.nan
@@ -136,52 +138,52 @@ def decode(contexts, **options):
 
 @pytest.mark.parametrize("ratio", range(1, 9))
 def test_any_number_of_query_heads_shares_a_key_head(ratio):
-    decode([37], heads=2 * ratio, rule=LAZY, seed=ratio).check()
+    decode([37], heads=2 * ratio, hot_window=LAZY, seed=ratio).check()
 
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 96, 112, 128, 192, 256])
 def test_heads_of_any_width(dim):
-    Step([70, 20], [3, 1], heads=2, kv_heads=1, dim=dim, rule=LAZY, seed=dim).check(queries=3)
+    Step([70, 20], [3, 1], heads=2, kv_heads=1, dim=dim, hot_window=LAZY, seed=dim).check(queries=3)
 
 
 @pytest.mark.parametrize("context", [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65])
 def test_contexts_that_end_at_the_boundary_of_a_block_or_tile(context):
-    decode([context], kv_heads=1, rule=HotWindow(sink=1, size=1), seed=context).check()
+    decode([context], kv_heads=1, hot_window=HotWindow(sink=1, size=1), seed=context).check()
 
 
-@pytest.mark.parametrize("rule", [None, LAZY, HotWindow(1, 1), HotWindow(0, 0), HotWindow(2, 0)], ids=str)
+@pytest.mark.parametrize("hot_window", [None, LAZY, HotWindow(1, 1), HotWindow(0, 0), HotWindow(2, 0)], ids=str)
 @pytest.mark.parametrize("splits", [1, 3])
-def test_decoding_of_ragged_contexts_with_keys_split_over_programs(rule, splits):
-    decode([130, 1, 33, 16], kv_heads=1, rule=rule, seed=5).check(splits=splits)
+def test_decoding_of_ragged_contexts_with_keys_split_over_programs(hot_window, splits):
+    decode([130, 1, 33, 16], kv_heads=1, hot_window=hot_window, seed=5).check(splits=splits)
 
 
-@pytest.mark.parametrize("rule", [None, LAZY, HotWindow(0, 0), HotWindow(2, 1)], ids=str)
-def test_chunks_of_prompts_between_decoding_sequences(rule):
-    Step([40, 100, 17, 64], [40, 37, 1, 16], kv_heads=1, rule=rule, seed=6).check(queries=8)
+@pytest.mark.parametrize("hot_window", [None, LAZY, HotWindow(0, 0), HotWindow(2, 1)], ids=str)
+def test_chunks_of_prompts_between_decoding_sequences(hot_window):
+    Step([40, 100, 17, 64], [40, 37, 1, 16], kv_heads=1, hot_window=hot_window, seed=6).check(queries=8)
 
 
 def test_a_tile_that_sees_a_block_in_both_versions():
-    for rule in (HotWindow(0, 0), HotWindow(1, 1)):
-        Step([90], [60], heads=2, kv_heads=1, rule=rule).check(queries=32)
+    for hot_window in (HotWindow(0, 0), HotWindow(1, 1)):
+        Step([90], [60], heads=2, kv_heads=1, hot_window=hot_window).check(queries=32)
 
 
-@pytest.mark.parametrize("rule", [None, HotWindow(1, 1)], ids=str)
+@pytest.mark.parametrize("hot_window", [None, HotWindow(1, 1)], ids=str)
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 37, 1000])
-def test_windows(window, rule):
-    Step([70, 33], [5, 1], kv_heads=1, rule=rule, seed=window).check(queries=4, window=window, splits=2)
+def test_windows(window, hot_window):
+    Step([70, 33], [5, 1], kv_heads=1, hot_window=hot_window, seed=window).check(queries=4, window=window, splits=2)
 
 
 @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
 def test_soft_caps(soft_cap):
-    Step([70, 33], [5, 1], kv_heads=1, rule=HotWindow(1, 1), scale=2.0).check(queries=4, soft_cap=soft_cap)
+    Step([70, 33], [5, 1], kv_heads=1, hot_window=HotWindow(1, 1), scale=2.0).check(queries=4, soft_cap=soft_cap)
 
 
 def test_layers_whose_cold_blocks_are_not_compressed():
-    Step([100, 33], [20, 1], kv_heads=1, rule=HotWindow(1, 1), compressed=False).check(queries=8)
+    Step([100, 33], [20, 1], kv_heads=1, hot_window=HotWindow(1, 1), compressed=False).check(queries=8)
 
 
 def test_biases_by_position_and_sinks():
-    step = Step([70, 33], [5, 1], kv_heads=2, rule=HotWindow(1, 1))
+    step = Step([70, 33], [5, 1], kv_heads=2, hot_window=HotWindow(1, 1))
     bias = torch.randn(4, 80, device=DEVICE)
     sinks = torch.randn(4, device=DEVICE)
     step.check(queries=4, bias=bias)
@@ -189,14 +191,14 @@ def test_biases_by_position_and_sinks():
     step.check(queries=4, bias=bias, sinks=sinks, window=9)
 
 
-@pytest.mark.parametrize("rule", [None, HotWindow(1, 1)], ids=str)
-def test_half_precision(rule):
-    Step([70, 33], [9, 1], kv_heads=1, dim=64, dtype=torch.float16, rule=rule).check(queries=4, splits=2)
+@pytest.mark.parametrize("hot_window", [None, HotWindow(1, 1)], ids=str)
+def test_half_precision(hot_window):
+    Step([70, 33], [9, 1], kv_heads=1, dim=64, dtype=torch.float16, hot_window=hot_window).check(queries=4, splits=2)
 
 
 @pytest.mark.parametrize("scale", [1e-4, 100.0])
 def test_half_precision_loses_neither_small_nor_large_values(scale):
-    step = decode([100], kv_heads=1, dim=64, dtype=torch.float16, rule=HotWindow(0, 0), scale=scale)
+    step = decode([100], kv_heads=1, dim=64, dtype=torch.float16, hot_window=HotWindow(0, 0), scale=scale)
     ours, expected = step.run(), step.twin()
     torch.testing.assert_close(ours, expected, atol=2e-3 * scale, rtol=5e-2)
 
@@ -204,7 +206,7 @@ def test_half_precision_loses_neither_small_nor_large_values(scale):
 @pytest.mark.parametrize("scale", [30.0, 1e3, 1e6])
 def test_large_scores_give_finite_means_of_values(scale):
     """Rounding may decide between two keys, but what comes out lies between the least and the greatest value."""
-    step = decode([60], heads=2, kv_heads=1, rule=None, scale=scale)
+    step = decode([60], heads=2, kv_heads=1, hot_window=None, scale=scale)
     out = step.run(splits=2)
     values = step.layer.values.nan_to_num(0, 0, 0)
     assert out.isfinite().all()
@@ -212,7 +214,7 @@ def test_large_scores_give_finite_means_of_values(scale):
 
 
 def test_rows_that_only_fill_a_step_up_see_nothing_and_are_zero():
-    step = decode([40, 20, 33], kv_heads=1, rule=LAZY)
+    step = decode([40, 20, 33], kv_heads=1, hot_window=LAZY)
     expected = step.twin()
     step.paged.starts[1] = -1
     step.paged.tables[1] = step.paged.hot_tables[1] = -1
@@ -242,7 +244,7 @@ def test_queries_may_be_a_part_of_merged_projections():
     ],
 )
 def test_what_does_not_fit_is_refused(change, sentence):
-    step = decode([40], rule=LAZY)
+    step = decode([40], hot_window=LAZY)
     change(step)
     with pytest.raises(ValueError, match=sentence):
         step.run()
@@ -260,7 +262,7 @@ def random_step(seed, dtypes):
         kv_heads=kv_heads,
         dim=chooser.choice([16, 32, 64, 80, 128]),
         dtype=chooser.choice(dtypes),
-        rule=chooser.choice([None, LAZY, HotWindow(chooser.randint(0, 2), chooser.randint(0, 3))]),
+        hot_window=chooser.choice([None, LAZY, HotWindow(chooser.randint(0, 2), chooser.randint(0, 3))]),
         compressed=chooser.random() < 0.8,
         seed=seed,
     )
@@ -287,20 +289,24 @@ class TestOnAGpu:
     pytestmark = NEEDS_GPU
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-    @pytest.mark.parametrize("rule", [None, HotWindow(1, 4)], ids=str)
+    @pytest.mark.parametrize("hot_window", [None, HotWindow(1, 4)], ids=str)
     @pytest.mark.parametrize(
         ("heads", "kv_heads", "dim"), [(32, 8, 128), (32, 32, 128), (28, 4, 128), (8, 1, 256), (32, 8, 80)]
     )
-    def test_decoding(self, dtype, rule, heads, kv_heads, dim):
-        step = decode([4000, 17, 1025, 64, 1, 2048], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, rule=rule)
+    def test_decoding(self, dtype, hot_window, heads, kv_heads, dim):
+        step = decode(
+            [4000, 17, 1025, 64, 1, 2048], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, hot_window=hot_window
+        )
         for splits in (1, 7, 64):
             step.check(splits=splits, shape=None)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-    @pytest.mark.parametrize("rule", [None, HotWindow(1, 4)], ids=str)
+    @pytest.mark.parametrize("hot_window", [None, HotWindow(1, 4)], ids=str)
     @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (16, 16, 64), (28, 4, 128), (8, 2, 256)])
-    def test_prefill(self, dtype, rule, heads, kv_heads, dim):
-        step = Step([2000, 700, 33], [512, 700, 1], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, rule=rule)
+    def test_prefill(self, dtype, hot_window, heads, kv_heads, dim):
+        step = Step(
+            [2000, 700, 33], [512, 700, 1], heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype, hot_window=hot_window
+        )
         size = triton_attention.queries_a_tile(heads // kv_heads, dim, dtype)
         step.check(queries=size, shape=None)
         step.check(queries=size, shape=None, window=100)

@@ -6,8 +6,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+import twins
+from lockstep_engine import layer_cache
 from lockstep_engine.config import HotWindow
-from lockstep_engine.kernels import triton_compress, triton_fp8, triton_gate, triton_norm, triton_store, twins
+from lockstep_engine.kernels import triton_compress, triton_fp8, triton_gate, triton_norm, triton_store
 from lockstep_engine.kernels.triton_fp8 import decode, encode
 from lockstep_engine.kv_cache import KvCache
 from triton_device import DEVICE, NEEDS_GPU
@@ -31,7 +33,7 @@ def close(ours, expected):
     torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
 
 
-def cache_of(dim, dtype=torch.float32, *, kv_heads=2, blocks=4, rule=None, compressed=(0,)):
+def cache_of(dim, dtype=torch.float32, *, kv_heads=2, blocks=4, hot_window=None, compressed=(0,)):
     return KvCache(
         layers=1,
         kv_heads=kv_heads,
@@ -39,8 +41,8 @@ def cache_of(dim, dtype=torch.float32, *, kv_heads=2, blocks=4, rule=None, compr
         blocks=blocks,
         dtype=dtype,
         device=DEVICE,
-        cold_blocks=blocks if rule else 0,
-        rule=rule,
+        cold_blocks=blocks if hot_window else 0,
+        hot_window=hot_window,
         compressed_layers=compressed,
     )
 
@@ -109,13 +111,13 @@ class TestRotateStore:
         norms = (random(dim, dtype=dtype), random(dim, dtype=dtype)) if normed else None
         queries, keys, values = (part.clone() for part in self.parts(qkv, heads, kv_heads, dim))
         kept = slots >= 0
-        turned = [
+        rotated_parts = [
             twins.rotate(part, cosine, sine, norm, 1e-5)
             for part, norm in zip((queries, keys), norms or (None, None), strict=True)
         ]
-        theirs.store(0, turned[1][:, kept], values[:, kept], slots[kept])
+        theirs.store(0, rotated_parts[1][:, kept], values[:, kept], slots[kept])
         triton_store.rotate_store(ours.layer(0), qkv, cosine, sine, slots, heads=heads, norms=norms, eps=1e-5)
-        close(self.parts(qkv, heads, kv_heads, dim)[0], turned[0])
+        close(self.parts(qkv, heads, kv_heads, dim)[0], rotated_parts[0])
         close(ours.keys, theirs.keys)
         assert torch.equal(ours.values, theirs.values)
 
@@ -151,7 +153,7 @@ class TestCompress:
     @pytest.mark.parametrize("compressed", [(0,), ()], ids=["fp8", "kept"])
     def test_makes_the_bits_that_its_twin_makes(self, dtype, dim, compressed):
         """Vectors from tiny to the largest, a zero one, and exact ties between two codes."""
-        ours, theirs = (cache_of(dim, dtype, rule=HotWindow(1, 1), compressed=compressed) for _ in range(2))
+        ours, theirs = (cache_of(dim, dtype, hot_window=HotWindow(1, 1), compressed=compressed) for _ in range(2))
         sizes = torch.logspace(-6, 4, 16, device=DEVICE)
         keys, values = random(*ours.keys.shape) * sizes, random(*ours.values.shape) * sizes[:, None]
         keys[..., 3], values[..., 3, :] = 0, 0
@@ -162,7 +164,7 @@ class TestCompress:
             cache.values.copy_(values)
         moves = torch.tensor([[0, 3], [3, 0], [1, 1]], dtype=torch.int32, device=DEVICE)
         triton_compress.compress(ours.layer(0), moves)
-        theirs._compress(theirs.layer(0), moves.long())
+        layer_cache.compress(theirs.layer(0), moves.long())
         for name in ("keys", "values", "key_scales", "value_scales"):
             one, other = (getattr(cache.layer(0).cold, name) for cache in (ours, theirs))
             assert (one is None) == (other is None) == (not compressed and "scales" in name)
@@ -173,7 +175,7 @@ class TestCompress:
         with pytest.raises(ValueError, match="no cold blocks"):
             triton_compress.compress(cache_of(64).layer(0), moves)
         with pytest.raises(ValueError, match="int64"):
-            triton_compress.compress(cache_of(64, rule=HotWindow(1, 1)).layer(0), moves.long())
+            triton_compress.compress(cache_of(64, hot_window=HotWindow(1, 1)).layer(0), moves.long())
 
 
 @triton.jit

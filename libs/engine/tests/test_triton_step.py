@@ -3,12 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from lockstep_engine.attention import StepLayout, step_attention
+import twins
+from lockstep_engine import layer_cache
+from lockstep_engine.attention import StepLayout
+from lockstep_engine.attention_choice import step_attention
 from lockstep_engine.attention_torch import TorchAttention
 from lockstep_engine.attention_triton import DecodeAttention, Rotation, TritonAttention
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
-from lockstep_engine.kernels import twins
+from lockstep_engine.kernels.triton_attention import Paged
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.scoring import Scoring
 from texts import LAYER, Texts, assert_all_close, by_torch, dense
 from triton_device import DEVICE, GPU
 
@@ -24,13 +28,13 @@ class TestSteps:
         texts = Texts([20, 50, 17], kv_heads=1, seed=4)
         assert_all_close(texts.attend(by_triton, texts.in_random_chunks(4), **options), dense(texts, **options))
 
-    @pytest.mark.parametrize("rule", [HotWindow(1, 1), HotWindow(0, 0)], ids=str)
-    def test_blocks_are_compressed_on_the_way(self, rule):
+    @pytest.mark.parametrize("hot_window", [HotWindow(1, 1), HotWindow(0, 0)], ids=str)
+    def test_blocks_are_compressed_on_the_way(self, hot_window):
         texts = Texts([20, 90], kv_heads=1, seed=5)
         steps = texts.in_random_chunks(5)
-        ours = texts.attend(by_triton, steps, rule=rule)
-        assert_all_close(ours, dense(texts, rule=rule))
-        assert_all_close(ours, texts.attend(by_torch, steps, rule=rule))
+        ours = texts.attend(by_triton, steps, hot_window=hot_window)
+        assert_all_close(ours, dense(texts, hot_window=hot_window))
+        assert_all_close(ours, texts.attend(by_torch, steps, hot_window=hot_window))
 
 
 class TestDecodeAttention:
@@ -39,7 +43,7 @@ class TestDecodeAttention:
     POSITIONS = (36, 16)
     TABLES = ((4, 2, 0), (1, 3, -1))
 
-    def cache(self, rule=None):
+    def cache(self, hot_window=None):
         cache = KvCache(
             layers=2,
             kv_heads=2,
@@ -47,8 +51,8 @@ class TestDecodeAttention:
             blocks=6,
             dtype=torch.float32,
             device=DEVICE,
-            cold_blocks=6 if rule else 0,
-            rule=rule,
+            cold_blocks=6 if hot_window else 0,
+            hot_window=hot_window,
         )
         generator = torch.Generator().manual_seed(1)
         cache.keys.copy_(torch.randn(cache.keys.shape, generator=generator))
@@ -68,10 +72,10 @@ class TestDecodeAttention:
         tables[:2, :3] = torch.tensor(self.TABLES, dtype=torch.int32)
         attention = DecodeAttention(cache, positions, tables)
         parts = self.parts(4)
-        ours = attention.attend(LAYER, *parts, scale=0.2)
+        ours = attention.attend(LAYER, *parts, Scoring(0.2))
         layout = StepLayout(np.array(self.POSITIONS, np.int32), np.ones(2, np.int32), np.array(self.TABLES, np.int32))
         step = TorchAttention(other, layout, deterministic=False)
-        expected = step.attend(LAYER, *(each[:, :2] for each in parts), scale=0.2)
+        expected = step.attend(LAYER, *(each[:, :2] for each in parts), Scoring(0.2))
         torch.testing.assert_close(ours[:2], expected, atol=1e-5, rtol=1e-5)
         assert not ours[2:].any()
         assert attention.positions.tolist() == [36, 16, 0, 0]
@@ -81,20 +85,24 @@ class TestDecodeAttention:
             assert torch.equal(slot_cache[LAYER, :, rows], slot_other[LAYER, :, rows])
 
     def test_sees_cold_blocks(self):
-        rule = HotWindow(0, 1)
-        cache = self.cache(rule)
-        cache._compress(cache.layer(LAYER), torch.tensor([[4, 5]], device=DEVICE))
+        hot_window = HotWindow(0, 1)
+        cache = self.cache(hot_window)
+        layer_cache.compress(cache.layer(LAYER), torch.tensor([[4, 5]], device=DEVICE))
         tables = torch.tensor([[cache.first_cold + 5, 2, 0], [1, 3, -1]], dtype=torch.int32, device=DEVICE)
         positions = torch.tensor(self.POSITIONS, device=DEVICE)
         queries, keys, values = self.parts(2)
-        ours = DecodeAttention(cache, positions, tables).attend(LAYER, queries, keys, values, scale=0.2)
-        step = twins.Paged(
-            tables, tables, positions.int(), *torch.tensor([[1, 1], [0, 1]], dtype=torch.int32, device=DEVICE), rule
+        ours = DecodeAttention(cache, positions, tables).attend(LAYER, queries, keys, values, Scoring(0.2))
+        step = Paged(
+            tables,
+            tables,
+            positions.int(),
+            *torch.tensor([[1, 1], [0, 1]], dtype=torch.int32, device=DEVICE),
+            hot_window,
         )
-        expected = twins.attend(queries, cache.layer(LAYER), step, twins.Scoring(0.2))
+        expected = twins.attend(queries, cache.layer(LAYER), step, Scoring(0.2))
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
-    def test_merged_projections_are_turned_stored_and_attended(self):
+    def test_merged_projections_are_rotated_stored_and_attended(self):
         positions = torch.tensor(self.POSITIONS, device=DEVICE)
         tables = torch.tensor(self.TABLES, dtype=torch.int32, device=DEVICE)
         queries, keys, values = self.parts(2)
@@ -104,8 +112,10 @@ class TestDecodeAttention:
         ours = DecodeAttention(self.cache(), positions, tables).attend_merged(
             LAYER, merged, rotation, scale=0.2, window=30
         )
-        turned = [twins.rotate(each, cosine, sine) for each in (queries, keys)]
-        expected = DecodeAttention(self.cache(), positions, tables).attend(LAYER, *turned, values, scale=0.2, window=30)
+        rotated = [twins.rotate(each, cosine, sine) for each in (queries, keys)]
+        expected = DecodeAttention(self.cache(), positions, tables).attend(
+            LAYER, *rotated, values, Scoring(0.2, window=30)
+        )
         torch.testing.assert_close(ours, expected.flatten(1), atol=1e-5, rtol=1e-5)
 
 

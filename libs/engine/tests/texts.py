@@ -4,10 +4,13 @@ import math
 
 import numpy as np
 import torch
-from lockstep_engine.attention import CompiledAttention, StepLayout
+from lockstep_engine.attention import StepLayout
+from lockstep_engine.attention_cpu import CompiledAttention
 from lockstep_engine.attention_torch import TorchAttention
 from lockstep_engine.config import BLOCK_SIZE
-from lockstep_engine.kv_cache import KvCache, quantize
+from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.layer_cache import quantize
+from lockstep_engine.scoring import Scoring
 
 CPU = torch.device("cpu")
 LAYER = 1
@@ -37,10 +40,10 @@ class Texts:
         self.blocks = np.split(order, np.cumsum(needs)[:-1])
         self.cold = [each[::-1].copy() for each in self.blocks]
 
-    def attend(self, kind, steps, *, poison=True, rule=None, compressed=(0, LAYER), **options):
+    def attend(self, kind, steps, *, poison=True, hot_window=None, compressed=(0, LAYER), **options):
         """Outputs [length, heads, dim] of each sequence after `steps`, each a list of (sequence, tokens to compute).
 
-        With a rule, blocks are compressed when it says so, and what nobody may read any more becomes NaN.
+        With a hot_window, blocks are compressed when it says so, and what nobody may read any more becomes NaN.
         """
         total = sum(len(each) for each in self.blocks)
         cache = KvCache(
@@ -50,8 +53,8 @@ class Texts:
             blocks=total,
             dtype=torch.float32,
             device=CPU,
-            cold_blocks=0 if rule is None else total,
-            rule=rule,
+            cold_blocks=0 if hot_window is None else total,
+            hot_window=hot_window,
             compressed_layers=compressed,
         )
         cache.keys[:, :, :total] = math.nan  # what earlier owners left; a block is cleared when it is entered
@@ -69,14 +72,14 @@ class Texts:
                 )
                 for tensors in (self.queries, self.keys, self.values)
             ]
-            result = attention.attend(LAYER, *parts, scale=self.dim**-0.5, **options)
+            result = attention.attend(LAYER, *parts, Scoring(self.dim**-0.5, **options))
             for (sequence, count), part in zip(step, result.split([count for _, count in step]), strict=True):
                 out[sequence][done[sequence] : done[sequence] + count] = part
                 done[sequence] += count
         return out
 
     def _layout(self, step, done, cache):
-        rule = cache.rule
+        hot_window = cache.hot_window
         width = max(-(-(done[sequence] + count) // BLOCK_SIZE) for sequence, count in step)
         tables, hot_tables = np.full((2, len(step), width), -1, np.int32)
         moves = np.empty((0, 2), np.int32)
@@ -85,16 +88,16 @@ class Texts:
             first, last = done[sequence] // BLOCK_SIZE, (done[sequence] + count - 1) // BLOCK_SIZE
             hot, cold = self.blocks[sequence], self.cold[sequence]
             tables[row, : last + 1] = hot_tables[row, : last + 1] = hot[: last + 1]
-            if rule is None:
+            if hot_window is None:
                 continue
             before, begin, end = (
-                rule.first_hot(block) for block in (max(done[sequence] - 1, 0) // BLOCK_SIZE, first, last)
+                hot_window.first_hot(block) for block in (max(done[sequence] - 1, 0) // BLOCK_SIZE, first, last)
             )
-            hot_tables[row, rule.sink : begin] = -1
-            tables[row, rule.sink : end] = cold[rule.sink : end] + cache.first_cold
+            hot_tables[row, hot_window.sink : begin] = -1
+            tables[row, hot_window.sink : end] = cold[hot_window.sink : end] + cache.first_cold
             moves = np.concatenate([moves, np.stack([hot[before:end], cold[before:end]], axis=1)])
             both |= first < last
-            for gone in hot[rule.sink : before].tolist():
+            for gone in hot[hot_window.sink : before].tolist():
                 cache.keys[:, :, gone] = cache.values[:, :, gone] = math.nan
         starts = np.array([done[sequence] for sequence, _ in step], np.int32)
         lengths = np.array([count for _, count in step], np.int32)
@@ -143,7 +146,7 @@ def spoil(cache):
                 tensor[:, :-1] = 0x7F if tensor.dtype is torch.uint8 else math.nan
 
 
-def dense(texts, *, window=None, soft_cap=None, rule=None):
+def dense(texts, *, window=None, soft_cap=None, hot_window=None):
     """Reference in float64, each sequence for itself, without blocks: two sets of keys and values, and for each query
     and key the choice between them.
     """
@@ -153,8 +156,8 @@ def dense(texts, *, window=None, soft_cap=None, rule=None):
         position = torch.arange(queries.shape[1])
         block = position // BLOCK_SIZE
         cold = torch.zeros(len(block), len(block), dtype=torch.bool)
-        if rule is not None:
-            cold = (block[None, :] >= rule.sink) & (block[:, None] - block[None, :] > rule.size)
+        if hot_window is not None:
+            cold = (block[None, :] >= hot_window.sink) & (block[:, None] - block[None, :] > hot_window.size)
         k, v = (each.double().repeat_interleave(repeat, 0) for each in stored)
         cold_k, cold_v = (compressed(each).double().repeat_interleave(repeat, 0) for each in stored)
         q = queries.double()

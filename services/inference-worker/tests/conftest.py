@@ -16,7 +16,7 @@ from harness import tokenizer_json
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """A model directory with all that the worker itself reads of one."""
+    """A model directory with the files that the worker itself reads."""
     directory = tmp_path / "tiny"
     directory.mkdir()
     (directory / "tokenizer.json").write_text(tokenizer_json("hello"))

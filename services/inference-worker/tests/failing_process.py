@@ -21,8 +21,8 @@ class FailingEngine(ScriptedEngine):
         return super().status()
 
 
-def make(config, *, on_outputs, on_change):
-    return FailingEngine(Script(), config, on_outputs, on_change)
+def make(config, *, on_outputs, on_change, on_phases):
+    return FailingEngine(Script(), config, on_outputs, on_change, on_phases)
 
 
 if __name__ == "__main__":

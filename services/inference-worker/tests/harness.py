@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +26,25 @@ def tokenizer_json(*words: str) -> str:
 
 
 def make_settings(model: Path, socket_path: str, **changes: Any) -> WorkerSettings:
-    values = {"worker_id": "w0", "status_interval_s": 0.05, "drain_timeout_s": 2.0, "tp": 2} | changes
+    values = {
+        "worker_id": "w0",
+        "management_port": 0,
+        "status_interval_s": 0.05,
+        "drain_timeout_s": 2.0,
+        "tp": 2,
+    } | changes
     return WorkerSettings(model=str(model), listen=f"unix:{socket_path}", **values)
 
 
 def submit(stream_id: str = "s", attempt: int = 1, *, max_tokens: int = 4, **fields: Any) -> worker_pb2.Submit:
     message = {"prompt_ids": [1, 2, 3], "sampling": inference_pb2.Sampling(max_tokens=max_tokens)} | fields
     return worker_pb2.Submit(stream_id=stream_id, attempt=attempt, **message)
+
+
+def free_port() -> int:
+    """A TCP port on which no process listens."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 async def until(holds: Callable[[], Any]) -> None:
@@ -41,7 +54,7 @@ async def until(holds: Callable[[], Any]) -> None:
 
 
 def open_channel(address: str) -> grpc.aio.Channel:
-    """A connection of its own."""
+    """A channel with its own connection."""
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
     return grpc.aio.insecure_channel(address, options=options)
 

@@ -17,11 +17,13 @@ from lockstep_engine import (
     FinishReason,
     Logprobs,
     Output,
+    Phase,
+    PhaseChange,
     RankStatus,
     Request,
     TokenLogprob,
 )
-from lockstep_worker.engine import OnChange, OnOutputs
+from lockstep_worker.engine import OnChange, OnOutputs, OnPhases
 
 VOCAB_SIZE = 1000
 CONTEXT_LENGTH = 256
@@ -29,7 +31,7 @@ TOTAL_BLOCKS = 64
 
 
 def token_at(prompt_ids: Sequence[int], position: int) -> int:
-    """What the scripted model says."""
+    """The token that the scripted model gives at a position."""
     return (sum(prompt_ids) * 31 + position) % VOCAB_SIZE
 
 
@@ -52,7 +54,6 @@ class ScriptedModel:
     dtype: str = "float32"
     context_length: int = CONTEXT_LENGTH
     vocab_size: int = VOCAB_SIZE
-    eos_ids: tuple[int, ...] = (0,)
     created: int = 1_700_000_000
 
 
@@ -61,22 +62,31 @@ class Script:
     """How the engines made by it behave. It is an EngineFactory; `engine` is the last engine it made."""
 
     ready_at_once: bool = True
-    """Else `start` waits for `finish_start`."""
+    """False: `start` waits for `finish_start`."""
     step_s: float | None = None
     """Steps come by themselves at this interval; by `step` alone when None."""
     construct_error: LockstepError | None = None
     start_error: LockstepError | None = None
     engine: "ScriptedEngine" = field(init=False)
 
-    def __call__(self, config: EngineConfig, *, on_outputs: OnOutputs, on_change: OnChange) -> "ScriptedEngine":
+    def __call__(
+        self,
+        config: EngineConfig,
+        *,
+        on_outputs: OnOutputs,
+        on_change: OnChange,
+        on_phases: OnPhases = lambda _: None,
+    ) -> "ScriptedEngine":
         if self.construct_error is not None:
             raise self.construct_error
-        self.engine = ScriptedEngine(self, config, on_outputs, on_change)
+        self.engine = ScriptedEngine(self, config, on_outputs, on_change, on_phases)
         return self.engine
 
 
 class ScriptedEngine:
-    def __init__(self, script: Script, config: EngineConfig, on_outputs: OnOutputs, on_change: OnChange) -> None:
+    def __init__(
+        self, script: Script, config: EngineConfig, on_outputs: OnOutputs, on_change: OnChange, on_phases: OnPhases
+    ) -> None:
         self.model = ScriptedModel(path=Path(config.model), name=config.name or Path(config.model).name)
         self.config = config
         self.requests: dict[str, Request] = {}
@@ -88,6 +98,9 @@ class ScriptedEngine:
         self._script = script
         self._on_outputs = on_outputs
         self._on_change = on_change
+        self._on_phases = on_phases
+        self.queue_wait = (0.0, 0.0)
+        self.step_deadline_s = 0.0
         self._state = EngineState.STARTING
         self._reason = ""
         self._epoch = 1
@@ -119,6 +132,7 @@ class ScriptedEngine:
             return
         self.requests[request.id] = request
         self.emitted[request.id] = len(request.emitted_ids)
+        self.change_phase(request.id, Phase.RUNNING)
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
@@ -137,7 +151,6 @@ class ScriptedEngine:
             tokens_per_s=12.5,
             steps=self._steps,
             ranks=tuple(RankStatus(rank, 1000 + rank, rank_state, self._steps) for rank in range(self.config.tp)),
-            block_size=16,
             deterministic=True,
             device="cpu",
             dtype="float32",
@@ -145,6 +158,10 @@ class ScriptedEngine:
             driver_us=100.0,
             step_us=2000.0,
             collective_us=50.0,
+            step_deadline_s=self.step_deadline_s,
+            free_seqs=self.config.max_seqs - len(self.requests),
+            queue_wait_s=self.queue_wait[0],
+            queue_wait_per_request_s=self.queue_wait[1],
         )
 
     async def close(self) -> None:
@@ -181,8 +198,12 @@ class ScriptedEngine:
         self._steps += 1
         self._on_outputs(self._steps, outputs)
 
+    def change_phase(self, request_id: str, phase: Phase) -> None:
+        """Report that a request runs or waits, from the event loop, as the engine does."""
+        asyncio.get_running_loop().call_soon(self._on_phases, [PhaseChange(request_id, phase)])
+
     def lose_ranks(self, reason: str = "rank 1 was killed by SIGKILL") -> None:
-        """A rank has died: every request fails, the epoch rises."""
+        """Lose a rank: every request fails, and the epoch rises."""
         error = LockstepError(ErrorCode.WORKER_LOST, reason)
         lost = [Output(request_id, self.emitted[request_id], (), error=error) for request_id in self.requests]
         self.requests.clear()
@@ -193,11 +214,11 @@ class ScriptedEngine:
         self._on_change()
 
     def restart(self) -> None:
-        """The ranks are back."""
+        """Make the ranks ready again."""
         self._turn(EngineState.READY)
 
     def fail(self, reason: str) -> None:
-        """The ranks will never be back."""
+        """Make the engine fail permanently."""
         self._turn(EngineState.FAILED, reason)
 
     def _turn(self, state: EngineState, reason: str = "") -> None:

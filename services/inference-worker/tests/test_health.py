@@ -1,10 +1,12 @@
 import asyncio
+import urllib.error
+import urllib.request
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import PATIENCE_S, make_settings, served, submit, until
+from harness import PATIENCE_S, free_port, make_settings, served, submit, until
 from scripted_engine import Script
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -39,6 +41,27 @@ async def test_liveness_and_readiness_through_a_workers_life(model_dir, socket_p
                 await asyncio.sleep(0.005)
         worker.engine.step()
         assert await worker.exit_code() == 0
+
+
+async def test_management_port_tells_health_and_metrics(model_dir, socket_path):
+    port = free_port()
+
+    def get(path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    settings = make_settings(model_dir, socket_path, management_port=port)
+    async with served(settings, Script(ready_at_once=False)) as worker:
+        assert await asyncio.to_thread(get, "/healthz") == (200, '{"status":"alive"}')
+        assert await asyncio.to_thread(get, "/readyz") == (503, '{"status":"the worker takes no requests"}')
+        worker.engine.finish_start()
+        await worker.greeted()
+        assert await asyncio.to_thread(get, "/readyz") == (200, '{"status":"ready"}')
+        assert "lockstep_worker_tokens_total" in (await asyncio.to_thread(get, "/metrics"))[1]
+        assert (await asyncio.to_thread(get, "/status"))[0] == 404
 
 
 async def test_an_unknown_service_is_not_found(model_dir, socket_path):

@@ -8,8 +8,9 @@ def status(steps: int, epoch: int = 1) -> worker_pb2.WorkerFrame:
     return worker_pb2.WorkerFrame(epoch=epoch, status=worker_pb2.Status(steps=steps))
 
 
-def tokens(step: int, epoch: int = 1) -> worker_pb2.WorkerFrame:
-    return worker_pb2.WorkerFrame(epoch=epoch, tokens=worker_pb2.Tokens(step=step))
+def tokens(position: int, epoch: int = 1) -> worker_pb2.WorkerFrame:
+    update = worker_pb2.StreamTokens(position=position)
+    return worker_pb2.WorkerFrame(epoch=epoch, tokens=worker_pb2.Tokens(streams=[update]))
 
 
 def hello(epoch: int) -> worker_pb2.WorkerFrame:
@@ -68,8 +69,8 @@ async def test_a_reader_that_waits_is_woken():
 
 async def test_overflow_drops_everything_for_good():
     outbox = Outbox(2)
-    for step in range(3):
-        outbox.put(tokens(step))
+    for position in range(3):
+        outbox.put(tokens(position))
     assert outbox.overflowed.is_set()
     outbox.put(tokens(4))
     assert await drained(outbox) == []

@@ -3,15 +3,15 @@ import contextlib
 import logging
 import re
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from fake_events import NAMESPACE, TOKEN, FakeEvents
+from fake_kubernetes import NAMESPACE, TOKEN, FakeEvents
 from harness import PATIENCE_S, make_settings, served, submit, until
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.telemetry import REGISTRY
-from lockstep_worker.chronicle import Notice
-from lockstep_worker.notice_queue import NoticeQueue
+from lockstep_worker.notices import Notice, NoticeQueue
 from lockstep_worker.pod_events import PodEvents
 from lockstep_worker.settings import WorkerSettings
 from pydantic import ValidationError
@@ -85,12 +85,19 @@ async def test_what_happens_again_is_counted(api):
 async def test_many_kinds_of_notices_are_not_kept_for_ever(api):
     events = PodEvents("w-0", NAMESPACE, "u")
     queue = NoticeQueue(limit=1000)
-    for number in range(100):
+    remembered, forgotten = 36, 35
+    for number in (*range(100), remembered, forgotten):
         queue.put(Notice("R", f"kind {number}"))
     queue.close()
     await events.run(queue)
-    assert len(api.events) == 100
-    assert len(events._posted) == 64
+    assert len(api.events) == 101
+    counts = Counter({f"kind {number}": 1 for number in range(100)})
+    counts.update({f"kind {remembered}": 1, f"kind {forgotten}": 1})
+    posted: Counter[str] = Counter()
+    for event in api.events.values():
+        posted[event["message"]] += event["count"]
+    assert posted == counts
+    assert max(event["count"] for event in api.events.values() if event["message"] == f"kind {forgotten}") == 1
 
 
 async def test_a_long_message_is_cut(api):

@@ -33,12 +33,12 @@ def start(program: tuple[str, ...], *flags: str, **variables: str) -> subprocess
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | variables,
+        env=os.environ | {"LOCKSTEP_MANAGEMENT_PORT": "0"} | variables,
     )
 
 
 def ended(process: subprocess.Popen[str], within_s: float = 60) -> tuple[int, str]:
-    """Exit code and what was said."""
+    """The exit code and the output."""
     try:
         output, errors = process.communicate(timeout=within_s)
     finally:
@@ -126,7 +126,7 @@ def test_a_missing_model_ends_with_2_and_a_sentence(program, says):
     assert len(said.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("kind", ["port", "socket", "metrics"])
+@pytest.mark.parametrize("kind", ["port", "socket", "management"])
 def test_a_taken_address_ends_with_2_and_a_sentence(model_dir, socket_path, kind):
     with socket.create_server(("127.0.0.1", 0)) as port, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(socket_path)
@@ -135,11 +135,11 @@ def test_a_taken_address_ends_with_2_and_a_sentence(model_dir, socket_path, kind
         flags = {
             "port": ["--listen", f"127.0.0.1:{number}"],
             "socket": ["--listen", f"unix:{socket_path}"],
-            "metrics": ["--listen", "127.0.0.1:0", "--metrics-port", number],
+            "management": ["--listen", "127.0.0.1:0", "--management-port", number],
         }[kind]
         code, said = ended(start(SCRIPTED, "--model", str(model_dir), *flags))
     assert code == 2
-    assert re.fullmatch(r"cannot (listen|serve metrics) on .*\n", said)
+    assert re.fullmatch(r"cannot listen on .*\n", said)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from harness import PATIENCE_S, make_settings, open_channel, served, submit, tokenizer_json, until
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_engine import FinishReason, Logprobs, Output, TokenLogprob
+from lockstep_engine import FinishReason, Logprobs, Output, Phase, TokenLogprob
 from scripted_engine import CONTEXT_LENGTH, VOCAB_SIZE, Script, token_at
 
 PROMPT = (1, 2, 3)
@@ -27,8 +27,8 @@ async def test_hello_and_status_come_first(worker):
     assert hello.worker_id == "w0"
     assert hello.incarnation > 1_700_000_000 * 10**9
     card = hello.model
-    assert (card.name, card.tp, card.block_size, card.deterministic) == ("tiny", 2, 16, True)
-    assert (card.context_length, card.vocab_size, list(card.eos_ids)) == (CONTEXT_LENGTH, VOCAB_SIZE, [0])
+    assert (card.name, card.tp, card.deterministic) == ("tiny", 2, True)
+    assert (card.context_length, card.vocab_size) == (CONTEXT_LENGTH, VOCAB_SIZE)
     assert len(card.tokenizer_digest) == 64
     assert {frame.epoch for frame in router.seen} == {1}
 
@@ -63,7 +63,6 @@ async def test_one_tokens_frame_a_step_holds_all_streams_of_the_router(worker):
     for _ in range(4):
         worker.engine.step()
     frames = [(await router.next("tokens")).tokens for _ in range(4)]
-    assert [frame.step for frame in frames] == [1, 2, 3, 4]
     for position, frame in enumerate(frames):
         assert [stream.stream_id for stream in frame.streams] == ["a", "b", "c"]
         for stream in frame.streams:
@@ -431,3 +430,47 @@ async def test_prompts_are_never_logged(worker, caplog):
     fields = [str(vars(record)) for record in caplog.records]
     assert any(trace in entry for entry in fields)
     assert not any(secret in entry for entry in fields for secret in ("717, 719", "no trace"))
+
+
+async def test_routers_are_told_when_their_streams_run_and_wait(worker):
+    router, other = await worker.greeted(), await worker.greeted("r1")
+    await router.send(submit=submit("a", attempt=3, max_tokens=100))
+    (change,) = (await router.next("phases")).phases.streams
+    assert (change.stream_id, change.attempt, change.phase) == ("a", 3, worker_pb2.STREAM_PHASE_RUNNING)
+    worker.engine.change_phase("1:a:3", Phase.WAITING)
+    (change,) = (await router.next("phases")).phases.streams
+    assert change.phase == worker_pb2.STREAM_PHASE_WAITING
+    assert "phases" not in other.kinds()
+
+
+async def test_status_tells_the_wait_and_the_deadline_of_the_step(worker):
+    router = await worker.greeted()
+    worker.engine.queue_wait, worker.engine.step_deadline_s = (42.0, 1.5), 15.0
+    status = (await router.next("status")).status
+    while not status.queue_wait_s:
+        status = (await router.next("status")).status
+    assert (status.queue_wait_s, status.queue_wait_per_request_s) == (42.0, 1.5)
+    assert status.step_deadline_s == 15.0
+    assert status.free_seqs == worker.engine.config.max_seqs
+
+
+async def test_arrivals_keep_their_order_over_routers_and_reconnections(worker):
+    """An arrival is relative to the router's Hello, so that no two clocks are compared."""
+    first = await worker.greeted("r0")
+    await asyncio.sleep(0.05)
+    second = await worker.greeted("r1")
+    await first.send(submit=submit("a", arrived_s=0.02))
+    await second.send(submit=submit("b", arrived_s=-0.01))
+    await first.send(submit=submit("c", arrived_s=0.01))
+    await until(lambda: len(worker.engine.requests) == 3)
+    arrived = {name.split(":")[1]: request.arrived_at for name, request in worker.engine.requests.items()}
+    assert arrived["c"] == pytest.approx(arrived["a"] - 0.01)
+    assert sorted(arrived, key=arrived.get) == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize("arrived_s", [float("nan"), float("inf"), float("-inf")])
+async def test_an_arrival_that_is_no_time_is_refused_by_name(worker, arrived_s):
+    router = await worker.greeted()
+    await router.send(submit=submit("a", arrived_s=arrived_s))
+    rejected = (await router.next("rejected")).rejected
+    assert (rejected.code, rejected.field, rejected.retryable) == ("invalid_request", "arrived_s", False)

@@ -1,10 +1,11 @@
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from lockstep_common.errors import LockstepError
 from lockstep_engine import EngineConfig
-from lockstep_worker.settings import WorkerSettings, parse_bytes
+from lockstep_worker.settings import INTERNAL_OPTIONS, OTHER_NAMES, WorkerSettings, parse_bytes
 from pydantic import ValidationError
 
 README = Path(__file__).parents[1] / "README.md"
@@ -63,6 +64,17 @@ def test_kv_compression_reaches_the_engine(monkeypatch):
     assert config.kv_compressed_layers == (0, 2)
 
 
+@pytest.mark.parametrize("option", [field.name for field in fields(EngineConfig)])
+def test_every_engine_option_is_a_setting_or_internal(option):
+    """Otherwise a new option of the engine could not be set, and no test would fail."""
+    setting = OTHER_NAMES.get(option, option)
+    assert (setting in WorkerSettings.model_fields) != (option in INTERNAL_OPTIONS)
+
+
+def test_internal_and_renamed_options_are_options_of_the_engine():
+    assert {field.name for field in fields(EngineConfig)} >= INTERNAL_OPTIONS | OTHER_NAMES.keys()
+
+
 def test_the_defaults_are_the_engines_own():
     """Flags left out change nothing: what the engine is tested with is what a worker runs."""
     assert WorkerSettings(model="m", worker_id="w0").engine_config() == EngineConfig(model="m")
@@ -77,7 +89,7 @@ def test_the_defaults_are_the_engines_own():
         {"listen": "unix:relative"},
         {"listen": "unix:/" + "x" * 200},
         {"tp": 0},
-        {"metrics_port": 70000},
+        {"management_port": 70000},
         {"status_interval_s": 0},
         {"worker_id": ""},
         {"kv_memory": 0},

@@ -11,8 +11,10 @@ import pytest
 # The helpers of these tests are no package: several services have a tests folder.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lockstep_router import Router, RouterSettings, create_app
-from lockstep_router.tokenizer import Tokenizer
+from lockstep_router.faces.rest import create_app
+from lockstep_router.router import Router
+from lockstep_router.settings import RouterSettings
+from lockstep_router.text.tokenizer import Tokenizer
 from router_cluster import Cluster, eventually
 from scripted_worker import ScriptedWorker, tokenizer_files
 

@@ -8,7 +8,8 @@ import time
 
 import httpx
 from lockstep_router.server import Server, http_config
-from scripted_worker import token_at
+from lockstep_router.text.tokenizer import Tokenizer
+from scripted_worker import token_at, tokenizer_files
 
 
 async def eventually(condition, timeout_s=30.0):
@@ -17,6 +18,20 @@ async def eventually(condition, timeout_s=30.0):
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
         await asyncio.sleep(0.005)
+
+
+class FailingTokenizer(Tokenizer):
+    """A tokenizer that fails unexpectedly in one of its decodings of an answer."""
+
+    def __init__(self, files, decodings):
+        super().__init__(files)
+        self._decodings = decodings
+
+    def decode(self, ids):
+        self._decodings -= 1
+        if self._decodings < 0:
+            raise RuntimeError("secret detail")
+        return super().decode(ids)
 
 
 class Cluster:
@@ -34,6 +49,12 @@ class Cluster:
         chosen = self.router.workers.pick(session, self.router.workers.ready()).worker_id
         own = next(worker for worker in self.workers if worker.worker_id == chosen)
         return own, [worker for worker in self.workers if worker is not own]
+
+    def fail_after(self, decodings):
+        """Give the router a tokenizer that fails after so many decodings."""
+        tokenizers = self.router.workers.tokenizers
+        tokenizers.keep_only(())
+        tokenizers.add(FailingTokenizer(tokenizer_files(), decodings))
 
     def undisturbed(self, prompt, seed, max_tokens):
         """The text that a stream has when nothing happens."""
@@ -66,7 +87,7 @@ def events_of(response):
     """The server-sent events of a response as (id, data) pairs; data is parsed unless it is [DONE]."""
     events = []
     for block in response.text.split("\n\n"):
-        fields = dict(line.split(": ", 1) for line in block.splitlines() if ": " in line)
+        fields = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
         if fields:
             data = fields["data"]
             events.append((fields.get("id"), data if data == "[DONE]" else json.loads(data)))

@@ -1,7 +1,9 @@
-"""A worker that does as it is told: a real gRPC server behind the real protocol, with scripted tokens and faults."""
+"""A worker that follows a script: a real gRPC server with the real protocol, and scripted tokens and faults."""
 
 import asyncio
+import bisect
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +18,7 @@ REPOSITORY = Path(__file__).parents[3]
 REFERENCE_MODEL = REPOSITORY / "models" / "reference"
 VOCAB_SIZE = 4096
 SPECIAL_IDS = 4
+UNKNOWN_FINISH_REASON = 77
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
 
 
@@ -42,10 +45,9 @@ def model_card(**changes):
         "context_length": 256,
         "vocab_size": VOCAB_SIZE,
         "tp": 2,
-        "block_size": 16,
-        "eos_ids": [1],
         "tokenizer_digest": "tokenizer-1",
         "deterministic": True,
+        "fingerprint": "numerics-1",
         "created": 1_700_000_000,
     }
     return worker_pb2.ModelCard(**(card | changes))
@@ -60,13 +62,51 @@ class Script:
     hang_after: int | None = None
     reject_after: int | None = None
     rejection: worker_pb2.Rejected | None = None
-    give_up_after: int | None = None
+    unknown_finish_after: int | None = None
     stop_after: int | None = None  # positions of the stream, not of the attempt
     skip_at: int | None = None
     noise: bool = False
     batch: int = 1
     token: Callable = token_at
     cached_tokens: int = 0
+    poison: Callable = lambda submit: False
+    poison_after: int = 3  # tokens of a poisonous stream's attempt after which the ranks die
+    end_position: int | None = None  # of an end without ids
+    says_phase: bool = False
+
+
+class Seats:
+    """At most `max_seqs` streams run at a time; the others wait by priority and then by their first arrival."""
+
+    def __init__(self, max_seqs):
+        self.max_seqs = max_seqs
+        self.running = 0
+        self.waiting = []
+        self._numbers = itertools.count()
+
+    async def enter(self, submit, greeted_at):
+        if self.running < self.max_seqs and not self.waiting:
+            self.running += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        entry = (-submit.priority, greeted_at + submit.arrived_s, next(self._numbers), turn, submit)
+        bisect.insort(self.waiting, entry)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if entry in self.waiting:
+                self.waiting.remove(entry)
+            if turn.done() and not turn.cancelled():
+                self.leave()
+            raise
+
+    def leave(self):
+        self.running -= 1
+        while self.waiting and self.running < self.max_seqs:
+            *_, turn, _ = self.waiting.pop(0)
+            if not turn.done():  # cancelled, and its task does not know yet
+                self.running += 1
+                turn.set_result(None)
 
 
 @dataclass
@@ -80,8 +120,15 @@ class ScriptedWorker:
     epoch: int = 1
     state: int = worker_pb2.WORKER_STATE_READY
     queued: int = 0
+    max_seqs: int = 1 << 20
+    queue_wait_s: float = 0.0
+    queue_wait_per_request_s: float = 0.0
+    step_deadline_s: float = 0.0
+    on_start: Callable = lambda submit, waiting: None
+    deaths: int = 0
     steps: int = 0
     steps_advance: bool = True
+    credentials: grpc.ServerCredentials | None = None
     silent: bool = False
     deaf: bool = False
     submits: list = field(default_factory=list)
@@ -92,8 +139,14 @@ class ScriptedWorker:
 
     def __post_init__(self):
         self.incarnation = time.time_ns()
+        self.seats = Seats(self.max_seqs)
         self._server = None
-        self._connections = set()
+        self.connections = set()
+
+    @property
+    def connected(self):
+        """Whether a router has opened a stream."""
+        return bool(self.connections)
 
     @property
     def target(self):
@@ -102,9 +155,16 @@ class ScriptedWorker:
     async def start(self):
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         worker_pb2_grpc.add_WorkerServicer_to_server(_Servicer(self), self._server)
-        self._server.add_insecure_port(self.target)
+        if self.credentials is None:
+            self._server.add_insecure_port(self.target)
+        else:
+            self._server.add_secure_port(self.target, self.credentials)
         await self._server.start()
         return self
+
+    def limit(self, max_seqs):
+        """Run so many streams at a time from now on."""
+        self.max_seqs, self.seats = max_seqs, Seats(max_seqs)
 
     async def kill(self):
         """As SIGKILL looks from outside: every connection is reset and nobody listens."""
@@ -120,11 +180,11 @@ class ScriptedWorker:
         return await self.start()
 
     def break_connections(self):
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.broken.set()
 
     def broadcast(self, frame):
-        for connection in self._connections:
+        for connection in self.connections:
             connection.outbox.put_nowait(frame)
 
     def announce(self, state=None, epoch=None):
@@ -139,9 +199,15 @@ class ScriptedWorker:
     def lose_ranks(self, message="rank 1 died"):
         """As the supervisor does: restarting, every live stream rejected, then the next epoch."""
         self.announce(state=worker_pb2.WORKER_STATE_RESTARTING)
-        for connection in self._connections:
+        for connection in self.connections:
             connection.reject_all(worker_pb2.Rejected(code="worker_lost", message=message, retryable=True))
         self.announce(epoch=self.epoch + 1)
+        self.deaths += 1
+
+    def restart_ranks(self):
+        """Lose the ranks and have them back soon."""
+        self.lose_ranks()
+        asyncio.get_running_loop().call_later(0.01, self.announce, worker_pb2.WORKER_STATE_READY)
 
     def hello(self):
         hello = worker_pb2.Hello(worker_id=self.worker_id, incarnation=self.incarnation, model=self.card)
@@ -154,8 +220,12 @@ class ScriptedWorker:
         ]
         status = worker_pb2.Status(
             state=self.state,
-            queued=self.queued,
-            running=0,
+            queued=self.queued + len(self.seats.waiting),
+            running=self.seats.running,
+            free_seqs=max(0, self.max_seqs - self.seats.running),
+            queue_wait_s=self.queue_wait_s,
+            queue_wait_per_request_s=self.queue_wait_per_request_s,
+            step_deadline_s=self.step_deadline_s,
             free_blocks=90,
             total_blocks=100,
             steps=self.steps,
@@ -168,6 +238,7 @@ class ScriptedWorker:
 class _Connection:
     def __init__(self, worker):
         self.worker = worker
+        self.greeted_at = time.monotonic()
         self.outbox = asyncio.Queue()
         self.broken = asyncio.Event()
         self.tasks = {}
@@ -211,6 +282,10 @@ class _Connection:
                 task.cancel()
                 self.reject(rejection, stream_id, self.attempts[stream_id])
 
+    def phase(self, submit, phase):
+        change = worker_pb2.StreamPhaseChange(stream_id=submit.stream_id, attempt=submit.attempt, phase=phase)
+        self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch, phases=worker_pb2.Phases(streams=[change])))
+
     def tokens(self, submit, position, ids, finish=0, *, epoch=None, attempt=None):
         wants = submit.sampling.HasField("logprobs")
         logprobs = [_logprobs(token_id, submit.sampling.logprobs) for token_id in ids] if wants else []
@@ -230,6 +305,17 @@ class _Connection:
         )
 
     async def stream(self, submit):
+        seats = self.worker.seats
+        await seats.enter(submit, self.greeted_at)
+        try:
+            self.worker.on_start(submit, [entry[-1] for entry in seats.waiting])
+            if self.worker.script.says_phase:
+                self.phase(submit, worker_pb2.STREAM_PHASE_RUNNING)
+            await self.generate(submit)
+        finally:
+            seats.leave()
+
+    async def generate(self, submit):
         script = self.worker.script
         prompt_ids, seed = list(submit.prompt_ids), submit.sampling.seed
         position = first = len(submit.emitted_ids)
@@ -238,17 +324,7 @@ class _Connection:
         finish = inference_pb2.FINISH_REASON_LENGTH if end == limit else inference_pb2.FINISH_REASON_STOP
         while position < end:
             given = position - first
-            if script.die_after is not None and given >= script.die_after:
-                self.broken.set()
-                return
-            if script.hang_after is not None and given >= script.hang_after:
-                self.worker.hung_streams += 1
-                return
-            if script.give_up_after is not None and given >= script.give_up_after:
-                self.tokens(submit, position, [], inference_pb2.FINISH_REASON_CANCELLED)
-                return
-            if script.rejection is not None and given >= (script.reject_after or 0):
-                self.reject(script.rejection, submit.stream_id, submit.attempt)
+            if await self.misbehave(submit, position, given):
                 return
             if script.delay_s:
                 await asyncio.sleep(script.delay_s)
@@ -263,6 +339,29 @@ class _Connection:
             position += count
             await asyncio.sleep(0)
         self.worker.ended_streams += 1
+
+    async def misbehave(self, submit, position, given):
+        """Do what the script wants after `given` tokens of the attempt; True if the attempt ends with that."""
+        script = self.worker.script
+        if script.die_after is not None and given >= script.die_after:
+            self.broken.set()
+            return True
+        if script.hang_after is not None and given >= script.hang_after:
+            self.worker.hung_streams += 1
+            await asyncio.Event().wait()
+        if script.poison(submit) and given >= script.poison_after:
+            self.worker.restart_ranks()
+            return True
+        if script.end_position is not None and given:
+            self.tokens(submit, script.end_position, [], inference_pb2.FINISH_REASON_STOP)
+            return True
+        if script.unknown_finish_after is not None and given >= script.unknown_finish_after:
+            self.tokens(submit, position, [], UNKNOWN_FINISH_REASON)
+            return True
+        if script.rejection is not None and given >= (script.reject_after or 0):
+            self.reject(script.rejection, submit.stream_id, submit.attempt)
+            return True
+        return False
 
     def make_noise(self, submit, position):
         """Frames that a router must not take."""
@@ -294,11 +393,11 @@ class _Servicer(worker_pb2_grpc.WorkerServicer):
         return self.worker.files
 
     async def Serve(self, requests, context) -> AsyncIterator:
-        connection = _Connection(self.worker)
         hello = await anext(aiter(requests))
         assert hello.WhichOneof("frame") == "hello"
+        connection = _Connection(self.worker)
         yield self.worker.hello()
-        self.worker._connections.add(connection)
+        self.worker.connections.add(connection)
         tasks = [asyncio.create_task(connection.read(requests)), asyncio.create_task(connection.heartbeat())]
         broken = asyncio.create_task(connection.broken.wait())
         getting = asyncio.create_task(connection.outbox.get())
@@ -311,7 +410,7 @@ class _Servicer(worker_pb2_grpc.WorkerServicer):
                 elif broken.done():
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
         finally:
-            self.worker._connections.discard(connection)
+            self.worker.connections.discard(connection)
             for task in [*tasks, broken, getting, *connection.tasks.values()]:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

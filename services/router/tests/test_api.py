@@ -1,7 +1,11 @@
-"""Answers have OpenAI's shapes, and say what the workers said."""
+"""Answers have OpenAI's shapes and contain the workers' tokens."""
 
 import pytest
-from lockstep_router.openai_format import _finite
+from lockstep_api.v1 import inference_pb2
+from lockstep_common.telemetry import exposition
+from lockstep_router.faces.rest.openai_format import CompletionFormat, Head
+from lockstep_router.generation.choices import Delta, TokenEntry
+from lockstep_router.status import status_body
 from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card, token_at, tokenizer_files
 
@@ -179,8 +183,13 @@ async def test_completion_logprobs(cluster):
         assert choice["text"][offset:].startswith(token)
 
 
-def test_impossible_tokens_have_a_finite_logprob():
-    assert _finite(float("-inf")) == -9999.0
+def test_impossible_tokens_have_a_finite_logprob(tokenizer):
+    impossible = inference_pb2.TokenLogprob(id=5, logprob=float("-inf"))
+    entry = TokenEntry(inference_pb2.Logprobs(chosen=impossible, top=[impossible]), 0)
+    answer = CompletionFormat(Head("id", "reference"), tokenizer, choices=1, logprobs=True, include_usage=False)
+    logprobs = answer.chunk(Delta(0, "a", 1, entries=[entry]))["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [-9999.0]
+    assert list(logprobs["top_logprobs"][0].values()) == [-9999.0]
 
 
 async def test_stop_string_ends_the_stream_and_its_worker(cluster):
@@ -294,7 +303,7 @@ async def test_two_models(make_cluster):
 
 
 async def test_model_of_an_absent_worker_is_still_known(make_cluster):
-    cluster = await make_cluster(1, resume_deadline_s=0.1)
+    cluster = await make_cluster(1, max_queue_wait_s=0.1)
     await cluster.workers[0].kill()
     await eventually(lambda: not cluster.router.workers.ready())
     assert (await cluster.client.get("/v1/models")).json()["data"]
@@ -329,7 +338,7 @@ async def test_model_without_chat_template_says_so(make_cluster):
     worker.files = tokenizer_files(template="")
     await worker.restart()
     await eventually(cluster.router.workers.ready)
-    cluster.router.workers.tokenizers._tokenizers.clear()
+    cluster.router.workers.tokenizers.keep_only(())
     await worker.restart()
     await eventually(lambda: worker.tokenizer_calls >= 2 and cluster.router.workers.ready())
     response = await cluster.chat()
@@ -341,13 +350,13 @@ async def test_health_status_and_metrics(cluster):
     await cluster.complete()
     assert (await cluster.client.get("/healthz")).json() == {"status": "alive"}
     assert (await cluster.client.get("/readyz")).status_code == 200
-    status = (await cluster.client.get("/status")).json()
+    status = status_body(cluster.router)
     assert status["router"]["streams"] == 0
     assert [model["name"] for model in status["models"]] == ["reference"]
     worker = status["workers"][0]
     assert (worker["id"], worker["state"], worker["epoch"], worker["tp"]) == ("w0", "ready", 1, 2)
     assert [rank["pid"] for rank in worker["ranks"]] == [1000, 1001]
-    metrics = (await cluster.client.get("/metrics")).text
+    metrics = exposition().decode()
     for name in (
         'lockstep_router_requests_total{code="200",endpoint="/v1/completions"}',
         "lockstep_router_request_duration_seconds_bucket",

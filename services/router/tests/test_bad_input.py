@@ -7,8 +7,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lockstep_common.errors import LockstepError
-from lockstep_router.fields import parse
-from lockstep_router.schemas import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from lockstep_router.faces.rest.fields import parse
+from lockstep_router.faces.rest.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
 CHAT = {"model": "reference", "messages": [{"role": "user", "content": "hi"}]}
 PLAIN = {"model": "reference", "prompt": "hi"}
@@ -103,6 +108,8 @@ COMMON_CASES = [
     ({"logit_bias": {"1": "a"}}, "logit_bias.1"),
     ({"logit_bias": {"4096": 1}}, "logit_bias"),
     ({"logit_bias": {"-1": 1}}, "logit_bias.-1"),
+    ({"logit_bias": {"9999999999": 1}}, "logit_bias.9999999999"),
+    ({"logit_bias": {"\N{ARABIC-INDIC DIGIT ONE}": 1}}, "logit_bias.\N{ARABIC-INDIC DIGIT ONE}"),
     ({"logit_bias": {str(n): 0 for n in range(1025)}}, "logit_bias"),
     ({"stop": ""}, "stop"),
     ({"stop": ["a", ""]}, "stop[1]"),
@@ -277,11 +284,8 @@ async def test_every_request_has_an_id(cluster):
     assert "x-request-id" in (await cluster.client.get("/nothing")).headers
 
 
-async def test_unforeseen_failure_is_a_500_in_the_same_shape(cluster, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("secret detail")
-
-    monkeypatch.setattr(cluster.router.workers, "pick", fail)
+async def test_unexpected_failure_is_a_500_in_the_same_shape(cluster):
+    cluster.fail_after(0)
     for _ in range(2):
         error = assert_error(await cluster.complete(), 500, "internal")
         assert "secret" not in error["message"]
@@ -306,3 +310,12 @@ def test_any_json_is_parsed_or_refused_by_name(data):
         return
     assert error.meaning.http_status == 400
     assert error.field is None or error.field.split(".")[0].split("[")[0] in model.model_fields
+
+
+async def test_one_request_has_a_limit_of_answers(make_cluster):
+    cluster = await make_cluster(1, max_streams_per_request=6)
+    refused = await cluster.complete(["a", "b"], n=4)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "n")
+    assert error["message"] == "n times the number of prompts is 8; a request may have 6 answers"
+    assert len((await cluster.complete(["a", "b"], n=3)).json()["choices"]) == 6

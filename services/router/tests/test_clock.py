@@ -1,8 +1,8 @@
-"""Time in which the router did not run is nobody's lateness."""
+"""Time during which the router did not run does not make a worker late."""
 
 import asyncio
 
-from lockstep_router.clock import AwakeClock
+from lockstep_router.workers.clock import AwakeClock
 from router_cluster import eventually
 
 

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep_api.v1 import worker_pb2
-from lockstep_router.detokenizer import _MAX_WAITING, Detokenizer
-from lockstep_router.tokenizer import Tokenizer
+from lockstep_router.text.detokenizer import MAX_WAITING, Detokenizer
+from lockstep_router.text.tokenizer import Tokenizer
 from scripted_worker import VOCAB_SIZE
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -49,7 +49,7 @@ def test_text_goes_on_among_bytes_that_never_make_a_character(tokenizer):
     waiting = 0
     for piece in pieces:
         waiting = 0 if piece else waiting + 1
-        assert waiting <= _MAX_WAITING
+        assert waiting <= MAX_WAITING
     assert "".join(pieces) == "\ufffd" * 200
 
 

@@ -1,4 +1,4 @@
-"""Where the workers are: found, followed, and kept when nobody can say any more."""
+"""Discovery finds workers, follows changes, and keeps the last workers when it fails."""
 
 import asyncio
 import contextlib
@@ -6,11 +6,11 @@ import logging
 from datetime import datetime, timedelta
 
 import pytest
-from fake_api import NAMESPACE, SELECTOR, TOKEN, FakeApi, endpoint, endpoint_slice
+from fake_kubernetes import NAMESPACE, SELECTOR, TOKEN, FakeEndpointSlices, endpoint, endpoint_slice
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 from lockstep_common.telemetry import REGISTRY
-from lockstep_router.discovery import Found, Report, choose_discovery
+from lockstep_router.discovery import Report, WorkerAddress, choose_discovery
 from lockstep_router.discovery.dns import Dns
 from lockstep_router.discovery.endpoint_slices import EndpointSlices, workers_of
 from lockstep_router.discovery.static import StaticList
@@ -30,7 +30,7 @@ class Heard:
         return self.report.workers
 
     def has(self, *workers):
-        expected = {Found(worker) if isinstance(worker, str) else Found(*worker) for worker in workers}
+        expected = {WorkerAddress(worker) if isinstance(worker, str) else WorkerAddress(*worker) for worker in workers}
         return lambda: self.workers == expected
 
 
@@ -113,7 +113,7 @@ async def test_nothing_is_said_while_no_name_was_ever_resolved():
 
 async def test_the_systems_resolver_is_asked():
     async with running(Dns(["localhost:9000", "no.such.host.invalid:1"], 60)) as heard:
-        await eventually(lambda: Found("127.0.0.1:9000") in heard.workers, timeout_s=20)
+        await eventually(lambda: WorkerAddress("127.0.0.1:9000") in heard.workers, timeout_s=20)
         assert "no.such.host.invalid:1" in heard.report.problem
 
 
@@ -141,19 +141,19 @@ async def test_the_systems_resolver_is_asked():
     ],
 )
 def test_workers_of_a_slice(given, found):
-    assert workers_of([given]) == {Found(*each) for each in found}
+    assert workers_of([given]) == {WorkerAddress(*each) for each in found}
 
 
 def test_node_as_endpoint_is_no_pod():
     entry = endpoint("10.0.0.1")
     entry["targetRef"] = {"kind": "Node", "name": "n", "uid": "u"}
-    assert workers_of([endpoint_slice("a", entry)]) == {Found("10.0.0.1:9000")}
+    assert workers_of([endpoint_slice("a", entry)]) == {WorkerAddress("10.0.0.1:9000")}
 
 
 def test_pod_of_a_dual_stack_service_is_one_worker():
     six = endpoint_slice("a", endpoint("fd00::1", "w-0"), endpoint("fd00::2", "w-1"), family="IPv6")
     four = endpoint_slice("b", endpoint("10.0.0.1", "w-0"))
-    assert workers_of([six, four]) == {Found("10.0.0.1:9000", "w-0"), Found("[fd00::2]:9000", "w-1")}
+    assert workers_of([six, four]) == {WorkerAddress("10.0.0.1:9000", "w-0"), WorkerAddress("[fd00::2]:9000", "w-1")}
 
 
 def test_pod_and_its_successor_of_the_same_name_are_two():
@@ -166,7 +166,7 @@ def test_pod_and_its_successor_of_the_same_name_are_two():
 
 @pytest.fixture
 async def api(tmp_path, monkeypatch):
-    made = await FakeApi().start()
+    made = await FakeEndpointSlices().start()
     made.kubeconfig(tmp_path / "kubeconfig")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
@@ -239,9 +239,8 @@ async def test_broken_watch_is_made_anew_without_a_word(api, caplog):
     async with running(slices()) as heard:
         for _ in range(3):
             seen = api.watches
-            await eventually(lambda: api._open)
-            api.break_watches()
-            await eventually(lambda seen=seen: api.watches > seen)
+            # Broken until there is a new one: the watch may not be open yet.
+            await eventually(lambda seen=seen: api.break_watches() or api.watches > seen)
         api.put(endpoint_slice("b", endpoint("10.0.0.2", "w-1")))
         await eventually(lambda: len(heard.workers) == 2)
     assert not caplog.records
@@ -256,7 +255,7 @@ async def test_server_that_goes_away_takes_no_worker_along(api, caplog):
         await eventually(lambda: api.watches)
         await api.stop()
         await eventually(lambda: value("discovery_errors_total") >= errors + 3)
-        assert heard.workers == {Found("10.0.0.1:9000", "w-0")}
+        assert heard.workers == {WorkerAddress("10.0.0.1:9000", "w-0")}
         assert heard.report.problem.startswith("the API server cannot be asked")
         api.slices["b"] = endpoint_slice("b", endpoint("10.0.0.2", "w-1"))
         await api.start()
@@ -319,7 +318,7 @@ async def test_names_stand_in_until_the_server_has_answered_once(api):
         await api.stop()
         await eventually(lambda: heard.report.problem)
         await asyncio.sleep(0.2)
-        assert heard.workers == {Found("10.0.0.7:9000", "w-0")}, "the names are not asked again"
+        assert heard.workers == {WorkerAddress("10.0.0.7:9000", "w-0")}, "the names are not asked again"
 
 
 @pytest.mark.parametrize("content", [None, "", "{a: [", "a: 1", "clusters: 3\ncurrent-context: c"])

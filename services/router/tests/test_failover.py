@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from lockstep_api.v1 import worker_pb2
 from lockstep_router import metrics
+from lockstep_router.status import status_body
 from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card
 
@@ -33,8 +34,8 @@ async def test_text_is_the_same_wherever_the_worker_dies(cluster):
     assert cluster.router.failovers == TOKENS
 
 
-async def test_streamed_text_is_the_same_when_every_attempt_dies(make_cluster):
-    cluster = await make_cluster(3)
+async def test_streamed_text_is_the_same_when_several_attempts_die(make_cluster):
+    cluster = await make_cluster(3, quarantine_after=100)
     for worker in cluster.workers:
         worker.script = Script(die_after=2, delay_s=0.001)
     response = await cluster.complete(PROMPT, stream=True)
@@ -206,21 +207,24 @@ async def test_error_after_the_first_token_ends_the_event_stream(cluster):
     assert len(events) == 3
 
 
-async def test_request_that_kills_workers_is_given_up(make_cluster):
+async def test_stream_that_fails_on_every_worker_is_given_up(make_cluster):
     cluster = await make_cluster(max_attempts=3)
     for worker in cluster.workers:
-        worker.script.die_after = 0
+        worker.script.skip_at = 1
     response = await cluster.complete(PROMPT)
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "worker_lost"
-    assert sum(len(worker.submits) for worker in cluster.workers) == 3
+    assert sum(len(worker.submits) for worker in cluster.workers) == 3, "a token now and then changes nothing"
 
 
-async def test_losses_with_progress_are_not_counted_against_a_stream(make_cluster):
-    cluster = await make_cluster(max_attempts=2)
-    for worker in cluster.workers:
-        worker.script.die_after = 1
-    assert text_of(await cluster.complete(PROMPT)) == cluster.undisturbed(PROMPT, 7, TOKENS)
+@pytest.mark.parametrize(("position", "attempts"), [(0, 2), (5, 2), (1, 1)])
+async def test_end_without_ids_is_checked_for_its_position(cluster, position, attempts):
+    """The worker says that a stream of one token is over, and means another place than that."""
+    first, (second,) = cluster.worker_of("user:u")
+    first.script = Script(end_position=position)
+    expected = 1 if attempts == 1 else TOKENS
+    assert text_of(await cluster.complete(PROMPT)) == cluster.undisturbed(PROMPT, 7, expected)
+    assert len(first.submits) + len(second.submits) == attempts
 
 
 async def test_busy_workers_turn_new_requests_away_with_a_time(cluster):
@@ -234,7 +238,7 @@ async def test_busy_workers_turn_new_requests_away_with_a_time(cluster):
 
 
 async def test_request_waits_for_a_worker_and_then_gets_503(make_cluster):
-    cluster = await make_cluster(1, resume_deadline_s=0.3)
+    cluster = await make_cluster(1, max_queue_wait_s=0.3)
     await cluster.workers[0].kill()
     await eventually(lambda: not cluster.router.workers.ready())
     response = await cluster.complete(PROMPT)
@@ -244,7 +248,7 @@ async def test_request_waits_for_a_worker_and_then_gets_503(make_cluster):
 
 
 async def test_router_that_never_saw_a_worker_answers_503(make_cluster):
-    cluster = await make_cluster(0, ready=False, resume_deadline_s=0.2)
+    cluster = await make_cluster(0, ready=False, max_queue_wait_s=0.2)
     response = await cluster.complete(PROMPT)
     assert response.status_code == 503
     assert (await cluster.client.get("/readyz")).status_code == 503
@@ -274,8 +278,110 @@ async def test_failover_keeps_each_choice_apart(cluster):
     assert len({choice["text"] for choice in choices}) == 3
 
 
-async def test_worker_that_gives_a_stream_up_has_lost_it(cluster):
+async def test_unknown_finish_reason_moves_the_stream(cluster):
     first, (second,) = cluster.worker_of("user:u")
-    first.script = Script(give_up_after=3)
+    first.script = Script(unknown_finish_after=3)
     assert text_of(await cluster.complete(PROMPT)) == cluster.undisturbed(PROMPT, 7, TOKENS)
     assert len(second.submits[0].emitted_ids) == 3
+
+
+async def with_fingerprints(make_cluster, first, second, **settings):
+    """Two workers, the session's own one first, with these fingerprints; the first dies after five tokens."""
+    cluster = await make_cluster(2, **settings)
+    own, (other,) = cluster.worker_of("user:u")
+    for worker, fingerprint in ((own, first), (other, second)):
+        worker.card = model_card(fingerprint=fingerprint)
+        worker.announce(epoch=2)
+    await eventually(lambda: {link.epoch for link in cluster.router.workers.links} == {2})
+    own.script = Script(die_after=5)
+    return cluster, own, other
+
+
+def inexact_continuations():
+    return metrics.INEXACT_CONTINUATIONS._value.get()
+
+
+async def test_stream_goes_on_on_a_worker_with_the_same_fingerprint_unmarked(make_cluster):
+    cluster, *_ = await with_fingerprints(make_cluster, "a", "a")
+    before = inexact_continuations()
+    body = (await cluster.complete(PROMPT)).json()
+    assert "lockstep" not in body
+    assert inexact_continuations() == before
+
+
+async def test_worker_with_the_same_fingerprint_is_preferred(make_cluster):
+    cluster = await make_cluster(3)
+    own, others = cluster.worker_of("user:u")
+    cards = {"equal": others[0], "other": others[1]}
+    cards["other"].card = model_card(fingerprint="other numerics")
+    cards["other"].announce(epoch=2)
+    await eventually(lambda: 2 in {link.epoch for link in cluster.router.workers.links})
+    for number in range(8):
+        own.script = Script(die_after=5)
+        assert text_of(await cluster.complete(PROMPT, seed=number)) == cluster.undisturbed(PROMPT, number, TOKENS)
+        await eventually(lambda: len(cluster.router.workers.ready()) == 3)
+    assert len(cards["equal"].submits) == 8
+    assert not cards["other"].submits
+
+
+@pytest.mark.parametrize(("first", "second"), [("a", "b"), ("a", ""), ("", "a"), ("", "")])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_inexact_continuation_is_marked_and_counted(make_cluster, first, second, stream):
+    cluster, *_ = await with_fingerprints(make_cluster, first, second)
+    before = inexact_continuations()
+    response = await cluster.complete(PROMPT, stream=stream)
+    assert inexact_continuations() == before + 1
+    if not stream:
+        assert response.json()["lockstep"] == {"inexact": True}
+        return
+    bodies = [body for _, body in events_of(response)[:-1]]
+    assert [body.get("lockstep") for body in bodies if body["choices"][0]["finish_reason"]] == [{"inexact": True}]
+    assert sum("lockstep" in body for body in bodies) == 1
+
+
+async def test_stream_without_a_token_yet_may_go_to_any_worker_exactly(make_cluster):
+    cluster, own, _ = await with_fingerprints(make_cluster, "a", "b", exact_failover="strict")
+    own.script = Script(die_after=0)
+    response = await cluster.complete(PROMPT)
+    assert text_of(response) == cluster.undisturbed(PROMPT, 7, TOKENS)
+    assert "lockstep" not in response.json()
+
+
+async def test_strict_failover_waits_for_a_worker_with_the_same_fingerprint(make_cluster):
+    cluster, own, other = await with_fingerprints(make_cluster, "a", "b", exact_failover="strict")
+    running = asyncio.create_task(cluster.complete(PROMPT))
+    await eventually(lambda: own.submits)
+    await own.kill()
+    own.script = Script()
+    await asyncio.sleep(0.3)
+    assert not running.done()
+    await own.start()
+    assert text_of(await running) == cluster.undisturbed(PROMPT, 7, TOKENS)
+    assert not other.submits
+
+
+async def test_strict_failover_does_not_wait_for_ever(make_cluster):
+    cluster, own, other = await with_fingerprints(make_cluster, "a", "b", exact_failover="strict", max_queue_wait_s=0.5)
+    running = asyncio.create_task(cluster.complete(PROMPT))
+    await eventually(lambda: own.submits)
+    await own.kill()
+    response = await running
+    assert response.status_code == 503
+    assert "with the numerics fingerprint 'a' (exact_failover is strict)" in response.json()["error"]["message"]
+    assert not other.submits
+
+
+async def test_worker_whose_tokens_depend_on_the_batch_continues_nothing_exactly(make_cluster):
+    cluster, _, other = await with_fingerprints(make_cluster, "a", "a")
+    other.card = model_card(fingerprint="a", deterministic=False)
+    other.announce(epoch=3)
+    await eventually(lambda: 3 in {link.epoch for link in cluster.router.workers.links})
+    assert (await cluster.complete(PROMPT)).json()["lockstep"] == {"inexact": True}
+
+
+async def test_status_shows_fingerprints_and_suspects(make_cluster):
+    cluster, *_ = await with_fingerprints(make_cluster, "a", "b")
+    status = status_body(cluster.router)
+    assert sorted(worker["fingerprint"] for worker in status["workers"]) == ["a", "b"]
+    assert status["router"]["exact_failover"] == "prefer"
+    assert status["router"]["suspects"] == {"suspected": 0, "tried": 0, "quarantined": 0}

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 from lockstep_api.v1 import inference_pb2, worker_pb2
-from lockstep_router.journal import Journal, Verdict
+from lockstep_router.streams.journal import Acceptance, Journal
 
 
 def journal(max_tokens=20, logprobs=None):
@@ -34,8 +34,8 @@ def test_emitted_ids_only_ever_grow_at_the_end(frames):
     record = journal(max_tokens=10)
     for one in frames:
         before = list(record.emitted_ids)
-        verdict = record.accept(one)
-        if verdict is Verdict.ACCEPTED:
+        acceptance = record.accept(one)
+        if acceptance is Acceptance.ACCEPTED:
             assert one.attempt == record.attempt
             assert record.emitted_ids == before + list(one.ids)
             assert not one.ids or one.position == len(before)
@@ -44,25 +44,27 @@ def test_emitted_ids_only_ever_grow_at_the_end(frames):
         assert len(record.emitted_ids) <= 10
 
 
-def test_verdicts():
+def test_acceptance_of_updates():
     record = journal(max_tokens=4)
-    assert record.accept(frame(0, [5, 6])) is Verdict.ACCEPTED
-    assert record.accept(frame(0, [5, 6])) is Verdict.DUPLICATE
-    assert record.accept(frame(1, [6, 7])) is Verdict.DUPLICATE
-    assert record.accept(frame(3, [7])) is Verdict.GAP
-    assert record.accept(frame(2, [7], attempt=2)) is Verdict.STALE_ATTEMPT
-    assert record.accept(frame(2, [])) is Verdict.NOTHING
-    assert record.accept(frame(2, [7, 8, 9])) is Verdict.MALFORMED
-    assert record.accept(frame(2, [7], finish=77)) is Verdict.MALFORMED
-    assert record.accept(frame(2, [7, 8])) is Verdict.ACCEPTED
+    assert record.accept(frame(0, [5, 6])) is Acceptance.ACCEPTED
+    assert record.accept(frame(0, [5, 6])) is Acceptance.DUPLICATE
+    assert record.accept(frame(1, [6, 7])) is Acceptance.DUPLICATE
+    assert record.accept(frame(3, [7])) is Acceptance.GAP
+    assert record.accept(frame(2, [7], attempt=2)) is Acceptance.STALE_ATTEMPT
+    assert record.accept(frame(2, [])) is Acceptance.EMPTY
+    assert record.accept(frame(2, [7, 8, 9])) is Acceptance.MALFORMED
+    assert record.accept(frame(2, [7], finish=77)) is Acceptance.MALFORMED
+    assert record.accept(frame(0, [], finish=1)) is Acceptance.MALFORMED
+    assert record.accept(frame(3, [], finish=1)) is Acceptance.GAP
+    assert record.accept(frame(2, [7, 8])) is Acceptance.ACCEPTED
     assert record.is_full
-    assert record.accept(frame(4, [], finish=1)) is Verdict.ACCEPTED
+    assert record.accept(frame(4, [], finish=1)) is Acceptance.ACCEPTED
 
 
 def test_tokens_without_the_log_probabilities_asked_for_are_malformed():
     record = journal(logprobs=0)
-    assert record.accept(frame(0, [5])) is Verdict.MALFORMED
-    assert record.accept(frame(0, [5], logprobs=[inference_pb2.Logprobs()])) is Verdict.ACCEPTED
+    assert record.accept(frame(0, [5])) is Acceptance.MALFORMED
+    assert record.accept(frame(0, [5], logprobs=[inference_pb2.Logprobs()])) is Acceptance.ACCEPTED
 
 
 def test_submit_carries_all_that_another_worker_needs():
@@ -72,4 +74,4 @@ def test_submit_carries_all_that_another_worker_needs():
     assert (submit.stream_id, submit.attempt) == ("s", 2)
     assert (list(submit.prompt_ids), list(submit.emitted_ids)) == ([1, 2], [5, 6])
     assert submit.sampling == record.sampling
-    assert record.accept(frame(2, [7], attempt=1)) is Verdict.STALE_ATTEMPT
+    assert record.accept(frame(2, [7], attempt=1)) is Acceptance.STALE_ATTEMPT

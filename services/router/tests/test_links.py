@@ -1,13 +1,19 @@
-"""The line to a worker: dialled until it answers, again when it breaks, and careful about what comes over it."""
+"""The link to a worker: dialled until it answers, dialled again when it breaks, and strict about the protocol."""
 
 import asyncio
 import contextlib
 
 import grpc
 import pytest
-from lockstep_api.v1 import worker_pb2, worker_pb2_grpc
-from lockstep_router import Router, RouterSettings
-from lockstep_router.links import LinkState
+from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+from lockstep_router.router import Router
+from lockstep_router.settings import RouterSettings
+from lockstep_router.streams.attempt import Attempt, Deadlines
+from lockstep_router.streams.journal import Journal
+from lockstep_router.text.tokenizer import Tokenizer
+from lockstep_router.workers import LinkState
+from lockstep_router.workers import link as link_module
+from lockstep_router.workers.losses import Loss, Lost
 from router_cluster import eventually
 from scripted_worker import ScriptedWorker, tokenizer_files
 
@@ -66,7 +72,7 @@ async def test_state_of_the_worker_is_seen(worker, state, seen):
         await eventually(lambda: link.state is LinkState.READY)
         worker.announce(state=state)
         await eventually(lambda: link.state is seen)
-        assert not router.is_ready
+        assert router.unready == "no worker is ready"
         assert not router.workers.ready()
 
 
@@ -150,12 +156,27 @@ async def test_worker_that_does_not_read_gets_no_more(worker):
     await worker.start()
     async with linked(worker, max_streams=1) as (_, link):
         await eventually(lambda: link.state is LinkState.READY)
-        frame = worker_pb2.RouterFrame(submit=worker_pb2.Submit(prompt_ids=range(1 << 20)))
-        sent = 0
-        while link._send(frame):
+        sampling = inference_pb2.Sampling(max_tokens=1)
+        journal = Journal("s", "reference", "model-1", list(range(1 << 20)), sampling, "session")
+        deadlines = Deadlines(first_token_s=30, inter_token_s=30, first_wait_s=30, next_wait_s=30)
+        sent, lost = 0, []
+        while not lost:
+            submit = journal.next_submit("w0")
+            attempt = Attempt(
+                journal,
+                now=0.0,
+                deadlines=deadlines,
+                deliver=lambda _: None,
+                on_start=lambda: None,
+                on_wait=lambda: None,
+            )
+            link.start(attempt, submit)
             sent += 1
             await asyncio.sleep(0.001)
+            lost = [attempt.over.result()] if attempt.is_over else []
+            link.end(attempt, cancel=False)
             assert sent < 100
+        assert lost == [Lost(Loss.UNAVAILABLE)]
         assert link.state is LinkState.READY
 
 
@@ -163,7 +184,7 @@ async def test_stopping_the_router_hangs_up(worker):
     await worker.start()
     async with linked(worker) as (_, link):
         await eventually(lambda: link.state is LinkState.READY)
-    await eventually(lambda: not worker._connections)
+    await eventually(lambda: not worker.connections)
 
 
 async def test_silence_is_measured_in_time_that_the_router_lived(worker):
@@ -174,3 +195,62 @@ async def test_silence_is_measured_in_time_that_the_router_lived(worker):
         router.workers.clock.advance(3600)
         link.check()
         assert link.state is LinkState.READY
+
+
+class Unreadable(worker_pb2_grpc.WorkerServicer):
+    """A worker whose tokenizer makes the library fail in ways that are no ValueError."""
+
+    def __init__(self, worker):
+        self.worker = worker
+        self.calls = 0
+
+    async def Tokenizer(self, request, context):
+        self.calls += 1
+        if self.calls == 1:
+            return worker_pb2.TokenizerFiles(digest="tokenizer-1", tokenizer_json=b"[]", tokenizer_config_json=b"[]")
+        if self.calls == 2:
+            raise RuntimeError("unforeseen")
+        return self.worker.files
+
+    async def Serve(self, requests, context):
+        await anext(aiter(requests))
+        yield self.worker.hello()
+        while True:
+            yield self.worker.status()
+            await asyncio.sleep(0.02)
+
+
+async def test_tokenizer_is_fetched_again_whatever_went_wrong(tmp_path):
+    double = ScriptedWorker("w0", tmp_path / "w0.sock")
+    servicer = Unreadable(double)
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(servicer, server)
+    server.add_insecure_port(double.target)
+    await server.start()
+    async with linked(double) as (_, link):
+        await eventually(lambda: link.problem.startswith("tokenizer: "))
+        assert link.state is LinkState.LOADING
+        await eventually(lambda: link.state is LinkState.READY)
+        assert servicer.calls == 3
+        assert link.problem == ""
+    await server.stop(0)
+
+
+class Panic(BaseException):
+    """What Rust libraries raise when they have a defect: no `Exception`."""
+
+
+async def test_tokenizer_is_fetched_again_after_a_panic_of_its_library(worker, monkeypatch):
+    made = []
+
+    def make(files):
+        made.append(files)
+        if len(made) == 1:
+            raise Panic("index out of bounds")
+        return Tokenizer(files)
+
+    monkeypatch.setattr(link_module, "Tokenizer", make)
+    await worker.start()
+    async with linked(worker) as (_, link):
+        await eventually(lambda: link.state is LinkState.READY)
+        assert len(made) == 2

@@ -1,9 +1,8 @@
-"""The router as a process: it starts, names itself, refuses what cannot work, and leaves when told."""
+"""The router as a process: it starts, names itself, refuses invalid settings, and drains on a signal."""
 
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import socket
 import sys
@@ -11,14 +10,8 @@ import sys
 import httpx
 import pytest
 from router_cluster import eventually
+from router_process import BODY, listening, start
 from scripted_worker import Script, ScriptedWorker
-
-
-async def start(*flags, **variables):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | variables
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "lockstep_router", *flags, stderr=asyncio.subprocess.PIPE, env=environment
-    )
 
 
 @pytest.fixture
@@ -29,12 +22,7 @@ async def worker(tmp_path):
 
 
 async def port_of(process):
-    """Read the log until the router says where it listens."""
-    while line := await asyncio.wait_for(process.stderr.readline(), 60):
-        entry = json.loads(line)
-        if entry["message"] == "listening":
-            return entry["port"]
-    raise AssertionError("the router ended")
+    return (await listening(process))["port"]
 
 
 async def test_serves_drains_and_leaves(worker):
@@ -87,9 +75,6 @@ async def serving(worker, *flags):
         await process.wait()
 
 
-BODY = {"model": "reference", "prompt": "hello", "max_tokens": 40, "seed": 1}
-
-
 async def test_lame_duck_still_serves_but_sends_its_clients_away_until_a_second_signal(worker):
     async with serving(worker, "--lame-duck-s", "600") as (process, client):
         assert "connection" not in (await readyz(client, 200)).headers
@@ -121,7 +106,7 @@ async def test_drain_after_the_lame_duck_closes_connections_too(worker):
 
 
 async def test_answer_begun_before_the_signal_is_the_last_on_its_connection(worker):
-    """Its head could not say so any more: unless the router closes, the client's next request comes to be refused."""
+    """Its headers had no `Connection: close`: on an open connection the client's next request would be refused."""
     worker.script = Script(delay_s=0.05)
     async with serving(worker) as (process, client):
         await readyz(client, 200)
@@ -138,6 +123,39 @@ async def test_answer_begun_before_the_signal_is_the_last_on_its_connection(work
         assert (await asyncio.wait_for(reader.read(), 30)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert not longer.done(), "connections were closed because the router ended, not because it drains"
         assert (await longer).status_code == 200
+
+
+async def test_management_port_tells_what_the_public_one_does_not(worker):
+    process = await start("--workers", worker.target, "--port", "0")
+    try:
+        entry = await listening(process)
+        async with httpx.AsyncClient(timeout=30) as client:
+            public, private = (f"http://127.0.0.1:{entry[name]}" for name in ("port", "management_port"))
+            async with asyncio.timeout(30):
+                while (await client.get(f"{private}/readyz")).status_code != 200:
+                    await asyncio.sleep(0.01)
+            for path in ("/metrics", "/status"):
+                assert (await client.get(public + path)).status_code == 404
+            assert (await client.get(f"{private}/healthz")).json() == {"status": "alive"}
+            assert (await client.post(f"{public}/v1/completions", json=BODY)).status_code == 200
+            metrics = (await client.get(f"{private}/metrics")).text
+            assert 'lockstep_router_requests_total{code="200",endpoint="/v1/completions"} 1.0' in metrics
+            assert [each["id"] for each in (await client.get(f"{private}/status")).json()["workers"]] == ["w0"]
+            process.send_signal(signal.SIGTERM)
+            assert await asyncio.wait_for(process.wait(), 30) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+
+
+async def test_taken_management_port_is_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = await start("--workers", "a:1", "--port", "0", "--management-port", str(port))
+        _, errors = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 2
+    sentence = f"cannot listen on 127.0.0.1:{port} for health and metrics: Address already in use"
+    assert errors.decode().splitlines() == [sentence]
 
 
 async def test_every_response_names_the_router(worker):
@@ -182,12 +200,19 @@ async def test_wrong_settings_are_last_words_too(tmp_path):
 
 async def test_kubernetes_client_is_loaded_only_if_it_is_asked_for():
     code = (
-        "import sys; from lockstep_router import Router, RouterSettings, server;"
-        "import asyncio\n"
+        "import asyncio, sys; from lockstep_router import server\n"
+        "from lockstep_router.router import Router; from lockstep_router.settings import RouterSettings\n"
         "async def main():\n"
         "    async with Router(RouterSettings(workers='a:1')): pass\n"
         "asyncio.run(main()); print([m for m in sys.modules if m.split('.')[0] in ('kubernetes', 'aiohttp', 'torch')])"
     )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert output == b"[]\n"
+
+
+async def test_only_faces_load_the_web_framework():
+    code = "import sys; from lockstep_router import router; print([m for m in sys.modules if 'fastapi' in m])"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
     output, _ = await asyncio.wait_for(process.communicate(), 60)
     assert output == b"[]\n"

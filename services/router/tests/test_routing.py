@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lockstep_router.routing import Load, choose, rank
+from lockstep_router.workers.routing import Load, choose, rank
 
 WORKERS = [f"w{index}" for index in range(8)]
 names = st.text(alphabet="abé-0\0", max_size=12)

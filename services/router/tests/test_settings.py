@@ -6,7 +6,7 @@ import pytest
 from lockstep_router.settings import RouterSettings
 
 
-def test_readme_tells_every_setting():
+def test_readme_describes_every_setting():
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     for name, field in RouterSettings.model_fields.items():
         assert any(f"| `{name}` |" in line and str(field.description) in line for line in readme.splitlines()), name

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lockstep_router.stop_strings import StopStrings
+from lockstep_router.text.stop_strings import StopStrings
 
 text = st.text(alphabet="abc", max_size=40)
 stops = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), max_size=4)

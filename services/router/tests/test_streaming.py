@@ -6,7 +6,6 @@ import json
 import httpx
 import pytest
 from lockstep_router import metrics
-from lockstep_router.choices import Choice
 from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card
 
@@ -19,11 +18,11 @@ def slow(cluster, delay_s=0.02):
 
 
 async def assert_left_clean(cluster):
-    """The worker was told, and the router has forgotten."""
+    """The worker got a Cancel, and the router holds nothing of the stream."""
     worker, _ = cluster.worker_of("user:u")
     await eventually(lambda: worker.cancels)
     await eventually(lambda: cluster.router.streams == 0 and cluster.router.requests == 0)
-    assert all(not link._attempts for link in cluster.router.workers.links)
+    assert not any(link.has_streams for link in cluster.router.workers.links)
     assert worker.ended_streams == 0
 
 
@@ -104,7 +103,7 @@ async def unread_request(client, body):
 
 
 async def test_client_that_never_reads_is_paused_and_then_cut_off(make_cluster):
-    cluster = await make_cluster(1, max_unread_tokens=64, write_timeout_s=0.3)
+    cluster = await make_cluster(1, max_unread_tokens=64 * 22, write_timeout_s=0.3)
     worker = cluster.workers[0]
     worker.card = model_card(context_length=1 << 20)
     worker.script = Script(batch=16)
@@ -167,6 +166,70 @@ async def test_full_router_says_when_to_come_back(make_cluster):
     assert (await cluster.complete()).status_code == 200
 
 
+async def test_journals_have_a_budget_together(make_cluster):
+    cluster = await make_cluster(max_journals_bytes=1 << 20)
+    for worker in cluster.workers:
+        worker.card = model_card(context_length=1 << 16)
+        worker.announce(epoch=2)
+    slow(cluster, 1)
+    await eventually(lambda: cluster.router.workers.models["reference"].context_length == 1 << 16)
+    long = {"prompt": [5] * 20_000, "max_tokens": 100}
+    running = asyncio.create_task(cluster.complete(**long))
+    await eventually(lambda: cluster.router.streams == 1)
+    refused = await cluster.complete(**long)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert "journals" in refused.json()["error"]["message"]
+    running.cancel()
+    await eventually(lambda: cluster.router.streams == 0)
+    slow(cluster, 0)
+    async with asyncio.timeout(30):
+        while (await cluster.complete(**long | {"max_tokens": 1})).status_code != 200:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "more", [{"n": 8, "logprobs": 20, "max_tokens": 60}, {"prompt": ["hello " * 20_000] * 4, "echo": True}]
+)
+async def test_what_is_kept_for_whole_answers_counts_in_the_budget(make_cluster, more):
+    cluster = await make_cluster(max_journals_bytes=1 << 20)
+    for worker in cluster.workers:
+        worker.card = model_card(context_length=1 << 16)
+        worker.announce(epoch=2)
+    await eventually(lambda: cluster.router.workers.models["reference"].context_length == 1 << 16)
+    slow(cluster, 0.02)
+    running = asyncio.create_task(cluster.complete(**more))
+    await eventually(lambda: cluster.router.streams or running.done())
+    async with asyncio.timeout(30):
+        while not running.done() and (await cluster.complete(max_tokens=1)).status_code == 200:
+            await asyncio.sleep(0.02)
+    if running.done():
+        assert running.result().status_code == 503
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await asyncio.sleep(0.15)
+    assert (await cluster.complete(max_tokens=1)).status_code == 200
+
+
+async def test_prompts_that_are_tokens_count_before_the_last_one_is(make_cluster):
+    cluster = await make_cluster(max_journals_bytes=1 << 20)
+    for worker in cluster.workers:
+        worker.card = model_card(context_length=1 << 16)
+        worker.announce(epoch=2)
+    await eventually(lambda: cluster.router.workers.models["reference"].context_length == 1 << 16)
+    encoded = []
+    encode = cluster.router.encoder._encode
+
+    async def counting(source, *arguments, **options):
+        encoded.append(source)
+        return await encode(source, *arguments, **options)
+
+    cluster.router.encoder._encode = counting
+    refused = await cluster.complete(prompt=["hello " * 10_000] * 32)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert len(encoded) < 32
+    assert cluster.router._preparing_bytes == 0
+
+
 async def test_draining_router_finishes_and_takes_nothing_new(cluster):
     slow(cluster, 0.1)
     running = asyncio.create_task(cluster.complete())
@@ -189,20 +252,16 @@ async def test_drain_has_an_end(make_cluster):
         worker.script = Script(hang_after=0)
     running = asyncio.create_task(cluster.complete())
     await eventually(lambda: cluster.router.streams == 1)
-    await cluster.router.leave()
+    async with asyncio.timeout(30):
+        await cluster.router.leave()
+    assert cluster.router.streams == 1, "the drain ended because the stream did"
+    assert not running.done()
     running.cancel()
+    await eventually(lambda: cluster.router.streams == 0)
 
 
-async def test_failure_in_the_middle_cannot_be_taken_for_the_end(cluster, monkeypatch):
-    feed, fed = Choice.feed, []
-
-    def fail(self, frame):
-        fed.append(frame)
-        if len(fed) == 3:
-            raise RuntimeError("unforeseen")
-        return feed(self, frame)
-
-    monkeypatch.setattr(Choice, "feed", fail)
+async def test_failure_in_the_middle_cannot_be_taken_for_the_end(cluster):
+    cluster.fail_after(6)
     slow(cluster)
     async with cluster.over_http() as client:
         with pytest.raises(httpx.RemoteProtocolError):

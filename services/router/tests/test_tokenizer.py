@@ -5,8 +5,8 @@ import json
 import pytest
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_router.chat_template import ChatTemplate
-from lockstep_router.tokenizer import Tokenizer
+from lockstep_router.text.chat_template import ChatTemplate
+from lockstep_router.text.tokenizer import Tokenizer
 from scripted_worker import VOCAB_SIZE, tokenizer_files
 
 MESSAGES = [{"role": "user", "content": "a <b> & 'c'"}]

@@ -7,15 +7,17 @@ import logging
 import socket
 
 import pytest
-from fake_api import NAMESPACE, SELECTOR, FakeApi, endpoint, endpoint_slice
+from fake_kubernetes import NAMESPACE, SELECTOR, FakeEndpointSlices, endpoint, endpoint_slice
 from lockstep_api.v1 import worker_pb2
-from lockstep_router import Router, RouterSettings, metrics
-from lockstep_router.discovery import Found
+from lockstep_router import metrics
+from lockstep_router.discovery import WorkerAddress
 from lockstep_router.discovery.endpoint_slices import EndpointSlices, workers_of
-from lockstep_router.journal import Journal
-from lockstep_router.links import Link, LinkState
-from lockstep_router.routing import rank
+from lockstep_router.router import Router
+from lockstep_router.settings import RouterSettings
 from lockstep_router.streams import Stream
+from lockstep_router.streams.journal import Journal
+from lockstep_router.workers import Link, LinkState
+from lockstep_router.workers.routing import rank
 from router_cluster import eventually
 from scripted_worker import Script, ScriptedWorker
 
@@ -23,8 +25,8 @@ FAST = {"backoff_initial_s": 0.02, "backoff_max_s": 0.1}
 PROMPT = [5, 6, 7]
 
 
-class Told:
-    """A discovery that knows what a test tells it."""
+class GivenDiscovery:
+    """A discovery that reports what a test gives it."""
 
     def __init__(self):
         self._report = None
@@ -36,15 +38,15 @@ class Told:
     async def tell(self, *workers):
         while self._report is None:
             await asyncio.sleep(0)
-        self._report.found(frozenset(Found(*each) for each in workers))
+        self._report.update(frozenset(WorkerAddress(*each) for each in workers))
 
 
 class Routed:
     """A router whose workers a test names."""
 
-    def __init__(self, router, told):
+    def __init__(self, router, given):
         self.router = router
-        self.tell = told.tell
+        self.tell = given.tell
 
     @property
     def workers(self):
@@ -52,7 +54,7 @@ class Routed:
 
     @property
     def states(self):
-        return {(link.target, link.found.worker_id): link.state.value for link in self.workers.links}
+        return {(link.target, link.address.worker_id): link.state.value for link in self.workers.links}
 
     def ready_ids(self):
         return sorted(link.worker_id for link in self.workers.ready())
@@ -79,9 +81,9 @@ def _sampling(tokens):
 
 @pytest.fixture
 async def routed():
-    told = Told()
-    async with Router(RouterSettings(workers=["unix:/not/asked"], **FAST), told) as router:
-        yield Routed(router, told)
+    given = GivenDiscovery()
+    async with Router(RouterSettings(workers=["unix:/not/asked"], **FAST), given) as router:
+        yield Routed(router, given)
 
 
 @pytest.fixture
@@ -106,7 +108,7 @@ async def test_workers_come_and_go(routed, make_worker):
     await eventually(lambda: routed.ready_ids() == ["w-0", "w-1"])
     await routed.tell((second.target, "w-1"))
     assert routed.ready_ids() == ["w-1"]
-    await eventually(lambda: not first._connections)
+    await eventually(lambda: not first.connections)
     assert len(routed.workers.links) == 1
     assert metrics.WORKERS.labels("ready")._value.get() == 1
 
@@ -118,13 +120,16 @@ async def test_running_stream_ends_on_its_retired_worker(routed, make_worker):
     await eventually(lambda: routed.ready_ids() == ["w-0"])
     journal, running = routed.stream()
     await eventually(lambda: journal.emitted_ids)
-    await routed.tell()
-    assert list(routed.states.values()) == [LinkState.RETIRED]
-    assert routed.ready_ids() == []
+    other = await make_worker("w-1")
+    await routed.tell((worker.target, "w-0"), (other.target, "w-1"))
+    await eventually(lambda: routed.ready_ids() == ["w-0", "w-1"])
+    await routed.tell((other.target, "w-1"))
+    assert routed.states[worker.target, "w-0"] == LinkState.RETIRED
+    assert routed.ready_ids() == ["w-1"]
     await asyncio.wait_for(running, 30)
     assert len(journal.emitted_ids) == 12
     assert [submit.attempt for submit in worker.submits] == [1]
-    await eventually(lambda: not routed.workers.links)
+    await eventually(lambda: len(routed.workers.links) == 1)
 
 
 async def test_stream_leaves_a_retired_worker_that_breaks_and_nobody_dials_that_again(routed, make_worker):
@@ -141,17 +146,17 @@ async def test_stream_leaves_a_retired_worker_that_breaks_and_nobody_dials_that_
     assert len(journal.emitted_ids) == 12
     await eventually(lambda: len(routed.workers.links) == 1)
     await asyncio.sleep(0.3)
-    assert not first._connections
+    assert not first.connections
 
 
 async def test_silence_of_a_retired_worker_is_taken_for_its_end_sooner(make_worker):
     """A pod deleted without grace may lose its network before its processes are killed: there is no reset."""
     first, second = await make_worker("w-0"), await make_worker("w-1")
     first.script = Script(hang_after=3)
-    told, patience_s = Told(), 9.0
+    given, patience_s = GivenDiscovery(), 9.0
     settings = RouterSettings(workers=["unix:/not/asked"], **FAST | {"heartbeat_timeout_s": patience_s})
-    async with Router(settings, told) as router:
-        routed = Routed(router, told)
+    async with Router(settings, given) as router:
+        routed = Routed(router, given)
         await routed.tell((first.target, "w-0"))
         await eventually(lambda: routed.ready_ids() == ["w-0"])
         journal, running = routed.stream()
@@ -171,15 +176,72 @@ async def test_worker_that_comes_back_is_taken_up_again(routed, make_worker):
     (link,) = routed.workers.links
     journal, running = routed.stream()
     await eventually(lambda: journal.emitted_ids)
-    await routed.tell()
-    await routed.tell((worker.target, "w-0"))
-    assert routed.workers.ready() == [link], "the same connection"
+    other = await make_worker("w-1")
+    await routed.tell((worker.target, "w-0"), (other.target, "w-1"))
+    await eventually(lambda: routed.ready_ids() == ["w-0", "w-1"])
+    await routed.tell((other.target, "w-1"))
+    assert link.state is LinkState.RETIRED
+    await routed.tell((worker.target, "w-0"), (other.target, "w-1"))
+    assert link in routed.workers.ready(), "the same connection"
     await asyncio.wait_for(running, 30)
+    await routed.tell((other.target, "w-1"))
+    await eventually(lambda: link not in routed.workers.links)
+    await routed.tell((worker.target, "w-0"), (other.target, "w-1"))
+    await eventually(lambda: routed.ready_ids() == ["w-0", "w-1"])
+    assert link not in routed.workers.links
+
+
+async def names(routed, make_worker, count):
+    """This many workers, in use."""
+    workers = [await make_worker(f"w-{number}") for number in range(count)]
+    given = [(worker.target, worker.worker_id) for worker in workers]
+    await routed.tell(*given)
+    await eventually(lambda: len(routed.ready_ids()) == count)
+    return workers, given
+
+
+async def test_discovery_that_lists_nobody_any_more_retires_no_worker_that_is_well(routed, make_worker, caplog):
+    caplog.set_level(logging.INFO, "lockstep")
+    workers, given = await names(routed, make_worker, 3)
+    links = routed.workers.links
     await routed.tell()
-    await eventually(lambda: not routed.workers.links)
-    await routed.tell((worker.target, "w-0"))
+    assert routed.ready_ids() == ["w-0", "w-1", "w-2"]
+    assert metrics.UNLISTED_WORKERS._value.get() == 3
+    _, running = routed.stream()
+    await asyncio.wait_for(running, 30)
+    workers[0].announce(state=worker_pb2.WORKER_STATE_DRAINING)
+    await eventually(lambda: len(routed.workers.links) == 2)
+    await workers[1].kill()
+    await eventually(lambda: len(routed.workers.links) == 1)
+    assert routed.ready_ids() == ["w-2"], "those that end are retired, as they would have been"
+    await routed.tell(*given)
+    await workers[1].restart()
+    workers[0].announce(state=worker_pb2.WORKER_STATE_READY)
+    await eventually(lambda: routed.ready_ids() == ["w-0", "w-1", "w-2"])
+    assert links[2] in routed.workers.links
+    assert metrics.UNLISTED_WORKERS._value.get() == 0
+    said = [record.message for record in caplog.records]
+    assert said.count("discovery no longer lists workers that are connected and well: they stay in use") == 1
+
+
+@pytest.mark.parametrize(("listed", "in_use"), [(1, 4), (2, 2), (3, 3)])
+async def test_most_workers_are_not_retired_all_at_once(routed, make_worker, listed, in_use):
+    _, given = await names(routed, make_worker, 4)
+    await routed.tell(*given[:listed])
+    assert len(routed.ready_ids()) == in_use
+    await eventually(lambda: len(routed.workers.links) == in_use)
+
+
+async def test_workers_that_are_replaced_by_others_are_used_until_those_are_ready(routed, make_worker):
+    old, new = await make_worker("w-0"), await make_worker("w-1")
+    new.worker_id = "w-1"
+    await new.kill()
+    await routed.tell((old.target, "w-0"))
     await eventually(lambda: routed.ready_ids() == ["w-0"])
-    assert routed.workers.links != (link,)
+    await routed.tell((new.target, "w-1"))
+    assert routed.ready_ids() == ["w-0"]
+    await new.start()
+    await eventually(lambda: routed.ready_ids() == ["w-1"])
 
 
 async def test_other_pod_at_the_same_address_is_not_taken_for_the_old_one(routed, make_worker, tmp_path, caplog):
@@ -217,7 +279,8 @@ async def test_name_is_added_to_a_worker_that_was_known_by_its_address(routed, m
     await routed.tell((worker.target, "w-0"))
     assert routed.workers.ready() == [link]
     await routed.tell((worker.target, "w-1"))
-    assert routed.ready_ids() == []
+    await eventually(lambda: "'w-0' and not 'w-1'" in routed.workers.links[-1].problem)
+    assert routed.workers.ready() == [link], "it is connected and says its name itself"
 
 
 async def test_two_addresses_of_one_worker_count_once(routed, make_worker, tmp_path):
@@ -286,7 +349,7 @@ async def test_worker_at_an_ipv6_address(routed, make_worker):
 
 async def test_restarted_pod_gets_its_sessions_back(make_worker, tmp_path, monkeypatch):
     """As in a cluster: the pod comes back with the same name, at another address."""
-    api = await FakeApi().start()
+    api = await FakeEndpointSlices().start()
     api.kubeconfig(tmp_path / "kubeconfig")
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
@@ -302,7 +365,7 @@ async def test_restarted_pod_gets_its_sessions_back(make_worker, tmp_path, monke
     discovery = EndpointSlices(NAMESPACE, SELECTOR, backoff_initial_s=0.02)
     settings = RouterSettings(workers=["unix:/not/asked"], **FAST)
     async with Router(settings, discovery) as router:
-        routed = Routed(router, Told())
+        routed = Routed(router, GivenDiscovery())
         names = ["w-0", "w-1", "w-2"]
         await eventually(lambda: routed.ready_ids() == names)
         sessions = [f"session:{number}" for number in range(200)]
@@ -326,6 +389,7 @@ async def test_restarted_pod_gets_its_sessions_back(make_worker, tmp_path, monke
 
 
 CHANGES = 1000
+GONE = "unix:/gone/"
 
 
 async def test_a_thousand_changes_leave_nothing_behind(routed, make_worker):
@@ -335,8 +399,9 @@ async def test_a_thousand_changes_leave_nothing_behind(routed, make_worker):
 
     def counts():
         gc.collect()
-        settings = routed.router.settings  # other tests' links may be garbage that has not been collected yet
-        links = [each for each in gc.get_objects() if isinstance(each, Link) and each._settings is settings]
+        # Other tests' links may be garbage that has not been collected yet.
+        own = (lasting.target, passing.target, GONE)
+        links = [each for each in gc.get_objects() if isinstance(each, Link) and each.target.startswith(own)]
         return len(asyncio.all_tasks()), len(links)
 
     counts()
@@ -345,7 +410,7 @@ async def test_a_thousand_changes_leave_nothing_behind(routed, make_worker):
     hellos = 0
     for number in range(CHANGES):
         name = "w-1" if number % 2 else None
-        await routed.tell((lasting.target, "w-0"), (passing.target, name), (f"unix:/nobody/{number}", f"w-{number}"))
+        await routed.tell((lasting.target, "w-0"), (passing.target, name), (f"{GONE}{number}", f"w-{number}"))
         if number % 10 == 0:
             await eventually(lambda: routed.ready_ids() == ["w-0", "w-1"])
             hellos += 1
@@ -354,7 +419,7 @@ async def test_a_thousand_changes_leave_nothing_behind(routed, make_worker):
     assert hellos == CHANGES / 10
     await routed.tell((lasting.target, "w-0"))
     await eventually(lambda: len(routed.workers.links) == 1)
-    await eventually(lambda: not passing._connections)
+    await eventually(lambda: not passing.connections)
     await eventually(lambda: counts() == before)
     assert routed.ready_ids() == ["w-0"]
     assert list(routed.workers.models) == ["reference"]

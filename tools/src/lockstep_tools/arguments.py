@@ -1,19 +1,21 @@
 """Argument types and groups that several commands share. Imports nothing heavy: `lockstep --help` must be quick."""
 
 import argparse
-import os
 from collections.abc import Callable
 from pathlib import Path
+
+from lockstep_common.cpu_limit import usable_cpus
 
 from lockstep_tools.failure import UNUSABLE, CommandError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_MANAGEMENT_URL = "http://127.0.0.1:8001"
 API_KEY_VARIABLE = "LOCKSTEP_API_KEY"
 
 _REFERENCE_MODEL = Path("models/reference")
 
 
-def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
     """An argparse type: a whole number from `least` to `most`."""
 
     def parse(text: str) -> int:
@@ -68,23 +70,23 @@ def model_directory(given: str | None) -> str:
 def add_engine(parser: argparse.ArgumentParser, *, context: bool = True) -> None:
     """The options that shape an engine; `--max-context` only where the command does not set it by itself."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--tp", type=whole(1), default=1, metavar="N", help="ranks that share the model (default: 1)")
+    group.add_argument("--tp", type=integer(1), default=1, metavar="N", help="ranks that share the model (default: 1)")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     group.add_argument(
-        "--threads", type=whole(1), metavar="N", help="CPU threads of a rank (default: the cores shared out)"
+        "--threads", type=integer(1), metavar="N", help="CPU threads of each rank (default: the cores divided by --tp)"
     )
     if context:
         group.add_argument(
             "--max-context",
-            type=whole(2),
+            type=integer(2),
             metavar="TOKENS",
             help="prompt and output together (default: the model's limit)",
         )
 
 
 def add_endpoint(parser: argparse.ArgumentParser) -> None:
-    """The options that name an OpenAI endpoint; resolve them with `lockstep_tools.endpoint.from_arguments`."""
+    """The options that name an OpenAI endpoint; resolve them with `lockstep_tools.load.endpoint.from_arguments`."""
     parser.add_argument("--url", default=DEFAULT_URL + "/v1", help="base URL of the API (default: %(default)s)")
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     parser.add_argument(
@@ -93,8 +95,23 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
         metavar="VARIABLE",
         help="environment variable that holds the API key, so that no key shows in `ps` (default: %(default)s)",
     )
+    add_tls(parser)
+
+
+def add_tls(parser: argparse.ArgumentParser) -> None:
+    """The options of HTTPS; resolve them with `lockstep_tools.load.endpoint.tls_context`."""
+    group = parser.add_argument_group("HTTPS")
+    group.add_argument(
+        "--ca-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="authorities to trust beside the system's; may be repeated",
+    )
+    group.add_argument("--client-cert", metavar="FILE", help="certificate to show to the server")
+    group.add_argument("--client-key", metavar="FILE", help="its key")
 
 
 def cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0))
+    """CPU cores that this process may use: its affinity, and its container's CPU limit rounded down."""
+    return max(1, int(usable_cpus()))

@@ -6,7 +6,6 @@ Only the chosen subcommand's module is imported, so that help and mistakes answe
 import argparse
 import os
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 
 from lockstep_tools import __version__
@@ -17,7 +16,7 @@ _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _ENGINE = frozenset(
     {"lockstep_engine", "lockstep_router", "lockstep_worker", "torch", "safetensors", "tokenizers", "gguf"}
 )
-"""What clients of a served system do without."""
+"""Packages that commands for a served system do not need."""
 
 _EPILOG = """\
 examples:
@@ -30,49 +29,44 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: the module has DESCRIPTION, EXAMPLES, configure(parser) and run(arguments) -> exit code."""
-
-    module: str
-    summary: str
-
-
 COMMANDS = {
-    "serve": Command("serve", "run a router and workers on this machine"),
-    "chat": Command("chat", "talk to a model in the terminal"),
-    "generate": Command("generate", "generate text offline, without a server"),
-    "bench": Command("bench", "put an endpoint under load and measure it"),
-    "eval": Command("evaluate", "measure perplexity, KL divergence, recall"),
-    "load": Command("load", "steady streams, each one's history a line of JSON"),
-    "check": Command("check", "check a served system: chat, stream, workers' health"),
-    "chaos": Command("chaos.command", "run a fault experiment on a cluster and judge it"),
-    "convert": Command("convert", "make a servable directory of a GGUF file, or the other way round"),
-    "status": Command("status", "show workers, ranks, process ids, queues"),
-    "demo": Command("demo", "watch a stream survive killed processes"),
-    "train": Command("training", "train a small model like the reference model"),
+    "serve": "run a router and workers on this machine",
+    "chat": "talk to a model in the terminal",
+    "generate": "generate text offline, without a server",
+    "bench": "put an endpoint under load and measure it",
+    "eval": "measure perplexity, KL divergence, recall",
+    "load": "steady streams, each one's history a line of JSON",
+    "check": "check a served system: chat, stream, workers' health",
+    "chaos": "run a fault experiment on a cluster and check it",
+    "convert": "make a servable directory of a GGUF file, or the other way round",
+    "status": "show workers, ranks, process ids, queues",
+    "demo": "watch a stream survive killed processes",
+    "train": "train a small model like the reference model",
 }
+"""Each subcommand with its summary. Its module in `commands` has DESCRIPTION, EXAMPLES, configure(parser) and
+run(arguments) -> exit code.
+"""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The parsed command line; `run` is the chosen command's function. Ends the process for help and usage errors."""
     parser = argparse.ArgumentParser(
         prog="lockstep",
-        description="Serve large language models so that a stream goes on when something dies.",
+        description="Serve large language models so that streams continue when a process or a node dies.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lockstep {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
-    for name, command in COMMANDS.items():
+    for name, summary in COMMANDS.items():
         if name != chosen:
-            subparsers.add_parser(name, help=command.summary)
+            subparsers.add_parser(name, help=summary)
             continue
-        module = import_module(f"lockstep_tools.{command.module}")
+        module = import_module(f"lockstep_tools.commands.{name}")
         subparser = subparsers.add_parser(
             name,
-            help=command.summary,
+            help=summary,
             description=module.DESCRIPTION,
             epilog=f"examples:\n{module.EXAMPLES}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -99,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"lockstep: {error.name} is not installed here; it comes with lockstep-tools[engine]", file=sys.stderr)
         return UNUSABLE
     except BrokenPipeError:
-        # The reader (`| head`) has gone; the interpreter's own flush at exit must not complain about it again.
+        # The reader (`| head`) has ended; the interpreter's own flush at exit must not report it again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code

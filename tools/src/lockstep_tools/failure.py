@@ -1,7 +1,7 @@
-"""How a command ends when it cannot do what it was asked: one sentence, one exit code."""
+"""How a command ends when it fails: one sentence, one exit code."""
 
 FAILED = 1
-"""It was asked properly and did not work out; trying again may help."""
+"""The command was valid but failed; trying again may help."""
 
 UNUSABLE = 2
 """Arguments, models, ports or servers that cannot be used as given."""

@@ -1,6 +1,6 @@
 {{/* Rules of NetworkPolicies that several services need. All take the root context. */}}
 
-{{/* The API server is not a pod, and its addresses are the cluster's business: it can be told by its ports alone. */}}
+{{/* The API server is not a pod: it is described by the addresses and ports of networkPolicy.apiServer. */}}
 {{- define "lockstep.egressToApiServer" -}}
 - ports:
     {{- range .Values.networkPolicy.apiServer.ports }}

@@ -4,14 +4,14 @@
 The head of a pod's spec. Takes
   root, component, model?      as the labels do
   options                      the values of the service or of the model
-  serviceAccountName, token    who it is to the API server, and whether it goes there
+  serviceAccountName           who it is to the API server; containers that go there mount "lockstep.tokenMount"
   tolerations?                 those that go before the given ones
   revisionLabel?               what a Deployment tells its revisions apart by
 */}}
 {{- define "lockstep.podSpec" -}}
 {{- $options := .options -}}
 serviceAccountName: {{ .serviceAccountName }}
-automountServiceAccountToken: {{ .token }}
+automountServiceAccountToken: false
 # Environment variables of all Services of the namespace: slow with many, and one named like us would set our settings.
 enableServiceLinks: false
 {{- with .root.Values.global.imagePullSecrets }}
@@ -63,6 +63,23 @@ topologySpreadConstraints:
 {{- with $here.options.topologySpreadConstraints }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/*
+The pod's token for the API server: of an hour, renewed by the kubelet, and mounted only in the container that uses it. Clients look
+for it in this directory.
+*/}}
+{{- define "lockstep.tokenMount" -}}
+- {name: api-token, mountPath: /var/run/secrets/kubernetes.io/serviceaccount, readOnly: true}
+{{- end -}}
+
+{{- define "lockstep.tokenVolume" -}}
+- name: api-token
+  projected:
+    sources:
+      - serviceAccountToken: {path: token, expirationSeconds: 3600}
+      - configMap: {name: kube-root-ca.crt, items: [{key: ca.crt, path: ca.crt}]}
+      - downwardAPI: {items: [{path: namespace, fieldRef: {fieldPath: metadata.namespace}}]}
 {{- end -}}
 
 {{/* Who this pod is, for its logs, events and sessions. */}}

@@ -1,4 +1,4 @@
-{{/* What a model's values come to. All take (root, model), where model is an entry of "lockstep.models". */}}
+{{/* Values that follow from a model's options. All take (root, model), where model is an entry of "lockstep.models". */}}
 
 {{/* The kind of its source, the one key of `source`. */}}
 {{- define "lockstep.model.source" -}}
@@ -22,8 +22,8 @@
 {{/*
 Least size of /dev/shm. NCCL moves tensors between the ranks of a pod through it wherever GPUs have no direct path: some 10 MB a
 channel and neighbour. NVIDIA asks for 1 GiB for a container (NCCL user guide, "Troubleshooting", "Sharing Data"; eight
-GPUs a node at the time); what a container gets by itself is 64 MiB, and NCCL then ends with "No space left on device". So:
-1 GiB for up to four ranks, 256 MiB for each. Ranks on the CPU use anonymous memory and a single rank talks to nobody: 64 MiB.
+GPUs a node at the time); a container's default is 64 MiB, with which NCCL ends with "No space left on device". So:
+1 GiB for up to four ranks, 256 MiB for each. Ranks on the CPU use anonymous memory, and a single rank does not communicate: 64 MiB.
 */}}
 {{- define "lockstep.model.leastShm" -}}
 {{- if and (eq .model.device "cuda") (gt (int .model.tp) 1) -}}
@@ -43,7 +43,7 @@ GPUs a node at the time); what a container gets by itself is 64 MiB, and NCCL th
 
 {{/*
 The worker container's resources: the given ones, with GPUs, and with /dev/shm on top of the memory: its pages count as the
-container's, so a limit without them would be reached by them.
+container's, so a limit without them could be exceeded.
 */}}
 {{- define "lockstep.model.resources" -}}
 {{- $resources := deepCopy .model.resources -}}
@@ -69,7 +69,8 @@ container's, so a limit without them would be reached by them.
 {{- $_ := set $settings "model" (include "lockstep.model.directory" .) -}}
 {{- $_ := set $settings "name" (.model.servedName | default .model.name) -}}
 {{- $_ := set $settings "listen" "0.0.0.0:9000" -}}
-{{- $_ := set $settings "metrics_port" 9100 -}}
+{{- $_ := set $settings "management_host" "0.0.0.0" -}}
+{{- $_ := set $settings "management_port" 9001 -}}
 {{- $_ := set $settings "tp" (int .model.tp) -}}
 {{- $_ := set $settings "device" .model.device -}}
 {{- /* A rollout of routers may have twice as many for a moment. */ -}}
@@ -77,6 +78,7 @@ container's, so a limit without them would be reached by them.
 {{- $_ := set $settings "max_routers" (max 16 (mul 2 (include "lockstep.router.most" .root | int))) -}}
 {{- end -}}
 {{- $_ := set $settings "kubernetes_events" .root.Values.worker.events -}}
+{{- include "lockstep.tls.settings" (dict "root" .root "settings" $settings "peer" "router") -}}
 {{- toYaml $settings -}}
 {{- end -}}
 

@@ -1,19 +1,43 @@
-{{/* The most routers that there may be, but for a rollout. */}}
+{{/* The largest number of routers, except during a rollout. */}}
 {{- define "lockstep.router.most" -}}
 {{- ternary .Values.router.autoscaling.maxReplicas .Values.router.replicas .Values.router.autoscaling.enabled -}}
 {{- end -}}
 
-{{/* The router's settings: what the chart decides, over what `router.settings` says. validate/ refuses the chart's keys there. */}}
+{{/*
+What the router may hold in memory, `max_journals_bytes` and `max_bodies_bytes`: as they are set, or a half and an eighth of the limit,
+so that the router refuses requests before the kernel kills it. Nothing without a limit. Takes the root context; gives YAML.
+*/}}
+{{- define "lockstep.router.budgets" -}}
+{{- $settings := .Values.router.settings -}}
+{{- with (.Values.router.resources.limits).memory | include "lockstep.bytes" | int64 -}}
+max_journals_bytes: {{ $settings.max_journals_bytes | default (div . 2) | int64 }}
+max_bodies_bytes: {{ $settings.max_bodies_bytes | default (div . 8) | int64 }}
+{{- end -}}
+{{- end -}}
+
+{{/* The router's settings: those that the chart sets, and `router.settings`. validate/ refuses the chart's keys there. */}}
 {{- define "lockstep.router.settings" -}}
 {{- $workers := printf "%s.%s.svc" (include "lockstep.workers.name" .) .Release.Namespace -}}
 {{- $settings := deepCopy .Values.router.settings -}}
+{{- $_ := merge $settings (include "lockstep.router.budgets" . | fromYaml) -}}
 {{- $_ := set $settings "host" "0.0.0.0" -}}
 {{- $_ := set $settings "port" 8000 -}}
+{{- $_ := set $settings "management_host" "0.0.0.0" -}}
+{{- $_ := set $settings "management_port" 8001 -}}
 {{- $_ := set $settings "discovery" .Values.router.discovery -}}
-{{- /* The watch's fallback as well, for when the API server is away. */ -}}
+{{- /* Also the fallback of the watch, when the API server cannot be reached. */ -}}
 {{- $_ := set $settings "workers_dns" (list (printf "%s:9000" $workers)) -}}
 {{- if eq .Values.router.discovery "kubernetes" -}}
 {{- $_ := set $settings "kubernetes_selector" (printf "kubernetes.io/service-name=%s" (include "lockstep.workers.name" .)) -}}
+{{- end -}}
+{{- include "lockstep.tls.settings" (dict "root" . "settings" $settings "peer" "worker") -}}
+{{- if include "lockstep.tls.http" . -}}
+{{- $directory := .Values.tls.http.secretName | empty | ternary "/etc/lockstep-tls" "/etc/lockstep-http-tls" -}}
+{{- $_ := set $settings "http_tls_cert" (printf "%s/tls.crt" $directory) -}}
+{{- $_ := set $settings "http_tls_key" (printf "%s/tls.key" $directory) -}}
+{{- if .Values.tls.http.clientCASecretName -}}
+{{- $_ := set $settings "http_tls_client_ca" "/etc/lockstep-client-ca/ca.crt" -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml $settings -}}
 {{- end -}}

@@ -1,4 +1,4 @@
-{{/* What every service of the release is asked. They take (root, at, options). */}}
+{{/* Checks for every service of the release. They take (root, at, options). */}}
 
 {{/* Settings that are the chart's; `owned` names the service in owned-settings.yaml. */}}
 {{- define "lockstep.validate.settings" -}}
@@ -10,7 +10,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* The end's arithmetic needs a number that the service would otherwise choose by itself. */}}
+{{/* The grace period is computed from this number, so it must be set. */}}
 {{- define "lockstep.validate.grace" -}}
 {{- $settings := .options.settings -}}
 {{- if not (hasKey $settings "drain_timeout_s") }}
@@ -23,7 +23,19 @@
 {{- end -}}
 {{- end -}}
 
-{{/* A name that others are made of. */}}
+{{/* A budget that allows no disruption at the fewest pods would block every drain of a node. */}}
+{{- define "lockstep.validate.disruption" -}}
+{{- $options := .options -}}
+{{- $most := ternary $options.autoscaling.maxReplicas $options.replicas $options.autoscaling.enabled | int -}}
+{{- $least := ternary $options.autoscaling.minReplicas $options.replicas $options.autoscaling.enabled | int -}}
+{{- with $options.podDisruptionBudget -}}
+{{- if and .enabled (gt $most 1) (not (kindIs "invalid" .minAvailable)) (not (kindIs "string" .minAvailable)) (ge (int .minAvailable) $least) }}
+{{ $.at }}.podDisruptionBudget.minAvailable: {{ .minAvailable }} of {{ $least }} pods would hold up every drain: set less, or maxUnavailable
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The name from which all others are made. */}}
 {{- define "lockstep.validate.names" -}}
 {{- $name := include "lockstep.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) }}

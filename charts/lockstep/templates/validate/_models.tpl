@@ -1,4 +1,4 @@
-{{/* What may be wrong with models across fields: one sentence a line, or nothing. All but the first take (root, model, at). */}}
+{{/* Mistakes across the fields of models: one message a line, or nothing. All but the first take (root, model, at). */}}
 
 {{- define "lockstep.validate.models" -}}
 {{- $seen := dict -}}
@@ -18,6 +18,7 @@
 {{- end -}}
 {{- include "lockstep.validate.settings" (merge (dict "owned" "worker") $here) -}}
 {{- include "lockstep.validate.grace" $here -}}
+{{- include "lockstep.validate.disruption" $here -}}
 {{- end -}}
 {{- end -}}
 
@@ -39,8 +40,14 @@
 {{- else if gt (len $kinds) 1 }}
 {{ .at }}.source has {{ join " and " $kinds }}: a model comes from one place
 {{- else if .model.source.fetch -}}
-{{- if eq (empty .model.source.fetch.repository) (empty .model.source.fetch.command) }}
+{{- $fetch := .model.source.fetch -}}
+{{- if eq (empty $fetch.repository) (empty $fetch.command) }}
 {{ .at }}.source.fetch needs either repository or command
+{{- else if and $fetch.repository (not (regexMatch "^[0-9a-f]{40}$" ($fetch.revision | default ""))) }}
+{{ .at }}.source.fetch.revision has to be a commit of {{ $fetch.repository }} (40 hexadecimal digits): a branch or a tag may be another model tomorrow
+{{- end -}}
+{{- if not $fetch.sha256 }}
+{{ .at }}.source.fetch.sha256 is missing: every fetched file is checked against it, and only those are fetched
 {{- end -}}
 {{- end -}}
 {{- end -}}

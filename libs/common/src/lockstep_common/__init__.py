@@ -1,1 +1,1 @@
-"""What all Lockstep services share: errors, settings, telemetry, process life. It knows no service and no engine."""
+"""Code that all Lockstep services share: errors, settings, telemetry, process life. It depends on no service."""

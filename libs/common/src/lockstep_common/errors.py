@@ -1,7 +1,6 @@
-"""The one list of errors, and the one table from an error to HTTP, OpenAI's error body and gRPC.
+"""The list of all errors, and the table that translates them to HTTP, OpenAI's error body and gRPC.
 
-Every failure that leaves a process is an `ErrorCode`. Edges translate with the table; nothing in between invents
-statuses.
+Every failure that leaves a process has an `ErrorCode`. Only the services' edges translate it, with this table.
 """
 
 from dataclasses import dataclass
@@ -10,20 +9,19 @@ from typing import Any
 
 
 class ErrorCode(StrEnum):
-    """What went wrong, as it travels on every wire."""
+    """The kind of a failure; the same on every protocol."""
 
     INVALID_REQUEST = "invalid_request"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-    UNAUTHENTICATED = "unauthenticated"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     PAYLOAD_TOO_LARGE = "payload_too_large"
-    RATE_LIMITED = "rate_limited"
     OVERLOADED = "overloaded"
     RESOURCE_EXHAUSTED = "resource_exhausted"
     UNAVAILABLE = "unavailable"
     WORKER_LOST = "worker_lost"
+    REQUEST_QUARANTINED = "request_quarantined"
     DRAINING = "draining"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
@@ -32,28 +30,28 @@ class ErrorCode(StrEnum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """How an error code looks on each wire."""
+    """The translation of an error code to each protocol."""
 
     http_status: int
     openai_type: str
     grpc_status: str
     retryable: bool = False
-    """Another worker may succeed with the same request."""
+    """Whether another worker may succeed with the same request."""
 
 
 MEANINGS: dict[ErrorCode, Meaning] = {
     ErrorCode.INVALID_REQUEST: Meaning(400, "invalid_request_error", "INVALID_ARGUMENT"),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: Meaning(400, "invalid_request_error", "INVALID_ARGUMENT"),
-    ErrorCode.UNAUTHENTICATED: Meaning(401, "authentication_error", "UNAUTHENTICATED"),
     ErrorCode.MODEL_NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
     ErrorCode.NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
     ErrorCode.METHOD_NOT_ALLOWED: Meaning(405, "invalid_request_error", "UNIMPLEMENTED"),
     ErrorCode.PAYLOAD_TOO_LARGE: Meaning(413, "invalid_request_error", "INVALID_ARGUMENT"),
-    ErrorCode.RATE_LIMITED: Meaning(429, "rate_limit_error", "RESOURCE_EXHAUSTED"),
     ErrorCode.OVERLOADED: Meaning(503, "overloaded_error", "RESOURCE_EXHAUSTED", retryable=True),
     ErrorCode.RESOURCE_EXHAUSTED: Meaning(400, "invalid_request_error", "RESOURCE_EXHAUSTED"),
     ErrorCode.UNAVAILABLE: Meaning(503, "service_unavailable_error", "UNAVAILABLE", retryable=True),
     ErrorCode.WORKER_LOST: Meaning(503, "service_unavailable_error", "UNAVAILABLE", retryable=True),
+    # Not 5xx: clients retry those automatically, and this request kills workers.
+    ErrorCode.REQUEST_QUARANTINED: Meaning(422, "invalid_request_error", "FAILED_PRECONDITION"),
     ErrorCode.DRAINING: Meaning(503, "service_unavailable_error", "UNAVAILABLE", retryable=True),
     ErrorCode.DEADLINE_EXCEEDED: Meaning(504, "timeout_error", "DEADLINE_EXCEEDED"),
     ErrorCode.CANCELLED: Meaning(499, "cancelled_error", "CANCELLED"),
@@ -62,7 +60,7 @@ MEANINGS: dict[ErrorCode, Meaning] = {
 
 
 class LockstepError(Exception):
-    """A failure with a code, a sentence for people, and the field at fault if there is one."""
+    """A failure with a code, a message for people, and the name of the invalid field if there is one."""
 
     def __init__(
         self, code: ErrorCode, message: str, *, field: str | None = None, retry_after_s: float | None = None
@@ -90,8 +88,18 @@ class LockstepError(Exception):
         }
 
 
+def invalid(field: str, sentence: str) -> LockstepError:
+    """The error for a field that cannot be used. The message is the field's name and the sentence."""
+    return LockstepError(ErrorCode.INVALID_REQUEST, f"{field} {sentence}", field=field)
+
+
+def cannot_listen(field: str, address: str, reason: str) -> LockstepError:
+    """The error for an address that a server cannot listen on. `field` is the setting with the address."""
+    return LockstepError(ErrorCode.INVALID_REQUEST, f"cannot listen on {address}: {reason}", field=field)
+
+
 def parse_code(text: str) -> ErrorCode:
-    """The code named by a peer; INTERNAL for one that this version does not know."""
+    """The code that a peer sent; INTERNAL for a code that this version does not know."""
     try:
         return ErrorCode(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The way to the Kubernetes API server, for the services that speak to it.
+"""Connections and calls to the Kubernetes API server.
 
-Import it only where it is used, since the client library takes 0.3 s and some 45 MiB; who does depends on `kubernetes`.
-Whatever goes wrong on the way comes out as a `KubernetesError` with one sentence. A token is never part of it.
+Import this module only where it is used: the client library takes 0.3 s and about 45 MiB. A package that uses it must
+depend on `kubernetes`. Every failure is a `KubernetesError` with one sentence, which never contains a token.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _MAX_SENTENCE_CHARS = 300
 
 
 class KubernetesError(Exception):
-    """A call that failed, in one sentence; `status` is the HTTP status if there was an answer, else 0."""
+    """A call that failed; `status` is the HTTP status if there was an answer, else 0."""
 
     def __init__(self, sentence: str, status: int = 0) -> None:
         super().__init__(sentence[:_MAX_SENTENCE_CHARS])
@@ -34,31 +34,31 @@ async def connect() -> ApiClient:
     The service account's token is read anew at least once a minute, since Kubernetes rotates it.
 
     Raises:
-        KubernetesError: there is neither, or it cannot be read.
+        KubernetesError: neither exists, or it cannot be read.
     """
     configuration = Configuration()
     try:
         if os.environ.get(_IN_CLUSTER_VARIABLE):
             config.load_incluster_config(configuration)  # type: ignore[no-untyped-call]
         else:
-            # The library's own default is the variable's value at the time of its import.
+            # The library's own default has the variable's value of the time when it was imported.
             path = os.environ.get("KUBECONFIG", config.KUBE_CONFIG_DEFAULT_LOCATION)
             await config.load_kube_config(  # type: ignore[no-untyped-call]
                 config_file=path, client_configuration=configuration
             )
         return ApiClient(configuration)
-    except Exception as error:  # of files in any state: the library checks little and passes on what it meets
+    except Exception as error:  # the library checks the files little and may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise KubernetesError(f"no way to the API server: {reason}") from None
 
 
 async def answer(call: Awaitable[ClientResponse], deadline_s: float) -> dict[str, Any]:
-    """The object that a call (one of the library's `…_without_preload_content`) is answered with.
+    """The object in the answer to a call (one of the library's `…_without_preload_content`).
 
     Raises:
-        KubernetesError: no answer in time, or none that is of use.
+        KubernetesError: there is no answer in time, or it is an error or no object.
     """
-    with _told():
+    with _as_kubernetes_error():
         async with asyncio.timeout(deadline_s):
             response = await call
             try:
@@ -68,23 +68,23 @@ async def answer(call: Awaitable[ClientResponse], deadline_s: float) -> dict[str
 
 
 async def events(call: Awaitable[ClientResponse], deadline_s: float) -> AsyncIterator[dict[str, Any]]:
-    """The events of a watch until the server ends it; the first item is an empty one, given when the watch stands.
+    """The events of a watch until the server ends it. The first item is empty and means that the watch is open.
 
     Raises:
-        KubernetesError: the watch cannot be had, breaks, says ERROR, or is not over after `deadline_s`.
+        KubernetesError: the watch is refused, breaks, reports an ERROR event, or has not ended after `deadline_s`.
     """
     until = asyncio.get_running_loop().time() + deadline_s
-    with _told():
+    with _as_kubernetes_error():
         async with asyncio.timeout_at(until):
             response = await call
     try:
-        with _told():
+        with _as_kubernetes_error():
             if response.status >= 400:
                 async with asyncio.timeout_at(until):
                     _checked(response.status, await response.read())
             yield {}
             while True:
-                # Not one deadline around it all: it would hit whatever the caller does between two events.
+                # One deadline around the whole loop would also cancel the caller's work between two events.
                 async with asyncio.timeout_at(until):
                     line = await response.content.readline()
                 if not line:
@@ -116,8 +116,8 @@ def _refusal(value: dict[str, Any], status: int) -> KubernetesError:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Whatever the library raises, as one kind of error with a sentence."""
+def _as_kubernetes_error() -> Iterator[None]:
+    """Translate any exception of the library into a KubernetesError."""
     try:
         yield
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""The life of a process: its name in `ps`, its end with its parent, its stop on a signal."""
+"""The life of a process: its name in `ps`, its end when its parent ends, its stop on a signal."""
 
 import asyncio
 import ctypes
@@ -8,7 +8,7 @@ import signal
 from setproctitle import setproctitle
 
 DIE_WITH_PARENT_VARIABLE = "LOCKSTEP_DIE_WITH_PARENT"
-"""Set by a parent that wants its children killed by the kernel when it dies, however it dies."""
+"""A parent sets this so that the kernel kills its children when it dies for any reason."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -19,10 +19,10 @@ def name_process(name: str) -> None:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have the kernel SIGKILL this process when the thread that started it ends.
+    """Make the kernel send SIGKILL to this process when the thread that started it ends.
 
     Args:
-        parent_pid: the expected parent. If it is already gone (it died before this call) the process exits at once.
+        parent_pid: the expected parent. If it died before this call, the process exits at once.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:
@@ -30,22 +30,22 @@ def die_with_parent(parent_pid: int | None = None) -> None:
 
 
 def outlive_parent() -> None:
-    """Take `die_with_parent` back."""
+    """Undo `die_with_parent`."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 def obey_parent() -> None:
-    """`die_with_parent` if the environment says so (the parent's pid is the variable's value)."""
+    """Call `die_with_parent` if the environment variable is set; its value is the parent's pid."""
     value = os.environ.pop(DIE_WITH_PARENT_VARIABLE, "")
     if value:
         die_with_parent(int(value))
 
 
 def end_on_sigterm() -> None:
-    """End at once on SIGTERM until the process has something to drain (`stop_event`).
+    """Exit at once on SIGTERM, until the process has something to drain (`stop_event`).
 
-    A container's first process ignores signals that it has no handler for: told to stop while it imports, it would
-    sit through the whole grace period.
+    A container's first process ignores signals without a handler: a SIGTERM during the imports would have no effect,
+    and the container would be killed at the end of its grace period.
     """
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 

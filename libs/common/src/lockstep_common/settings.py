@@ -1,11 +1,13 @@
-"""Typed settings: one class a service, read from flags, then environment (`LOCKSTEP_…`), then a YAML file, then
-defaults.
+"""Typed settings: one class for each service, read from flags, environment (`LOCKSTEP_…`), a YAML file and defaults, in
+this order of priority.
 
-Unknown keys are errors wherever they come from. `--help` is the reference.
+Unknown keys are errors in every source. `--help` is the reference.
 """
 
 import os
+import re
 import sys
+from collections.abc import Mapping
 from typing import Any, NoReturn, Self
 
 from pydantic import ValidationError
@@ -20,10 +22,10 @@ from pydantic_settings import (
 from lockstep_common.termination import leave_message
 
 CONFIG_VARIABLE = "LOCKSTEP_CONFIG"
-"""Names the YAML file."""
+"""Environment variable with the path of the YAML file."""
 
 USAGE_EXIT_CODE = 2
-"""The exit code for settings, models and ports that cannot be used: trying again cannot help."""
+"""The exit code for settings, models and ports that cannot be used: another start cannot help."""
 
 
 def fail(message: str, termination_log: str | None = None) -> NoReturn:
@@ -47,18 +49,18 @@ class ServiceSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags before environment before file."""
+        """Set the order: flags, then environment, then file."""
         path = os.environ.get(CONFIG_VARIABLE)
         file = (YamlConfigSettingsSource(settings_cls, yaml_file=path),) if path else ()
         return (init_settings, env_settings, *file)
 
     @classmethod
     def load(cls, program: str, arguments: list[str] | None = None) -> Self:
-        """Read the settings of the process, or end it with exit code 2 and a sentence for each wrong one.
+        """Read the settings of the process, or end it with exit code 2 and a sentence for each invalid one.
 
         Args:
             program: the name shown by `--help`.
-            arguments: flags; the process's own when None.
+            arguments: flags; None: those of the process.
         """
         path = os.environ.get(CONFIG_VARIABLE)
         if path and not os.path.isfile(path):
@@ -75,11 +77,32 @@ class ServiceSettings(BaseSettings):
         try:
             return cls(_cli_settings_source=flags)  # type: ignore[call-arg]
         except ValidationError as error:
-            # A default that depends on a wrong setting is not wrong itself.
+            # A default that depends on an invalid setting is not an error by itself.
             wrong = [dict(entry) for entry in error.errors() if entry["type"] != "default_factory_not_called"]
             fail("\n".join(map(_sentence, wrong)))
-        except Exception as error:  # a file that is no YAML mapping, a variable that is no JSON
+        except Exception as error:  # e.g. a file without a YAML mapping, or a variable that is not JSON
             fail(f"settings: {error}")
+
+
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.IGNORECASE)
+_URI = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]{1,2000}")
+
+
+def check_identity(value: str, *, may_be_uri: bool = True) -> str:
+    """Return the identity of a peer's certificate; raise ValueError unless it is a DNS name or a URI."""
+    if may_be_uri and _URI.fullmatch(value):
+        return value
+    labels = value.split(".")
+    if len(value) > 253 or labels[-1].isdigit() or not all(map(_DNS_LABEL.fullmatch, labels)):
+        raise ValueError("must be a DNS name or a URI" if may_be_uri else "must be a DNS name: gRPC checks no URI")
+    return value
+
+
+def check_together(files: Mapping[str, str | None], identity: str | None) -> None:
+    """Raise ValueError unless all files of mutual TLS and the peer's identity are given, or none."""
+    given = [*files.values(), identity]
+    if any(given) and not all(given):
+        raise ValueError(f"{', '.join(files)} and peer_identity go together")
 
 
 def _sentence(entry: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
-"""Logs and metrics of a service: `setup(service)` and nothing else.
+"""Logs and metrics of a service; `setup(service)` is all that a service calls.
 
-Logs are one JSON object a line on stderr (plain text on a terminal). Prompts, outputs and keys never go into any
-signal.
+Logs are JSON on stderr, one object in each line, or plain text on a terminal. Prompts, outputs and keys are never in
+logs or metrics.
 """
 
 import json
@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 REGISTRY = CollectorRegistry()
-"""Every metric of the process; names begin with `lockstep_`."""
+"""The registry of all metrics of the process; names begin with `lockstep_`."""
 
 METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -22,7 +22,7 @@ _PLAIN_FIELDS = frozenset(vars(logging.makeLogRecord({})))
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record; what is passed as `extra=` becomes fields."""
+    """Formats each record as one JSON object; `extra=` becomes fields."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class TerminalFormatter(logging.Formatter):
-    """For people: time, service, message, fields."""
+    """Formats records for people: time, service, message, fields."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line of text, a traceback after it."""
+        """The record as one line of text, followed by the traceback if there is one."""
         fields = "".join(f" {key}={value}" for key, value in _extra(record).items())
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         line = f"{clock} {record.levelname.lower():7} {self._service}: {record.getMessage()}{fields}"
@@ -66,7 +66,7 @@ def setup(service: str, *, level: str = "info") -> logging.Logger:
 
     Args:
         service: e.g. `router` or `worker w0`.
-        level: the least level shown: debug, info, warning or error.
+        level: the lowest level shown: debug, info, warning or error.
 
     Returns:
         The logger that the service's code uses.

@@ -1,10 +1,10 @@
-"""The architectures that are served, and what each needs beyond what `transformers` says of it: nothing but data, read
+"""The architectures that are served, and what each needs beyond the information in `transformers`. Data only, read
 without torch.
 
 A style says how a module or parameter is split over ranks. `transformers`' own tensor-parallel plans use the first
-three; the others are ours.
+three; the others are Lockstep's.
 
-- colwise: some of the output features; whole heads of a q, k or v projection, key/value heads repeated if need be
+- colwise: some of the output features; undivided heads of a q, k or v projection, key/value heads repeated if need be
 - rowwise: some of the input features; results are added up
 - packed_colwise, moe_tp_experts: a mixture's stacked experts, see `splitting.Splitter`
 - packed: [gate | up], each part colwise
@@ -12,19 +12,17 @@ three; the others are ours.
 - interleaved_qkv: for each key/value head [its queries | key | value]
 - heads, kv_heads: one entry (or module of a list) for each head
 - head_norm, kv_head_norm: a norm over all heads at once, whose sum of squares goes over ranks
-- latent: from a latent (DeepSeek's MLA) to each head's keys and values
-- split_1, split_2: a parameter's dimension, evenly
-- first_rank: a parameter that is added once: zero on the other ranks
-- one_number: a gate of one number a row, whole on every rank
-- by_rows: a router with a sigmoid, whole on every rank
-- whole: every rank has all of it
+- latent: the projection from a latent (DeepSeek's MLA) to each head's keys and values
+- split_1, split_2: a parameter, evenly along dimension 1 or 2
+- first_rank: a parameter that is added once, so that it is zero on the other ranks
+- replicated: every rank has all of it
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-USUAL_PLAN: Mapping[str, str] = {
+USUAL_SPLIT_PLAN: Mapping[str, str] = {
     **{f"*.self_attn.{name}_proj": "colwise" for name in "qkv"},
     "*.self_attn.o_proj": "rowwise",
     **{f"*.mlp.{name}_proj": "colwise" for name in ("gate", "up")},
@@ -33,7 +31,7 @@ USUAL_PLAN: Mapping[str, str] = {
     "*.mlp.experts.gate_up_proj": "packed_colwise",
     "*.mlp.experts.down_proj": "rowwise",
 }
-"""For what an architecture's own plan does not name; `transformers`' plan comes last."""
+"""Used for modules that an architecture's own split plan does not name; `transformers`' plan comes last."""
 
 _PACKED_MLP = {"*.mlp.gate_up_proj": "packed"}
 _HEAD_NORMS = {"*.self_attn.q_norm": "head_norm", "*.self_attn.k_norm": "kv_head_norm"}
@@ -53,35 +51,34 @@ _FUSED_QKV = {
 }
 _LATENT = {
     "*.self_attn.q_b_proj": "colwise",
-    "*.self_attn.q_a_proj": "whole",
-    "*.self_attn.kv_a_proj_with_mqa": "whole",
+    "*.self_attn.q_a_proj": "replicated",
+    "*.self_attn.kv_a_proj_with_mqa": "replicated",
     "*.self_attn.kv_b_proj": "latent",
 }
-_ROUTER = {"*.mlp.gate": "by_rows"}
 _BLOCK_SPARSE = (".mlp.", ".block_sparse_moe.")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What an architecture needs beyond what `transformers` says."""
+    """What an architecture needs beyond the information in `transformers`."""
 
-    plan: Mapping[str, str] = field(default_factory=dict)
-    """Glob of a name → style."""
+    split_plan: Mapping[str, str] = field(default_factory=dict)
+    """Glob of names of modules and parameters → style."""
     attention: Literal["interleaved", "latent"] | None = None
-    """A forward of ours (`own_attention`) for its attention modules."""
+    """The replacement `forward` (see `own_attention`) of its attention modules; None: they keep their own."""
     reads_config: bool = False
-    """Its attention modules take their number of heads from the configuration."""
+    """Whether its attention modules read their number of heads from the configuration."""
     spellings: tuple[tuple[str, str], ...] = ()
-    """Part of a name in the model → what a checkpoint may have in its place."""
+    """Part of a name in the model → its spelling in some checkpoints."""
     context_length: int | None = None
-    """Where config.json names none."""
+    """Context length if config.json names none."""
     note: str = ""
-    """For the table in docs/architectures.md."""
+    """Text for the table in docs/architectures.md."""
 
 
 _PLAIN = Architecture()
 _MLA = "caches one latent a token on every rank, as keys and again as values; heads are split"
-_WHOLE_NORM = Architecture(plan=_HEAD_NORMS, note="query and key norms over all heads: one more sum")
+_WHOLE_NORM = Architecture(split_plan=_HEAD_NORMS, note="query and key norms over all heads: one more sum")
 _GRANITE_SPELLINGS = (
     (".experts.gate_up_proj", ".input_linear.weight"),
     (".experts.down_proj", ".output_linear.weight"),
@@ -90,45 +87,45 @@ _GRANITE_SPELLINGS = (
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "arcee": _PLAIN,
-    "bloom": Architecture(plan=_FUSED_QKV, attention="interleaved", context_length=2048, note="ALiBi"),
-    "cohere": Architecture(plan={"*.q_norm.weight": "heads", "*.k_norm.weight": "kv_heads"}),
+    "bloom": Architecture(split_plan=_FUSED_QKV, attention="interleaved", context_length=2048, note="ALiBi"),
+    "cohere": Architecture(split_plan={"*.q_norm.weight": "heads", "*.k_norm.weight": "kv_heads"}),
     "cohere2": _PLAIN,
     "cwm": _PLAIN,
-    "deepseek_v2": Architecture(plan=_LATENT, attention="latent", note=_MLA),
-    "deepseek_v3": Architecture(plan={**_LATENT, **_ROUTER}, attention="latent", note=_MLA),
-    "dots1": Architecture(plan=_ROUTER),
+    "deepseek_v2": Architecture(split_plan=_LATENT, attention="latent", note=_MLA),
+    "deepseek_v3": Architecture(split_plan=_LATENT, attention="latent", note=_MLA),
+    "dots1": _PLAIN,
     "ernie4_5": _PLAIN,
     "ernie4_5_moe": Architecture(spellings=((".gate.moe_statics.", ".moe_statics."),)),
     "exaone4": _PLAIN,
-    "exaone_moe": Architecture(plan=_ROUTER, spellings=((".mlp.gate.e_score", ".mlp.e_score"),)),
+    "exaone_moe": Architecture(spellings=((".mlp.gate.e_score", ".mlp.e_score"),)),
     "falcon": Architecture(
-        plan=_FUSED_QKV, attention="interleaved", context_length=2048, note="old and new decoder, rotary or ALiBi"
+        split_plan=_FUSED_QKV, attention="interleaved", context_length=2048, note="old and new decoder, rotary or ALiBi"
     ),
     "flex_olmo": _WHOLE_NORM,
     "gemma": _PLAIN,
     "gemma2": Architecture(note="soft caps, sliding window"),
     "gemma3_text": Architecture(note="sliding window"),
-    "glm": Architecture(plan=_PACKED_MLP),
-    "glm4": Architecture(plan=_PACKED_MLP),
-    "glm4_moe": Architecture(plan=_ROUTER),
-    "glm4_moe_lite": Architecture(plan={**_LATENT, **_ROUTER}, attention="latent", note=_MLA),
-    "gpt2": Architecture(plan=_GPT, note="learned positions"),
-    "gpt_bigcode": Architecture(plan={**_GPT, "*.attn.c_attn": "interleaved_qkv"}, note="learned positions"),
-    "gpt_neox": Architecture(plan=_FUSED_QKV, spellings=(("lm_head.", "embed_out."),)),
+    "glm": Architecture(split_plan=_PACKED_MLP),
+    "glm4": Architecture(split_plan=_PACKED_MLP),
+    "glm4_moe": _PLAIN,
+    "glm4_moe_lite": Architecture(split_plan=_LATENT, attention="latent", note=_MLA),
+    "gpt2": Architecture(split_plan=_GPT, note="learned positions"),
+    "gpt_bigcode": Architecture(split_plan={**_GPT, "*.attn.c_attn": "interleaved_qkv"}, note="learned positions"),
+    "gpt_neox": Architecture(split_plan=_FUSED_QKV, spellings=(("lm_head.", "embed_out."),)),
     "gpt_oss": Architecture(
-        plan={
+        split_plan={
             "*.self_attn.sinks": "heads",
             "*.mlp.experts.gate_up_proj": "split_2",
             "*.mlp.experts.gate_up_proj_bias": "split_1",
             "*.mlp.experts.down_proj": "split_1",
             "*.mlp.experts.down_proj_bias": "first_rank",
         },
-        note="attention sinks, sliding window; not in MXFP4; deterministic if 32 divides a rank's inner width",
+        note="attention sinks, sliding window; not in MXFP4",
     ),
     "granite": _PLAIN,
     "granitemoe": Architecture(spellings=_GRANITE_SPELLINGS),
     "granitemoeshared": Architecture(
-        plan={
+        split_plan={
             "*.shared_mlp.input_linear": "packed",
             "*.shared_mlp.output_linear": "rowwise",
         },
@@ -137,7 +134,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "helium": _PLAIN,
     "hunyuan_v1_dense": _PLAIN,
     "hunyuan_v1_moe": Architecture(
-        plan={
+        split_plan={
             "*.mlp.shared_mlp.gate_proj": "colwise",
             "*.mlp.shared_mlp.up_proj": "colwise",
             "*.mlp.shared_mlp.down_proj": "rowwise",
@@ -147,7 +144,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "jais2": _PLAIN,
     "llama": _PLAIN,
     "mellum": _PLAIN,
-    "minimax_m2": Architecture(plan={**_HEAD_NORMS, **_ROUTER}, spellings=(_BLOCK_SPARSE,)),
+    "minimax_m2": Architecture(split_plan=_HEAD_NORMS, spellings=(_BLOCK_SPARSE,)),
     "ministral": _PLAIN,
     "mistral": Architecture(note="sliding window"),
     "mixtral": Architecture(spellings=(_BLOCK_SPARSE,)),
@@ -158,31 +155,32 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "olmo3": _WHOLE_NORM,
     "olmoe": _WHOLE_NORM,
     "opt": Architecture(
-        plan={"*.self_attn.out_proj": "rowwise", "*.fc1": "colwise", "*.fc2": "rowwise"},
+        split_plan={"*.self_attn.out_proj": "rowwise", "*.fc1": "colwise", "*.fc2": "rowwise"},
         note="learned positions, offset by two",
     ),
-    "persimmon": Architecture(plan=_FUSED_QKV),
+    "persimmon": Architecture(split_plan=_FUSED_QKV),
     "phi": _PLAIN,
-    "phi3": Architecture(plan={"*.self_attn.qkv_proj": "packed_qkv", **_PACKED_MLP}, reads_config=True),
+    "phi3": Architecture(split_plan={"*.self_attn.qkv_proj": "packed_qkv", **_PACKED_MLP}, reads_config=True),
     "phimoe": Architecture(spellings=((".mlp.router.", ".block_sparse_moe.gate."), _BLOCK_SPARSE)),
     "qwen2": _PLAIN,
-    "qwen2_moe": Architecture(plan={"*.shared_expert_gate": "one_number"}),
+    "qwen2_moe": _PLAIN,
     "qwen3": _PLAIN,
     "qwen3_moe": _PLAIN,
     "seed_oss": _PLAIN,
     "smollm3": _PLAIN,
-    "solar_open": Architecture(plan=_ROUTER),
+    "solar_open": _PLAIN,
     "stablelm": Architecture(
-        plan={
+        split_plan={
             "*.self_attn.q_layernorm.norms": "heads",
             "*.self_attn.k_layernorm.norms": "kv_heads",
         }
     ),
     "starcoder2": Architecture(note="sliding window"),
     "vaultgemma": _PLAIN,
-    "youtu": Architecture(plan=_LATENT, attention="latent", note=_MLA),
+    "youtu": Architecture(split_plan=_LATENT, attention="latent", note=_MLA),
 }
-"""By `model_type`. Each is tested against `transformers` (`tests/test_architectures.py`); others are refused."""
+"""The architectures by `model_type`. Each is tested against `transformers` (`tests/test_architectures.py`); others are
+refused."""
 
 _RECURRENT = "has layers that keep a recurrent state instead of keys and values"
 REFUSED: Mapping[str, str] = {
@@ -214,4 +212,4 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("llama4", "llama4_text"), "attends in chunks"),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), "picks the keys that it attends to"),
 }
-"""Why, where it is known."""
+"""By `model_type`: why an architecture is refused, where the reason is known."""

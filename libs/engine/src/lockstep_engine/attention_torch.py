@@ -1,13 +1,10 @@
-"""Paged attention in plain torch: the oracle for the kernels, and what runs where they cannot.
+"""Paged attention in plain torch, for devices and types that no kernel serves.
 
-A step mixes sequences that decode (one token) and sequences that prefill (a chunk). Both see the same arithmetic for
-a given
-query row, whatever else is in the step, if matrix products treat each row alike:
-- keys are padded to whole partitions of 128, masked scores are -inf, and the softmax of a row ignores them exactly;
-- probabilities times values is summed within a partition by one product of fixed depth, over partitions in order, so
-  that a row gets the same bits however many partitions its neighbours need;
-- a product never has a single row (`pad_rows`): libraries send that case through a matrix-vector routine with other
-rounding.
+A step mixes sequences that decode (one token) and sequences that prefill (a chunk). Both see the same arithmetic for a
+given query row, whatever else is in the step:
+- keys are padded to full partitions of 128, masked scores are -inf, and the softmax of a row ignores them exactly;
+- products are those of `rowwise`, one partition at a time, and probabilities times values are summed over partitions in
+  order, so that a row gets the same bits however many partitions its neighbours need.
 """
 
 from collections.abc import Sequence
@@ -17,9 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lockstep_engine import rowwise
 from lockstep_engine.attention import StepAttention, StepLayout
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
+from lockstep_engine.kernels.cpu import Function
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.scoring import Scoring
 
 PARTITION = 128
 _PARTITION_BLOCKS = PARTITION // BLOCK_SIZE
@@ -27,13 +27,13 @@ _PARTITION_BLOCKS = PARTITION // BLOCK_SIZE
 
 @dataclass
 class _Group:
-    """Sequences that go through attention in one call: all decode, or one prefills."""
+    """Sequences whose attention is computed in one call: several that decode, or one that prefills."""
 
     tokens: slice | torch.Tensor
-    """Which of the step's tokens are theirs."""
+    """The step's tokens that belong to these sequences."""
     sequences: int
     queries: int
-    """Tokens a sequence."""
+    """Tokens of each sequence."""
     index: torch.Tensor
     """Their hot blocks, for `KvCache.gather`."""
     cold_index: torch.Tensor | None
@@ -58,10 +58,10 @@ class _Group:
             self.masks[per_head, window] = mask
         return mask
 
-    def sees_cold(self, per_head: int, rule: HotWindow) -> torch.Tensor:
-        """[sequences, per_head * queries, keys]: a query sees the cold version of a key."""
+    def sees_cold(self, per_head: int, hot_window: HotWindow) -> torch.Tensor:
+        """[sequences, per_head * queries, keys]: whether a query sees the cold version of a key."""
         key_blocks, query_blocks = self.key_positions // BLOCK_SIZE, self.query_positions // BLOCK_SIZE
-        cold = (key_blocks >= rule.sink) & (query_blocks - key_blocks > rule.size)
+        cold = (key_blocks >= hot_window.sink) & (query_blocks - key_blocks > hot_window.size)
         return cold.repeat(1, per_head, 1)
 
 
@@ -70,34 +70,14 @@ class TorchAttention(StepAttention):
 
     def __init__(self, cache: KvCache, step: StepLayout, *, deterministic: bool) -> None:
         super().__init__(cache, step)
-        self._deterministic = deterministic
+        self._exact = deterministic and cache.keys.is_cpu
         self._moves = step.moves
         self._hot_tables = step.tables if step.hot_tables is None else step.hot_tables
         self._groups = self._group(step.starts, step.lengths, np.cumsum(step.lengths), step.tables)
 
-    def attend(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        bias: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `StepAttention.attend`.
-
-        Args:
-            bias: [heads, context length], added to a head's scores by the position of the key (ALiBi).
-            sinks: [heads], the score of a key without a value that every query sees (GPT-OSS).
-        """
-        self._cache.store(layer, keys, values, self._slots)
+    def _attend(self, layer: int, queries: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         if self._moves is not None and len(self._moves):
             self._cache.compress(self._moves, layer)
-        scoring = _Scoring(scale, window, soft_cap, bias, sinks)
         if len(self._groups) == 1:
             return self._attend_group(self._groups[0], layer, queries, scoring)
         out = torch.empty_like(queries.transpose(0, 1), memory_format=torch.contiguous_format)
@@ -110,56 +90,57 @@ class TorchAttention(StepAttention):
         group: _Group,
         layer: int,
         queries: torch.Tensor,
-        scoring: "_Scoring",
+        scoring: Scoring,
     ) -> torch.Tensor:
         heads, tokens, dim = queries.shape
         kv_heads = self._cache.kv_heads
         per_head = heads // kv_heads
         rows = group.sequences * kv_heads
         # [heads, sequences * queries, dim] -> [sequences * kv heads, query heads of a kv head * queries, dim]
-        q = queries.view(kv_heads, per_head, group.sequences, group.queries, dim)
+        q = queries.reshape(kv_heads, per_head, group.sequences, group.queries, dim)
         q = q.permute(2, 0, 1, 3, 4).reshape(rows, per_head * group.queries, dim)
-        pad_rows = self._deterministic and q.shape[1] == 1
-        if pad_rows:
-            q = q.expand(rows, 2, dim)
-        mask = group.mask(2 if pad_rows else per_head, scoring.window, q.dtype)
+        mask = group.mask(per_head, scoring.window, q.dtype)
         k, v = self._cache.gather(layer, group.index, rows)
         if group.sequences > 1:
             mask = mask.repeat_interleave(kv_heads, 0) if kv_heads > 1 else mask
-        scores = _scores(q, k, mask, scoring.scale, scoring.soft_cap)
+        scores = _scores(self._products(q, k), scoring, None)
         cold: _Cold | None = None
-        if group.cold_index is not None and self._cache.rule is not None:
-            sees = group.sees_cold(2 if pad_rows else per_head, self._cache.rule)
+        if group.cold_index is not None and self._cache.hot_window is not None:
+            sees = group.sees_cold(per_head, self._cache.hot_window)
             sees = sees.repeat_interleave(kv_heads, 0) if group.sequences > 1 and kv_heads > 1 else sees
             cold = _Cold(sees, *self._cache.gather_cold(layer, group.cold_index, rows))
-            scores = torch.where(sees, cold.scores(q, mask, scoring), scores)
+            scores = torch.where(sees, _scores(self._products(q, cold.keys), scoring, cold.key_scales), scores)
+        scores = scores + mask
         if scoring.bias is not None:
-            scores = scores + scoring.row_bias(group, kv_heads, 2 if pad_rows else q.shape[1])
-        weights = scoring.softmax(scores, kv_heads)
+            scores = scores + _row_bias(scoring.bias, group, kv_heads, q.shape[1])
+        weights = _softmax(scores, scoring.sinks, kv_heads)
         if cold is None:
             out = self._weighted_sum(weights, v)
         else:
             out = self._weighted_sum(weights.masked_fill(cold.seen, 0), v)
             out = out + self._weighted_sum(cold.weights(weights), cold.values)
-        if pad_rows:
-            out = out[:, :1]
         out = out.view(group.sequences, kv_heads, per_head, group.queries, dim)
         return out.permute(0, 3, 1, 2, 4).reshape(tokens, heads, dim)
 
+    def _products(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """[rows, queries, dim] x [rows, keys, dim] -> [rows, queries, keys], in float32 where it is deterministic."""
+        if not self._exact:
+            return torch.bmm(q, k.transpose(1, 2))
+        q = q.float()
+        parts = [rowwise.product(q, part.transpose(1, 2)) for part in torch.split(k.float(), PARTITION, dim=1)]
+        return torch.cat(parts, dim=2)
+
     def _weighted_sum(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """[rows, queries, keys] x [rows, keys, dim] -> [rows, queries, dim]."""
-        rows, queries, keys = weights.shape
-        partitions = keys // PARTITION
-        if partitions == 1 or not self._deterministic:
+        if not self._exact:
             return torch.bmm(weights, values)
-        parts = weights.view(rows, queries, partitions, PARTITION).transpose(1, 2)
-        sums = torch.bmm(
-            parts.reshape(rows * partitions, queries, PARTITION), values.view(rows * partitions, PARTITION, -1)
-        ).view(rows, partitions, queries, -1)
-        out = sums[:, 0]
-        for partition in range(1, partitions):
-            out = out + sums[:, partition]
-        return out
+        pairs = zip(
+            torch.split(weights.float(), PARTITION, dim=2), torch.split(values.float(), PARTITION, dim=1), strict=True
+        )
+        first, *others = (rowwise.product(part.contiguous(), part_values) for part, part_values in pairs)
+        for other in others:
+            first = first + other
+        return first.to(values.dtype)
 
     def _group(
         self, starts: NDArray[np.int32], lengths: NDArray[np.int32], ends: NDArray[np.int64], tables: NDArray[np.int32]
@@ -179,9 +160,9 @@ class TorchAttention(StepAttention):
                 groups.append(
                     self._make_group(slice(end - length, end), [sequence], starts, length, partitions, tables)
                 )
-        whole = len(decoding) == 1 and not groups
+        all_decode = len(decoding) == 1 and not groups
         for members in decoding.values():
-            tokens = slice(None) if whole else torch.from_numpy(ends[members] - 1).to(self._cache.keys.device)
+            tokens = slice(None) if all_decode else torch.from_numpy(ends[members] - 1).to(self._cache.keys.device)
             groups.append(self._make_group(tokens, members, starts, 1, partitions, tables))
         return groups
 
@@ -219,27 +200,18 @@ class TorchAttention(StepAttention):
 
 @dataclass(frozen=True)
 class _Cold:
-    """What a group's queries see of cold blocks. Scales go to scores and weights, so that keys and values stay the
-    codes.
+    """What a group's queries see of cold blocks. Keys and values are codes; scores and weights are multiplied by the
+    scales.
     """
 
     seen: torch.Tensor
-    """[rows or 1, queries, keys]: a query sees the cold version of a key."""
+    """[rows or 1, queries, keys]: whether a query sees the cold version of a key."""
     keys: torch.Tensor
     values: torch.Tensor
     """[rows, keys, dim] each."""
     key_scales: torch.Tensor | None
     value_scales: torch.Tensor | None
-    """[rows, keys] each; None: the codes are the components."""
-
-    def scores(self, q: torch.Tensor, mask: torch.Tensor, scoring: "_Scoring") -> torch.Tensor:
-        """As `_scores`, with the cold keys."""
-        scores = torch.bmm(q, self.keys.transpose(1, 2)).mul_(scoring.scale)
-        if self.key_scales is not None:
-            scores.mul_(self.key_scales.unsqueeze(1))
-        if scoring.soft_cap is not None:
-            scores.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
-        return scores.add_(mask)
+    """[rows, keys] each; None: keys and values are not compressed."""
 
     def weights(self, weights: torch.Tensor) -> torch.Tensor:
         """The weights [rows, queries, keys] of cold values, times their scales; 0 where a query sees the hot one."""
@@ -247,36 +219,29 @@ class _Cold:
         return weights if self.value_scales is None else weights.mul_(self.value_scales.unsqueeze(1))
 
 
-@dataclass(frozen=True)
-class _Scoring:
-    """How scores are made and weighed; see `TorchAttention.attend`."""
-
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    bias: torch.Tensor | None
-    sinks: torch.Tensor | None
-
-    def row_bias(self, group: _Group, kv_heads: int, rows: int) -> torch.Tensor:
-        """The bias for scores [sequences * kv heads, rows, keys], whose rows are query heads, each with its queries."""
-        assert self.bias is not None
-        known = group.key_positions.clamp_max(self.bias.shape[1] - 1)
-        bias = self.bias[:, known].view(kv_heads, -1, len(known))
-        return bias.repeat_interleave(rows // bias.shape[1], 1).repeat(group.sequences, 1, 1)
-
-    def softmax(self, scores: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """Weights of scores [sequences * kv heads, query heads of a kv head * queries, keys]."""
-        if self.sinks is None:
-            return torch.softmax(scores, dim=-1)
-        rows, length, _ = scores.shape
-        sinks = self.sinks.to(scores.dtype).view(kv_heads, -1)
-        sinks = sinks.repeat_interleave(length // sinks.shape[1], 1).repeat(rows // kv_heads, 1)
-        return torch.softmax(torch.cat([scores, sinks.unsqueeze(-1)], dim=-1), dim=-1)[..., :-1]
+def _row_bias(bias: torch.Tensor, group: _Group, kv_heads: int, rows: int) -> torch.Tensor:
+    """The bias for scores [sequences * kv heads, rows, keys], whose rows are query heads, each with its queries."""
+    known = group.key_positions.clamp_max(bias.shape[1] - 1)
+    bias = bias[:, known].view(kv_heads, -1, len(known))
+    return bias.repeat_interleave(rows // bias.shape[1], 1).repeat(group.sequences, 1, 1)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, scale: float, soft_cap: float | None) -> torch.Tensor:
-    """[rows, queries, dim] x [rows, keys, dim] -> masked scores [rows, queries, keys]."""
-    if soft_cap is None:
-        return torch.baddbmm(mask, q, k.transpose(1, 2), alpha=scale)
-    scores = torch.bmm(q, k.transpose(1, 2)).mul_(scale / soft_cap).tanh_().mul_(soft_cap)
-    return scores.add_(mask)
+def _scores(products: torch.Tensor, scoring: Scoring, key_scales: torch.Tensor | None) -> torch.Tensor:
+    """Scores of products [rows, queries, keys], scaled and capped."""
+    scores = products * scoring.scale
+    if key_scales is not None:
+        scores = scores * key_scales.unsqueeze(1)
+    if scoring.soft_cap is None:
+        return scores
+    return rowwise.apply(Function.TANH, scores / scoring.soft_cap) * scoring.soft_cap
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None, kv_heads: int) -> torch.Tensor:
+    """Weights of scores [sequences * kv heads, query heads of a kv head * queries, keys]."""
+    if sinks is None:
+        return rowwise.softmax(scores)
+    rows, length, _ = scores.shape
+    sinks = sinks.to(scores.dtype).view(kv_heads, -1)
+    sinks = sinks.repeat_interleave(length // sinks.shape[1], 1).repeat(rows // kv_heads, 1)
+    # first, so that its place does not depend on the number of keys
+    return rowwise.softmax(torch.cat([sinks.unsqueeze(-1), scores], dim=-1))[..., 1:]

@@ -1,8 +1,8 @@
-"""Paged attention on a GPU: the Triton kernels, and what a step tells them.
+"""Paged attention on a GPU: prepares a step for the Triton kernels and calls them.
 
 A step's sequences with one query go through the decode form of the kernel (keys split over programs), the others
-through the prefill form. `DecodeAttention` is the same for a step that is recorded once and replayed: it has its
-positions and tables from tensors that stay where they are.
+through the prefill form. `DecodeAttention` serves a step that is recorded once and replayed: it reads
+positions and tables from tensors that stay in place.
 """
 
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ from numpy.typing import NDArray
 from lockstep_engine.attention import StepAttention, StepLayout
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.kernels import triton_attention, triton_compress, triton_store
-from lockstep_engine.kernels.triton_attention import Tiles
-from lockstep_engine.kernels.twins import Paged, Scoring
+from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.scoring import Scoring
 
 _ALIGNED = 4
-"""int32 numbers: tensors that begin at whole 16 bytes need one build of a kernel, others a second one."""
+"""int32 numbers: tensors that begin at a multiple of 16 bytes need one build of a kernel, others a second one."""
 _STRIDE = 16
-"""Likewise for strides that are multiples of this."""
+"""The same holds for strides: multiples of this need one build."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """How queries and keys of merged projections are turned."""
+    """How queries and keys of merged projections are rotated."""
 
     cosine: torch.Tensor
     """[tokens, rotated]"""
     sine: torch.Tensor
     norms: tuple[torch.Tensor, torch.Tensor] | None
-    """Weights [dim] of the norms of queries and keys before they are turned."""
+    """Weights [dim] of the norms of queries and keys before they are rotated."""
     eps: float
     heads: int
 
@@ -50,40 +50,28 @@ class TritonAttention(StepAttention):
         self._lengths = lengths
         arrays = [step.tables, hot_tables, step.starts, lengths, rows, single, np.zeros_like(single), moves]
         tables, hot, starts, counts, firsts, sequences, zeros, self._moves = _to_device(arrays, cache.keys.device)
-        self._paged = Paged(tables, hot, starts, counts, firsts, cache.rule)
+        self._paged = Paged(tables, hot, starts, counts, firsts, cache.hot_window)
         splits = triton_attention.splits_for(max(1, len(single)), cache.kv_heads, cache.keys.device)
         self._single = Tiles(sequences, zeros, 1, splits) if len(single) else None
         self._long_tiles: dict[int, Tiles] = {}
 
-    def attend(
-        self,
-        layer: int,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        bias: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `TorchAttention.attend`."""
-        queries, keys, values = (_laid_out(each) for each in (queries, keys, values))
-        triton_store.store(self._cache.layer(layer), keys, values, self._slots)
-        return self._attend(layer, queries, Scoring(scale, window, soft_cap, bias, sinks))
+    def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        triton_store.store(self._cache.layer(layer), _laid_out(keys), _laid_out(values), self._slots)
+
+    def _attend(self, layer: int, queries: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        return self._compute(layer, _laid_out(queries), scoring)
 
     def attend_merged(
         self, layer: int, qkv: torch.Tensor, rotation: Rotation, *, scale: float, window: int | None
     ) -> torch.Tensor:
-        """`attend`, from a layer's merged projections, whose queries are turned in place.
+        """`attend` for a layer's merged projections, whose queries are rotated in place.
 
         Args:
             layer: number of the layer.
             qkv: [tokens, (heads + 2 * kv heads) * head dim], contiguous.
-            rotation: how.
-            scale: of the scores.
-            window: as in `attend`.
+            rotation: how queries and keys are rotated.
+            scale: as in `Scoring`.
+            window: as in `Scoring`.
 
         Returns:
             [tokens, heads * head dim].
@@ -100,9 +88,9 @@ class TritonAttention(StepAttention):
         )
         dim = self._cache.head_dim
         queries = qkv.view(len(qkv), -1, dim)[:, : rotation.heads].transpose(0, 1)
-        return self._attend(layer, queries, Scoring(scale, window)).flatten(1)
+        return self._compute(layer, queries, Scoring(scale, window)).flatten(1)
 
-    def _attend(self, layer: int, queries: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def _compute(self, layer: int, queries: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         cache = self._cache.layer(layer)
         if len(self._moves):
             triton_compress.compress(cache, self._moves)
@@ -131,7 +119,7 @@ class DecodeAttention(TritonAttention):
 
     Args:
         cache: the rank's cache.
-        positions: [sequences], int64, of the queries; -1: the row only fills the step up. It sees and stores nothing.
+        positions: [sequences], int64: positions of the queries; -1: a padding row, which sees and stores nothing.
         tables: [sequences, width], int32, as in `StepLayout`.
     """
 
@@ -143,7 +131,7 @@ class DecodeAttention(TritonAttention):
         slots = blocks * BLOCK_SIZE + self.positions % BLOCK_SIZE
         self._slots = slots.masked_fill(positions < 0, -1)
         every = torch.arange(count, dtype=torch.int32, device=device)
-        self._paged = Paged(tables, tables, positions.int(), torch.ones_like(every), every, cache.rule)
+        self._paged = Paged(tables, tables, positions.int(), torch.ones_like(every), every, cache.hot_window)
         self._single = Tiles(
             every, torch.zeros_like(every), 1, triton_attention.splits_for(count, cache.kv_heads, device)
         )
@@ -163,9 +151,9 @@ def _to_device(arrays: list[NDArray[np.integer]], device: torch.device) -> list[
     sizes = [array.size + -array.size % _ALIGNED for array in arrays]
     ends = np.cumsum(sizes)
     buffer = torch.empty(int(ends[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
-    whole = buffer.numpy()
+    numbers = buffer.numpy()
     for array, end, size in zip(arrays, ends, sizes, strict=True):
-        whole[end - size : end - size + array.size] = array.reshape(-1)
+        numbers[end - size : end - size + array.size] = array.reshape(-1)
     there = buffer.to(device, non_blocking=True)
     begins = (ends - sizes).tolist()
     return [there[begin:][: array.size].view(array.shape) for begin, array in zip(begins, arrays, strict=True)]

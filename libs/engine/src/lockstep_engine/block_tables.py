@@ -1,11 +1,12 @@
-"""Which blocks each running sequence has: hot ones, and cold ones in place of those that its queries have left behind.
+"""Which blocks each running sequence has: hot ones, and cold ones for positions that have left the hot window.
 
-It owns both pools and the rows of ids that plans copy; it decides which hot blocks the ranks make cold, and when.
-Numbers only. Between plans a sequence has, of the blocks of its computed tokens, exactly those versions that its next
-query sees.
+This module owns both pools and the rows of block ids that plans copy; it decides which hot blocks the ranks compress,
+and in which step. Numbers only. Between plans, a sequence has each of its computed blocks in exactly the version that
+its next query sees.
 
-Ranks execute plans in order and one after the other, late moves included. So what a plan writes is there for the next
-one, and what is given back once a plan is made can be given out by the next, however many are in flight.
+Ranks execute plans in order, one after the other, late moves included. Therefore what a plan writes is there for the
+next plan, and a block that is released when a plan is made can be allocated for the next plan, however many plans are
+in flight.
 """
 
 from collections.abc import Sequence as Items
@@ -14,25 +15,25 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep_engine.blocks import BlockKey, BlockPool
+from lockstep_engine.blocks import BlockKey, BlockPool, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
-from lockstep_engine.plan import PoolSizes
 from lockstep_engine.sequence import Sequence
 
 _NONE = -1
+_NO_MOVES = np.empty((0, 2), dtype=np.int32)
 
 
 class Hits(NamedTuple):
-    """What the pools hold of a text."""
+    """How many of a sequence's first blocks the pools hold."""
 
     usable: int
-    """A sequence can begin behind so many of its blocks: they are there in the versions that it will see."""
+    """A sequence can start after this many blocks: the pools hold each in the version that the sequence will see."""
     known: int
-    """So many are there in any version."""
+    """The pools hold this many blocks in at least one version."""
 
 
 class Needs(NamedTuple):
-    """Blocks of each pool."""
+    """Numbers of blocks, for each pool."""
 
     hot: int
     cold: int
@@ -41,7 +42,7 @@ class Needs(NamedTuple):
         return f"{self.hot} hot and {self.cold} cold blocks" if self.cold else f"{self.hot} blocks"
 
     def fit(self, room: "Needs") -> bool:
-        """Whether there is room for them."""
+        """Whether `room` has that many blocks of both pools."""
         return self.hot <= room.hot and self.cold <= room.cold
 
 
@@ -49,91 +50,99 @@ class BlockTables:
     """The blocks of all running sequences.
 
     Args:
-        sizes: of the pools.
-        rule: which version of a block a query sees; None: all hot.
-        slots: sequences that can run at once.
-        context_length: tokens of the longest of them.
+        sizes: sizes of the pools.
+        hot_window: decides which version of a block a query sees; None: all blocks are hot.
+        max_seqs: most sequences that run at once.
+        context_length: most tokens of a sequence.
         tenant_share: part of each pool that one tenant's running sequences may hold.
     """
 
     def __init__(
-        self, sizes: PoolSizes, rule: HotWindow | None, slots: int, context_length: int, tenant_share: float = 1.0
+        self,
+        sizes: PoolSizes,
+        hot_window: HotWindow | None,
+        max_seqs: int,
+        context_length: int,
+        tenant_share: float = 1.0,
     ) -> None:
         self.hot = BlockPool(sizes.hot)
         self.cold = BlockPool(sizes.cold)
         self.compressed = 0
-        """Blocks that were made cold so far."""
-        self._rule = rule
+        """Blocks that have been compressed since the start."""
+        self._hot_window = hot_window
         self._first_cold = sizes.hot + 1
-        self._rows = np.full((slots, -(-context_length // BLOCK_SIZE)), _NONE, dtype=np.int32)
+        self._rows = np.full((max_seqs, -(-context_length // BLOCK_SIZE)), _NONE, dtype=np.int32)
         self._budget = Needs(int(sizes.hot * tenant_share), int(sizes.cold * tenant_share))
         self._moves: dict[int, int] = {}
         self._late_moves: dict[int, int] = {}
         self._both: list[tuple[Sequence, range]] = []
-        """Blocks that the step which is being planned sees both hot and cold."""
+        """Blocks that some queries of the step being planned see hot and others cold."""
 
     @property
     def free(self) -> int:
-        """Blocks of both pools that can be given out."""
+        """Number of blocks of both pools that can be allocated."""
         return self.hot.free + self.cold.free
 
     @property
     def total(self) -> int:
-        """Blocks of both pools."""
+        """Number of blocks of both pools."""
         return self.hot.total + self.cold.total
 
     @property
     def budget(self) -> Needs:
-        """What one tenant may hold."""
+        """Blocks that one tenant may hold."""
         return self._budget
 
     def check(self) -> None:
-        """Raise AssertionError unless the pools are consistent (tests, idle checks)."""
+        """Raise AssertionError unless both pools are consistent."""
         self.hot.check()
         self.cold.check()
 
     def needs(self, tokens: int) -> Needs:
-        """The most that a sequence of so many tokens ever needs for itself. The last one's KV is never needed."""
+        """Most blocks that a sequence holds until it has `tokens` tokens. The last token needs no KV."""
         blocks = -(-tokens // BLOCK_SIZE)
-        if self._rule is None:
+        if self._hot_window is None:
             return Needs(blocks, 0)
-        return Needs(min(blocks, self._rule.blocks), self._rule.first_hot((tokens - 1) // BLOCK_SIZE) - self._rule.sink)
+        return Needs(
+            min(blocks, self._hot_window.blocks),
+            self._hot_window.first_hot((tokens - 1) // BLOCK_SIZE) - self._hot_window.sink,
+        )
 
     @property
     def room_of_all(self) -> Needs:
-        """What sequences can be given now, whosever they are."""
+        """Blocks that can be allocated now, for any tenant."""
         return Needs(self.hot.free, self.cold.free)
 
     def room(self, tenant: str) -> Needs:
-        """What a tenant's sequences can be given now."""
+        """Blocks that can be allocated now for a tenant's sequences."""
         free, most = self.room_of_all, self._budget
         return Needs(
             min(free.hot, most.hot - self.hot.used_by(tenant)), min(free.cold, most.cold - self.cold.used_by(tenant))
         )
 
     def match(self, keys: Items[BlockKey]) -> Hits:
-        """What there is of a text."""
-        rule = self._rule
-        if rule is None:
+        """How many of the blocks with these keys the pools hold."""
+        hot_window = self._hot_window
+        if hot_window is None:
             found = len(self.hot.match(keys))
             return Hits(found, found)
         usable = hot_run = 0
-        cold_end, known = rule.sink, len(keys)
+        cold_end, known = hot_window.sink, len(keys)
         for index, key in enumerate(keys):
             hot, cold = self.hot.find(key), self.cold.find(key)
-            if hot is None and (cold is None or index < rule.sink):
+            if hot is None and (cold is None or index < hot_window.sink):
                 known = index
                 break
             hot_run = hot_run + 1 if hot is not None else 0
             cold_end += cold_end == index and cold is not None
-            first = rule.first_hot(index + 1)
+            first = hot_window.first_hot(index + 1)
             if cold_end >= first and hot_run >= index + 1 - first:
                 usable = index + 1
         return Hits(usable, known)
 
     def admits(self, sequence: Sequence, keys: Items[BlockKey], hits: Hits) -> Needs:
-        """What a sequence takes of the room if it begins behind its hits and gets KV for all of its tokens and one
-        more.
+        """Blocks that a sequence takes from the free ones if it starts after its hits and gets KV for all of its tokens
+        and one more.
         """
         needs = self.needs(len(sequence.tokens) + 1)
         first, sink = self._hot_part(hits.usable)
@@ -145,12 +154,12 @@ class BlockTables:
         )
 
     def start(self, sequence: Sequence, keys: Items[BlockKey], hits: Hits) -> None:
-        """Give a sequence that has got its slot the blocks that it begins behind."""
+        """Give a sequence, which has its sampling row already, the cached blocks that it starts after."""
         first, sink = self._hot_part(hits.usable)
         sequence.hot, sequence.cold = [_NONE] * hits.usable, [_NONE] * hits.usable
         sequence.fork = hits.known
         sequence.remembered = hits.usable
-        row = self._rows[sequence.slot]
+        row = self._rows[sequence.sampling_row]
         for index in range(hits.usable):
             if sink <= index < first:
                 block = self._found(self.cold, keys[index])
@@ -164,28 +173,28 @@ class BlockTables:
 
     @staticmethod
     def has_all(sequence: Sequence, count: int) -> bool:
-        """The next `count` tokens need nothing: they begin and end within the sequence's last block."""
+        """Whether the next `count` tokens need no further block: they begin and end within the last one."""
         start, end = sequence.computed, sequence.computed + count
         return end < len(sequence.hot) * BLOCK_SIZE and start // BLOCK_SIZE == end // BLOCK_SIZE
 
     def fitting(self, sequence: Sequence, count: int) -> int:
-        """As many of a sequence's next `count` tokens as there is room for, if that is any number; else `count`.
+        """How many of a sequence's next `count` tokens there is room for; `count` if there is room for none.
 
-        A prompt's blocks are hot while they are computed, even if most of them leave the window at once: with few hot
-        blocks left it is computed in smaller pieces. Without compression all or nothing is right: nothing will be
-        given back.
+        A prompt's blocks are hot while they are computed, even if most of them leave the hot window in the same step.
+        With few free hot blocks, therefore, a prompt is computed in smaller chunks. Without compression a smaller chunk
+        would not help, because it frees no block.
         """
-        rule = self._rule
-        if rule is None:
+        hot_window = self._hot_window
+        if hot_window is None:
             return count
         start, room = sequence.computed, self.room(sequence.request.tenant)
         hot_end = (len(sequence.hot) + room.hot) * BLOCK_SIZE
-        cold_end = (rule.first_hot(start // BLOCK_SIZE) + room.cold + rule.size + 1) * BLOCK_SIZE - 1
+        cold_end = (hot_window.first_hot(start // BLOCK_SIZE) + room.cold + hot_window.size + 1) * BLOCK_SIZE - 1
         end = min(start + count, hot_end, cold_end)
         return end - start if end > start else count
 
     def missing(self, sequence: Sequence, count: int) -> Needs:
-        """What the next `count` tokens take of the room."""
+        """Blocks that the next `count` tokens take from the free ones."""
         end = sequence.computed + count
         now, late = self._leaving(sequence, end)
         return Needs(
@@ -194,9 +203,9 @@ class BlockTables:
         )
 
     def grow(self, sequence: Sequence, count: int) -> None:
-        """Give a sequence the blocks for its next `count` tokens, and cold ones for those that leave the window."""
+        """Give a sequence hot blocks for its next `count` tokens, and cold ones for blocks that leave the window."""
         end, tenant = sequence.computed + count, sequence.request.tenant
-        row = self._rows[sequence.slot]
+        row = self._rows[sequence.sampling_row]
         for index in range(len(sequence.hot), -(-end // BLOCK_SIZE)):
             row[index] = block = self.hot.allocate(tenant)
             sequence.hot.append(block)
@@ -210,92 +219,92 @@ class BlockTables:
             self._both.append((sequence, now))
 
     def commit(self, sequence: Sequence, start: int, keys: Items[BlockKey]) -> None:
-        """The plan that computes the sequence's tokens from `start` to before `sequence.computed` is made: its full
-        blocks can be found by their keys (as far as there are any), and those that have left the window are cold from
-        now on.
+        """After the plan that computes the sequence's tokens from `start` up to `sequence.computed`: make its full
+        blocks known under `keys`, and release the hot version of blocks that have left the window.
         """
         self.remember(sequence, keys)
-        if self._rule is None:
+        if self._hot_window is None:
             return
-        row, first = self._rows[sequence.slot], self._rule.first_hot(sequence.computed // BLOCK_SIZE)
-        for index in range(self._rule.first_hot(start // BLOCK_SIZE), first):
+        row, first = self._rows[sequence.sampling_row], self._hot_window.first_hot(sequence.computed // BLOCK_SIZE)
+        for index in range(self._hot_window.first_hot(start // BLOCK_SIZE), first):
             row[index] = self._first_cold + sequence.cold[index]
             if index < sequence.remembered:
                 self.cold.remember(sequence.cold[index], keys[index])
-            # Texts that part where others have parted before will want these again; others hardly.
-            wanted = sequence.fork - self._rule.size <= index < sequence.fork
-            self.hot.release([sequence.hot[index]], passing=not wanted)
+            # A later request that diverges at the same place needs these blocks hot; any other needs them cold.
+            at_fork = sequence.fork - self._hot_window.size <= index < sequence.fork
+            self.hot.release([sequence.hot[index]], evict_first=not at_fork)
             sequence.hot[index] = _NONE
 
     def remember(self, sequence: Sequence, keys: Items[BlockKey]) -> None:
-        """The sequence's full blocks can be found by their keys, as far as there are any: there is none yet for a block
-        with a token that only the ranks know.
-        """
+        """Make the sequence's full blocks known under their keys. A block with a token in flight has no key yet."""
         full = min(sequence.computed // BLOCK_SIZE, len(keys))
         for index in range(sequence.remembered, full):
             if sequence.hot[index] != _NONE:
                 self.hot.remember(sequence.hot[index], keys[index])
-            else:  # it has left the window before its key was known
+            else:  # it left the window before its key was known
                 self.cold.remember(sequence.cold[index], keys[index])
         sequence.remembered = max(sequence.remembered, full)
 
-    def leave(self, sequence: Sequence) -> None:
-        """Take back all blocks of a sequence, and its row."""
+    def release(self, sequence: Sequence) -> None:
+        """Free all blocks of a sequence and clear its row."""
         self.hot.release([block for block in sequence.hot if block != _NONE])
         self.cold.release([block for block in sequence.cold if block != _NONE])
         sequence.hot, sequence.cold = [], []
-        self._rows[sequence.slot] = _NONE
+        self._rows[sequence.sampling_row] = _NONE
 
-    def rows(self, slots: list[int], width: int) -> NDArray[np.int32]:
-        """Ids of the blocks of the sequences in `slots`: [sequences, width]."""
-        rows: NDArray[np.int32] = self._rows[slots, :width]
-        return rows
+    def tables(self, rows: list[int], width: int) -> NDArray[np.int32]:
+        """Ids of the blocks of the sequences that have these sampling rows: [sequences, width]."""
+        tables: NDArray[np.int32] = self._rows[rows, :width]
+        return tables
 
-    def take_hot_rows(self, slots: list[int], rows: NDArray[np.int32]) -> NDArray[np.int32] | None:
-        """Ids of the hot blocks, as `rows` gave those of all, for a step in which a block is seen in both versions;
-        None: none is. Once for each plan.
+    def take_hot_tables(self, rows: list[int], tables: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """Ids of the hot blocks of the sequences for which `tables` has been made, if a block is seen in both versions
+        in this step; else None. Call it once for each plan.
         """
         if not self._both:
             return None
-        hot: NDArray[np.int32] = np.where(rows < self._first_cold, rows, np.int32(_NONE))
+        hot: NDArray[np.int32] = np.where(tables < self._first_cold, tables, np.int32(_NONE))
         for sequence, blocks in self._both:
-            hot[slots.index(sequence.slot), blocks.start : blocks.stop] = sequence.hot[blocks.start : blocks.stop]
+            both = slice(blocks.start, blocks.stop)
+            hot[rows.index(sequence.sampling_row), both] = sequence.hot[both]
         self._both = []
         return hot
 
-    def take_moves(self) -> tuple[list[int], list[int]]:
-        """Hot blocks, and after each the cold one that is to be made of it: within the step that is being planned, and
-        after it. Once for each plan.
+    def take_moves(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Hot blocks and the cold ones to be made of them, each [n, 2]: within the step that is being planned, and
+        after it. Call it once for each plan.
         """
         if not self._moves and not self._late_moves:
-            return [], []
-        pairs = [[block for move in moves.items() for block in move] for moves in (self._moves, self._late_moves)]
-        self.compressed += len(self._moves) + len(self._late_moves)
+            return _NO_MOVES, _NO_MOVES
+        moves, late_moves = (
+            np.array(list(each.items()), dtype=np.int32).reshape(-1, 2) for each in (self._moves, self._late_moves)
+        )
+        self.compressed += len(moves) + len(late_moves)
         self._moves, self._late_moves = {}, {}
-        return pairs[0], pairs[1]
+        return moves, late_moves
 
     def _hot_part(self, blocks: int) -> tuple[int, int]:
-        """Of a sequence's first `blocks` blocks, as the query after them sees them: the first hot one behind the sink,
-        and the end of the sink.
+        """The first hot block after the sink, and the end of the sink, for the query after a sequence's first `blocks`
+        blocks.
         """
-        if self._rule is None:
+        if self._hot_window is None:
             return 0, 0
-        sink = min(self._rule.sink, blocks)
-        return max(sink, self._rule.first_hot(blocks)) if blocks > sink else sink, sink
+        sink = min(self._hot_window.sink, blocks)
+        return max(sink, self._hot_window.first_hot(blocks)) if blocks > sink else sink, sink
 
     def _leaving(self, sequence: Sequence, end: int) -> tuple[range, range]:
-        """Blocks of which a cold version is needed when tokens up to `end` are computed: by queries among them, and by
-        the query after them.
+        """Blocks of which a cold version is needed when tokens up to `end` are computed: by queries of this step, and
+        by the query after it.
         """
-        if self._rule is None:
+        if self._hot_window is None:
             return range(0), range(0)
         begin, now, late = (
-            self._rule.first_hot(position // BLOCK_SIZE) for position in (sequence.computed, end - 1, end)
+            self._hot_window.first_hot(position // BLOCK_SIZE) for position in (sequence.computed, end - 1, end)
         )
         return range(begin, now), range(now, late)
 
     def _known_cold(self, sequence: Sequence, index: int) -> int | None:
-        """A cold version of a sequence's block, made already or in this step."""
+        """The cold version of a sequence's block, if it exists or is made in this step."""
         if index < len(sequence.hot):
             hot = sequence.hot[index]
             moving = self._moves.get(hot, self._late_moves.get(hot))
@@ -308,13 +317,13 @@ class BlockTables:
         return cold is None or self.cold.is_idle(cold)
 
     def _cool(self, sequence: Sequence, index: int, moves: dict[int, int]) -> int:
-        """Get a cold block for a hot one; it is made in `moves` unless it exists."""
+        """The cold version of a hot block; if there is none yet, it is allocated and added to `moves`."""
         hot, cold = sequence.hot[index], self._known_cold(sequence, index)
         if cold is None:
             cold = moves[hot] = self.cold.allocate(sequence.request.tenant)
         else:
             self.cold.share(cold)
-            if moves is self._moves and hot in self._late_moves:  # somebody needs it sooner
+            if moves is self._moves and hot in self._late_moves:  # a query of this step needs it
                 self._moves[hot] = self._late_moves.pop(hot)
         sequence.cold[index] = cold
         return cold

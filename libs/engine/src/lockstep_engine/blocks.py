@@ -1,12 +1,12 @@
-"""The block pool: which blocks of KV cache are free, in use, or kept for their contents. Numbers only; the tensors
-are the ranks'.
+"""The block pool: which blocks of KV cache are in use, cached or empty. Numbers only; the ranks own the tensors.
 
 A block is in exactly one state:
-- in use: `references` > 0;
-- free and empty: in `_empty`;
-- free but remembered: in `_remembered` or `_passing` (oldest first), its contents valid until it is taken for something
-  else. Those in `_passing` are taken first.
-A hash in `_by_hash` always points at a block whose contents are that chain of tokens.
+- in use: `_references` > 0;
+- empty: in `_empty`;
+- cached: in `_cached` or `_evict_first`, least recently used first. Its contents stay valid until it is evicted. Blocks
+  in `_evict_first` are evicted before those in `_cached`.
+
+A digest in `_by_digest` always names a block whose contents are that chain of tokens.
 """
 
 import hashlib
@@ -14,28 +14,36 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from lockstep_engine.config import BLOCK_SIZE
 
 
+class PoolSizes(msgspec.Struct, array_like=True, frozen=True):
+    """Number of blocks in each pool of the KV cache."""
+
+    hot: int
+    cold: int = 0
+
+
 @dataclass(frozen=True)
 class BlockKey:
-    """Names the contents of a full block: its tokens and, through the parent's digest, all tokens before them."""
+    """Identifies the contents of a full block: its tokens and, by the parent's digest, all tokens before them."""
 
     digest: bytes
     parent: bytes
     tokens: bytes
-    """int32, little endian; compared on a hit, so that a collision of digests gives a miss."""
+    """int32, little endian. Compared on a hit, so that a collision of digests is a miss."""
 
 
 def root_digest(tenant: str) -> bytes:
-    """Where a tenant's chains begin: tenants never hit each other's blocks."""
+    """The parent digest of a tenant's first blocks: tenants never share blocks."""
     return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"lockstep-prefix").digest()
 
 
 def extend_keys(keys: list[BlockKey], tokens: Sequence[int], tenant: str) -> None:
-    """Append to `keys` those of the full blocks of `tokens` that it does not cover yet."""
+    """Append to `keys` the keys of those full blocks of `tokens` that it lacks."""
     parent = keys[-1].digest if keys else root_digest(tenant)
     for index in range(len(keys), len(tokens) // BLOCK_SIZE):
         block = tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
@@ -46,7 +54,9 @@ def extend_keys(keys: list[BlockKey], tokens: Sequence[int], tenant: str) -> Non
 
 
 class BlockPool:
-    """Hands out block numbers in O(1) and remembers the contents of freed full blocks, least recently used last out."""
+    """Allocates block numbers in O(1), and keeps the contents of freed full blocks: the least recently used block is
+    evicted first.
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -54,38 +64,38 @@ class BlockPool:
         self._keys: list[BlockKey | None] = [None] * total
         self._by_digest: dict[bytes, int] = {}
         self._empty: deque[int] = deque(range(total))
-        self._remembered: OrderedDict[int, None] = OrderedDict()
-        self._passing: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._evict_first: OrderedDict[int, None] = OrderedDict()
         self._owners = [""] * total
         self._used: Counter[str] = Counter()
 
     @property
     def free(self) -> int:
-        """Blocks that can be allocated now."""
-        return len(self._empty) + len(self._remembered) + len(self._passing)
+        """Number of blocks that can be allocated now."""
+        return len(self._empty) + len(self._cached) + len(self._evict_first)
 
     def used_by(self, owner: str) -> int:
-        """Blocks in use that were allocated for `owner`."""
+        """Number of blocks in use that were allocated for `owner`."""
         return self._used[owner]
 
     def allocate(self, owner: str = "") -> int:
-        """Take a block, forgetting the oldest remembered one if no empty one is left. Only when `free` > 0."""
+        """Take a block, and evict a cached one if none is empty. `free` must be above 0."""
         if self._empty:
             block = self._empty.popleft()
         else:
-            block, _ = (self._passing or self._remembered).popitem(last=False)
-            self._forget(block)
+            block, _ = (self._evict_first or self._cached).popitem(last=False)
+            self._evict(block)
         self._owners[block] = owner
         self._use(block)
         return block
 
     def find(self, key: BlockKey) -> int | None:
-        """The block that holds what `key` names. Takes nothing."""
+        """The block that holds the contents of `key`, if any. Changes nothing."""
         block = self._by_digest.get(key.digest)
         return None if block is None or self._keys[block] != key else block
 
     def match(self, keys: Sequence[BlockKey]) -> list[int]:
-        """The longest run of blocks that hold the contents named by `keys`, from the first on. Takes nothing."""
+        """The blocks that hold the contents of `keys`, up to the first miss. Changes nothing."""
         found: list[int] = []
         for key in keys:
             block = self.find(key)
@@ -95,24 +105,30 @@ class BlockPool:
         return found
 
     def is_idle(self, block: int) -> bool:
-        """Nobody uses the block, so that sharing it takes one from `free`."""
+        """Whether the block is not in use, so that sharing it lowers `free`."""
         return self._references[block] == 0
 
     def share(self, block: int) -> None:
         """Use a block found by `match` or `find`."""
         if self._references[block] == 0:
-            del (self._passing if block in self._passing else self._remembered)[block]
+            del (self._evict_first if block in self._evict_first else self._cached)[block]
         self._use(block)
 
     def remember(self, block: int, key: BlockKey) -> None:
-        """The block in use is full and holds `key`. The first block with these contents is the one that is found."""
+        """Make a full block in use known under its key. If several blocks have equal contents, only the first is
+        known.
+        """
         if key.digest not in self._by_digest and self._keys[block] is None:
             self._by_digest[key.digest] = block
             self._keys[block] = key
 
-    def release(self, blocks: Sequence[int], *, passing: bool = False) -> None:
-        """Give back a sequence's blocks. The last are the first to be forgotten: the beginning of a text is shared
-        most. Passing ones are forgotten before all others.
+    def release(self, blocks: Sequence[int], *, evict_first: bool = False) -> None:
+        """Give back a sequence's blocks. The last of them are evicted first, because the beginning of a text is shared
+        most.
+
+        Args:
+            blocks: in order of position.
+            evict_first: evict these before all other cached blocks.
         """
         for block in reversed(blocks):
             self._references[block] -= 1
@@ -121,7 +137,7 @@ class BlockPool:
                 if self._keys[block] is None:
                     self._empty.append(block)
                 else:
-                    (self._passing if passing else self._remembered)[block] = None
+                    (self._evict_first if evict_first else self._cached)[block] = None
 
     def _use(self, block: int) -> None:
         if self._references[block] == 0:
@@ -133,19 +149,19 @@ class BlockPool:
         if self._used[owner] == 0:
             del self._used[owner]
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         key = self._keys[block]
         if key is not None:
             del self._by_digest[key.digest]
             self._keys[block] = None
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state (tests, idle checks)."""
+        """Raise AssertionError unless every block is in exactly one state."""
         used = sum(1 for count in self._references if count > 0)
-        assert used + len(self._empty) + len(self._remembered) + len(self._passing) == self.total
+        assert used + len(self._empty) + len(self._cached) + len(self._evict_first) == self.total
         assert used == sum(self._used.values())
         assert all(count >= 0 for count in self._references)
-        assert all(self._references[block] == 0 for block in (*self._empty, *self._remembered, *self._passing))
+        assert all(self._references[block] == 0 for block in (*self._empty, *self._cached, *self._evict_first))
         assert all(self._keys[block] is None for block in self._empty)
         for digest, block in self._by_digest.items():
             key = self._keys[block]

@@ -1,36 +1,35 @@
-"""What a user sets about an engine. Plain data; nothing here imports torch."""
+"""The settings of an engine. Plain data; this module does not import torch."""
 
 from dataclasses import dataclass
 
-from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.errors import invalid
 
 BLOCK_SIZE = 16
 """Tokens in a block of KV cache."""
 
-KV_COMPRESSION = "lazy"
-"""The default."""
-
 
 @dataclass(frozen=True)
 class HotWindow:
-    """Which version of a full block of KV a query sees: hot in the model's dtype, or cold and compressed.
+    """The rule by which a query sees a full block of KV hot (in the model's dtype) or cold (compressed).
 
-    It is a function of positions alone, so that a token has the same logits to the bit whether it is generated, part
-    of a prompt cut into any chunks, computed again after a preemption, or on another worker.
+    It depends on positions alone. Therefore a token has the same logits, to the bit, whether it is generated, computed
+    as part of a prompt in chunks of any size, computed again after a preemption, or computed on another worker.
     """
 
     sink: int
-    """A sequence's first blocks that stay hot."""
+    """Number of a sequence's first blocks that stay hot."""
     size: int
-    """Blocks before a query's own that it sees hot; the ones before them, but for the sink, it sees cold."""
+    """Number of blocks before a query's own block that it sees hot. Earlier ones, except the sink, it sees cold."""
 
     def first_hot(self, query_block: int) -> int:
-        """Queries in block `query_block` see the blocks from `sink` to before this one cold."""
+        """The first hot block after the sink, for queries in block `query_block`: these see blocks from `sink` up to it
+        cold.
+        """
         return max(self.sink, query_block - self.size)
 
     @property
     def blocks(self) -> int:
-        """Hot blocks that a sequence needs to go on, its last one included."""
+        """Hot blocks that a sequence needs to continue, its last one included."""
         return self.sink + self.size + 1
 
 
@@ -41,52 +40,56 @@ class EngineConfig:
     model: str
     """Directory in the Hugging Face layout: config.json, *.safetensors, tokenizer.json."""
     name: str | None = None
-    """Served name; the directory's base name when None."""
+    """Name of the model in the API; the directory's base name if None."""
     tp: int = 1
     """Ranks that share the model."""
     device: str = "auto"
-    """cpu, cuda, or auto: cuda where there is one for each rank."""
+    """cpu, cuda, or auto: cuda if there is a GPU for each rank."""
     dtype: str = "auto"
-    """float32, bfloat16, float16, or auto: float32 on the CPU, the checkpoint's on CUDA."""
+    """float32, bfloat16, float16, or auto: float32 on the CPU, the checkpoint's own on CUDA."""
     max_seqs: int = 64
-    """Requests running at once."""
+    """Most requests that run at once."""
     max_batch_tokens: int = 512
-    """Tokens computed in one step, prompt chunks and single new tokens together."""
+    """Most tokens computed in one step, over all requests."""
     max_queue: int = 256
-    """Requests waiting at most; one more is refused as OVERLOADED."""
+    """Most requests that wait. One more is refused as OVERLOADED."""
     max_context: int | None = None
-    """Prompt and output together; the model's own limit when None."""
+    """Most tokens of prompt and output together; the model's own limit if None."""
     kv_memory_bytes: int | None = None
-    """KV cache of one rank; when None 512 MiB on the CPU, 90 % of the free memory on CUDA."""
-    kv_compression: str = KV_COMPRESSION
-    """lazy: full blocks behind the hot window are kept in eight bits; immediate: all full blocks are; per_layer: as
-    lazy, in `kv_compressed_layers` alone; none."""
+    """Size of one rank's KV cache. None: 512 MiB on the CPU, 90 % of the free memory on CUDA."""
+    kv_compression: str = "lazy"
+    """lazy: full blocks before the hot window are stored in eight bits; immediate: all full blocks are; per_layer: as
+    lazy, but only in `kv_compressed_layers`; none."""
     kv_hot_window: int = 64
-    """Tokens before a query's own block that lazy and per_layer keep in the model's dtype, in whole blocks."""
+    """Size of the hot window in tokens, rounded up to full blocks: this many tokens before a query's own block are kept
+    in the model's dtype (lazy and per_layer)."""
     kv_compressed_layers: tuple[int, ...] = ()
     """Layers that per_layer compresses, counted from 0."""
     kv_tenant_share: float = 1.0
-    """Part of the KV cache that the running requests of one tenant may hold."""
+    """Largest part of the KV cache that the running requests of one tenant hold."""
     prefix_cache: bool = True
+    """Keep the KV of finished requests and reuse it for prompts with the same beginning."""
     deterministic: bool | None = None
-    """A request's tokens do not depend on what else is in the batch. On by default on the CPU."""
+    """The tokens of a request do not depend on the other requests of a batch. None: on the CPU."""
     threads: int | None = None
-    """CPU threads of a rank; the machine's cores shared out when None."""
+    """CPU threads of a rank. None: the CPUs that the process may use (its container's CPU limit, its affinity), divided
+    by the number of ranks and rounded down."""
     overlap: bool | None = None
-    """Plan a step while the one before it runs, before its tokens are known. None: on CUDA."""
+    """Plan a step while the one before it runs, before that one's tokens are known. None: on CUDA."""
     collectives: str = "auto"
-    """auto: on CUDA NCCL, and symmetric memory for small tensors; shared memory between CPU ranks. torch: NCCL or gloo
+    """auto: NCCL on CUDA, with symmetric memory for small tensors; shared memory between CPU ranks. torch: NCCL or gloo
     for everything.
     """
     cuda_graphs: bool = True
-    """On CUDA, record steps of decoding once and replay them, where the model can be recorded."""
+    """On CUDA, record decode steps as CUDA graphs and replay them, if the model can be recorded."""
     label: str = "w0"
-    """Names the processes: `lockstep: rank <label>/<rank>`."""
+    """Part of the processes' names: `lockstep: rank <label>/<rank>`."""
     start_timeout_s: float = 600.0
+    """Longest time for ranks to become ready."""
     decode_deadline_s: float = 5.0
-    """A step of decoding that takes longer has hung."""
+    """A decode step that takes longer is taken for a hang."""
     prefill_deadline_s: float = 15.0
-    """The same for a step with prompt tokens in it."""
+    """A step with prompt tokens that takes longer is taken for a hang."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -125,13 +128,11 @@ class EngineConfig:
         )
         for field, holds, sentence in checks:
             if not holds:
-                raise LockstepError(
-                    ErrorCode.INVALID_REQUEST, f"{field} {sentence} (given: {getattr(self, field)})", field=field
-                )
+                raise invalid(field, f"{sentence} (given: {getattr(self, field)})")
 
     @property
     def hot_window(self) -> HotWindow | None:
-        """Which blocks stay hot; None: all."""
+        """Which blocks a query sees hot, and which cold; None: all blocks stay hot."""
         if self.kv_compression == "none":
             return None
         if self.kv_compression == "immediate":

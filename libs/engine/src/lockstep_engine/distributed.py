@@ -1,9 +1,9 @@
 """Collectives between the ranks of one engine: the only file that talks to torch.distributed.
 
-Three ways to the same results: alone (tp = 1), shared memory (CPU ranks on one x86 host), torch.distributed (NCCL on
-CUDA, gloo elsewhere), the last with symmetric memory for the small sums of decoding where GPUs reach each other. Sums
-are taken in the order of ranks wherever the library leaves us the choice, so that all ranks hold the same bits and a
-row's sum does not depend on its neighbours.
+There are three implementations: `Alone` (tp = 1), `SharedMemory` (CPU ranks on one x86 host) and `TorchDistributed`
+(NCCL on CUDA, gloo elsewhere), the last with symmetric memory for the small sums of decoding where GPUs can read each
+other's memory. Sums are taken in the order of ranks wherever the library allows it, so that all ranks hold the same
+bits and a row's sum does not depend on other rows.
 """
 
 import logging
@@ -26,21 +26,21 @@ _SPIN_S = 0.002
 _SLEEP_S = 0.00005
 
 ONE_SHOT_BYTES = 256 * 1024
-"""Up to here each GPU reading all of every other's part beats NCCL. It is torch's own threshold (`kOneShotThreshBytes`
-in intra_node_comm.cu); on 4 H100s vllm-project/vllm#24111 measured 10 against 17 us at 512 KiB and 15 against 19 at
-1 MiB.
+"""Up to this size one-shot sums, in which each GPU reads the parts of all others, are faster than NCCL. It is torch's
+own threshold (`kOneShotThreshBytes` in intra_node_comm.cu); on 4 H100s vllm-project/vllm#24111 measured 10 against 17
+us at 512 KiB and 15 against 19 at 1 MiB.
 """
 _VECTOR_BYTES = 16
-"""The one-shot kernel's widest load. Shorter ones would do; sums whose rows are that short are not worth the case."""
+"""Width of the one-shot kernel's widest load. Tensors of other sizes are so small that NCCL serves them."""
 
 
 class Collectives(Protocol):
-    """What a model needs of its group. Every rank must make the same calls in the same order."""
+    """The collectives that a model uses. Every rank must make the same calls in the same order."""
 
     rank: int
     size: int
     spent_ns: int
-    """Time in collectives since the counter was last set to 0: transfer and waiting for the others."""
+    """Time in collectives since the counter was last set to 0: transfer, and waiting for other ranks."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, same shape; may overwrite `x`."""
@@ -68,17 +68,17 @@ class Alone:
 
 
 class SharedMemory:
-    """One-shot collectives through a shared segment: everybody writes, everybody reads everything.
+    """One-shot collectives through a shared segment: each rank writes its part, then reads the parts of all.
 
-    gloo over loopback TCP costs 200 µs a call on two ranks and milliseconds on more ranks than cores; this costs
-    tens of microseconds. Call k uses half k % 2 of the segment: a rank writes a half again only after call k + 1, in
-    which it has seen that all others are done with reading call k. Plain loads and stores are enough under x86's memory
-    order alone.
+    gloo over loopback TCP costs 200 µs a call with two ranks and milliseconds with more ranks than cores; this costs
+    tens of microseconds. Call k uses half k % 2 of the segment. A rank overwrites a half only after call k + 1, in
+    which it has seen that all others have finished reading call k. Plain loads and stores are sufficient only under
+    x86's memory order.
 
     Args:
-        on_progress: called when a collective is entered.
+        on_progress: called when this rank's part of a collective can be read.
         fd: memory segment of `sizes.segment_bytes(size, capacity)` bytes, zeroed, the same for all ranks.
-        capacity: bytes a rank can contribute in one call.
+        capacity: most bytes that a rank contributes in one call.
     """
 
     def __init__(self, fd: int, rank: int, size: int, capacity: int, on_progress: Callable[[], None]) -> None:
@@ -108,7 +108,7 @@ class SharedMemory:
         return out
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Parts side by side along the last dimension."""
+        """The parts of all ranks, concatenated along the last dimension."""
         if x.nbytes > self._capacity:
             rows = x.reshape(-1, x.shape[-1])
             pieces = torch.split(rows, max(1, self._capacity // (rows.shape[1] * rows.itemsize)))
@@ -119,17 +119,19 @@ class SharedMemory:
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
         self._began_ns = time.perf_counter_ns()
-        self._on_progress()
         self._calls += 1
         half = self._data[self._calls % 2]
         parts = [part[: x.nbytes].view(x.dtype).view(x.shape) for part in half]
         parts[self.rank].copy_(x)
         self._flags[self.rank] = self._calls
+        self._on_progress()  # not earlier: the count of a rank that stops before its part is visible must be lower
         self._wait()
         return parts
 
     def _wait(self) -> None:
-        """Until all ranks have written. It ends with the supervisor's SIGKILL if one of them never does."""
+        """Wait until all ranks have written. If one never does, the supervisor's deadline passes and it kills the
+        ranks.
+        """
         flags, call = self._flags, self._calls
         give_up = 0.0
         while flags.min() < call:
@@ -145,10 +147,10 @@ class SharedMemory:
 
 
 class OneShot(Protocol):
-    """A faster sum for tensors that it likes."""
+    """A faster sum for the tensors that `fits` accepts."""
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Whether it takes `x`. The answer must be the same on all ranks."""
+        """Whether it can sum `x`. The answer must be the same on all ranks."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,13 +159,13 @@ class OneShot(Protocol):
 
 
 class SymmetricMemory:
-    """Sums of a few rows between GPUs that can read each other's memory, in one kernel and without a host's help, so
-    that a CUDA graph can hold it: copy the part where all can read it, wait for the others' flags, add up in the order
-    of ranks.
+    """Sums of a few rows between GPUs that can read each other's memory. One kernel copies the rank's part to where all
+    can read it, waits for the flags of the others, and adds up in the order of ranks; the host is not involved, so that
+    it can be part of a CUDA graph.
 
     Args:
-        device: this rank's.
-        capacity: bytes of the largest tensor. Every rank keeps as much memory.
+        device: this rank's device.
+        capacity: bytes of the largest tensor. Every rank allocates that much memory.
     """
 
     _DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernel is compiled for
@@ -177,7 +179,7 @@ class SymmetricMemory:
         symmetric.rendezvous(self._buffer, self._group)
 
     def fits(self, x: torch.Tensor) -> bool:
-        """Small, of a type that the kernel knows, contiguous, and made of whole vectors."""
+        """Whether `x` is small, contiguous, of a dtype that the kernel supports, and a multiple of full vectors."""
         return (
             0 < x.nbytes <= self._capacity
             and x.dtype in self._DTYPES
@@ -197,8 +199,8 @@ class TorchDistributed:
     """torch.distributed's default group: NCCL on CUDA, gloo on the CPU.
 
     Args:
-        deterministic: sums do not depend on an element's place.
-        one_shot: takes the sums that fit it.
+        deterministic: whether a sum must not depend on the element's position in the tensor.
+        one_shot: used for the tensors that its `fits` accepts.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class TorchDistributed:
         self.spent_ns = 0
         self._on_progress = on_progress
         self._one_shot = one_shot
-        # The order in which gloo adds more than two summands depends on an element's place in the buffer.
+        # The order in which gloo adds more than two summands depends on the element's position in the buffer.
         self._gather_and_add = deterministic and size > 2
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -235,7 +237,7 @@ class TorchDistributed:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Parts side by side along the last dimension."""
+        """The parts of all ranks, concatenated along the last dimension."""
         began = self._begin()
         out = torch.cat(self._gather(x), dim=-1)
         self._finish(began)
@@ -260,8 +262,8 @@ def init_torch_distributed(backend: str, store_path: str, rank: int, size: int, 
 
     Args:
         backend: gloo or nccl.
-        store_path: a file that exists for the time of this call; no port is needed to meet.
-        timeout_s: for meeting. In steps the supervisor's deadlines count, not the library's.
+        store_path: a file that exists during this call; the ranks meet through it, so that no port is needed.
+        timeout_s: longest time for joining. Steps have the supervisor's deadlines, not the library's.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo")
@@ -272,13 +274,13 @@ def init_torch_distributed(backend: str, store_path: str, rank: int, size: int, 
 
 
 def symmetric_memory(device: torch.device, size: int) -> SymmetricMemory | None:
-    """One-shot sums between the GPUs of the default group; None, on all ranks alike, where one of them cannot."""
+    """One-shot sums between the GPUs of the default group. None on all ranks if one of them does not support it."""
     made = None
     others = (other for other in range(size) if other != device.index)
     if all(torch.cuda.can_device_access_peer(device, other) for other in others):
         try:
             made = SymmetricMemory(device)
-        except RuntimeError as error:  # no way to share memory in this container, or a driver too old
+        except RuntimeError as error:  # this container cannot share memory, or the driver is too old
             logger.warning("no symmetric memory: %s", error)
     agreed = torch.tensor([made is not None], dtype=torch.int32, device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MIN)

@@ -1,5 +1,5 @@
-"""Randomness as a pure function of (seed, position), so that a resumed stream draws what the unbroken one would have
-drawn.
+"""Random numbers as a pure function of (seed, position), so that a resumed stream draws the same numbers as an unbroken
+one.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ _SCALE = 2.0**-53
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that looks uniform and depends on nothing but the seed and the output position.
+    """A pseudorandom number in [0, 1), uniformly distributed, that depends on the seed and the output position only.
 
     BLAKE2b as a counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"); 53 bits
     of the digest become the mantissa.

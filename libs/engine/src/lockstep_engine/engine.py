@@ -1,43 +1,47 @@
-"""The engine: schedule → plan → ranks → outputs. This is what services use; `offline.Engine` is for ten lines of
-Python.
+"""The engine: schedule → plan → ranks → outputs. Services use `AsyncEngine`; scripts use `offline.Engine`.
 
-The loop is driven by events: a result arrives, a plan leaves at once, then the result's outputs are handed on while the
-ranks compute. With overlap that plan is the one after the step which they have begun meanwhile, so that they never wait
-for it. This process never imports torch.
+The loop is driven by events. When a result arrives, the next plan is sent at once, and only then are the outputs passed
+on, while the ranks compute. With overlap the ranks have begun another step meanwhile, so that they never wait for a
+plan. This process never imports torch.
 """
 
 import asyncio
+import contextlib
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.cpu_limit import usable_cpus
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
 
-from lockstep_engine.config import BLOCK_SIZE, EngineConfig
-from lockstep_engine.group import GroupSettings, RankGroup
+from lockstep_engine.blocks import PoolSizes
+from lockstep_engine.config import EngineConfig
+from lockstep_engine.control import RankSpec, Ready
+from lockstep_engine.group import RUN_ZYGOTE, GroupSettings, RankGroup
 from lockstep_engine.mailbox import MAX_IN_FLIGHT
 from lockstep_engine.model_config import ModelInfo, inspect_model
-from lockstep_engine.plan import PoolSizes, RankSpec, Ready, Result
-from lockstep_engine.request import Output, Request
+from lockstep_engine.plan import Result, message_sizes
+from lockstep_engine.queue_estimate import QueueEstimate
+from lockstep_engine.request import Output, Phase, PhaseChange, Request
 from lockstep_engine.scheduler import Limits, Scheduler, no_memory
-from lockstep_engine.sizes import collectives_segment_bytes, message_sizes
+from lockstep_engine.sizes import collectives_segment_bytes
 
 logger = logging.getLogger("lockstep.engine")
 
 _RATE_WINDOW_S = 5.0
 _RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 _MAX_STARTS = 2
-"""Groups that may die before the first was ever ready; one more and the engine fails."""
+"""How many groups may fail before one has become ready. After one more the engine fails."""
 _MAX_RESTARTS = 6
-"""Losses without a ready group in between; one more and the engine fails, so that its pod starts anew."""
+"""How many groups in a row may fail without becoming ready. After one more the engine fails, so that its pod is
+restarted."""
 
 
 class EngineState(StrEnum):
-    """What the engine can do now."""
+    """Whether the engine takes requests, and whether it will."""
 
     STARTING = "starting"
     READY = "ready"
@@ -47,14 +51,14 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank, for people and metrics."""
+    """A rank, for displays and metrics."""
 
     rank: int
     pid: int
     state: str
     """starting, ready or dead"""
     steps: int
-    """Finished in this epoch."""
+    """Steps finished in this epoch."""
 
 
 @dataclass(frozen=True)
@@ -64,45 +68,55 @@ class EngineStatus:
     state: EngineState
     reason: str
     epoch: int
-    """One life of the rank group."""
+    """Number of the rank group's current life, from 1."""
     queued: int
     running: int
     free_blocks: int
     total_blocks: int
-    """Of both pools."""
+    """Blocks of both pools, hot and cold."""
     tokens_per_s: float
-    """Generated, over the last seconds."""
+    """Rate of generated tokens over the last seconds."""
     steps: int
     ranks: tuple[RankStatus, ...]
-    block_size: int
     deterministic: bool
     device: str
     dtype: str
     loading: float
     """Share of the weights read during a start, 0 to 1."""
     driver_us: float
-    """Mean time before the last steps in which rank 0's device had nothing to do: it waited for this process, or for
-    the messages between them."""
+    """Mean time before a step in which rank 0's device was idle: it waited for this process or for messages."""
     step_us: float
-    """Mean time of the last steps, from result to result."""
+    """Mean time from one result to the next."""
     collective_us: float
-    """Mean time that rank 0 spent in collectives in the last steps: transfer, and waiting for the others."""
+    """Mean time a step that rank 0 spends in collectives: transfer, and waiting for other ranks."""
     cold_blocks: int = 0
-    """Of all blocks, those that hold compressed KV."""
+    """Blocks of the cold pool, which holds compressed KV."""
     compressed_blocks: int = 0
-    """Blocks that were made cold in this epoch."""
+    """Blocks that have been compressed in this epoch."""
+    fingerprint: str = ""
+    """Fingerprint of the numerics (see `canary`): engines with equal fingerprints give equal tokens; empty: unknown."""
+    step_deadline_s: float = 0.0
+    """The ranks count as hung when the current step takes longer; 0: no step is in flight."""
+    free_seqs: int = 0
+    """Number of requests that could start now."""
+    queue_wait_s: float = 0.0
+    """Estimate: how long one more request would wait before it runs; 0 also while nothing has been measured."""
+    queue_wait_per_request_s: float = 0.0
+    """Estimate: what each further request adds to it."""
 
 
 class AsyncEngine:
-    """The engine inside a running asyncio loop. Not thread-safe: everything is called in, and calls back from, that
-    loop.
+    """The engine inside a running asyncio loop. It is not thread-safe: call its methods in that loop; it calls back in
+    that loop.
 
     Args:
-        config: what to run.
-        on_outputs: called once a step with its number and every request's output. When the ranks are lost it is
-            called with an error output for every live request.
+        config: the engine's settings.
+        on_outputs: called once a step with its number and the outputs of its requests. When the ranks are lost it is
+            called with an error output for every unfinished request.
         on_change: called when `status().state` or the epoch has changed.
+        on_phases: called when requests began to run or were preempted, and when a step computed a part of a prompt.
         on_progress: called when more of the weights has been read.
+        zygote: code for `python -c` that runs the zygote (see `GroupSettings`).
 
     Raises:
         LockstepError: the model cannot be served; one sentence says why.
@@ -114,12 +128,16 @@ class AsyncEngine:
         *,
         on_outputs: Callable[[int, list[Output]], None],
         on_change: Callable[[], None],
+        on_phases: Callable[[list[PhaseChange]], None] = lambda _: None,
         on_progress: Callable[[], None] = lambda: None,
+        zygote: str = RUN_ZYGOTE,
     ) -> None:
         self.config = config
+        self._zygote = zygote
         self.model: ModelInfo = inspect_model(config)
         self._on_outputs = on_outputs
         self._on_change = on_change
+        self._on_phases = on_phases
         self._on_progress = on_progress
         self._limits = Limits(
             max_seqs=config.max_seqs,
@@ -142,17 +160,18 @@ class AsyncEngine:
         self._restart: asyncio.Task[None] | None = None
         self._emitted: deque[tuple[float, int]] = deque()
         self._timing = _Timing()
+        self._queue = QueueEstimate()
         self._closing = False
 
     async def start(self) -> None:
-        """Spawn the ranks; return when they are ready.
+        """Start the ranks; return when they are ready.
 
         Raises:
-            LockstepError: they cannot start, and trying again cannot help.
+            LockstepError: they cannot start, and another start would fail in the same way.
         """
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
-        self._group = RankGroup(_group_settings(self.config, self.model), self)
+        self._group = RankGroup(group_settings(self.config, self.model, self._zygote), self)
         self._restart = loop.create_task(self._run_epoch(0.0))
         await self._started
 
@@ -167,23 +186,28 @@ class AsyncEngine:
             self._validate(request)
             if self._state is not EngineState.READY:
                 raise LockstepError(ErrorCode.UNAVAILABLE, f"the engine is {self._state}", retry_after_s=1.0)
-            only_output = self._scheduler.submit(request)
+            now = time.monotonic()
+            arrived_at = now if request.arrived_at is None else min(request.arrived_at, now)
+            only_output = self._scheduler.submit(request, arrived_at)
         except MemoryError:
             raise no_memory() from None
         try:
             if only_output is not None:
                 asyncio.get_running_loop().call_soon(self._on_outputs, self._steps, [only_output])
-            self._kick()
+            self._fill_pipeline()
+            # Not at once: the caller does not know yet that its request was accepted.
+            asyncio.get_running_loop().call_soon(self._report_phases)
         except MemoryError:
             self._scheduler.cancel(request.id)
             raise no_memory() from None
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request and free its blocks; it gets no further output. Unknown ids are ignored."""
+        """Remove a request and free its blocks; it gets no further output. Unknown ids are ignored."""
         self._scheduler.cancel(request_id)
+        self._queue.drop([request_id])
 
     def status(self) -> EngineStatus:
-        """How the engine is."""
+        """A snapshot of the engine's state."""
         group = self._group
         steps = [] if group is None else group.steps
         ranks = (
@@ -192,7 +216,11 @@ class AsyncEngine:
             else tuple(RankStatus(each.rank, each.pid, each.state, steps[each.rank]) for each in group.ranks)
         )
         loaded = [] if group is None else [each.loading for each in group.ranks]
-        total = sum(whole for _, whole in loaded)
+        total_bytes = sum(total for _, total in loaded)
+        scheduler = self._scheduler
+        wait_s, wait_per_request_s = self._queue.waits(
+            queued=scheduler.queued, running=scheduler.running, free=scheduler.free_seqs, now=time.monotonic()
+        )
         return EngineStatus(
             state=self._state,
             reason=self._reason,
@@ -206,28 +234,32 @@ class AsyncEngine:
             tokens_per_s=self._rate(),
             steps=self._steps,
             ranks=ranks,
-            block_size=BLOCK_SIZE,
             deterministic=self._ready is not None and self._ready.deterministic,
+            fingerprint="" if self._ready is None or not self._ready.deterministic else self._ready.fingerprint,
             device="" if self._ready is None else self._ready.device,
             dtype="" if self._ready is None else self._ready.dtype,
-            loading=sum(done for done, _ in loaded) / total if total else 0.0,
+            loading=sum(done for done, _ in loaded) / total_bytes if total_bytes else 0.0,
             driver_us=self._timing.driver_us,
             step_us=self._timing.step_us,
             collective_us=self._timing.collective_us,
+            step_deadline_s=0.0 if group is None else group.step_deadline_s,
+            free_seqs=scheduler.free_seqs,
+            queue_wait_s=wait_s,
+            queue_wait_per_request_s=wait_per_request_s,
         )
 
     async def close(self) -> None:
         """Kill the ranks and wait for them. Requests that were running get no further output."""
         self._closing = True
         self._state, self._reason = EngineState.FAILED, "closed"
-        self._settle(LockstepError(ErrorCode.CANCELLED, "the engine was closed while it started"))
+        self._finish_start(LockstepError(ErrorCode.CANCELLED, "the engine was closed while it started"))
         if self._restart is not None:
             self._restart.cancel()
             await asyncio.gather(self._restart, return_exceptions=True)
         if self._group is not None:
             await self._group.stop()
 
-    # What the rank group tells.
+    # Events of the rank group (see `group.Listener`).
 
     def on_ready(self, blocks: PoolSizes, ready: Ready) -> None:
         """All ranks wait for plans."""
@@ -240,25 +272,34 @@ class AsyncEngine:
         self._timing = _Timing()
         if self._group is not None:
             logger.info(
-                "ranks are ready", extra={"epoch": self._group.epoch, "phases_s": self._group.ranks[0].phases_s}
+                "ranks are ready",
+                extra={
+                    "epoch": self._group.epoch,
+                    "threads": self._group.threads,
+                    "phases_s": self._group.ranks[0].phases_s,
+                },
             )
         self._enter(EngineState.READY, "")
-        self._settle(None)
+        self._finish_start(None)
 
     def on_result(self, result: Result) -> None:
-        """A step is done: plan another one, then hand on what this one gave."""
+        """A step is done: plan another one, then pass on the outputs of this one."""
         self._steps += 1
         self._timing.result(result)
         outputs = self._scheduler.update(result)
-        self._kick()
+        self._fill_pipeline()
         if outputs:
             self._emitted.append((time.monotonic(), sum(len(each.ids) for each in outputs)))
-            self._forget_old()
+            self._drop_old_counts()
+            self._note_ends(outputs)
             self._on_outputs(self._steps, outputs)
             self._scheduler.delivered()
+        self._report_phases()
+        with contextlib.suppress(MemoryError):  # no reason to fail: the step is done
+            self._check_when_idle()
 
     def on_lost(self, reason: str) -> None:
-        """Fail every request (another worker can go on with them) and start the next epoch."""
+        """Fail every request, so that other workers can continue them, and start the next epoch."""
         if self._closing:
             return
         started = self._ready is not None
@@ -273,20 +314,46 @@ class AsyncEngine:
         self._fail_requests(reason)
 
     def on_refused(self, error: LockstepError) -> None:
-        """The ranks cannot start, now or later."""
+        """The ranks cannot start; another start would fail in the same way."""
         if self._group is not None and not self._closing:
             self._restart = asyncio.get_running_loop().create_task(self._group.kill())
         self._enter(EngineState.FAILED, error.message)
-        self._settle(error)
+        self._finish_start(error)
 
     def on_progress(self) -> None:
         """A rank has read more of its weights."""
         self._on_progress()
 
+    def _check_when_idle(self) -> None:
+        """Check the block pools when no request is left, at log level debug: the check takes time for each block."""
+        if logger.isEnabledFor(logging.DEBUG) and not self._scheduler.request_ids:
+            try:
+                self._scheduler.blocks.check()
+            except AssertionError:
+                logger.exception("the block pools are inconsistent")
+
+    def _report_phases(self) -> None:
+        changes = self._scheduler.take_phases()
+        now = time.monotonic()
+        for change in changes:
+            if change.phase is Phase.RUNNING:
+                self._queue.start(change.request_id, now)
+        if changes:
+            self._on_phases(changes)
+
+    def _note_ends(self, outputs: list[Output]) -> None:
+        now = time.monotonic()
+        for output in outputs:
+            if output.error is not None:
+                self._queue.drop([output.request_id])
+            elif output.finish is not None:
+                self._queue.end(output.request_id, now)
+
     def _fail_requests(self, reason: str) -> None:
-        """Every live request gets its last output: an error that says it can be continued elsewhere."""
+        """Give every unfinished request its last output: an error that says it can be continued elsewhere."""
         error = LockstepError(ErrorCode.WORKER_LOST, f"{self.config.label}: {reason}")
         lost = [Output(each, 0, (), error=error) for each in self._scheduler.clear()]
+        self._queue.clear()
         if lost:
             self._on_outputs(self._steps, lost)
 
@@ -294,22 +361,22 @@ class AsyncEngine:
         assert self._group is not None
         try:
             await self._group.kill()
-            if self._group.last_deaths:
-                deaths = self._group.last_deaths
+            if self._group.exits:
+                exits = self._group.exits
                 logger.warning(
-                    "rank group lost", extra={"epoch": self._group.epoch, "reason": self._reason, "ends": deaths}
+                    "rank group lost", extra={"epoch": self._group.epoch, "reason": self._reason, "exits": exits}
                 )
-            if self._group.death:
-                self._reason = f"{self._reason}: {self._group.death}"
+            if self._group.first_exit:
+                self._reason = f"{self._reason}: {self._group.first_exit}"
             await asyncio.sleep(delay_s)
             await self._group.start()
         except (LockstepError, OSError, TimeoutError) as error:
-            self.on_lost(f"ranks cannot be started: {str(error) or type(error).__name__}")
+            self.on_lost(f"the ranks cannot be started: {str(error) or type(error).__name__}")
             return
         if self._state is EngineState.RESTARTING:
-            self._on_change()  # the epoch is a new one
+            self._on_change()  # because of the new epoch
 
-    def _settle(self, error: LockstepError | None) -> None:
+    def _finish_start(self, error: LockstepError | None) -> None:
         if self._started is not None and not self._started.done():
             if error is None:
                 self._started.set_result(None)
@@ -320,8 +387,8 @@ class AsyncEngine:
         self._state, self._reason = state, reason
         self._on_change()
 
-    def _kick(self) -> None:
-        """Have as many steps in flight as may be, as far as there is something to do."""
+    def _fill_pipeline(self) -> None:
+        """Send plans until as many steps are in flight as allowed, or there is nothing to compute."""
         if self._state is not EngineState.READY:
             return
         assert self._group is not None
@@ -330,35 +397,39 @@ class AsyncEngine:
                 plan = self._scheduler.schedule()
                 if plan is None:
                     break
-                prefills = len(plan.token_ids) > len(plan.slots)
                 if self._group.in_flight == 0:
                     self._timing.plan(plan.step)
-                self._group.execute(plan, self.config.prefill_deadline_s if prefills else self.config.decode_deadline_s)
+                config = self.config
+                self._group.execute(plan, config.prefill_deadline_s if plan.has_prefill else config.decode_deadline_s)
         except MemoryError:
             try:
-                asyncio.get_running_loop().call_soon(self._go_on, self._scheduler.shed(self._group.in_flight))
+                asyncio.get_running_loop().call_soon(
+                    self._resume_after_shed, self._scheduler.shed(self._group.in_flight)
+                )
             except MemoryError:
-                self._group.give_up()
+                self._group.fail_for_memory()
         if self._group.in_flight == 0:
             self._timing.idle()
 
-    def _go_on(self, ended: list[Output]) -> None:
-        """After a plan that there was no memory for. Not at once: a caller may not know its request yet."""
+    def _resume_after_shed(self, ended: list[Output]) -> None:
+        """Continue after `Scheduler.shed`. Called from the loop and not at once, because the caller of `submit` may not
+        know of its request yet.
+        """
         if ended:
+            self._note_ends(ended)
             self._on_outputs(self._steps, ended)
-        self._kick()
+        self._fill_pipeline()
+        self._report_phases()
 
     def _validate(self, request: Request) -> None:
         vocab, limit = self.model.vocab_size, self.model.context_length
         request.sampling.validate(vocab)
         if not request.prompt_ids:
-            raise LockstepError(ErrorCode.INVALID_REQUEST, "prompt_ids must not be empty", field="prompt_ids")
+            raise invalid("prompt_ids", "must not be empty")
         for field in ("prompt_ids", "emitted_ids"):
             ids = getattr(request, field)
             if ids and not (min(ids) >= 0 and max(ids) < vocab):
-                raise LockstepError(
-                    ErrorCode.INVALID_REQUEST, f"{field} holds an id outside the vocabulary of {vocab}", field=field
-                )
+                raise invalid(field, f"holds an id outside the vocabulary of {vocab}")
         wanted = len(request.prompt_ids) + request.sampling.max_tokens
         if wanted > limit:
             raise LockstepError(
@@ -369,17 +440,17 @@ class AsyncEngine:
             )
 
     def _rate(self) -> float:
-        self._forget_old()
+        self._drop_old_counts()
         return sum(count for _, count in self._emitted) / _RATE_WINDOW_S
 
-    def _forget_old(self) -> None:
+    def _drop_old_counts(self) -> None:
         now = time.monotonic()
         while self._emitted and now - self._emitted[0][0] > _RATE_WINDOW_S:
             self._emitted.popleft()
 
 
 class _Timing:
-    """Running means of a step's length and of what it waited for."""
+    """Running means of the time of a step and of the waits in it."""
 
     def __init__(self) -> None:
         self.step_us = 0.0
@@ -387,54 +458,41 @@ class _Timing:
         self.collective_us = 0.0
         self._idle = True
         self._first_step = 0
-        """The first one after a time without work: what it waited for was a request."""
+        """First step after an idle time. Its wait for a request is not counted."""
         self._last_ns = 0
 
     def plan(self, step: int) -> None:
-        """A plan leaves while no step is in flight."""
+        """A plan is sent while no step is in flight."""
         if self._idle:
             self._idle, self._first_step = False, step
 
     def result(self, result: Result) -> None:
         now = time.perf_counter_ns()
         if result.step > self._first_step:
-            self.step_us = _follow(self.step_us, (now - self._last_ns) / 1000)
-            self.driver_us = _follow(self.driver_us, result.waited_us)
+            self.step_us = _moving_mean(self.step_us, (now - self._last_ns) / 1000)
+            self.driver_us = _moving_mean(self.driver_us, result.waited_us)
         self._last_ns = now
-        self.collective_us = _follow(self.collective_us, result.collective_us)
+        self.collective_us = _moving_mean(self.collective_us, result.collective_us)
 
     def idle(self) -> None:
         self._idle = True
 
 
-def _follow(mean: float, value: float) -> float:
+def _moving_mean(mean: float, value: float) -> float:
     return mean + 0.05 * (value - mean) if mean else value
 
 
-def _group_settings(config: EngineConfig, model: ModelInfo) -> GroupSettings:
-    threads = config.threads or max(1, (os.cpu_count() or 1) // config.tp)
-    spec = RankSpec(
-        rank=0,
-        tp=config.tp,
-        label=config.label,
-        epoch=0,
-        model=str(model.path),
-        device=config.device,
-        dtype=config.dtype,
-        max_seqs=config.max_seqs,
-        max_batch_tokens=config.max_batch_tokens,
-        context_length=model.context_length,
-        kv_memory_bytes=config.kv_memory_bytes,
-        deterministic=config.deterministic,
-        threads=threads,
-        hidden_size=model.hidden_size,
-        vocab_size=model.vocab_size,
-        start_timeout_s=config.start_timeout_s,
-        hot_window=config.hot_window,
-        compressed_layers=list(config.kv_compressed_layers) or None,
-        collectives=config.collectives,
-        cuda_graphs=config.cuda_graphs,
-    )
+def rank_threads(cpus: float, tp: int) -> int:
+    """CPU threads of each of `tp` ranks that share `cpus`. Rounded down: with more threads than its limit a container
+    is stopped for a part of every period, and each step waits for the slowest thread.
+    """
+    return max(1, int(cpus / tp))
+
+
+def group_settings(config: EngineConfig, model: ModelInfo, zygote: str = RUN_ZYGOTE) -> GroupSettings:
+    """The settings of a rank group that serves a model; the model has been inspected."""
+    threads = config.threads or rank_threads(usable_cpus(), config.tp)
+    spec = RankSpec(rank=0, epoch=0, config=config, model=model, threads=threads)
     plan_bytes, result_bytes = message_sizes(spec)
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -444,14 +502,11 @@ def _group_settings(config: EngineConfig, model: ModelInfo) -> GroupSettings:
         # Asking the CUDA runtime would initialise it in the zygote, and a forked child could not use it.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
-    if config.deterministic is not False:
-        # Products whose rows have the same bits whatever their number: MKL's strict conditional numerical
-        # reproducibility.
-        environment["MKL_CBWR"] = os.environ.get("MKL_CBWR", "AUTO,STRICT")
     return GroupSettings(
         spec=spec,
         plan_bytes=plan_bytes,
         result_bytes=result_bytes,
-        collectives_bytes=collectives_segment_bytes(config, spec),
+        collectives_bytes=collectives_segment_bytes(spec),
         environment=environment,
+        zygote=zygote,
     )

@@ -1,7 +1,7 @@
-"""A whole model of the plain Llama shape in ten kernels a layer, for GPUs: norms with the residual, rotary positions
-with the cache's store, and gates are one kernel each, and what stands between them is products and attention.
+"""A model of the plain Llama shape in ten kernels a layer, for GPUs: norms with the residual, rotary positions
+with the cache's store, and gates are one kernel each, beside products and attention.
 
-It uses the parameters of the Hugging Face model it is made from; the unmodified model is its oracle.
+It uses the parameters of the Hugging Face model it is made from. The tests compare it with the unmodified model.
 """
 
 from typing import Any
@@ -10,22 +10,25 @@ import torch
 from torch import nn
 
 from lockstep_engine.attention_triton import Rotation, TritonAttention
-from lockstep_engine.fused_layer import FusedDecoder, FusedLayer
 from lockstep_engine.kernels.triton_gate import silu_mul
 from lockstep_engine.kernels.triton_norm import add_rms_norm
 from lockstep_engine.linear import FusedRmsNorm
+from lockstep_engine.plain_layer import PlainLayer, is_plain_model
 
 
-class GpuLayer(FusedLayer):
-    """A layer; see `FusedLayer`."""
+class GpuLayer:
+    """A plain layer on a GPU (see `PlainLayer`).
+
+    Args:
+        layer: a layer for which `PlainLayer.fits` holds; its parameters stay where they are.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer)
-        attention: Any = layer.self_attn
-        q_norm: FusedRmsNorm | None = getattr(attention, "q_norm", None)
-        self._heads = int(self._qkv.widths[0] // attention.head_dim)
-        self._eps = 0.0 if q_norm is None else q_norm.eps
-        self._norm_weights = None if q_norm is None else (q_norm.weight, attention.k_norm.weight)
+        self._parts = parts = PlainLayer.of(layer)
+        self._norm_weights, self._norm_eps = None, 0.0
+        if parts.head_norms is not None:
+            q_norm, k_norm = parts.head_norms
+            self._norm_weights, self._norm_eps = (q_norm.weight, k_norm.weight), q_norm.eps
 
     def step(
         self,
@@ -45,12 +48,13 @@ class GpuLayer(FusedLayer):
         Returns:
             [tokens, hidden], what this layer adds.
         """
-        first, second = self._norms
-        rotation = Rotation(*angles, self._norm_weights, self._eps, self._heads)
-        qkv = self._qkv.forward(add_rms_norm(x, delta, first.weight, first.eps))
-        attended = paged.attend_merged(self._layer, qkv, rotation, scale=self._scale, window=self._window)
-        normed = add_rms_norm(x, self._out.forward(attended), second.weight, second.eps)
-        return self._down.forward(silu_mul(self._gate_up.forward(normed)))
+        parts = self._parts
+        first, second = parts.norms
+        rotation = Rotation(*angles, self._norm_weights, self._norm_eps, parts.heads)
+        qkv = parts.qkv.forward(add_rms_norm(x, delta, first.weight, first.eps))
+        attended = paged.attend_merged(parts.number, qkv, rotation, scale=parts.scale, window=parts.window)
+        normed = add_rms_norm(x, parts.out.forward(attended), second.weight, second.eps)
+        return parts.down.forward(silu_mul(parts.gate_up.forward(normed)))
 
 
 class GpuDecoder:
@@ -58,7 +62,7 @@ class GpuDecoder:
 
     Args:
         model: with its weights loaded.
-        context_length: positions that will be asked for.
+        context_length: number of positions for which rotary tables are made.
     """
 
     def __init__(self, model: nn.Module, context_length: int) -> None:
@@ -77,7 +81,7 @@ class GpuDecoder:
     def fits(model: nn.Module, hidden_act: str) -> bool:
         """Whether the model is embedding, plain layers, norm and head, with angles that depend on positions alone."""
         layers = list(getattr(getattr(model, "model", None), "layers", []))
-        return all(FusedLayer.fits(layer, hidden_act) for layer in layers) and FusedDecoder.fits(model, layers)
+        return all(PlainLayer.fits(layer, hidden_act) for layer in layers) and is_plain_model(model, layers)
 
     def logits(self, ids: torch.Tensor, attention: TritonAttention, rows: torch.Tensor) -> torch.Tensor:
         """See `BuiltModel.logits`."""

@@ -1,10 +1,10 @@
 """Decode steps that are recorded once and replayed: on a GPU as CUDA graphs, so that a step costs one launch instead of
 hundreds.
 
-What is recorded is the whole step from token ids to whatever its body returns, for some numbers of sequences, the
-largest first, all in one pool of memory. A step with fewer sequences runs as the next larger recording; the rows that
-only fill it up have position -1 and do nothing. Whatever changes from step to step is read from tensors that stay
-where they are.
+A recording covers a step from its token ids to the result of its body. There is one for each of some numbers of
+sequences, the largest recorded first; all share one pool of memory. A step with another number of sequences runs as the
+next larger recording; padding rows have position -1 and do nothing. What changes from step to step is read from tensors
+that stay in place.
 """
 
 import gc
@@ -26,12 +26,12 @@ from lockstep_engine.attention import StepLayout
 
 @dataclass(frozen=True)
 class DecodeInputs:
-    """What a decode step reads, on the device."""
+    """The inputs of a decode step, on the device."""
 
     ids: torch.Tensor
-    """[sequences], int64: a token each."""
+    """[sequences], int64: one token of each."""
     positions: torch.Tensor
-    """[sequences], int64: of these tokens; -1: the row only fills the step up."""
+    """[sequences], int64: the tokens' positions; -1: a padding row."""
     tables: torch.Tensor
     """[sequences, width], int32: as in `StepLayout`."""
 
@@ -41,27 +41,27 @@ class DecodeInputs:
 
 
 class NotRecordableError(RuntimeError):
-    """A step does something that only the host can do, such as looking at a tensor to decide what comes next."""
+    """A step needs the host, for example to read a tensor and decide what to compute next."""
 
 
 Body = Callable[[DecodeInputs], torch.Tensor]
-"""Computes a step; its result has a row for each sequence."""
+"""Computes a step. Its result has a row for each sequence."""
 
 
 class Recording(ABC):
-    """Work that can be done again."""
+    """Work that can be repeated."""
 
     def __init__(self, out: torch.Tensor) -> None:
         self.out = out
-        """Where the result is after a replay, until the next one of any recording."""
+        """The result of the last replay; valid until the next replay of any recording."""
 
     @abstractmethod
     def replay(self) -> None:
-        """Do it, on the current stream."""
+        """Repeat the work, on the current stream."""
 
 
 class Recorder(ABC):
-    """How a device records; all recordings of one recorder share their memory."""
+    """Records work on a device. All recordings of one recorder share their memory."""
 
     @abstractmethod
     def record(self, work: Callable[[], torch.Tensor]) -> Recording:
@@ -69,7 +69,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def used_bytes(self) -> int:
-        """Memory of the device that is in use now, by everybody."""
+        """Memory of the device that is in use now, by all processes."""
 
 
 class _CudaRecording(Recording):
@@ -82,7 +82,9 @@ class _CudaRecording(Recording):
 
 
 class CudaRecorder(Recorder):
-    """Records CUDA graphs. They must be gone before the process group is: NCCL waits for what a graph holds of it."""
+    """Records CUDA graphs. They must be freed before the process group: NCCL waits for communicators that graphs
+    hold.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -93,9 +95,9 @@ class CudaRecorder(Recorder):
         """See `Recorder.record`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            work()  # builds kernels, and has libraries choose theirs
+            work()  # builds our kernels, and lets libraries select theirs
             with _DeviceOnly():  # type: ignore[no-untyped-call]
-                work()  # a recording that breaks off says less about why
+                work()  # an error names the operation, which that of a failed recording does not
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
@@ -110,12 +112,12 @@ class CudaRecorder(Recorder):
 
 
 class _DeviceOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what makes the host wait for a tensor's content; a recording on a GPU fails at the same places."""
+    """Refuses operations that make the host wait for a tensor's content. Recording them on a GPU would fail."""
 
     _WAITING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim"})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, unless it is one of these, or takes elements by a mask."""
+        """Run an operation, unless it waits for the device or indexes with a mask."""
         name = func.overloadpacket.__name__
         masked = name == "index" and any(each is not None and each.dtype is torch.bool for each in args[1])
         if masked or name in self._WAITING:
@@ -132,7 +134,7 @@ class _HostRecording(Recording):
 
     def replay(self) -> None:
         result = self._work()
-        for other in self._recorder.recordings:  # they share memory on a GPU: nobody may count on an old result
+        for other in self._recorder.recordings:  # on a GPU they share memory, so old results are lost
             if other.out.is_floating_point():
                 other.out.fill_(torch.nan)
             else:
@@ -141,7 +143,9 @@ class _HostRecording(Recording):
 
 
 class HostRecorder(Recorder):
-    """Stands in where there are no graphs: does the work again, and is as strict about results as a GPU."""
+    """A stand-in for CUDA graphs on the CPU, for tests and benchmarks: a recording that repeats its work, overwrites
+    old results and rejects host reads, as a GPU does.
+    """
 
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
@@ -157,16 +161,16 @@ class HostRecorder(Recorder):
 
 
 class GraphedStep:
-    """Decode steps of up to so many sequences, recorded.
+    """Recorded decode steps of up to `max_seqs` sequences.
 
     Args:
-        body: computes a step from its inputs alone, in kernels and copies on the device: no shape, branch or number of
-            it may depend on what a tensor holds.
-        max_seqs: sequences at most.
-        width: of the block tables; the blocks of the longest context.
-        device: where the inputs are.
-        recorder: None: the device's.
-        sizes: numbers of sequences to record; None: `graph_sizes`.
+        body: computes a step from its inputs alone, in kernels and copies on the device. No shape, branch or number in
+            it may depend on the contents of a tensor.
+        max_seqs: most sequences of a step.
+        width: width of the block tables, which is the number of blocks of the longest context.
+        device: the device of the inputs.
+        recorder: records the steps. None: the one for this device.
+        sizes: numbers of sequences to record. None: `graph_sizes`.
     """
 
     def __init__(
@@ -180,12 +184,12 @@ class GraphedStep:
     ) -> None:
         self.sizes = tuple(sorted(sizes or graph_sizes(max_seqs)))
         self.bytes = 0
-        """Memory of the device that the recordings take, as far as it is known."""
+        """Memory of the device that the recordings take; 0 if unknown."""
         self.seconds = 0.0
-        """Spent on recording."""
+        """Time spent on recording."""
         self._body = body
         self._device = device
-        self._recorder = recorder or (CudaRecorder(device) if device.type == "cuda" else HostRecorder())
+        self.recorder = recorder or (CudaRecorder(device) if device.type == "cuda" else HostRecorder())
         largest = self.sizes[-1]
         self._inputs = DecodeInputs(
             torch.zeros(largest, dtype=torch.int64, device=device),
@@ -196,39 +200,39 @@ class GraphedStep:
         self._recordings: dict[int, Recording] = {}
 
     def capture(self) -> None:
-        """Record all sizes. Under `torch.inference_mode`, like the steps. The cache stays as it is, since rows with
-        position -1 touch no block.
+        """Record all sizes. Call it under `torch.inference_mode`, like the steps. The cache does not change, because
+        rows with position -1 touch no block.
 
         Raises:
-            NotRecordableError: says what stands in the way; then nothing fits, and steps run as they come.
+            NotRecordableError: says why; then `fits` is false for every step.
         """
-        began, before = time.perf_counter(), self._recorder.used_bytes()
+        began, before = time.perf_counter(), self.recorder.used_bytes()
         self._inputs.positions.fill_(-1)
         with _no_garbage_collection():
             for size in reversed(self.sizes):
                 self._record(size)
-        self.bytes = max(0, self._recorder.used_bytes() - before)
+        self.bytes = max(0, self.recorder.used_bytes() - before)
         self.seconds = time.perf_counter() - began
 
     def estimate_bytes(self) -> int:
-        """What `capture` will take, from recording the two largest sizes: the first one makes the pool, and each more
-        adds about what the second one does. Rounded up generously; the recordings stay.
+        """Memory that `capture` will take. Records the two largest sizes: the first one makes the pool, and each
+        further one adds at most what the second one adds. The recordings stay.
 
         Raises:
             NotRecordableError: as for `capture`.
         """
         self._inputs.positions.fill_(-1)
-        self._body(self._inputs)  # what its first run leaves behind is no part of the recordings
-        marks = [self._recorder.used_bytes()]
+        self._body(self._inputs)  # memory that the first run allocates does not belong to the recordings
+        used = [self.recorder.used_bytes()]
         with _no_garbage_collection():
             for size in self.sizes[:-3:-1]:
                 self._record(size)
-                marks.append(self._recorder.used_bytes())
-        first, second = marks[1] - marks[0], marks[-1] - marks[1]
+                used.append(self.recorder.used_bytes())
+        first, second = used[1] - used[0], used[-1] - used[1]
         return max(0, first) + max(0, second) * max(0, len(self.sizes) - 1)
 
     def fits(self, layout: StepLayout) -> bool:
-        """Whether a step is one of decoding alone that has been recorded."""
+        """Whether a step only decodes, and has a recording."""
         return (
             bool(self._recordings)
             and len(layout.lengths) <= self.sizes[-1]
@@ -239,14 +243,14 @@ class GraphedStep:
         )
 
     def run(self, ids: torch.Tensor, layout: StepLayout) -> torch.Tensor:
-        """A step that `fits`.
+        """Run a step that `fits`.
 
         Args:
-            ids: [sequences], int64 on the device: a token each.
-            layout: of the step.
+            ids: [sequences], int64 on the device: one token of each.
+            layout: the layout of the step.
 
         Returns:
-            The body's result, a row for each sequence: valid until the next call.
+            The body's result, a row for each sequence; valid until the next call.
         """
         count = len(ids)
         size = next(each for each in self.sizes if each >= count)
@@ -255,71 +259,73 @@ class GraphedStep:
         inputs.positions.copy_(self._staging.put(layout.starts, size), non_blocking=True)
         width = layout.tables.shape[1]
         inputs.tables[:count, :width].copy_(self._staging.put_tables(layout.tables), non_blocking=True)
-        self._staging.sent()
+        self._staging.mark_sent()
         recording = self._recordings[size]
         recording.replay()
         return recording.out[:count]
 
     def close(self) -> None:
-        """Forget the recordings; before the process group goes."""
+        """Free the recordings. Call it before the process group is destroyed."""
         self._recordings.clear()
 
     def _record(self, size: int) -> None:
         inputs = self._inputs.first(size)
         try:
-            self._recordings[size] = self._recorder.record(lambda: self._body(inputs))
+            self._recordings[size] = self.recorder.record(lambda: self._body(inputs))
         except RuntimeError as error:
             self._recordings.clear()
             raise NotRecordableError(str(error).partition("\n")[0]) from error
 
 
 class _Staging:
-    """Host memory that copies to the device start from; two sets, since a copy may still be under way."""
+    """Host memory from which inputs are copied to the device. There are two sets, because the last copy may still
+    run.
+    """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._positions = [torch.empty(rows, dtype=torch.int64, pin_memory=self._cuda) for _ in range(2)]
         self._tables = [torch.empty(0, dtype=torch.int32) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)] if self._cuda else []  # type: ignore[no-untyped-call]
-        self._turn = 0
+        self._current = 0
 
     def put(self, positions: NDArray[np.int32], size: int) -> torch.Tensor:
-        """[size]: the positions, filled up."""
-        self._turn = 1 - self._turn
+        """[size]: the positions, padded with -1. Begins the use of the other set."""
+        self._current = 1 - self._current
         if self._cuda:
-            self._events[self._turn].synchronize()
-        whole = self._positions[self._turn].numpy()
-        whole[: len(positions)], whole[len(positions) : size] = positions, -1
-        return self._positions[self._turn][:size]
+            self._events[self._current].synchronize()
+        padded = self._positions[self._current].numpy()
+        padded[: len(positions)], padded[len(positions) : size] = positions, -1
+        return self._positions[self._current][:size]
 
     def put_tables(self, tables: NDArray[np.int32]) -> torch.Tensor:
-        """The tables, in memory of this turn."""
+        """The tables, in the current set."""
         if not self._cuda:
             return torch.from_numpy(tables.copy())
-        if self._tables[self._turn].numel() < tables.size:
-            self._tables[self._turn] = torch.empty(2 * tables.size, dtype=torch.int32, pin_memory=True)
-        part = self._tables[self._turn][: tables.size].view(tables.shape)
+        if self._tables[self._current].numel() < tables.size:
+            self._tables[self._current] = torch.empty(2 * tables.size, dtype=torch.int32, pin_memory=True)
+        part = self._tables[self._current][: tables.size].view(tables.shape)
         part.numpy()[:] = tables
         return part
 
-    def sent(self) -> None:
-        """All copies of this turn have been asked for."""
+    def mark_sent(self) -> None:
+        """All copies from the current set have been launched."""
         if self._cuda:
-            self._events[self._turn].record()
+            self._events[self._current].record()
 
 
 def graph_sizes(max_seqs: int) -> list[int]:
-    """Numbers of sequences worth a recording: 1, 2, 4, then every 8 to 256, every 16 beyond, and the largest."""
+    """Numbers of sequences to record: 1, 2, 4, multiples of 8 up to 256, multiples of 16 above, and the largest."""
     steps = [1, 2, 4, *range(8, 257, 8), *range(272, max_seqs + 1, 16)]
     return sorted({size for size in steps if size < max_seqs} | {max_seqs})
 
 
 class BuildCounter:
-    """Counts what Triton builds while it is installed. After a rank is ready there is to be nothing: a build takes
-    seconds, in the middle of everybody's stream.
+    """Counts the kernels that Triton builds while the counter is installed. Once a rank is ready there should be none:
+    a build delays all streams by seconds.
 
     Args:
-        on_build: is told which kernel has been built.
+        on_build: called with the name of each kernel built.
     """
 
     def __init__(self, on_build: Callable[[str], None] | None = None) -> None:
@@ -328,7 +334,7 @@ class BuildCounter:
         self._next: Callable[..., Any] | None = None
 
     def install(self) -> "BuildCounter":
-        """Count from now on, if Triton is there at all."""
+        """Start to count, if Triton is loaded."""
         runtime = self._runtime()
         if runtime is not None:
             self._next = runtime.jit_post_compile_hook
@@ -336,7 +342,7 @@ class BuildCounter:
         return self
 
     def remove(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         runtime = self._runtime()
         if runtime is not None:
             runtime.jit_post_compile_hook = self._next
@@ -355,7 +361,7 @@ class BuildCounter:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Freeing memory of the device while work is recorded breaks the recording."""
+    """Hold off the garbage collector: freeing device memory during a recording breaks it."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

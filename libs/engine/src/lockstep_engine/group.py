@@ -1,8 +1,7 @@
-"""The rank group and its supervisor: starts the ranks, gives them plans, sees one die or hang, kills the rest.
+"""The supervisor of a rank group: it starts the ranks, sends them plans, and detects a rank that dies or hangs.
 
-An epoch is one life of the group. After any fault there is no attempt to go on: all ranks are killed, and a new
-epoch starts.
-Everything happens in the thread of one asyncio loop.
+An epoch is one life of the group. After any fault all ranks are killed and a new epoch starts; no rank is repaired.
+Everything runs in the thread of one asyncio loop.
 """
 
 import asyncio
@@ -17,39 +16,49 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 from lockstep_common.errors import ErrorCode, LockstepError
 
-from lockstep_engine import zygote
+from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import BLOCK_SIZE
-from lockstep_engine.mailbox import MAX_IN_FLIGHT, Mailbox
-from lockstep_engine.plan import (
+from lockstep_engine.control import (
+    MAX_CONTROL_BYTES,
     AllocateBlocks,
-    ControlMessage,
+    Fork,
+    Forked,
+    KillAll,
+    Killed,
     Loaded,
     Loading,
-    Plan,
-    PoolSizes,
+    RankDescriptors,
+    RankMessage,
     RankSpec,
     Ready,
-    Result,
     StartFailed,
-    decode_control,
-    decode_result,
+    decode_doorbell,
+    decode_rank_message,
+    decode_zygote_message,
     encode_control,
-    encode_plan,
+    encode_doorbell,
+    send_fork,
 )
+from lockstep_engine.mailbox import MAX_IN_FLIGHT, Mailbox
+from lockstep_engine.model_config import refuse
+from lockstep_engine.plan import Plan, Result, decode_result, encode_plan
 
-_DOORBELL_BYTES = 8
-_MAX_CONTROL_BYTES = 64 * 1024
-_RUN_ZYGOTE = "from lockstep_engine.zygote import main; main()"
-_STACKS_S = 0.3
-"""How long the ranks get to write their stacks before they are killed."""
-_NO_MEMORY = "the process that drives the ranks had no memory for a step"
+RUN_ZYGOTE = "from lockstep_engine.zygote import main; main()"
+"""Code for `python -c` that runs a zygote."""
+
+_STACK_DUMP_S = 0.3
+"""Time for hung ranks to write their stacks before they are killed."""
+_FORK_TIMEOUT_S = 10.0
+_KILL_TIMEOUT_S = 15.0
+_NO_MEMORY = "the driver had no memory for a step"
 
 
 @dataclass
 class RankProcess:
-    """A rank as its supervisor sees it."""
+    """The supervisor's view of a rank."""
 
     rank: int
     pid: int = 0
@@ -57,27 +66,29 @@ class RankProcess:
     """starting, ready or dead"""
     blocks: PoolSizes | None = None
     loading: tuple[int, int] = (0, 0)
-    """Bytes of weights read, and in all."""
+    """Bytes of weights read so far, and in total."""
     phases_s: dict[str, float] = field(default_factory=dict)
+    ready: Ready | None = None
+    """Its message when it became ready."""
 
 
 class Listener(Protocol):
-    """Who is told what happens to the group."""
+    """Receives the events of a group. All calls come from the loop's thread."""
 
     def on_ready(self, blocks: PoolSizes, ready: Ready) -> None:
         """All ranks wait for plans; each holds `blocks` blocks."""
         ...
 
     def on_result(self, result: Result) -> None:
-        """The first of the steps in flight is done."""
+        """The oldest step in flight is done."""
         ...
 
     def on_lost(self, reason: str) -> None:
-        """The group is dead or about to be killed: no further result will come. `start` begins the next epoch."""
+        """The group has failed: no further result will come. `start` begins the next epoch."""
         ...
 
     def on_refused(self, error: LockstepError) -> None:
-        """The ranks cannot start, and trying again cannot help."""
+        """The ranks cannot start, and another start would fail in the same way."""
         ...
 
     def on_progress(self) -> None:
@@ -87,16 +98,18 @@ class Listener(Protocol):
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """What the supervisor needs beside each rank's spec."""
+    """What a supervisor needs to start ranks."""
 
     spec: RankSpec
-    """Of rank 0; the others differ in `rank` alone."""
+    """The specification of rank 0; those of the others differ only in `rank`. Each start sets the epoch."""
     plan_bytes: int
     result_bytes: int
     collectives_bytes: int
-    """Of the shared segment for collectives; 0: the ranks meet through torch.distributed."""
+    """Size of the shared segment for collectives; 0: the ranks use torch.distributed."""
     environment: dict[str, str]
-    """Set for the ranks before any library is loaded."""
+    """Variables that the ranks have before any library is loaded."""
+    zygote: str = RUN_ZYGOTE
+    """Code for `python -c` that runs the zygote. Tests run scripted ranks with it."""
 
 
 class RankGroup:
@@ -106,32 +119,37 @@ class RankGroup:
         self._settings = settings
         self._listener = listener
         self._loop = asyncio.get_running_loop()
-        self._tp = settings.spec.tp
+        self._tp = settings.spec.config.tp
         self.epoch = 0
         self.ranks = [RankProcess(rank) for rank in range(self._tp)]
         self._mailbox: Mailbox | None = None
         self._zygote: subprocess.Popen[bytes] | None = None
         self._zygote_socket: socket.socket | None = None
-        """Set once the zygote has said that it is ready."""
+        """Set once the zygote is ready."""
         self._controls: list[socket.socket] = []
         self._deadline: asyncio.TimerHandle | None = None
         self._in_flight: deque[tuple[int, float]] = deque()
-        """Steps whose results have not come, and how many seconds each may take."""
+        """Steps whose results have not come, each with its deadline in seconds."""
         self._forked = False
-        """There are ranks that have not been reaped."""
-        self.last_deaths: dict[int, str] = {}
-        """How each rank of the last epoch ended."""
-        self._died: int | None = None
-        """The rank that ended by itself and took the others along."""
+        """Whether there are ranks that have not been reaped."""
+        self.exits: dict[int, str] = {}
+        """How each rank of the last epoch ended: a signal's name or an exit code."""
+        self._first_dead: int | None = None
+        """The rank that ended by itself; the others were killed because of it."""
 
     @property
-    def death(self) -> str:
-        """How the rank that died first in the last epoch ended; empty if none did, or it is not buried yet."""
-        return "" if self._died is None else self.last_deaths.get(self._died, "")
+    def first_exit(self) -> str:
+        """How the rank ended that died first in the last epoch; empty if none did, or if it is not reaped yet."""
+        return "" if self._first_dead is None else self.exits.get(self._first_dead, "")
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of each rank."""
+        return self._settings.spec.threads
 
     @property
     def is_live(self) -> bool:
-        """Whether anybody listens for plans."""
+        """Whether there are ranks that take plans."""
         return bool(self._controls)
 
     @property
@@ -145,59 +163,64 @@ class RankGroup:
         return [0] * self._tp if self._mailbox is None else [int(count) for count in self._mailbox.steps]
 
     async def start(self) -> None:
-        """Begin a new epoch: fork the ranks (and the zygote, if there is none). `on_ready` tells when they can work."""
+        """Begin a new epoch: start a zygote if there is none, and fork the ranks. `on_ready` is called later."""
         await self.kill()
         self.epoch += 1
-        self._died, self.last_deaths = None, {}
+        self._first_dead, self.exits = None, {}
         self.ranks = [RankProcess(rank) for rank in range(self._tp)]
         if self._zygote is None or self._zygote.poll() is not None:
             await self._start_zygote()
         settings = self._settings
         size = Mailbox.segment_bytes(self._tp, settings.plan_bytes, settings.result_bytes)
-        descriptors = [
-            Mailbox.create(size, "mailbox"),
-            Mailbox.create(settings.collectives_bytes, "collectives"),
-            Mailbox.create(0, "rendezvous"),
-        ]
+        shared = {
+            "mailbox": Mailbox.create(size, "mailbox"),
+            "collectives": Mailbox.create(settings.collectives_bytes, "collectives"),
+            "rendezvous": Mailbox.create(0, "rendezvous"),
+        }
         try:
-            self._mailbox = Mailbox(descriptors[0], self._tp, settings.plan_bytes, settings.result_bytes)
+            self._mailbox = Mailbox(shared["mailbox"], self._tp, settings.plan_bytes, settings.result_bytes)
             for rank in range(self._tp):
-                await self._fork(rank, descriptors)
-            # Only now: a rank that has died meanwhile begins the next epoch, and two starts would read each other's
-            # answers.
+                await self._fork(rank, shared)
+            # Not earlier: the end of a rank leads to the next `start`, and two starts at once would read each other's
+            # answers from the zygote.
             for rank, control in enumerate(self._controls):
                 self._loop.add_reader(control, self._on_readable, rank, control)
         finally:
-            for descriptor in descriptors:
+            for descriptor in shared.values():
                 os.close(descriptor)
-        self._arm(settings.spec.start_timeout_s, "did not become ready")
+        self._arm(settings.spec.config.start_timeout_s, "did not become ready")
+
+    @property
+    def step_deadline_s(self) -> float:
+        """Deadline of the step that the ranks execute now; 0: none is in flight."""
+        return self._in_flight[0][1] if self._in_flight else 0.0
 
     def execute(self, plan: Plan, deadline_s: float) -> None:
-        """Give the ranks a plan. MAX_IN_FLIGHT steps are in flight at most; `on_result` ends each in its turn, or
-        `on_lost` if one takes longer than `deadline_s` when all before it are done.
+        """Send the ranks a plan. At most MAX_IN_FLIGHT steps are in flight. `on_result` is called for each in order, or
+        `on_lost` if one takes longer than `deadline_s`, counted from the end of the step before it.
 
         Raises:
-            MemoryError: no rank has seen the plan.
+            MemoryError: the plan has not reached any rank.
         """
         assert self._mailbox is not None
         assert len(self._in_flight) < MAX_IN_FLIGHT
         self._mailbox.put_plan(plan.step, encode_plan(plan))
-        bell = plan.step.to_bytes(_DOORBELL_BYTES, "little")
+        doorbell = encode_doorbell(plan.step)
         try:
-            with contextlib.suppress(OSError):  # a rank has just died; its socket's end is on its way to `_receive`
+            with contextlib.suppress(OSError):  # a rank has just died: `_receive` will read the end of its socket
                 for control in self._controls:
-                    control.send(bell)
+                    control.send(doorbell)
             self._in_flight.append((plan.step, deadline_s))
             if len(self._in_flight) == 1:
-                self._await_step()
+                self._arm_step()
         except MemoryError:
-            self.give_up()
+            self.fail_for_memory()
 
-    def give_up(self) -> None:
-        """There is no memory here to go on with these ranks. `on_lost` comes later, since whoever began this may not
-        know its request yet.
+    def fail_for_memory(self) -> None:
+        """Fail the group because the driver is out of memory. `on_lost` is called from the loop and not at once: the
+        caller of this may be inside `submit`, whose caller does not know of its request yet.
         """
-        self._abandon()
+        self._stop_listening()
         self._loop.call_soon(self._listener.on_lost, _NO_MEMORY)
 
     async def stop(self) -> None:
@@ -209,20 +232,21 @@ class RankGroup:
     async def _start_zygote(self) -> None:
         if self._zygote is not None:
             await self._end_zygote(self._zygote)
+        config = self._settings.spec.config
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._zygote = subprocess.Popen(  # noqa: ASYNC220 - returns when the process exists
-                [sys.executable, "-c", _RUN_ZYGOTE, str(theirs.fileno()), self._settings.spec.label, str(os.getpid())],
+                [sys.executable, "-c", self._settings.zygote, str(theirs.fileno()), config.label, str(os.getpid())],
                 pass_fds=(theirs.fileno(),),
                 env={**os.environ, **self._settings.environment},
                 stdin=subprocess.DEVNULL,
             )
         ours.setblocking(False)
-        await self._from_zygote(ours, self._settings.spec.start_timeout_s)
+        await self._from_zygote(ours, config.start_timeout_s)
         self._zygote_socket = ours
 
     async def _end_zygote(self, process: subprocess.Popen[bytes]) -> None:
-        """Its death takes along what ranks there are."""
+        """Kill the zygote. The kernel then kills its ranks."""
         if self._zygote_socket is not None:
             self._zygote_socket.close()
             self._zygote_socket = None
@@ -232,28 +256,29 @@ class RankGroup:
 
     async def _from_zygote(self, sock: socket.socket, timeout_s: float) -> bytes:
         async with asyncio.timeout(timeout_s):
-            data = await self._loop.sock_recv(sock, zygote.MAX_MESSAGE_BYTES)
+            data = await self._loop.sock_recv(sock, MAX_CONTROL_BYTES)
         if not data:
-            raise LockstepError(ErrorCode.INTERNAL, "the process that starts ranks has died; its error is on stderr")
+            raise LockstepError(ErrorCode.INTERNAL, "the process that forks ranks has died; its error is on stderr")
         return data
 
-    async def _fork(self, rank: int, descriptors: list[int]) -> None:
+    async def _fork(self, rank: int, shared: dict[str, int]) -> None:
+        """Start a rank. `shared`: the descriptors that all ranks get, by their names in `RankDescriptors`."""
         assert self._zygote_socket is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        spec = _replace_rank(self._settings.spec, rank, self.epoch)
-        message = zygote.Fork(spec, shared_collectives=self._settings.collectives_bytes > 0)
+        spec = msgspec.structs.replace(self._settings.spec, rank=rank, epoch=self.epoch)
+        message = Fork(spec, shared_collectives=self._settings.collectives_bytes > 0)
         with theirs:
-            socket.send_fds(self._zygote_socket, [zygote.encode(message)], [theirs.fileno(), *descriptors])
-        answer = zygote.decode(await self._from_zygote(self._zygote_socket, 10.0))
-        assert isinstance(answer, zygote.Forked)
+            send_fork(self._zygote_socket, message, RankDescriptors(control=theirs.fileno(), **shared))
+        answer = decode_zygote_message(await self._from_zygote(self._zygote_socket, _FORK_TIMEOUT_S))
+        assert isinstance(answer, Forked)
         self.ranks[rank].pid = answer.pid
         self._forked = True
         ours.setblocking(False)
         self._controls.append(ours)
 
     async def kill(self) -> None:
-        """SIGKILL what is left of the ranks and wait for them, so that their memory is free."""
-        self._abandon()
+        """SIGKILL all ranks and wait until they have ended, so that their memory is free."""
+        self._stop_listening()
         for process in self.ranks:
             process.state = "dead"
         if not self._forked:
@@ -262,16 +287,16 @@ class RankGroup:
         if self._zygote_socket is None or self._zygote is None or self._zygote.poll() is not None:
             return
         with contextlib.suppress(OSError, LockstepError, TimeoutError):
-            await self._loop.sock_sendall(self._zygote_socket, zygote.encode(zygote.KillAll()))
+            await self._loop.sock_sendall(self._zygote_socket, encode_control(KillAll()))
             while True:
-                answer = zygote.decode(await self._from_zygote(self._zygote_socket, 15.0))
-                if isinstance(answer, zygote.Killed):
-                    self.last_deaths = {rank: _describe(status) for rank, status in answer.statuses.items()}
+                answer = decode_zygote_message(await self._from_zygote(self._zygote_socket, _KILL_TIMEOUT_S))
+                if isinstance(answer, Killed):
+                    self.exits = {rank: _describe(status) for rank, status in answer.statuses.items()}
                     return
-        await self._end_zygote(self._zygote)  # it does not answer
+        await self._end_zygote(self._zygote)  # it did not answer
 
-    def _abandon(self) -> None:
-        """Listen to the ranks no more."""
+    def _stop_listening(self) -> None:
+        """Close the control sockets. Ranks end when they notice it."""
         self._disarm()
         self._in_flight.clear()
         for control in self._controls:
@@ -282,26 +307,26 @@ class RankGroup:
     def _on_readable(self, rank: int, control: socket.socket) -> None:
         try:
             self._receive(rank, control)
-        except MemoryError:  # what a rank has said is half heard: nobody could tell what is missing
+        except MemoryError:  # a message may be lost, and it is unknown which
             self._fail(_NO_MEMORY)
 
     def _receive(self, rank: int, control: socket.socket) -> None:
         try:
-            data = control.recv(_MAX_CONTROL_BYTES)
+            data = control.recv(MAX_CONTROL_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self._died = rank
+            self._first_dead = rank
             self._lose(f"rank {rank} (pid {self.ranks[rank].pid}) died", rank)
-        elif len(data) == _DOORBELL_BYTES:
-            self._finish_step(int.from_bytes(data, "little"))
+        elif (step := decode_doorbell(data)) is not None:
+            self._finish_step(step)
         else:
-            self._on_control(rank, decode_control(data))
+            self._on_message(rank, decode_rank_message(data))
 
-    def _await_step(self) -> None:
-        """The time of the first step in flight begins."""
+    def _arm_step(self) -> None:
+        """Start the deadline of the oldest step in flight."""
         self._arm(self._in_flight[0][1], "has not finished its step")
 
     def _finish_step(self, step: int) -> None:
@@ -310,10 +335,10 @@ class RankGroup:
         first, _ = self._in_flight.popleft()
         assert step == first
         if self._in_flight:
-            self._await_step()
+            self._arm_step()
         self._listener.on_result(decode_result(self._mailbox.get_result(step)))
 
-    def _on_control(self, rank: int, message: ControlMessage) -> None:
+    def _on_message(self, rank: int, message: RankMessage) -> None:
         process = self.ranks[rank]
         if isinstance(message, Loading):
             process.loading = (message.done_bytes, message.total_bytes)
@@ -322,34 +347,41 @@ class RankGroup:
             process.blocks, process.phases_s = message.blocks, message.phases_s
             self._allocate()
         elif isinstance(message, Ready):
-            process.state = "ready"
+            process.state, process.ready = "ready", message
             if all(each.state == "ready" for each in self.ranks):
                 self._disarm()
-                self._listener.on_ready(self._blocks(), message)
+                self._listener.on_ready(self._blocks(), self._common_ready(message))
         elif isinstance(message, StartFailed):
             if message.permanent:
-                self._abandon()
-                self._listener.on_refused(LockstepError(ErrorCode.INVALID_REQUEST, message.message, field="model"))
+                self._stop_listening()
+                self._listener.on_refused(refuse(message.message))
             else:
                 self._lose(message.message, rank)
+
+    def _common_ready(self, last: Ready) -> Ready:
+        """The message for the group: it is deterministic only if each rank is and all have the same fingerprint."""
+        measured = {(each.ready.deterministic, each.ready.fingerprint) for each in self.ranks if each.ready is not None}
+        if len(measured) == 1:
+            return last
+        return msgspec.structs.replace(last, deterministic=False, fingerprint="")
 
     def _blocks(self) -> PoolSizes:
         known = [each.blocks for each in self.ranks if each.blocks is not None]
         return PoolSizes(min(each.hot for each in known), min(each.cold for each in known))
 
     def _allocate(self) -> None:
-        """When all ranks have loaded: each allocates as many blocks as the poorest of them can hold."""
+        """Once all ranks have loaded, have each allocate as many blocks as the one with the least memory can hold."""
         if any(each.blocks is None for each in self.ranks):
             return
         blocks = self._blocks()
-        needed = -(-self._settings.spec.context_length // BLOCK_SIZE)
+        needed = -(-self._settings.spec.model.context_length // BLOCK_SIZE)
         if blocks.hot < 1:
-            self._abandon()
+            self._stop_listening()
             self._listener.on_refused(
                 LockstepError(
                     ErrorCode.INVALID_REQUEST,
                     f"no memory for the KV cache: not one block of {BLOCK_SIZE} tokens fits "
-                    f"({needed} hold one whole context)",
+                    f"({needed} hold one full context)",
                     field="kv_memory_bytes",
                 )
             )
@@ -367,29 +399,24 @@ class RankGroup:
             self._deadline = None
 
     def _on_deadline(self, what: str, since: float) -> None:
-        """A rank hangs. The one that has entered the fewest collectives is the one that the others wait for."""
+        """A rank hangs. It is the one that has entered the fewest collectives: the others wait for it."""
         assert self._mailbox is not None
         progress = [(int(self._mailbox.collectives[rank]), rank) for rank in range(self._tp)]
-        waiting = [rank for rank in range(self._tp) if self.ranks[rank].state != "ready"]
-        guilty = waiting[0] if waiting else min(progress)[1]
+        starting = [rank for rank in range(self._tp) if self.ranks[rank].state != "ready"]
+        hung = starting[0] if starting else min(progress)[1]
         for process in self.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)
-        reason = f"rank {guilty} (pid {self.ranks[guilty].pid}) {what} for {time.monotonic() - since:.1f} s"
-        self._deadline = self._loop.call_later(_STACKS_S, self._lose, reason, guilty)
+        reason = f"rank {hung} (pid {self.ranks[hung].pid}) {what} for {time.monotonic() - since:.1f} s"
+        self._deadline = self._loop.call_later(_STACK_DUMP_S, self._lose, reason, hung)
 
     def _lose(self, reason: str, rank: int) -> None:
         self.ranks[rank].state = "dead"
         self._fail(reason)
 
     def _fail(self, reason: str) -> None:
-        self._abandon()
+        self._stop_listening()
         self._listener.on_lost(reason)
-
-
-def _replace_rank(spec: RankSpec, rank: int, epoch: int) -> RankSpec:
-    values = {name: getattr(spec, name) for name in spec.__struct_fields__}
-    return RankSpec(**{**values, "rank": rank, "epoch": epoch})
 
 
 def _describe(status: int) -> str:

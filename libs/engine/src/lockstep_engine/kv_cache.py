@@ -1,16 +1,15 @@
-"""The KV cache's tensors on one rank: where a step's tokens go in them, and how hot blocks become cold ones.
+"""The KV cache's tensors on one rank: where a step's tokens are stored, and how hot blocks are compressed to cold ones.
 
-Two pools. Hot blocks hold keys and values in the model's dtype; cold blocks, made of full hot ones, hold them in eight
-bits (e4m3) with a scale for each token and head. One list of ids names a sequence's blocks in order of position: an id
-below `first_cold` is a hot block, any other the cold block id - first_cold, -1 nothing. Which version of a block a
-query sees is `HotWindow`'s to say, a function of positions alone.
+There are two pools. Hot blocks hold keys and values in the model's dtype. Cold blocks are made of full hot ones and
+hold them in eight bits (e4m3) with a scale for each token and head. A list of ids names a sequence's blocks in order of
+position: an id below `first_cold` is a hot block, any other is the cold block id - first_cold, -1 is no block. Which
+version of a block a query sees is decided by `HotWindow`, a function of positions alone.
 
-Invariant: a slot of a hot block that holds no token of the block's present owner is zero, so that whatever is masked
-out is finite. Cold blocks are full.
+Invariant: a slot of a hot block without a token of the block's present owner is zero, so that masked-out values are
+finite. Cold blocks are full.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,55 +17,28 @@ from numpy.typing import NDArray
 
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kernels import cpu, gpu
+from lockstep_engine.layer_cache import ColdLayer, LayerCache, compress
 
-_E4M3_MAX = 448.0
-_LEAST_PEAK = 1e-30
-"""Of a vector's greatest magnitude: its scale and that one's inverse stay finite."""
 _SCALE_BYTES = 4
-
-
-@dataclass(frozen=True)
-class ColdLayer:
-    """A layer's cold blocks; the last one stays zero."""
-
-    keys: torch.Tensor
-    """[kv heads, cold blocks + 1, head dim, 16]: bytes in e4m3, or the model's dtype where the layer is not
-    compressed."""
-    values: torch.Tensor
-    """[kv heads, cold blocks + 1, 16, head dim]"""
-    key_scales: torch.Tensor | None
-    """[kv heads, cold blocks + 1, 16], float32: a component is its code times its token's scale. None: no codes."""
-    value_scales: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """A layer's keys and values."""
-
-    keys: torch.Tensor
-    """[kv heads, blocks + 1, head dim, 16]"""
-    values: torch.Tensor
-    """[kv heads, blocks + 1, 16, head dim]"""
-    cold: ColdLayer | None
 
 
 class KvCache:
     """Keys and values of all layers. The last block of each pool stays zero.
 
     `keys` [layers, kv heads, blocks + 1, head dim, 16], `values` [layers, kv heads, blocks + 1, 16, head dim]: heads
-    before blocks, so that a head's part of a block is one contiguous piece; keys transposed in it, so that a vector
+    before blocks, so that a head's part of a block is contiguous. Keys are transposed in it, so that a SIMD vector
     holds one component of 16 keys and scores need no sums across a vector.
 
     Args:
-        layers: of the model.
-        kv_heads: on this rank.
+        layers: number of the model's layers.
+        kv_heads: number of key/value heads on this rank.
         head_dim: width of a head.
-        blocks: hot ones.
-        dtype: the model's.
-        device: where the model is.
-        cold_blocks: only with a rule.
-        rule: which blocks are seen cold; None: none.
-        compressed_layers: those whose cold blocks are compressed; None: all. The others' keep the model's dtype.
+        blocks: number of hot blocks.
+        dtype: the model's dtype.
+        device: the model's device.
+        cold_blocks: number of cold blocks; 0 without a hot window.
+        hot_window: decides which blocks a query sees cold. None: no block.
+        compressed_layers: layers whose cold blocks are compressed; in others they keep the model's dtype. None: all.
     """
 
     def __init__(
@@ -79,7 +51,7 @@ class KvCache:
         dtype: torch.dtype,
         device: torch.device,
         cold_blocks: int = 0,
-        rule: HotWindow | None = None,
+        hot_window: HotWindow | None = None,
         compressed_layers: Collection[int] | None = None,
     ) -> None:
         self.kv_heads = kv_heads
@@ -87,17 +59,19 @@ class KvCache:
         self.padding_block = blocks
         self.first_cold = blocks + 1
         self.cold_blocks = cold_blocks
-        self.rule = rule
+        self.hot_window = hot_window
         heads_blocks = (layers, kv_heads, blocks + 1)
         self.keys = torch.zeros((*heads_blocks, head_dim, BLOCK_SIZE), dtype=dtype, device=device)
         self.values = torch.zeros((*heads_blocks, BLOCK_SIZE, head_dim), dtype=dtype, device=device)
         colds = [
-            self._cold_layer(compressed_layers is None or layer in compressed_layers) if rule is not None else None
+            self._cold_layer(compressed_layers is None or layer in compressed_layers)
+            if hot_window is not None
+            else None
             for layer in range(layers)
         ]
         self._layers = [LayerCache(*each) for each in zip(self.keys, self.values, colds, strict=True)]
         self.calls = [_layer_call(each) for each in self._layers] if cpu.available(self.keys) else []
-        """For the CPU kernels, one a layer."""
+        """Arguments of the CPU kernels, one for each layer."""
 
     @staticmethod
     def block_bytes(*, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -115,8 +89,8 @@ class KvCache:
     ) -> int:
         """Memory of one cold block on one rank."""
         compressed = layers if compressed_layers is None else len(compressed_layers)
-        whole = (layers - compressed) * head_dim * dtype.itemsize
-        return 2 * kv_heads * BLOCK_SIZE * (whole + compressed * (head_dim + _SCALE_BYTES))
+        uncompressed = (layers - compressed) * head_dim * dtype.itemsize
+        return 2 * kv_heads * BLOCK_SIZE * (uncompressed + compressed * (head_dim + _SCALE_BYTES))
 
     def layer(self, layer: int) -> LayerCache:
         """A layer's blocks."""
@@ -137,29 +111,29 @@ class KvCache:
         cache.values[:, blocks, offsets] = values
 
     def compress(self, moves: NDArray[np.int32], layer: int | None = None) -> None:
-        """Make cold blocks of full hot ones, in one layer or in all.
+        """Compress full hot blocks to cold ones, in one layer or in all.
 
         Args:
-            moves: [n, 2], the hot block and the cold one.
-            layer: None: all.
+            moves: [n, 2], hot blocks and cold ones.
+            layer: number of the layer; None: all layers.
         """
         if not len(moves):
             return
         numbers = range(len(self._layers)) if layer is None else (layer,)
         device = self.keys.device
         if gpu.usable(device, self.keys.dtype, self.head_dim):
-            from lockstep_engine.kernels import triton_compress  # noqa: PLC0415 - it builds on this module
+            from lockstep_engine.kernels import triton_compress  # noqa: PLC0415 - loads Triton
 
-            there = torch.from_numpy(moves.astype(np.int32)).to(device, non_blocking=True)
+            moves_on_device = torch.from_numpy(moves.astype(np.int32)).to(device, non_blocking=True)
             for number in numbers:
-                triton_compress.compress(self._layers[number], there)
-        elif self.calls and cpu.usable(self.head_dim):
+                triton_compress.compress(self._layers[number], moves_on_device)
+        elif self.calls:
             for number in numbers:
                 cpu.compress(self.calls[number], moves, torch.get_num_threads())
         else:
             indices = torch.from_numpy(moves.astype(np.int64)).to(device, non_blocking=True)
             for number in numbers:
-                self._compress(self._layers[number], indices)
+                compress(self._layers[number], indices)
 
     def gather(self, layer: int, index: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values, each [rows, tokens, head dim], of the hot blocks named by `index` [rows * blocks a row]."""
@@ -169,8 +143,8 @@ class KvCache:
     def gather_cold(
         self, layer: int, index: torch.Tensor, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Of the cold blocks named by `index` [rows * blocks a row]: keys and values without their scales, in the
-        model's dtype, each [rows, tokens, head dim], and the scales [rows, tokens], None where there are none.
+        """The cold blocks named by `index` [rows * blocks a row]: codes of keys and values in the model's dtype, each
+        [rows, tokens, head dim], and their scales [rows, tokens]; None if the layer is not compressed.
         """
         cold = self._layers[layer].cold
         assert cold is not None
@@ -183,11 +157,13 @@ class KvCache:
         return keys, values, key_scales, value_scales
 
     def block_index(self, tables: NDArray[np.int32]) -> torch.Tensor:
-        """For `gather`: tables [sequences, width] → [sequences * kv heads * width]; what is not hot is zero."""
+        """For `gather`: tables [sequences, width] → [sequences * kv heads * width]; ids that are not hot give zeros."""
         return self._index(np.where((tables < 0) | (tables >= self.first_cold), self.padding_block, tables))
 
     def cold_index(self, tables: NDArray[np.int32]) -> torch.Tensor:
-        """For `gather_cold`: tables [sequences, width] → [sequences * kv heads * width]; what is not cold is zero."""
+        """For `gather_cold`: tables [sequences, width] → [sequences * kv heads * width]; ids that are not cold give
+        zeros.
+        """
         cold = tables.astype(np.int64) - self.first_cold
         return self._index(np.where(cold < 0, self.cold_blocks, cold), self.cold_blocks + 1)
 
@@ -200,19 +176,6 @@ class KvCache:
 
         key_scales, value_scales = (zeros(BLOCK_SIZE, of=torch.float32) if compressed else None for _ in range(2))
         return ColdLayer(zeros(self.head_dim, BLOCK_SIZE), zeros(BLOCK_SIZE, self.head_dim), key_scales, value_scales)
-
-    def _compress(self, cache: LayerCache, moves: torch.Tensor) -> None:
-        cold = cache.cold
-        assert cold is not None
-        for hot, whole, scales, axis in (
-            (cache.keys, cold.keys, cold.key_scales, 2),
-            (cache.values, cold.values, cold.value_scales, 3),
-        ):
-            block = hot.index_select(1, moves[:, 0])
-            if scales is None:
-                whole[:, moves[:, 1]] = block
-            else:
-                whole[:, moves[:, 1]], scales[:, moves[:, 1]] = quantize(block, axis)
 
     def _gather(
         self, keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor, rows: int
@@ -227,21 +190,15 @@ class KvCache:
         return torch.from_numpy(index.reshape(-1)).to(self.keys.device, non_blocking=True)
 
 
-def quantize(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes in e4m3 (as bytes) of vectors along `axis`, and their scales in float32, without that axis: the greatest
-    magnitude becomes 448, the others are rounded to the nearest (to the even one of two equally near).
-    """
-    x = x.float()
-    peaks = x.abs().amax(axis).clamp_min(_LEAST_PEAK)
-    factors = peaks.new_tensor(_E4M3_MAX) / peaks  # of a number by a tensor torch makes a product with its reciprocal
-    scaled = (x * factors.unsqueeze(axis)).clamp_(-_E4M3_MAX, _E4M3_MAX)
-    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), peaks * (1 / _E4M3_MAX)
-
-
 def _layer_call(cache: LayerCache) -> cpu.LayerCall:
     kv_heads, blocks, dim, _ = cache.keys.shape
     call = cpu.LayerCall(
-        keys=cache.keys.data_ptr(), values=cache.values.data_ptr(), kv_heads=kv_heads, blocks=blocks, dim=dim
+        keys=cache.keys.data_ptr(),
+        values=cache.values.data_ptr(),
+        kv_heads=kv_heads,
+        blocks=blocks,
+        dim=dim,
+        kind=cpu.kind(cache.keys.dtype),
     )
     if cache.cold is not None:
         cold = cache.cold

@@ -1,31 +1,24 @@
-"""Tensor-parallel layers that take the place of a Hugging Face model's own.
+"""Tensor-parallel layers that replace those of a Hugging Face model.
 
-Column-parallel layers keep some of the output features, row-parallel ones some of the input features and add up over
-ranks (Shoeybi et al. 2019, Megatron-LM). Every layer knows which part of which checkpoint tensor each of its
-parameters is.
+Column-parallel layers keep some of the output features; row-parallel ones keep some of the input features and sum over
+ranks (Shoeybi et al. 2019, Megatron-LM). Every layer lists the slices of checkpoint tensors that its parameters hold.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from lockstep_engine import rowwise
 from lockstep_engine.distributed import Collectives
 from lockstep_engine.kernels import cpu
-
-TORCH_GRAIN = 16384
-"""Elements that torch leaves to one thread."""
-_TORCH_VECTORS = 32
-"""Elements that its loops take at once: two of the widest vectors."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A slice of a checkpoint tensor, and where in the parameter it goes."""
+    """A slice of a checkpoint tensor, and its place in the parameter."""
 
     source: str
     """Name in the checkpoint."""
@@ -34,22 +27,22 @@ class Piece:
     start: int
     length: int
     offset: int
-    """Where the slice begins in the parameter, along `dim`."""
+    """Start of the slice in the parameter, along `dim`."""
     index: int | None = None
     """Row of the parameter's first dimension that this source fills (experts stored one by one)."""
-    whole: int | None = None
+    full_size: int | None = None
     """Size of the source along `dim`, where it is known."""
     transposed: bool = False
-    """The source has its two dimensions the other way round; `dim` is the parameter's."""
+    """The source is the transpose of the parameter; `dim` is the parameter's dimension."""
 
 
 @dataclass(frozen=True)
 class HeadShard:
-    """A rank's heads: which is the first, how many, of how many."""
+    """A rank's heads: number of the first, their count, and the count of all ranks together."""
 
     first: int
     count: int
-    whole: int
+    total: int
 
     def rows(self, width: int, offset: int = 0) -> tuple[int, int]:
         """(start, length) of these heads where each has `width` rows and head 0 begins at `offset`."""
@@ -61,10 +54,10 @@ class ColumnLinear(nn.Module):
 
     Args:
         sources: checkpoint prefixes, e.g. ("…q_proj", "…k_proj", "…v_proj"); one may come more than once.
-        shards: for each source (start, length) of the rows kept here.
-        in_features: of all of them.
-        bias: they have one.
-        wholes: for each source all its rows, where they are known.
+        shards: for each source (start, length) of the rows that this rank keeps.
+        in_features: number of input features.
+        bias: whether the linears have a bias.
+        full_sizes: for each source the number of its rows on all ranks, where it is known.
         transposed: the weights are stored as [in, out].
     """
 
@@ -76,7 +69,7 @@ class ColumnLinear(nn.Module):
         *,
         bias: bool,
         dtype: torch.dtype,
-        wholes: Sequence[int] | None = None,
+        full_sizes: Sequence[int] | None = None,
         transposed: bool = False,
     ) -> None:
         super().__init__()
@@ -88,12 +81,14 @@ class ColumnLinear(nn.Module):
         self.packed: cpu.PackedLinear | None = None
         self.pieces: dict[str, list[Piece]] = {}
         for name in ("weight", "bias") if bias else ("weight",):
-            turned = transposed and name == "weight"
+            is_transposed = transposed and name == "weight"
             offset = 0
             pieces = []
-            sizes: Sequence[int | None] = wholes or [None] * len(sources)
-            for source, (start, length), whole in zip(sources, shards, sizes, strict=True):
-                pieces.append(Piece(f"{source}.{name}", 0, start, length, offset, whole=whole, transposed=turned))
+            sizes: Sequence[int | None] = full_sizes or [None] * len(sources)
+            for source, (start, length), full_size in zip(sources, shards, sizes, strict=True):
+                pieces.append(
+                    Piece(f"{source}.{name}", 0, start, length, offset, full_size=full_size, transposed=is_transposed)
+                )
                 offset += length
             self.pieces[name] = pieces
 
@@ -102,12 +97,14 @@ class ColumnLinear(nn.Module):
         return self.packed(x) if self.packed else functional.linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
-        """After loading: lay the weight out as the device multiplies fastest."""
+        """After loading: lay the weight out for the fastest product on this device."""
         self.packed = _pack(self.weight, self.bias)
 
 
 def _pack(weight: nn.Parameter, bias: torch.Tensor | None) -> cpu.PackedLinear | None:
-    """The weight as the CPU kernel wants it, instead of the parameter's own memory; None where it cannot run."""
+    """The weight in the CPU kernel's layout, which replaces the parameter's memory; None where the kernel cannot
+    run.
+    """
     if not cpu.available(weight):
         return None
     packed = cpu.PackedLinear(weight, bias)
@@ -118,8 +115,8 @@ def _pack(weight: nn.Parameter, bias: torch.Tensor | None) -> cpu.PackedLinear |
 class MergedPart(nn.Module):
     """One of the linears that a `ColumnLinear` has merged, under its old name in the model.
 
-    The first part computes the product for all; the others pick up theirs, as long as they are called with the same
-    input.
+    The first part computes the product for all. The others return their slice of it, as long as they are called with
+    the same input.
     """
 
     def __init__(self, merged: ColumnLinear, part: int) -> None:
@@ -141,7 +138,7 @@ class MergedPart(nn.Module):
         return parts
 
     @property
-    def whole(self) -> ColumnLinear:
+    def merged_linear(self) -> ColumnLinear:
         """The product that this is a part of."""
         merged = self._shared["merged"]
         assert isinstance(merged, ColumnLinear)
@@ -152,7 +149,7 @@ class MergedPart(nn.Module):
         box = self._shared
         if self.part == 0 or box["input"] is not x:
             box["input"] = x
-            box["results"] = self.whole(x).split(self.whole.widths, dim=-1)
+            box["results"] = self.merged_linear(x).split(self.merged_linear.widths, dim=-1)
         results = box["results"]
         assert isinstance(results, tuple)
         if self.part == len(results) - 1:
@@ -194,73 +191,21 @@ class RowLinear(nn.Module):
         return out if self.bias is None else out + self.bias
 
     def pack(self) -> None:
-        """After loading: lay the weight out as the device multiplies fastest."""
+        """After loading: lay the weight out for the fastest product on this device."""
         self.packed = _pack(self.weight, self.bias if self.group.size == 1 else None)
 
 
-class OneNumberGate(nn.Module):
-    """A linear with one output, for an activation that rounds each number alike.
-
-    Numbers that lie apart torch computes one by one. Of numbers that lie side by side it takes whole vectors, and what
-    is left at the end is rounded otherwise.
-    """
-
-    def __init__(self, linear: ColumnLinear) -> None:
-        super().__init__()
-        self.linear = linear
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[…, in] → […, 1], not contiguous."""
-        number: torch.Tensor = self.linear(x)
-        return number.expand(*number.shape[:-1], 2).contiguous()[..., :1]
-
-
-class WholeVectors(nn.Module):
-    """An activation that rounds an element alike wherever it stands among others.
-
-    On the CPU torch gives each thread a part of the elements and takes these in whole vectors; what is left at the end
-    of a part is computed by other code. Here nothing is left.
-    """
-
-    def __init__(self, activation: nn.Module) -> None:
-        super().__init__()
-        self.activation = activation
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[…] → […]."""
-        if x.is_cpu:
-            count, threads = x.numel(), torch.get_num_threads()
-            whole = _whole_vectors(count, threads)
-            by_rows = (threads == 1 or count <= TORCH_GRAIN) and x.shape[-1] % _TORCH_VECTORS == 0
-            if not (whole == count if x.is_contiguous() else by_rows):
-                flat = functional.pad(x.reshape(-1), (0, whole - count))
-                return self.activation(flat)[:count].view(x.shape)  # type: ignore[no-any-return]
-        return self.activation(x)  # type: ignore[no-any-return]
-
-
-@cache
-def _whole_vectors(count: int, threads: int) -> int:
-    """The least number of elements, not below `count`, of which every thread gets whole vectors, whether all threads
-    share them or as many as torch takes for this number.
-    """
-    while True:
-        shares = 1 if count <= TORCH_GRAIN else math.lcm(threads, min(threads, -(-count // (2 * TORCH_GRAIN))))
-        rounded = count + -count % (_TORCH_VECTORS * shares)
-        if rounded == count:
-            return count
-        count = rounded
-
-
 class HeadExpansion(nn.Module):
-    """A latent's way to the keys and values of this rank's heads, and the way back (DeepSeek-V2's MLA).
+    """The projection from a latent to the keys and values of this rank's heads (DeepSeek-V2's MLA), in absorbed form.
 
-    A score q · (U c) is (Uᵀ q) · c, and a weighted sum of values V c is V times the weighted sum of c: with queries
-    turned and sums expanded, attention needs the latents c alone.
+    A score q · (U c) is (Uᵀ q) · c, and a weighted sum of values V c is V times the weighted sum of c. Therefore
+    `absorb` multiplies queries by Uᵀ, `expand` multiplies sums by V, and attention works on the latents c.
 
     Args:
         source: checkpoint prefix of the weight [all heads * (key width + value width), latent width].
         shard: this rank's heads.
-        widths: of a head's key and value.
+        widths: widths of a head's key and of its value.
+        latent: width of the latent.
     """
 
     def __init__(self, source: str, shard: HeadShard, widths: tuple[int, int], latent: int, dtype: torch.dtype) -> None:
@@ -269,32 +214,25 @@ class HeadExpansion(nn.Module):
         each = sum(widths)
         start, rows = shard.rows(each)
         self.weight = nn.Parameter(torch.empty(rows, latent, dtype=dtype), requires_grad=False)
-        self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, rows, 0, whole=shard.whole * each)]}
+        self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, rows, 0, full_size=shard.total * each)]}
 
-    def turn(self, queries: torch.Tensor) -> torch.Tensor:
-        """Queries [heads, tokens, key width] → for latents [heads, tokens, latent width]."""
-        return _product(queries, self._matrices()[:, : self.widths[0]])
+    def absorb(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries for keys [heads, tokens, key width] → queries for latents [heads, tokens, latent width]."""
+        return torch.bmm(queries, self._matrices()[:, : self.widths[0]])
 
     def expand(self, sums: torch.Tensor) -> torch.Tensor:
         """Sums of latents [heads, tokens, latent width] → sums of values [heads, tokens, value width]."""
-        return _product(sums, self._matrices()[:, self.widths[0] :].transpose(1, 2))
+        return torch.bmm(sums, self._matrices()[:, self.widths[0] :].transpose(1, 2))
 
     def _matrices(self) -> torch.Tensor:
         return self.weight.view(self.heads, sum(self.widths), self.latent)
-
-
-def _product(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-    """Batched; never of a single row, which libraries round otherwise."""
-    if x.shape[1] > 1:
-        return torch.bmm(x, matrices)
-    return torch.bmm(x.expand(-1, 2, -1), matrices)[:, :1]
 
 
 class VocabEmbedding(nn.Module):
     """Rows of the embedding for this rank's part of the vocabulary; rows beyond it (padding) are never read.
 
     Args:
-        scale: of the result (Gemma's is the root of the width), in the embedding's dtype.
+        scale: factor of the result (Gemma's is the root of the width), in the embedding's dtype.
     """
 
     def __init__(
@@ -305,7 +243,7 @@ class VocabEmbedding(nn.Module):
         self.scale = scale
         self.start, self.rows, kept = vocab_shard(vocab_size, group)
         self.weight = nn.Parameter(torch.zeros(self.rows, width, dtype=dtype), requires_grad=False)
-        self.pieces = {"weight": [Piece(f"{source}.weight", 0, self.start, kept, 0, whole=vocab_size)]}
+        self.pieces = {"weight": [Piece(f"{source}.weight", 0, self.start, kept, 0, full_size=vocab_size)]}
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """[…] token ids → […, width]."""
@@ -333,7 +271,7 @@ class VocabHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(rows, dtype=dtype), requires_grad=False) if bias else None
         self.tied = False
         self.packed: cpu.PackedLinear | None = None
-        self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, kept, 0, whole=vocab_size)]}
+        self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, kept, 0, full_size=vocab_size)]}
         if bias:
             self.pieces["bias"] = [Piece(f"{source}.bias", 0, start, kept, 0)]
 
@@ -342,7 +280,9 @@ class VocabHead(nn.Module):
         return self.packed(x) if self.packed else functional.linear(x, self.weight, self.bias)
 
     def pack(self) -> None:
-        """After loading: lay the weight out as the device multiplies fastest. A tied embedding keeps its own."""
+        """After loading: lay the weight out for the fastest product on this device. A tied embedding keeps its
+        layout.
+        """
         if self.tied and cpu.available(self.weight):
             self.packed = cpu.PackedLinear(self.weight, self.bias)
         elif not self.tied:
@@ -365,7 +305,7 @@ class SummedExperts(nn.Module):
         self.group = group
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        """Whatever the model's own experts take and give."""
+        """Takes and returns what the model's own experts do."""
         out: torch.Tensor = self.experts(*args)
         return self.group.all_reduce(out)
 
@@ -382,25 +322,25 @@ class FusedRmsNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, width] → […, width]."""
         if cpu.available(x):
-            return cpu.add_rms_norm(x.contiguous(), None, self.weight, self.eps)
+            return rowwise.rms_norm(x, self.weight, self.eps)
         return functional.rms_norm(x, self._shape, self.weight, self.eps)
 
 
 class SplitRmsNorm(nn.Module):
-    """A norm over all heads at once, of which each rank has its own: the sum of squares goes over ranks.
+    """A norm over all heads, of which each rank has a part: the sum of squares is taken over ranks.
 
     Args:
         source: checkpoint prefix.
         shard: (start, length) of this rank's elements.
-        whole: elements in all.
-        copies: ranks that have the same elements.
+        full_width: number of elements on all ranks.
+        copies: number of ranks that have the same elements.
     """
 
     def __init__(
         self,
         source: str,
         shard: tuple[int, int],
-        whole: int,
+        full_width: int,
         copies: int,
         eps: float,
         group: Collectives,
@@ -409,13 +349,13 @@ class SplitRmsNorm(nn.Module):
         super().__init__()
         start, length = shard
         self.weight = nn.Parameter(torch.empty(length, dtype=dtype), requires_grad=False)
-        self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, length, 0, whole=whole)]}
+        self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, length, 0, full_size=full_width)]}
         self.group = group
         self.eps = eps
-        self._share = 1 / (whole * copies)
+        self._mean_factor = 1 / (full_width * copies)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, width / tp] → […, width / tp]."""
         wide = x.float()
-        mean = self.group.all_reduce(wide.square().sum(-1, keepdim=True)) * self._share
+        mean = self.group.all_reduce(wide.square().sum(-1, keepdim=True)) * self._mean_factor
         return (self.weight * (wide * torch.rsqrt(mean + self.eps))).to(x.dtype)

@@ -1,11 +1,11 @@
-"""The shared segment between a driver and its ranks: plans down, results and progress up. Anonymous memory: nothing
-to leak.
+"""The shared segment between a driver and its ranks: plans in one direction, results and progress in the other.
 
-Bytes move here; the doorbell that says "there is something" is a socket, so that both sides can sleep in the kernel.
+The segment is anonymous memory, so that nothing remains when the processes end. Only bytes are moved here; doorbells go
+over sockets, so that both sides can sleep in the kernel.
 
-There are as many places for plans, and for results, as there may be steps in flight. The place of a step is used again
-by the one that is put in flight when the step's result has been read: by then every rank has read its plan, since none
-finishes a step that another has not begun (they meet in its collectives).
+There is one place for a plan, and one for a result, for each step that may be in flight. A step's place is reused by
+the step that is sent after its result has been read. By then every rank has read its plan, because no rank finishes a
+step that another has not begun: they meet in its collectives.
 """
 
 import mmap
@@ -15,19 +15,19 @@ import struct
 import numpy as np
 
 MAX_IN_FLIGHT = 2
-"""Steps whose plans may be there before their results have been read."""
+"""Most steps that may be sent before the result of the first of them has been read."""
 
-_PROGRESS_BYTES = 64  # a cache line a rank
+_PROGRESS_BYTES = 64  # one cache line for each rank
 _LENGTH = struct.Struct("<Q")
 
 
 class Mailbox:
-    """Maps the segment. Both sides construct it with the same sizes.
+    """A mapping of the segment. Both sides construct it with the same sizes.
 
     Args:
-        fd: from `create`.
-        tp: ranks.
-        plan_bytes, result_bytes: most that one message may take.
+        fd: a descriptor from `create`.
+        tp: number of ranks.
+        plan_bytes, result_bytes: size of the largest plan and of the largest result.
     """
 
     def __init__(self, fd: int, tp: int, plan_bytes: int, result_bytes: int) -> None:
@@ -36,9 +36,9 @@ class Mailbox:
         self._memory = mmap.mmap(fd, self.segment_bytes(tp, plan_bytes, result_bytes))
         progress = np.frombuffer(self._memory, dtype=np.int64, count=tp * _PROGRESS_BYTES // 8)
         self.steps = progress[:: _PROGRESS_BYTES // 8]
-        """[tp]: steps finished by each rank in this epoch."""
+        """[tp], int64: steps finished by each rank in this epoch."""
         self.collectives = progress[1 :: _PROGRESS_BYTES // 8]
-        """[tp]: collectives entered by each rank. In a hang the rank with the fewest is the one the others wait for."""
+        """[tp], int64: collectives entered by each rank. In a hang the others wait for the rank with the fewest."""
         self._plans = tp * _PROGRESS_BYTES
         self._results = self._plans + MAX_IN_FLIGHT * (_LENGTH.size + plan_bytes)
 
@@ -55,19 +55,19 @@ class Mailbox:
         return fd
 
     def put_plan(self, step: int, data: bytes) -> None:
-        """Driver: place the plan of `step`."""
+        """Driver: write the plan of `step`."""
         self._put(self._offset(self._plans, self._plan_bytes, step), self._plan_bytes, data)
 
     def get_plan(self, step: int) -> bytes:
-        """Rank: the plan of `step`."""
+        """Rank: read the plan of `step`."""
         return self._get(self._offset(self._plans, self._plan_bytes, step))
 
     def put_result(self, step: int, data: bytes) -> None:
-        """Rank 0: place the result of `step`."""
+        """Rank 0: write the result of `step`."""
         self._put(self._offset(self._results, self._result_bytes, step), self._result_bytes, data)
 
     def get_result(self, step: int) -> bytes:
-        """Driver: the result of `step`."""
+        """Driver: read the result of `step`."""
         return self._get(self._offset(self._results, self._result_bytes, step))
 
     @staticmethod

@@ -1,5 +1,6 @@
-"""What a checkpoint says of itself, read without torch: quickly enough to refuse a bad directory before anything
-starts.
+"""Reads a checkpoint's configuration, without torch, so that an unusable directory is refused before anything starts.
+
+The driver does this once; ranks are given the result.
 """
 
 import hashlib
@@ -24,42 +25,44 @@ _OTHER_NAMES = {
     "num_key_value_heads": ("num_kv_heads",),
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
 }
-"""What older configurations call these fields."""
+"""Names of these fields in older configurations."""
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A checkpoint, as the engine serves it."""
+    """What the engine knows about a checkpoint."""
 
     path: Path
     name: str
     digest: str
-    """Of configuration, tokenizer, weights and how KV is compressed: engines with equal digests may continue each
-    other's streams."""
+    """Hash of configuration, tokenizer, weights and the compression of KV. Engines may continue each other's streams
+    only if their digests are equal."""
     architecture: str
     model_type: str
     """A key of `architectures.ARCHITECTURES`."""
     dtype: str
-    """As stored."""
+    """Dtype of the stored weights."""
     context_length: int
+    """Most tokens of prompt and output that are served: the model's limit, or `max_context` if that is smaller."""
     vocab_size: int
     hidden_size: int
     eos_ids: tuple[int, ...]
     created: int
-    """Seconds since 1970 of the configuration file."""
-    weight_files: tuple[Path, ...]
+    """Modification time of the configuration file, in seconds since 1970."""
+    weight_files: tuple[str, ...]
+    """Names of the safetensors files in `path`."""
 
 
 def refuse(sentence: str) -> LockstepError:
-    """The error for a model that can't be served."""
+    """The error for a model that cannot be served. Unlike `errors.invalid` it takes the full sentence."""
     return LockstepError(ErrorCode.INVALID_REQUEST, sentence, field="model")
 
 
 def inspect_model(config: EngineConfig) -> ModelInfo:
-    """Read what the directory says and check that it is whole.
+    """Read a model's configuration, and check that its files are complete.
 
     Raises:
-        LockstepError: INVALID_REQUEST with one sentence that says what is missing, cut short or impossible.
+        LockstepError: INVALID_REQUEST with one sentence that says what is missing, truncated or unsupported.
     """
     path = Path(config.model)
     if path.suffix == ".gguf" and path.is_file():
@@ -99,7 +102,7 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of the checkpoint; refuses one that is missing or broken."""
+    """The object in a JSON file of the checkpoint. Refuses a file that is missing or broken."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -127,24 +130,26 @@ def _known_type(path: Path, settings: dict[str, Any], architecture: str) -> str:
     return model_type
 
 
-def _weight_files(path: Path) -> tuple[Path, ...]:
+def _weight_files(path: Path) -> tuple[str, ...]:
     index = path / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
             raise refuse(f"model {path}: {index.name} has no usable weight_map")
-        files = tuple(path / name for name in sorted(set(weight_map.values())))
+        files = tuple(sorted(set(weight_map.values())))
     else:
-        files = tuple(sorted(path.glob("*.safetensors")))
+        files = tuple(sorted(file.name for file in path.glob("*.safetensors")))
     if not files:
         raise refuse(f"model {path}: no *.safetensors file (pickled .bin and .pt files are not read)")
-    for file in files:
-        _check_whole(file)
+    for name in files:
+        _check_complete(path / name)
     return files
 
 
-def _check_whole(file: Path) -> None:
-    """A safetensors file is an 8-byte header length, a JSON header, and as many bytes as its largest offset says."""
+def _check_complete(file: Path) -> None:
+    """Check a file's length. The format: 8 bytes of header length, a JSON header, as many bytes as the largest
+    offset.
+    """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -152,7 +157,7 @@ def _check_whole(file: Path) -> None:
             header_bytes = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
             if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size - 8):
                 raise refuse(
-                    f"model {file.parent}: {file.name} is not a whole safetensors file (its header is cut short)"
+                    f"model {file.parent}: {file.name} is not a complete safetensors file (its header is cut short)"
                 )
             header = json.loads(stream.read(header_bytes))
         end = max((int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__"), default=0)
@@ -195,15 +200,16 @@ def _eos_ids(path: Path, settings: dict[str, Any]) -> tuple[int, ...]:
     return tuple(number for number in ids if isinstance(number, int))
 
 
-def _digest(path: Path, files: tuple[Path, ...], config: EngineConfig) -> str:
-    """SHA-256 over the small files whole, and over size and a thousand samples of the weights (reading all takes
-    minutes). Weights that differ between the samples alone have the same digest: a tuned model needs its own name.
+def _digest(path: Path, files: tuple[str, ...], config: EngineConfig) -> str:
+    """SHA-256 over the complete small files, and over the size and a thousand samples of each weight file. Reading all
+    weights would take minutes. Weights that differ only between the samples have equal digests; give a fine-tuned model
+    its own name.
     """
     digest = hashlib.sha256(f"{config.hot_window} {sorted(config.kv_compressed_layers)}".encode())
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         if (path / name).exists():
             digest.update(name.encode() + b"\0" + (path / name).read_bytes())
-    for file in files:
+    for file in (path / name for name in files):
         size = file.stat().st_size
         digest.update(f"{file.name}\0{size}".encode())
         with file.open("rb") as stream:

@@ -1,9 +1,10 @@
 """One model source for all architectures: Hugging Face's modelling code, built without weights, with our
 tensor-parallel layers in place of its linears and one attention function.
 
-Its own tensor parallelism and batching are not used; the unmodified model is the tests' oracle.
+Its own tensor parallelism and batching are not used. In the tests the unmodified model is the reference.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,14 +13,17 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from lockstep_engine.architectures import ARCHITECTURES, USUAL_PLAN
+from lockstep_engine.architectures import ARCHITECTURES, USUAL_SPLIT_PLAN
 from lockstep_engine.attention import StepAttention
 from lockstep_engine.distributed import Collectives
 from lockstep_engine.fused_layer import FusedDecoder, fuse_layers
 from lockstep_engine.graphs import DecodeInputs
+from lockstep_engine.interception import intercepted
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.model_config import ModelInfo, refuse
 from lockstep_engine.own_attention import CurrentStep, prepare_attention
+from lockstep_engine.plain_layer import is_plain_model
+from lockstep_engine.scoring import Scoring
 from lockstep_engine.splitting import Splitter
 
 _ATTENTION = "lockstep_paged"
@@ -27,7 +31,7 @@ _CACHED_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 class Decoder(Protocol):
-    """A whole model that goes without its modules; it takes one kind of attention."""
+    """Computes a model without calling its modules; it takes one kind of attention."""
 
     def logits(self, ids: torch.Tensor, attention: Any, rows: torch.Tensor) -> torch.Tensor:
         """See `BuiltModel.logits`."""
@@ -36,38 +40,33 @@ class Decoder(Protocol):
 
 @dataclass
 class BuiltModel:
-    """A model without weights, and what the cache must hold for it."""
+    """A model and the geometry of its KV cache."""
 
     module: nn.Module
     layers: int
     kv_heads: int
-    """On this rank."""
+    """Key/value heads on this rank."""
     head_dim: int
     vocab_size: int
     hidden_act: str
-    plain_attention: bool
-    """It needs what the CPU's attention kernel does not have (biases, sinks)."""
     step: CurrentStep
+    exact: bool = True
+    """Compute so that a row's bits depend on that row alone; on the CPU."""
     decoder: Decoder | None = None
-    """Set by `fuse` and `fuse_on_gpu` when the whole model can go without its modules."""
+    """Set by `fuse` and `fuse_on_gpu` when the model can be computed without calling its modules."""
 
-    def fuse(self, context_length: int) -> int:
-        """Put fused layers in place of what they can replace: on the CPU, in float32, when weights are loaded.
-
-        Returns:
-            How many layers were replaced.
-        """
+    def fuse(self, context_length: int) -> None:
+        """Replace layers by fused ones where these fit: on the CPU, in float32, when weights are loaded."""
         layers = fuse_layers(self.module, self.hidden_act)
-        if FusedDecoder.fits(self.module, layers):
+        if is_plain_model(self.module, layers):
             self.decoder = FusedDecoder(self.module, layers, context_length)
-        return len(layers)
 
     def fuse_on_gpu(self, context_length: int) -> bool:
-        """Compute the whole model in the GPU's kernels from now on, if it is of the plain shape: where these kernels
-        run, when weights are loaded. Its steps then take `TritonAttention` alone.
+        """Compute the model with the GPU's kernels from now on, if it has the plain shape: where these kernels run,
+        when weights are loaded. Its steps then need `TritonAttention`.
 
         Returns:
-            Whether it is.
+            Whether the model has the plain shape.
         """
         from lockstep_engine.gpu_decoder import GpuDecoder  # noqa: PLC0415 - it builds on Triton
 
@@ -79,9 +78,9 @@ class BuiltModel:
         """Run the step.
 
         Args:
-            ids: [tokens], of all sequences one after the other.
+            ids: [tokens], those of all sequences one after the other.
             attention: the step's attention.
-            rows: [sampled], the tokens whose logits are wanted.
+            rows: [sampled], indices of the tokens whose logits are wanted.
 
         Returns:
             [sampled, this rank's part of the vocabulary].
@@ -89,12 +88,13 @@ class BuiltModel:
         if self.decoder is not None:
             return self.decoder.logits(ids, attention, rows)
         self.step.begin(attention)
-        out = self.module(
-            input_ids=ids.unsqueeze(0),
-            position_ids=attention.positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=rows,
-        )
+        with intercepted() if self.exact and ids.is_cpu else nullcontext():
+            out = self.module(
+                input_ids=ids.unsqueeze(0),
+                position_ids=attention.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=rows,
+            )
         if self.step.calls != self.layers:
             version = transformers.__version__
             raise refuse(f"{type(self.module).__name__} of transformers {version} has layers of which none is cached")
@@ -102,7 +102,7 @@ class BuiltModel:
         return logits
 
     def decode(self, cache: KvCache, inputs: DecodeInputs) -> torch.Tensor:
-        """A step of decoding from tensors that stay where they are, in the GPU's kernels: it can be recorded.
+        """A decode step with the GPU's kernels, from tensors that stay in place, so that it can be recorded.
 
         Returns:
             [sequences, this rank's part of the vocabulary].
@@ -126,22 +126,15 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that the models call: [1, heads, tokens, dim] each, to [1, tokens, heads, dim].
+    """The attention function that the models call: [1, heads, tokens, dim] each → [1, tokens, heads, dim].
 
-    The step comes to it through the module, since not every layer hands on what it is called with.
+    Reads the step from the module, because some layers drop extra arguments.
     """
     assert attention_mask is None
     step: CurrentStep = module.current_step
-    out = step.attend(
-        module,
-        query[0],
-        key[0],
-        value[0],
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        soft_cap=softcap,
-        sinks=s_aux,
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(scale, sliding_window, softcap, sinks=s_aux)
+    out = step.take().attend(module.layer_idx, query[0], key[0], value[0], scoring)
     return out.unsqueeze(0), None
 
 
@@ -156,7 +149,7 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype) -> Buil
     """
     try:
         config = AutoConfig.from_pretrained(info.path, local_files_only=True, trust_remote_code=False)
-        config._attn_implementation = "eager"  # some choose their attention's class by it
+        config._attn_implementation = "eager"  # some models choose their attention's class by it
         config._experts_implementation = "eager"
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -170,14 +163,14 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype) -> Buil
         kinds = ", ".join(sorted(other_layers)) or "chunked_attention"
         raise refuse(f"model {info.path}: {info.architecture} has layers of {kinds}, which are not supported")
     architecture = ARCHITECTURES[info.model_type]
-    plans = (architecture.plan, USUAL_PLAN, model.tp_plan or {})
-    splitter = Splitter(info, group, dtype, text, plans, reads_config=architecture.reads_config)
+    split_plans = (architecture.split_plan, USUAL_SPLIT_PLAN, model.tp_plan or {})
+    splitter = Splitter(info, group, dtype, text, split_plans, reads_config=architecture.reads_config)
     splitter.split(model)
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":
             _settle_frequencies(module, info.context_length)
     step = CurrentStep()
-    plain = prepare_attention(model, step, architecture.attention, splitter.heads, info.context_length, dtype)
+    prepare_attention(model, step, architecture.attention, splitter.heads, info.context_length, dtype)
     return BuiltModel(
         module=model,
         layers=int(text.num_hidden_layers),
@@ -185,15 +178,15 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype) -> Buil
         head_dim=splitter.cached_dim,
         vocab_size=info.vocab_size,
         hidden_act=str(getattr(text, "hidden_act", "")),
-        plain_attention=plain,
         step=step,
     )
 
 
 def _settle_frequencies(rotary: Any, context_length: int) -> None:
-    """Let rotary positions with frequencies for short and for long sequences take those for the longest that is served.
+    """Fix the frequencies of rotary positions that have some for short and others for long sequences: always use those
+    for the longest sequence that is served.
 
-    `transformers` decides by the longest sequence of the batch, but a request must not notice its neighbours.
+    `transformers` decides by the longest sequence of the batch, but a request's result must not depend on the batch.
     """
     forward = rotary.forward
 

@@ -1,4 +1,4 @@
-"""The engine without services: text in, text out, in the calling thread."""
+"""The engine for scripts, without services: text in, text out, in the calling thread."""
 
 import asyncio
 import itertools
@@ -52,7 +52,7 @@ class Engine:
         )
         self._loop = asyncio.new_event_loop()
         try:
-            self._run(self._engine.start())
+            self._await(self._engine.start())
         except BaseException:
             self.close()
             raise
@@ -61,7 +61,7 @@ class Engine:
 
     @property
     def core(self) -> AsyncEngine:
-        """The engine inside, for its model and status."""
+        """The `AsyncEngine` inside, for its model and status."""
         return self._engine
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -75,49 +75,58 @@ class Engine:
         return text
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[str]:
-        """Texts that follow the prompts, all generated together."""
+        """The generated texts. All prompts run together."""
         return [self.decode([id_ for output in each for id_ in output.ids]) for each in self.outputs(prompts, params)]
 
     def generate_ids(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[int]]:
-        """Token ids that follow the prompts, all generated together."""
+        """The generated token ids. All prompts run together."""
         return [[id_ for output in each for id_ in output.ids] for each in self.outputs(prompts, params)]
 
     def outputs(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[Output]]:
-        """Everything the engine gives for each prompt, with log probabilities and reasons."""
+        """All outputs for each prompt, with log probabilities and finish reasons."""
         each_params = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         requests = [self._request(prompt, each) for prompt, each in zip(prompts, each_params, strict=True)]
-        return self._run(self._collect(requests))
+        return self.run(requests)
+
+    def run(self, requests: Sequence[Request]) -> list[list[Output]]:
+        """All outputs of requests, which may continue earlier attempts. If one fails, its error is raised and the
+        others are cancelled.
+        """
+        return self._await(self._collect(requests))
 
     def score(self, prompt: Prompt, *, vocabulary: bool = False) -> PromptLogprobs:
-        """Log probabilities and ranks of a prompt's tokens from the second on, and, if asked for, the log
-        probabilities of the whole vocabulary at each.
+        """Log probabilities and ranks of a prompt's tokens from the second on.
+
+        Args:
+            prompt: text or token ids.
+            vocabulary: return the log probabilities of the full vocabulary at each position, too.
         """
         scores = PromptScores.VOCABULARY if vocabulary else PromptScores.TOKENS
         params = SamplingParams(max_tokens=1, temperature=0, prompt_scores=scores)
         parts = [each.prompt_logprobs for each in self.outputs([prompt], params)[0]]
         given = [part for part in parts if part is not None]
-        wholes = [part.vocabulary for part in given if part.vocabulary is not None]
+        vocabularies = [part.vocabulary for part in given if part.vocabulary is not None]
         return PromptLogprobs(
             1,
             np.concatenate([part.tokens for part in given]) if given else np.empty(0, np.float32),
             np.concatenate([part.ranks for part in given]) if given else np.empty(0, np.int32),
-            np.concatenate(wholes) if wholes else None,
+            np.concatenate(vocabularies) if vocabularies else None,
         )
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
-        """Pieces of the text that follows the prompt, as they come; joined they are what `generate` gives."""
+        """Pieces of the generated text, as they come. Joined they equal the result of `generate`."""
         request = self._request(prompt, params)
         ids: list[int] = []
         given = ""
         decoder = DecodeStream(skip_special_tokens=True)
         try:
-            self._run(self._submit(request))
+            self._await(self._submit(request))
             while True:
-                output = self._run(self._next(request.id))
+                output = self._await(self._next(request.id))
                 for id_ in output.ids:
                     ids.append(id_)
                     piece = decoder.step(self._tokenizer, id_)
@@ -134,9 +143,9 @@ class Engine:
             self._engine.cancel(request.id)
 
     def close(self) -> None:
-        """End the ranks. The engine cannot be used again."""
+        """Stop the ranks. The engine cannot be used again."""
         if not self._loop.is_closed():
-            self._run(self._engine.close())
+            self._await(self._engine.close())
             self._loop.close()
 
     def __enter__(self) -> Self:
@@ -162,7 +171,7 @@ class Engine:
 
     async def _submit(self, request: Request) -> None:
         async with asyncio.timeout(self._engine.config.start_timeout_s):
-            # A rank was lost: the group comes back while this loop runs, and only then.
+            # A rank was lost: the new group starts only while this loop runs.
             while self._engine.status().state is EngineState.RESTARTING:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         self._outputs[request.id] = asyncio.Queue()
@@ -175,7 +184,7 @@ class Engine:
         return output
 
     async def _collect(self, requests: Sequence[Request]) -> list[list[Output]]:
-        """Run requests, as many at a time as the queue takes; close what is left if one fails."""
+        """Run requests, at most `max_queue` at a time. If one fails, cancel the rest."""
         room = asyncio.Semaphore(self._engine.config.max_queue)
 
         async def one(request: Request) -> list[Output]:
@@ -198,7 +207,7 @@ class Engine:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+    def _await(self, work: Coroutine[Any, Any, _T]) -> _T:
         return self._loop.run_until_complete(work)
 
 

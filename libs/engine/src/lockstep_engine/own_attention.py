@@ -1,6 +1,6 @@
-"""Forwards of ours for attention modules whose own call no attention function, or keep more than they need.
+"""Replacement `forward`s for modules that bypass the attention function or cache more than needed.
 
-They take the place of the modules' `forward`; their projections and norms stay what they are in the model.
+They use the modules' own projections and norms.
 """
 
 import sys
@@ -14,34 +14,33 @@ from torch import nn
 
 from lockstep_engine.attention import StepAttention
 from lockstep_engine.linear import HeadExpansion, HeadShard
+from lockstep_engine.scoring import Scoring
 
 
 @dataclass
 class CurrentStep:
-    """Where attention modules find the step that is being computed. One for a model."""
+    """The step that a model computes now, where its attention modules find it. There is one for each model."""
 
     attention: StepAttention | None = None
     calls: int = 0
-    """Layers that have come to it."""
+    """Layers that have taken the step's attention."""
 
     def begin(self, attention: StepAttention) -> None:
-        """A new step."""
+        """Start a new step."""
         self.attention, self.calls = attention, 0
 
-    def attend(
-        self, module: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **how: Any
-    ) -> torch.Tensor:
-        """See `StepAttention.attend`; what is None in `how` is left out."""
+    def take(self) -> StepAttention:
+        """The step's attention, for one more layer."""
         assert self.attention is not None
         self.calls += 1
-        given = {name: value for name, value in how.items() if value is not None}
-        return self.attention.attend(module.layer_idx, queries, keys, values, **given)
+        return self.attention
 
 
 class KeyBias:
-    """Attention with linear biases (Press et al. 2022): what is added to a head's score by the position of the key.
+    """Attention with linear biases (Press et al. 2022): added to a head's scores, by the position of the key.
 
-    A softmax does not change when a row's scores are moved together, so that the query's position plays no part.
+    A softmax does not change when the same number is added to all scores of a row. Therefore the query's position
+    does not matter.
 
     Args:
         table: [heads, context length].
@@ -64,7 +63,7 @@ def interleaved_attention(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """BLOOM's and Falcon's: [1, tokens, hidden] to the same. BLOOM's adds the residual, too."""
+    """The attention of BLOOM and Falcon: [1, tokens, hidden] → [1, tokens, hidden]. BLOOM's adds the residual, too."""
     qkv = self.query_key_value(hidden_states)[0]
     tokens, heads = qkv.shape[0], self.num_heads
     qkv = qkv.view(tokens, getattr(self, "num_kv_heads", heads), -1, self.head_dim)
@@ -78,7 +77,7 @@ def interleaved_attention(
     else:
         bias = self.key_bias.on(queries.device)
     scale = self.head_dim**-0.5
-    out = self.current_step.attend(self, queries, keys, values, scale=scale, bias=bias)
+    out = self.current_step.take().attend(self.layer_idx, queries, keys, values, Scoring(scale, bias=bias))
     projected: torch.Tensor = self.dense(out.reshape(1, tokens, -1))
     return projected if residual is None else projected + residual, None
 
@@ -100,9 +99,9 @@ def latent_attention(
     latent, key = self.kv_a_proj_with_mqa(hidden_states).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
     rotary, key = _rotate_interleaved(self, rotary, key.unsqueeze(1), position_embeddings)
     expansion: HeadExpansion = self.kv_b_proj
-    turned = torch.cat([expansion.turn(plain[0]), rotary[0]], dim=-1)
+    latent_queries = torch.cat([expansion.absorb(plain[0]), rotary[0]], dim=-1)
     cached = torch.cat([self.kv_a_layernorm(latent), key[:, 0]], dim=-1)
-    out = self.current_step.attend(self, turned, cached, cached, scale=self.scaling)
+    out = self.current_step.take().attend(self.layer_idx, latent_queries, cached, cached, Scoring(self.scaling))
     sums = expansion.expand(out[..., : self.kv_lora_rank].transpose(0, 1))
     projected: torch.Tensor = self.o_proj(sums.transpose(0, 1).reshape(1, tokens, -1))
     return projected, None
@@ -111,15 +110,26 @@ def latent_attention(
 def _rotate_interleaved(
     module: Any, queries: torch.Tensor, keys: torch.Tensor, position_embeddings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each version of DeepSeek's code has a way of its own."""
+    """Rotate as the module's own code does; its versions differ."""
     code = _code_of(module)
     if isinstance(position_embeddings, torch.Tensor):  # complex numbers
-        rotated = code.apply_rotary_emb(queries, keys, position_embeddings)
+        cosine, sine = position_embeddings.real.unsqueeze(1), position_embeddings.imag.unsqueeze(1)
+        return _rotate_pairs(queries, cosine, sine), _rotate_pairs(keys, cosine, sine)
     elif getattr(module.config, "rope_interleave", False):
         rotated = code.apply_rotary_pos_emb_interleave(queries, keys, *position_embeddings)
     else:
         rotated = code.apply_rotary_pos_emb(queries, keys, *position_embeddings)
     return rotated[0], rotated[1]
+
+
+def _rotate_pairs(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """Multiply [1, heads, tokens, dim], whose adjacent components are the parts of complex numbers, by cosine + i sine
+    [1, 1, tokens, dim / 2]. torch may round complex products in two ways.
+    """
+    pairs = x.float().view(*x.shape[:-1], -1, 2)
+    real, imaginary = pairs[..., 0], pairs[..., 1]
+    rotated = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], dim=-1)
+    return rotated.flatten(-2).type_as(x)
 
 
 _FORWARDS: dict[str, Callable[..., tuple[torch.Tensor, None]]] = {
@@ -130,33 +140,26 @@ _FORWARDS: dict[str, Callable[..., tuple[torch.Tensor, None]]] = {
 
 def prepare_attention(
     model: nn.Module, step: CurrentStep, forward: str | None, heads: HeadShard, context_length: int, dtype: torch.dtype
-) -> bool:
-    """Show a model's attention modules where the step is; give them a forward of ours if one is named.
-
-    Returns:
-        Whether they need attention that only plain torch has.
-    """
+) -> None:
+    """Give each attention module the current step, and a replacement `forward` if one is named."""
     bias = _key_bias(model, heads, context_length, dtype) if forward == "interleaved" else None
-    sinks = False
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             module.current_step = step  # type: ignore[assignment]
-            sinks |= hasattr(module, "sinks")
             if forward is not None and hasattr(module, "head_dim" if forward == "interleaved" else "kv_b_proj"):
                 module.key_bias = bias  # type: ignore[assignment]
                 module.forward = MethodType(_FORWARDS[forward], module)
-    return sinks or bias is not None
 
 
 def _key_bias(model: Any, heads: HeadShard, context_length: int, dtype: torch.dtype) -> KeyBias | None:
-    """In the values that the model's own code has, rounded as it rounds them."""
+    """The biases of this rank's heads, rounded as the model's own code rounds them."""
     config = model.config
     if not getattr(config, "alibi", True):  # BLOOM has no such setting
         return None
     every = torch.ones(1, context_length, dtype=torch.long)
-    table = _code_of(model).build_alibi_tensor(every, heads.whole, dtype).view(heads.whole, context_length)
+    table = _code_of(model).build_alibi_tensor(every, heads.total, dtype).view(heads.total, context_length)
     if config.model_type == "falcon":
-        table = table / (config.hidden_size // heads.whole) ** 0.5
+        table = table / (config.hidden_size // heads.total) ** 0.5
     return KeyBias(table.narrow(0, heads.first, heads.count).float().contiguous())
 
 

@@ -1,26 +1,27 @@
-"""What the driver tells the ranks in a step and what they answer: plain messages, encoded with msgpack into shared
-memory.
+"""A step's plan and its result: their contents, and their layout in shared memory.
 
-The control messages around a rank's start are here, too.
+Only this module knows the layout. The scheduler makes a `Plan`, `encode_plan` packs it, and a rank unpacks the same
+`Plan`; results go the other way. Both are msgpack arrays in which a numpy array is an extension type: its elements as
+they lie in memory, without a conversion of single numbers.
 """
+
+import struct
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lockstep_engine.config import HotWindow
-
-Int32Array = NDArray[np.int32]
-
+from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.control import RankSpec
 
 LAST_SAMPLED = -1
-"""In place of a token's id: the one that was last sampled for its sequence's slot."""
+"""Placeholder for a token's id: the token that was last sampled for its sequence's sampling row."""
 
 
-class SlotSampling(msgspec.Struct, array_like=True):
-    """Sampling of the request that occupies a slot, with what the penalties need of its past."""
+class RowSampling(msgspec.Struct, array_like=True):
+    """How tokens are sampled for the request that gets a sampling row, with the past tokens that penalties need."""
 
-    slot: int
+    sampling_row: int
     temperature: float
     top_k: int
     top_p: float
@@ -29,39 +30,54 @@ class SlotSampling(msgspec.Struct, array_like=True):
     frequency_penalty: float
     presence_penalty: float
     logit_bias: dict[int, float]
-    logprobs: int  # -1: none
-    prompt_ids: list[int]  # empty unless a penalty is set
-    emitted_ids: list[int]  # likewise
-    forbidden_ids: list[int]  # cannot be chosen while the output is shorter than min_tokens
+    logprobs: int
+    """How many of the most likely tokens to report; -1: report no log probabilities."""
+    prompt_ids: list[int]
+    """Empty unless a penalty is set."""
+    emitted_ids: list[int]
+    """Empty unless a penalty is set."""
+    forbidden_ids: list[int]
+    """Cannot be chosen while the output is shorter than `min_tokens`."""
     min_tokens: int
 
 
-class PoolSizes(msgspec.Struct, array_like=True, frozen=True):
-    """Blocks of each pool of the KV cache."""
-
-    hot: int
-    cold: int = 0
-
-
 class Plan(msgspec.Struct, array_like=True):
-    """One step. Arrays are int32, one entry for each scheduled sequence unless said otherwise."""
+    """One step: which tokens of which sequences are computed, where their KV goes, and which sequences sample."""
 
     step: int
-    token_ids: bytes  # of all sequences one after the other: [tokens], at most the last of each LAST_SAMPLED
-    starts: bytes  # position of the first token
-    lengths: bytes  # tokens computed in this step
-    slots: bytes
-    samples: bytes  # 1: the last token's logits choose the next token
-    emitted: bytes  # output tokens so far, those in flight included
-    uniforms: bytes  # float64, for the sequences that sample
-    tables: bytes  # ids of blocks as each sequence's last query sees them (see `kv_cache`), [sequences, table_width]
-    table_width: int
-    added: list[SlotSampling]  # slots that have a new occupant
-    targets: bytes = b""  # the id that follows each token if its log probability is wanted, else -1; empty: none is
-    whole: bool = False  # for the targets, the log probabilities of the whole vocabulary are wanted, too
-    hot_tables: bytes = b""  # ids of hot blocks, [sequences, table_width]; empty: no block is seen both hot and cold
-    moves: bytes = b""  # [n, 2]: hot blocks, and cold ones to be made of them in each layer before it attends
-    late_moves: bytes = b""  # the same, after the step
+    token_ids: NDArray[np.int32]
+    """[tokens], those of all sequences one after the other; at most the last one of each is LAST_SAMPLED."""
+    starts: NDArray[np.int32]
+    """[sequences]: position of the first token."""
+    lengths: NDArray[np.int32]
+    """[sequences]: tokens computed in this step."""
+    sampling_rows: NDArray[np.int32]
+    """[sequences]: the sampling row of each."""
+    samples: NDArray[np.bool_]
+    """[sequences]: whether the logits of the last token choose the next one."""
+    emitted: NDArray[np.int32]
+    """[sequences]: output tokens so far, those in flight included."""
+    uniforms: NDArray[np.float64]
+    """[sequences that sample]: the number in [0, 1) for each draw."""
+    tables: NDArray[np.int32]
+    """[sequences, width]: ids of blocks as the last query of each sequence sees them (see `kv_cache`); -1: unused."""
+    moves: NDArray[np.int32]
+    """[n, 2]: hot blocks, and the cold blocks that each layer makes of them before it attends."""
+    late_moves: NDArray[np.int32]
+    """[n, 2]: hot blocks, and the cold blocks that are made of them after the step."""
+    added: list[RowSampling] = []
+    """Settings for the sampling rows that get a new request."""
+    targets: NDArray[np.int32] | None = None
+    """[tokens]: the id that follows each token if its log probability is wanted, else -1. None: none is wanted."""
+    vocabulary_logprobs: bool = False
+    """Whether the log probabilities of the full vocabulary are wanted, too, at the targets."""
+    hot_tables: NDArray[np.int32] | None = None
+    """[sequences, width]: ids of hot blocks. None: no query of the step sees a block hot that another sees cold."""
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether any sequence computes more than one token."""
+        return len(self.token_ids) > len(self.lengths)
 
 
 class StepLogprobs(msgspec.Struct, array_like=True):
@@ -78,80 +94,58 @@ class Result(msgspec.Struct, array_like=True):
     step: int
     token_ids: list[int]
     logprobs: list[StepLogprobs | None]
-    waited_us: int  # before the step rank 0 had nothing to compute for so long
+    waited_us: int
+    """Time before the step in which rank 0 had nothing to compute."""
     collective_us: int
-    unserved: list[int] = []  # slots whose new occupants there is no memory for; what they sample means nothing
-    target_logprobs: bytes = b""  # float32, one for each target >= 0 of the plan
-    target_ranks: bytes = b""  # int32, likewise: 1 for the most likely token
-    distributions: bytes = b""  # float32, [targets, vocabulary] when the plan asks for the whole
+    unserved: list[int] = []
+    """Sampling rows for whose new requests there is no memory; tokens sampled for them mean nothing."""
+    target_logprobs: NDArray[np.float32] | None = None
+    """Log probabilities, one for each target of the plan that is not -1. None: the plan has no targets."""
+    target_ranks: NDArray[np.int32] | None = None
+    """Ranks of these targets; 1: the most likely token."""
+    vocabulary_logprobs: NDArray[np.float32] | None = None
+    """[targets, vocabulary]: log probabilities, if the plan wants them."""
 
 
-class RankSpec(msgspec.Struct):
-    """Everything a rank is told at its start."""
-
-    rank: int
-    tp: int
-    label: str
-    epoch: int
-    model: str
-    device: str
-    dtype: str
-    max_seqs: int
-    max_batch_tokens: int
-    context_length: int
-    kv_memory_bytes: int | None
-    deterministic: bool | None
-    threads: int
-    hidden_size: int
-    vocab_size: int
-    start_timeout_s: float
-    hot_window: HotWindow | None = None
-    compressed_layers: list[int] | None = None
-    """Layers whose cold blocks are compressed; None: all."""
-    collectives: str = "auto"
-    cuda_graphs: bool = True
+_DTYPES: tuple[type[np.generic], ...] = (np.bool_, np.int32, np.float32, np.float64)
+_CODES = {(np.dtype(kind), dims): 2 * number + dims - 1 for number, kind in enumerate(_DTYPES) for dims in (1, 2)}
+_WIDTH = struct.Struct("<I")
 
 
-class Loading(msgspec.Struct, tag=True):
-    """A rank has read so many bytes of its weights."""
-
-    done_bytes: int
-    total_bytes: int
-
-
-class Loaded(msgspec.Struct, tag=True):
-    """A rank has its weights and knows how many blocks of KV cache it can hold."""
-
-    blocks: PoolSizes
-    phases_s: dict[str, float]
+def _pack_array(value: object) -> msgspec.msgpack.Ext:
+    """The elements, followed by the length of a row if there are two dimensions."""
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"{type(value).__name__} cannot be sent")
+    width = _WIDTH.pack(value.shape[1]) if value.ndim == 2 else b""
+    return msgspec.msgpack.Ext(_CODES[value.dtype, value.ndim], value.tobytes() + width)
 
 
-class AllocateBlocks(msgspec.Struct, tag=True):
-    """The driver's answer: as many blocks as all ranks can hold."""
-
-    blocks: PoolSizes
-
-
-class Ready(msgspec.Struct, tag=True):
-    """A rank waits for its first plan."""
-
-    deterministic: bool
-    device: str
-    dtype: str
+def _unpack_array(code: int, data: memoryview) -> NDArray[np.generic]:
+    content = bytes(data)  # the message is not aligned; this is
+    dtype = np.dtype(_DTYPES[code // 2])
+    if code % 2 == 0:
+        return np.frombuffer(content, dtype=dtype)
+    (width,) = _WIDTH.unpack_from(content, len(content) - _WIDTH.size)
+    elements = (len(content) - _WIDTH.size) // dtype.itemsize
+    return np.frombuffer(content, dtype=dtype, count=elements).reshape(-1, width)
 
 
-class StartFailed(msgspec.Struct, tag=True):
-    """A rank cannot start, or not go on; trying again cannot help when `permanent`."""
+encode_plan = msgspec.msgpack.Encoder(enc_hook=_pack_array).encode
+decode_plan = msgspec.msgpack.Decoder(Plan, ext_hook=_unpack_array).decode
+encode_result = msgspec.msgpack.Encoder(enc_hook=_pack_array).encode
+decode_result = msgspec.msgpack.Decoder(Result, ext_hook=_unpack_array).decode
 
-    message: str
-    permanent: bool
 
-
-ControlMessage = Loading | Loaded | AllocateBlocks | Ready | StartFailed
-
-encode_plan = msgspec.msgpack.Encoder().encode
-decode_plan = msgspec.msgpack.Decoder(Plan).decode
-encode_result = msgspec.msgpack.Encoder().encode
-decode_result = msgspec.msgpack.Decoder(Result).decode
-encode_control = msgspec.msgpack.Encoder().encode
-decode_control = msgspec.msgpack.Decoder(ControlMessage).decode
+def message_sizes(spec: RankSpec) -> tuple[int, int]:
+    """Most bytes of an encoded plan, and of an encoded result."""
+    config, context_length = spec.config, spec.model.context_length
+    tables = 4 * config.max_seqs * -(-context_length // BLOCK_SIZE)
+    if config.hot_window is not None:  # also hot tables, and a move for each block in them and in the step
+        tables = 2 * tables + 8 * config.max_seqs * (config.hot_window.size + 2) + config.max_batch_tokens
+    # A request that gets a sampling row brings the tokens that penalties need (at most 9 bytes for each id of prompt
+    # and output) and its bias.
+    added = config.max_seqs * (18 * context_length + 32 * 1024)
+    plan = 4096 + 8 * config.max_batch_tokens + 64 * config.max_seqs + tables + added
+    # A step scores at most as many prompt tokens as it can sample; for evaluation with the full vocabulary. Pages that
+    # are never written use no memory.
+    return plan, 4096 + config.max_seqs * (1024 + 4 * (2 + spec.model.vocab_size))

@@ -1,6 +1,7 @@
-"""A rank: one process, one device, one part of the model. It executes plans in order and decides nothing.
+"""A rank: one process with one device and one part of the model. It executes plans in order and decides nothing.
 
-Its control socket carries start-up messages and doorbells; when it closes, the driver is gone and the rank ends.
+Its control socket carries the messages of its start, and doorbells. When the socket closes, the driver is gone and the
+rank ends.
 """
 
 import faulthandler
@@ -9,7 +10,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,175 +18,198 @@ from typing import Any
 
 import numpy as np
 import torch
-from lockstep_common.errors import LockstepError
+from lockstep_common.errors import LockstepError, invalid
 from lockstep_common.lifecycle import die_with_parent, name_process
 from numpy.typing import NDArray
 
 from lockstep_engine import distributed
-from lockstep_engine.attention import StepLayout, layout_of_one, step_attention
+from lockstep_engine.attention import StepLayout
+from lockstep_engine.attention_choice import step_attention
+from lockstep_engine.blocks import PoolSizes
+from lockstep_engine.canary import Numerics, measure
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig
+from lockstep_engine.control import (
+    MAX_CONTROL_BYTES,
+    AllocateBlocks,
+    Loaded,
+    Loading,
+    RankMessage,
+    RankSpec,
+    Ready,
+    StartFailed,
+    decode_doorbell,
+    decode_rank_message,
+    encode_control,
+    encode_doorbell,
+)
+from lockstep_engine.device_timer import DeviceTimer, Timestamp
 from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep, NotRecordableError
 from lockstep_engine.kernels import cpu, gpu
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.mailbox import Mailbox
-from lockstep_engine.marks import CudaMark, HostMark, Mark
-from lockstep_engine.model_config import inspect_model, refuse
 from lockstep_engine.models import BuiltModel, build_model
-from lockstep_engine.plan import (
-    LAST_SAMPLED,
-    AllocateBlocks,
-    ControlMessage,
-    Loaded,
-    Loading,
-    Plan,
-    PoolSizes,
-    RankSpec,
-    Ready,
-    Result,
-    SlotSampling,
-    StartFailed,
-    decode_control,
-    decode_plan,
-    encode_control,
-    encode_result,
-)
+from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, decode_plan, encode_result, message_sizes
 from lockstep_engine.sampling import Sampled, Sampler, Scores, score
-from lockstep_engine.sizes import CANARY_ROWS, canary_tokens, collective_bytes, message_sizes, pool_sizes
+from lockstep_engine.sizes import canary_tokens, collective_bytes, kv_memory_bytes, pool_sizes
 from lockstep_engine.weights import load_weights
 
 logger = logging.getLogger("lockstep.engine")
 
-DOORBELL = struct.Struct("<Q")
-"""A step's number; every other message is longer."""
-
-MAX_CONTROL_BYTES = 64 * 1024
-_CPU_KV_BYTES = 512 * 2**20
-_CUDA_SHARE = 0.9
-_MOST_RECORDED = 512
-"""Sequences of a recorded step: in larger ones the GPU has more to do than the host."""
+_MAX_RECORDED_SEQS = 512
+"""Most sequences of a recorded step. In larger steps the GPU takes longer than the host's launches, so that a graph
+gains nothing."""
 _PROGRESS_INTERVAL_S = 0.2
-_LOOK_S = 0.00003
-"""How long a rank waits for a plan before it looks again whether its device is done with a step."""
+_POLL_S = 0.00003
+"""How long a rank waits for a plan before it checks whether its device has finished a step."""
 
 
 @dataclass(frozen=True)
-class _Launched:
-    """A step that the device has been asked for."""
+class Launched:
+    """A step that has been launched on the device."""
 
     number: int
     sampled: Sampled | None
-    """None on other ranks than 0."""
+    """None on ranks other than 0."""
     unserved: list[int]
     scores: Scores | None
     collective_us: int
-    idle: list[tuple[Mark, Mark]]
-    """Times before it in which there was nothing to do."""
-    end: Mark
+    idle: list[tuple[Timestamp, Timestamp]]
+    """Intervals before the step in which the device had nothing to do."""
+    end: Timestamp
 
 
-def run_rank(spec: RankSpec, control: socket.socket, mailbox_fd: int, collectives_fd: int, store_path: str) -> None:
-    """Be a rank until the driver is gone. Returns only when a start has failed (the driver has been told)."""
-    name_process(f"rank {spec.label}/{spec.rank}")
+def run_rank(
+    spec: RankSpec,
+    control: socket.socket,
+    mailbox_fd: int,
+    collectives_fd: int,
+    store_path: str,
+    kind: "type[Rank] | None" = None,
+) -> None:
+    """Run a rank until the driver is gone. Returns only if the start fails, after it has sent the driver the reason.
+
+    Args:
+        spec: the rank's specification.
+        control: socket to the driver.
+        mailbox_fd: shared segment of plans and results.
+        collectives_fd: shared segment of collectives; -1: none.
+        store_path: file through which ranks meet if there is no such segment.
+        kind: class of the rank; `Rank` if None. Tests run subclasses.
+    """
+    name_process(f"rank {spec.config.label}/{spec.rank}")
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor asks for stacks before it kills
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor wants stacks before it kills a hung rank
     try:
-        rank = Rank(spec, control, mailbox_fd, collectives_fd, store_path)
+        rank = (kind or Rank)(spec, control, mailbox_fd, collectives_fd, store_path)
     except LockstepError as error:
-        _tell(control, StartFailed(error.message, permanent=True))
+        _send(control, StartFailed(error.message, permanent=True))
         return
     except (OSError, RuntimeError, MemoryError) as error:
-        _tell(control, StartFailed(f"rank {spec.rank}: {type(error).__name__}: {error}", permanent=False))
+        _send(control, StartFailed(f"rank {spec.rank}: {type(error).__name__}: {error}", permanent=False))
         return
     try:
         rank.serve()
-    except (MemoryError, RuntimeError) as error:  # the others may be in a collective already: all start anew
-        _tell(control, StartFailed(_death_note(spec.rank, error), permanent=False))
+    except (MemoryError, RuntimeError) as error:  # other ranks may be in a collective already, so all are restarted
+        _send(control, StartFailed(_describe_failure(spec.rank, error), permanent=False))
         raise
 
 
 class Rank:
-    """The model's part, its cache, and the loop that executes plans."""
+    """The loop that executes plans.
+
+    Attributes:
+        model: the rank's part of the model.
+        cache: its KV cache.
+        graphs: recorded decode steps; None if there are none.
+        builds: counts kernels that are built while serving.
+    """
 
     def __init__(
         self, spec: RankSpec, control: socket.socket, mailbox_fd: int, collectives_fd: int, store_path: str
     ) -> None:
         self._spec = spec
+        config, model = spec.config, spec.model
         self._control = control
-        self._mailbox = Mailbox(mailbox_fd, spec.tp, *message_sizes(spec))
-        phases = _Phases()
-        self._device = pick_device(spec)
+        self._mailbox = Mailbox(mailbox_fd, config.tp, *message_sizes(spec))
+        phases = _PhaseTimer()
+        self._device = pick_device(config, spec.rank)
         torch.set_num_threads(spec.threads)
-        self._deterministic = self._device.type == "cpu" if spec.deterministic is None else spec.deterministic
-        info = inspect_model(EngineConfig(model=spec.model, tp=spec.tp))
-        self._dtype = _pick_dtype(spec.dtype, info.dtype, self._device)
-        self._group = self._join(collectives_fd, store_path)
+        self._timer = DeviceTimer(self._device)
+        self._deterministic = self._device.type == "cpu" if config.deterministic is None else config.deterministic
+        self._dtype = _pick_dtype(config.dtype, model.dtype, self._device)
+        self._group = self.join(collectives_fd, store_path)
         phases.end("join")
-        self._model: BuiltModel = build_model(info, self._group, self._dtype)
+        self.model: BuiltModel = build_model(model, self._group, self._dtype)
+        self.model.exact = self._deterministic
         phases.end("build")
-        load_weights(self._model.module, info, self._group, self._device, self._report_loading())
-        by_kernels = gpu.usable(self._device, self._dtype, self._model.head_dim) and not self._deterministic
+        load_weights(self.model.module, model, self._group, self._device, self._report_loading())
+        by_kernels = gpu.usable(self._device, self._dtype, self.model.head_dim) and not self._deterministic
         if by_kernels:
-            self._model.fuse_on_gpu(info.context_length)
-        elif self._device.type == "cpu" and self._dtype is torch.float32 and cpu.usable(self._model.head_dim):
-            self._model.fuse(info.context_length)
+            self.model.fuse_on_gpu(model.context_length)
+        elif self._device.type == "cpu" and self._dtype is torch.float32 and cpu.build is not None:
+            self.model.fuse(model.context_length)
         phases.end("load")
         self._geometry: dict[str, Any] = {
-            "layers": self._model.layers,
-            "kv_heads": self._model.kv_heads,
-            "head_dim": self._model.head_dim,
+            "layers": self.model.layers,
+            "kv_heads": self.model.kv_heads,
+            "head_dim": self.model.head_dim,
             "dtype": self._dtype,
         }
-        self._records = by_kernels and spec.cuda_graphs
-        self._graphs: GraphedStep | None = None
+        self._records = by_kernels and config.cuda_graphs
+        self.graphs: GraphedStep | None = None
         with torch.inference_mode():
             graph_bytes = self._estimate_graphs()
         phases.end("estimate")
-        _tell(control, Loaded(self._affordable_blocks(graph_bytes), phases.seconds))
-        self._cache = self._make_cache(self._receive_blocks())
-        self._sampler = Sampler(spec.max_seqs, info.vocab_size, self._device) if spec.rank == 0 else None
+        _send(control, Loaded(self._affordable_blocks(graph_bytes), phases.seconds))
+        self.cache = self._make_cache(self._receive_blocks())
+        self._sampler = Sampler(config.max_seqs, model.vocab_size, self._device) if spec.rank == 0 else None
         with torch.inference_mode():
-            same = self._canary()
+            numerics = self._measure()
             if by_kernels:
                 self._warm_up()
             self._record()
-        self._builds = BuildCounter(lambda kernel: logger.error("a kernel was built while serving: %s", kernel))
-        self._builds.install()
-        _tell(
+        self.builds = BuildCounter(lambda kernel: logger.error("a kernel was built while serving: %s", kernel))
+        self.builds.install()
+        _send(
             control,
-            Ready(self._deterministic and same, str(self._device), str(self._dtype).removeprefix("torch.")),
+            Ready(
+                deterministic=self._deterministic and numerics.deterministic,
+                device=str(self._device),
+                dtype=str(self._dtype).removeprefix("torch."),
+                fingerprint=numerics.fingerprint if self._deterministic else "",
+            ),
         )
 
     def serve(self) -> None:
         """Execute plans until the driver closes the socket.
 
-        A step's result goes out when the device is done with it. The CPU is when the step is launched; a GPU computes
-        meanwhile, and the next step is launched behind it if its plan is there.
+        A step's result is sent when the device has finished it. On the CPU that is when the launch returns. A GPU still
+        computes then, and the next step is launched behind it if its plan is there.
         """
-        launched: deque[_Launched] = deque()
-        idle: list[tuple[Mark, Mark]] = []
-        free = self._mark()
+        launched: deque[Launched] = deque()
+        idle: list[tuple[Timestamp, Timestamp]] = []
+        free = self._timer.now()
         with torch.inference_mode():
             while True:
-                if not launched or select.select([self._control], [], [], _LOOK_S)[0]:
+                if not launched or select.select([self._control], [], [], _POLL_S)[0]:
                     message = self._control.recv(MAX_CONTROL_BYTES)
                     if not message:
                         return
-                    plan = decode_plan(self._mailbox.get_plan(*DOORBELL.unpack(message)))
-                    launched.append(self._launch(plan, [*idle, (free, self._mark())]))
+                    step = decode_doorbell(message)
+                    assert step is not None
+                    plan = decode_plan(self._mailbox.get_plan(step))
+                    launched.append(self.launch(plan, [*idle, (free, self._timer.now())]))
                     idle, free = [], launched[-1].end
-                    self._answer_finished(launched)  # the CPU's: what is left to do, it does while the driver plans
-                    if plan.late_moves:
-                        idle.append((free, self._mark()))
-                        self._cache.compress(np.frombuffer(plan.late_moves, dtype=np.int32).reshape(-1, 2))
-                        free = self._mark()
+                    self._answer_finished(launched)  # on the CPU: late moves are done while the driver plans
+                    if len(plan.late_moves):
+                        idle.append((free, self._timer.now()))
+                        self.cache.compress(plan.late_moves)
+                        free = self._timer.now()
                 self._answer_finished(launched)
 
-    def _mark(self) -> Mark:
-        return CudaMark() if self._device.type == "cuda" else HostMark()
-
-    def _answer_finished(self, launched: deque[_Launched]) -> None:
-        """Count the steps that the device is done with; rank 0 tells what they gave."""
+    def _answer_finished(self, launched: deque[Launched]) -> None:
+        """Count the steps that the device has finished; rank 0 sends their results."""
         while launched and launched[0].end.reached():
             step = launched.popleft()
             self._mailbox.steps[self._spec.rank] += 1
@@ -197,42 +220,39 @@ class Rank:
                     step.number, *step.sampled.read(), waited_us, step.collective_us, step.unserved, *scores
                 )
                 self._mailbox.put_result(step.number, encode_result(result))
-                self._control.send(DOORBELL.pack(step.number))
+                self._control.send(encode_doorbell(step.number))
 
-    def _launch(self, plan: Plan, idle: list[tuple[Mark, Mark]]) -> _Launched:
+    def launch(self, plan: Plan, idle: list[tuple[Timestamp, Timestamp]]) -> Launched:
+        """Launch a step on the device.
+
+        Args:
+            plan: the plan of the step.
+            idle: intervals before the step in which the device had nothing to do.
+        """
         self._group.spent_ns = 0
-        starts, lengths, slots, samples, emitted = (
-            np.frombuffer(data, dtype=np.int32)
-            for data in (plan.starts, plan.lengths, plan.slots, plan.samples, plan.emitted)
-        )
-        tables = np.frombuffer(plan.tables, dtype=np.int32).reshape(-1, plan.table_width)
-        sampled = samples.nonzero()[0]
-        targets = np.frombuffer(plan.targets, dtype=np.int32)
+        sampled = plan.samples.nonzero()[0]
+        targets = np.empty(0, np.int32) if plan.targets is None else plan.targets
         scored = (targets >= 0).nonzero()[0]
-        rows = np.concatenate([(np.cumsum(lengths) - 1)[sampled], scored])
-        layout = StepLayout(
-            starts,
-            lengths,
-            tables,
-            np.frombuffer(plan.hot_tables, dtype=np.int32).reshape(tables.shape) if plan.hot_tables else None,
-            np.frombuffer(plan.moves, dtype=np.int32).reshape(-1, 2),
-        )
-        unserved = self._take_up(plan.added)
-        ids = self._token_ids(np.frombuffer(plan.token_ids, dtype=np.int32), slots, lengths)
-        logits = self._forward(ids, layout, rows)
+        rows = np.concatenate([(np.cumsum(plan.lengths) - 1)[sampled], scored])
+        layout = StepLayout(plan.starts, plan.lengths, plan.tables, plan.hot_tables, plan.moves)
+        unserved = self._add_requests(plan.added)
+        logits = self.forward(self._token_ids(plan), layout, rows)
         chosen: Sampled | None = None
         scores: Scores | None = None
         if self._sampler is not None:
             chosen = self._sampler.sample(
-                logits[: len(sampled)], slots[sampled], emitted[sampled], np.frombuffer(plan.uniforms)
+                logits[: len(sampled)], plan.sampling_rows[sampled], plan.emitted[sampled], plan.uniforms
             )
             if len(scored):
-                scores = score(logits[len(sampled) :], targets[scored], whole=plan.whole)
-        return _Launched(plan.step, chosen, unserved, scores, self._group.spent_ns // 1000, idle, self._mark())
+                scores = score(logits[len(sampled) :], targets[scored], vocabulary=plan.vocabulary_logprobs)
+        return Launched(plan.step, chosen, unserved, scores, self._group.spent_ns // 1000, idle, self._timer.now())
 
-    def _take_up(self, added: list[SlotSampling]) -> list[int]:
-        """Prepare the sampler for slots that have a new occupant, before this rank is in a collective: what fails here
-        concerns nobody else. Returns the slots for which there is no memory.
+    def _add_requests(self, added: list[RowSampling]) -> list[int]:
+        """Prepare the sampler for sampling rows that get a new request. This is done before the step's first
+        collective, so that a failure concerns only one request.
+
+        Returns:
+            The sampling rows for which there is no memory.
         """
         unserved: list[int] = []
         if self._sampler is None:
@@ -241,181 +261,176 @@ class Rank:
             try:
                 self._sampler.add(entry)
             except (MemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
-                unserved.append(entry.slot)
+                unserved.append(entry.sampling_row)
         return unserved
 
-    def _token_ids(
-        self, given: NDArray[np.int32], slots: NDArray[np.int32], lengths: NDArray[np.int32]
-    ) -> torch.Tensor:
-        """A step's token ids [tokens], int64 on the device. Those that the driver did not know yet are with rank 0; the
-        others get them as they get sums, since on a GPU a collective waits its turn behind the step that samples them
-        and no host has to.
+    def _token_ids(self, plan: Plan) -> torch.Tensor:
+        """A step's token ids [tokens], int64 on the device. Rank 0 has the ids that the driver did not know yet; the
+        other ranks get them by a collective. On a GPU it is queued behind the step that samples them, so that no host
+        waits.
         """
-        ids = self._indices(given)
-        unknown = (given == LAST_SAMPLED).nonzero()[0]
+        ids = self._indices(plan.token_ids)
+        unknown = (plan.token_ids == LAST_SAMPLED).nonzero()[0]
         if len(unknown):
-            owners = np.repeat(slots, lengths)[unknown]
+            owners = np.repeat(plan.sampling_rows, plan.lengths)[unknown]
             mine = torch.zeros_like(ids[: len(unknown)]) if self._sampler is None else self._sampler.last(owners)
             ids.index_copy_(0, self._indices(unknown), self._group.all_gather(mine)[: len(unknown)])
         return ids
 
-    def _forward(self, ids: torch.Tensor, layout: StepLayout, rows: NDArray[np.int64]) -> torch.Tensor:
-        """Logits [rows, vocabulary] for the tokens `rows`; their KV and that of all others goes into the cache. Valid
-        until the next call.
+    def forward(self, ids: torch.Tensor, layout: StepLayout, rows: NDArray[np.int64]) -> torch.Tensor:
+        """Compute a step: the KV of all tokens goes into the cache.
 
         Args:
             ids: [tokens], int64, on the device.
-            layout: of these tokens.
-            rows: [rows]
+            layout: the layout of these tokens.
+            rows: [rows], indices of the tokens whose logits are wanted.
+
+        Returns:
+            Logits [rows, vocabulary], valid until the next call.
         """
-        if self._graphs is not None and self._graphs.fits(layout):
-            self._mailbox.collectives[self._spec.rank] += 1  # those that are recorded do not count themselves
-            logits = self._graphs.run(ids, layout)
+        if self.graphs is not None and self.graphs.fits(layout):
+            self._mailbox.collectives[self._spec.rank] += 1  # recorded collectives do not count themselves
+            logits = self.graphs.run(ids, layout)
             return logits if np.array_equal(rows, np.arange(len(ids))) else logits[self._indices(rows)]
         attention = step_attention(
-            self._cache,
+            self.cache,
             layout,
             deterministic=self._deterministic,
-            plain=self._model.plain_attention,
         )
-        return self._whole(self._model.logits(ids, attention, self._indices(rows)))
+        return self._full_logits(self.model.logits(ids, attention, self._indices(rows)))
 
     def _indices(self, numbers: NDArray[np.integer]) -> torch.Tensor:
-        """int64 on the device, without waiting for it."""
+        """The numbers as int64 on the device, without waiting for it."""
         return torch.from_numpy(numbers.astype(np.int64)).to(self._device, non_blocking=True)
 
-    def _whole(self, local: torch.Tensor) -> torch.Tensor:
+    def _full_logits(self, local: torch.Tensor) -> torch.Tensor:
         """[rows, this rank's part of the vocabulary] → [rows, vocabulary]."""
-        return self._group.all_gather(local)[:, : self._model.vocab_size]
+        return self._group.all_gather(local)[:, : self.model.vocab_size]
 
     def _make_cache(self, blocks: PoolSizes) -> KvCache:
         return KvCache(
             **self._geometry,
             blocks=blocks.hot,
             cold_blocks=blocks.cold,
-            rule=self._spec.hot_window,
-            compressed_layers=self._spec.compressed_layers,
+            hot_window=self._spec.config.hot_window,
+            compressed_layers=self._spec.config.kv_compressed_layers or None,
             device=self._device,
         )
 
     def _graphed(self, cache: KvCache) -> GraphedStep:
-        """Decode steps over a cache, to be recorded."""
+        """Decode steps over a cache, not recorded yet."""
 
         def body(inputs: DecodeInputs) -> torch.Tensor:
-            return self._whole(self._model.decode(cache, inputs))
+            return self._full_logits(self.model.decode(cache, inputs))
 
-        width = -(-self._spec.context_length // BLOCK_SIZE)
-        return GraphedStep(body, min(self._spec.max_seqs, _MOST_RECORDED), width, self._device)
+        width = -(-self._spec.model.context_length // BLOCK_SIZE)
+        return GraphedStep(body, min(self._spec.config.max_seqs, _MAX_RECORDED_SEQS), width, self._device)
 
     def _estimate_graphs(self) -> int:
-        """Memory that recorded decode steps will take, from recording some over a cache of next to nothing. Where they
-        cannot be recorded it is said why, and they are not.
+        """Bytes that recorded decode steps will take, estimated by recording some over a minimal cache. If they cannot
+        be recorded, the reason is logged and steps run without graphs.
         """
         if not self._records:
             return 0
-        graphs = self._graphed(self._make_cache(PoolSizes(1, 0 if self._spec.hot_window is None else 1)))
+        graphs = self._graphed(self._make_cache(PoolSizes(1, 0 if self._spec.config.hot_window is None else 1)))
         try:
             return graphs.estimate_bytes()
         except NotRecordableError as error:
-            self._leave_unrecorded(error)
+            self._disable_graphs(error)
             return 0
         finally:
             graphs.close()
 
     def _record(self) -> None:
-        """Record decode steps, the largest first, if they can be."""
+        """Record decode steps, if the model can be recorded."""
         if not self._records:
             return
-        graphs = self._graphed(self._cache)
+        graphs = self._graphed(self.cache)
         try:
             graphs.capture()
         except NotRecordableError as error:
-            self._leave_unrecorded(error)
+            self._disable_graphs(error)
         else:
-            self._graphs = graphs
+            self.graphs = graphs
 
-    def _leave_unrecorded(self, error: NotRecordableError) -> None:
+    def _disable_graphs(self, error: NotRecordableError) -> None:
         self._records = False
         logger.warning("decode steps run without CUDA graphs: %s", error)
 
     def _warm_up(self) -> None:
-        """Run the GPU's kernels in the forms in which the canary does not: as many sequences as there can be, whose
-        keys are not split over programs, and blocks compressed after a step. Later none may have to be built.
+        """Run the GPU's kernels in the forms that the canary does not use: with `max_seqs` sequences, whose keys are
+        not split over programs, and for blocks that are compressed after a step. Serving must not have to build a
+        kernel.
         """
-        count, cache = self._spec.max_seqs, self._cache
+        count, cache = self._spec.config.max_seqs, self.cache
         first = np.zeros((count, 1), np.int32)
         layout = StepLayout(first[:, 0], np.ones(count, np.int32), first)
-        self._forward(torch.zeros(count, dtype=torch.int64, device=self._device), layout, np.arange(count))
-        if cache.rule is not None and cache.cold_blocks:
+        self.forward(torch.zeros(count, dtype=torch.int64, device=self._device), layout, np.arange(count))
+        if cache.hot_window is not None and cache.cold_blocks:
             cache.compress(np.zeros((1, 2), np.int32))
         cache.clear(torch.zeros(1, dtype=torch.int64, device=self._device))
 
-    def _canary(self) -> bool:
-        """Compute a few tokens as one chunk and one by one, on every rank.
+    def _measure(self) -> Numerics:
+        """Run the self-test. It also warms up what is allocated or selected at first use."""
+        cache, hot_window, config = self.cache, self.cache.hot_window, self._spec.config
+        blocks = min(
+            cache.padding_block,
+            cache.cold_blocks + hot_window.blocks if hot_window is not None else cache.padding_block,
+        )
+        description = f"{self._dtype} {hot_window} {sorted(config.kv_compressed_layers)}"
+        if self._device.type == "cpu" and cpu.build is None:
+            # torch's routines: a short text does not show whether another machine's agree on every input.
+            capability = torch.backends.cpu.get_cpu_capability()
+            description += f" torch {torch.__version__} {capability} {torch.get_num_threads()}"
+        return measure(
+            self.forward,
+            cache,
+            self.model.vocab_size,
+            max(2, min(canary_tokens(self._spec), blocks * BLOCK_SIZE)),
+            description,
+            neighbours=self._deterministic,
+        )
 
-        It warms up what is allocated or chosen at first use, and shows on this machine, with these libraries, whether a
-        token's logits depend on what is computed beside it.
-
-        Returns:
-            Whether both ways gave the same bits.
-        """
-        cache, rule = self._cache, self._cache.rule
-        blocks = min(cache.padding_block, cache.cold_blocks + rule.blocks if rule is not None else cache.padding_block)
-        count = max(2, min(canary_tokens(self._spec), blocks * BLOCK_SIZE))
-        ids = torch.arange(count, device=self._device) * 37 % self._model.vocab_size
-        hot = np.arange(-(-count // BLOCK_SIZE), dtype=np.int32)
-        cold = np.maximum(hot - (0 if rule is None else rule.sink), 0)
-        last = np.arange(max(0, count - CANARY_ROWS), count)  # across the boundary of a block
-        chunk = self._forward(ids, layout_of_one(cache, 0, count, hot, cold), last)
-        same = True
-        for position, expected in zip(last.tolist(), chunk, strict=True):
-            layout = layout_of_one(cache, position, 1, hot, cold)
-            single = self._forward(ids[position : position + 1], layout, np.zeros(1, np.int64))
-            same &= torch.equal(single[0], expected)
-        cache.clear(torch.from_numpy(hot.astype(np.int64)).to(self._device))
-        return same
-
-    def _join(self, collectives_fd: int, store_path: str) -> distributed.Collectives:
-        spec = self._spec
-        if spec.tp == 1:
+    def join(self, collectives_fd: int, store_path: str) -> distributed.Collectives:
+        """The collectives with the other ranks."""
+        spec, config = self._spec, self._spec.config
+        if config.tp == 1:
             return distributed.Alone()
 
         def progress() -> None:
             self._mailbox.collectives[spec.rank] += 1
 
         if collectives_fd >= 0 and self._device.type == "cpu":
-            return distributed.SharedMemory(collectives_fd, spec.rank, spec.tp, collective_bytes(spec), progress)
+            return distributed.SharedMemory(collectives_fd, spec.rank, config.tp, collective_bytes(spec), progress)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        distributed.init_torch_distributed(backend, store_path, spec.rank, spec.tp, spec.start_timeout_s)
-        quick = self._device.type == "cuda" and spec.collectives == "auto"
-        one_shot = distributed.symmetric_memory(self._device, spec.tp) if quick else None
+        distributed.init_torch_distributed(backend, store_path, spec.rank, config.tp, config.start_timeout_s)
+        quick = self._device.type == "cuda" and config.collectives == "auto"
+        one_shot = distributed.symmetric_memory(self._device, config.tp) if quick else None
         return distributed.TorchDistributed(
-            spec.rank, spec.tp, progress, deterministic=self._deterministic, one_shot=one_shot
+            spec.rank, config.tp, progress, deterministic=self._deterministic, one_shot=one_shot
         )
 
     def _affordable_blocks(self, graph_bytes: int) -> PoolSizes:
-        """Blocks of the KV cache that there is memory for, beside recorded steps of so many bytes."""
-        spec, layers = self._spec, self._geometry["layers"]
-        strange = [layer for layer in spec.compressed_layers or () if layer >= layers]
-        if strange:
-            raise refuse(f"kv_compressed_layers names layer {strange[0]}; the model has {layers}, counted from 0")
-        if self._spec.kv_memory_bytes is not None:
-            memory = self._spec.kv_memory_bytes
-        elif self._device.type == "cuda":
-            torch.cuda.empty_cache()  # what loading and recording have left behind is free, too
-            memory = max(0, int(torch.cuda.mem_get_info(self._device)[0] * _CUDA_SHARE) - graph_bytes)
-        else:
-            memory = _CPU_KV_BYTES
-        cold = KvCache.cold_block_bytes(**self._geometry, compressed_layers=spec.compressed_layers)
-        return pool_sizes(spec, memory, KvCache.block_bytes(**self._geometry), cold)
+        """Blocks of the KV cache that there is memory for, beside recorded steps of `graph_bytes`."""
+        config, layers = self._spec.config, self._geometry["layers"]
+        unknown = [layer for layer in config.kv_compressed_layers if layer >= layers]
+        if unknown:
+            raise invalid("kv_compressed_layers", f"names layer {unknown[0]}; the model has {layers}, counted from 0")
+        free_bytes = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # otherwise memory released by loading and recording would not count as free
+            free_bytes = torch.cuda.mem_get_info(self._device)[0]
+        memory = kv_memory_bytes(config, free_bytes, graph_bytes)
+        cold = KvCache.cold_block_bytes(**self._geometry, compressed_layers=config.kv_compressed_layers or None)
+        return pool_sizes(self._spec, memory, KvCache.block_bytes(**self._geometry), cold)
 
     def _receive_blocks(self) -> PoolSizes:
         message = self._control.recv(MAX_CONTROL_BYTES)
         if not message:
             os._exit(0)
-        answer = decode_control(message)
+        answer = decode_rank_message(message)
         assert isinstance(answer, AllocateBlocks)
         return answer.blocks
 
@@ -427,12 +442,12 @@ class Rank:
             now = time.monotonic()
             if done == total or now - last > _PROGRESS_INTERVAL_S:
                 last = now
-                _tell(self._control, Loading(done, total))
+                _send(self._control, Loading(done, total))
 
         return report
 
 
-class _Phases:
+class _PhaseTimer:
     """Seconds spent in each phase of a start."""
 
     def __init__(self) -> None:
@@ -445,27 +460,27 @@ class _Phases:
         self._last = now
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Of Python, of a GPU, or of torch's allocator on the CPU, whose errors have no type of their own."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: Python's, a GPU's, or torch's on the CPU, whose error has no type of its own."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
-def _death_note(rank: int, error: BaseException) -> str:
-    what = "has no memory for a step" if _is_out_of_memory(error) else "failed in a step"
+def _describe_failure(rank: int, error: BaseException) -> str:
+    what = "has no memory for a step" if is_out_of_memory(error) else "failed in a step"
     return f"rank {rank} {what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _tell(control: socket.socket, message: ControlMessage) -> None:
+def _send(control: socket.socket, message: RankMessage) -> None:
     control.send(encode_control(message))
 
 
-def pick_device(spec: RankSpec) -> torch.device:
-    """The rank's device: CUDA if there is one for each rank (or it is asked for), else the CPU."""
+def pick_device(config: EngineConfig, rank: int) -> torch.device:
+    """The rank's device. auto: a GPU if there is one for each rank, else the CPU."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if spec.device == "cuda" and available < spec.tp:
-        raise refuse(f"device cuda with tp = {spec.tp} needs {spec.tp} GPUs; this machine has {available}")
-    if spec.device == "cuda" or (spec.device == "auto" and available >= spec.tp):
-        device = torch.device("cuda", spec.rank)
+    if config.device == "cuda" and available < config.tp:
+        raise invalid("device", f"cuda with tp = {config.tp} needs {config.tp} GPUs; this machine has {available}")
+    if config.device == "cuda" or (config.device == "auto" and available >= config.tp):
+        device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")

@@ -1,44 +1,41 @@
-"""What goes into the engine and what comes out: requests, sampling, outputs. Plain data, token ids only, no torch."""
+"""The engine's input and output: requests, sampling parameters, outputs. Plain data; token ids only; no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
-from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.errors import LockstepError, invalid
+from lockstep_common.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
 from numpy.typing import NDArray
-
-MAX_STOP_IDS = 64
-MAX_LOGIT_BIAS = 1024
-MAX_LOGPROBS = 20
 
 
 class PromptScores(StrEnum):
-    """What is told about the tokens of a prompt; for evaluation."""
+    """Which log probabilities of a prompt's tokens are returned; for evaluation."""
 
     NONE = "none"
     TOKENS = "tokens"
-    """Each token's own log probability after those before it, and its rank."""
+    """The log probability of each token given those before it, and its rank."""
     VOCABULARY = "vocabulary"
-    """The log probabilities of the whole vocabulary as well."""
+    """The log probabilities of the full vocabulary as well."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen.
 
-    The draw for an output position is a pure function of (seed, position): a request that is continued elsewhere
-    with the ids emitted so far draws the same numbers.
+    The draw for an output position is a pure function of (seed, position). A request that is continued on another
+    worker with the ids emitted so far draws the same numbers.
     """
 
     max_tokens: int = 16
-    """Tokens to emit in all, those of earlier attempts included."""
+    """Most tokens to emit, those of earlier attempts included."""
     min_tokens: int = 0
     """End-of-text and stop ids cannot be chosen before this many tokens."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """Keep the k most likely tokens; 0 keeps all tokens."""
     top_p: float = 1.0
     """Keep the smallest set of most likely tokens whose probability reaches this."""
     min_p: float = 0.0
@@ -53,11 +50,11 @@ class SamplingParams:
     seed: int = 0
     """0 to 2^64 - 1."""
     logprobs: int | None = None
-    """None: none. n: the chosen token's log probability and the n most likely ones'."""
+    """n: return log probabilities of the chosen token and of the n most likely ones. None: return none."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     prompt_scores: PromptScores = PromptScores.NONE
-    """The prompt is then computed whole, whatever the prefix cache holds of it."""
+    """Unless NONE, the full prompt is computed, even if the prefix cache has parts of it."""
 
     def validate(self, vocab_size: int) -> None:
         """Raise INVALID_REQUEST naming the first field that is out of range."""
@@ -97,22 +94,41 @@ class SamplingParams:
         )
         for name, holds, sentence in checks:
             if not holds:
-                raise LockstepError(ErrorCode.INVALID_REQUEST, f"{name} {sentence}", field=name)
+                raise invalid(name, sentence)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One stream of tokens to generate, or to go on with."""
+    """One stream of tokens to generate or to continue."""
 
     id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     emitted_ids: tuple[int, ...] = ()
-    """What earlier attempts gave; the first new token has position len(emitted_ids)."""
+    """Output of earlier attempts. The first new token has position len(emitted_ids)."""
     priority: int = 0
-    """Higher runs first and is preempted last."""
+    """Requests of higher priority run first and are preempted last; among equal priorities those that arrived first."""
     tenant: str = ""
     """Separates prefix caches."""
+    arrived_at: float | None = None
+    """Time of the request's first arrival, on the clock of `time.monotonic`; None: the time of `submit`."""
+
+
+class Phase(StrEnum):
+    """State of an unfinished request."""
+
+    WAITING = "waiting"
+    """It is not in the batch yet, or was preempted by a more important request."""
+    RUNNING = "running"
+    """It is in the batch."""
+
+
+@dataclass(frozen=True)
+class PhaseChange:
+    """A request began to run or was preempted, or a step computed a part of its prompt."""
+
+    request_id: str
+    phase: Phase
 
 
 class FinishReason(StrEnum):
@@ -120,7 +136,6 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
-    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True)
@@ -144,22 +159,22 @@ class PromptLogprobs:
     """Natural-log probabilities of consecutive tokens of a prompt, each after all tokens before it."""
 
     position: int
-    """In the prompt, of the first of them. The first token of all, 0, has none."""
+    """Position of the first of these tokens in the prompt. Token 0 has no log probability."""
     tokens: NDArray[np.float32]
-    """[tokens]: each token's own."""
+    """[tokens]"""
     ranks: NDArray[np.int32]
     """[tokens]: 1 where the token was the most likely one."""
     vocabulary: NDArray[np.float32] | None = None
-    """[tokens, vocabulary], where asked for."""
+    """[tokens, vocabulary], if requested."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """What one step gave to one request."""
+    """The result of one step for one request."""
 
     request_id: str
     position: int
-    """Of the first of `ids` in the output, counted from 0 over all attempts."""
+    """Position of the first of `ids` in the output, counted from 0 over all attempts."""
     ids: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
     finish: FinishReason | None = None
@@ -167,6 +182,7 @@ class Output:
     cached_tokens: int = 0
     """Set with the first output of a request: prompt tokens whose KV was in the prefix cache."""
     error: LockstepError | None = None
-    """The request failed and gets no more tokens; `error.meaning.retryable` says whether another worker may go on."""
+    """The request failed and gets no more tokens. `error.meaning.retryable`: another worker may continue it."""
     prompt_logprobs: PromptLogprobs | None = None
-    """Of the prompt tokens of this step, where asked for; `ids` is empty until the prompt has been computed."""
+    """Log probabilities of the prompt tokens of this step, if requested. `ids` is empty until the prompt has been
+    computed."""

@@ -1,7 +1,10 @@
-"""From logits to tokens, on rank 0. One uniform number a row comes with the plan; a row's token depends on its own
-logits, its own settings and its own number, never on the other rows.
+"""From logits to tokens, on rank 0.
 
-Nothing here waits for the device: what is chosen stays there for the next step, and is on its way to the host.
+A request that runs has a sampling row: a row of the sampler's tables, which the scheduler assigns. In each step some
+requests have a logits row, the logits of their last token. The plan brings one uniform number for each. A token depends
+on its own logits row, settings and number, never on the other rows.
+
+Nothing here waits for the device: chosen tokens stay on it for the next step, and are copied to the host meanwhile.
 """
 
 from collections.abc import Sequence
@@ -11,173 +14,197 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lockstep_engine.plan import SlotSampling, StepLogprobs
+from lockstep_engine import rowwise
+from lockstep_engine.plan import RowSampling, StepLogprobs
 
 
 @dataclass
-class _Slot:
-    sampling: SlotSampling
+class _Occupant:
+    """The request that has a sampling row."""
+
+    sampling: RowSampling
     greedy: bool
     plain: bool
-    """Neither penalties nor bias nor forbidden ids."""
+    """It has no penalties, no bias and no forbidden ids."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was chosen for the rows of a step, on the host once the device has done all that it was asked for before."""
+    """The tokens chosen in a step. They are on the host once the device has finished earlier work."""
 
     ids: torch.Tensor
-    """[rows], int64."""
+    """[logits rows], int64."""
     logprobs: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """For rows that ask for them: the log probability of the token ([1]), the most likely ids and theirs."""
+    """By logits row, for requests that want log probabilities: that of the token ([1]), the most likely ids, and those
+    of these ids."""
 
     def read(self) -> tuple[list[int], list[StepLogprobs | None]]:
-        """The ids, and for rows that ask for them the log probabilities of the model's own distribution."""
+        """The ids, and for requests that want them the log probabilities of the model's own distribution."""
         logprobs: list[StepLogprobs | None] = [None] * len(self.ids)
-        for row, (chosen, top_ids, top_logprobs) in self.logprobs.items():
-            logprobs[row] = StepLogprobs(float(chosen), top_ids.tolist(), top_logprobs.tolist())
+        for logits_row, (chosen, top_ids, top_logprobs) in self.logprobs.items():
+            logprobs[logits_row] = StepLogprobs(float(chosen), top_ids.tolist(), top_logprobs.tolist())
         return self.ids.tolist(), logprobs
 
 
 class Sampler:
-    """Sampling state of all slots: their settings, and which tokens they have seen as far as penalties ask for it."""
+    """State of all sampling rows: the settings of their requests, and for penalties the tokens of prompt and output."""
 
     def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._slots: list[_Slot | None] = [None] * max_seqs
+        self._occupants: list[_Occupant | None] = [None] * max_seqs
         self._counts = torch.zeros((max_seqs, vocab_size), dtype=torch.int32, device=device)
-        """How often each token is in the output."""
+        """[sampling rows, vocabulary]: how often each token is in the output."""
         self._in_prompt = torch.zeros((max_seqs, vocab_size), dtype=torch.bool, device=device)
+        """[sampling rows, vocabulary]"""
         self._last = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        """The token that was last chosen for each slot."""
+        """[sampling rows]: the token that was last chosen."""
 
-    def last(self, slots: NDArray[np.int32]) -> torch.Tensor:
-        """The tokens [slots], int64 on the device, that were last chosen for some slots."""
-        return self._last.index_select(0, _put(slots.astype(np.int64), self._device))
+    def last(self, sampling_rows: NDArray[np.int32]) -> torch.Tensor:
+        """The tokens [sampling rows], int64 on the device, that were last chosen for these rows."""
+        return self._last.index_select(0, _put(sampling_rows.astype(np.int64), self._device))
 
-    def add(self, sampling: SlotSampling) -> None:
-        """A slot has a new occupant. If there is no memory for its settings, its next tokens mean nothing.
+    def add(self, sampling: RowSampling) -> None:
+        """A sampling row gets a new request.
 
         Raises:
-            MemoryError: likewise torch's errors of this kind.
+            MemoryError: or torch's errors for this. Tokens of this row then mean nothing until its next request.
         """
-        self._slots[sampling.slot] = _Slot(sampling, greedy=True, plain=True)
+        row = sampling.sampling_row
+        self._occupants[row] = _Occupant(sampling, greedy=True, plain=True)
         penalised = _penalised(sampling)
         if penalised:
             counts = np.bincount(np.array(sampling.emitted_ids, dtype=np.int64), minlength=self._vocab_size)
-            self._counts[sampling.slot] = torch.from_numpy(counts.astype(np.int32)).to(self._device, non_blocking=True)
-            self._in_prompt[sampling.slot] = False
-            self._in_prompt[sampling.slot].index_fill_(0, _put(sampling.prompt_ids, self._device), True)
-        self._slots[sampling.slot] = _Slot(
+            self._counts[row] = torch.from_numpy(counts.astype(np.int32)).to(self._device, non_blocking=True)
+            self._in_prompt[row] = False
+            self._in_prompt[row].index_fill_(0, _put(sampling.prompt_ids, self._device), True)
+        self._occupants[row] = _Occupant(
             sampling,
             greedy=sampling.temperature == 0,
             plain=not (penalised or sampling.logit_bias or sampling.forbidden_ids),
         )
 
     def sample(
-        self, logits: torch.Tensor, slots: NDArray[np.int32], emitted: NDArray[np.int32], uniforms: NDArray[np.float64]
+        self,
+        logits: torch.Tensor,
+        sampling_rows: NDArray[np.int32],
+        emitted: NDArray[np.int32],
+        uniforms: NDArray[np.float64],
     ) -> Sampled:
-        """Choose a token for each row.
+        """Choose a token for each logits row.
 
         Args:
-            logits: [rows, vocabulary], any float type.
-            slots: [rows]
-            emitted: [rows], output tokens before this one.
-            uniforms: [rows], in [0, 1).
+            logits: [logits rows, vocabulary], any float type.
+            sampling_rows: [logits rows], the sampling row of each.
+            emitted: [logits rows], output tokens before this one.
+            uniforms: [logits rows], in [0, 1).
         """
-        states = [self._state(int(slot)) for slot in slots]
+        occupants = [self._occupant(int(row)) for row in sampling_rows]
         raw = logits.float()
         adjusted = raw
-        for row, state in enumerate(states):
-            if not state.plain:
+        for logits_row, occupant in enumerate(occupants):
+            if not occupant.plain:
                 if adjusted is raw:
                     adjusted = raw.clone()
-                self._adjust(adjusted[row], state.sampling, int(emitted[row]))
+                self._adjust(adjusted[logits_row], occupant.sampling, int(emitted[logits_row]))
         ids = adjusted.argmax(dim=-1)
-        random = [row for row, state in enumerate(states) if not state.greedy]
+        random = [logits_row for logits_row, occupant in enumerate(occupants) if not occupant.greedy]
         if random:
-            rows = _put(random, self._device)
-            drawn = _draw(adjusted.index_select(0, rows), [states[row].sampling for row in random], uniforms[random])
-            ids.index_copy_(0, rows, drawn)
-        self._last.index_copy_(0, _put(slots.astype(np.int64), self._device), ids)
+            random_rows = _put(random, self._device)
+            samplings = [occupants[logits_row].sampling for logits_row in random]
+            drawn = _draw(adjusted.index_select(0, random_rows), samplings, uniforms[random])
+            ids.index_copy_(0, random_rows, drawn)
+        self._last.index_copy_(0, _put(sampling_rows.astype(np.int64), self._device), ids)
         logprobs = {}
-        for row, state in enumerate(states):
-            token = ids[row : row + 1]
-            if state.sampling.logprobs >= 0:
-                logprobs[row] = _logprobs(raw[row], token, state.sampling.logprobs)
-            if not state.plain and _penalised(state.sampling):
-                self._counts[state.sampling.slot].index_add_(0, token, torch.ones_like(token, dtype=torch.int32))
+        for logits_row, occupant in enumerate(occupants):
+            token = ids[logits_row : logits_row + 1]
+            if occupant.sampling.logprobs >= 0:
+                logprobs[logits_row] = _logprobs(raw[logits_row], token, occupant.sampling.logprobs)
+            if not occupant.plain and _penalised(occupant.sampling):
+                self._counts[occupant.sampling.sampling_row].index_add_(
+                    0, token, torch.ones_like(token, dtype=torch.int32)
+                )
         return Sampled(_fetch(ids), logprobs)
 
-    def _state(self, slot: int) -> _Slot:
-        state = self._slots[slot]
-        assert state is not None
-        return state
+    def _occupant(self, sampling_row: int) -> _Occupant:
+        occupant = self._occupants[sampling_row]
+        assert occupant is not None
+        return occupant
 
-    def _adjust(self, row: torch.Tensor, sampling: SlotSampling, emitted: int) -> None:
-        """Apply penalties, bias and min_tokens to one row of logits, in place."""
+    def _adjust(self, logits: torch.Tensor, sampling: RowSampling, emitted: int) -> None:
+        """Apply penalties, bias and min_tokens to one logits row [vocabulary], in place."""
         if _penalised(sampling):
-            counts = self._counts[sampling.slot]
-            seen = (counts > 0) | self._in_prompt[sampling.slot]
-            scaled = torch.where(row > 0, row / sampling.repetition_penalty, row * sampling.repetition_penalty)
-            row.copy_(torch.where(seen, scaled, row))
-            row.sub_(counts * sampling.frequency_penalty).sub_((counts > 0) * sampling.presence_penalty)
+            counts = self._counts[sampling.sampling_row]
+            seen = (counts > 0) | self._in_prompt[sampling.sampling_row]
+            scaled = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+            logits.copy_(torch.where(seen, scaled, logits))
+            logits.sub_(counts * sampling.frequency_penalty).sub_((counts > 0) * sampling.presence_penalty)
         if sampling.logit_bias:
-            bias = torch.tensor(list(sampling.logit_bias.values()), dtype=row.dtype).to(row.device, non_blocking=True)
-            row.index_add_(0, _put(list(sampling.logit_bias), row.device), bias)
+            bias = torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype).to(
+                logits.device, non_blocking=True
+            )
+            logits.index_add_(0, _put(list(sampling.logit_bias), logits.device), bias)
         if emitted < sampling.min_tokens:
-            row.index_fill_(0, _put(sampling.forbidden_ids, row.device), float("-inf"))
+            logits.index_fill_(0, _put(sampling.forbidden_ids, logits.device), float("-inf"))
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What `score` has found, on the host once the device has done all that it was asked for before."""
+    """Results of `score`. They are on the host once the device has finished earlier work."""
 
     targets: torch.Tensor
-    """[rows], float32: log probabilities."""
+    """[rows], float32: log probabilities of the targets."""
     ranks: torch.Tensor
-    """[rows], int32; 1: the most likely."""
+    """[rows], int32: ranks of the targets; 1: the most likely token."""
     distributions: torch.Tensor | None
-    """[rows, vocabulary], float32: log probabilities."""
+    """[rows, vocabulary], float32: log probabilities of all tokens."""
 
-    def read(self) -> tuple[bytes, bytes, bytes]:
-        """All three, as bytes."""
-        whole = b"" if self.distributions is None else self.distributions.numpy().tobytes()
-        return self.targets.numpy().tobytes(), self.ranks.numpy().tobytes(), whole
+    def read(self) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.float32] | None]:
+        """Targets, ranks and distributions in the types of a `Result`."""
+        vocabulary = None if self.distributions is None else self.distributions.numpy()
+        return self.targets.numpy(), self.ranks.numpy(), vocabulary
 
 
-def score(logits: torch.Tensor, targets: NDArray[np.int32], *, whole: bool) -> Scores:
-    """What the model's own distributions say of tokens that are given.
+def score(logits: torch.Tensor, targets: NDArray[np.int32], *, vocabulary: bool) -> Scores:
+    """Log probabilities and ranks of given tokens in the model's own distributions.
 
     Args:
         logits: [rows, vocabulary], any float type.
-        targets: [rows], a token each.
-        whole: give the distributions, too.
+        targets: [rows], a token for each row.
+        vocabulary: return the distributions, too.
     """
-    distributions = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    distributions = _log_softmax(logits)
     wanted = _put(targets.astype(np.int64), logits.device)
     chosen = distributions.gather(1, wanted.unsqueeze(1))
     ranks = (distributions > chosen).sum(dim=1, dtype=torch.int32) + 1
-    return Scores(_fetch(chosen.squeeze(1)), _fetch(ranks), _fetch(distributions) if whole else None)
+    return Scores(_fetch(chosen.squeeze(1)), _fetch(ranks), _fetch(distributions) if vocabulary else None)
 
 
-def _penalised(sampling: SlotSampling) -> bool:
+def _penalised(sampling: RowSampling) -> bool:
     return sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
 
 
+def _softmax(x: torch.Tensor) -> torch.Tensor:
+    """On the CPU with the same bits on every machine: a draw near a token's limit must not depend on it."""
+    return rowwise.softmax(x) if x.device.type == "cpu" else torch.softmax(x, dim=-1)
+
+
+def _log_softmax(x: torch.Tensor) -> torch.Tensor:
+    return rowwise.log_softmax(x) if x.device.type == "cpu" else torch.log_softmax(x, dim=-1, dtype=torch.float32)
+
+
 def _put(numbers: Sequence[int] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Indices, int64, without waiting: small copies from memory that is not pinned are staged before they return."""
+    """Indices, int64 on the device, without waiting: small copies from memory that is not pinned are staged."""
     return torch.as_tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def _fetch(x: torch.Tensor) -> torch.Tensor:
-    """`x` on the host, once the device has come so far."""
+    """`x` on the host; it is valid once the device has finished earlier work."""
     return x.to("cpu", non_blocking=True)
 
 
-def _draw(logits: torch.Tensor, samplings: list[SlotSampling], uniforms: NDArray[np.float64]) -> torch.Tensor:
-    """Inverse-CDF sampling, in the order of token ids, over what top-k, top-p and min-p leave of each row."""
+def _draw(logits: torch.Tensor, samplings: list[RowSampling], uniforms: NDArray[np.float64]) -> torch.Tensor:
+    """Inverse-CDF sampling, in the order of token ids, over the tokens of each row that top-k, top-p and min-p keep."""
     device = logits.device
 
     def column(values: list[float]) -> torch.Tensor:
@@ -186,7 +213,7 @@ def _draw(logits: torch.Tensor, samplings: list[SlotSampling], uniforms: NDArray
     most = torch.finfo(torch.float32)
     logits = torch.nan_to_num(logits, nan=most.min, posinf=most.max, neginf=most.min)
     logits = logits - logits.amax(dim=-1, keepdim=True)
-    weights = torch.softmax(logits / column([max(each.temperature, most.tiny) for each in samplings]), dim=-1)
+    weights = _softmax(logits / column([max(each.temperature, most.tiny) for each in samplings]))
     filtered = [row for row, each in enumerate(samplings) if each.top_k > 0 or each.top_p < 1 or each.min_p > 0]
     if filtered:
         rows = _put(filtered, device)
@@ -202,8 +229,8 @@ def _draw(logits: torch.Tensor, samplings: list[SlotSampling], uniforms: NDArray
     return torch.minimum(chosen, last).squeeze(1)
 
 
-def _least_kept(weights: torch.Tensor, samplings: list[SlotSampling]) -> torch.Tensor:
-    """[rows]: the smallest probability that survives a row's filters; equal ones survive together."""
+def _least_kept(weights: torch.Tensor, samplings: list[RowSampling]) -> torch.Tensor:
+    """[rows]: the smallest probability that a row's filters keep; tokens of equal probability are kept together."""
     ordered = _descending(weights)
     vocabulary = weights.shape[1]
     least = torch.zeros(len(samplings), dtype=weights.dtype, device=weights.device)
@@ -227,6 +254,6 @@ def _descending(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _logprobs(row: torch.Tensor, token: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    values = torch.log_softmax(row, dim=-1)
+    values = _log_softmax(row)
     top = torch.topk(values, min(count, len(values)))
     return _fetch(values.gather(0, token)), _fetch(top.indices), _fetch(top.values)

@@ -1,39 +1,47 @@
-"""Decides what runs in a step. One rule: every sequence has `computed` tokens and a step spends one token budget
-letting sequences catch up with their tokens. Chunked prefill, prefix hits, preemption and resumed streams are this
-one rule.
+"""Decides what runs in a step.
 
-Plans may be made ahead of the results of those before them: ranks execute them in order, so that all of a plan counts
-as done once it is made, but for the tokens that it samples. A sequence whose last token is in flight goes on with
-"the token that was sampled for its slot", and only the ranks know which that is.
+There is one rule: a sequence has tokens, and a count of how many of them have KV; a step spends a budget of tokens on
+raising that count. Chunked prefill, prefix hits, preemption and resumed streams all follow from it.
 
-It owns the sequences, their blocks and the slots; it knows nothing of processes, tensors or time.
+A plan may be made before the results of earlier plans are known. Ranks execute plans in order, so everything in a plan
+counts as done once it is made, except for the tokens that it samples. A sequence whose last token is still in flight is
+planned with the placeholder LAST_SAMPLED; the ranks replace it by the token that they sampled last for its row.
+
+This module owns the sequences, their blocks and the sampling rows. It knows nothing of processes, tensors or time.
 """
 
 from array import array
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from numpy.typing import NDArray
 
 from lockstep_engine.block_tables import BlockTables, Needs
-from lockstep_engine.blocks import BlockKey
+from lockstep_engine.blocks import BlockKey, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.draws import uniform
-from lockstep_engine.plan import LAST_SAMPLED, Plan, PoolSizes, Result, SlotSampling, StepLogprobs
-from lockstep_engine.request import Logprobs, Output, PromptLogprobs, PromptScores, Request, TokenLogprob
+from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, StepLogprobs
+from lockstep_engine.request import (
+    Logprobs,
+    Output,
+    Phase,
+    PhaseChange,
+    PromptLogprobs,
+    PromptScores,
+    Request,
+    TokenLogprob,
+)
 from lockstep_engine.sequence import Sequence
-
-_INT32 = partial(array, "i")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the scheduler may use."""
+    """Limits of what the scheduler runs and queues."""
 
     max_seqs: int
     max_batch_tokens: int
@@ -44,20 +52,20 @@ class Limits:
     tenant_share: float = 1.0
 
 
-class _Share(NamedTuple):
-    """A sequence's part of a step."""
+class _Chunk(NamedTuple):
+    """The tokens of one sequence that a step computes."""
 
     sequence: Sequence
     start: int
     tokens: int
     samples: bool
-    slot: int
+    sampling_row: int
     scored: range
-    """Prompt positions whose log probabilities the step gives."""
+    """Prompt positions whose log probabilities this step computes."""
 
 
 class Scheduler:
-    """Waiting and running sequences, and the blocks they live in."""
+    """Waiting and running sequences, and the blocks of the KV cache."""
 
     def __init__(self, limits: Limits, eos_ids: Iterable[int], sizes: PoolSizes) -> None:
         self._limits = limits
@@ -67,46 +75,57 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self._ended: list[str] = []
-        self._free_slots = list(range(limits.max_seqs - 1, -1, -1))
+        self._free_rows = list(range(limits.max_seqs - 1, -1, -1))
         self._added: list[Sequence] = []
-        self._in_flight: deque[list[_Share]] = deque()
+        self._in_flight: deque[list[_Chunk]] = deque()
         self._updated = 0
-        """Plans whose results have been taken in."""
-        self._turn: Sequence | None = None
-        """The one that `schedule` was last busy with."""
+        """Plans whose results `update` has processed."""
+        self._current: Sequence | None = None
+        """The request being scheduled: `shed` ends it if memory runs out."""
         self._arrivals = 0
+        self._phases: dict[str, Phase] = {}
+        """Changes that `take_phases` has not returned yet."""
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a slot or for blocks."""
+        """Number of waiting requests: no sampling row is free for them, or too few blocks are."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests that hold blocks."""
+        """Number of requests that hold blocks."""
         return len(self._running)
+
+    @property
+    def free_seqs(self) -> int:
+        """Number of requests that have a sampling row free; 0 if others wait already."""
+        return 0 if self._waiting else len(self._free_rows)
 
     @property
     def request_ids(self) -> list[str]:
         """All requests that are not finished."""
         return list(self._by_id)
 
-    def submit(self, request: Request) -> Output | None:
+    def submit(self, request: Request, arrived_at: float = 0.0) -> Output | None:
         """Queue a request.
 
+        Args:
+            request: what to generate.
+            arrived_at: orders requests of equal priority; any clock, the same for all requests.
+
         Returns:
-            The only output of a request whose emitted ids are complete already, else None.
+            The only output, if the emitted ids already complete the request; else None.
 
         Raises:
             LockstepError: OVERLOADED when the queue is full, RESOURCE_EXHAUSTED when the request can never fit.
         """
         if request.id in self._by_id:
-            raise LockstepError(ErrorCode.INVALID_REQUEST, f"request id {request.id} is in use", field="id")
-        sequence = Sequence(request, self._arrivals)
+            raise invalid("id", f"{request.id} is in use")
+        sequence = Sequence(request, self._arrivals, arrived_at)
         reason = sequence.finish_reason(self._eos_ids, self._limits.context_length) if request.emitted_ids else None
         if reason is not None:
             return Output(request.id, sequence.emitted, (), finish=reason)
-        self._refuse_the_impossible(request)
+        self._check_capacity(request)
         if len(self._waiting) >= self._limits.max_queue:
             raise LockstepError(
                 ErrorCode.OVERLOADED, f"the queue of {self._limits.max_queue} requests is full", retry_after_s=1.0
@@ -122,7 +141,7 @@ class Scheduler:
         return None
 
     def cancel(self, request_id: str) -> bool:
-        """Forget a request and free its blocks. False if it is not (or no longer) known."""
+        """Remove a request and free its blocks. False if the id is unknown."""
         sequence = self._by_id.get(request_id)
         if sequence is None:
             return False
@@ -130,134 +149,151 @@ class Scheduler:
         return True
 
     def schedule(self) -> Plan | None:
-        """The next step, or None if there is nothing to do before the results of the steps in flight.
+        """The next step. None if nothing can run before a result of a step in flight has come.
 
         Raises:
-            MemoryError: the books are half written; `shed` is the way on.
+            MemoryError: the scheduler's state is inconsistent; call `shed`.
         """
-        self._turn = None
-        shares: list[_Share] = []
+        self._current = None
+        chunks: list[_Chunk] = []
         budget = self._limits.max_batch_tokens
         preempted = False
-        for sequence in sorted(self._running, key=lambda each: each.rank_order):
+        # A prompt, also that of an important sequence, leaves room in the step for those that decode.
+        decoding = sum(sequence.remaining == 1 for sequence in self._running)
+        for sequence in sorted(self._running, key=lambda each: each.precedence):
             if budget == 0:
                 break
-            if sequence.slot < 0:  # preempted below, on behalf of a more important one
+            decodes = sequence.remaining == 1
+            decoding -= decodes
+            if sequence.sampling_row < 0:  # preempted in this loop, for a more important one
                 continue
-            self._turn = sequence
-            count = self._count(sequence, budget, shares)
+            self._current = sequence
+            count = self._count(sequence, budget if decodes else max(1, budget - decoding), chunks)
             if count == 0:
                 continue
-            count, gave_way = self._make_room(sequence, count)
-            preempted |= gave_way
+            count, has_preempted = self._make_room(sequence, count)
+            preempted |= has_preempted
             if count:
-                shares.append(self._share(sequence, count))
+                chunks.append(self._chunk(sequence, count))
                 budget -= count
         if not preempted:
-            self._admit(shares, budget)
-        if not shares:
+            self._admit(chunks, budget)
+        if not chunks:
             return None
-        self._turn = shares[-1].sequence
-        plan = self._plan(shares)
-        self._in_flight.append(shares)
-        for share in shares:
-            sequence = share.sequence
-            sequence.computed += share.tokens
-            sequence.in_flight += share.samples
-            if sequence.computed // BLOCK_SIZE > share.start // BLOCK_SIZE:
-                self.blocks.commit(sequence, share.start, self._keys(sequence))
+        self._current = chunks[-1].sequence
+        plan = self._plan(chunks)
+        self._in_flight.append(chunks)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.computed += chunk.tokens
+            sequence.in_flight += chunk.samples
+            if sequence.computed // BLOCK_SIZE > chunk.start // BLOCK_SIZE:
+                self.blocks.commit(sequence, chunk.start, self._keys(sequence))
         return plan
 
     def update(self, result: Result) -> list[Output]:
-        """Take in what the ranks answered to the first of the plans in flight."""
+        """Process the result of the oldest plan in flight."""
         outputs: list[Output] = []
         sampled = scored = 0
-        shares = self._in_flight.popleft()
+        chunks = self._in_flight.popleft()
         self._updated += 1
-        for share in shares:
+        for chunk in chunks:
             index, first_score = sampled, scored
-            sampled += share.samples
-            scored += len(share.scored)
-            sequence = share.sequence
-            if self._by_id.get(sequence.request.id) is not sequence:  # cancelled, or it ended with the step before
+            sampled += chunk.samples
+            scored += len(chunk.scored)
+            sequence = chunk.sequence
+            if self._by_id.get(sequence.request.id) is not sequence:  # cancelled, or ended by the step before this one
                 continue
-            if share.slot in result.unserved:
+            if chunk.sampling_row in result.unserved:
                 outputs.append(Output(sequence.request.id, sequence.emitted, (), error=no_memory()))
                 self._ended.append(sequence.request.id)
                 self._remove(sequence)
                 continue
-            scores = _prompt_logprobs(share, result, first_score)
-            sequence.told = max(sequence.told, share.scored.stop)
-            if share.samples:
+            scores = _prompt_logprobs(chunk, result, first_score)
+            sequence.scores_delivered = max(sequence.scores_delivered, chunk.scored.stop)
+            if chunk.samples:
                 outputs.append(self._emit(sequence, result.token_ids[index], result.logprobs[index], scores))
-            elif scores is not None:
+                continue
+            if sequence.sampling_row >= 0:
+                self._phases[sequence.request.id] = Phase.RUNNING
+            if scores is not None:
                 outputs.append(Output(sequence.request.id, sequence.emitted, (), prompt_logprobs=scores))
         return outputs
 
+    def take_phases(self) -> list[PhaseChange]:
+        """Changes since the last call: requests that began to run or were preempted, and those of whose prompts a step
+        has computed a part.
+        """
+        phases, self._phases = self._phases, {}
+        return [PhaseChange(request_id, phase) for request_id, phase in phases.items() if request_id in self._by_id]
+
     def shed(self, seen: int) -> list[Output]:
-        """There was no memory to make or to send a plan: end the request whose turn it was. The others are computed
-        again, in empty pools: of what the plan wrote down nothing is trusted.
+        """Recover from a MemoryError while a plan was made or sent: end the request being scheduled, and compute all
+        others again in empty pools. The state that the failed plan left behind is inconsistent, so none of it is kept.
 
         Args:
-            seen: plans in flight that the ranks have seen. They go on with these; their results are still taken in.
+            seen: number of plans in flight that have reached the ranks. Their results will come and are passed to
+            `update`.
 
         Returns:
-            The last output of the one that ends. It can be continued elsewhere.
+            The last output of the request that ends. Another worker can continue it.
         """
         while len(self._in_flight) > seen:
             self._in_flight.pop()
         live = self._by_id.values()
-        ends = next(
-            (each for each in live if each is self._turn), max(live, key=lambda each: each.arrival, default=None)
+        ended = next(
+            (each for each in live if each is self._current), max(live, key=lambda each: each.arrival, default=None)
         )
-        if ends is not None:
-            del self._by_id[ends.request.id]
+        if ended is not None:
+            del self._by_id[ended.request.id]
         self._start_over(PoolSizes(self.blocks.hot.total, self.blocks.cold.total))
-        return [] if ends is None else [Output(ends.request.id, ends.emitted, (), error=no_memory())]
+        return [] if ended is None else [Output(ended.request.id, ended.emitted, (), error=no_memory())]
 
     def delivered(self) -> None:
-        """What the last `update` returned has been handed on."""
+        """The outputs of the last `update` have reached the caller."""
         self._ended = []
 
     def clear(self) -> list[str]:
-        """Forget all requests, and the pools, whatever state the books are in.
+        """Remove all requests and the pools. Works in any state, consistent or not.
 
         Returns:
-            Their ids, and those of requests whose ends have not been `delivered`.
+            Ids of the removed requests, and of requests whose last output has not been `delivered`.
         """
         ids = [*self.request_ids, *self._ended]
-        self._by_id, self._ended = {}, []
+        self._by_id, self._ended, self._phases = {}, [], {}
         self._in_flight.clear()
         self._start_over(PoolSizes(0))
         return ids
 
     def reset(self, sizes: PoolSizes) -> None:
-        """The ranks and their KV are gone: start with empty pools. There must be no requests."""
+        """Start with empty pools, for new ranks. There must be no requests."""
         assert not self._by_id
         self._in_flight.clear()
         self._updated = 0
         self._start_over(sizes)
 
     def _start_over(self, sizes: PoolSizes) -> None:
-        """Empty pools; all requests wait, as they are when the plans in flight are done."""
-        self.blocks = self._new_blocks(PoolSizes(0))  # the old ones are gone before there are new ones
+        """Empty the pools and let all requests wait, in the state that they have once the plans in flight are done."""
+        self.blocks = self._new_blocks(PoolSizes(0))  # frees the old pools before the new ones are allocated
         self.blocks = self._new_blocks(sizes)
         for sequence in self._by_id.values():
-            sequence.slot, sequence.computed, sequence.in_flight = -1, 0, 0
+            if sequence.sampling_row >= 0:
+                self._phases[sequence.request.id] = Phase.WAITING
+            sequence.sampling_row, sequence.computed, sequence.in_flight = -1, 0, 0
             sequence.hot, sequence.cold = [], []
-            sequence.scored = sequence.told
-        self._waiting = sorted(self._by_id.values(), key=lambda each: each.rank_order)
+            sequence.score_from = sequence.scores_delivered
+        self._waiting = sorted(self._by_id.values(), key=lambda each: each.precedence)
         self._running, self._added = [], []
-        self._free_slots = list(range(self._limits.max_seqs - 1, -1, -1))
-        for share in chain.from_iterable(self._in_flight):
-            share.sequence.in_flight += share.samples
-            share.sequence.scored = max(share.sequence.scored, share.scored.stop)
+        self._free_rows = list(range(self._limits.max_seqs - 1, -1, -1))
+        for chunk in chain.from_iterable(self._in_flight):
+            chunk.sequence.in_flight += chunk.samples
+            chunk.sequence.score_from = max(chunk.sequence.score_from, chunk.scored.stop)
 
     def _new_blocks(self, sizes: PoolSizes) -> BlockTables:
         limits = self._limits
         return BlockTables(sizes, limits.hot_window, limits.max_seqs, limits.context_length, limits.tenant_share)
 
-    def _refuse_the_impossible(self, request: Request) -> None:
+    def _check_capacity(self, request: Request) -> None:
         tokens = min(len(request.prompt_ids) + request.sampling.max_tokens, self._limits.context_length)
         needs, blocks = self.blocks.needs(tokens), self.blocks
         total = Needs(blocks.hot.total, blocks.cold.total)
@@ -271,39 +307,39 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
-        self._waiting.sort(key=lambda each: each.rank_order)
+        self._waiting.sort(key=lambda each: each.precedence)
 
-    def _admit(self, shares: list[_Share], budget: int) -> None:
-        """Start waiting sequences while budget, slots and blocks last."""
+    def _admit(self, chunks: list[_Chunk], budget: int) -> None:
+        """Start waiting sequences, in order, until budget, sampling rows or blocks are used up."""
         computing = self._digests_being_computed()
         for sequence in list(self._waiting):
-            if budget == 0 or not self._free_slots:
+            if budget == 0 or not self._free_rows:
                 return
-            if sequence.in_flight:  # it has given way, and what it is to be computed from comes with the next result
+            if sequence.in_flight:  # preempted while its last token was in flight; that comes with the next result
                 return
-            self._turn = sequence
-            if self._count(sequence, budget, shares) == 0:
+            self._current = sequence
+            if self._count(sequence, budget, chunks) == 0:
                 return
             cached = self._limits.prefix_cache and not sequence.scores_prompt
             # The last token is always computed: its logits choose the next one.
             keys = self._keys(sequence)[: (len(sequence.tokens) - 1) // BLOCK_SIZE] if cached else []
             hits = self.blocks.match(keys)
             if hits.usable < len(keys) and keys[hits.usable].digest in computing:
-                continue  # another sequence computes this prefix right now; its blocks will be shared
+                continue  # a running sequence is computing this prefix; wait and share its blocks
             takes = self.blocks.admits(sequence, keys, hits)
             if not takes.fit(self.blocks.room(sequence.request.tenant)):
                 if takes.fit(self.blocks.room_of_all):
-                    continue  # its tenant has all that it may have; others need not wait for that
-                return  # no overtaking: a large request would wait for ever
+                    continue  # its tenant is at its limit, which must not hold up other tenants
+                return  # smaller requests do not overtake: a large one would never start
             self._start(sequence)
             self.blocks.start(sequence, keys, hits)
             sequence.computed = hits.usable * BLOCK_SIZE
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = min(sequence.computed, len(sequence.request.prompt_ids))
             computing.update(key.digest for key in keys[hits.usable :])
-            count = self.blocks.fitting(sequence, self._count(sequence, budget, shares))
+            count = self.blocks.fitting(sequence, self._count(sequence, budget, chunks))
             self.blocks.grow(sequence, count)
-            shares.append(self._share(sequence, count))
+            chunks.append(self._chunk(sequence, count))
             budget -= count
 
     def _digests_being_computed(self) -> set[bytes]:
@@ -318,32 +354,32 @@ class Scheduler:
         self._waiting.remove(sequence)
         self._running.append(sequence)
         self._added.append(sequence)
-        sequence.slot = self._free_slots.pop()
+        sequence.sampling_row = self._free_rows.pop()
+        self._phases[sequence.request.id] = Phase.RUNNING
 
-    def _count(self, sequence: Sequence, budget: int, shares: list[_Share]) -> int:
-        """Tokens that a sequence gets of a step: what it lacks, as far as the budget goes, and none when it only waits
-        for its last token. No more of them are scored in a step than could be sampled, because that is what there is
-        memory for.
+    def _count(self, sequence: Sequence, budget: int, chunks: list[_Chunk]) -> int:
+        """How many of a sequence's tokens this step computes: those without KV, within the budget; 0 if it only waits
+        for its last token. A step scores at most `max_seqs` prompt tokens, because a result has room for no more.
         """
         if sequence.is_full(self._limits.context_length):
             return 0
         count = min(sequence.remaining, budget)
         if not sequence.scores_prompt:
             return count
-        return min(count, self._limits.max_seqs - sum(len(share.scored) for share in shares))
+        return min(count, self._limits.max_seqs - sum(len(chunk.scored) for chunk in chunks))
 
-    def _share(self, sequence: Sequence, count: int) -> _Share:
-        return _Share(
+    def _chunk(self, sequence: Sequence, count: int) -> _Chunk:
+        return _Chunk(
             sequence,
             sequence.computed,
             count,
             samples=count == sequence.remaining,
-            slot=sequence.slot,
+            sampling_row=sequence.sampling_row,
             scored=sequence.take_unscored(sequence.computed + count),
         )
 
     def _make_room(self, sequence: Sequence, count: int) -> tuple[int, bool]:
-        """Get blocks for the next `count` tokens, or for fewer, preempting the least important sequences if it must be.
+        """Get blocks for the next `count` tokens, or for fewer. Preempts the least important sequences if necessary.
 
         Returns:
             For how many tokens there are blocks now, and whether any sequence was preempted.
@@ -357,39 +393,41 @@ class Scheduler:
             if takes.fit(self.blocks.room(tenant)):
                 self.blocks.grow(sequence, count)
                 return count, preempted
-            # Who has used up its share gives way to itself.
-            own = takes.fit(self.blocks.room_of_all)
-            rivals = [each for each in self._running if not own or each.request.tenant == tenant]
-            victim = max(rivals, key=lambda each: each.rank_order)
+            # A tenant at its limit preempts its own requests only.
+            at_limit = takes.fit(self.blocks.room_of_all)
+            candidates = [each for each in self._running if not at_limit or each.request.tenant == tenant]
+            victim = max(candidates, key=lambda each: each.precedence)
             preempted = True
             self._preempt(victim)
             if victim is sequence:
                 return 0, True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take the blocks away; the sequence waits and is recomputed from its tokens. It is never in the step already:
-        the more important sequences come first, and the victim is the least important.
+        """Free the sequence's blocks and let it wait; its tokens are computed again when it runs the next time. It is
+        never part of the current step already: more important sequences are scheduled first, and the victim is the
+        least important one.
         """
-        self._leave_slot(sequence)
+        self._release_row(sequence)
+        self._phases[sequence.request.id] = Phase.WAITING
         sequence.computed = 0
         self._enqueue(sequence)
 
-    def _leave_slot(self, sequence: Sequence) -> None:
-        self.blocks.leave(sequence)
-        self._free_slots.append(sequence.slot)
-        sequence.slot = -1
+    def _release_row(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence)
+        self._free_rows.append(sequence.sampling_row)
+        sequence.sampling_row = -1
         self._running.remove(sequence)
         self._added = [each for each in self._added if each is not sequence]
 
     def _remove(self, sequence: Sequence) -> None:
-        if sequence.slot >= 0:
-            self._leave_slot(sequence)
+        if sequence.sampling_row >= 0:
+            self._release_row(sequence)
         else:
             self._waiting.remove(sequence)
         del self._by_id[sequence.request.id]
 
     def _keys(self, sequence: Sequence) -> list[BlockKey]:
-        """Of all its full blocks; none without a prefix cache."""
+        """Keys of all its full blocks; none without a prefix cache."""
         return sequence.known_keys(sequence.request.tenant) if self._limits.prefix_cache else []
 
     def _emit(
@@ -399,8 +437,8 @@ class Scheduler:
         sequence.tokens.append(token)
         sequence.in_flight -= 1
         reason = sequence.finish_reason(self._eos_ids, self._limits.context_length)
-        cached = 0 if sequence.reported else sequence.cached_tokens or 0
-        sequence.reported = True
+        cached = 0 if sequence.has_output else sequence.cached_tokens or 0
+        sequence.has_output = True
         if reason is not None:
             self._ended.append(sequence.request.id)
             self._remove(sequence)
@@ -416,55 +454,52 @@ class Scheduler:
             prompt_logprobs=scores,
         )
 
-    def _plan(self, shares: list[_Share]) -> Plan:
-        # Plain arrays: for a few dozen numbers each numpy call costs more than the numbers.
-        sequences = [share.sequence for share in shares]
-        slots = [sequence.slot for sequence in sequences]
+    def _plan(self, chunks: list[_Chunk]) -> Plan:
+        sequences = [chunk.sequence for chunk in chunks]
+        rows = [sequence.sampling_row for sequence in sequences]
         emitted = [sequence.emitted + sequence.in_flight for sequence in sequences]
-        width = max(len(sequence.hot) for sequence in sequences)
-        tables = self.blocks.rows(slots, width)
-        hot_tables = self.blocks.take_hot_rows(slots, tables)
+        tables = self.blocks.tables(rows, max(len(sequence.hot) for sequence in sequences))
+        hot_tables = self.blocks.take_hot_tables(rows, tables)
         moves, late_moves = self.blocks.take_moves()
-        tokens = _INT32()
-        uniforms = array("d")
-        for share, position in zip(shares, emitted, strict=True):
-            known = share.sequence.tokens[share.start : share.start + share.tokens]
-            tokens.extend(known)
-            if len(known) < share.tokens:
-                tokens.append(LAST_SAMPLED)
-            if share.samples:
-                sampling = share.sequence.request.sampling
+        token_ids = array("i")
+        uniforms = []
+        for chunk, position in zip(chunks, emitted, strict=True):
+            known = chunk.sequence.tokens[chunk.start : chunk.start + chunk.tokens]
+            token_ids.extend(known)
+            if len(known) < chunk.tokens:
+                token_ids.append(LAST_SAMPLED)
+            if chunk.samples:
+                sampling = chunk.sequence.request.sampling
                 uniforms.append(uniform(sampling.seed, position) if sampling.temperature else 0.0)
         added, self._added = self._added, []
         return Plan(
             step=self._updated + len(self._in_flight) + 1,
-            token_ids=tokens.tobytes(),
-            starts=_INT32([share.start for share in shares]).tobytes(),
-            lengths=_INT32([share.tokens for share in shares]).tobytes(),
-            slots=_INT32(slots).tobytes(),
-            samples=_INT32([share.samples for share in shares]).tobytes(),
-            emitted=_INT32(emitted).tobytes(),
-            uniforms=uniforms.tobytes(),
-            tables=tables.tobytes(),
-            table_width=width,
-            added=[self._slot_sampling(sequence) for sequence in added],
-            targets=_targets(shares),
-            whole=any(
-                share.scored and share.sequence.request.sampling.prompt_scores is PromptScores.VOCABULARY
-                for share in shares
+            token_ids=np.frombuffer(token_ids, dtype=np.int32),
+            starts=np.array([chunk.start for chunk in chunks], dtype=np.int32),
+            lengths=np.array([chunk.tokens for chunk in chunks], dtype=np.int32),
+            sampling_rows=np.array(rows, dtype=np.int32),
+            samples=np.array([chunk.samples for chunk in chunks], dtype=np.bool_),
+            emitted=np.array(emitted, dtype=np.int32),
+            uniforms=np.array(uniforms, dtype=np.float64),
+            tables=tables,
+            moves=moves,
+            late_moves=late_moves,
+            added=[self._row_sampling(sequence) for sequence in added],
+            targets=_targets(chunks),
+            vocabulary_logprobs=any(
+                chunk.scored and chunk.sequence.request.sampling.prompt_scores is PromptScores.VOCABULARY
+                for chunk in chunks
             ),
-            hot_tables=b"" if hot_tables is None else hot_tables.tobytes(),
-            moves=_INT32(moves).tobytes(),
-            late_moves=_INT32(late_moves).tobytes(),
+            hot_tables=hot_tables,
         )
 
-    def _slot_sampling(self, sequence: Sequence) -> SlotSampling:
+    def _row_sampling(self, sequence: Sequence) -> RowSampling:
         sampling = sequence.request.sampling
-        penalised = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1.0, 0, 0)
+        penalized = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1.0, 0, 0)
         past = list(sequence.tokens[len(sequence.request.prompt_ids) :])
         forbidden = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)]
-        return SlotSampling(
-            slot=sequence.slot,
+        return RowSampling(
+            sampling_row=sequence.sampling_row,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -474,43 +509,48 @@ class Scheduler:
             presence_penalty=sampling.presence_penalty,
             logit_bias=dict(sampling.logit_bias),
             logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
-            prompt_ids=list(sequence.request.prompt_ids) if penalised else [],
-            emitted_ids=past if penalised else [],
+            prompt_ids=list(sequence.request.prompt_ids) if penalized else [],
+            emitted_ids=past if penalized else [],
             forbidden_ids=forbidden if sampling.min_tokens else [],
             min_tokens=sampling.min_tokens,
         )
 
 
 def no_memory() -> LockstepError:
-    """What a request is told that there was no memory to go on with, here and now."""
-    return LockstepError(ErrorCode.OVERLOADED, "the worker has no memory for this request now", retry_after_s=1.0)
+    """The error of a request that ends because memory ran out here; another worker may continue it."""
+    return LockstepError(
+        ErrorCode.OVERLOADED, "the worker has no memory for this request at the moment", retry_after_s=1.0
+    )
 
 
-def _targets(shares: list[_Share]) -> bytes:
-    """For each token of the step the id that follows it if that is to be scored, else -1."""
-    if not any(share.scored for share in shares):
-        return b""
-    targets = _INT32()
-    for share in shares:
-        row = _INT32([-1]) * share.tokens
-        for position in share.scored:
-            row[position - 1 - share.start] = share.sequence.tokens[position]
-        targets.extend(row)
-    return targets.tobytes()
-
-
-def _prompt_logprobs(share: _Share, result: Result, first: int) -> PromptLogprobs | None:
-    """A share's part of the result's scores, which begins with score `first`."""
-    if not share.scored:
+def _targets(chunks: list[_Chunk]) -> NDArray[np.int32] | None:
+    """For each token of the step the id that follows it if that id is to be scored, else -1. None: no id is."""
+    if not any(chunk.scored for chunk in chunks):
         return None
-    part = slice(first, first + len(share.scored))
-    tokens = np.frombuffer(result.target_logprobs, dtype=np.float32)
-    whole = share.sequence.request.sampling.prompt_scores is PromptScores.VOCABULARY
+    targets = np.full(sum(chunk.tokens for chunk in chunks), -1, dtype=np.int32)
+    end = 0
+    for chunk in chunks:
+        begin, end = end, end + chunk.tokens
+        for position in chunk.scored:
+            targets[begin + position - 1 - chunk.start] = chunk.sequence.tokens[position]
+    return targets
+
+
+def _prompt_logprobs(chunk: _Chunk, result: Result, first: int) -> PromptLogprobs | None:
+    """A chunk's part of the result's scores, which begins with score `first`."""
+    if not chunk.scored:
+        return None
+    assert result.target_logprobs is not None
+    assert result.target_ranks is not None
+    part = slice(first, first + len(chunk.scored))
+    vocabulary = result.vocabulary_logprobs
+    if chunk.sequence.request.sampling.prompt_scores is not PromptScores.VOCABULARY:
+        vocabulary = None
     return PromptLogprobs(
-        share.scored.start,
-        tokens[part],
-        np.frombuffer(result.target_ranks, dtype=np.int32)[part],
-        np.frombuffer(result.distributions, dtype=np.float32).reshape(len(tokens), -1)[part] if whole else None,
+        chunk.scored.start,
+        result.target_logprobs[part],
+        result.target_ranks[part],
+        None if vocabulary is None else vocabulary[part],
     )
 
 

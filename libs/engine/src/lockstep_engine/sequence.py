@@ -1,6 +1,8 @@
-"""A request on its way through the engine: its tokens, how many of them have KV, and where that KV is."""
+"""The state of a request in the scheduler: its tokens, how many of them have KV, and in which blocks that KV is."""
 
 from dataclasses import dataclass, field
+
+from lockstep_common.protocol import BEGUN_PRIORITY
 
 from lockstep_engine.blocks import BlockKey, extend_keys
 from lockstep_engine.request import FinishReason, PromptScores, Request
@@ -12,40 +14,49 @@ class Sequence:
 
     request: Request
     arrival: int
-    """Order of submission; ties of priority go to the earlier."""
+    """Order of submission."""
+    arrived_at: float = 0.0
+    """Among sequences of equal priority the one that arrived first goes first; if they arrived together, the one
+    submitted first."""
     tokens: list[int] = field(init=False)
-    """Prompt and output so far, as far as they are known here."""
+    """Prompt and output so far, without the tokens in flight."""
     in_flight: int = 0
-    """Tokens that steps in flight sample: they come after `tokens`, and only the ranks have them."""
+    """Tokens that steps in flight sample. They follow `tokens`; only the ranks know them yet."""
     computed: int = 0
-    """Tokens whose KV is in blocks when the steps in flight are done."""
+    """Tokens that have KV once the steps in flight are done."""
     hot: list[int] = field(default_factory=list)
     cold: list[int] = field(default_factory=list)
-    """Its blocks in order, in each version that there is of them, -1 where there is none. `BlockTables` keeps them."""
+    """`hot` and `cold`: ids of its blocks in order of position, in each version; -1 where a version does not exist.
+    Only `BlockTables` writes them."""
     fork: int = 0
-    """So many blocks of its text were known when it began: other texts may part there, too."""
+    """How many of its blocks the prefix cache had, in any version, when it started. Later requests may diverge after
+    the same block."""
     keys: list[BlockKey] = field(default_factory=list)
-    """Of the full blocks of `tokens`, as far as they were needed."""
+    """Keys of the full blocks of `tokens`, computed as far as they were needed."""
     remembered: int = 0
-    """So many of its first blocks can be found by their keys."""
-    slot: int = -1
-    """Row in the ranks' tables of sampling state; -1 while waiting."""
+    """How many of its first blocks the prefix cache knows by their keys."""
+    sampling_row: int = -1
+    """Its row in the tables of the sampler and of plans; -1 while it waits."""
     cached_tokens: int | None = None
     """Prompt tokens found in the prefix cache at the first admission."""
-    reported: bool = False
-    """An output has been given, so `cached_tokens` has been told."""
-    scored: int = 1
-    """Prompt tokens before this one need no log probability (any more); the first never has one."""
-    told: int = 1
-    """Prompt tokens before this one have been given theirs."""
+    has_output: bool = False
+    """An output has been produced; `cached_tokens` was in the first one."""
+    score_from: int = 1
+    """First prompt position that still needs a log probability. Position 0 never has one."""
+    scores_delivered: int = 1
+    """First prompt position whose log probability has not been in an output."""
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt_ids, *self.request.emitted_ids]
 
     @property
-    def rank_order(self) -> tuple[int, int]:
-        """Sorts the most important first."""
-        return (-self.request.priority, self.arrival)
+    def precedence(self) -> tuple[int, float, int]:
+        """Sorting key that puts the most important sequence first.
+
+        One of normal priority that has output is as important as a stream that has moved here with output.
+        """
+        priority = self.request.priority or (BEGUN_PRIORITY if self.emitted else 0)
+        return (-priority, self.arrived_at, self.arrival)
 
     @property
     def emitted(self) -> int:
@@ -63,30 +74,30 @@ class Sequence:
         return self.length - self.computed
 
     def is_full(self, context_length: int) -> bool:
-        """With the tokens in flight it has all that it may have, whatever they are."""
+        """Whether it reaches its token limit with the tokens in flight, whatever these are."""
         return self.emitted + self.in_flight >= self.request.sampling.max_tokens or self.length >= context_length
 
     @property
     def scores_prompt(self) -> bool:
-        """Its prompt's log probabilities are wanted."""
+        """Whether log probabilities of its prompt are wanted."""
         return self.request.sampling.prompt_scores is not PromptScores.NONE
 
     def take_unscored(self, computed: int) -> range:
-        """The prompt's positions that get their log probabilities when `computed` tokens have KV; each comes once,
-        even if the prompt is computed again.
+        """The prompt positions to score in the step that raises the count of tokens with KV to `computed`. A position
+        is returned once, even if the prompt is computed again.
         """
-        first = self.scored
+        first = self.score_from
         if self.scores_prompt:
-            self.scored = max(first, min(computed + 1, len(self.request.prompt_ids)))
-        return range(first, self.scored)
+            self.score_from = max(first, min(computed + 1, len(self.request.prompt_ids)))
+        return range(first, self.score_from)
 
     def known_keys(self, tenant_salt: str) -> list[BlockKey]:
-        """Keys of all full blocks of the present tokens."""
+        """Keys of all full blocks of `tokens`."""
         extend_keys(self.keys, self.tokens, tenant_salt)
         return self.keys
 
     def finish_reason(self, eos_ids: frozenset[int], context_length: int) -> FinishReason | None:
-        """Whether the output so far is complete, and why."""
+        """The reason for which the output so far is complete; None: it is not."""
         sampling = self.request.sampling
         if self.emitted > 0 and self.emitted >= sampling.min_tokens:
             last = self.tokens[-1]

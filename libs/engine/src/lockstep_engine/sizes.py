@@ -1,68 +1,77 @@
-"""Sizes of the segments that driver and ranks share. Both sides compute them from the same settings."""
+"""Sizes of collectives, of KV pools and of the self-test. Driver and ranks compute them from the same settings."""
 
 import platform
 
+from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig, HotWindow
-from lockstep_engine.plan import PoolSizes, RankSpec
+from lockstep_engine.control import RankSpec
 
 CANARY_ROWS = 9
-"""Tokens that a rank computes at its start both in a chunk and one by one, to check itself."""
+"""Tokens that a rank computes at its start both as a chunk and one by one, as a self-test."""
+
+_CANARY_TOKENS = 504
 
 FLAG_BYTES = 64
-"""A cache line for each rank's flag."""
+"""Size of each rank's flag: a cache line."""
 
-
-def message_sizes(spec: RankSpec) -> tuple[int, int]:
-    """Most bytes of a plan and of a result."""
-    blocks = -(-spec.context_length // BLOCK_SIZE)
-    tables = 4 * spec.max_seqs * blocks
-    if spec.hot_window is not None:  # hot ones, too, and for each block in them and in the step a move
-        tables = 2 * tables + 8 * spec.max_seqs * (spec.hot_window.size + 2) + spec.max_batch_tokens
-    # A new occupant of a slot brings what penalties need of its past (9 bytes an id at worst, prompt and output),
-    # and its bias.
-    added = spec.max_seqs * (18 * spec.context_length + 32 * 1024)
-    plan = 4096 + 8 * spec.max_batch_tokens + 64 * spec.max_seqs + tables + added
-    # A step scores as many prompt tokens as it can sample, for evaluation with all of the vocabulary. Memory that is
-    # never written takes no room.
-    return plan, 4096 + spec.max_seqs * (1024 + 4 * (2 + spec.vocab_size))
+_CPU_KV_BYTES = 512 * 2**20
+_CUDA_SHARE = 0.9
+"""Part of a GPU's free memory that the KV cache and graphs take."""
 
 
 def collective_bytes(spec: RankSpec) -> int:
-    """Bytes that a rank can contribute at once: the step's hidden states, or its part of the logits. More goes in
-    pieces.
+    """Bytes that a rank can contribute to one collective: the hidden states of a step, or its part of the logits.
+    Larger tensors are sent in pieces.
     """
-    hidden = max(spec.max_batch_tokens, spec.max_seqs) * spec.hidden_size
-    logits = max(spec.max_seqs, CANARY_ROWS) * -(-spec.vocab_size // spec.tp)
+    hidden = max(spec.config.max_batch_tokens, spec.config.max_seqs) * spec.model.hidden_size
+    logits = max(spec.config.max_seqs, CANARY_ROWS) * -(-spec.model.vocab_size // spec.config.tp)
     return -(-max(hidden, logits) * 4 // 64) * 64
 
 
 def canary_tokens(spec: RankSpec) -> int:
-    """Length of the text with which a rank checks itself: across the end of a block, and of the hot window."""
-    window = spec.hot_window.blocks if spec.hot_window is not None else 1
-    return max(2, min(spec.context_length, spec.max_batch_tokens, window * BLOCK_SIZE + 24))
+    """Length of the self-test's text: it crosses the end of a block, and of the hot window unless that is very large.
+    It does not depend on how much a step may hold, so that workers with other limits get the same fingerprint.
+    """
+    hot_blocks = spec.config.hot_window.blocks if spec.config.hot_window is not None else 1
+    return max(2, min(spec.model.context_length, _CANARY_TOKENS, hot_blocks * BLOCK_SIZE + 24))
+
+
+def kv_memory_bytes(config: EngineConfig, free_bytes: int | None, graph_bytes: int) -> int:
+    """Bytes of one rank's KV cache.
+
+    Args:
+        config: its `kv_memory_bytes` decides, if set.
+        free_bytes: free memory of the rank's GPU; None on the CPU.
+        graph_bytes: what recorded decode steps will take of it.
+    """
+    if config.kv_memory_bytes is not None:
+        return config.kv_memory_bytes
+    if free_bytes is None:
+        return _CPU_KV_BYTES
+    return max(0, int(free_bytes * _CUDA_SHARE) - graph_bytes)
 
 
 def pool_sizes(spec: RankSpec, memory: int, block_bytes: int, cold_block_bytes: int) -> PoolSizes:
-    """Blocks of each pool that a rank has memory for, and use.
+    """How many blocks of each pool a rank should have: no more than `memory` bytes hold, and no more than it can use.
 
-    With compression the hot pool is what all slots need to go on and a step fills, so that what is left over is for
-    contexts; of little memory it gets half, or more if long contexts need it.
+    With compression, the hot pool has what all sequences need to continue and what one step fills; the rest of the
+    memory is for contexts. If there is too little, the hot pool gets half of it, or more if long contexts need it.
     """
-    blocks, rule = -(-spec.context_length // BLOCK_SIZE), spec.hot_window
-    if rule is None or rule.blocks >= blocks:
-        return PoolSizes(min(memory // block_bytes, spec.max_seqs * blocks))
-    cold_each = blocks - rule.blocks
-    contexts = memory // (rule.blocks * block_bytes + cold_each * cold_block_bytes)
-    useful = spec.max_seqs * rule.blocks + -(-spec.max_batch_tokens // BLOCK_SIZE)
-    hot = min(useful, max(memory // 2 // block_bytes, contexts * rule.blocks))
-    hot = max(hot, min(rule.blocks, memory // block_bytes))
-    return PoolSizes(hot, min((memory - hot * block_bytes) // cold_block_bytes, spec.max_seqs * cold_each))
+    blocks, hot_window = -(-spec.model.context_length // BLOCK_SIZE), spec.config.hot_window
+    if hot_window is None or hot_window.blocks >= blocks:
+        return PoolSizes(min(memory // block_bytes, spec.config.max_seqs * blocks))
+    cold_each = blocks - hot_window.blocks
+    contexts = memory // (hot_window.blocks * block_bytes + cold_each * cold_block_bytes)
+    useful = spec.config.max_seqs * hot_window.blocks + -(-spec.config.max_batch_tokens // BLOCK_SIZE)
+    hot = min(useful, max(memory // 2 // block_bytes, contexts * hot_window.blocks))
+    hot = max(hot, min(hot_window.blocks, memory // block_bytes))
+    return PoolSizes(hot, min((memory - hot * block_bytes) // cold_block_bytes, spec.config.max_seqs * cold_each))
 
 
-def kv_bytes(tokens: int, rule: HotWindow | None, block_bytes: int, cold_block_bytes: int) -> int:
-    """Memory that a sequence's KV takes between steps when so many of its tokens have been computed."""
+def kv_bytes(tokens: int, hot_window: HotWindow | None, block_bytes: int, cold_block_bytes: int) -> int:
+    """Bytes of a sequence's KV between steps, when `tokens` of its tokens have been computed."""
     blocks = -(-tokens // BLOCK_SIZE)
-    cold = 0 if rule is None else max(0, rule.first_hot(tokens // BLOCK_SIZE) - rule.sink)
+    cold = 0 if hot_window is None else max(0, hot_window.first_hot(tokens // BLOCK_SIZE) - hot_window.sink)
     return (blocks - cold) * block_bytes + cold * cold_block_bytes
 
 
@@ -71,11 +80,12 @@ def segment_bytes(size: int, capacity: int) -> int:
     return size * FLAG_BYTES + 2 * size * capacity
 
 
-def collectives_segment_bytes(config: EngineConfig, spec: RankSpec) -> int:
-    """Bytes of the segment through which CPU ranks exchange tensors; 0 when they shall not.
+def collectives_segment_bytes(spec: RankSpec) -> int:
+    """Size of the segment through which CPU ranks exchange tensors; 0 where they use torch.distributed instead.
 
-    Plain loads and stores order it, which holds on x86 alone.
+    The ranks synchronize by plain loads and stores, which is correct on x86 only.
     """
+    config = spec.config
     if config.tp == 1 or config.collectives == "torch" or platform.machine() not in ("x86_64", "AMD64"):
         return 0
     return segment_bytes(config.tp, collective_bytes(spec))

@@ -1,4 +1,4 @@
-"""Puts our tensor-parallel layers in place of a model's own, after its plan (`architectures` lists the styles)."""
+"""Replaces a model's layers by tensor-parallel ones, after its split plan (`architectures` lists the styles)."""
 
 import copy
 import fnmatch
@@ -9,49 +9,44 @@ from typing import Any
 import torch
 from lockstep_common.errors import LockstepError
 from torch import nn
-from transformers.activations import ACT2CLS
 from transformers.pytorch_utils import Conv1D
 
 from lockstep_engine.distributed import Collectives
 from lockstep_engine.linear import (
-    TORCH_GRAIN,
     ColumnLinear,
     FusedRmsNorm,
     HeadExpansion,
     HeadShard,
     MergedPart,
-    OneNumberGate,
     Piece,
     RowLinear,
     SplitRmsNorm,
     SummedExperts,
     VocabEmbedding,
     VocabHead,
-    WholeVectors,
 )
 from lockstep_engine.model_config import ModelInfo, refuse
 
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ACTIVATIONS = tuple({each if isinstance(each, type) else each[0] for each in ACT2CLS.values()})
 _PARAMETER_STYLES = frozenset({"heads", "kv_heads", "split_1", "split_2", "first_rank"})
 _EXPERT_STYLES = {"packed_colwise": 1, "rowwise": 2}
 """Stacked experts [experts, 2 * inner, hidden] and [experts, hidden, inner]: the dimension that holds `inner`."""
-_WHOLE_STYLES = frozenset({"whole", "replicated", "replicated_with_grad_allreduce"})
+_REPLICATED_STYLES = frozenset({"replicated", "replicated_with_grad_allreduce"})
 _COUNTS = ("num_heads", "num_attention_heads")
-"""Attributes of attention modules: their heads,"""
+"""Attributes of attention modules that hold the number of heads."""
 _KV_COUNTS = ("num_key_value_heads", "num_kv_heads")
-"""key/value heads,"""
+"""Attributes that hold the number of key/value heads."""
 _WIDTHS = ("split_size", "embed_dim")
-"""and the width of all heads together."""
+"""Attributes that hold the width of all heads together."""
 
 
 class Splitter:
     """Walks a model and narrows it to a rank.
 
     Args:
-        config: of the text model.
-        plans: globs of names → styles; the first that matches counts.
-        reads_config: attention modules take their number of heads from the configuration.
+        config: the text model's configuration.
+        split_plans: globs of names → styles; the first that matches a name decides.
+        reads_config: whether attention modules read their number of heads from the configuration.
     """
 
     def __init__(
@@ -60,14 +55,14 @@ class Splitter:
         group: Collectives,
         dtype: torch.dtype,
         config: Any,
-        plans: Sequence[Mapping[str, str]],
+        split_plans: Sequence[Mapping[str, str]],
         *,
         reads_config: bool = False,
     ) -> None:
         self._info = info
         self._group = group
         self._dtype = dtype
-        self._plans = plans
+        self._split_plans = split_plans
         self._reads_config = reads_config
         heads = int(config.num_attention_heads)
         self.cached_dim = _cached_dim(config)
@@ -76,7 +71,7 @@ class Splitter:
         self.kv_heads = self._kv_shard(count_kv_heads(config))
 
     def split(self, model: nn.Module) -> None:
-        """Replace everything that holds weights; merge where names match; fuse norms where they are plain."""
+        """Replace all modules that hold weights; merge linears where names match; fuse plain norms."""
         self._replace_vocab(model)
         for name, module in list(model.named_modules()):
             for names in _MERGED:
@@ -84,15 +79,13 @@ class Splitter:
                     self._merge(name, module, names)
             if self._has_heads(name, module):
                 self._narrow_counts(module)
-            if self._style(name) == "by_rows":
-                _compute_by_rows(module)
             for child, layer in list(module.named_children()):
                 self._replace(module, child, layer, f"{name}.{child}" if name else child)
             self._split_parameters(name, module)
 
     def _style(self, name: str) -> str | None:
-        for plan in self._plans:
-            for glob, style in plan.items():
+        for split_plan in self._split_plans:
+            for glob, style in split_plan.items():
                 if fnmatch.fnmatchcase(name, glob):
                     return style
         return None
@@ -107,7 +100,7 @@ class Splitter:
         return self._group.rank * (features // size), features // size
 
     def _kv_shard(self, heads: int) -> HeadShard:
-        """Key/value heads are repeated when there are fewer than ranks."""
+        """This rank's key/value heads. They are repeated if there are fewer than ranks."""
         size = self._group.size
         if heads < size and size % heads == 0:
             return HeadShard(self._group.rank * heads // size, 1, heads)
@@ -123,7 +116,7 @@ class Splitter:
         )
 
     def _narrow_counts(self, module: Any) -> None:
-        """An attention module that counts its heads is told how many it has here."""
+        """Set the number of heads in an attention module to that of this rank."""
         for names, shard in ((_COUNTS, self.heads), (_KV_COUNTS, self.kv_heads)):
             for name in names:
                 if isinstance(getattr(module, name, None), int):
@@ -143,15 +136,13 @@ class Splitter:
             assert isinstance(layer, nn.Linear)
             setattr(parent, child, self._expansion(parent, name, layer))
         elif (form := _Form.of(layer)) is not None:
-            setattr(parent, child, self._linear(parent, name, form, style or "whole"))
+            setattr(parent, child, self._linear(parent, name, form, style or "replicated"))
         elif style == "moe_tp_experts" and self._group.size > 1:
             setattr(parent, child, SummedExperts(self._narrow_experts(layer, name), self._group))
         elif style in ("heads", "kv_heads") and isinstance(layer, nn.ModuleList):
             setattr(parent, child, self._kept_modules(layer, name, style))
         elif style in ("head_norm", "kv_head_norm") and self._group.size > 1:
             setattr(parent, child, self._head_norm(layer, name, style))
-        elif isinstance(layer, _ACTIVATIONS) and next(layer.parameters(), None) is None:
-            setattr(parent, child, WholeVectors(layer))
         elif type(layer).__name__.endswith("RMSNorm") and _is_plain_rms_norm(type(layer)):
             assert isinstance(layer.weight, nn.Parameter)
             eps = layer.variance_epsilon
@@ -173,24 +164,23 @@ class Splitter:
             shards = self._packed_heads(form.out)
         elif style == "interleaved_qkv":
             shards = self._interleaved_heads(form.out)
-        elif style in _WHOLE_STYLES or style == "one_number":
+        elif style in _REPLICATED_STYLES:
             shards = [(0, form.out)]
         else:
             raise self._refusal(f"{name} cannot be split in the style {style}")
-        column = ColumnLinear(
+        return ColumnLinear(
             [name] * len(shards),
             shards,
             form.inside,
             bias=form.bias,
             dtype=form.dtype,
-            wholes=[form.out] * len(shards),
+            full_sizes=[form.out] * len(shards),
             transposed=form.transposed,
         )
-        return OneNumberGate(column) if style == "one_number" else column
 
     def _packed_heads(self, rows: int) -> list[tuple[int, int]]:
-        """[queries | keys | values]."""
-        heads, kv_heads = self.heads.whole, self.kv_heads.whole
+        """This rank's rows of [queries | keys | values]."""
+        heads, kv_heads = self.heads.total, self.kv_heads.total
         width = rows // (heads + 2 * kv_heads)
         return [
             self.heads.rows(width),
@@ -199,11 +189,13 @@ class Splitter:
         ]
 
     def _interleaved_heads(self, rows: int) -> list[tuple[int, int]]:
-        """For each key/value head [its queries | key | value]; a rank with part of its queries has key and value."""
-        each = self.heads.whole // self.kv_heads.whole
-        width = rows // (self.heads.whole + 2 * self.kv_heads.whole)
+        """This rank's rows of [its queries | key | value] for each key/value head. Ranks that share the queries of a
+        head have its key and value each.
+        """
+        each = self.heads.total // self.kv_heads.total
+        width = rows // (self.heads.total + 2 * self.kv_heads.total)
         block = (each + 2) * width
-        if self.kv_heads.whole >= self._group.size:
+        if self.kv_heads.total >= self._group.size:
             return [self.kv_heads.rows(block)]
         start = self.kv_heads.first * block
         before = self.heads.first - self.kv_heads.first * each
@@ -215,20 +207,20 @@ class Splitter:
     def _merge(self, name: str, module: nn.Module, names: tuple[str, ...]) -> None:
         layers: list[nn.Linear] = [getattr(module, child) for child in names]
         sources = [f"{name}.{child}" for child in names]
-        wholes = [layer.out_features for layer in layers]
+        full_sizes = [layer.out_features for layer in layers]
         merged = ColumnLinear(
             sources,
-            [self._column_shard(module, source, rows) for source, rows in zip(sources, wholes, strict=True)],
+            [self._column_shard(module, source, rows) for source, rows in zip(sources, full_sizes, strict=True)],
             layers[0].in_features,
             bias=layers[0].bias is not None,
             dtype=layers[0].weight.dtype,
-            wholes=wholes,
+            full_sizes=full_sizes,
         )
         for child, part in zip(names, MergedPart.split(merged), strict=True):
             setattr(module, child, part)
 
     def _column_shard(self, parent: nn.Module, name: str, rows: int) -> tuple[int, int]:
-        """Heads stay whole."""
+        """This rank's rows; a head is not divided."""
         head_dim = getattr(parent, "head_dim", None)
         child = name.rpartition(".")[2]
         if child not in ("q_proj", "k_proj", "v_proj") or not isinstance(head_dim, int):
@@ -250,7 +242,7 @@ class Splitter:
         for parameter_name, parameter in list(experts.named_parameters(recurse=False)):
             style = self._style(f"{name}.{parameter_name}") or ""
             if style in _PARAMETER_STYLES:
-                continue  # `_split_parameters` has come by or will
+                continue  # left to `_split_parameters`
             dim = _EXPERT_STYLES.get(style)
             if dim is None or parameter.dim() != 3:
                 raise self._refusal(f"{name}.{parameter_name} has no way to be split over tp ranks")
@@ -262,7 +254,7 @@ class Splitter:
         return experts
 
     def _split_parameters(self, name: str, module: nn.Module) -> None:
-        """Parameters that a module holds itself and that the plan names."""
+        """Narrow the parameters that belong to the module itself and that the split plan names."""
         styles = {
             child: style
             for child, _ in module.named_parameters(recurse=False)
@@ -271,18 +263,18 @@ class Splitter:
         if not styles:
             return
         pieces = {
-            child: [Piece(f"{name}.{child}", 0, 0, parameter.shape[0], 0, whole=parameter.shape[0])]
+            child: [Piece(f"{name}.{child}", 0, 0, parameter.shape[0], 0, full_size=parameter.shape[0])]
             for child, parameter in module.named_parameters(recurse=False)
         }
         for child, style in styles.items():
             parameter = getattr(module, child)
             dim, start, length = self._parameter_shard(f"{name}.{child}", style, parameter)
             shape = list(parameter.shape)
-            whole, shape[dim] = shape[dim], length
+            full_size, shape[dim] = shape[dim], length
             narrow = torch.empty(shape, dtype=parameter.dtype, device="meta")
             setattr(module, child, nn.Parameter(narrow, requires_grad=False))
             kept = 0 if style == "first_rank" and self._group.rank > 0 else length
-            pieces[child] = [Piece(f"{name}.{child}", dim, start, kept, 0, whole=whole)]
+            pieces[child] = [Piece(f"{name}.{child}", dim, start, kept, 0, full_size=full_size)]
         module.pieces = pieces  # type: ignore[assignment]
 
     def _parameter_shard(self, name: str, style: str, parameter: torch.Tensor) -> tuple[int, int, int]:
@@ -299,7 +291,7 @@ class Splitter:
         for index in range(shard.first, shard.first + shard.count):
             module: Any = modules[index]
             module.pieces = {
-                child: [Piece(f"{name}.{index}.{child}", 0, 0, parameter.shape[0], 0, whole=parameter.shape[0])]
+                child: [Piece(f"{name}.{index}.{child}", 0, 0, parameter.shape[0], 0, full_size=parameter.shape[0])]
                 for child, parameter in module.named_parameters(recurse=False)
             }
             kept.append(module)
@@ -307,12 +299,12 @@ class Splitter:
 
     def _head_norm(self, norm: Any, name: str, style: str) -> SplitRmsNorm:
         shard = self.heads if style == "head_norm" else self.kv_heads
-        whole = norm.weight.shape[0]
+        full_width = norm.weight.shape[0]
         return SplitRmsNorm(
             name,
-            shard.rows(whole // shard.whole),
-            whole,
-            shard.count * self._group.size // shard.whole,
+            shard.rows(full_width // shard.total),
+            full_width,
+            shard.count * self._group.size // shard.total,
             norm.variance_epsilon,
             self._group,
             norm.weight.dtype,
@@ -341,7 +333,7 @@ class Splitter:
 
 @dataclass(frozen=True)
 class _Form:
-    """What a linear of any spelling computes."""
+    """The shape of a linear layer, whichever class it has."""
 
     inside: int
     out: int
@@ -351,7 +343,7 @@ class _Form:
 
     @staticmethod
     def of(layer: nn.Module) -> "_Form | None":
-        """None if it isn't a plain linear: a router, for instance, may be one with a forward of its own."""
+        """None if it is not a plain linear layer; a router, for instance, may have its own `forward`."""
         if isinstance(layer, Conv1D):
             return _Form(layer.nx, layer.nf, bias=True, dtype=layer.weight.dtype, transposed=True)
         if type(layer) is nn.Linear or type(layer).__name__ == "FalconLinear":
@@ -362,7 +354,7 @@ class _Form:
 
 
 def count_kv_heads(config: Any) -> int:
-    """Key/value heads of the model that a text configuration describes. A latent is one for all heads."""
+    """Number of key/value heads in a text configuration; 1 if the model caches a latent for all heads."""
     if isinstance(getattr(config, "kv_lora_rank", None), int):
         return 1
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
@@ -375,32 +367,19 @@ def count_kv_heads(config: Any) -> int:
 
 
 def _cached_dim(config: Any) -> int:
-    """Width of what is cached of a token for a head."""
+    """Number of components that are cached for a token and key/value head."""
     if isinstance(getattr(config, "kv_lora_rank", None), int):
         return int(config.kv_lora_rank + config.qk_rope_head_dim)
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _compute_by_rows(router: Any) -> None:
-    """Let a router see few rows at once: over more than one thread's share torch rounds a sigmoid by its place."""
-    forward = router.forward
-    rows = max(1, TORCH_GRAIN // router.weight.shape[0])
-
-    def by_rows(x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        flat = x.reshape(-1, x.shape[-1])
-        if not x.is_cpu or flat.shape[0] <= rows:
-            return forward(x, *others)  # type: ignore[no-any-return]
-        results = [forward(each, *others) for each in torch.split(flat, rows)]
-        return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
-
-    router.forward = by_rows
 
 
 _plain_norms: dict[type, bool] = {}
 
 
 def _is_plain_rms_norm(cls: type[nn.Module]) -> bool:
-    """Whether the class computes weight * x / rms(x): tried out, since names say nothing of offsets and scales."""
+    """Whether the class computes weight * x / rms(x). It is tried on numbers, because names do not show offsets and
+    scales.
+    """
     known = _plain_norms.get(cls)
     if known is None:
         try:

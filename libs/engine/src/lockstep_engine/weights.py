@@ -1,8 +1,9 @@
-"""Loads a checkpoint into a model that `models` has narrowed to this rank: every slice is read once, straight to its
-place.
+"""Loads a checkpoint into a model that `models` has narrowed to this rank. Every slice is read once, directly into its
+parameter.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
 from safetensors import safe_open
@@ -10,6 +11,7 @@ from torch import nn
 
 from lockstep_engine.architectures import ARCHITECTURES
 from lockstep_engine.distributed import Collectives
+from lockstep_engine.interception import intercepted
 from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabHead
 from lockstep_engine.model_config import ModelInfo, refuse
 
@@ -19,12 +21,14 @@ class Checkpoint:
 
     def __init__(self, info: ModelInfo) -> None:
         self._path = info.path
-        self._files = [safe_open(file, framework="pt") for file in info.weight_files]
+        self._files = [safe_open(info.path / name, framework="pt") for name in info.weight_files]
         self._owner = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - not a dict
         self._spellings = ARCHITECTURES[info.model_type].spellings
 
     def find(self, name: str) -> str | None:
-        """The name as this checkpoint spells it: with or without the model's prefix, with renamed modules."""
+        """The tensor's name in this checkpoint, which may lack the model's prefix or spell module names differently.
+        None: the checkpoint does not have the tensor.
+        """
         spellings = [name, *(name.replace(ours, theirs) for ours, theirs in self._spellings)]
         for spelling in (*spellings, *(each.partition(".")[2] for each in spellings)):
             if spelling in self._owner:
@@ -32,7 +36,7 @@ class Checkpoint:
         return None
 
     def slice(self, piece: Piece, shape: list[int]) -> torch.Tensor:
-        """The part of a tensor that `piece` names; refuses a checkpoint whose tensor has another shape."""
+        """The part of a tensor that `piece` describes. Refuses a checkpoint whose tensor has another shape."""
         name = self.find(piece.source)
         if name is None:
             raise refuse(f"model {self._path}: the checkpoint has no tensor {piece.source}")
@@ -43,7 +47,7 @@ class Checkpoint:
             dim, shape = 1 - dim, shape[::-1]
         end = piece.start + piece.length
         fits = len(stored) == len(shape) and all(
-            size == (want if axis != dim else piece.whole or size) and size >= (axis == dim) * end
+            size == (want if axis != dim else piece.full_size or size) and size >= (axis == dim) * end
             for axis, (size, want) in enumerate(zip(stored, shape, strict=False))
         )
         if not fits:
@@ -61,10 +65,10 @@ def load_weights(
     device: torch.device,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
-    """Give every parameter of `model` (on the meta device) its memory on `device` and its values.
+    """Allocate every parameter of `model`, which is on the meta device, on `device`, and read its values.
 
     Args:
-        on_progress: called with bytes loaded and bytes in all.
+        on_progress: called with the bytes loaded so far and in total.
 
     Raises:
         LockstepError: a tensor is missing or has the wrong shape.
@@ -72,8 +76,9 @@ def load_weights(
     checkpoint = Checkpoint(info)
     buffers = _unsaved_buffers(model)
     model.to_empty(device=device)
-    for module in buffers:
-        model._init_weights(module)  # type: ignore[operator]
+    with intercepted() if device.type == "cpu" else nullcontext():  # equal tables on every CPU
+        for module in buffers:
+            model._init_weights(module)  # type: ignore[operator]
     parameters = list(_distinct_parameters(model))
     total = sum(parameter.nbytes for _, _, parameter in parameters)
     done = 0
@@ -97,7 +102,7 @@ def _copy(checkpoint: Checkpoint, piece: Piece, parameter: torch.Tensor) -> None
 
 
 def _distinct_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """(owner, full name, parameter or buffer that is stored), tied ones once."""
+    """(module, full name, parameter or stored buffer). Tied ones are yielded once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         stored = [
@@ -122,19 +127,19 @@ def _pieces(
         for first, found in _expert_pieces(plain, parameter, *shard):
             if checkpoint.find(first) is not None:
                 return found
-    return [Piece(name, 0, 0, parameter.shape[0], 0, whole=parameter.shape[0])]
+    return [Piece(name, 0, 0, parameter.shape[0], 0, full_size=parameter.shape[0])]
 
 
 def _unsaved_buffers(model: nn.Module) -> list[nn.Module]:
-    """Modules with buffers that are computed, not stored (rotary frequencies)."""
+    """Modules with buffers that a checkpoint does not have and that are computed, such as rotary frequencies."""
     return [module for module in model.modules() if module._non_persistent_buffers_set]
 
 
 def _expert_pieces(name: str, parameter: torch.Tensor, size: int, rank: int) -> Iterator[tuple[str, list[Piece]]]:
-    """Where a stacked expert parameter's parts are in checkpoints that store experts one by one.
+    """The ways in which checkpoints store a stacked parameter of experts: one tensor for each expert, or one for all.
 
     Yields:
-        For each known spelling a glob-free name of its first source, and the pieces to read if that source exists.
+        For each way the name of its first tensor, and the pieces to read if the checkpoint has that tensor.
     """
     prefix, _, kind = name.rpartition(".")
     count, rows, columns = parameter.shape

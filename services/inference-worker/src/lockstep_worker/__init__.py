@@ -1,4 +1,4 @@
 """The inference worker: one tensor-parallel engine behind gRPC, for any number of routers.
 
-It deals in token ids only; text, sessions and the journal of a stream belong to the router.
+It handles token ids only; text, sessions and the journal of a stream belong to the router.
 """

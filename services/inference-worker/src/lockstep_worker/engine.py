@@ -1,20 +1,23 @@
-"""What the worker asks of an engine: `lockstep_engine.AsyncEngine`, or in tests one with scripted timing."""
+"""The interface of an engine: `lockstep_engine.AsyncEngine`, or in tests an engine with scripted timing."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from lockstep_engine import EngineConfig, EngineStatus, Output, Request
+from lockstep_engine import EngineConfig, EngineStatus, Output, PhaseChange, Request
 
 OnOutputs = Callable[[int, list[Output]], None]
-"""Called once a step with the step's number and what it gave."""
+"""Called once for each step, with the step's number and its outputs."""
+
+OnPhases = Callable[[list[PhaseChange]], None]
+"""Called when requests begin to run or are preempted, and when a step has computed a part of a prompt."""
 
 OnChange = Callable[[], None]
 """Called when the engine's state or epoch has changed."""
 
 
 class ModelLike(Protocol):
-    """A checkpoint, known before anything is loaded."""
+    """A checkpoint's description, known before its weights are loaded."""
 
     @property
     def path(self) -> Path: ...  # noqa: D102
@@ -31,38 +34,38 @@ class ModelLike(Protocol):
     @property
     def vocab_size(self) -> int: ...  # noqa: D102
     @property
-    def eos_ids(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
     def created(self) -> int: ...  # noqa: D102
 
 
 class EngineLike(Protocol):
-    """An engine in the event loop's thread: it calls back there, and nothing but `start` and `close` waits.
+    """An engine in the event loop's thread: callbacks run there, and only `start` and `close` wait.
 
-    The worker never calls it from within `OnOutputs`; from within `OnChange` it calls nothing but `status`.
+    The worker never calls it from within `OnOutputs`; from within `OnChange` it calls only `status`.
     """
 
     @property
     def model(self) -> ModelLike:
-        """The checkpoint it serves."""
+        """The checkpoint that the engine serves."""
 
     async def start(self) -> None:
-        """Return when the ranks are ready; raise LockstepError when they can never be."""
+        """Return when the ranks are ready; raise LockstepError if they can never be."""
 
     def submit(self, request: Request) -> None:
-        """Queue a request; raise LockstepError when it cannot be taken."""
+        """Queue a request; raise LockstepError if it is refused."""
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request, if it is there, and free its blocks; it gets no further outputs."""
+        """Drop a request, if there is one with this id, and free its blocks; it gets no further outputs."""
 
     def status(self) -> EngineStatus:
         """The state of ranks, queue and blocks now."""
 
     async def close(self) -> None:
-        """End the ranks; also when `start` was cancelled half-way."""
+        """Stop the ranks, also if `start` was cancelled before it returned."""
 
 
 class EngineFactory(Protocol):
-    """How an engine is made: raises LockstepError for a model or a split that is impossible."""
+    """Creates an engine. Raises LockstepError for a model, or a split of it over ranks, that cannot be served."""
 
-    def __call__(self, config: EngineConfig, *, on_outputs: OnOutputs, on_change: OnChange) -> EngineLike: ...  # noqa: D102
+    def __call__(  # noqa: D102
+        self, config: EngineConfig, *, on_outputs: OnOutputs, on_change: OnChange, on_phases: OnPhases
+    ) -> EngineLike: ...

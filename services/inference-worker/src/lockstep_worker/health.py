@@ -1,6 +1,6 @@
 """The gRPC health service: `""` is liveness, `lockstep.v1.Worker` is readiness.
 
-It asks the worker at each answer instead of being told, so that a slow watcher holds up nobody.
+It reads the worker's state for each answer, so a slow watcher delays nothing else.
 """
 
 import grpc
@@ -13,7 +13,7 @@ READINESS = "lockstep.v1.Worker"
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Alive as long as it answers; ready while the worker takes requests."""
+    """Liveness is SERVING while the process answers; readiness is SERVING while the worker accepts requests."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -31,13 +31,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """The state of a service now and after every change."""
-        told = None
+        last_sent = None
         while True:
             changed = self._worker.changed
             status = self._status(request.service)
-            if status != told:
+            if status != last_sent:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
-                told = status
+                last_sent = status
             await changed.wait()
 
     def _status(self, service: str) -> int:

@@ -1,24 +1,32 @@
-"""The worker's Prometheus metrics. Values are set in the event loop; only the scrape runs in a thread of its own."""
+"""The worker's Prometheus metrics. Values are set in the event loop; the management thread serves them."""
 
-from collections.abc import Callable
-
-from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.telemetry import REGISTRY
 from lockstep_engine import EngineState, EngineStatus
-from prometheus_client import Counter, Gauge, Histogram, start_http_server
+from prometheus_client import Counter, Gauge, Histogram
 
-READY = Gauge("lockstep_worker_ready", "1 while the worker takes requests", registry=REGISTRY)
+READY = Gauge("lockstep_worker_ready", "1 while the worker accepts requests", registry=REGISTRY)
 EPOCH = Gauge("lockstep_worker_epoch", "Epoch of the rank group", registry=REGISTRY)
 RANK_UP = Gauge("lockstep_worker_rank_up", "1 while the rank is ready", ["rank"], registry=REGISTRY)
 RUNNING = Gauge("lockstep_worker_running", "Requests in the batch", registry=REGISTRY)
 QUEUED = Gauge("lockstep_worker_queued", "Requests waiting", registry=REGISTRY)
-FREE_BLOCKS = Gauge("lockstep_worker_free_blocks", "KV blocks that can be given out", registry=REGISTRY)
-TOTAL_BLOCKS = Gauge("lockstep_worker_total_blocks", "KV blocks in all", registry=REGISTRY)
-LOADING = Gauge("lockstep_worker_loading_ratio", "Share of the weights read by a start", registry=REGISTRY)
+QUEUE_WAIT = Gauge(
+    "lockstep_worker_queue_wait_seconds", "Estimated wait of one more request before it runs", registry=REGISTRY
+)
+NUMERICS = Gauge(
+    "lockstep_worker_numerics_info",
+    "1 for the numerics fingerprint of the current ranks",
+    ["fingerprint"],
+    registry=REGISTRY,
+)
+FREE_BLOCKS = Gauge("lockstep_worker_free_blocks", "KV blocks that can be allocated", registry=REGISTRY)
+TOTAL_BLOCKS = Gauge("lockstep_worker_total_blocks", "All KV blocks", registry=REGISTRY)
+LOADING = Gauge(
+    "lockstep_worker_loading_ratio", "Share of the weights that starting ranks have read", registry=REGISTRY
+)
 STEP_SECONDS = Gauge("lockstep_worker_step_seconds", "Mean time of the last steps", registry=REGISTRY)
 DRIVER_SECONDS = Gauge(
     "lockstep_worker_driver_seconds",
-    "Mean time before the last steps in which rank 0 had nothing to do",
+    "Mean idle time of rank 0 before each of the last steps",
     registry=REGISTRY,
 )
 ROUTERS = Gauge("lockstep_worker_routers", "Connected routers", registry=REGISTRY)
@@ -34,22 +42,28 @@ STEP_TOKENS = Histogram(
 SUBMITTED = Counter("lockstep_worker_submitted_total", "Submits received", registry=REGISTRY)
 REJECTED = Counter("lockstep_worker_rejected_total", "Attempts refused or failed", ["code"], registry=REGISTRY)
 RESTARTS = Counter("lockstep_worker_restarts_total", "Restarts of the rank group", registry=REGISTRY)
-OVERFLOWS = Counter("lockstep_worker_overflows_total", "Routers cut off for reading too slowly", registry=REGISTRY)
+STRANGERS = Counter(
+    "lockstep_worker_refused_peers_total",
+    "Calls refused because the peer's certificate is not for a router",
+    registry=REGISTRY,
+)
+OVERFLOWS = Counter("lockstep_worker_overflows_total", "Routers disconnected for reading too slowly", registry=REGISTRY)
 EVENTS = Counter(
     "lockstep_worker_events_total",
-    "Events of the pod: posted, failed, or dropped before",
+    "Events of the pod, by outcome: posted, failed, or dropped because the queue was full",
     ["outcome"],
     registry=REGISTRY,
 )
 
 
 class StatusMeter:
-    """Turns the engine's statuses, which count anew in each epoch, into gauges and counters that only grow."""
+    """Turns the engine's statuses into gauges and counters. Statuses count from 0 in each epoch; counters only grow."""
 
     def __init__(self) -> None:
         self._epoch = 0
         self._steps = 0
         self._was_ready = False
+        self._fingerprint = ""
 
     def observe(self, status: EngineStatus, *, ready: bool, routers: int, streams: int) -> None:
         """Record one status."""
@@ -64,6 +78,11 @@ class StatusMeter:
         EPOCH.set(status.epoch)
         RUNNING.set(status.running)
         QUEUED.set(status.queued)
+        QUEUE_WAIT.set(status.queue_wait_s)
+        if status.fingerprint != self._fingerprint:
+            self._fingerprint = status.fingerprint
+            NUMERICS.clear()
+            NUMERICS.labels(status.fingerprint).set(1)
         FREE_BLOCKS.set(status.free_blocks)
         TOTAL_BLOCKS.set(status.total_blocks)
         LOADING.set(status.loading)
@@ -73,28 +92,3 @@ class StatusMeter:
         STREAMS.set(streams)
         for rank in status.ranks:
             RANK_UP.labels(str(rank.rank)).set(rank.state == "ready")
-
-
-def serve_metrics(port: int | None) -> Callable[[], None]:
-    """Serve `/metrics` on every interface, and give what ends it; no port or port 0: serve nothing.
-
-    Raises:
-        LockstepError: INVALID_REQUEST when the port cannot be bound.
-    """
-    if not port:
-        return lambda: None
-    try:
-        server, thread = start_http_server(port, registry=REGISTRY)
-    except OSError as error:
-        raise LockstepError(
-            ErrorCode.INVALID_REQUEST,
-            f"cannot serve metrics on port {port}: {error.strerror}",
-            field="metrics_port",
-        ) from None
-
-    def close() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return close

@@ -1,4 +1,4 @@
-"""Frames on their way to one router, oldest first. Putting never waits: a router that reads too slowly overflows it."""
+"""The queue of frames to one router, oldest first. Putting never waits: for a slow router the queue overflows."""
 
 import asyncio
 from collections import deque
@@ -8,20 +8,22 @@ from lockstep_api.v1 import worker_pb2
 
 
 class Outbox:
-    """A bounded queue of frames in which at most one Status of an epoch waits: the newest, in the oldest one's place.
+    """A bounded queue of frames. For each epoch at most one Status waits: a newer one replaces it at its place.
 
-    A Status keeps its place so that a backlog cannot starve the heartbeat; across epochs it does not, so that it never
-    overtakes the Hello of its epoch.
+    Keeping the place prevents that a backlog delays the heartbeat. A Status of another epoch is appended, so that it
+    never overtakes the Hello of its epoch.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._cells: deque[list[worker_pb2.WorkerFrame]] = deque()  # of one frame each
+        self._cells: deque[list[worker_pb2.WorkerFrame]] = deque()  # each cell holds one frame, which can be replaced
         self._status: list[worker_pb2.WorkerFrame] | None = None
         self._closed = False
         self._wake = asyncio.Event()
         self.overflowed = asyncio.Event()
-        """Set for good when a frame did not fit; all that waited is dropped then, since a gap is worse than an end."""
+        """Set when a frame does not fit, and never cleared. All waiting frames are dropped then and the connection
+        ends, because a router must never see a gap.
+        """
 
     def put(self, frame: worker_pb2.WorkerFrame) -> None:
         """Append a frame."""
@@ -36,12 +38,12 @@ class Outbox:
             self._append(self._status)
 
     def close(self) -> None:
-        """Let `frames` end after what is in it now."""
+        """Make `frames` end after the frames that are queued now."""
         self._closed = True
         self._wake.set()
 
     async def frames(self) -> AsyncIterator[worker_pb2.WorkerFrame]:
-        """Take the frames out, waiting for more until the outbox is closed."""
+        """Remove and yield frames, waiting for more until the outbox is closed."""
         while True:
             while self._cells:
                 cell = self._cells.popleft()

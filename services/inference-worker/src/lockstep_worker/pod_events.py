@@ -1,7 +1,7 @@
-"""Notices as Events of the worker's own pod, for `kubectl describe pod`.
+"""Posts notices as Events of the worker's own pod, for `kubectl describe pod`.
 
-It takes the Kubernetes client along, so it is imported only where Events are wanted. Nobody waits for it: what the API
-server does not take in time is counted and dropped.
+This module imports the Kubernetes client, so it is imported only if Events are enabled. Nothing waits for it: a notice
+that the API server does not accept in time is counted and dropped.
 """
 
 import asyncio
@@ -15,8 +15,7 @@ from lockstep_common import kubernetes_api
 from lockstep_common.kubernetes_api import KubernetesError
 
 from lockstep_worker import metrics
-from lockstep_worker.chronicle import Notice
-from lockstep_worker.notice_queue import NoticeQueue
+from lockstep_worker.notices import Notice, NoticeQueue
 
 logger = logging.getLogger("lockstep.worker")
 
@@ -29,7 +28,7 @@ _NOT_FOUND = 404
 
 
 class PodEvents:
-    """Posts notices, one after the other. A notice like an earlier one raises the count of that one's Event."""
+    """Posts notices one after the other. A notice with the key of an earlier one raises the count of its Event."""
 
     def __init__(self, pod: str, namespace: str, uid: str, *, deadline_s: float = 5.0) -> None:
         self._pod = pod
@@ -38,18 +37,18 @@ class PodEvents:
         self._deadline_s = deadline_s
         self._client: ApiClient | None = None
         self._posted: dict[str, tuple[str, int]] = {}
-        """Event's name and count by the notice's key, the latest last."""
+        """Name and count of the Event for each notice key, the most recently posted last."""
         self._failing = False
 
     async def run(self, queue: NoticeQueue) -> None:
-        """Post what comes until the queue is closed and empty."""
+        """Post notices until the queue is closed and empty."""
         try:
             async for notice in queue.notices():
-                await self._post_somehow(notice)
+                await self._post_with_retries(notice)
         finally:
             await self._disconnect()
 
-    async def _post_somehow(self, notice: Notice) -> None:
+    async def _post_with_retries(self, notice: Notice) -> None:
         for pause_s in (*_PAUSES_S, None):
             try:
                 await self._post(notice)
@@ -80,7 +79,7 @@ class PodEvents:
             except KubernetesError as error:
                 if error.status != _NOT_FOUND:
                     raise
-                name = ""  # Events are kept for an hour or so
+                name = ""  # the API server deletes Events after about an hour
         if not name:
             count = 0
             name = await self._create(api, notice)

@@ -1,4 +1,4 @@
-"""The worker's process: from settings to an exit code.
+"""The worker's process: it reads the settings, serves until a signal or a failure, and returns an exit code.
 
 It listens before the ranks are ready, so that probes and routers are answered from the first second.
 """
@@ -6,6 +6,7 @@ It listens before the ranks are ready, so that probes and routers are answered f
 import asyncio
 import contextlib
 import logging
+import os
 
 import grpc
 import uvloop
@@ -13,40 +14,40 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep_api.v1 import worker_pb2_grpc
 from lockstep_common import lifecycle, telemetry
-from lockstep_common.errors import LockstepError
+from lockstep_common.errors import LockstepError, cannot_listen
+from lockstep_common.management import Reports, managed
+from lockstep_common.protocol import MAX_MESSAGE_BYTES
 from lockstep_common.settings import fail
 from lockstep_common.termination import leave_message
+from lockstep_common.tls import Certificates, watched
 from lockstep_engine import AsyncEngine
 
 from lockstep_worker import address
-from lockstep_worker.chronicle import Notice
 from lockstep_worker.engine import EngineFactory
 from lockstep_worker.health import READINESS, Health
-from lockstep_worker.metrics import serve_metrics
-from lockstep_worker.posting import posting
+from lockstep_worker.notices import Notice, posting
 from lockstep_worker.service import WorkerService
 from lockstep_worker.settings import WorkerSettings
 from lockstep_worker.shared_memory import check_shared_memory
+from lockstep_worker.tls import PeerInterceptor, load_certificates, management_context, server_credentials
 from lockstep_worker.worker import Worker
-
-MAX_MESSAGE_BYTES = 64 * 2**20
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_concurrent_streams", 128),
-    # With port reuse a second worker would share the port in silence instead of being refused.
+    # With port reuse a second worker would share the port without an error.
     ("grpc.so_reuseport", 0),
     # Routers may ping often, also when idle.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    # A router that vanished without closing its connection keeps its streams' blocks for no longer than this.
+    # The blocks of a router that vanished without closing its connection are freed after these 15 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 
 _FLUSH_TIMEOUT_S = 2.0
-_STOP_GRACE_S = 0.2  # for the statuses of RPCs that have just been ended
+_STOP_GRACE_S = 0.2  # time to send the statuses of RPCs that have just ended
 _CLOSE_TIMEOUT_S = 10.0
 _CLIENT_ERROR_STATUSES = range(400, 500)
 
@@ -57,9 +58,10 @@ def main(arguments: list[str] | None = None, engine_factory: EngineFactory = Asy
     """Run a worker until a signal or a failure ends it.
 
     Returns:
-        The exit code: 0 after a signal, 1 for a failure that another start may mend. What no start can mend ends the
-        process here with exit code 2 and one sentence on stderr.
+        The exit code: 0 after a signal, 1 for a failure that another start may fix. A failure that no start can fix
+        ends the process here with exit code 2 and one sentence on stderr.
     """
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC logs every failed handshake
     settings = WorkerSettings.load("lockstep-worker", arguments)
     lifecycle.name_process(f"worker {settings.worker_id}")
     telemetry.setup(f"worker {settings.worker_id}", level=settings.log_level)
@@ -78,23 +80,27 @@ async def _until_signal(settings: WorkerSettings, engine_factory: EngineFactory)
 
 
 async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: EngineFactory) -> int:
-    """Serve until `stop` is set or the engine fails for good.
+    """Serve until `stop` is set or the engine fails permanently.
 
     Returns:
         0 when stopped and drained, 1 when the engine failed and another start may help.
 
     Raises:
-        LockstepError: for what another start can't mend: the model, the split, a taken address.
+        LockstepError: another start cannot help: the model or `tp` cannot be served, or the address is in use.
     """
     async with contextlib.AsyncExitStack() as stack:
-        tell = await stack.enter_async_context(posting(settings)) if settings.kubernetes_events else _ignore
-        worker = Worker(settings, engine_factory, tell)
-        stack.callback(serve_metrics(settings.metrics_port))
-        server = _listen(worker, settings.listen)
+        notify = await stack.enter_async_context(posting(settings)) if settings.kubernetes_events else _ignore
+        worker = Worker(settings, engine_factory, notify)
+        certificates = load_certificates(settings)
+        if certificates is not None:
+            await stack.enter_async_context(watched(certificates))
+        management_port = await stack.enter_async_context(_managed(worker, settings, certificates))
+        server = _listen(worker, settings, certificates)
         await server.start()
         stack.push_async_callback(server.stop, _STOP_GRACE_S)
         stack.push_async_callback(_close, worker)
-        logger.info("listening", extra={"address": settings.listen, "model": worker.engine.model.name})
+        fields = {"address": settings.listen, "management_port": management_port, "model": worker.engine.model.name}
+        logger.info("listening", extra=fields)
         await _serve(worker, stop)
         await worker.hang_up(_FLUSH_TIMEOUT_S)
     if stop.is_set() or worker.failure is None:
@@ -106,12 +112,24 @@ async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: Eng
     return 1
 
 
+def _managed(
+    worker: Worker, settings: WorkerSettings, certificates: Certificates | None
+) -> contextlib.AbstractAsyncContextManager[int]:
+    return managed(
+        settings.management_host,
+        settings.management_port,
+        Reports(unready=lambda: None if worker.ready else "the worker takes no requests"),
+        liveness_timeout_s=settings.liveness_timeout_s,
+        tls=management_context(settings, certificates),
+    )
+
+
 def _ignore(_: Notice) -> None:
-    """Nobody wants to know."""
+    """Drop a notice: Events are not enabled."""
 
 
 async def _serve(worker: Worker, stop: asyncio.Event) -> None:
-    """Return when `stop` has been set and the worker is drained, or when its engine has failed."""
+    """Return when `stop` is set and the worker is drained, or when the engine has failed."""
     start, beat, stopped, failed = tasks = [
         asyncio.create_task(work) for work in (worker.start(), worker.beat(), stop.wait(), worker.failed.wait())
     ]
@@ -128,7 +146,7 @@ async def _serve(worker: Worker, stop: asyncio.Event) -> None:
 
 
 async def _close(worker: Worker) -> None:
-    """Whatever goes wrong here, the ranks die with this process."""
+    """Close the engine. If that fails, the ranks still die with this process."""
     try:
         async with asyncio.timeout(_CLOSE_TIMEOUT_S):
             await worker.engine.close()
@@ -136,15 +154,20 @@ async def _close(worker: Worker) -> None:
         logger.exception("the engine did not close")
 
 
-def _listen(worker: Worker, listen: str) -> grpc.aio.Server:
+def _listen(worker: Worker, settings: WorkerSettings, certificates: Certificates | None) -> grpc.aio.Server:
+    listen = settings.listen
     address.claim(listen)
-    server = grpc.aio.server(options=_OPTIONS)
+    interceptors = () if certificates is None else (PeerInterceptor(settings.peer_identity or ""),)
+    server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
     worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(worker), server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(Health(worker), server)
     names = (READINESS, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     try:
-        server.add_insecure_port(listen)
+        if certificates is None:
+            server.add_insecure_port(listen)
+        else:
+            server.add_secure_port(listen, server_credentials(certificates))
     except RuntimeError:
-        raise address.unusable(listen, "gRPC cannot bind it") from None
+        raise cannot_listen("listen", listen, "gRPC cannot bind it") from None
     return server

@@ -1,20 +1,27 @@
-"""The `lockstep.v1.Worker` gRPC service: takes calls in and turns errors into statuses."""
+"""The `lockstep.v1.Worker` gRPC service: reads routers' frames, writes their outboxes, turns errors into gRPC statuses.
+
+It handles neither streams nor the engine; `Worker` does.
+"""
 
 import asyncio
+import logging
 
 import grpc
 from lockstep_api.v1 import worker_pb2, worker_pb2_grpc
 from lockstep_common.errors import ErrorCode, LockstepError
 
+from lockstep_worker.router_connection import RouterConnection
 from lockstep_worker.worker import Worker
+
+logger = logging.getLogger("lockstep.worker")
 
 _HELLO_TIMEOUT_S = 10.0
 _ABORT_TIMEOUT_S = 30.0
-_MAX_ROUTER_ID_CHARS = 128  # it is for logs alone
+_MAX_ROUTER_ID_CHARS = 128  # the id is only used in logs
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """The worker as routers see it."""
+    """Implements the RPCs that routers call."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -22,36 +29,87 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Serve(  # noqa: N802
         self, _frames: object, context: grpc.aio.ServicerContext
     ) -> None:
-        """Everything between one router and this worker."""
+        """Serve one router until either side ends the RPC."""
         try:
-            await self._serve(context)
+            router_id = await _read_hello(context)
+            connection = self._worker.connect(router_id)
+            try:
+                await self._serve(connection, context)
+            finally:
+                self._worker.disconnect(connection)
         except LockstepError as error:
             await _abort(context, error)
 
     async def Tokenizer(  # noqa: N802
         self, request: worker_pb2.TokenizerRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.TokenizerFiles:
-        """The files behind a tokenizer digest."""
+        """The tokenizer files with a digest."""
         if request.digest != self._worker.tokenizer.digest:
             await _abort(context, LockstepError(ErrorCode.NOT_FOUND, "no tokenizer of this digest"))
         return self._worker.tokenizer
 
-    async def _serve(self, context: grpc.aio.ServicerContext) -> None:
+    async def _serve(self, connection: RouterConnection, context: grpc.aio.ServicerContext) -> None:
+        """Read and write until the router ends its side.
+
+        Raises:
+            LockstepError: the worker ends the RPC, because the router breaks the protocol or reads too slowly, or
+                because the worker's process ends.
+        """
+        reader = asyncio.create_task(self._read(connection, context))
+        writer = asyncio.create_task(_write(connection, context))
+        overflow = asyncio.create_task(connection.outbox.overflowed.wait())
+        tasks = (reader, writer, overflow)
         try:
-            async with asyncio.timeout(_HELLO_TIMEOUT_S):
-                first = await context.read()
-        except TimeoutError:
-            raise LockstepError(ErrorCode.DEADLINE_EXCEEDED, f"no RouterHello within {_HELLO_TIMEOUT_S:g} s") from None
-        if first is grpc.aio.EOF or not first.HasField("hello"):
-            raise LockstepError(ErrorCode.INVALID_REQUEST, "the first frame must be RouterHello")
-        router = self._worker.connect(first.hello.router_id[:_MAX_ROUTER_ID_CHARS])
-        try:
-            await router.run(self._worker, context)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if connection.outbox.overflowed.is_set():
+                raise LockstepError(
+                    ErrorCode.RESOURCE_EXHAUSTED, "the router reads too slowly: the frames waiting for it overflowed"
+                )
+            if reader.done():
+                reader.result()
+            elif writer.done() and writer.result():
+                raise LockstepError(ErrorCode.UNAVAILABLE, "the worker ends")
         finally:
-            self._worker.disconnect(router)
+            for task in tasks:
+                task.cancel()
+
+    async def _read(self, connection: RouterConnection, context: grpc.aio.ServicerContext) -> None:
+        while (frame := await context.read()) is not grpc.aio.EOF:
+            kind = frame.WhichOneof("frame")
+            if kind == "submit":
+                self._worker.submit(connection, frame.submit)
+            elif kind == "cancel":
+                self._worker.cancel(connection, frame.cancel)
+            elif kind == "hello":
+                raise LockstepError(ErrorCode.INVALID_REQUEST, "RouterHello must be the first frame and comes once")
+            # A frame of a kind that this version does not know is ignored.
+
+
+async def _read_hello(context: grpc.aio.ServicerContext) -> str:
+    """The router's id from its first frame."""
+    try:
+        async with asyncio.timeout(_HELLO_TIMEOUT_S):
+            first = await context.read()
+    except TimeoutError:
+        raise LockstepError(ErrorCode.DEADLINE_EXCEEDED, f"no RouterHello within {_HELLO_TIMEOUT_S:g} s") from None
+    if first is grpc.aio.EOF or not first.HasField("hello"):
+        raise LockstepError(ErrorCode.INVALID_REQUEST, "the first frame must be RouterHello")
+    router_id: str = first.hello.router_id[:_MAX_ROUTER_ID_CHARS]
+    return router_id
+
+
+async def _write(connection: RouterConnection, context: grpc.aio.ServicerContext) -> bool:
+    """Write frames; True if the outbox was closed and everything is written, False if the router is gone."""
+    async for frame in connection.outbox.frames():
+        try:
+            await context.write(frame)
+        except Exception as error:  # gRPC raises errors of several types for a write to an ended RPC
+            logger.debug("write failed", extra={"router": connection.router_id, "error": repr(error)})
+            return False
+    return True
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: LockstepError) -> None:
-    # The status waits behind frames that a router does not read; with the deadline this waits no longer than that.
+    # The status is sent after the waiting frames, which the router may not read: the wait needs a deadline.
     async with asyncio.timeout(_ABORT_TIMEOUT_S):
         await context.abort(grpc.StatusCode[error.meaning.grpc_status], error.message)

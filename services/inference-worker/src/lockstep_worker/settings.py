@@ -1,15 +1,15 @@
-"""The worker's settings: from flags, environment (`LOCKSTEP_…`), a YAML file, or the defaults here."""
+"""The worker's settings, from flags, environment (`LOCKSTEP_…`), a YAML file, or the defaults here."""
 
 import re
 import socket
+from dataclasses import fields
 from typing import Annotated, Literal
 
-from lockstep_common.settings import ServiceSettings
+from lockstep_common.address import check_listen_address
+from lockstep_common.settings import ServiceSettings, check_identity, check_together
 from lockstep_engine import EngineConfig
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
-
-from lockstep_worker.address import check_address
 
 _UNITS = {"": 1} | {
     letter + suffix: base**power
@@ -17,11 +17,17 @@ _UNITS = {"": 1} | {
     for suffix, base in (("", 1000), ("i", 1024))
 }
 
+OTHER_NAMES = {"kv_memory_bytes": "kv_memory", "label": "worker_id"}
+"""Engine options whose setting has another name."""
+
+INTERNAL_OPTIONS = frozenset({"collectives"})
+"""Engine options without a setting: they exist for tests and measurements."""
+
 
 def parse_bytes(value: object) -> object:
-    """A size in bytes of `512Mi`, `2Gi`, `1.5G` or a plain number, as Kubernetes writes quantities.
+    """The size in bytes of a quantity in Kubernetes' form: `512Mi`, `2Gi`, `1.5G` or a plain number.
 
-    Anything but text is left to pydantic.
+    Values other than text are left to pydantic.
     """
     if not isinstance(value, str):
         return value
@@ -35,7 +41,7 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
 class WorkerSettings(ServiceSettings):
-    """One worker: a model, where it is served, and how much at once."""
+    """The settings of one worker process."""
 
     model: str = Field(description="model directory in the Hugging Face layout")
     name: str | None = Field(None, description="name of the model in the API; the directory's base name if not set")
@@ -48,10 +54,27 @@ class WorkerSettings(ServiceSettings):
         max_length=128,
         description="unique among the workers of a router; the pod's or the host's name if not set",
     )
-    listen: Annotated[str, AfterValidator(check_address)] = Field(
+    listen: Annotated[str, AfterValidator(check_listen_address)] = Field(
         "0.0.0.0:9000", description="address for gRPC: host:port or unix:/path"
     )
-    metrics_port: int | None = Field(None, ge=0, le=65535, description="port of /metrics; none if 0 or not set")
+    management_host: str = Field("127.0.0.1", description="address for health and metrics")
+    management_port: int = Field(
+        9001, ge=0, le=65535, description="port of /healthz, /readyz and /metrics; 0 picks a free one and logs it"
+    )
+    liveness_timeout_s: float = Field(
+        20.0, gt=0, description="/healthz is 503 when the event loop has not run for this long"
+    )
+    tls_cert: str | None = Field(
+        None, description="PEM file of the worker's certificate and chain; plain text if not set"
+    )
+    tls_key: str | None = Field(None, description="PEM file of its key")
+    tls_ca: str | None = Field(None, description="PEM file of the authorities that routers' certificates come from")
+    peer_identity: str | None = Field(
+        None,
+        validate_default=True,
+        description="DNS name or URI (spiffe://…) that a router's certificate has to be for; nobody else is admitted",
+    )
+    management_tls: bool = Field(False, description="HTTPS on the management port, with tls_cert")
     tp: int = Field(1, ge=1, description="ranks (GPUs, or groups of CPU threads) that share the model")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda where there is one for each rank, if auto")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and KV cache")
@@ -76,7 +99,9 @@ class WorkerSettings(ServiceSettings):
     deterministic: bool | None = Field(
         None, description="a request's tokens do not depend on the batch; on the CPU if not set"
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads of a rank; the cores shared out if not set")
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads of a rank; if not set, the CPU limit divided by tp"
+    )
     overlap: bool | None = Field(None, description="plan a step while the one before it runs; on CUDA if not set")
     cuda_graphs: bool = Field(True, description="on CUDA, record steps of decoding once and replay them")
     min_shm: Bytes | None = Field(
@@ -101,8 +126,21 @@ class WorkerSettings(ServiceSettings):
     @field_validator("kv_compressed_layers", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """Flags and environment have commas where YAML has a list."""
+        """Split comma-separated text, the form of a list in flags and environment."""
         return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("peer_identity")
+    @classmethod
+    def _check_tls(cls, value: str | None, info: ValidationInfo) -> str | None:
+        check_together({name: info.data.get(name) for name in ("tls_cert", "tls_key", "tls_ca")}, value)
+        return None if value is None else check_identity(value)
+
+    @field_validator("management_tls")
+    @classmethod
+    def _check_management_tls(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not info.data.get("tls_cert"):
+            raise ValueError("needs tls_cert")
+        return value
 
     @field_validator("kubernetes_events")
     @classmethod
@@ -113,33 +151,10 @@ class WorkerSettings(ServiceSettings):
         return value
 
     def engine_config(self) -> EngineConfig:
-        """The engine's part.
+        """The engine's configuration.
 
         Raises:
-            LockstepError: INVALID_REQUEST for values that do not go together.
+            LockstepError: INVALID_REQUEST for values that contradict each other.
         """
-        return EngineConfig(
-            model=self.model,
-            name=self.name,
-            tp=self.tp,
-            device=self.device,
-            dtype=self.dtype,
-            max_seqs=self.max_seqs,
-            max_batch_tokens=self.max_batch_tokens,
-            max_queue=self.max_queue,
-            max_context=self.max_context,
-            kv_memory_bytes=self.kv_memory,
-            kv_compression=self.kv_compression,
-            kv_hot_window=self.kv_hot_window,
-            kv_compressed_layers=self.kv_compressed_layers,
-            kv_tenant_share=self.kv_tenant_share,
-            prefix_cache=self.prefix_cache,
-            deterministic=self.deterministic,
-            threads=self.threads,
-            overlap=self.overlap,
-            cuda_graphs=self.cuda_graphs,
-            label=self.worker_id,
-            start_timeout_s=self.start_timeout_s,
-            decode_deadline_s=self.decode_deadline_s,
-            prefill_deadline_s=self.prefill_deadline_s,
-        )
+        names = (field.name for field in fields(EngineConfig) if field.name not in INTERNAL_OPTIONS)
+        return EngineConfig(**{name: getattr(self, OTHER_NAMES.get(name, name)) for name in names})

@@ -1,4 +1,4 @@
-"""Whether the pod has the shared memory that its ranks need, asked before they fail over it with a riddle."""
+"""Checks before the start that the pod has the shared memory its ranks need: NCCL's own error is not specific."""
 
 import os
 
@@ -6,20 +6,20 @@ from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_worker.settings import WorkerSettings
 
-PATH = "/dev/shm"  # noqa: S108 - where the C library and NCCL look for it
+PATH = "/dev/shm"  # noqa: S108 - the path that the C library and NCCL use
 NCCL_BYTES_PER_RANK = 256 << 20
-"""NCCL moves tensors through shared memory where two GPUs have no direct path. It takes some 10 MB a channel and peer,
-and fails with "unhandled system error" when that is not to be had; a container has 64 MiB by default.
+"""NCCL moves tensors through shared memory where two GPUs have no direct path. It takes about 10 MB for each channel
+and peer, and fails with "unhandled system error" if there is less. A container has 64 MiB by default.
 """
 
 
 def check_shared_memory(settings: WorkerSettings) -> None:
-    """Refuse to start with less shared memory than is needed.
+    """Refuse to start with less shared memory than the ranks need.
 
-    Ranks on the CPU need none of it: they meet in anonymous memory (memfd).
+    Ranks on the CPU need none: they use anonymous memory (memfd).
 
     Raises:
-        LockstepError: INVALID_REQUEST with both numbers.
+        LockstepError: INVALID_REQUEST, naming both sizes.
     """
     needed = settings.min_shm
     if needed is None and settings.device == "cuda" and settings.tp > 1:
@@ -37,7 +37,7 @@ def check_shared_memory(settings: WorkerSettings) -> None:
 
 
 def shared_memory_bytes() -> int:
-    """The size of the file system, used or not."""
+    """The total size of the file system."""
     try:
         system = os.statvfs(PATH)
     except OSError:

@@ -1,19 +1,17 @@
-"""Which streams are alive, whose they are, and under which name the engine knows them."""
+"""The live streams: each one's router connection, and its id in the engine."""
 
 import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lockstep_worker.serve_stream import ServeStream
+from lockstep_worker.router_connection import RouterConnection
 
 
 @dataclass(eq=False)
 class LiveStream:
     """One attempt of one stream, from its acceptance by the engine to its end."""
 
-    router: "ServeStream"
+    router: RouterConnection
     stream_id: str
     attempt: int
     trace: str = ""
@@ -21,12 +19,12 @@ class LiveStream:
 
     @property
     def request_id(self) -> str:
-        """The engine's name of it: no two live streams share one, whatever their routers call them."""
-        return f"{self.router.connection}:{self.stream_id}:{self.attempt}"
+        """Its id in the engine, unique among live streams: two routers may use the same stream id."""
+        return f"{self.router.number}:{self.stream_id}:{self.attempt}"
 
 
 class StreamTable:
-    """All live streams. A stream that leaves it has its deadline timer stopped."""
+    """All live streams. Removing a stream stops its deadline timer."""
 
     def __init__(self) -> None:
         self._by_request: dict[str, LiveStream] = {}
@@ -42,31 +40,31 @@ class StreamTable:
         return iter(tuple(self._by_request.values()))
 
     def add(self, stream: LiveStream) -> None:
-        """Take in a stream that has no live attempt."""
+        """Add a stream that has no live attempt."""
         self._by_request[stream.request_id] = stream
-        self._by_router.setdefault(stream.router.connection, {})[stream.stream_id] = stream
+        self._by_router.setdefault(stream.router.number, {})[stream.stream_id] = stream
         self.idle.clear()
 
     def remove(self, stream: LiveStream) -> None:
-        """Let a live stream go."""
+        """Remove a live stream."""
         del self._by_request[stream.request_id]
-        siblings = self._by_router[stream.router.connection]
+        siblings = self._by_router[stream.router.number]
         del siblings[stream.stream_id]
         if not siblings:
-            del self._by_router[stream.router.connection]
+            del self._by_router[stream.router.number]
         if stream.deadline is not None:
             stream.deadline.cancel()
         if not self._by_request:
             self.idle.set()
 
     def by_request(self, request_id: str) -> LiveStream | None:
-        """The stream that the engine knows as `request_id`."""
+        """The stream with this id in the engine."""
         return self._by_request.get(request_id)
 
-    def find(self, router: "ServeStream", stream_id: str) -> LiveStream | None:
+    def find(self, router: RouterConnection, stream_id: str) -> LiveStream | None:
         """The live attempt of a router's stream."""
-        return self._by_router.get(router.connection, {}).get(stream_id)
+        return self._by_router.get(router.number, {}).get(stream_id)
 
-    def of(self, router: "ServeStream") -> tuple[LiveStream, ...]:
+    def of(self, router: RouterConnection) -> tuple[LiveStream, ...]:
         """A router's live streams."""
-        return tuple(self._by_router.get(router.connection, {}).values())
+        return tuple(self._by_router.get(router.number, {}).values())

@@ -1,11 +1,11 @@
-"""The files of a model that turn text into ids and back, read once and handed to routers; never used here."""
+"""The files of a model's tokenizer, read once and sent to routers. The worker itself never tokenizes."""
 
 import hashlib
 import json
 from pathlib import Path
 
 from lockstep_api.v1 import worker_pb2
-from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.errors import LockstepError, invalid
 from tokenizers import Tokenizer
 
 _MAX_REASON_CHARS = 200
@@ -14,9 +14,9 @@ _MAX_REASON_CHARS = 200
 def load_tokenizer(directory: Path) -> worker_pb2.TokenizerFiles:
     """Read tokenizer, its configuration and the chat template of the model in `directory`.
 
-    The template is that of `chat_template.jinja`, else that of `tokenizer_config.json`; where there are several named
-    ones, `default`. The digest is SHA-256 over the three parts in the message's order, each behind its length as 8
-    bytes, most significant first.
+    The template is that of `chat_template.jinja`, else that of `tokenizer_config.json`; of several named ones, the one
+    named `default`. The digest is SHA-256 over the three parts in the message's order. Each part is preceded by its
+    length as 8 bytes, most significant first.
 
     Raises:
         LockstepError: INVALID_REQUEST for a missing or broken file.
@@ -49,11 +49,11 @@ def _read(path: Path) -> bytes | None:
 
 
 def _check(directory: Path, tokenizer: bytes) -> None:
-    """Routers build it from these bytes: what they cannot use is refused here, where somebody looks for the reason."""
+    """Raise INVALID_REQUEST for a file from which routers could not build the tokenizer: operators see errors here."""
     _parse(directory, "tokenizer.json", tokenizer)
     try:
         Tokenizer.from_buffer(tokenizer)
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises plain Exception
         sentence = str(error).partition("\n")[0][:_MAX_REASON_CHARS]
         raise _refuse(directory, f"tokenizer.json is no tokenizer: {sentence}") from None
 
@@ -83,4 +83,4 @@ def _chat_template(directory: Path, settings: dict[str, object]) -> str:
 
 
 def _refuse(directory: Path, sentence: str) -> LockstepError:
-    return LockstepError(ErrorCode.INVALID_REQUEST, f"model {directory}: {sentence}", field="model")
+    return invalid("model", f"{directory}: {sentence}")

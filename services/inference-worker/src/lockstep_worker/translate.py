@@ -1,24 +1,31 @@
-"""Between the protocol's messages and the engine's types. Pure functions; bad input ends here, its field named."""
+"""Translates between the protocol's messages and the engine's types. Pure functions; invalid input is refused here, by
+the name of its field.
+"""
 
 import math
-import re
 from collections.abc import Iterable
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
-from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_engine import EngineState, EngineStatus, FinishReason, Logprobs, Output, Request, SamplingParams
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_engine import (
+    EngineState,
+    EngineStatus,
+    FinishReason,
+    Logprobs,
+    Output,
+    Phase,
+    Request,
+    SamplingParams,
+)
 
 from lockstep_worker.engine import ModelLike
 
 MAX_STREAM_ID_CHARS = 128
 MAX_TENANT_CHARS = 128
 
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-
 _FINISH = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: inference_pb2.FINISH_REASON_CANCELLED,
 }
 
 WORKER_STATES = {
@@ -28,6 +35,11 @@ WORKER_STATES = {
     EngineState.FAILED: worker_pb2.WORKER_STATE_FAILED,
 }
 
+_PHASES = {
+    Phase.WAITING: worker_pb2.STREAM_PHASE_WAITING,
+    Phase.RUNNING: worker_pb2.STREAM_PHASE_RUNNING,
+}
+
 _RANK_STATES = {
     "starting": worker_pb2.RANK_STATE_STARTING,
     "ready": worker_pb2.RANK_STATE_READY,
@@ -35,27 +47,30 @@ _RANK_STATES = {
 }
 
 
-def invalid(field: str, sentence: str) -> LockstepError:
-    """The error for a field that cannot be used."""
-    return LockstepError(ErrorCode.INVALID_REQUEST, f"{field} {sentence}", field=field)
-
-
-def check_identity(submit: worker_pb2.Submit) -> None:
-    """Raise INVALID_REQUEST unless the stream can be told from others."""
+def check_attempt(submit: worker_pb2.Submit) -> None:
+    """Raise INVALID_REQUEST for a stream id or an attempt number that is out of range."""
     if not 1 <= len(submit.stream_id) <= MAX_STREAM_ID_CHARS:
         raise invalid("stream_id", f"must have 1 to {MAX_STREAM_ID_CHARS} characters")
     if submit.attempt < 1:
         raise invalid("attempt", "must be at least 1")
 
 
-def engine_request(submit: worker_pb2.Submit, request_id: str, model: ModelLike) -> Request:
-    """The engine's request of a Submit whose identity is good.
+def engine_request(submit: worker_pb2.Submit, request_id: str, model: ModelLike, greeted_at: float) -> Request:
+    """The engine's request for a Submit that `check_attempt` has accepted.
+
+    Args:
+        submit: the router's message.
+        request_id: the request's id in the engine.
+        model: the model that the request must fit.
+        greeted_at: when the router's Hello arrived, on the clock of `time.monotonic`.
 
     Raises:
         LockstepError: INVALID_REQUEST or CONTEXT_LENGTH_EXCEEDED, naming the field.
     """
     if not (math.isfinite(submit.deadline_s) and submit.deadline_s >= 0):
         raise invalid("deadline_s", "must be a number of seconds, or 0 for none")
+    if not math.isfinite(submit.arrived_s):
+        raise invalid("arrived_s", "must be a number of seconds")
     if len(submit.tenant) > MAX_TENANT_CHARS:
         raise invalid("tenant", f"must have at most {MAX_TENANT_CHARS} characters")
     if not submit.prompt_ids:
@@ -76,11 +91,12 @@ def engine_request(submit: worker_pb2.Submit, request_id: str, model: ModelLike)
         emitted_ids=tuple(submit.emitted_ids),
         priority=submit.priority,
         tenant=submit.tenant,
+        arrived_at=greeted_at + submit.arrived_s,
     )
 
 
 def sampling_params(message: inference_pb2.Sampling, vocab_size: int) -> SamplingParams:
-    """The engine's sampling, with the protocol's defaults for what is not set.
+    """The engine's sampling, with the protocol's defaults for fields that are not set.
 
     Raises:
         LockstepError: INVALID_REQUEST naming the field that is out of range.
@@ -106,13 +122,8 @@ def sampling_params(message: inference_pb2.Sampling, vocab_size: int) -> Samplin
     return sampling
 
 
-def trace_context(submit: worker_pb2.Submit) -> str:
-    """The W3C trace context if it is well-formed, else nothing (a bad one is ignored, as its specification says)."""
-    return submit.traceparent if _TRACEPARENT.fullmatch(submit.traceparent) else ""
-
-
 def model_card(model: ModelLike, status: EngineStatus, tp: int, tokenizer_digest: str) -> worker_pb2.ModelCard:
-    """What a router has to know of the model."""
+    """The description of the model for routers."""
     return worker_pb2.ModelCard(
         name=model.name,
         digest=model.digest,
@@ -121,16 +132,15 @@ def model_card(model: ModelLike, status: EngineStatus, tp: int, tokenizer_digest
         context_length=model.context_length,
         vocab_size=model.vocab_size,
         tp=tp,
-        block_size=status.block_size,
-        eos_ids=model.eos_ids,
         tokenizer_digest=tokenizer_digest,
         deterministic=status.deterministic,
         created=model.created,
+        fingerprint=status.fingerprint,
     )
 
 
 def status_message(status: EngineStatus, state: worker_pb2.WorkerState, reason: str, pid: int) -> worker_pb2.Status:
-    """The heartbeat of the process `pid`."""
+    """The heartbeat message; `pid` is the worker's process."""
     return worker_pb2.Status(
         state=state,
         reason=reason,
@@ -150,11 +160,15 @@ def status_message(status: EngineStatus, state: worker_pb2.WorkerState, reason: 
             for rank in status.ranks
         ],
         pid=pid,
+        step_deadline_s=status.step_deadline_s,
+        free_seqs=status.free_seqs,
+        queue_wait_s=status.queue_wait_s,
+        queue_wait_per_request_s=status.queue_wait_per_request_s,
     )
 
 
 def stream_tokens(stream_id: str, attempt: int, output: Output) -> worker_pb2.StreamTokens:
-    """What one step gave to one stream."""
+    """The message with one stream's tokens of one step."""
     return worker_pb2.StreamTokens(
         stream_id=stream_id,
         attempt=attempt,
@@ -166,8 +180,13 @@ def stream_tokens(stream_id: str, attempt: int, output: Output) -> worker_pb2.St
     )
 
 
+def phase_change(stream_id: str, attempt: int, phase: Phase) -> worker_pb2.StreamPhaseChange:
+    """The message that a stream began to run, or waits again."""
+    return worker_pb2.StreamPhaseChange(stream_id=stream_id, attempt=attempt, phase=_PHASES[phase])
+
+
 def rejected(stream_id: str, attempt: int, error: LockstepError) -> worker_pb2.Rejected:
-    """The end of an attempt that failed. A stream id that is too long is cut."""
+    """The message that an attempt was refused or has failed. A stream id that is too long is cut."""
     return worker_pb2.Rejected(
         stream_id=stream_id[:MAX_STREAM_ID_CHARS],
         attempt=attempt,

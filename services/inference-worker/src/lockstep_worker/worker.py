@@ -1,6 +1,7 @@
-"""The heart of the worker: which router gets what from the engine, and what state all of them are told.
+"""Connects routers with the engine: passes streams in and outputs out, and publishes the worker's state.
 
-All of it runs in the event loop's thread. It never waits for a router, so that none can hold up the engine or another.
+It runs in the event loop's thread. It never waits for a router, so a slow router delays neither the engine nor another
+router.
 """
 
 import asyncio
@@ -12,13 +13,14 @@ import time
 from collections.abc import Callable
 
 from lockstep_api.v1 import worker_pb2
-from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_engine import EngineState, EngineStatus, Output
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.trace_context import parse_traceparent
+from lockstep_engine import EngineState, EngineStatus, Output, PhaseChange
 
 from lockstep_worker import metrics, translate
-from lockstep_worker.chronicle import Chronicle, Notice
 from lockstep_worker.engine import EngineFactory, EngineLike
-from lockstep_worker.serve_stream import ServeStream
+from lockstep_worker.notices import Notice, RankHistory
+from lockstep_worker.router_connection import RouterConnection
 from lockstep_worker.settings import WorkerSettings
 from lockstep_worker.streams import LiveStream, StreamTable
 from lockstep_worker.tokenizer import load_tokenizer
@@ -29,35 +31,36 @@ logger = logging.getLogger("lockstep.worker")
 class Worker:
     """One engine and the routers it serves.
 
-    Making one raises LockstepError for a model, a tokenizer or a split that can never be served; nothing runs then.
+    The constructor raises LockstepError for a model, a tokenizer or a split that can never be served, before it has
+    started anything.
     """
 
     def __init__(
-        self, settings: WorkerSettings, engine_factory: EngineFactory, tell: Callable[[Notice], None] = lambda _: None
+        self, settings: WorkerSettings, engine_factory: EngineFactory, notify: Callable[[Notice], None] = lambda _: None
     ) -> None:
         self._settings = settings
         self._incarnation = time.time_ns()
         self._pid = os.getpid()
         self.engine: EngineLike = engine_factory(
-            settings.engine_config(), on_outputs=self._on_outputs, on_change=self.publish
+            settings.engine_config(), on_outputs=self._on_outputs, on_change=self.publish, on_phases=self._on_phases
         )
         self.tokenizer = load_tokenizer(self.engine.model.path)
-        self._routers: dict[int, ServeStream] = {}
+        self._routers: dict[int, RouterConnection] = {}
         self._connections = itertools.count(1)
         self._streams = StreamTable()
         self._meter = metrics.StatusMeter()
         status = self.engine.status()
-        self._chronicle = Chronicle(status, tell)
+        self._history = RankHistory(status, notify)
         self._state = status.state
         self._epoch = status.epoch
         self._hello = self._make_hello(status)
         self._starting = True
         self._draining = False
         self._ended = False
-        self._alone = asyncio.Event()
-        self._alone.set()
+        self._no_routers = asyncio.Event()
+        self._no_routers.set()
         self.failure: LockstepError | None = None
-        """Why the engine will never be ready again."""
+        """The reason if the engine will never be ready again."""
         self.failed = asyncio.Event()
         self.changed = asyncio.Event()
         """Set when `ready` may have changed, and then replaced by a new event."""
@@ -65,13 +68,13 @@ class Worker:
 
     @property
     def ready(self) -> bool:
-        """Whether a Submit is taken now."""
+        """Whether a Submit is accepted now."""
         return self._state is EngineState.READY and not self._draining and self.failure is None
 
     # -- the engine's life ---------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the ranks; a failure to do so ends in `failure`."""
+        """Start the ranks; sets `failure` if they cannot start."""
         try:
             await self.engine.start()
         except LockstepError as error:
@@ -83,16 +86,16 @@ class Worker:
         self.publish()
 
     async def beat(self) -> None:
-        """Tell every router the status, at the interval that the settings name."""
+        """Send the status to every router each `status_interval_s`."""
         while True:
             self.publish()
             await asyncio.sleep(self._settings.status_interval_s)
 
     async def drain(self) -> None:
-        """Take nothing new; let running streams end, for a time; then hand the rest over to other workers."""
+        """Accept no new streams, give running ones `drain_timeout_s` to end, then reject the rest as `draining`."""
         self._draining = True
         logger.info("draining", extra={"streams": len(self._streams)})
-        self._chronicle.drain(len(self._streams), self._settings.drain_timeout_s)
+        self._history.drain(len(self._streams), self._settings.drain_timeout_s)
         self.publish()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_timeout_s):
@@ -103,21 +106,21 @@ class Worker:
         logger.info("drained", extra={"handed_over": len(handed_over)})
 
     async def hang_up(self, timeout_s: float) -> None:
-        """End all Serve RPCs after the frames that wait for them, or when the time is over."""
+        """End all Serve RPCs once their waiting frames are sent, or after `timeout_s`."""
         self._ended = True
         for router in self._routers.values():
             router.outbox.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._alone.wait()
+                await self._no_routers.wait()
 
     # -- routers -------------------------------------------------------------------------------------------------------
 
-    def connect(self, router_id: str) -> ServeStream:
-        """Take a router in: its first frames are Hello and Status.
+    def connect(self, router_id: str) -> RouterConnection:
+        """Add a router; its first frames are Hello and Status.
 
         Raises:
-            LockstepError: OVERLOADED when there are too many, UNAVAILABLE when the worker ends.
+            LockstepError: OVERLOADED if there are too many routers, UNAVAILABLE if the worker is shutting down.
         """
         if self._ended:
             raise LockstepError(ErrorCode.UNAVAILABLE, "the worker ends")
@@ -125,32 +128,32 @@ class Worker:
             raise LockstepError(
                 ErrorCode.OVERLOADED, f"the worker serves max_routers = {self._settings.max_routers} routers already"
             )
-        router = ServeStream(next(self._connections), router_id, self._settings.outgoing_frames)
+        router = RouterConnection(next(self._connections), router_id, self._settings.outgoing_frames)
         self.publish()
-        self._routers[router.connection] = router
-        self._alone.clear()
+        self._routers[router.number] = router
+        self._no_routers.clear()
         router.outbox.put(self._frame(hello=self._hello))
         router.outbox.put_status(self._status)
-        logger.info("router connected", extra={"router": router_id, "connection": router.connection})
+        logger.info("router connected", extra={"router": router_id, "connection": router.number})
         return router
 
-    def disconnect(self, router: ServeStream) -> None:
-        """Forget a router and cancel what it had running."""
+    def disconnect(self, router: RouterConnection) -> None:
+        """Remove a router and cancel its streams."""
         streams = self._streams.of(router)
         for stream in streams:
             self._cancel(stream)
         if router.outbox.overflowed.is_set():
             metrics.OVERFLOWS.inc()
-        del self._routers[router.connection]
+        del self._routers[router.number]
         if not self._routers:
-            self._alone.set()
+            self._no_routers.set()
         logger.info(
             "router disconnected",
-            extra={"router": router.router_id, "connection": router.connection, "cancelled": len(streams)},
+            extra={"router": router.router_id, "connection": router.number, "cancelled": len(streams)},
         )
 
-    def submit(self, router: ServeStream, submit: worker_pb2.Submit) -> None:
-        """Give a stream to the engine, or tell the router why not."""
+    def submit(self, router: RouterConnection, submit: worker_pb2.Submit) -> None:
+        """Submit a stream to the engine, or reject it with the reason."""
         metrics.SUBMITTED.inc()
         try:
             self._admit(router, submit)
@@ -161,17 +164,17 @@ class Worker:
             internal = LockstepError(ErrorCode.INTERNAL, "the worker could not take the request")
             self._reject(router, submit.stream_id, submit.attempt, internal)
 
-    def cancel(self, router: ServeStream, cancel: worker_pb2.Cancel) -> None:
-        """Stop a stream without an answer; an unknown one has just ended."""
+    def cancel(self, router: RouterConnection, cancel: worker_pb2.Cancel) -> None:
+        """Stop a stream without an answer. An unknown stream is ignored: it has just ended."""
         stream = self._streams.find(router, cancel.stream_id)
         if stream is not None and stream.attempt == cancel.attempt:
             self._cancel(stream)
 
-    def _admit(self, router: ServeStream, submit: worker_pb2.Submit) -> None:
-        translate.check_identity(submit)
+    def _admit(self, router: RouterConnection, submit: worker_pb2.Submit) -> None:
+        translate.check_attempt(submit)
         self._supersede(router, submit)
-        stream = LiveStream(router, submit.stream_id, submit.attempt, translate.trace_context(submit))
-        request = translate.engine_request(submit, stream.request_id, self.engine.model)
+        stream = LiveStream(router, submit.stream_id, submit.attempt, parse_traceparent(submit.traceparent))
+        request = translate.engine_request(submit, stream.request_id, self.engine.model, router.greeted_at)
         if self._draining:
             raise LockstepError(ErrorCode.DRAINING, "the worker is going down")
         if not self.ready:
@@ -182,16 +185,20 @@ class Worker:
         self._streams.add(stream)
         self._log("stream begins", stream)
 
-    def _supersede(self, router: ServeStream, submit: worker_pb2.Submit) -> None:
-        """A later attempt ends the live one without a word; the same one again ends both, for one of them is wrong."""
+    def _supersede(self, router: RouterConnection, submit: worker_pb2.Submit) -> None:
+        """Cancel the live attempt of the stream, without an answer, if this one is later.
+
+        Raises:
+            LockstepError: INVALID_REQUEST, the attempt is older; or it is the live one again, which ends both.
+        """
         live = self._streams.find(router, submit.stream_id)
         if live is None:
             return
         if submit.attempt < live.attempt:
-            raise translate.invalid("attempt", f"is older than the live attempt {live.attempt}")
+            raise invalid("attempt", f"is older than the live attempt {live.attempt}")
         self._cancel(live)
         if submit.attempt == live.attempt:
-            raise translate.invalid("attempt", f"{live.attempt} was submitted twice")
+            raise invalid("attempt", f"{live.attempt} was submitted twice")
 
     # -- the ends of streams -------------------------------------------------------------------------------------------
 
@@ -207,7 +214,7 @@ class Worker:
         self._cancel(stream)
         self._reject(stream.router, stream.stream_id, stream.attempt, error)
 
-    def _reject(self, router: ServeStream, stream_id: str, attempt: int, error: LockstepError) -> None:
+    def _reject(self, router: RouterConnection, stream_id: str, attempt: int, error: LockstepError) -> None:
         metrics.REJECTED.labels(error.code).inc()
         router.outbox.put(self._frame(rejected=translate.rejected(stream_id, attempt, error)))
 
@@ -216,10 +223,10 @@ class Worker:
             fields = {"router": stream.router.router_id, "stream": stream.stream_id, "attempt": stream.attempt}
             logger.debug(message, extra={**fields, "trace": stream.trace, "epoch": self._epoch})
 
-    # -- what the engine says ------------------------------------------------------------------------------------------
+    # -- the engine's callbacks ----------------------------------------------------------------------------------------
 
-    def _on_outputs(self, step: int, outputs: list[Output]) -> None:
-        batches: dict[ServeStream, list[worker_pb2.StreamTokens]] = {}
+    def _on_outputs(self, _step: int, outputs: list[Output]) -> None:
+        batches: dict[RouterConnection, list[worker_pb2.StreamTokens]] = {}
         failures: list[tuple[LiveStream, LockstepError]] = []
         emitted = 0
         for output in outputs:
@@ -236,17 +243,27 @@ class Worker:
             if output.error:
                 failures.append((stream, output.error))
         for router, batch in batches.items():
-            router.outbox.put(self._frame(tokens=worker_pb2.Tokens(step=step, streams=batch)))
+            router.outbox.put(self._frame(tokens=worker_pb2.Tokens(streams=batch)))
         for stream, error in failures:
             self._reject(stream.router, stream.stream_id, stream.attempt, error)
         if emitted:
             metrics.TOKENS.inc(emitted)
             metrics.STEP_TOKENS.observe(emitted)
 
+    def _on_phases(self, changes: list[PhaseChange]) -> None:
+        batches: dict[RouterConnection, list[worker_pb2.StreamPhaseChange]] = {}
+        for change in changes:
+            stream = self._streams.by_request(change.request_id)
+            if stream is not None:
+                batch = batches.setdefault(stream.router, [])
+                batch.append(translate.phase_change(stream.stream_id, stream.attempt, change.phase))
+        for router, batch in batches.items():
+            router.outbox.put(self._frame(phases=worker_pb2.Phases(streams=batch)))
+
     def publish(self) -> None:
-        """Tell every router the engine's status, after a new Hello if epoch or model card are new."""
+        """Send the engine's status to every router, preceded by a Hello if the epoch or the model card has changed."""
         status = self.engine.status()
-        self._chronicle.observe(status)
+        self._history.observe(status)
         self._note_change(status)
         hello = self._make_hello(status)
         if status.epoch != self._epoch or hello != self._hello:
@@ -263,12 +280,12 @@ class Worker:
             fields = {"state": str(status.state), "epoch": status.epoch, "reason": status.reason}
             logger.info("engine %s", status.state, extra=fields)
         self._state = status.state
-        # While it starts, `start` knows more of a failure than the status: whether another start may help.
+        # During the start, `start` reports failures: unlike the status it knows whether another start may help.
         if status.state is EngineState.FAILED and not self._starting and self.failure is None:
             self.failure = LockstepError(ErrorCode.UNAVAILABLE, status.reason or "the engine failed")
         if self.failure is not None and not self.failed.is_set():
             self.failed.set()
-            self._chronicle.fail(self.failure.message)
+            self._history.fail(self.failure.message)
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -281,8 +298,11 @@ class Worker:
         tokens: worker_pb2.Tokens | None = None,
         status: worker_pb2.Status | None = None,
         rejected: worker_pb2.Rejected | None = None,
+        phases: worker_pb2.Phases | None = None,
     ) -> worker_pb2.WorkerFrame:
-        return worker_pb2.WorkerFrame(epoch=self._epoch, hello=hello, tokens=tokens, status=status, rejected=rejected)
+        return worker_pb2.WorkerFrame(
+            epoch=self._epoch, hello=hello, tokens=tokens, status=status, rejected=rejected, phases=phases
+        )
 
     def _make_hello(self, status: EngineStatus) -> worker_pb2.Hello:
         card = translate.model_card(self.engine.model, status, self._settings.tp, self.tokenizer.digest)

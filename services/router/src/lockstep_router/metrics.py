@@ -7,7 +7,10 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 _GAP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 
 REQUESTS = Counter(
-    "lockstep_router_requests", "Answered requests; 499: the client left.", ["endpoint", "code"], registry=REGISTRY
+    "lockstep_router_requests",
+    "Answered requests; 499: the client disconnected.",
+    ["endpoint", "code"],
+    registry=REGISTRY,
 )
 REQUEST_SECONDS = Histogram(
     "lockstep_router_request_duration_seconds",
@@ -16,9 +19,15 @@ REQUEST_SECONDS = Histogram(
     buckets=_SECONDS,
     registry=REGISTRY,
 )
+REFUSED_CONNECTIONS = Counter(
+    "lockstep_router_refused_connections",
+    "Connections closed before a request was accepted, by the HTTP status of the response.",
+    ["code"],
+    registry=REGISTRY,
+)
 FIRST_TOKEN_SECONDS = Histogram(
     "lockstep_router_time_to_first_token_seconds",
-    "From submitting a stream to its first token.",
+    "From a request's arrival to the first token of each of its streams.",
     buckets=_SECONDS,
     registry=REGISTRY,
 )
@@ -29,10 +38,37 @@ INTER_TOKEN_SECONDS = Histogram(
     registry=REGISTRY,
 )
 PROMPT_TOKENS = Counter("lockstep_router_prompt_tokens", "Tokens of accepted prompts.", registry=REGISTRY)
-GENERATED_TOKENS = Counter("lockstep_router_generated_tokens", "Tokens taken from workers.", registry=REGISTRY)
-STREAMS = Gauge("lockstep_router_streams", "Streams now under way.", registry=REGISTRY)
+GENERATED_TOKENS = Counter("lockstep_router_generated_tokens", "Tokens accepted from workers.", registry=REGISTRY)
+STREAMS = Gauge("lockstep_router_streams", "Streams in progress.", registry=REGISTRY)
 FAILOVERS = Counter(
-    "lockstep_router_failovers", "Streams that left their worker and went on, by reason.", ["reason"], registry=REGISTRY
+    "lockstep_router_failovers",
+    "Times that a stream left its worker to continue on another one, by reason.",
+    ["reason"],
+    registry=REGISTRY,
+)
+INEXACT_CONTINUATIONS = Counter(
+    "lockstep_router_inexact_continuations",
+    "Times that a stream continued on a worker whose numerics fingerprint differs or is unknown.",
+    registry=REGISTRY,
+)
+QUARANTINED = Counter(
+    "lockstep_router_quarantined",
+    "Streams ended because several workers in a row died while running them.",
+    registry=REGISTRY,
+)
+RETRIES_DELAYED = Counter(
+    "lockstep_router_retries_delayed", "Retries that had to wait for the retry budget.", registry=REGISTRY
+)
+QUEUE_REFUSALS = Counter(
+    "lockstep_router_queue_refusals",
+    "Requests refused at once because their estimated wait was longer than their limit.",
+    registry=REGISTRY,
+)
+WAIT_SECONDS = Histogram(
+    "lockstep_router_wait_seconds",
+    "From a stream's arrival to its start on a worker.",
+    buckets=_SECONDS,
+    registry=REGISTRY,
 )
 FAILOVER_GAP_SECONDS = Histogram(
     "lockstep_router_failover_gap_seconds",
@@ -41,15 +77,23 @@ FAILOVER_GAP_SECONDS = Histogram(
     registry=REGISTRY,
 )
 DROPPED_FRAMES = Counter(
-    "lockstep_router_dropped_frames", "Frames of workers that were not taken, by reason.", ["reason"], registry=REGISTRY
+    "lockstep_router_dropped_frames",
+    "Dropped messages of workers, by reason: frames of an old epoch; tokens, phases or rejections of a stream.",
+    ["reason"],
+    registry=REGISTRY,
 )
 WORKERS = Gauge("lockstep_router_workers", "Workers by state as this router sees them.", ["state"], registry=REGISTRY)
-DISCOVERED = Gauge("lockstep_router_discovered_workers", "Workers as discovery last found them.", registry=REGISTRY)
+DISCOVERED = Gauge("lockstep_router_discovered_workers", "Workers that discovery found last.", registry=REGISTRY)
+UNLISTED_WORKERS = Gauge(
+    "lockstep_router_unlisted_workers",
+    "Workers that discovery no longer lists and that stay in use because they are connected and well.",
+    registry=REGISTRY,
+)
 DISCOVERY_ERRORS = Counter(
-    "lockstep_router_discovery_errors", "Times that the workers could not be looked for.", registry=REGISTRY
+    "lockstep_router_discovery_errors", "Failed attempts to discover the workers.", registry=REGISTRY
 )
 DISCOVERY_AGE_SECONDS = Gauge(
     "lockstep_router_discovery_age_seconds",
-    "Since discovery last found the workers; 0 for a static list.",
+    "Seconds since discovery last had a complete answer; 0 for a static list.",
     registry=REGISTRY,
 )

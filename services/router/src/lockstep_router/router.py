@@ -1,36 +1,58 @@
-"""The router itself: its workers, how much it has taken on, and whether it takes more."""
+"""The router itself: its workers, its models, its requests in progress, and whether it accepts new ones.
+
+Faces use only this module and `generation`. They never reach into the workers.
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Self
 
-from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_api.v1 import worker_pb2
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
 
 from lockstep_router import metrics
 from lockstep_router.discovery import Discovery, choose_discovery
+from lockstep_router.generation.generation import Generation
+from lockstep_router.generation.preparation import Prepared, bytes_of, prepare
+from lockstep_router.generation.prompts import Prompt, PromptEncoder, check_ids
+from lockstep_router.generation.request import GenerationRequest, PromptSource
+from lockstep_router.memory import MemoryTrimmer
 from lockstep_router.settings import RouterSettings
-from lockstep_router.workers import Workers
+from lockstep_router.text.threads import TextThreads
+from lockstep_router.tls import Dial, dial_plain
+from lockstep_router.workers import Workers, model_not_found
 
 logger = logging.getLogger("lockstep.router")
 
+_MEASURE_EVERY_S = 0.1
+"""Interval for measuring the journals of all streams; between two measurements new prompts are added."""
+
 
 class Router:
-    """One router. Enter it to dial the workers, leave it to hang up."""
+    """One router. Entering the context connects to the workers, leaving it disconnects."""
 
-    def __init__(self, settings: RouterSettings, discovery: Discovery | None = None) -> None:
+    def __init__(self, settings: RouterSettings, discovery: Discovery | None = None, dial: Dial = dial_plain) -> None:
         self.settings = settings
-        self.workers = Workers(settings, discovery or choose_discovery(settings))
+        self.workers = Workers(settings, discovery or choose_discovery(settings), dial)
+        self.memory = MemoryTrimmer()
+        self._threads = TextThreads(settings.text_threads, self.memory)
+        self.encoder = PromptEncoder(self._threads, control_tokens=settings.allow_control_tokens_in_text)
         self.leaving = False
-        """Nobody should count on this router for long: it will drain."""
+        """The router will drain soon (lame duck)."""
         self.draining = False
-        """No new requests are taken."""
+        """No new requests are accepted."""
         self.requests = 0
-        """For tokens, under way."""
+        """Requests for tokens in progress."""
         self.streams = 0
-        """Under way: one for each choice of each request."""
+        """Streams in progress: one for each choice of each request."""
+        self._generations: set[Generation] = set()
+        self._journals_bytes = 0
+        self._preparing_bytes = 0
+        """Prompts that are token ids already, of requests that are not."""
+        self._journals_measured_at = 0.0
         self._began_at = time.monotonic()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -41,28 +63,120 @@ class Router:
 
     async def __aexit__(self, *_: object) -> None:
         await self.workers.stop()
+        self._threads.stop()
+        self.memory.stop()
 
     @property
     def uptime_s(self) -> float:
-        """Since the process made this router."""
+        """Seconds since this router was created."""
         return time.monotonic() - self._began_at
 
     @property
     def failovers(self) -> int:
-        """Times that any stream went on to another worker."""
+        """Number of times that a stream moved to another worker."""
         return self.workers.failovers
 
     @property
-    def is_ready(self) -> bool:
-        """Whether requests for tokens should be sent here: they would be served at once, and this router stays."""
-        return not self.leaving and bool(self.workers.ready())
+    def unready(self) -> str | None:
+        """Why no requests for tokens should be sent here; None if they would be served at once."""
+        if self.leaving:
+            return "draining"
+        return None if self.workers.ready() else "no worker is ready"
 
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        """The time that a request for tokens is under way.
+    def models(self) -> list[worker_pb2.ModelCard]:
+        """Every model that a worker has reported, also while its workers are away."""
+        return list(self.workers.models.values())
+
+    def model(self, name: str) -> worker_pb2.ModelCard:
+        """One of these models.
 
         Raises:
-            LockstepError: DRAINING, no new ones are taken; OVERLOADED, there are too many.
+            LockstepError: MODEL_NOT_FOUND.
+        """
+        card = self.workers.models.get(name)
+        if card is None:
+            raise model_not_found(name)
+        return card
+
+    async def tokenize(self, model: str, source: PromptSource) -> tuple[list[int], worker_pb2.ModelCard]:
+        """A prompt's token ids, and the model that they are for.
+
+        Raises:
+            LockstepError: INVALID_REQUEST or CONTEXT_LENGTH_EXCEEDED, naming the prompt's field; MODEL_NOT_FOUND;
+                UNAVAILABLE; OVERLOADED, too much text waits for a thread.
+        """
+        card, tokenizer = await self.workers.find_version(model, "")
+        (prompt,) = await self.encoder.encode_all((source,), tokenizer, card)
+        return prompt.ids, card
+
+    async def detokenize(self, model: str, ids: list[int], field: str) -> str:
+        """The text of token ids.
+
+        Args:
+            model: the model's name.
+            ids: the token ids.
+            field: the ids' name in errors.
+
+        Raises:
+            LockstepError: INVALID_REQUEST for an id outside the vocabulary; MODEL_NOT_FOUND; UNAVAILABLE; OVERLOADED,
+                too much text waits for a thread.
+        """
+        card, tokenizer = await self.workers.find_version(model, "")
+        check_ids(ids, card, field)
+        return await self.encoder.decode(ids, tokenizer)
+
+    async def prepare(self, request: GenerationRequest) -> Prepared:
+        """Turn a request into streams that are ready to run. The request itself is not needed afterwards.
+
+        Raises:
+            LockstepError: INVALID_REQUEST or CONTEXT_LENGTH_EXCEEDED, the request does not fit this router or its
+                model; MODEL_NOT_FOUND; UNAVAILABLE.
+        """
+        streams = len(request.prompts) * request.choices_per_prompt
+        if streams > self.settings.max_streams_per_request:
+            limit = self.settings.max_streams_per_request
+            raise invalid("n", f"times the number of prompts is {streams}; a request may have {limit} answers")
+        counted = 0
+
+        def count(prompt: Prompt) -> None:
+            nonlocal counted
+            self._check_room(bytes_of(prompt))
+            counted += bytes_of(prompt)
+            self._preparing_bytes += bytes_of(prompt)
+
+        try:
+            return await prepare(request, self.workers, self.encoder, self.settings.max_queue_wait_s, count)
+        finally:
+            self._preparing_bytes -= counted
+
+    @asynccontextmanager
+    async def run(self, prepared: Prepared, *, is_collected: bool = False) -> AsyncIterator[Generation]:
+        """Run a request's streams. Leaving the context cancels those that still run.
+
+        Args:
+            prepared: the request.
+            is_collected: the whole answer is kept until it is complete.
+
+        Raises:
+            LockstepError: OVERLOADED, there are too many streams, or their journals are too large.
+        """
+        self._check_room(prepared.prompt_bytes)
+        self._journals_bytes += prepared.prompt_bytes
+        metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
+        with self._running(len(prepared.journals)):
+            async with Generation(prepared, self.workers, self.settings, is_collected=is_collected) as generation:
+                self._generations.add(generation)
+                try:
+                    yield generation
+                finally:
+                    self._generations.discard(generation)
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count a request for tokens as in progress, from before it is prepared until its answer is written.
+
+        Raises:
+            LockstepError: DRAINING, no new requests are accepted; OVERLOADED, there are too many requests.
         """
         if self.draining:
             raise LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1)
@@ -78,11 +192,11 @@ class Router:
                 self._idle.set()
 
     @contextmanager
-    def running(self, streams: int) -> Iterator[None]:
-        """The time that a request's streams run.
+    def _running(self, streams: int) -> Iterator[None]:
+        """Count a request's streams as in progress.
 
         Raises:
-            LockstepError: OVERLOADED, there are too many.
+            LockstepError: OVERLOADED, there are too many streams.
         """
         if self.streams + streams > self.settings.max_streams:
             raise self._overloaded()
@@ -93,9 +207,9 @@ class Router:
             self._count(-streams)
 
     async def leave(self, *, on_drain: Callable[[], None] = lambda: None) -> None:
-        """Go: first in name alone, until everyone knows; then take nothing new and let what runs finish, for a time.
+        """Shut down: lame duck for `lame_duck_s`, then drain for at most `drain_timeout_s`.
 
-        `on_drain` is called in between: no connection may be used for another request from then on.
+        `on_drain` is called between the two: from then on no connection may be used for another request.
         """
         self.leaving = True
         logger.info("leaving", extra={"streams": self.streams, "lame_duck_s": self.settings.lame_duck_s})
@@ -108,6 +222,17 @@ class Router:
                 await self._idle.wait()
         except TimeoutError:
             pass
+
+    def _check_room(self, wanted: int) -> None:
+        """Raise OVERLOADED if the journals have no room for more bytes."""
+        now = time.monotonic()
+        if now - self._journals_measured_at > _MEASURE_EVERY_S:
+            self._journals_measured_at = now
+            self._journals_bytes = sum(generation.journal_bytes for generation in self._generations)
+        if self._journals_bytes + self._preparing_bytes + wanted > self.settings.max_journals_bytes:
+            raise LockstepError(
+                ErrorCode.OVERLOADED, "the journals of this router's streams take all their memory", retry_after_s=1
+            )
 
     def _count(self, streams: int) -> None:
         self.streams += streams

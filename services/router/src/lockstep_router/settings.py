@@ -1,28 +1,57 @@
 """The router's settings: flags, `LOCKSTEP_…` environment, YAML file."""
 
+import ipaddress
 import os
 import socket
 from typing import Annotated, Any, Literal
 
-from lockstep_common.settings import ServiceSettings
+from lockstep_common.address import check_target, is_unix
+from lockstep_common.settings import ServiceSettings, check_identity, check_together
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
 DiscoveryKind = Literal["static", "dns", "kubernetes"]
-UNIX_PREFIX = "unix:"
 _NEEDED_BY = {"workers": "static", "workers_dns": "dns", "kubernetes_selector": "kubernetes"}
 
 
 def default_router_id(given: dict[str, Any]) -> str:
-    """A name that no other live router has: the pod's or, outside of one, host and process."""
+    """A name that no other live router has: the pod's name or, outside a pod, host name and pid."""
     return given.get("pod_name") or f"{socket.gethostname()}-{os.getpid()}"
 
 
 class RouterSettings(ServiceSettings):
-    """How one router process behaves. Times are in seconds."""
+    """The settings of one router process. Times are in seconds."""
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one and logs it.")
+    management_host: str = Field("127.0.0.1", description="Address for health, metrics and status.")
+    management_port: int = Field(
+        8001,
+        ge=0,
+        le=65535,
+        description="Port of /healthz, /readyz, /metrics and /status; 0 picks a free one and logs it.",
+    )
+    liveness_timeout_s: float = Field(
+        20.0, gt=0, description="The management port's /healthz is 503 when the event loop has not run for this long."
+    )
+    tls_cert: str | None = Field(
+        None, description="PEM file of the certificate and chain shown to workers; plain text if not set."
+    )
+    tls_key: str | None = Field(None, description="PEM file of its key.")
+    tls_ca: str | None = Field(None, description="PEM file of the authorities that workers' certificates come from.")
+    peer_identity: str | None = Field(
+        None,
+        validate_default=True,
+        description="DNS name that a worker's certificate has to be for; no other worker is used.",
+    )
+    management_tls: bool = Field(False, description="HTTPS on the management port, with `tls_cert`.")
+    http_tls_cert: str | None = Field(
+        None, description="PEM file of the certificate and chain shown to clients; plain HTTP if not set."
+    )
+    http_tls_key: str | None = Field(None, validate_default=True, description="PEM file of its key.")
+    http_tls_client_ca: str | None = Field(
+        None, description="PEM file of authorities: clients must show a certificate that comes from one of them."
+    )
     discovery: DiscoveryKind = Field(
         "static", description="Where workers are found: `workers`, `workers_dns`, or EndpointSlices of Kubernetes."
     )
@@ -60,28 +89,111 @@ class RouterSettings(ServiceSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
 
+    max_connections: int = Field(
+        8192,
+        ge=1,
+        description="Client connections at a time, TLS handshakes included; beyond, the one longest without a complete "
+        "request is closed, or the new one.",
+    )
+    max_connections_per_client: int = Field(
+        0, ge=0, description="Connections of one client address; 0: no limit, as behind a proxy."
+    )
+    max_header_bytes: int = Field(
+        32 << 10, ge=1024, description="Request line, headers and framing of a request; more is 431."
+    )
+    header_timeout_s: float = Field(
+        10.0, gt=0, description="A request's headers, and a TLS handshake, must be complete by then."
+    )
     max_body_bytes: int = Field(4 << 20, ge=1024, description="Largest request body; more is 413.")
+    max_body_values: int = Field(
+        150_000,
+        ge=1024,
+        description="Elements of lists and fields of objects in a body, so token ids too; more is 400.",
+    )
+    max_bodies_bytes: int = Field(
+        128 << 20,
+        ge=1 << 20,
+        description="All bodies whose prompts are not token ids yet, an eighth of it for bodies up to 64 KiB; beyond, "
+        "the largest that still arrives is 503.",
+    )
+    bodies_bytes_per_s: int = Field(
+        64 << 20, ge=1 << 20, description="Rate at which bodies above 64 KiB are read together; their clients wait."
+    )
     body_timeout_s: float = Field(30.0, gt=0, description="A request's body must have arrived by then.")
     write_timeout_s: float = Field(60.0, gt=0, description="A client that reads nothing for this long is cut off.")
+    keepalive_interval_s: float = Field(
+        15.0, ge=0, description="A stream on which nothing is sent for this long gets a comment; 0: never."
+    )
     max_streams: int = Field(4096, ge=1, description="Streams at a time; more is 503 with Retry-After.")
     max_n: int = Field(16, ge=1, le=128, description="Largest `n` of a request.")
     max_prompts: int = Field(64, ge=1, le=4096, description="Most prompts in one completion request.")
+    max_streams_per_request: int = Field(
+        64, ge=1, description="Answers of one request: prompts times `n`; more is 400."
+    )
+    text_threads: int = Field(
+        2,
+        ge=1,
+        le=64,
+        description="Threads that tokenize prompts of up to 16 Ki characters; as many do those of up to 256 Ki, one "
+        "longer ones.",
+    )
+    allow_control_tokens_in_text: bool = Field(
+        False, description="Control tokens that clients write in prompts and messages count as such, not as text."
+    )
+    anonymous_cache: Literal["address", "shared"] = Field(
+        "address", description="Clients without an API key share prefixes with those of their address, or with all."
+    )
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        max_length=64,
+        description="Addresses and networks of proxies, comma-separated, whose X-Forwarded-For names the client.",
+    )
+    max_journals_bytes: int = Field(
+        1 << 30,
+        ge=1 << 20,
+        description="Token ids and kept log probabilities of all streams, about; beyond, new requests are 503.",
+    )
     max_unread_tokens: int = Field(
-        4096, ge=1, description="Tokens held for a client that reads slowly; beyond, its stream is paused."
+        4096,
+        ge=1,
+        description="Tokens and log probabilities held for a client that reads slowly; beyond, its stream is paused.",
     )
 
-    first_token_deadline_s: float = Field(30.0, gt=0, description="An attempt without its first token moves on.")
+    max_queue_wait_s: float = Field(
+        300.0,
+        gt=0,
+        description="A stream waits this long for a worker, and for its turn there, before its client gets an error. "
+        "A request whose estimated wait is longer is refused at once.",
+    )
+    first_token_deadline_s: float = Field(
+        30.0, gt=0, description="A stream that its worker runs, but that makes no progress for this long, moves on."
+    )
     inter_token_deadline_s: float = Field(
-        5.0, gt=0, description="A stream without a token, on a worker that finishes no step, moves on."
+        5.0,
+        gt=0,
+        description="A stream without a token, on a worker that finishes no step, moves on; later if the worker's own "
+        "deadline for the step is later.",
     )
     heartbeat_timeout_s: float = Field(1.5, gt=0, description="A worker silent for this long loses its streams.")
     connect_timeout_s: float = Field(3.0, gt=0, description="From dialling a worker to its Hello.")
     tokenizer_timeout_s: float = Field(30.0, gt=0, description="To fetch a model's tokenizer files from a worker.")
     backoff_initial_s: float = Field(0.1, gt=0, description="First pause before dialling a worker again.")
     backoff_max_s: float = Field(1.0, gt=0, description="Longest pause before dialling a worker again.")
-    max_attempts: int = Field(6, ge=1, description="Workers a stream may lose in a row without getting a token.")
-    resume_deadline_s: float = Field(
-        60.0, gt=0, description="A stream waits this long for a worker before its client gets an error."
+    max_attempts: int = Field(
+        6, ge=1, description="Attempts of a stream that may fail in a row on workers that live on."
+    )
+    quarantine_after: int = Field(
+        3,
+        ge=1,
+        description="Deaths of workers in a row that one stream alone may cause; then its client gets an error.",
+    )
+    retry_share: float = Field(
+        0.2, ge=0, le=1, description="Retries after refusals and failures, as a share of all streams."
+    )
+    exact_failover: Literal["prefer", "strict"] = Field(
+        "prefer",
+        description="Where no worker has the numerics fingerprint that a stream began with: `prefer` continues it on "
+        "another worker and marks the answer as inexact, `strict` waits for one.",
     )
     queue_threshold: int = Field(
         2, ge=0, description="A session leaves its worker for the least loaded one when more requests than this queue."
@@ -93,13 +205,40 @@ class RouterSettings(ServiceSettings):
 
     @property
     def namespace(self) -> str:
-        """Where EndpointSlices are looked for."""
+        """The namespace of the EndpointSlices."""
         return self.kubernetes_namespace or self.pod_namespace or ""
 
-    @field_validator("workers", "workers_dns", mode="before")
+    @field_validator("peer_identity")
+    @classmethod
+    def _check_tls(cls, value: str | None, info: ValidationInfo) -> str | None:
+        check_together({name: info.data.get(name) for name in ("tls_cert", "tls_key", "tls_ca")}, value)
+        return None if value is None else check_identity(value, may_be_uri=False)
+
+    @field_validator("management_tls")
+    @classmethod
+    def _check_management_tls(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not info.data.get("tls_cert"):
+            raise ValueError("needs tls_cert")
+        return value
+
+    @field_validator("http_tls_key")
+    @classmethod
+    def _check_http_tls(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if (value is None) != (info.data.get("http_tls_cert") is None):
+            raise ValueError("goes together with http_tls_cert")
+        return value
+
+    @field_validator("http_tls_client_ca")
+    @classmethod
+    def _check_client_ca(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and not info.data.get("http_tls_cert"):
+            raise ValueError("needs http_tls_cert")
+        return value
+
+    @field_validator("workers", "workers_dns", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        """`a,b` as environment and flags give it."""
+        """Split `a,b`, the form in environment and flags."""
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
@@ -112,13 +251,24 @@ class RouterSettings(ServiceSettings):
             raise ValueError(f"must be set for discovery = {kind}")
         return value
 
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_networks(cls, networks: tuple[str, ...]) -> tuple[str, ...]:
+        for network in networks:
+            ipaddress.ip_network(network)
+        return networks
+
     @field_validator("workers", "workers_dns")
     @classmethod
     def _check_targets(cls, targets: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         may_be_path = info.field_name == "workers"
         for target in targets:
-            if not is_target(target) or (target.startswith(UNIX_PREFIX) and not may_be_path):
-                raise ValueError(f"{target!r} is not {'unix:/path or ' if may_be_path else ''}host:port")
+            try:
+                if is_unix(target) and not may_be_path:
+                    raise ValueError("must be host:port")
+                check_target(target)
+            except ValueError as error:
+                raise ValueError(f"{target!r} {error}") from None
         if len(set(targets)) < len(targets):
             raise ValueError("the same one is listed twice")
         return targets
@@ -129,12 +279,3 @@ class RouterSettings(ServiceSettings):
         if not value and info.data.get("discovery") == "kubernetes" and not info.data.get("pod_namespace"):
             raise ValueError("must be set for discovery = kubernetes outside of a pod")
         return value
-
-
-def is_target(text: str) -> bool:
-    """Whether this is a gRPC target of the two forms that the router takes."""
-    if text.startswith(UNIX_PREFIX):
-        return len(text) > len(UNIX_PREFIX)
-    host, _, port = text.rpartition(":")
-    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
-    return bool(host) and is_port and (":" not in host or (host[0] == "[" and host[-1] == "]"))

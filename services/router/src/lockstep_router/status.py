@@ -1,12 +1,12 @@
-"""What `lockstep status` shows: the router, its models, its workers and their ranks, as one JSON object."""
+"""The body of `/status`, which `lockstep status` shows: router, models, workers and ranks, as one JSON object."""
 
 import os
 from typing import Any
 
 from lockstep_api.v1 import worker_pb2
 
-from lockstep_router.links import Link
 from lockstep_router.router import Router
+from lockstep_router.workers import Link
 
 _RANK_STATES = {
     worker_pb2.RANK_STATE_STARTING: "starting",
@@ -16,7 +16,7 @@ _RANK_STATES = {
 
 
 def status_body(router: Router) -> dict[str, Any]:
-    """The state of everything this router sees."""
+    """The state of the router and of everything that it knows."""
     return {
         "router": {
             "id": router.settings.router_id,
@@ -25,6 +25,8 @@ def status_body(router: Router) -> dict[str, Any]:
             "streams": router.streams,
             "failovers": router.failovers,
             "draining": router.draining,
+            "exact_failover": router.settings.exact_failover,
+            "suspects": dict(router.workers.suspects.counts),
         },
         "discovery": {
             "kind": router.settings.discovery,
@@ -57,11 +59,13 @@ def _worker(link: Link) -> dict[str, Any]:
         "reason": status.reason or link.problem,
         "epoch": link.epoch,
         "incarnation": link.incarnation,
+        "fingerprint": link.fingerprint,
         "pid": status.pid,
         "queued": status.queued,
         "running": status.running,
         "free_blocks": status.free_blocks,
         "total_blocks": status.total_blocks,
+        "queue_wait_s": round(link.queue_wait_s, 3),
         "tokens_per_s": round(status.tokens_per_s, 1),
         "steps": status.steps,
         "last_seen_s": None if silence_s is None else round(silence_s, 3),

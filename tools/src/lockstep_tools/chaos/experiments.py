@@ -1,6 +1,6 @@
-"""The experiments by name: whom each disturbs, what its clients may feel, and where its script is.
+"""The experiments by name: what each disturbs, the limits of what its clients may see, and where its script is.
 
-The scripts under k8s/chaos do the disturbing, with kubectl alone; what is here is what is expected of them.
+The scripts under k8s/chaos cause the faults, with kubectl alone; this module says what is expected of them.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _SCRIPTS = Path("k8s/chaos")
 
 
 class Victim(StrEnum):
-    """Whom a script disturbs."""
+    """What a script disturbs."""
 
     WORKER = "a worker"
     NODE = "a worker's node"
@@ -35,13 +35,13 @@ class Breaks(StrEnum):
 
 @dataclass(frozen=True)
 class Experiment:
-    """A fault, and the measure of what follows from it."""
+    """A fault, and the limits of its effects."""
 
     name: str
     summary: str
     victim: Victim
     limit_s: float
-    """The longest silence that a stream may have, beside the time of its prompt."""
+    """The longest silence that a stream may have, without the time of its prompt."""
     renews: bool = False
     """The worker begins a new life: another incarnation or epoch."""
     breaks: Breaks = Breaks.NONE
@@ -57,10 +57,8 @@ EXPERIMENTS = {
         Experiment("rank-stop", "a rank is stopped and hangs", Victim.WORKER, 8.0, renews=True),
         Experiment("pod-delete", "a worker's pod is deleted, with grace", Victim.WORKER, 1.0, renews=True),
         Experiment("pod-kill", "a worker's pod is deleted without grace", Victim.WORKER, 1.0, renews=True),
-        Experiment("link-cut", "a router and a worker lose sight of each other", Victim.LINK, 4.0),
-        Experiment(
-            "node-cut", "a worker's node is cut off and joins again", Victim.NODE, 4.0, breaks=Breaks.OF_THE_NODE
-        ),
+        Experiment("link-cut", "packets between a router and a worker are dropped", Victim.LINK, 4.0),
+        Experiment("node-cut", "a worker's node is cut off and rejoins", Victim.NODE, 4.0, breaks=Breaks.OF_THE_NODE),
         Experiment("node-drain", "a worker's node is drained and taken back", Victim.NODE, 1.0, renews=True),
         Experiment("worker-rollout", "every worker is replaced, one at a time", Victim.ALL_WORKERS, 1.0, renews=True),
         Experiment("router-rollout", "every router is replaced", Victim.ALL_ROUTERS, 1.0),
@@ -75,7 +73,7 @@ def scripts() -> Path:
     """The directory of the experiments' scripts.
 
     Raises:
-        CommandError: it is not here.
+        CommandError: it does not exist here.
     """
     for root in (Path.cwd(), Path(__file__).resolve().parents[4]):
         if (root / _SCRIPTS / "lib.sh").is_file():

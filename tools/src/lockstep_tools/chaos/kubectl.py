@@ -1,12 +1,13 @@
-"""`kubectl` as the one way to a cluster.
+"""Access to a cluster, by `kubectl` alone.
 
-It is what people have and trust, with every kind of login; what an experiment does can be repeated by hand, word for
-word; and no client library has to match the cluster's version.
+Users have it, and it supports every kind of login. Each command of an experiment can be repeated by hand, and no client
+library has to match the cluster's version.
 """
 
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from lockstep_tools.failure import UNUSABLE, CommandError
 
 _TIMEOUT_S = 60.0
+_UNDO_S = 30.0
 
 
 class Kubectl:
@@ -42,7 +44,7 @@ class Kubectl:
         return done.stdout
 
     def json(self, *arguments: str) -> dict[str, Any]:
-        """An object, or a list of them, as Kubernetes tells it."""
+        """An object or a list of objects, as kubectl prints it."""
         found: dict[str, Any] = json.loads(self.run(*arguments, "-o", "json"))
         return found
 
@@ -62,20 +64,36 @@ def run_script(script: Path, environment: Mapping[str, str], timeout_s: float) -
     Raises:
         CommandError: it failed, or took too long.
     """
+    with subprocess.Popen(
+        ["bash", str(script)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment | {"PARENT": str(os.getpid())},
+        start_new_session=True,  # Ctrl-C reaches only this process, which lets the script undo what it did
+    ) as running:
+        try:
+            output, errors = running.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            _end(running)
+            raise CommandError(f"{script} has not ended after {timeout_s:g} s") from None
+        except BaseException:
+            _end(running)
+            raise
+    if running.returncode != 0:
+        raise CommandError(f"{script} failed: {_last_line(errors) or _last_line(output)}")
+    return output
+
+
+def _end(running: subprocess.Popen[str]) -> None:
+    """End a script with what it has started; its EXIT trap has `_UNDO_S` to undo what it did."""
+    os.killpg(running.pid, signal.SIGTERM)
     try:
-        done = subprocess.run(
-            ["bash", str(script)],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-            env=os.environ | environment,
-        )
+        running.communicate(timeout=_UNDO_S)
     except subprocess.TimeoutExpired:
-        raise CommandError(f"{script} has not ended after {timeout_s:g} s") from None
-    if done.returncode != 0:
-        raise CommandError(f"{script} failed: {_last_line(done.stderr) or _last_line(done.stdout)}")
-    return done.stdout
+        os.killpg(running.pid, signal.SIGKILL)
+        running.communicate()
 
 
 def _last_line(text: str) -> str:

@@ -6,13 +6,32 @@ from types import TracebackType
 from typing import Self
 
 from lockstep_tools.chaos.experiments import Experiment, Victim, scripts
+from lockstep_tools.chaos.kubectl import run_script
 from lockstep_tools.chaos.load_pod import NAME, LoadPod
 from lockstep_tools.chaos.outcome import Outcome, assign, conclude
+from lockstep_tools.chaos.placement import place_on_two_nodes
 from lockstep_tools.chaos.release import WORKER, Release, of
-from lockstep_tools.chaos.spread import spread_out
 from lockstep_tools.chaos.trial import Trial, run_trial
-from lockstep_tools.history import History
-from lockstep_tools.verdict import judge
+from lockstep_tools.load.comparison import compare
+from lockstep_tools.load.history import History
+
+_CLEAN_S = 900.0
+
+
+def clean(release: Release, say: Callable[[str], None]) -> bool:
+    """Undo what interrupted experiments have left of a release, and report each thing; returns whether there was any.
+
+    Raises:
+        CommandError: something cannot be undone now; the record of it stays in the cluster.
+    """
+    output = run_script(scripts() / "clean" / "run.sh", _environment(release), _CLEAN_S)
+    for line in output.splitlines():
+        say(f"left by an interrupted run: {line}")
+    return bool(output)
+
+
+def _environment(release: Release) -> dict[str, str]:
+    return {"NAMESPACE": release.kubectl.namespace, "RELEASE": release.name}
 
 
 class Laboratory:
@@ -27,30 +46,27 @@ class Laboratory:
         slack: float = 1.0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Args: `image` of the load, that of the release's tools when None; `slack` as of `Outcome`."""
+        """Args: `image` is the load's (None: the tools' image beside the router's); `slack` is as in `Outcome`."""
         self._release = release
         self._scripts = scripts()
-        self._environment = {"NAMESPACE": release.kubectl.namespace, "RELEASE": release.name}
-        self._environment |= {"IMAGE": image} if image else {}
-        # One worker's node is disturbed by some experiments: the load goes to another one.
-        self._avoid = of(release.whole_pods(), WORKER)[0].node
-        self.load = LoadPod(
-            release.kubectl,
-            self._scripts / "load" / "run.sh",
-            self._environment | {"AVOID": self._avoid},
-            clients=clients,
-        )
+        self._environment = _environment(release) | ({"IMAGE": image} if image else {})
+        self.load = LoadPod(release.kubectl, self._scripts / "load" / "run.sh", self._environment, clients=clients)
         self.outcomes: list[Outcome] = []
-        """Of the experiments so far, also of one that was broken off after its first trial."""
+        """The outcomes of the experiments so far, also of one that was interrupted after its first trial."""
         self.problems: list[str] = []
-        """Of streams that ended before, between and after the experiments."""
+        """Problems of streams that ended before, between or after the experiments."""
         self._judged = 0
         self._slack = slack
         self._say = say
 
     def __enter__(self) -> Self:
+        self._release.require()
+        if clean(self._release, self._say):
+            self._release.await_settled()
+        # Some experiments disturb the node of a worker: the load runs on another node.
+        self.load.avoid = of(self._release.ready_pods(), WORKER)[0].node
         self.load.__enter__()
-        self._say(f"all clients stream, {len(self.load.calm)} answers are known")
+        self._say(f"all clients stream, {len(self.load.undisturbed)} answers are known")
         return self
 
     def __exit__(
@@ -61,10 +77,13 @@ class Laboratory:
                 self.load.stop()
                 self._judge_undisturbed(self._unjudged(), "after the last experiment")
         finally:
-            self.load.__exit__(kind, error, trace)
+            try:
+                self.load.__exit__(kind, error, trace)
+            finally:
+                clean(self._release, lambda _: None)
 
     def run(self, experiment: Experiment, times: int = 1) -> Outcome:
-        """Make the experiment so many times.
+        """Run the experiment `times` times.
 
         Raises:
             CommandError: a script failed, or something took too long.
@@ -77,13 +96,13 @@ class Laboratory:
             if trials:
                 before = assign(trials, self._unjudged())
                 self._judge_undisturbed(before, f"before {experiment.name}")
-                self.outcomes.append(conclude(experiment, trials, self.load.calm, self._slack))
+                self.outcomes.append(conclude(experiment, trials, self.load.undisturbed, self._slack))
         return self.outcomes[-1]
 
     def _try(self, experiment: Experiment, number: int, times: int) -> Trial:
         node = str(self._release.kubectl.json("get", "pod", NAME)["spec"]["nodeName"])
         if experiment.victim is Victim.NODE:
-            spread_out(self._release)
+            place_on_two_nodes(self._release)
         began_s = time.monotonic()
         trial = run_trial(
             experiment,
@@ -109,4 +128,4 @@ class Laboratory:
         return ended
 
     def _judge_undisturbed(self, histories: Sequence[History], when: str) -> None:
-        self.problems += [f"{when}: {problem}" for problem in judge(histories, self.load.calm).problems]
+        self.problems += [f"{when}: {problem}" for problem in compare(histories, self.load.undisturbed).problems]

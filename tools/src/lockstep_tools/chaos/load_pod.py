@@ -1,4 +1,4 @@
-"""The load in a pod, as its log tells it: streams in peace, ended streams, and what routers say of workers."""
+"""The load in a pod, as read from its log: undisturbed streams, ended streams, and what routers report of workers."""
 
 import json
 import threading
@@ -9,22 +9,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from lockstep_tools import logbook
 from lockstep_tools.chaos.kubectl import Kubectl, run_script
 from lockstep_tools.failure import CommandError
-from lockstep_tools.history import History
-from lockstep_tools.status import READY
+from lockstep_tools.load import logbook
+from lockstep_tools.load.history import History
+from lockstep_tools.serving.status import READY
 
 NAME = "lockstep-load"
 
 _START_S = 240.0  # the image's pull, and every request alone on a small machine
-_END_S = 180.0  # the streams that still run: long ones on a small machine, or silent until their limit
+_END_S = 180.0  # for running streams: long ones on a small machine, or streams that are silent until their limit
 _POLL_S = 0.2
 
 
 @dataclass(frozen=True)
 class WorkersSeen:
-    """What a router said of its workers at a moment, by id: state, incarnation and epoch."""
+    """What a router reported of its workers at one time, by id: state, incarnation and epoch."""
 
     at_s: float
     router: str
@@ -41,22 +41,24 @@ class LoadPod:
 
     def __init__(self, kubectl: Kubectl, script: Path, environment: Mapping[str, str], *, clients: int) -> None:
         """Args: `script` starts the pod with `environment`; see k8s/chaos/load."""
-        self.calm: list[History] = []
+        self.undisturbed: list[History] = []
         self.ended: list[History] = []
         """The streams of the load that have ended, in order of their ends."""
         self.seen: list[WorkersSeen] = []
-        """Changes in what routers say, in order."""
+        """Changes in what routers report, in order."""
+        self.avoid = ""
+        """The node that the pod must not run on."""
         self._kubectl = kubectl
         self._script = script
         self._environment = {**environment, "POD": NAME, "CLIENTS": str(clients)}
         self._clients = clients
-        self._told: set[tuple[str, object]] = set()
+        self._taken: set[tuple[str, object]] = set()
         self._over = threading.Event()
         self._reader = threading.Thread(target=self._read, name="log of the load", daemon=True)
 
     def __enter__(self) -> Self:
         self._delete()
-        run_script(self._script, self._environment, _START_S)
+        run_script(self._script, self._environment | {"AVOID": self.avoid}, _START_S)
         self._reader.start()
         try:
             self.wait_for(lambda: len({history.client for history in self.ended}) == self._clients, "streams", _START_S)
@@ -72,7 +74,7 @@ class LoadPod:
 
     @property
     def lives(self) -> dict[str, tuple[int, int]]:
-        """The latest life of each worker that any router told of."""
+        """The latest life of each worker that any router has reported."""
         found: dict[str, tuple[int, int]] = {}
         for seen in self.seen:
             for worker, (_, incarnation, epoch) in seen.workers.items():
@@ -80,7 +82,7 @@ class LoadPod:
         return found
 
     def latest(self) -> dict[str, WorkersSeen]:
-        """What each router said last."""
+        """The last report of each router."""
         return {seen.router: seen for seen in self.seen}
 
     def wait_for(self, holds: Callable[[], bool], what: str, within_s: float) -> None:
@@ -96,7 +98,7 @@ class LoadPod:
             time.sleep(_POLL_S)
 
     def wait_round(self, since_s: float) -> None:
-        """Wait until every client has ended a stream that it began after a time: none of before is still under way."""
+        """Wait until every client has ended a stream that it began after a time: no earlier one is still running."""
 
         def round_over() -> bool:
             return len({history.client for history in self.ended if history.started_s > since_s}) == self._clients
@@ -104,7 +106,7 @@ class LoadPod:
         self.wait_for(round_over, "new stream of each client", _END_S)
 
     def stop(self) -> None:
-        """Let the streams that run end, and read what is left of the log."""
+        """Let the running streams end, and read the rest of the log."""
         if not self._over.is_set():
             self._kubectl.run("exec", NAME, "--", "sh", "-c", "kill -TERM 1")
             self._over.wait(_END_S)
@@ -117,7 +119,7 @@ class LoadPod:
         self._kubectl.run("delete", "pod", NAME, "--ignore-not-found", "--grace-period=1", timeout_s=120)
 
     def _read(self) -> None:
-        """Follow the log until the load's end; begun anew when the connection to the log breaks."""
+        """Follow the log until the load ends; starts again when the connection to the log breaks."""
         while not self._over.is_set():
             with self._kubectl.start("logs", "--follow", "--pod-running-timeout=2m", NAME) as following:
                 assert following.stdout is not None
@@ -137,12 +139,12 @@ class LoadPod:
         except (ValueError, KeyError, TypeError):
             return  # a sentence on stderr; `_last_words` has it
         key = (kind, entry.get("number", entry.get("at")))
-        if key in self._told:
+        if key in self._taken:
             return
-        self._told.add(key)
+        self._taken.add(key)
         match kind:
-            case logbook.CALM:
-                self.calm.append(logbook.from_entry(entry))
+            case logbook.UNDISTURBED:
+                self.undisturbed.append(logbook.from_entry(entry))
             case logbook.STREAM:
                 self.ended.append(logbook.from_entry(entry))
             case logbook.STATUS:

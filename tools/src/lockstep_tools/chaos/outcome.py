@@ -1,4 +1,4 @@
-"""The outcome of an experiment's trials: the verdict on every stream, and what their clients felt."""
+"""The outcome of an experiment's trials: the comparison of every stream, and the delays that clients saw."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -7,78 +7,80 @@ from typing import Any
 
 from lockstep_tools.chaos.experiments import Experiment
 from lockstep_tools.chaos.trial import Trial
-from lockstep_tools.history import History
-from lockstep_tools.report import Spread
-from lockstep_tools.verdict import Verdict, judge
+from lockstep_tools.load.comparison import Comparison, compare
+from lockstep_tools.load.history import History
+from lockstep_tools.load.report import Percentiles
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one experiment."""
+    """The result of one experiment."""
 
     experiment: Experiment
     trials: Sequence[Trial]
-    verdict: Verdict
+    comparison: Comparison
     slack: float
-    """By how much a silence may be longer than its limit, on a machine that is slower than the ones it was set for."""
+    """The factor by which silences may exceed their limit, for slow machines."""
     problems: list[str] = field(default_factory=list)
-    """Beside those of streams."""
+    """Problems other than those of streams."""
 
     @property
-    def silence_ms(self) -> Spread | None:
+    def silence_ms(self) -> Percentiles | None:
         """The longest silence of each stream that was disturbed."""
-        return Spread.of([silence for trial in self.trials for silence in trial.silences_s()])
+        return Percentiles.of([silence for trial in self.trials for silence in trial.silences_s()])
 
     @property
-    def first_token_ms(self) -> Spread | None:
-        """Of the streams that began while it was not over."""
-        return Spread.of([first for trial in self.trials for first in trial.first_tokens_s()])
+    def first_token_ms(self) -> Percentiles | None:
+        """The times to the first token of streams that began between the fault and the recovery."""
+        return Percentiles.of([first for trial in self.trials for first in trial.first_tokens_s()])
 
     @property
-    def detection_ms(self) -> Spread | None:
-        """From the fault to the first stream that left."""
-        return Spread.of([trial.detected_s - trial.fault_s for trial in self.trials if trial.detected_s is not None])
+    def detection_ms(self) -> Percentiles | None:
+        """The time from the fault to the first stream that left a victim, for each trial."""
+        return Percentiles.of(
+            [trial.detected_s - trial.fault_s for trial in self.trials if trial.detected_s is not None]
+        )
 
     @property
-    def recovery_ms(self) -> Spread | None:
-        """From the fault until all was ready again."""
-        return Spread.of([trial.recovered_s - trial.fault_s for trial in self.trials])
+    def recovery_ms(self) -> Percentiles | None:
+        """The time from the fault until all was ready again, for each trial."""
+        return Percentiles.of([trial.recovered_s - trial.fault_s for trial in self.trials])
 
     @property
     def connect_failures(self) -> int:
-        """Connections that could not be made, tried again by the clients."""
+        """Connections that could not be made and that clients retried."""
         return sum(history.connect_failures for trial in self.trials for history in trial.histories)
 
     @property
     def in_time(self) -> bool:
         """No silence was longer than allowed."""
-        spread = self.silence_ms
-        return spread is None or spread.max <= 1e3 * self.experiment.limit_s * self.slack
+        percentiles = self.silence_ms
+        return percentiles is None or percentiles.max <= 1e3 * self.experiment.limit_s * self.slack
 
     @property
     def holds(self) -> bool:
-        """Nobody lost anything, and nobody waited for too long."""
-        return self.verdict.holds and self.in_time and not self.problems
+        """All streams were correct, and no silence was too long."""
+        return self.comparison.holds and self.in_time and not self.problems
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
-        spreads = ("silence_ms", "first_token_ms", "detection_ms", "recovery_ms")
+        names = ("silence_ms", "first_token_ms", "detection_ms", "recovery_ms")
         return {
             "experiment": self.experiment.name,
             "trials": len(self.trials),
             "holds": self.holds,
             "limit_ms": 1e3 * self.experiment.limit_s,
             "in_time": self.in_time,
-            **{name: vars(spread) if (spread := getattr(self, name)) else None for name in spreads},
+            **{name: vars(percentiles) if (percentiles := getattr(self, name)) else None for name in names},
             "connect_failures": self.connect_failures,
-            "verdict": self.verdict.as_json(),
+            "comparison": self.comparison.as_json(),
             "problems": self.problems,
             "victims": [vars(trial.victims) for trial in self.trials],
         }
 
 
 def assign(trials: Sequence[Trial], ended: Sequence[History]) -> list[History]:
-    """Give each trial the streams that ended between its fault and the next one; returns those of before."""
+    """Give each trial the streams that ended between its fault and the next; returns those of before."""
     ordered = sorted(trials, key=lambda trial: trial.fault_s)
     before: list[History] = []
     for history in ended:
@@ -87,18 +89,18 @@ def assign(trials: Sequence[Trial], ended: Sequence[History]) -> list[History]:
     return before
 
 
-def conclude(experiment: Experiment, trials: Sequence[Trial], calm: Sequence[History], slack: float) -> Outcome:
-    """Judge an experiment's trials; `assign` has given them their streams."""
-    total = Verdict()
+def conclude(experiment: Experiment, trials: Sequence[Trial], undisturbed: Sequence[History], slack: float) -> Outcome:
+    """Check an experiment's trials, which have their streams from `assign`."""
+    total = Comparison()
     problems = []
     for trial in trials:
-        _add(total, judge(trial.histories, calm, excuse=trial.excuse))
+        _add(total, compare(trial.histories, undisturbed, excuse=trial.excuse))
         if experiment.refuses:
             problems += _burst_problems(trial.burst)
     return Outcome(experiment, trials, total, slack, problems)
 
 
-def _add(total: Verdict, more: Verdict) -> None:
+def _add(total: Comparison, more: Comparison) -> None:
     for name in ("streams", "failed", "lost_tokens", "doubled_tokens", "changed"):
         setattr(total, name, getattr(total, name) + getattr(more, name))
     total.excused += more.excused
@@ -106,9 +108,9 @@ def _add(total: Verdict, more: Verdict) -> None:
 
 
 def _burst_problems(report: Mapping[str, Any] | None) -> list[str]:
-    """The burst's own clients: some refused, all of these politely, and the others served well."""
+    """Problems of the burst's clients: some must be refused, each with Retry-After, and the others must succeed."""
     if report is None:
-        return ["the burst told nothing"]
+        return ["the burst reported nothing"]
     refusals = Counter(report["refusals"])
     found = [f"burst: {problem}" for problem in report["violations"]]
     if not refusals:

@@ -1,5 +1,6 @@
-"""A Helm release as the cluster tells it: its pods, where they run, whether all is well."""
+"""A Helm release as the cluster reports it: its pods, their nodes, and whether all are ready."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,6 +13,8 @@ ROUTER, WORKER = "router", "inference-worker"
 
 _INSTANCE = "app.kubernetes.io/instance"
 _COMPONENT = "app.kubernetes.io/component"
+_SETTLE_S = 180.0
+_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -41,34 +44,55 @@ class Release:
         return [_pod(item) for item in self.kubectl.json("get", "pods", "-l", selector)["items"]]
 
     def controllers(self) -> list[Mapping[str, Any]]:
-        """What keeps its pods: StatefulSets and Deployments."""
+        """The controllers of its pods: StatefulSets and Deployments."""
         found = self.kubectl.json("get", "statefulsets,deployments", "-l", f"{_INSTANCE}={self.name}")
         items: list[Mapping[str, Any]] = found["items"]
         return items
 
-    def whole_pods(self) -> list[Pod]:
-        """Its pods.
+    def require(self) -> list[Pod]:
+        """Its pods, ready or not.
 
         Raises:
-            CommandError: there are none, or not all are ready: nothing is disturbed that is not well.
+            CommandError: there are none.
         """
         pods = self.pods()
         if not pods:
             raise CommandError(f"no release {self.name} in namespace {self.kubectl.namespace}", UNUSABLE)
+        return pods
+
+    def ready_pods(self) -> list[Pod]:
+        """Its pods.
+
+        Raises:
+            CommandError: there are none, or not all are ready: a release with a fault is not disturbed further.
+        """
+        pods = self.require()
         unready = [pod.name for pod in pods if not pod.ready or pod.leaving]
         if unready:
             raise CommandError(f"not ready: {', '.join(unready)}")
         return pods
 
-    def is_whole(self) -> bool:
-        """All pods that its controllers want are there and ready, in their newest form, and none else."""
+    def is_settled(self) -> bool:
+        """Exactly the pods that its controllers want exist, with the newest specification, and all are ready."""
         pods = self.pods()
         if any(pod.leaving or not pod.ready for pod in pods):
             return False
         controllers = self.controllers()
-        return all(map(_is_settled, controllers)) and len(pods) == sum(
+        return all(map(_is_rolled_out, controllers)) and len(pods) == sum(
             controller["spec"].get("replicas", 1) for controller in controllers
         )
+
+    def await_settled(self) -> None:
+        """Wait until `is_settled`.
+
+        Raises:
+            CommandError: it is not, after `_SETTLE_S`.
+        """
+        deadline_s = time.monotonic() + _SETTLE_S
+        while not self.is_settled():
+            if time.monotonic() > deadline_s:
+                raise CommandError(f"release {self.name} has not become ready within {_SETTLE_S:g} s")
+            time.sleep(_POLL_S)
 
     def logs_since(self, pod: Pod, container: str, since_s: float) -> list[str]:
         """A container's log lines from a time on; none if it is gone."""
@@ -98,7 +122,7 @@ def _pod(item: Mapping[str, Any]) -> Pod:
     )
 
 
-def _is_settled(controller: Mapping[str, Any]) -> bool:
+def _is_rolled_out(controller: Mapping[str, Any]) -> bool:
     """A rollout, if there was one, is over."""
     status = controller["status"]
     wanted = controller["spec"].get("replicas", 1)

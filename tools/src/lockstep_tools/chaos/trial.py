@@ -14,7 +14,7 @@ from lockstep_tools.chaos.kubectl import run_script
 from lockstep_tools.chaos.load_pod import LoadPod
 from lockstep_tools.chaos.release import ROUTER, WORKER, Pod, Release, of
 from lockstep_tools.failure import CommandError
-from lockstep_tools.history import History
+from lockstep_tools.load.history import History
 
 _SCRIPT_S = 420.0
 _RECOVERY_S = 240.0
@@ -22,17 +22,17 @@ _POLL_S = 1.0
 _FAULT = re.compile(r"^fault ([0-9.]+)$", re.MULTILINE)
 _BURST = re.compile(r"^burst (.*)$", re.MULTILINE)
 _NOTICED = ("stream leaves worker", "worker is silent")
-"""What a router logs when it has noticed that a worker's streams have to go elsewhere."""
+"""The messages that a router logs when a worker's streams have to move."""
 _NOTHING_TO_NOTICE = (Victim.NOBODY, Victim.ROUTER, Victim.ALL_ROUTERS)
 _DYING_S = 3.0
-"""A router that is killed without grace, and had no stream that shows when, takes requests for so long at most."""
+"""The longest time for which a killed router takes requests, if no stream shows when it died."""
 _NOTICE_S = 1.0
-"""Clients of a router that has died notice it within so long of each other."""
+"""The longest time between the first and the last client that notices a dead router."""
 
 
 @dataclass(frozen=True)
 class Victims:
-    """Whom a trial disturbs: ids, which are names of pods. Empty where it is all of them or none."""
+    """What a trial disturbs: ids, which are names of pods. Empty if it disturbs all or none."""
 
     workers: Sequence[str] = ()
     routers: Sequence[str] = ()
@@ -41,17 +41,17 @@ class Victims:
 
 @dataclass
 class Trial:
-    """A fault that was made, and what became of it."""
+    """A fault that was caused, and its effects."""
 
     experiment: Experiment
     victims: Victims
     fault_s: float
-    """On the wall clock, like all times here."""
+    """The time of the fault, on the wall clock like all times here."""
     recovered_s: float = 0.0
     detected_s: float | None = None
     """When a router first sent a stream elsewhere."""
     burst: Mapping[str, Any] | None = None
-    """What an overload's own clients got."""
+    """The report of the burst's clients, for an overload."""
     histories: list[History] = field(default_factory=list)
     """The streams that ended between this fault and the next one."""
 
@@ -68,23 +68,23 @@ class Trial:
         return self._excuse_unanswered(history)
 
     def _excuse_unanswered(self, history: History) -> str | None:
-        """A request that got no answer does not know whose it was."""
+        """The excuse of a request without an answer, whose router is not known."""
         if history.status is not None:
             return None
         if self.experiment.breaks is Breaks.OF_THE_ROUTER and not history.connect_failures:
             return "its router was killed before it answered" if history.started_s < self._death_s() else None
         if self.experiment.breaks is Breaks.OF_THE_NODE and history.started_s < self.recovered_s:
-            # Kubernetes has to find the node lost before its Service stops to send connections there.
+            # Until Kubernetes regards the node as lost, its Service still sends connections there.
             return "connected to a router that was cut off"
         return None
 
     def _death_s(self) -> float:
-        """Until when a request may have gone to the killed router: its first stream's break shows when that died."""
+        """Until when requests may have gone to the killed router: its first broken stream shows when it died."""
         broken = [each.ended_s or 0.0 for each in self.histories if each.error and each.router in self.victims.routers]
         return min(broken) + _NOTICE_S if broken else self.fault_s + _DYING_S
 
     def disturbed(self) -> list[History]:
-        """The streams that were under way during the trial and whose router was no victim."""
+        """The streams that ran during the trial and whose router was not a victim."""
         return [
             history
             for history in self.histories
@@ -117,21 +117,21 @@ def run_trial(
     load_node: str,
     environment: Mapping[str, str],
 ) -> Trial:
-    """Make the fault, and wait until all is well again and no stream of the time before is under way.
+    """Cause the fault, and wait until all is ready again and no stream from before the recovery is running.
 
     Args:
         experiment: what to do.
-        release: to whom; all of it is ready.
-        load: that runs meanwhile.
-        scripts: where the experiments are.
-        number: of the trial; victims take turns.
+        release: what it is done to; all of it is ready.
+        load: the load that runs meanwhile.
+        scripts: the directory of the experiments.
+        number: the trial's number; victims take turns.
         load_node: the node that must not be touched.
-        environment: of the script, beside the victims.
+        environment: variables of the script, in addition to the victims.
 
     Raises:
         CommandError: the script failed, or the release did not recover.
     """
-    pods = release.whole_pods()
+    pods = release.ready_pods()
     victims = choose(experiment, pods, number, load_node)
     lives = load.lives
     trial = Trial(experiment, victims, fault_s=time.time())
@@ -150,10 +150,10 @@ def run_trial(
 
 
 def choose(experiment: Experiment, pods: Sequence[Pod], number: int, load_node: str) -> Victims:
-    """The trial's victims: one after the other, and never the node of the load.
+    """The trial's victims: they take turns, and the node of the load is never one.
 
     Raises:
-        CommandError: nobody can be disturbed without the load, or nobody would be left.
+        CommandError: every possible victim is on the load's node, or no worker or router would be left.
     """
     workers, routers = of(pods, WORKER), of(pods, ROUTER)
     match experiment.victim:
@@ -194,14 +194,14 @@ def _victims_environment(victims: Victims) -> dict[str, str]:
 
 
 def _await_recovery(trial: Trial, release: Release, load: LoadPod, before: Mapping[str, tuple[int, int]]) -> None:
-    """Until every pod is ready, and every router there finds every worker ready, those of `before` in later lives."""
+    """Wait until every pod is ready and every router reports every worker ready, those in `before` in a later life."""
     deadline_s = time.monotonic() + _RECOVERY_S
     while True:
         ready_s = _all_ready_since(release, load)
         lives = load.lives
         anew = all(lives.get(worker, (0, 0)) > life for worker, life in before.items())
-        if ready_s is not None and anew and release.is_whole():
-            # What routers told last may be of before the fault, when the fault was none to them.
+        if ready_s is not None and anew and release.is_settled():
+            # A fault that routers do not notice leaves their last reports older than the fault.
             trial.recovered_s = ready_s if ready_s > trial.fault_s else time.time()
             return
         if time.monotonic() > deadline_s:
@@ -210,7 +210,7 @@ def _await_recovery(trial: Trial, release: Release, load: LoadPod, before: Mappi
 
 
 def _all_ready_since(release: Release, load: LoadPod) -> float | None:
-    """Since when every router that is there finds every worker ready; None if one does not."""
+    """The time since which every router reports every worker ready; None if one does not."""
     latest = load.latest()
     routers = [pod.name for pod in of(release.pods(), ROUTER)]
     seen = [latest[router] for router in routers if router in latest]
@@ -220,7 +220,7 @@ def _all_ready_since(release: Release, load: LoadPod) -> float | None:
 
 
 def _detection(release: Release, trial: Trial) -> float | None:
-    """When a router first let a stream leave a victim, by the logs of the routers that are left."""
+    """When a router first moved a stream away from a victim, by the logs of the routers that still exist."""
     if trial.experiment.victim in _NOTHING_TO_NOTICE:
         return None
     victims = set(trial.victims.workers)
@@ -228,12 +228,13 @@ def _detection(release: Release, trial: Trial) -> float | None:
         at_s
         for router in of(release.pods(), ROUTER)
         for line in release.logs_since(router, "router", trial.fault_s)
-        if (at_s := _noticed(line, victims)) is not None and trial.fault_s <= at_s <= trial.recovered_s
+        if (at_s := noticed_s(line, victims)) is not None and trial.fault_s <= at_s <= trial.recovered_s
     ]
     return min(moments, default=None)
 
 
-def _noticed(line: str, victims: set[str]) -> float | None:
+def noticed_s(line: str, victims: set[str]) -> float | None:
+    """The time of a log line that says that a stream leaves a victim (any worker if empty), else None."""
     try:
         entry = json.loads(line)
         if entry["message"] not in _NOTICED or (victims and entry["worker"] not in victims):

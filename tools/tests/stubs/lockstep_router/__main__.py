@@ -1,4 +1,4 @@
-"""A router without streams: its /status says that a worker is ready when its socket can be connected to."""
+"""A router without streams: in its /status a worker is ready when its socket takes connections."""
 
 import json
 import os
@@ -42,4 +42,4 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-ThreadingHTTPServer((flags["host"], int(flags["port"])), Handler).serve_forever()
+ThreadingHTTPServer(("127.0.0.1", int(flags["management-port"])), Handler).serve_forever()

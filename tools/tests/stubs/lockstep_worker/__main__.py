@@ -1,4 +1,4 @@
-"""A worker without an engine: listens on its socket, notes its starts, and ends as STUB_PLAN says.
+"""A worker without an engine: listens on its socket, notes its starts, and ends according to STUB_PLAN.
 
 STUB_PLAN is JSON: by worker id an object with `exits` (the exit code of each start, null: it stays), `deaf` (SIGTERM is
 ignored) and `child` (it leaves a process that outlives it).

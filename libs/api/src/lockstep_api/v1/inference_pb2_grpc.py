@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """Text in, text out; served by the router. A stream that breaks is taken up again with Resume.
+    """Generates text from text; served by the router. Resume continues a stream after a broken connection.
     """
 
     def __init__(self, channel):
@@ -48,7 +48,7 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """Text in, text out; served by the router. A stream that breaks is taken up again with Resume.
+    """Generates text from text; served by the router. Resume continues a stream after a broken connection.
     """
 
     def Generate(self, request, context):
@@ -85,7 +85,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Text in, text out; served by the router. A stream that breaks is taken up again with Resume.
+    """Generates text from text; served by the router. Resume continues a stream after a broken connection.
     """
 
     @staticmethod

@@ -8,6 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class StreamPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STREAM_PHASE_UNSPECIFIED: _ClassVar[StreamPhase]
+    STREAM_PHASE_WAITING: _ClassVar[StreamPhase]
+    STREAM_PHASE_RUNNING: _ClassVar[StreamPhase]
+
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
@@ -23,6 +29,9 @@ class RankState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RANK_STATE_STARTING: _ClassVar[RankState]
     RANK_STATE_READY: _ClassVar[RankState]
     RANK_STATE_DEAD: _ClassVar[RankState]
+STREAM_PHASE_UNSPECIFIED: StreamPhase
+STREAM_PHASE_WAITING: StreamPhase
+STREAM_PHASE_RUNNING: StreamPhase
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_READY: WorkerState
@@ -51,7 +60,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "attempt", "prompt_ids", "emitted_ids", "sampling", "deadline_s", "tenant", "priority", "traceparent")
+    __slots__ = ("stream_id", "attempt", "prompt_ids", "emitted_ids", "sampling", "deadline_s", "tenant", "priority", "traceparent", "arrived_s")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -61,6 +70,7 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ARRIVED_S_FIELD_NUMBER: _ClassVar[int]
     stream_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -70,7 +80,8 @@ class Submit(_message.Message):
     tenant: str
     priority: int
     traceparent: str
-    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    arrived_s: float
+    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., arrived_s: _Optional[float] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("stream_id", "attempt")
@@ -81,18 +92,20 @@ class Cancel(_message.Message):
     def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class WorkerFrame(_message.Message):
-    __slots__ = ("epoch", "hello", "tokens", "status", "rejected")
+    __slots__ = ("epoch", "hello", "tokens", "status", "rejected", "phases")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     hello: Hello
     tokens: Tokens
     status: Status
     rejected: Rejected
-    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ...) -> None: ...
+    phases: Phases
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., phases: _Optional[_Union[Phases, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("worker_id", "incarnation", "model")
@@ -105,7 +118,7 @@ class Hello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "digest", "architecture", "dtype", "context_length", "vocab_size", "tp", "block_size", "eos_ids", "tokenizer_digest", "deterministic", "created")
+    __slots__ = ("name", "digest", "architecture", "dtype", "context_length", "vocab_size", "tp", "tokenizer_digest", "deterministic", "created", "fingerprint")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -113,11 +126,10 @@ class ModelCard(_message.Message):
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     TP_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
-    EOS_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     architecture: str
@@ -125,12 +137,11 @@ class ModelCard(_message.Message):
     context_length: int
     vocab_size: int
     tp: int
-    block_size: int
-    eos_ids: _containers.RepeatedScalarFieldContainer[int]
     tokenizer_digest: str
     deterministic: bool
     created: int
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tp: _Optional[int] = ..., block_size: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., tokenizer_digest: _Optional[str] = ..., deterministic: _Optional[bool] = ..., created: _Optional[int] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tp: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., deterministic: _Optional[bool] = ..., created: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class TokenizerRequest(_message.Message):
     __slots__ = ("digest",)
@@ -151,12 +162,10 @@ class TokenizerFiles(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., tokenizer_json: _Optional[bytes] = ..., tokenizer_config_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("step", "streams")
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("streams",)
     STREAMS_FIELD_NUMBER: _ClassVar[int]
-    step: int
     streams: _containers.RepeatedCompositeFieldContainer[StreamTokens]
-    def __init__(self, step: _Optional[int] = ..., streams: _Optional[_Iterable[_Union[StreamTokens, _Mapping]]] = ...) -> None: ...
+    def __init__(self, streams: _Optional[_Iterable[_Union[StreamTokens, _Mapping]]] = ...) -> None: ...
 
 class StreamTokens(_message.Message):
     __slots__ = ("stream_id", "attempt", "position", "ids", "logprobs", "finish", "cached_tokens")
@@ -176,6 +185,22 @@ class StreamTokens(_message.Message):
     cached_tokens: int
     def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
+class Phases(_message.Message):
+    __slots__ = ("streams",)
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    streams: _containers.RepeatedCompositeFieldContainer[StreamPhaseChange]
+    def __init__(self, streams: _Optional[_Iterable[_Union[StreamPhaseChange, _Mapping]]] = ...) -> None: ...
+
+class StreamPhaseChange(_message.Message):
+    __slots__ = ("stream_id", "attempt", "phase")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    stream_id: str
+    attempt: int
+    phase: StreamPhase
+    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., phase: _Optional[_Union[StreamPhase, str]] = ...) -> None: ...
+
 class RankHealth(_message.Message):
     __slots__ = ("rank", "pid", "state", "steps")
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -189,7 +214,7 @@ class RankHealth(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[RankState, str]] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("state", "reason", "queued", "running", "free_blocks", "total_blocks", "tokens_per_s", "steps", "ranks", "pid")
+    __slots__ = ("state", "reason", "queued", "running", "free_blocks", "total_blocks", "tokens_per_s", "steps", "ranks", "pid", "step_deadline_s", "free_seqs", "queue_wait_s", "queue_wait_per_request_s")
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +225,10 @@ class Status(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    STEP_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    FREE_SEQS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_WAIT_PER_REQUEST_S_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     reason: str
     queued: int
@@ -210,7 +239,11 @@ class Status(_message.Message):
     steps: int
     ranks: _containers.RepeatedCompositeFieldContainer[RankHealth]
     pid: int
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankHealth, _Mapping]]] = ..., pid: _Optional[int] = ...) -> None: ...
+    step_deadline_s: float
+    free_seqs: int
+    queue_wait_s: float
+    queue_wait_per_request_s: float
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankHealth, _Mapping]]] = ..., pid: _Optional[int] = ..., step_deadline_s: _Optional[float] = ..., free_seqs: _Optional[int] = ..., queue_wait_s: _Optional[float] = ..., queue_wait_per_request_s: _Optional[float] = ...) -> None: ...
 
 class Rejected(_message.Message):
     __slots__ = ("stream_id", "attempt", "code", "message", "field", "retry_after_s", "retryable")

@@ -50,14 +50,14 @@ class WorkerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Serve(self, request_iterator, context):
-        """The worker's first frame is Hello. It answers no frame before it, and sends a new Hello whenever the epoch or the model changes.
+        """The worker's first frame is Hello. It sends a new Hello whenever the epoch or the model changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenizer(self, request, context):
-        """The files that turn text into ids and back. They are named by digest, so that a router fetches each set once.
+        """The files that turn text into ids and back. A digest identifies each set, so that a router fetches it once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,1 +1,5 @@
-"""Kernels. Each has a twin in plain torch, which is its oracle and takes its place where it cannot run."""
+"""Kernels for the CPU (`cpu`) and for GPUs (`triton_*`).
+
+Where no kernel can run, `rowwise` and `attention_torch` compute with torch instead. The tests compare each Triton
+kernel with a twin in plain torch (`tests/twins.py`).
+"""

@@ -1,5 +1,9 @@
-/* CPU kernels in float32. A row's result depends on that row alone: every sum runs over its own elements in a fixed order,
- * whatever else is computed in the same call and on however many threads.
+/* CPU kernels. They compute in float32; weights and caches may be stored in 16 bits. A row's result depends on that row alone: every
+ * sum runs over its own elements in a fixed order, whatever else is computed in the same call and on however many threads.
+ *
+ * The loops are compiled once for each instruction set, and all builds give the same bits: sums are kept in 16 lanes whatever the
+ * width of a register, multiplications and additions are fused where the source says so and nowhere else, and the elementary
+ * functions are part of this file and cpu_loops.h.
  *
  * Built without linking an OpenMP runtime: its symbols come from the one that torch has loaded, so that there is one pool.
  */
@@ -7,49 +11,50 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Raised with every change of a signature or layout: the caller refuses a stale build. */
-const int lockstep_cpu_version = 6;
+/* Raised with every change of a signature or layout, so that the caller can refuse a stale build. */
+const int lockstep_cpu_version = 8;
 
 #define BLOCK 16
-#define LANES 16
-#define PANEL 32 /* output features of a packed weight that lie together */
-#define ROWS 12  /* rows that go through a panel together at most: their sums fill the registers */
-#define RUN 64   /* tokens of a sequence that go through attention together at most */
-#define WIDEN 3  /* tokens in such a run for which it pays to widen cold blocks once and for all */
-
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int32_t int_lanes __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef int8_t byte_lanes __attribute__((vector_size(LANES), aligned(1)));
-typedef int16_t half_lanes __attribute__((vector_size(2 * LANES), aligned(2)));
-
-#define SELECT(mask, a, b) ((lanes)(((int_lanes)(a) & (mask)) | ((int_lanes)(b) & ~(mask))))
+#define LANES 16 /* partial sums of a reduction, in every build */
+#define PANEL 32 /* output features of a packed weight that are stored together */
+#define RUN 64   /* most tokens of a sequence that go through attention together */
+#define WIDEN 3  /* tokens in such a run from which on widening its cold blocks once is faster */
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* One layer's keys and values (kv_cache.py says how they lie): hot [kv_heads, blocks, dim, BLOCK] and [kv_heads, blocks, BLOCK, dim];
- * cold of the same shapes with `cold_blocks`, as bytes with a scale [kv_heads, cold_blocks, BLOCK] for each token, or as floats where
- * the scales are null. */
+/* The type in which numbers are stored. */
+enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3 };
+
+/* Codes in e4m3 are read as their values divided by 256: half precision with the same fields, where the exponent's top bit and the
+ * fraction's lower bits are 0, has that value. */
+#define E4M3_UNIT 256.0f
+
+/* One layer's keys and values (kv_cache.py describes the layout): hot [kv_heads, blocks, dim, BLOCK] and [kv_heads, blocks, BLOCK, dim]
+ * in `kind`; cold of the same shapes with `cold_blocks`, as bytes with a scale [kv_heads, cold_blocks, BLOCK] for each token, or in
+ * `kind` where the scales are null. */
 struct layer {
-    float *keys, *values;
-    void *cold_keys, *cold_values;
+    void *keys, *values, *cold_keys, *cold_values;
     float *key_scales, *value_scales;
-    int64_t kv_heads, blocks, cold_blocks, dim;
+    int64_t kv_heads, blocks, cold_blocks, dim, kind;
 };
 
-/* out [tokens, heads, dim]; queries at q + head * q_head_stride + token * q_token_stride; owners [tokens]: rows of the tables [sequences,
- * width]; window 0: none. `tables` names hot blocks by id and cold ones by first_cold + id. A query in block b (its position / BLOCK) sees
- * blocks from `sink` to before b - hot_window cold, others hot; hot_window < 0: all hot. Where both versions of a block are seen in
- * the step `hot_tables` (else null) names the hot ones. moves [count, 2]: hot blocks and the cold ones that are made of them when the step's
- * keys and values have been stored. */
+/* out [tokens, heads, dim]; queries at q + head * q_head_stride + token * q_token_stride; owners [tokens]: rows of the tables
+ * [sequences, width]; window 0: none. `tables` holds the ids of hot blocks, and first_cold + id for cold ones. A query in block b
+ * (its position / BLOCK) sees blocks from `sink` to before b - hot_blocks_before cold, others hot; hot_blocks_before < 0: all hot.
+ * If both versions of a block are seen in the step, `hot_tables` (else null) holds the ids of the hot ones. moves [count, 2]: hot
+ * blocks and the cold ones that are made of them when the step's keys and values have been stored. bias [heads, bias_width] or
+ * null: added to a head's scores by the key's position; bias_width is a multiple of BLOCK. sinks [heads] or null: the score of a
+ * key without a value that every query sees. */
 struct attention {
     float *out;
     const float *q;
     int64_t q_head_stride, q_token_stride;
     const int32_t *tables, *hot_tables, *moves;
-    int64_t width, move_count, first_cold, sink, hot_window;
+    int64_t width, move_count, first_cold, sink, hot_blocks_before;
     const int32_t *owners;
     const int64_t *positions;
-    int64_t tokens, heads, window;
+    const float *bias, *sinks;
+    int64_t bias_width, tokens, heads, window;
     float scale, soft_cap;
 };
 
@@ -62,73 +67,128 @@ struct rope {
     float eps;
 };
 
-/* out [rows, out_features] = x [rows, in] times panels [ceil(out_features / PANEL), in, PANEL], plus bias or null. */
+/* out [rows, out_features] = x [rows, in] times panels [ceil(out_features / PANEL), in, PANEL] in `kind`, plus bias or null. */
 struct linear {
     float *out;
-    const float *x, *panels, *bias;
-    int64_t rows, in, out_features;
+    const float *x;
+    const void *panels;
+    const float *bias;
+    int64_t rows, in, out_features, kind;
 };
 
-/* Each build's `widen` gives the values of 16 codes in e4m3, divided by 256: half precision with the same fields, the exponent's
- * top bit and the fraction's lower ones 0, is that. */
-#define E4M3_UNIT 256.0f
-#define E4M3_AS_HALF(codes) ((__builtin_convertvector(*(const byte_lanes *)(codes), half_lanes) << 7) & (int16_t)0xbf80)
+/* out [batch, rows, out_features] = x [batch, rows, in] times a matrix in `kind` for each of the batch: output o's weight of input i is at
+ * batch * w_batch_stride + o * w_out_stride + i * w_in_stride, and one of the last two strides is 1. */
+struct product {
+    float *out;
+    const float *x;
+    const void *weight;
+    int64_t batch, rows, in, out_features, w_batch_stride, w_out_stride, w_in_stride, kind;
+};
 
+/* The function that `map` computes of each element. */
+enum function { SIGMOID, SILU, TANH, GELU, GELU_TANH, COSINE, SINE };
+
+/* sin(x) and cos(x) of |x| < 2^20 to within a unit in the last place of a float, in double precision: the nearest multiple of pi / 2 is
+ * subtracted in three parts, then the polynomials of fdlibm's kernels. Scalar code without contraction: equal in every build. */
+static float sine(float angle, int quarter) {
+    double x = angle, n = (double)(int64_t)(x * 0.63661977236758134308 + (x < 0 ? -0.5 : 0.5));
+    double r = x - n * 1.57079632673412561417e+00;
+    r = r - n * 6.07710050630396597660e-11;
+    r = r - n * 2.02226624879595063154e-21;
+    double z = r * r, result;
+    int64_t turn = (int64_t)n + quarter;
+    if (turn & 1) {
+        double p = -1.13596475577881948265e-11;
+        p = p * z + 2.08757232129817482790e-09;
+        p = p * z - 2.75573143513906633035e-07;
+        p = p * z + 2.48015872894767294178e-05;
+        p = p * z - 1.38888888888741095749e-03;
+        p = p * z + 4.16666666666666019037e-02;
+        result = 1.0 - (0.5 * z - z * z * p);
+    } else {
+        double p = 1.58969099521155010221e-10;
+        p = p * z - 2.50507602534068634195e-08;
+        p = p * z + 2.75573137070700676789e-06;
+        p = p * z - 1.98412698298579493134e-04;
+        p = p * z + 8.33333333332248946124e-03;
+        p = p * z - 1.66666666666666324348e-01;
+        result = r + r * z * p;
+    }
+    return (float)(turn & 2 ? -result : result);
+}
+
+/* Each build has registers of VEC floats; LANES / VEC of them are one set of lanes. At most ROWS rows of x go through a panel
+ * together, and at most DOT_ROWS rows of x through DOT_OUTPUTS outputs of a matrix that is not packed: their sums fill the registers. */
 #if defined(__x86_64__)
 #pragma GCC push_options
 #pragma GCC target("arch=skylake-avx512,prefer-vector-width=512")
 #define NAME(name) name##_avx512
-typedef int16_t v16hi __attribute__((vector_size(32)));
-typedef float v16sf __attribute__((vector_size(64)));
-INLINE lanes NAME(widen)(const uint8_t *codes) {
-    return (lanes)__builtin_ia32_vcvtph2ps512_mask((v16hi)E4M3_AS_HALF(codes), (v16sf){}, -1, 4);
-}
+#define VEC 16
+#define ROWS 12
+#define DOT_ROWS 4
+#define DOT_OUTPUTS 4
+#define COLUMNS 8
+#define FUSED(a, b, c) ((vec)__builtin_ia32_vfmaddps512_mask((float_vec)(a), (float_vec)(b), (float_vec)(c), (uint16_t)-1, 4))
+#define HALVES(x) ((vec)__builtin_ia32_vcvtph2ps512_mask((short_vec)(x), (float_vec){}, (uint16_t)-1, 4))
 #include "cpu_loops.h"
-#undef NAME
 #pragma GCC pop_options
 #pragma GCC push_options
 #pragma GCC target("arch=haswell")
 #define NAME(name) name##_avx2
-typedef int16_t v8hi __attribute__((vector_size(16)));
-typedef float v8sf __attribute__((vector_size(32)));
-INLINE lanes NAME(widen)(const uint8_t *codes) {
-    union { half_lanes whole; v8hi parts[2]; } half = {E4M3_AS_HALF(codes)};
-    union { v8sf parts[2]; lanes whole; } out = {{__builtin_ia32_vcvtph2ps256(half.parts[0]), __builtin_ia32_vcvtph2ps256(half.parts[1])}};
-    return out.whole;
-}
+#define VEC 8
+#define ROWS 3
+#define DOT_ROWS 2
+#define DOT_OUTPUTS 2
+#define COLUMNS 4
+#define FUSED(a, b, c) ((vec)__builtin_ia32_vfmaddps256((float_vec)(a), (float_vec)(b), (float_vec)(c)))
+#define HALVES(x) ((vec)__builtin_ia32_vcvtph2ps256((short_vec)(x)))
 #include "cpu_loops.h"
-#undef NAME
 #pragma GCC pop_options
 #endif
 #define NAME(name) name##_plain
-INLINE lanes NAME(widen)(const uint8_t *codes) {
-    int_lanes code = __builtin_convertvector(*(const byte_lanes *)codes, int_lanes), size = code & 127;
-    lanes normal = (lanes)((size << 20) + (112 << 23)), small = __builtin_convertvector(size, lanes) * 0x1p-17f;
-    return (lanes)((int_lanes)SELECT(size < 8, small, normal) | (code & 128) << 24);
-}
+#define VEC 4
+#define ROWS 2
+#define DOT_ROWS 1
+#define DOT_OUTPUTS 2
+#define COLUMNS 2
 #include "cpu_loops.h"
 
 struct kernels {
     void (*attend)(const struct attention *, const struct layer *, float *, int64_t, int64_t);
     void (*compress)(const struct layer *, const int32_t *, int64_t, int64_t);
     void (*add_rms_norm)(float *, float *, const float *, const float *, int64_t, int64_t, float);
+    void (*layer_norm)(float *, const float *, const float *, const float *, int64_t, int64_t, float);
+    void (*softmax)(float *, const float *, int64_t, int64_t);
+    void (*sum)(float *, const float *, int64_t, int64_t);
     void (*silu_mul)(float *, const float *, int64_t, int64_t);
+    void (*map)(float *, const float *, int64_t, int);
     void (*rotate_all)(const struct rope *);
     void (*linear)(const struct linear *, int64_t, int64_t);
+    void (*multiply)(const struct product *, float *, int64_t, int64_t);
 };
 
-#define KERNELS(set) {attend_##set, compress_##set, add_rms_norm_##set, silu_mul_##set, rotate_all_##set, linear_##set}
+#define KERNELS(set)                                                                                                           \
+    {attend_##set, compress_##set, add_rms_norm_##set, layer_norm_##set, softmax_##set,  sum_##set,                            \
+     silu_mul_##set, map_##set,   rotate_all_##set,   linear_##set,     multiply_##set}
 static struct kernels chosen = KERNELS(plain);
 
-__attribute__((constructor)) static void choose(void) {
+/* Use the build for an instruction set, "avx512", "avx2" or "plain". Returns 0, and changes nothing, if this CPU does not have it. */
+int lockstep_choose(const char *name) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512bw"))
+    if (!strcmp(name, "avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw")) {
         chosen = (struct kernels)KERNELS(avx512);
-    else if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return 1;
+    }
+    if (!strcmp(name, "avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
         chosen = (struct kernels)KERNELS(avx2);
+        return 1;
+    }
 #endif
+    if (strcmp(name, "plain")) return 0;
+    chosen = (struct kernels)KERNELS(plain);
+    return 1;
 }
 
 /* Make cold blocks of hot ones: moves [count, 2]. */
@@ -139,25 +199,29 @@ void lockstep_compress(const struct layer *l, const int32_t *moves, int64_t coun
         chosen.compress(l, moves, items * slice / threads, items * (slice + 1) / threads);
 }
 
-/* Cold blocks that the step needs, then attention. scratch: for each thread `size` floats, as attention_scratch of cpu.py says. */
+/* Make the cold blocks that the step needs, then compute attention. scratch: `size` floats for each thread, see attention_scratch of
+ * cpu.py. */
 void lockstep_attention(const struct attention *a, const struct layer *l, float *scratch, int64_t size, int threads) {
     if (a->move_count) lockstep_compress(l, a->moves, a->move_count, threads);
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
     for (int slice = 0; slice < threads; slice++) chosen.attend(a, l, scratch + size * slice, slice, threads);
 }
 
-/* Put keys and values of a step, each [kv_heads, tokens, dim] (strided), into their slots of a layer's cache. */
-void lockstep_store(const struct layer *l, const float *k, const float *v, int64_t k_head_stride, int64_t k_token_stride,
+/* Put keys and values of a step, each [kv_heads, tokens, dim] (strided) in the layer's kind, into their slots of its cache. */
+void lockstep_store(const struct layer *l, const void *k, const void *v, int64_t k_head_stride, int64_t k_token_stride,
                     int64_t v_head_stride, int64_t v_token_stride, const int64_t *slots, int64_t tokens) {
     int64_t dim = l->dim;
+    size_t size = l->kind == FLOAT32 ? sizeof(float) : sizeof(uint16_t);
     for (int64_t head = 0; head < l->kv_heads; head++)
         for (int64_t token = 0; token < tokens; token++) {
             int64_t block = head * l->blocks + slots[token] / BLOCK, offset = slots[token] % BLOCK;
-            const float *key = k + head * k_head_stride + token * k_token_stride;
-            float *column = l->keys + block * BLOCK * dim + offset;
-            for (int64_t i = 0; i < dim; i++) column[i * BLOCK] = key[i];
-            memcpy(l->values + (block * BLOCK + offset) * dim, v + head * v_head_stride + token * v_token_stride,
-                   sizeof(float) * (size_t)dim);
+            int64_t from = head * k_head_stride + token * k_token_stride, to = block * BLOCK * dim + offset;
+            if (l->kind == FLOAT32)
+                for (int64_t i = 0; i < dim; i++) ((float *)l->keys)[to + i * BLOCK] = ((const float *)k)[from + i];
+            else
+                for (int64_t i = 0; i < dim; i++) ((uint16_t *)l->keys)[to + i * BLOCK] = ((const uint16_t *)k)[from + i];
+            memcpy((char *)l->values + (size_t)(block * BLOCK + offset) * (size_t)dim * size,
+                   (const char *)v + (size_t)(head * v_head_stride + token * v_token_stride) * size, size * (size_t)dim);
         }
 }
 
@@ -166,11 +230,30 @@ void lockstep_add_rms_norm(float *out, float *x, const float *delta, const float
     chosen.add_rms_norm(out, x, delta, weight, rows, width, eps);
 }
 
+/* out = (x - mean) / sqrt(variance + eps) * weight + bias of each row; weight and bias [width] or null. */
+void lockstep_layer_norm(float *out, const float *x, const float *weight, const float *bias, int64_t rows, int64_t width,
+                         float eps) {
+    chosen.layer_norm(out, x, weight, bias, rows, width, eps);
+}
+
+void lockstep_softmax(float *out, const float *x, int64_t rows, int64_t width) { chosen.softmax(out, x, rows, width); }
+
+/* out [rows] = the sum of each row of x [rows, width]. */
+void lockstep_sum(float *out, const float *x, int64_t rows, int64_t width) { chosen.sum(out, x, rows, width); }
+
 void lockstep_silu_mul(float *out, const float *gate_up, int64_t rows, int64_t inner) {
     chosen.silu_mul(out, gate_up, rows, inner);
 }
 
-void lockstep_rope(const struct rope *r) { chosen.rotate_all(r); }
+/* out[i] = function(x[i]), an `enum function`. */
+void lockstep_map(float *out, const float *x, int64_t count, int function, int threads) {
+    if (count < 16384) threads = 1;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+    for (int slice = 0; slice < threads; slice++) {
+        int64_t begin = count * slice / threads;
+        chosen.map(out + begin, x + begin, count * (slice + 1) / threads - begin, function);
+    }
+}
 
 /* A layer's attention from the product of its merged projections: rotate queries and keys, store keys and values, attend. */
 void lockstep_rotated_attention(const struct rope *r, struct attention *a, const struct layer *l, const int64_t *slots,
@@ -190,4 +273,13 @@ void lockstep_linear(const struct linear *l, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
     for (int slice = 0; slice < threads; slice++)
         chosen.linear(l, panels * slice / threads, panels * (slice + 1) / threads);
+}
+
+/* scratch: in * PANEL floats for each thread. */
+void lockstep_product(const struct product *p, float *scratch, int threads) {
+    int64_t items = p->batch * ((p->out_features + PANEL - 1) / PANEL);
+    if (items * p->rows * p->in < 4096) threads = 1;
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+    for (int slice = 0; slice < threads; slice++)
+        chosen.multiply(p, scratch + slice * p->in * PANEL, items * slice / threads, items * (slice + 1) / threads);
 }

@@ -1,17 +1,28 @@
-"""The compiled CPU kernels (`cpu.c`), called through ctypes. float32 only; where they were not built, `available` is
-False.
+"""The compiled CPU kernels (`cpu.c`), called through ctypes. They compute in float32 and read weights and caches of 16
+bits, too. Where they were not built, `available` is False.
+
+The environment variable LOCKSTEP_CPU_KERNELS selects a build instead of the best one for the machine: avx512, avx2 or
+plain; off: none.
 """
 
 import ctypes
+import enum
 import importlib.util
+import os
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_VERSION = 6
+_VERSION = 8
 _PANEL = 32
+BUILDS = ("avx512", "avx2", "plain")
+"""Widest vector registers first; `plain` uses none. All builds give the same bits."""
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""`enum kind` of cpu.c."""
 WIDEN = 3
+"""`WIDEN` of cpu.c."""
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 
 
@@ -29,6 +40,7 @@ class LayerCall(ctypes.Structure):
         ("blocks", _LONG),
         ("cold_blocks", _LONG),
         ("dim", _LONG),
+        ("kind", _LONG),
     )
 
 
@@ -47,9 +59,12 @@ class AttentionCall(ctypes.Structure):
         ("move_count", _LONG),
         ("first_cold", _LONG),
         ("sink", _LONG),
-        ("hot_window", _LONG),
+        ("hot_blocks_before", _LONG),
         ("owners", _POINTER),
         ("positions", _POINTER),
+        ("bias", _POINTER),
+        ("sinks", _POINTER),
+        ("bias_width", _LONG),
         ("tokens", _LONG),
         ("heads", _LONG),
         ("window", _LONG),
@@ -86,7 +101,38 @@ class LinearCall(ctypes.Structure):
         ("rows", _LONG),
         ("inputs", _LONG),
         ("outputs", _LONG),
+        ("kind", _LONG),
     )
+
+
+class ProductCall(ctypes.Structure):
+    """`struct product` of cpu.c."""
+
+    _fields_ = (
+        ("out", _POINTER),
+        ("x", _POINTER),
+        ("weight", _POINTER),
+        ("batch", _LONG),
+        ("rows", _LONG),
+        ("inputs", _LONG),
+        ("outputs", _LONG),
+        ("batch_stride", _LONG),
+        ("output_stride", _LONG),
+        ("input_stride", _LONG),
+        ("kind", _LONG),
+    )
+
+
+class Function(enum.IntEnum):
+    """`enum function` of cpu.c: what `apply` computes of each element."""
+
+    SIGMOID = 0
+    SILU = 1
+    TANH = 2
+    GELU = 3
+    GELU_TANH = 4
+    COSINE = 5
+    SINE = 6
 
 
 def _load() -> ctypes.CDLL | None:
@@ -97,44 +143,67 @@ def _load() -> ctypes.CDLL | None:
     if ctypes.c_int.in_dll(library, "lockstep_cpu_version").value != _VERSION:
         return None
     layer = ctypes.POINTER(LayerCall)
-    library.lockstep_attention.argtypes = (ctypes.POINTER(AttentionCall), layer, _POINTER, _LONG, _INT)
-    library.lockstep_attention.restype = None
-    library.lockstep_compress.argtypes = (layer, _POINTER, _LONG, _INT)
-    library.lockstep_compress.restype = None
-    library.lockstep_store.argtypes = (layer, _POINTER, _POINTER, *[_LONG] * 4, _POINTER, _LONG)
-    library.lockstep_store.restype = None
-    library.lockstep_add_rms_norm.argtypes = (*[_POINTER] * 4, _LONG, _LONG, _FLOAT)
-    library.lockstep_add_rms_norm.restype = None
-    library.lockstep_silu_mul.argtypes = (_POINTER, _POINTER, _LONG, _LONG)
-    library.lockstep_silu_mul.restype = None
-    library.lockstep_rope.argtypes = (ctypes.POINTER(RopeCall),)
-    library.lockstep_rope.restype = None
-    library.lockstep_linear.argtypes = (ctypes.POINTER(LinearCall), _INT)
-    library.lockstep_linear.restype = None
-    library.lockstep_rotated_attention.argtypes = (
-        ctypes.POINTER(RopeCall),
-        ctypes.POINTER(AttentionCall),
-        layer,
-        _POINTER,
-        _POINTER,
-        _LONG,
-        _INT,
-    )
-    library.lockstep_rotated_attention.restype = None
+    signatures: dict[str, tuple[Any, ...]] = {
+        "attention": (ctypes.POINTER(AttentionCall), layer, _POINTER, _LONG, _INT),
+        "compress": (layer, _POINTER, _LONG, _INT),
+        "store": (layer, _POINTER, _POINTER, *[_LONG] * 4, _POINTER, _LONG),
+        "add_rms_norm": (*[_POINTER] * 4, _LONG, _LONG, _FLOAT),
+        "layer_norm": (*[_POINTER] * 4, _LONG, _LONG, _FLOAT),
+        "softmax": (_POINTER, _POINTER, _LONG, _LONG),
+        "sum": (_POINTER, _POINTER, _LONG, _LONG),
+        "silu_mul": (_POINTER, _POINTER, _LONG, _LONG),
+        "map": (_POINTER, _POINTER, _LONG, _INT, _INT),
+        "linear": (ctypes.POINTER(LinearCall), _INT),
+        "product": (ctypes.POINTER(ProductCall), _POINTER, _INT),
+        "rotated_attention": (
+            ctypes.POINTER(RopeCall),
+            ctypes.POINTER(AttentionCall),
+            layer,
+            _POINTER,
+            _POINTER,
+            _LONG,
+            _INT,
+        ),
+    }
+    for name, types in signatures.items():
+        function = getattr(library, f"lockstep_{name}")
+        function.argtypes, function.restype = types, None
+    library.lockstep_choose.argtypes = (ctypes.c_char_p,)
     return library
 
 
-_library = _load()
+_built = _load()
+_library = _built
+build: str | None = None
+"""The build in use, one of `BUILDS`; None: torch computes instead."""
+
+
+def use(name: str) -> None:
+    """Use a build from now on.
+
+    Args:
+        name: one of `BUILDS`, "auto" for the first of them that this CPU has, "off" for none.
+
+    Raises:
+        ValueError: there is no such build, or this machine does not have it.
+    """
+    global _library, build  # noqa: PLW0603 - there is one library in a process
+    if name == "off" or (name == "auto" and _built is None):
+        _library = build = None
+        return
+    for candidate in BUILDS if name == "auto" else (name,):
+        if _built is not None and _built.lockstep_choose(candidate.encode()):
+            _library, build = _built, candidate
+            return
+    raise ValueError(f"LOCKSTEP_CPU_KERNELS={name}: this machine has no such build; auto, off or one of {BUILDS}")
+
+
+use(os.environ.get("LOCKSTEP_CPU_KERNELS") or "auto")
 
 
 def available(x: torch.Tensor) -> bool:
-    """Whether the kernels can work on tensors like this one."""
-    return _library is not None and x.dtype is torch.float32 and x.is_cpu
-
-
-def usable(head_dim: int) -> bool:
-    """Whether the attention kernel was built and takes heads of this width: whole vectors, at most 16 of them."""
-    return _library is not None and head_dim % 16 == 0 and head_dim <= 256
+    """Whether the kernels can work on tensors like this one: on the CPU, of 32 or 16 bits."""
+    return _library is not None and x.is_cpu and x.dtype in _KINDS
 
 
 def attention_scratch(width: int, dim: int, *, widens: bool) -> int:
@@ -144,8 +213,13 @@ def attention_scratch(width: int, dim: int, *, widens: bool) -> int:
     return width * 16 * (1 + (2 * dim if widens else 0)) + 32
 
 
+def kind(dtype: torch.dtype) -> int:
+    """The kernels' number for a dtype (`enum kind` of cpu.c)."""
+    return _KINDS[dtype]
+
+
 def attention(call: AttentionCall, layer: LayerCall, scratch: torch.Tensor, threads: int) -> None:
-    """Attention of one layer. scratch: [threads, `attention_scratch`] floats."""
+    """Compute the attention of one layer. scratch: [threads, `attention_scratch`] floats."""
     assert _library is not None
     _library.lockstep_attention(ctypes.byref(call), ctypes.byref(layer), scratch.data_ptr(), scratch.shape[1], threads)
 
@@ -157,7 +231,9 @@ def compress(layer: LayerCall, moves: NDArray[np.int32], threads: int) -> None:
 
 
 def store(layer: LayerCall, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Put keys and values [kv heads, tokens, dim] into a layer's cache (see `KvCache`) at `slots` [tokens]."""
+    """Put keys and values [kv heads, tokens, dim], in the cache's dtype, into a layer's cache (see `KvCache`) at
+    `slots` [tokens].
+    """
     assert _library is not None
     _library.lockstep_store(
         ctypes.byref(layer),
@@ -171,8 +247,8 @@ def store(layer: LayerCall, keys: torch.Tensor, values: torch.Tensor, slots: tor
 
 
 def add_rms_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """X += delta in place, then x [..., width] divided by its root mean square, times weight [width]. All
-    contiguous.
+    """Add delta to x [..., width] in place, then divide x by its root mean square and multiply by weight [width]. All
+    contiguous, float32.
     """
     assert _library is not None
     out = torch.empty_like(x)
@@ -189,19 +265,46 @@ def add_rms_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tens
     return out
 
 
+def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """(x - mean) / standard deviation * weight + bias over the last dimension. All contiguous, float32."""
+    assert _library is not None
+    out, width = torch.empty_like(x), x.shape[-1]
+    parameters = [None if each is None else each.data_ptr() for each in (weight, bias)]
+    _library.lockstep_layer_norm(out.data_ptr(), x.data_ptr(), *parameters, x.numel() // max(width, 1), width, eps)
+    return out
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    """Softmax over the last dimension of x, contiguous, float32."""
+    assert _library is not None
+    out, width = torch.empty_like(x), x.shape[-1]
+    _library.lockstep_softmax(out.data_ptr(), x.data_ptr(), x.numel() // max(width, 1), width)
+    return out
+
+
+def sum_rows(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension of x, contiguous, float32."""
+    assert _library is not None
+    out, width = torch.empty(x.shape[:-1]), x.shape[-1]
+    _library.lockstep_sum(out.data_ptr(), x.data_ptr(), out.numel(), width)
+    return out
+
+
+def apply(function: Function, x: torch.Tensor) -> torch.Tensor:
+    """Apply a function to each element of x, contiguous, float32."""
+    assert _library is not None
+    out = torch.empty_like(x)
+    _library.lockstep_map(out.data_ptr(), x.data_ptr(), x.numel(), function, torch.get_num_threads())
+    return out
+
+
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[rows, 2 * inner] -> silu(first half) * second half, [rows, inner]."""
+    """[rows, 2 * inner] -> silu(first half) * second half, [rows, inner]; float32."""
     assert _library is not None
     rows, width = gate_up.shape
     out = torch.empty(rows, width // 2)
     _library.lockstep_silu_mul(out.data_ptr(), gate_up.data_ptr(), rows, width // 2)
     return out
-
-
-def rope(call: RopeCall) -> None:
-    """Normalize (if norms are given) and rotate queries and keys in place."""
-    assert _library is not None
-    _library.lockstep_rope(ctypes.byref(call))
 
 
 def rotated_attention(
@@ -212,18 +315,50 @@ def rotated_attention(
     scratch: torch.Tensor,
     threads: int,
 ) -> None:
-    """`rope`, `store` and `attention` of a layer in one call, from merged projections."""
+    """Normalize (if norms are given) and rotate queries and keys in place, store keys and values, and compute
+    attention: one call for a layer's merged projections in float32.
+    """
     assert _library is not None
     _library.lockstep_rotated_attention(
         rotation, call, layer, slots.data_ptr(), scratch.data_ptr(), scratch.shape[1], threads
     )
 
 
-class PackedLinear:
-    """x @ weight.T + bias with the weight laid out for the kernel. A row's result does not depend on the other rows.
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[batch, rows, in] times [batch, in, out] -> [batch, rows, out] in float32.
 
     Args:
-        weight: [out, in], float32.
+        x: contiguous, float32.
+        weight: 32 or 16 bits; its rows or its columns are adjacent.
+    """
+    assert _library is not None
+    batch, rows, inputs = x.shape
+    out = torch.empty(batch, rows, weight.shape[2])
+    threads = torch.get_num_threads()
+    scratch = torch.empty(threads, inputs * _PANEL)
+    batch_stride, input_stride, output_stride = weight.stride()
+    call = ProductCall(
+        out=out.data_ptr(),
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        batch=batch,
+        rows=rows,
+        inputs=inputs,
+        outputs=weight.shape[2],
+        batch_stride=batch_stride,
+        input_stride=input_stride,
+        output_stride=output_stride,
+        kind=_KINDS[weight.dtype],
+    )
+    _library.lockstep_product(call, scratch.data_ptr(), threads)
+    return out
+
+
+class PackedLinear:
+    """x @ weight.T + bias, with the weight in the kernel's layout. A row's result does not depend on the other rows.
+
+    Args:
+        weight: [out, in], 32 or 16 bits. Sums are float32 and rounded to the dtype of `x` at the end.
         bias: [out] or None.
     """
 
@@ -231,21 +366,22 @@ class PackedLinear:
         self.out_features, inputs = weight.shape
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -self.out_features % _PANEL))
         self._panels = padded.view(-1, _PANEL, inputs).transpose(1, 2).contiguous()
-        self._bias = bias
+        self._bias = None if bias is None else bias.float().contiguous()
         self._threads = torch.get_num_threads()
         self._call = LinearCall(
             panels=self._panels.data_ptr(),
-            bias=None if bias is None else bias.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
             inputs=inputs,
             outputs=self.out_features,
+            kind=_KINDS[weight.dtype],
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
         assert _library is not None
-        x = x.contiguous()
+        dtype, x = x.dtype, x.float().contiguous()
         out = torch.empty(*x.shape[:-1], self.out_features)
         call = self._call
         call.out, call.x, call.rows = out.data_ptr(), x.data_ptr(), x.numel() // call.inputs
         _library.lockstep_linear(call, self._threads)
-        return out
+        return out if dtype is torch.float32 else out.to(dtype)

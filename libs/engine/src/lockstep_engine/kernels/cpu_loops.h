@@ -1,146 +1,339 @@
-/* The kernels' loops, compiled by cpu.c once for each instruction set: NAME gives each build its own names. The compiler
- * splits wide vectors before it would clone functions for a target, hence the inclusion. */
+/* The kernels' loops, compiled by cpu.c once for each instruction set: NAME gives each build its own names, VEC is the number of
+ * floats in its registers. The file is included, because the compiler splits wide vectors before it clones functions for a target.
+ *
+ * Only speed may depend on VEC. Sums across vectors are kept in LANES partial sums, one for each lane, which `add_lanes` adds up;
+ * everything else is computed element by element. `fma` rounds once, in every build. */
 
-INLINE float NAME(add_lanes)(lanes x) {
+typedef float NAME(vec) __attribute__((vector_size(4 * VEC), aligned(4)));
+typedef int32_t NAME(int_vec) __attribute__((vector_size(4 * VEC), aligned(4)));
+typedef uint16_t NAME(ushort_vec) __attribute__((vector_size(2 * VEC), aligned(2)));
+typedef int8_t NAME(byte_vec) __attribute__((vector_size(VEC), aligned(1)));
+typedef float NAME(float_vec) __attribute__((vector_size(4 * VEC)));
+typedef int16_t NAME(short_vec) __attribute__((vector_size(2 * VEC)));
+#define vec NAME(vec)
+#define int_vec NAME(int_vec)
+#define ushort_vec NAME(ushort_vec)
+#define byte_vec NAME(byte_vec)
+#define float_vec NAME(float_vec)
+#define short_vec NAME(short_vec)
+
+#define PARTS (LANES / VEC) /* vectors in a set of lanes */
+#define SELECT(mask, a, b) ((vec)(((int_vec)(a) & (mask)) | ((int_vec)(b) & ~(mask))))
+#define EVERY(x) ((vec){} + (x))
+
+INLINE vec NAME(fma)(vec a, vec b, vec c) {
+#ifdef FUSED
+    return FUSED(a, b, c);
+#else
+    for (int i = 0; i < VEC; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+INLINE vec NAME(widen_halves)(ushort_vec half) {
+#ifdef HALVES
+    return HALVES(half);
+#else
+    int_vec code = __builtin_convertvector(half, int_vec), size = code & 0x7fff;
+    vec normal = (vec)((size << 13) + (112 << 23)), small = __builtin_convertvector(size, vec) * 0x1p-24f;
+    normal = SELECT(size >= 0x7c00, (vec)((size << 13) | 0x7f800000), normal);
+    return (vec)((int_vec)SELECT(size < 0x400, small, normal) | (code & 0x8000) << 16);
+#endif
+}
+
+/* Elements i, i + 1, … of an array of kind `kind`. */
+INLINE vec NAME(load)(const void *from, int64_t i, enum kind kind) {
+    if (kind == FLOAT32) return *(const vec *)((const float *)from + i);
+    if (kind == BFLOAT16) return (vec)(__builtin_convertvector(*(const ushort_vec *)((const uint16_t *)from + i), int_vec) << 16);
+    if (kind == FLOAT16) return NAME(widen_halves)(*(const ushort_vec *)((const uint16_t *)from + i));
+    ushort_vec codes = (ushort_vec)__builtin_convertvector(*(const byte_vec *)((const uint8_t *)from + i), short_vec);
+    return NAME(widen_halves)((codes << 7) & (uint16_t)0xbf80);
+}
+
+/* The first `count` of these elements, followed by zeros. */
+INLINE vec NAME(load_some)(const void *from, int64_t i, int64_t count, enum kind kind) {
+    if (count >= VEC) return NAME(load)(from, i, kind);
+    size_t size = kind == FLOAT32 ? 4 : kind == E4M3 ? 1 : 2;
+    float some[VEC] = {};
+    if (count > 0) memcpy(some, (const char *)from + (size_t)i * size, size * (size_t)count);
+    return NAME(load)(some, 0, kind);
+}
+
+INLINE void NAME(store_some)(float *to, vec x, int64_t count) {
+    if (count >= VEC) *(vec *)to = x;
+    else if (count > 0) memcpy(to, &x, sizeof(float) * (size_t)count);
+}
+
+/* Add up a set of lanes: the upper half is added to the lower half until one number is left. */
+INLINE float NAME(add_lanes)(const vec *lanes) {
+    float x[LANES];
+    memcpy(x, lanes, sizeof x);
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) x[i] += x[i + half];
     return x[0];
 }
 
-/* e^x for x <= 0, 0 below -87: 2^n * e^r with |r| <= ln(2)/2, the polynomial of Cephes' expf (relative error below 2e-7). */
-INLINE lanes NAME(exp_lanes)(lanes x) {
-    int_lanes below = x < -87.0f;
-    x = SELECT(below, (lanes){}, x);
-    int_lanes n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, int_lanes);
-    lanes whole = __builtin_convertvector(n, lanes);
-    lanes r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    lanes p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    lanes result = p * (lanes)((n + 127) << 23);
-    return SELECT(below, (lanes){}, result);
+INLINE float NAME(greatest_lane)(const vec *lanes) {
+    float x[LANES];
+    memcpy(x, lanes, sizeof x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] = x[i + half] > x[i] ? x[i + half] : x[i];
+    return x[0];
 }
 
-/* Where a query's keys and values are: a table of ids for each version of a block, and which blocks are seen in which. */
+/* --- elementary functions ------------------------------------------------------------------------------------------------- */
+
+/* e^x for x <= 0; the result is 0 below -87: 2^n * e^r with |r| <= ln(2)/2, the polynomial of Cephes' expf (relative error below 2e-7). */
+INLINE vec NAME(exp)(vec x) {
+    int_vec below = x < -87.0f;
+    x = SELECT(below, (vec){}, x);
+    int_vec n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, int_vec);
+    vec whole = __builtin_convertvector(n, vec);
+    vec r = NAME(fma)(whole, EVERY(-0.693359375f), x);
+    r = NAME(fma)(whole, EVERY(2.12194440e-4f), r);
+    vec p = NAME(fma)(r, EVERY(1.9875691500e-4f), EVERY(1.3981999507e-3f));
+    p = NAME(fma)(p, r, EVERY(8.3334519073e-3f));
+    p = NAME(fma)(p, r, EVERY(4.1665795894e-2f));
+    p = NAME(fma)(p, r, EVERY(1.6666665459e-1f));
+    p = NAME(fma)(p, r, EVERY(5.0000001201e-1f));
+    p = NAME(fma)(p, r * r, r) + 1.0f;
+    return SELECT(below, (vec){}, p * (vec)((n + 127) << 23));
+}
+
+INLINE vec NAME(magnitude)(vec x) { return (vec)((int_vec)x & 0x7fffffff); }
+
+INLINE vec NAME(with_sign)(vec size, vec sign) { return (vec)((int_vec)size | ((int_vec)sign & (int32_t)0x80000000)); }
+
+/* 1 / (1 + e^-x), times y. */
+INLINE vec NAME(sigmoid_times)(vec x, vec y) {
+    vec e = NAME(exp)(-NAME(magnitude)(x));
+    return y * SELECT(x < 0, e, EVERY(1.0f)) / (e + 1.0f);
+}
+
+/* Cephes' tanhf: a polynomial below 0.625, else 1 - 2 / (e^2x + 1). */
+INLINE vec NAME(tanh)(vec x) {
+    vec size = NAME(magnitude)(x), z = x * x;
+    vec p = NAME(fma)(z, EVERY(-5.70498872745e-3f), EVERY(2.06390887954e-2f));
+    p = NAME(fma)(p, z, EVERY(-5.37397155531e-2f));
+    p = NAME(fma)(p, z, EVERY(1.33314422036e-1f));
+    p = NAME(fma)(p, z, EVERY(-3.33332819422e-1f));
+    p = NAME(fma)(p * z, size, size);
+    vec e = NAME(exp)(size * -2.0f);
+    return NAME(with_sign)(SELECT(size < 0.625f, p, (1.0f - e) / (e + 1.0f)), x);
+}
+
+/* The error function, within two units in the last place: polynomials of x (below 0.93) and of the logarithm of 1 - erf(x). */
+INLINE vec NAME(erf)(vec x) {
+    vec size = NAME(magnitude)(x), z = x * x;
+    size = SELECT(size > 8.0f, EVERY(8.0f), size);
+    vec u = NAME(fma)(EVERY(-3.88396438e-3f), size, EVERY(2.42546219e-2f));
+    vec far = NAME(fma)(EVERY(-1.72853470e-5f), size, EVERY(3.83197126e-4f));
+    far = NAME(fma)(far, size * size, u);
+    far = NAME(fma)(far, size, EVERY(-1.06777877e-1f));
+    far = NAME(fma)(far, size, EVERY(-6.34846687e-1f));
+    far = NAME(fma)(far, size, EVERY(-1.28717512e-1f));
+    far = 1.0f - NAME(exp)(NAME(fma)(far, size, -size));
+    vec near = NAME(fma)(EVERY(-5.96761703e-4f), z, EVERY(4.99119423e-3f));
+    near = NAME(fma)(near, z, EVERY(-2.67681349e-2f));
+    near = NAME(fma)(near, z, EVERY(1.12819925e-1f));
+    near = NAME(fma)(near, z, EVERY(-3.76125336e-1f));
+    near = NAME(fma)(near, z, EVERY(1.28379166e-1f));
+    near = NAME(fma)(near, size, size);
+    return NAME(with_sign)(SELECT(size > 0.927734375f, far, near), x);
+}
+
+INLINE vec NAME(apply)(vec x, enum function function) {
+    switch (function) {
+    case SIGMOID: return NAME(sigmoid_times)(x, EVERY(1.0f));
+    case SILU: return NAME(sigmoid_times)(x, x);
+    case TANH: return NAME(tanh)(x);
+    case GELU: return x * 0.5f * (NAME(erf)(x * 0.70710678118654752f) + 1.0f);
+    case GELU_TANH: return x * 0.5f * (NAME(tanh)(NAME(fma)(x * x * x, EVERY(0.044715f), x) * 0.79788456080286536f) + 1.0f);
+    case COSINE:
+    case SINE:
+        for (int i = 0; i < VEC; i++) x[i] = sine(x[i], function == COSINE);
+    }
+    return x;
+}
+
+static void NAME(map)(float *out, const float *x, int64_t count, int function) {
+#define MAP(name)                                                                                                              \
+    case name:                                                                                                                 \
+        for (int64_t i = 0; i < count; i += VEC)                                                                               \
+            NAME(store_some)(out + i, NAME(apply)(NAME(load_some)(x, i, count - i, FLOAT32), name), count - i);                \
+        break
+    switch ((enum function)function) {
+        MAP(SIGMOID);
+        MAP(SILU);
+        MAP(TANH);
+        MAP(GELU);
+        MAP(GELU_TANH);
+        MAP(COSINE);
+        MAP(SINE);
+    }
+#undef MAP
+}
+
+/* --- attention ------------------------------------------------------------------------------------------------------------ */
+
+/* The places of a query's keys and values: a table of ids for each version of a block, and which version of a block is seen. */
 struct NAME(view) {
-    const float *keys, *values;
-    const void *cold_keys, *cold_values;
+    const void *keys, *values, *cold_keys, *cold_values;
     const float *key_scales, *value_scales;
-    const float *wide_keys, *wide_values; /* cold blocks from cold_begin on, widened; or null */
+    const float *wide_keys, *wide_values; /* cold blocks from cold_begin on, widened, where `kind` is FLOAT32; or null */
     const int32_t *hot, *cold;
     int64_t first_cold, cold_begin, cold_end;
+    enum kind kind;
 };
 
-/* sum of query[d] * key[d], each key[d] a vector of one component of 16 keys; four sums, then together. */
-INLINE lanes NAME(score_hot)(const float *query, const float *keys, int dim) {
-    const lanes *key = (const lanes *)keys;
-    lanes sums[4] = {};
-    for (int d = 0; d + 4 <= dim; d += 4)
-        for (int i = 0; i < 4; i++) sums[i] += query[d + i] * key[d + i];
-    for (int d = dim & ~3; d < dim; d++) sums[0] += query[d] * key[d];
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+/* Parameters of a row's scores. */
+struct NAME(scoring) {
+    float scale, soft_cap;
+    const float *bias, *sink;
+};
+
+/* scores[LANES] = sum of query[d] * key[d], each key[d] a set of lanes with one component of 16 keys; four sums,
+ * then added. */
+INLINE void NAME(score)(vec *scores, const float *query, const void *keys, int64_t at, int dim, enum kind kind) {
+    vec sums[4][PARTS] = {};
+    int d = 0;
+    for (; d + 4 <= dim; d += 4)
+        for (int i = 0; i < 4; i++)
+            for (int part = 0; part < PARTS; part++)
+                sums[i][part] =
+                    NAME(fma)(EVERY(query[d + i]), NAME(load)(keys, at + (d + i) * LANES + part * VEC, kind), sums[i][part]);
+    for (; d < dim; d++)
+        for (int part = 0; part < PARTS; part++)
+            sums[0][part] = NAME(fma)(EVERY(query[d]), NAME(load)(keys, at + d * LANES + part * VEC, kind), sums[0][part]);
+    for (int part = 0; part < PARTS; part++) scores[part] = (sums[0][part] + sums[1][part]) + (sums[2][part] + sums[3][part]);
 }
 
-INLINE lanes NAME(score_cold)(const float *query, const uint8_t *keys, int dim) {
-    lanes sums[4] = {};
-    for (int d = 0; d + 4 <= dim; d += 4)
-        for (int i = 0; i < 4; i++) sums[i] += query[d + i] * NAME(widen)(keys + (d + i) * LANES);
-    for (int d = dim & ~3; d < dim; d++) sums[0] += query[d] * NAME(widen)(keys + d * LANES);
-    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+/* A block's scores before scaling; returns the factor to scale them by. `scales` is set if each key has its own scale. */
+INLINE float NAME(score_block)(vec *scores, const float *query, const struct NAME(view) *at, int64_t block, int dim, float scale,
+                               const float **scales, enum kind kind) {
+    int64_t size = (int64_t)BLOCK * dim;
+    int is_cold = block >= at->cold_begin && block < at->cold_end, is_wide = is_cold && at->key_scales && at->wide_keys;
+    int64_t id = is_cold ? at->cold[block] - at->first_cold : at->hot[block];
+    *scales = is_cold && at->key_scales ? at->key_scales + id * BLOCK : 0;
+    if (*scales && !is_wide) {
+        NAME(score)(scores, query, at->cold_keys, id * size, dim, E4M3);
+    } else {
+        const void *keys = !is_cold ? at->keys : is_wide ? at->wide_keys : at->cold_keys;
+        NAME(score)(scores, query, keys, (is_wide ? block - at->cold_begin : id) * size, dim, kind);
+    }
+    return *scales ? scale * E4M3_UNIT : scale;
 }
 
 /* scores[LANES * n ...] = the query's scores with the keys of blocks `begin` to before `end`, -inf where hidden.
- * Keys lie transposed in their block, [dim][BLOCK]: a product gives the scores of 16 keys at once. Returns the peak. */
-INLINE float NAME(score_blocks)(float *scores, const float *query, const struct NAME(view) *at, int64_t begin, int64_t end,
-                                int64_t first, int64_t last, int dim, float scale, float soft_cap) {
-    const int_lanes lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    lanes peaks = (lanes){} - INFINITY;
+ * Keys are transposed in their block, [dim][BLOCK]: a product gives the scores of 16 keys at once. Returns the peak. */
+INLINE float NAME(score_blocks)(float *scores, const float *query, const struct NAME(view) *at, const struct NAME(scoring) *how,
+                                int64_t begin, int64_t end, int64_t first, int64_t last, int dim, enum kind kind) {
+    int_vec lane;
+    for (int i = 0; i < VEC; i++) lane[i] = i;
+    vec peaks[PARTS];
+    for (int part = 0; part < PARTS; part++) peaks[part] = EVERY(-INFINITY);
     for (int64_t block = begin; block < end; block++, scores += LANES) {
-        lanes score;
-        if (block < at->cold_begin || block >= at->cold_end) {
-            score = NAME(score_hot)(query, at->keys + (int64_t)at->hot[block] * BLOCK * dim, dim) * scale;
-        } else {
-            int64_t id = at->cold[block] - at->first_cold;
-            if (!at->key_scales)
-                score = NAME(score_hot)(query, (const float *)at->cold_keys + id * BLOCK * dim, dim) * scale;
-            else
-                score = (at->wide_keys
-                             ? NAME(score_hot)(query, at->wide_keys + (block - at->cold_begin) * BLOCK * dim, dim)
-                             : NAME(score_cold)(query, (const uint8_t *)at->cold_keys + id * BLOCK * dim, dim)) *
-                        *(const lanes *)(at->key_scales + id * BLOCK) * (scale * E4M3_UNIT);
+        vec block_scores[PARTS];
+        const float *scales;
+        float factor = NAME(score_block)(block_scores, query, at, block, dim, how->scale, &scales, kind);
+        for (int part = 0; part < PARTS; part++) {
+            vec score = block_scores[part];
+            if (scales) score = score * *(const vec *)(scales + part * VEC);
+            score = score * factor;
+            if (how->soft_cap > 0) score = how->soft_cap * NAME(tanh)(score / how->soft_cap);
+            if (how->bias) score = score + *(const vec *)(how->bias + block * BLOCK + part * VEC);
+            int_vec position = lane + (int32_t)(block * BLOCK + part * VEC);
+            int_vec hidden = (position < (int32_t)first) | (position > (int32_t)last);
+            score = SELECT(hidden, EVERY(-INFINITY), score);
+            peaks[part] = SELECT(score > peaks[part], score, peaks[part]);
+            *(vec *)(scores + part * VEC) = score;
         }
-        if (soft_cap > 0)
-            for (int i = 0; i < LANES; i++) score[i] = soft_cap * tanhf(score[i] / soft_cap);
-        int_lanes position = lane + (int32_t)(block * BLOCK);
-        int_lanes hidden = (position < (int32_t)first) | (position > (int32_t)last);
-        score = SELECT(hidden, (lanes){} - INFINITY, score);
-        peaks = SELECT(score > peaks, score, peaks);
-        *(lanes *)scores = score;
     }
-    float peak = peaks[0];
-    for (int i = 1; i < LANES; i++) peak = peaks[i] > peak ? peaks[i] : peak;
-    return peak;
+    float peak = NAME(greatest_lane)(peaks);
+    return how->sink && *how->sink > peak ? *how->sink : peak;
 }
 
-/* out = sum of weights times values, `chunks` vectors wide; even and odd keys are summed apart, then together. */
-INLINE void NAME(weigh_blocks)(float *out, const float *weights, const struct NAME(view) *at, int64_t begin, int64_t end,
-                               int chunks, float factor) {
-    int dim = chunks * LANES;
-    lanes even[16] = {}, odd[16] = {};
+/* A block's values [BLOCK, dim] from component `from` on, times weights: even and odd keys in separate sums. `chunks` vectors, or
+ * `tail` components. */
+INLINE void NAME(weigh)(vec *even, vec *odd, const vec *weights, const void *values, int64_t at, int dim, int from, int chunks,
+                        int tail, enum kind kind) {
+    for (int i = 0; i < BLOCK; i += 2) {
+        vec first = EVERY(weights[i / VEC][i % VEC]), second = EVERY(weights[(i + 1) / VEC][(i + 1) % VEC]);
+        int64_t row = at + (int64_t)i * dim + from;
+        if (tail) {
+            even[0] = NAME(fma)(first, NAME(load_some)(values, row, tail, kind), even[0]);
+            odd[0] = NAME(fma)(second, NAME(load_some)(values, row + dim, tail, kind), odd[0]);
+        } else {
+            for (int c = 0; c < chunks; c++) {
+                even[c] = NAME(fma)(first, NAME(load)(values, row + c * VEC, kind), even[c]);
+                odd[c] = NAME(fma)(second, NAME(load)(values, row + dim + c * VEC, kind), odd[c]);
+            }
+        }
+    }
+}
+
+/* out = sum of weights times values, from component `from` on: `chunks` vectors of them, or `tail` components. */
+INLINE void NAME(weigh_blocks)(float *out, const float *weights, const struct NAME(view) *at, int64_t begin, int64_t end, int dim,
+                               int from, int chunks, int tail, float factor, enum kind kind) {
+    int64_t size = (int64_t)BLOCK * dim;
+    vec even[COLUMNS] = {}, odd[COLUMNS] = {};
     for (int64_t block = begin; block < end; block++, weights += LANES) {
         int is_cold = block >= at->cold_begin && block < at->cold_end;
         int64_t id = is_cold ? at->cold[block] - at->first_cold : at->hot[block];
-        lanes weight = *(const lanes *)weights;
-        if (is_cold && at->value_scales) {
-            weight = weight * *(const lanes *)(at->value_scales + id * BLOCK) * E4M3_UNIT;
-            if (!at->wide_values) {
-                const uint8_t *value = (const uint8_t *)at->cold_values + id * BLOCK * dim;
-                for (int i = 0; i < BLOCK; i += 2, value += 2 * dim)
-                    for (int c = 0; c < chunks; c++) {
-                        even[c] += weight[i] * NAME(widen)(value + c * LANES);
-                        odd[c] += weight[i + 1] * NAME(widen)(value + dim + c * LANES);
-                    }
-                continue;
-            }
+        vec weight[PARTS];
+        for (int part = 0; part < PARTS; part++) {
+            weight[part] = *(const vec *)(weights + part * VEC);
+            if (is_cold && at->value_scales)
+                weight[part] = weight[part] * *(const vec *)(at->value_scales + id * BLOCK + part * VEC) * E4M3_UNIT;
         }
-        const float *values = !is_cold            ? at->values + id * BLOCK * dim
-                              : at->value_scales ? at->wide_values + (block - at->cold_begin) * BLOCK * dim
-                                                 : (const float *)at->cold_values + id * BLOCK * dim;
-        const lanes *value = (const lanes *)values;
-        for (int i = 0; i < BLOCK; i += 2, value += 2 * chunks)
-            for (int c = 0; c < chunks; c++) {
-                even[c] += weight[i] * value[c];
-                odd[c] += weight[i + 1] * value[chunks + c];
-            }
+        if (is_cold && at->value_scales && !at->wide_values) {
+            NAME(weigh)(even, odd, weight, at->cold_values, id * size, dim, from, chunks, tail, E4M3);
+            continue;
+        }
+        int is_wide = is_cold && at->value_scales;
+        const void *values = !is_cold ? at->values : is_wide ? at->wide_values : at->cold_values;
+        NAME(weigh)(even, odd, weight, values, (is_wide ? block - at->cold_begin : id) * size, dim, from, chunks, tail, kind);
     }
-    for (int c = 0; c < chunks; c++) ((lanes *)out)[c] = (even[c] + odd[c]) * factor;
+    if (tail) NAME(store_some)(out + from, (even[0] + odd[0]) * factor, tail);
+    else
+        for (int c = 0; c < chunks; c++) *(vec *)(out + from + c * VEC) = (even[c] + odd[c]) * factor;
 }
 
-/* One query against the keys at positions first..last: scores, softmax, weighted sum of values. dim is a multiple of LANES.
- * Blocks have finite contents beyond the sequence's end, so that a weight of 0 hides them. */
-INLINE void NAME(attend_row)(float *out, const float *query, const struct NAME(view) *at, int64_t first, int64_t last, int dim,
-                             float scale, float soft_cap, float *scores) {
+/* One query against the keys at positions first..last: scores, softmax, weighted sum of values. Contents of a block beyond the
+ * sequence's end are finite, so that a weight of 0 masks them. */
+INLINE void NAME(attend_row)(float *out, const float *query, const struct NAME(view) *at, const struct NAME(scoring) *how,
+                             int64_t first, int64_t last, int dim, float *scores, enum kind kind) {
     int64_t begin = first / BLOCK, end = last / BLOCK + 1;
-    float peak = NAME(score_blocks)(scores, query, at, begin, end, first, last, dim, scale, soft_cap);
-    lanes total = {};
-    for (int64_t j = 0; j < (end - begin) * LANES; j += LANES) {
-        lanes e = NAME(exp_lanes)(*(const lanes *)(scores + j) - peak);
-        *(lanes *)(scores + j) = e;
-        total += e;
+    float peak = NAME(score_blocks)(scores, query, at, how, begin, end, first, last, dim, kind);
+    vec total[PARTS] = {};
+    for (int64_t j = 0; j < (end - begin) * LANES; j += LANES)
+        for (int part = 0; part < PARTS; part++) {
+            vec *score = (vec *)(scores + j + part * VEC);
+            *score = NAME(exp)(*score - peak);
+            total[part] = total[part] + *score;
+        }
+    float weight = NAME(add_lanes)(total);
+    if (how->sink) weight += NAME(exp)(EVERY(*how->sink - peak))[0];
+    float factor = 1.0f / weight;
+    int chunks = dim / VEC, from = 0;
+    for (; chunks >= COLUMNS; chunks -= COLUMNS, from += COLUMNS * VEC) /* constant widths let the compiler keep the sums in registers */
+        NAME(weigh_blocks)(out, scores, at, begin, end, dim, from, COLUMNS, 0, factor, kind);
+#define WEIGH(count) NAME(weigh_blocks)(out, scores, at, begin, end, dim, from, count, 0, factor, kind)
+    switch (kind == FLOAT32 ? chunks : -chunks) {
+    case 0: break;
+#if COLUMNS > 4
+    case 4: WEIGH(4); break;
+    case 5: WEIGH(5); break;
+    case 6: WEIGH(6); break;
+#endif
+#if COLUMNS > 2
+    case 2: WEIGH(2); break;
+#endif
+    case 1: WEIGH(1); break;
+    default: WEIGH(chunks);
     }
-    float factor = 1.0f / NAME(add_lanes)(total);
-    switch (dim / LANES) { /* a constant width lets the compiler keep the sums in registers */
-    case 1: NAME(weigh_blocks)(out, scores, at, begin, end, 1, factor); break;
-    case 2: NAME(weigh_blocks)(out, scores, at, begin, end, 2, factor); break;
-    case 4: NAME(weigh_blocks)(out, scores, at, begin, end, 4, factor); break;
-    case 5: NAME(weigh_blocks)(out, scores, at, begin, end, 5, factor); break;
-    case 6: NAME(weigh_blocks)(out, scores, at, begin, end, 6, factor); break;
-    case 8: NAME(weigh_blocks)(out, scores, at, begin, end, 8, factor); break;
-    default: NAME(weigh_blocks)(out, scores, at, begin, end, dim / LANES, factor);
-    }
+#undef WEIGH
+    if (dim % VEC) NAME(weigh_blocks)(out, scores, at, begin, end, dim, dim / VEC * VEC, 1, dim % VEC, factor, kind);
 }
 
 /* Tokens of one sequence from `token` on that go through attention together. */
@@ -152,14 +345,14 @@ INLINE int64_t NAME(run)(const struct attention *a, int64_t token) {
 
 /* All queries of tokens `token` to before `end`, of one sequence, that use one kv head. */
 INLINE void NAME(attend_run)(const struct attention *a, const struct layer *l, float *scratch, int64_t token, int64_t end,
-                             int64_t kv_head) {
+                             int64_t kv_head, enum kind kind) {
     int64_t group = a->heads / l->kv_heads, size = BLOCK * l->dim, row = a->owners[token] * a->width;
-    size_t cold_width = l->key_scales ? 1 : sizeof(float);
+    int64_t item = kind == FLOAT32 ? 4 : 2, cold_item = l->key_scales ? 1 : item;
     struct NAME(view) at = {
-        .keys = l->keys + kv_head * l->blocks * size,
-        .values = l->values + kv_head * l->blocks * size,
-        .cold_keys = (const char *)l->cold_keys + kv_head * l->cold_blocks * size * cold_width,
-        .cold_values = (const char *)l->cold_values + kv_head * l->cold_blocks * size * cold_width,
+        .keys = (const char *)l->keys + kv_head * l->blocks * size * item,
+        .values = (const char *)l->values + kv_head * l->blocks * size * item,
+        .cold_keys = (const char *)l->cold_keys + kv_head * l->cold_blocks * size * cold_item,
+        .cold_values = (const char *)l->cold_values + kv_head * l->cold_blocks * size * cold_item,
         .key_scales = l->key_scales ? l->key_scales + kv_head * l->cold_blocks * BLOCK : 0,
         .value_scales = l->value_scales ? l->value_scales + kv_head * l->cold_blocks * BLOCK : 0,
         .hot = (a->hot_tables ? a->hot_tables : a->tables) + row,
@@ -171,120 +364,156 @@ INLINE void NAME(attend_run)(const struct attention *a, const struct layer *l, f
         int64_t seen = (a->positions[token] - a->window + 1) / BLOCK;
         at.cold_begin = seen > at.cold_begin ? seen : at.cold_begin;
     }
-    if (l->key_scales && a->hot_window >= 0 && end - token >= WIDEN) {
+    if (kind == FLOAT32 && l->key_scales && a->hot_blocks_before >= 0 && end - token >= WIDEN) {
         float *wide = scratch + a->width * BLOCK + 2 * LANES;
         at.wide_keys = wide;
         at.wide_values = wide + a->width * size;
-        for (int64_t block = at.cold_begin; block < a->positions[end - 1] / BLOCK - a->hot_window; block++, wide += size) {
+        for (int64_t block = at.cold_begin; block < a->positions[end - 1] / BLOCK - a->hot_blocks_before; block++, wide += size) {
             int64_t cold = (at.cold[block] - a->first_cold) * size;
-            for (int64_t i = 0; i < size; i += LANES) {
-                *(lanes *)(wide + i) = NAME(widen)((const uint8_t *)at.cold_keys + cold + i);
-                *(lanes *)(wide + a->width * size + i) = NAME(widen)((const uint8_t *)at.cold_values + cold + i);
+            for (int64_t i = 0; i < size; i += VEC) {
+                *(vec *)(wide + i) = NAME(load)(at.cold_keys, cold + i, E4M3);
+                *(vec *)(wide + a->width * size + i) = NAME(load)(at.cold_values, cold + i, E4M3);
             }
         }
     }
     for (; token < end; token++) {
         int64_t last = a->positions[token];
         int64_t first = a->window && last >= a->window ? last - a->window + 1 : 0;
-        at.cold_end = a->hot_window < 0 ? 0 : last / BLOCK - a->hot_window;
-        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
+        at.cold_end = a->hot_blocks_before < 0 ? 0 : last / BLOCK - a->hot_blocks_before;
+        for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
+            struct NAME(scoring) how = {a->scale, a->soft_cap, a->bias ? a->bias + head * a->bias_width : 0,
+                                        a->sinks ? a->sinks + head : 0};
             NAME(attend_row)(a->out + (token * a->heads + head) * l->dim,
-                             a->q + head * a->q_head_stride + token * a->q_token_stride, &at, first, last, (int)l->dim,
-                             a->scale, a->soft_cap, scratch);
+                             a->q + head * a->q_head_stride + token * a->q_token_stride, &at, &how, first, last, (int)l->dim,
+                             scratch, kind);
+        }
     }
 }
 
-/* Every `step`th pair of a run and a kv head, from `begin` on. */
-static void NAME(attend)(const struct attention *a, const struct layer *l, float *scratch, int64_t begin, int64_t step) {
+/* Attention of every `step`th pair of a run and a kv head, from `begin` on. */
+INLINE void NAME(attend_all)(const struct attention *a, const struct layer *l, float *scratch, int64_t begin, int64_t step,
+                             enum kind kind) {
     int64_t item = 0;
     for (int64_t token = 0; token < a->tokens;) {
         int64_t end = NAME(run)(a, token);
         for (int64_t kv_head = 0; kv_head < l->kv_heads; kv_head++)
-            if (item++ % step == begin) NAME(attend_run)(a, l, scratch, token, end, kv_head);
+            if (item++ % step == begin) NAME(attend_run)(a, l, scratch, token, end, kv_head, kind);
         token = end;
     }
 }
 
-/* Codes in e4m3 of |x| <= 448, rounded to the nearest, of two equally near to the even one. */
-INLINE int_lanes NAME(narrow)(lanes x) {
-    int_lanes sign = (int_lanes)x >> 24 & 128, bits = (int_lanes)x & 0x7fffffff;
-    int_lanes normal = (bits + 0x7ffff + (bits >> 20 & 1)) >> 20;
-    int_lanes small = (int_lanes)((lanes)bits + 0x1p14f) - 0x46800000; /* a sum whose last bit is worth 2^-9 */
-    return sign | (int_lanes)SELECT(bits < 0x3c800000, (lanes)small, (lanes)(normal - 960));
+static void NAME(attend)(const struct attention *a, const struct layer *l, float *scratch, int64_t begin, int64_t step) {
+    if (l->kind == FLOAT32) NAME(attend_all)(a, l, scratch, begin, step, FLOAT32);
+    else if (l->kind == BFLOAT16) NAME(attend_all)(a, l, scratch, begin, step, BFLOAT16);
+    else NAME(attend_all)(a, l, scratch, begin, step, FLOAT16);
 }
 
-/* The greatest magnitude that a token's scale takes for it. */
+/* --- cold blocks ---------------------------------------------------------------------------------------------------------- */
+
+/* Codes in e4m3 of |x| <= 448, rounded to nearest, ties to even. */
+INLINE int_vec NAME(narrow)(vec x) {
+    int_vec sign = (int_vec)x >> 24 & 128, bits = (int_vec)x & 0x7fffffff;
+    int_vec normal = (bits + 0x7ffff + (bits >> 20 & 1)) >> 20;
+    int_vec small = (int_vec)((vec)bits + 0x1p14f) - 0x46800000; /* a sum whose last bit is worth 2^-9 */
+    return sign | (int_vec)SELECT(bits < 0x3c800000, (vec)small, (vec)(normal - 960));
+}
+
+/* Lower bound of a vector's largest magnitude, so that its scale and the inverse are finite. */
 #define LEAST_PEAK 1e-30f
 
-/* Keys of a block [dim][BLOCK] to bytes, and a scale for each of its tokens, which are the lanes. */
-INLINE void NAME(compress_keys)(uint8_t *codes, float *scales, const float *keys, int dim) {
-    const lanes *key = (const lanes *)keys;
-    lanes peaks = (lanes){} + LEAST_PEAK;
-    for (int d = 0; d < dim; d++) {
-        lanes size = (lanes)((int_lanes)key[d] & 0x7fffffff);
-        peaks = SELECT(size > peaks, size, peaks);
-    }
-    lanes factor = 448.0f / peaks;
-    *(lanes *)scales = peaks * (1.0f / 448.0f);
-    for (int d = 0; d < dim; d++) {
-        lanes x = key[d] * factor;
-        x = SELECT(x > 448.0f, (lanes){} + 448.0f, x);
-        x = SELECT(x < -448.0f, (lanes){} - 448.0f, x);
-        *(byte_lanes *)(codes + d * LANES) = __builtin_convertvector(NAME(narrow)(x), byte_lanes);
+INLINE void NAME(put_codes)(uint8_t *codes, vec x, int64_t count) {
+    x = SELECT(x > 448.0f, EVERY(448.0f), x);
+    x = SELECT(x < -448.0f, EVERY(-448.0f), x);
+    byte_vec bytes = __builtin_convertvector(NAME(narrow)(x), byte_vec);
+    memcpy(codes, &bytes, (size_t)(count < VEC ? count : VEC));
+}
+
+/* Compress the keys of a block [dim][BLOCK] to bytes with a scale for each token; tokens are the lanes. */
+INLINE void NAME(compress_keys)(uint8_t *codes, float *scales, const void *keys, int64_t at, int dim, enum kind kind) {
+    for (int part = 0; part < BLOCK; part += VEC) {
+        vec peaks = EVERY(LEAST_PEAK);
+        for (int d = 0; d < dim; d++) {
+            vec size = NAME(magnitude)(NAME(load)(keys, at + d * LANES + part, kind));
+            peaks = SELECT(size > peaks, size, peaks);
+        }
+        vec factor = 448.0f / peaks;
+        *(vec *)(scales + part) = peaks * (1.0f / 448.0f);
+        for (int d = 0; d < dim; d++)
+            NAME(put_codes)(codes + d * LANES + part, NAME(load)(keys, at + d * LANES + part, kind) * factor, VEC);
     }
 }
 
-/* One token's values [dim] to bytes and their scale. dim is a multiple of LANES. */
-INLINE void NAME(compress_values)(uint8_t *codes, float *scale, const float *values, int dim) {
-    const lanes *value = (const lanes *)values;
-    lanes peaks = (lanes){} + LEAST_PEAK;
-    for (int c = 0; c < dim / LANES; c++) {
-        lanes size = (lanes)((int_lanes)value[c] & 0x7fffffff);
+/* Compress one token's values [dim] to bytes and a scale. */
+INLINE void NAME(compress_values)(uint8_t *codes, float *scale, const void *values, int64_t at, int dim, enum kind kind) {
+    vec peaks = EVERY(LEAST_PEAK);
+    for (int i = 0; i < dim; i += VEC) {
+        vec size = NAME(magnitude)(NAME(load_some)(values, at + i, dim - i, kind));
         peaks = SELECT(size > peaks, size, peaks);
     }
     float peak = peaks[0];
-    for (int i = 1; i < LANES; i++) peak = peaks[i] > peak ? peaks[i] : peak;
-    lanes factor = (lanes){} + 448.0f / peak;
+    for (int i = 1; i < VEC; i++) peak = peaks[i] > peak ? peaks[i] : peak;
+    vec factor = EVERY(448.0f / peak);
     *scale = peak * (1.0f / 448.0f);
-    for (int c = 0; c < dim / LANES; c++) {
-        lanes x = value[c] * factor;
-        x = SELECT(x > 448.0f, (lanes){} + 448.0f, x);
-        x = SELECT(x < -448.0f, (lanes){} - 448.0f, x);
-        *(byte_lanes *)(codes + c * LANES) = __builtin_convertvector(NAME(narrow)(x), byte_lanes);
-    }
+    for (int i = 0; i < dim; i += VEC)
+        NAME(put_codes)(codes + i, NAME(load_some)(values, at + i, dim - i, kind) * factor, dim - i);
 }
 
-/* Pairs of a move and a kv head, from `begin` to before `end`. */
-static void NAME(compress)(const struct layer *l, const int32_t *moves, int64_t begin, int64_t end) {
+/* Compress for the pairs of a move and a kv head from `begin` to before `end`. */
+INLINE void NAME(compress_all)(const struct layer *l, const int32_t *moves, int64_t begin, int64_t end, enum kind kind) {
     int64_t size = BLOCK * l->dim;
+    size_t bytes = (size_t)size * (kind == FLOAT32 ? 4 : 2);
     for (int64_t item = begin; item < end; item++) {
         int64_t head = item % l->kv_heads;
         int64_t hot = head * l->blocks + moves[item / l->kv_heads * 2];
         int64_t cold = head * l->cold_blocks + moves[item / l->kv_heads * 2 + 1];
         if (!l->key_scales) {
-            memcpy((float *)l->cold_keys + cold * size, l->keys + hot * size, sizeof(float) * (size_t)size);
-            memcpy((float *)l->cold_values + cold * size, l->values + hot * size, sizeof(float) * (size_t)size);
+            memcpy((char *)l->cold_keys + (size_t)cold * bytes, (const char *)l->keys + (size_t)hot * bytes, bytes);
+            memcpy((char *)l->cold_values + (size_t)cold * bytes, (const char *)l->values + (size_t)hot * bytes, bytes);
             continue;
         }
-        NAME(compress_keys)((uint8_t *)l->cold_keys + cold * size, l->key_scales + cold * BLOCK, l->keys + hot * size, (int)l->dim);
+        NAME(compress_keys)((uint8_t *)l->cold_keys + cold * size, l->key_scales + cold * BLOCK, l->keys, hot * size, (int)l->dim, kind);
         for (int i = 0; i < BLOCK; i++)
-            NAME(compress_values)((uint8_t *)l->cold_values + cold * size + i * l->dim, l->value_scales + cold * BLOCK + i,
-                                  l->values + hot * size + i * l->dim, (int)l->dim);
+            NAME(compress_values)((uint8_t *)l->cold_values + cold * size + i * l->dim, l->value_scales + cold * BLOCK + i, l->values,
+                                  hot * size + i * l->dim, (int)l->dim, kind);
     }
+}
+
+static void NAME(compress)(const struct layer *l, const int32_t *moves, int64_t begin, int64_t end) {
+    if (l->kind == FLOAT32) NAME(compress_all)(l, moves, begin, end, FLOAT32);
+    else if (l->kind == BFLOAT16) NAME(compress_all)(l, moves, begin, end, BFLOAT16);
+    else NAME(compress_all)(l, moves, begin, end, FLOAT16);
+}
+
+/* --- rows ----------------------------------------------------------------------------------------------------------------- */
+
+/* The sum of (x - offset)^2 of a row, or of x where `squared` is 0. */
+INLINE float NAME(sum_row)(const float *x, int64_t width, float offset, int squared) {
+    vec sums[PARTS] = {};
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES)
+        for (int part = 0; part < PARTS; part++) {
+            vec v = *(const vec *)(x + i + part * VEC) - offset;
+            sums[part] = squared ? NAME(fma)(v, v, sums[part]) : sums[part] + v;
+        }
+    for (int part = 0; i < width && part < PARTS; part++) {
+        int64_t left = width - i - part * VEC;
+        if (left <= 0) break;
+        float rest[VEC] = {};
+        for (int j = 0; j < VEC && j < left; j++) rest[j] = x[i + part * VEC + j] - offset;
+        vec v = *(const vec *)rest;
+        sums[part] = squared ? NAME(fma)(v, v, sums[part]) : sums[part] + v;
+    }
+    return NAME(add_lanes)(sums);
+}
+
+static void NAME(sum)(float *out, const float *x, int64_t rows, int64_t width) {
+    for (int64_t row = 0; row < rows; row++) out[row] = NAME(sum_row)(x + row * width, width, 0.0f, 0);
 }
 
 /* out = x / sqrt(mean(x^2) + eps) * weight, for each of `rows` rows of `width`. */
 static void NAME(rms_norm)(float *out, const float *x, const float *weight, int64_t rows, int64_t width, float eps) {
-    int64_t whole = width / LANES * LANES;
     for (int64_t row = 0; row < rows; row++, out += width, x += width) {
-        lanes sum = {};
-        for (int64_t i = 0; i < whole; i += LANES) {
-            lanes v = *(const lanes *)(x + i);
-            sum += v * v;
-        }
-        float squares = NAME(add_lanes)(sum);
-        for (int64_t i = whole; i < width; i++) squares += x[i] * x[i];
-        float scale = 1.0f / sqrtf(squares / (float)width + eps);
+        float scale = 1.0f / sqrtf(NAME(sum_row)(x, width, 0.0f, 1) / (float)width + eps);
         for (int64_t i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
     }
 }
@@ -297,20 +526,43 @@ static void NAME(add_rms_norm)(float *out, float *x, const float *delta, const f
     NAME(rms_norm)(out, x, weight, rows, width, eps);
 }
 
-/* out [rows, inner] = silu(gate) * up, of gate_up [rows, 2 * inner]; silu(x) = x / (1 + e^-x). */
+static void NAME(layer_norm)(float *out, const float *x, const float *weight, const float *bias, int64_t rows, int64_t width,
+                             float eps) {
+    for (int64_t row = 0; row < rows; row++, out += width, x += width) {
+        float mean = NAME(sum_row)(x, width, 0.0f, 0) / (float)width;
+        float scale = 1.0f / sqrtf(NAME(sum_row)(x, width, mean, 1) / (float)width + eps);
+        for (int64_t i = 0; i < width; i++) {
+            float y = (x[i] - mean) * scale;
+            if (weight) y = y * weight[i];
+            out[i] = bias ? y + bias[i] : y;
+        }
+    }
+}
+
+static void NAME(softmax)(float *out, const float *x, int64_t rows, int64_t width) {
+    for (int64_t row = 0; row < rows; row++, out += width, x += width) {
+        float peak = -INFINITY;
+        for (int64_t i = 0; i < width; i++) peak = x[i] > peak ? x[i] : peak;
+        vec total[PARTS] = {};
+        for (int64_t i = 0; i < width; i += VEC) {
+            vec e = NAME(exp)(NAME(load_some)(x, i, width - i, FLOAT32) - peak);
+            float some[VEC] = {};
+            NAME(store_some)(width - i < VEC ? some : out + i, e, width - i);
+            if (width - i < VEC) memcpy(out + i, some, sizeof(float) * (size_t)(width - i));
+            total[i / VEC % PARTS] += width - i < VEC ? *(const vec *)some : e;
+        }
+        float factor = 1.0f / NAME(add_lanes)(total);
+        for (int64_t i = 0; i < width; i++) out[i] *= factor;
+    }
+}
+
+/* out [rows, inner] = silu(gate) * up, of gate_up [rows, 2 * inner]. */
 static void NAME(silu_mul)(float *out, const float *gate_up, int64_t rows, int64_t inner) {
-    for (int64_t row = 0; row < rows; row++) {
+    for (int64_t row = 0; row < rows; row++, out += inner) {
         const float *gate = gate_up + row * 2 * inner, *up = gate + inner;
-        float *to = out + row * inner;
-        for (int64_t i = 0; i < inner; i += LANES) {
-            lanes g = {}, u = {};
-            int64_t count = inner - i < LANES ? inner - i : LANES;
-            memcpy(&g, gate + i, sizeof(float) * (size_t)count);
-            memcpy(&u, up + i, sizeof(float) * (size_t)count);
-            int_lanes negative = g < 0;
-            lanes e = NAME(exp_lanes)(SELECT(negative, g, -g));
-            lanes y = g * u * SELECT(negative, e, (lanes){} + 1.0f) / (1.0f + e);
-            memcpy(to + i, &y, sizeof(float) * (size_t)count);
+        for (int64_t i = 0; i < inner; i += VEC) {
+            vec g = NAME(load_some)(gate, i, inner - i, FLOAT32), u = NAME(load_some)(up, i, inner - i, FLOAT32);
+            NAME(store_some)(out + i, NAME(sigmoid_times)(g, g) * u, inner - i);
         }
     }
 }
@@ -337,42 +589,159 @@ static void NAME(rotate_all)(const struct rope *r) {
     }
 }
 
-/* `rows` rows of x times one panel of PANEL output features: every element is one running sum over the input features in
- * order, so it does not matter how many rows go together. */
-INLINE void NAME(linear_tile)(float *out, const float *x, const float *panel, const float *bias, int64_t in, int64_t stride,
-                              int64_t columns, int rows) {
-    lanes sums[ROWS][2] = {};
-    for (int64_t k = 0; k < in; k++, panel += PANEL) {
-        lanes low = *(const lanes *)panel, high = *(const lanes *)(panel + LANES);
+/* --- products ------------------------------------------------------------------------------------------------------------- */
+
+#define WIDTH (PANEL / VEC)
+
+/* `rows` rows of x times one panel of PANEL output features, whose rows are `step` apart: every element is one running sum over the input
+ * features in order, whatever the number of rows. */
+INLINE void NAME(panel_tile)(float *out, const float *x, const void *panel, int64_t step, const float *bias, int64_t in,
+                             int64_t stride, int64_t columns, int rows, enum kind kind) {
+    vec sums[ROWS][WIDTH] = {};
+    for (int64_t k = 0; k < in; k++) {
+        vec weights[WIDTH];
+        for (int w = 0; w < WIDTH; w++) weights[w] = NAME(load)(panel, k * step + w * VEC, kind);
         for (int r = 0; r < rows; r++) {
-            sums[r][0] += low * x[r * in + k];
-            sums[r][1] += high * x[r * in + k];
+            vec each = EVERY(x[r * in + k]);
+            for (int w = 0; w < WIDTH; w++) sums[r][w] = NAME(fma)(weights[w], each, sums[r][w]);
         }
     }
-    lanes added[2] = {};
+    float added[PANEL] = {};
     if (bias) memcpy(added, bias, sizeof(float) * (size_t)columns);
     for (int r = 0; r < rows; r++) {
-        lanes result[2] = {sums[r][0] + added[0], sums[r][1] + added[1]};
+        float result[PANEL];
+        for (int w = 0; w < WIDTH; w++) *(vec *)(result + w * VEC) = sums[r][w] + *(const vec *)(added + w * VEC);
         memcpy(out + r * stride, result, sizeof(float) * (size_t)columns);
     }
 }
 
-/* The panels begin..end of a product. */
-static void NAME(linear)(const struct linear *l, int64_t begin, int64_t end) {
+/* Multiply all rows by one panel. */
+INLINE void NAME(panel_rows)(float *out, const float *x, const void *panel, int64_t step, const float *bias, int64_t rows,
+                             int64_t in, int64_t stride, int64_t columns, enum kind kind) {
+#define TILE(count) NAME(panel_tile)(out + row * stride, x + row * in, panel, step, bias, in, stride, columns, count, kind), row += count
+    for (int64_t row = 0; row < rows;) { /* constant numbers of rows let the compiler keep the sums in registers */
+        int64_t left = rows - row;
+        if (left >= ROWS) TILE(ROWS);
+#if ROWS > 8
+        else if (left >= 8) TILE(8);
+#endif
+#if ROWS > 4
+        else if (left >= 4) TILE(4);
+#endif
+#if ROWS > 2
+        else if (left >= 2) TILE(2);
+#endif
+        else TILE(1);
+    }
+#undef TILE
+}
+
+/* Compute the panels begin..end of a product. */
+INLINE void NAME(linear_panels)(const struct linear *l, int64_t begin, int64_t end, enum kind kind) {
     for (int64_t p = begin; p < end; p++) {
-        const float *panel = l->panels + p * PANEL * l->in;
-        const float *bias = l->bias ? l->bias + p * PANEL : NULL;
+        const char *panel = (const char *)l->panels + p * PANEL * l->in * (kind == FLOAT32 ? 4 : 2);
         int64_t columns = l->out_features - p * PANEL < PANEL ? l->out_features - p * PANEL : PANEL;
-        for (int64_t row = 0; row < l->rows;) {
-            const float *x = l->x + row * l->in;
-            float *out = l->out + row * l->out_features + p * PANEL;
-            int64_t left = l->rows - row;
-            /* constant numbers of rows let the compiler keep the sums in registers */
-            if (left >= ROWS) NAME(linear_tile)(out, x, panel, bias, l->in, l->out_features, columns, ROWS), row += ROWS;
-            else if (left >= 8) NAME(linear_tile)(out, x, panel, bias, l->in, l->out_features, columns, 8), row += 8;
-            else if (left >= 4) NAME(linear_tile)(out, x, panel, bias, l->in, l->out_features, columns, 4), row += 4;
-            else if (left >= 2) NAME(linear_tile)(out, x, panel, bias, l->in, l->out_features, columns, 2), row += 2;
-            else NAME(linear_tile)(out, x, panel, bias, l->in, l->out_features, columns, 1), row += 1;
+        NAME(panel_rows)(l->out + p * PANEL, l->x, panel, PANEL, l->bias ? l->bias + p * PANEL : NULL, l->rows, l->in,
+                         l->out_features, columns, kind);
+    }
+}
+
+static void NAME(linear)(const struct linear *l, int64_t begin, int64_t end) {
+    if (l->kind == FLOAT32) NAME(linear_panels)(l, begin, end, FLOAT32);
+    else if (l->kind == BFLOAT16) NAME(linear_panels)(l, begin, end, BFLOAT16);
+    else NAME(linear_panels)(l, begin, end, FLOAT16);
+}
+
+/* `rows` rows of x times `outputs` rows of a matrix with `step` between them: every element is a sum over the input features in LANES
+ * partial sums. */
+INLINE void NAME(dot_tile)(float *out, const float *x, const void *weight, int64_t at, int64_t step, int64_t in, int64_t stride,
+                           int rows, int outputs, enum kind kind) {
+    vec sums[DOT_ROWS][DOT_OUTPUTS][PARTS] = {};
+    int64_t k = 0;
+    for (; k + LANES <= in; k += LANES)
+        for (int part = 0; part < PARTS; part++)
+            for (int o = 0; o < outputs; o++) {
+                vec w = NAME(load)(weight, at + o * step + k + part * VEC, kind);
+                for (int r = 0; r < rows; r++)
+                    sums[r][o][part] = NAME(fma)(w, *(const vec *)(x + r * in + k + part * VEC), sums[r][o][part]);
+            }
+    for (int part = 0; part < PARTS; part++) {
+        int64_t i = k + part * VEC;
+        if (i < in)
+            for (int o = 0; o < outputs; o++) {
+                vec w = NAME(load_some)(weight, at + o * step + i, in - i, kind);
+                for (int r = 0; r < rows; r++)
+                    sums[r][o][part] = NAME(fma)(w, NAME(load_some)(x, r * in + i, in - i, FLOAT32), sums[r][o][part]);
+            }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int o = 0; o < outputs; o++) out[r * stride + o] = NAME(add_lanes)(sums[r][o]);
+}
+
+/* Multiply all rows of x by outputs begin..end of one matrix whose input features are adjacent. */
+INLINE void NAME(dot_rows)(const struct product *p, float *out, const float *x, int64_t at, int64_t begin, int64_t end,
+                           enum kind kind) {
+#define TILE(rows, outputs)                                                                                                    \
+    NAME(dot_tile)(out + row * p->out_features + o, x + row * p->in, p->weight, at + o * p->w_out_stride, p->w_out_stride, p->in,  \
+                   p->out_features, rows, outputs, kind)
+    for (int64_t o = begin; o < end;) {
+        int64_t outputs = end - o >= DOT_OUTPUTS ? DOT_OUTPUTS : 1, row = 0;
+        for (; row + DOT_ROWS <= p->rows; row += DOT_ROWS)
+            if (outputs == 1) TILE(DOT_ROWS, 1);
+            else TILE(DOT_ROWS, DOT_OUTPUTS);
+        for (; row < p->rows; row++)
+            if (outputs == 1) TILE(1, 1);
+            else TILE(1, DOT_OUTPUTS);
+        o += outputs;
+    }
+#undef TILE
+}
+
+/* Compute the items begin..end of a product; an item is PANEL outputs of one element of the batch. */
+INLINE void NAME(multiply_items)(const struct product *p, float *scratch, int64_t begin, int64_t end, enum kind kind) {
+    int64_t panels = (p->out_features + PANEL - 1) / PANEL;
+    for (int64_t item = begin; item < end; item++) {
+        int64_t each = item / panels, first = item % panels * PANEL;
+        int64_t columns = p->out_features - first < PANEL ? p->out_features - first : PANEL;
+        float *out = p->out + each * p->rows * p->out_features;
+        const float *x = p->x + each * p->rows * p->in;
+        int64_t at = each * p->w_batch_stride;
+        if (p->w_in_stride == 1) {
+            NAME(dot_rows)(p, out, x, at, first, first + columns, kind);
+        } else if (columns == PANEL) {
+            const char *panel = (const char *)p->weight + (at + first) * (kind == FLOAT32 ? 4 : 2);
+            NAME(panel_rows)(out + first, x, panel, p->w_in_stride, NULL, p->rows, p->in, p->out_features, columns, kind);
+        } else {
+            for (int64_t k = 0; k < p->in; k++)
+                for (int w = 0; w < PANEL; w += VEC)
+                    *(vec *)(scratch + k * PANEL + w) =
+                        NAME(load_some)(p->weight, at + k * p->w_in_stride + first + w, columns - w, kind);
+            NAME(panel_rows)(out + first, x, scratch, PANEL, NULL, p->rows, p->in, p->out_features, columns, FLOAT32);
         }
     }
 }
+
+static void NAME(multiply)(const struct product *p, float *scratch, int64_t begin, int64_t end) {
+    if (p->kind == FLOAT32) NAME(multiply_items)(p, scratch, begin, end, FLOAT32);
+    else if (p->kind == BFLOAT16) NAME(multiply_items)(p, scratch, begin, end, BFLOAT16);
+    else NAME(multiply_items)(p, scratch, begin, end, FLOAT16);
+}
+
+#undef vec
+#undef int_vec
+#undef ushort_vec
+#undef byte_vec
+#undef float_vec
+#undef short_vec
+#undef PARTS
+#undef SELECT
+#undef EVERY
+#undef WIDTH
+#undef NAME
+#undef VEC
+#undef ROWS
+#undef DOT_ROWS
+#undef DOT_OUTPUTS
+#undef COLUMNS
+#undef FUSED
+#undef HALVES

@@ -1,4 +1,4 @@
-"""Where the Triton kernels run. Triton itself is loaded only there."""
+"""Decides whether the Triton kernels can run. Does not load Triton."""
 
 import logging
 import os
@@ -19,11 +19,11 @@ _WORD = 4
 def usable(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernels can serve a model of this type with heads of this width on this device."""
     fits = device.type == "cuda" and dtype in _TYPES and head_dim % _WORD == 0 and head_dim <= _WIDEST
-    return fits and _can_build()
+    return fits and can_build()
 
 
 @cache
-def _can_build() -> bool:
+def can_build() -> bool:
     """Whether Triton is installed, and finds a compiler for the C code by which it launches kernels."""
     if find_spec("triton") is None:
         return False

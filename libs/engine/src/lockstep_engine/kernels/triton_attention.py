@@ -16,26 +16,26 @@ import torch
 import triton
 import triton.language as tl
 
-from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kernels import triton_fp8
 from lockstep_engine.kernels.triton_fp8 import decode
-from lockstep_engine.kernels.twins import Paged, Scoring
-from lockstep_engine.kv_cache import LayerCache
+from lockstep_engine.layer_cache import LayerCache
+from lockstep_engine.scoring import Scoring
 
 _BLOCK = tl.constexpr(BLOCK_SIZE)
 _LOG2E = tl.constexpr(1.4426950408889634)
 MOST_SPLITS = 64
-"""A power of two."""
+"""Most programs that share a tile's keys; a power of two."""
 _PROGRAMS_A_PROCESSOR = 4
-"""Of the decode kernel: enough of them to hide each other's waits for memory."""
+"""Programs of the decode kernel on a multiprocessor: enough to hide each other's waits for memory."""
 
 
 @triton.jit
 def _load_tile(keys, values, pieces, slots, d, held, seen, dim: tl.constexpr, padded: tl.constexpr):
     """Keys [dim_pad, n] and values [n, dim_pad] of slots [n] in pieces [n] (a head's part of a block).
 
-    Keys of whole blocks that are `held`, so that 16 of them come in one access; the scores of those that are not to be
-    seen are put aside later. Values only where `seen`: a weight of 0 does not hide what is not a number.
+    Keys are read for whole blocks that are `held`, so that one access reads 16 of them; scores of keys that are not
+    visible are masked later. Values are read only where `seen`: a weight of 0 does not hide a NaN.
     """
     key_held, value_seen = held[None, :], seen[:, None]
     if padded:
@@ -51,7 +51,7 @@ def _load_tile(keys, values, pieces, slots, d, held, seen, dim: tl.constexpr, pa
 
 @triton.jit
 def _load_words(keys, values, key_pieces, key_held, pieces, slots, held, dim: tl.constexpr, dim_pad: tl.constexpr):
-    """The same from fp8 blocks, as words of four: keys [dim_pad, n / 4], values [n, dim_pad / 4]."""
+    """The same for fp8 blocks, as words of four codes: keys [dim_pad, n / 4], values [n, dim_pad / 4]."""
     d = tl.arange(0, dim_pad)
     word = tl.arange(0, dim_pad // 4)
     key_word = tl.arange(0, key_pieces.shape[0]) % (_BLOCK // 4)
@@ -69,7 +69,7 @@ def _load_words(keys, values, key_pieces, key_held, pieces, slots, held, dim: tl
 
 @triton.jit
 def _fold(acc, peak, total, scores, visible, v, v_scales, scaled: tl.constexpr):
-    """One tile of keys into the online softmax (Milakov and Gimelshein 2018); scores are in units of log 2."""
+    """Add one tile of keys to the online softmax (Milakov and Gimelshein 2018); scores are in units of log 2."""
     scores = tl.where(visible, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -78,7 +78,7 @@ def _fold(acc, peak, total, scores, visible, v, v_scales, scaled: tl.constexpr):
     total = total * shrink + tl.sum(weights, 1)
     acc = acc * shrink[:, None]
     if scaled:
-        # The largest scale stays outside, or half precision would lose the weights of small values.
+        # The largest scale is multiplied last: in half precision the weights of small values would be lost.
         most = tl.maximum(tl.max(v_scales, 0), 1e-37)
         weights = weights * (v_scales / most)[None, :]
         acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee") * most
@@ -90,7 +90,7 @@ def _fold(acc, peak, total, scores, visible, v, v_scales, scaled: tl.constexpr):
 @triton.jit
 def _score(q, k, key_scales, keys_at, bias, bias_row, visible, scale, soft_cap, scaled: tl.constexpr,
            capped: tl.constexpr, biased: tl.constexpr):  # fmt: skip
-    """Scores [m, n] of queries and keys in units of log 2; `scale` is in these units unless something follows it."""
+    """Scores [m, n] of queries and keys in units of log 2; `scale` is in these units unless `capped` or `biased`."""
     scores = tl.dot(q, k, input_precision="ieee") * scale
     if scaled:
         scores = scores * key_scales[None, :]
@@ -103,16 +103,16 @@ def _score(q, k, key_scales, keys_at, bias, bias_row, visible, scale, soft_cap, 
     return scores
 
 
-@triton.jit(do_not_specialize=["hot_blocks", "cold_blocks", "width", "window", "sink_blocks", "hot_window",
+@triton.jit(do_not_specialize=["hot_blocks", "cold_blocks", "width", "window", "sink_blocks", "hot_blocks_before",
                                "bias_stride", "splits"])  # fmt: skip
-def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: what is apart in it costs registers
+def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would cost registers
     out, partial, stats,
     q, q_head_stride, q_token_stride,
     keys, values, hot_blocks,
     cold_keys, cold_values, key_scales, value_scales, cold_blocks,
     tables, hot_tables, width, tile_sequences, tile_firsts, starts, lengths, rows,
     bias, bias_stride, sinks,
-    scale, soft_cap, window, sink_blocks, hot_window, splits,
+    scale, soft_cap, window, sink_blocks, hot_blocks_before, splits,
     per_head: tl.constexpr, dim: tl.constexpr, dim_pad: tl.constexpr,
     block_m: tl.constexpr, block_q: tl.constexpr, block_n: tl.constexpr, split_up: tl.constexpr,
     windowed: tl.constexpr, capped: tl.constexpr, biased: tl.constexpr, sunk: tl.constexpr,
@@ -136,8 +136,8 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: what is apart in it c
     q_at = row[:, None] * q_token_stride + head[:, None] * q_head_stride + d[None, :]
     queries = tl.load(q + q_at, mask=inside, other=0.0)
 
-    # Which keys: [begin, end), of which blocks [sink_blocks, cold_end) are seen cold by some query of the tile and
-    # those before sink_blocks or from hot_begin on are seen hot by some.
+    # The tile's keys are [begin, end). Some query of the tile sees blocks [sink_blocks, cold_end) cold; some query sees
+    # blocks before sink_blocks and from hot_begin on hot.
     first_position = start + first
     end = start + tl.minimum(first + block_q, length)
     begin = tl.maximum(first_position - window + 1, 0) if windowed else 0
@@ -147,8 +147,8 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: what is apart in it c
     end_tile = (end + block_n - 1) // block_n
     cold_tile, cold_tiles, hot_tile, sink_tiles, cold_end, hot_begin = 0, 0, first_tile, 0, 0, 0
     if compressed:
-        cold_end = tl.maximum((end - 1) // _BLOCK - hot_window, 0)
-        hot_begin = tl.maximum(first_position // _BLOCK - hot_window, 0)
+        cold_end = tl.maximum((end - 1) // _BLOCK - hot_blocks_before, 0)
+        hot_begin = tl.maximum(first_position // _BLOCK - hot_blocks_before, 0)
         cold_tile = tl.maximum(begin, sink_blocks * _BLOCK) // block_n
         cold_tiles = tl.maximum((cold_end * _BLOCK + block_n - 1) // block_n - cold_tile, 0)
         if hot_begin > sink_blocks:
@@ -175,7 +175,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: what is apart in it c
     if compressed:
         cold_queries, cold_scale = queries, tl.full((block_m, 1), scale, tl.float32)
         if scaled and queries.dtype != tl.float32:
-            # GPUs turn fp8 into float16 much faster than into bfloat16; queries are scaled into its range.
+            # GPUs convert fp8 to float16 much faster than to bfloat16; queries are scaled into float16's range.
             wide = queries.to(tl.float32)
             largest = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)[:, None]
             cold_queries, cold_scale = (wide / largest).to(tl.float16), largest * scale
@@ -199,7 +199,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: what is apart in it c
             else:
                 k, v = _load_tile(cold_keys, cold_values, pieces, slots, d, held, held, dim, dim_pad > dim)
             visible = valid[:, None] & held[None, :]
-            visible = visible & (block[None, :] < (position // _BLOCK - hot_window)[:, None])
+            visible = visible & (block[None, :] < (position // _BLOCK - hot_blocks_before)[:, None])
             if windowed:
                 visible = visible & (at[None, :] > (position - window)[:, None])
             scores = _score(
@@ -221,7 +221,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: what is apart in it c
         k, v = _load_tile(keys, values, pieces, slots, d, held, seen, dim, dim_pad > dim)
         visible = valid[:, None] & seen[None, :] & (at[None, :] <= position[:, None])
         if compressed:
-            recent = block[None, :] >= (position // _BLOCK - hot_window)[:, None]
+            recent = block[None, :] >= (position // _BLOCK - hot_blocks_before)[:, None]
             visible = visible & (recent | (block < sink_blocks)[None, :])
         if windowed:
             visible = visible & (at[None, :] > (position - window)[:, None])
@@ -278,25 +278,55 @@ def _reduce(
 
 
 @dataclass(frozen=True)
+class Paged:
+    """A step's sequences and where their blocks are: int32 tensors on the cache's device."""
+
+    tables: torch.Tensor
+    """[sequences, width]: blocks in order of position, each in the version that the last query of its sequence sees:
+    ids below the layer's number of hot blocks are hot, those from it on cold; -1: unused."""
+    hot_tables: torch.Tensor
+    """[sequences, width]: the hot version of blocks that some query of the step sees hot. `tables` itself in a step
+    whose sequences have one query each."""
+    starts: torch.Tensor
+    """[sequences]: position of the first query; -1: a padding row, which sees nothing."""
+    lengths: torch.Tensor
+    """[sequences]: number of queries."""
+    rows: torch.Tensor
+    """[sequences]: row of the first query among the step's tokens."""
+    hot_window: HotWindow | None = None
+    """Decides which blocks a query sees cold; None: no block."""
+
+    @property
+    def sink(self) -> int:
+        """Blocks that every query sees hot."""
+        return 0 if self.hot_window is None else self.hot_window.sink
+
+    @property
+    def hot_blocks_before(self) -> int:
+        """A query in block q sees block b cold if b is no sink and q - b is greater than this."""
+        return 2**30 if self.hot_window is None else self.hot_window.size
+
+
+@dataclass(frozen=True)
 class Tiles:
-    """Tiles of queries on the device: each some successive queries of a sequence."""
+    """Tiles of queries, as tensors on the device. A tile holds successive queries of one sequence."""
 
     sequences: torch.Tensor
-    """[tiles], int32."""
+    """[tiles], int32: the sequence of each tile."""
     firsts: torch.Tensor
-    """[tiles], int32: the first query, counted from the sequence's first of the step."""
+    """[tiles], int32: the first query of each tile, counted from the sequence's first query of the step."""
     queries: int
-    """A tile has this many at most."""
+    """Most queries of a tile."""
     splits: int = 1
     """Programs that share a tile's keys."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a program works: what is tuned, and changes no result beyond rounding."""
+    """Tuning parameters of a program. They change no result beyond rounding."""
 
     keys: int
-    """In a tile; a multiple of 16."""
+    """Keys in a tile; a multiple of 16."""
     warps: int
     stages: int
 
@@ -310,7 +340,7 @@ def attend(
     out: torch.Tensor,
     shape: Shape | None = None,
 ) -> None:
-    """Attention of the queries in `tiles` over their sequences' cached keys and values; twin: `twins.attend`.
+    """Attention of the queries in `tiles` over their sequences' cached keys and values; its twin is `tests/twins.py`.
 
     Args:
         queries: [heads, tokens, dim], last stride 1; heads is a multiple of the layer's kv heads. float16, bfloat16 or
@@ -320,9 +350,9 @@ def attend(
             type without.
         paged: the step's sequences.
         scoring: `bias` and `sinks` float32.
-        tiles: which queries.
+        tiles: the queries to compute.
         out: [tokens, heads, dim], contiguous, of the queries' type; rows of other queries are left alone.
-        shape: None: the one for these types and widths.
+        shape: None: chosen by types and widths.
 
     Raises:
         ValueError: a shape, type or layout is not as above.
@@ -357,7 +387,7 @@ def attend(
         stats if scoring.bias is None else scoring.bias, 0 if scoring.bias is None else scoring.bias.shape[1],
         stats if scoring.sinks is None else scoring.sinks,
         scoring.scale * _LOG2E.value if plain else scoring.scale, scoring.soft_cap or 0.0, scoring.window or 0,
-        paged.sink, paged.hot_window, splits,
+        paged.sink, paged.hot_blocks_before, splits,
         per_head=per_head, dim=dim, dim_pad=dim_pad,
         block_m=block_m, block_q=tiles.queries, block_n=shape.keys, split_up=splits > 1,
         windowed=scoring.window is not None, capped=scoring.soft_cap is not None, biased=scoring.bias is not None,
@@ -374,27 +404,28 @@ def attend(
 
 
 def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype) -> Shape:
-    """What fits the registers and shared memory of GPUs since Ampere."""
+    """A shape that fits the registers and shared memory of GPUs since Ampere."""
     if dtype is torch.float32:
         return Shape(keys=32 if dim_pad <= 128 else 16, warps=4, stages=1)
-    if block_m <= 32:  # decode: as many bytes on their way as possible
+    if block_m <= 32:  # decode: as many bytes in flight as possible
         return Shape(keys=128 if dim_pad <= 128 else 64, warps=4, stages=2)
     return Shape(keys=64 if dim_pad <= 128 else 32, warps=8 if block_m > 64 or dim_pad > 128 else 4, stages=2)
 
 
 def queries_a_tile(per_head: int, dim: int, dtype: torch.dtype) -> int:
-    """Successive queries of a sequence that share a program in prefill; each has `per_head` heads in it."""
+    """Successive queries of a sequence that share a program in prefill; each has `per_head` query heads there."""
     rows = 16 if dtype is torch.float32 else 128 if dim <= 128 else 64
     return max(1, rows // per_head)
 
 
 def splits_for(tiles: int, kv_heads: int, device: torch.device) -> int:
     """Over how many programs a decoding sequence's keys are split, so that they fill the GPU."""
-    return max(1, min(MOST_SPLITS, _PROGRAMS_A_PROCESSOR * _processors(device) // (tiles * kv_heads)))
+    return max(1, min(MOST_SPLITS, _PROGRAMS_A_PROCESSOR * processors(device) // (tiles * kv_heads)))
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

@@ -1,5 +1,5 @@
-"""Cold blocks out of hot ones, in Triton: e4m3 codes and a scale for each token and head. Bit for bit what
-`kv_cache.quantize` makes.
+"""Makes cold blocks of hot ones, in Triton: e4m3 codes and a scale for each token and head, with the same bits as
+`layer_cache.quantize`.
 """
 
 import torch
@@ -9,7 +9,7 @@ import triton.language as tl
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.kernels import triton_fp8
 from lockstep_engine.kernels.triton_fp8 import encode
-from lockstep_engine.kv_cache import LayerCache
+from lockstep_engine.layer_cache import LayerCache
 
 _BLOCK = tl.constexpr(BLOCK_SIZE)
 
@@ -48,7 +48,7 @@ def _compress(
 
 
 def compress(layer: LayerCache, moves: torch.Tensor) -> None:
-    """Make cold blocks of full hot ones; twin: `KvCache.compress`.
+    """Make cold blocks of full hot ones. Its twin is `layer_cache.compress`.
 
     Args:
         layer: hot keys [kv heads, blocks, dim, 16] and values [kv heads, blocks, 16, dim] in float16, bfloat16 or

@@ -15,7 +15,7 @@ _NATIVE_FROM = 89
 
 @cache
 def native() -> bool:
-    """Whether the GPU at hand converts fp8 e4m3 itself."""
+    """Whether this machine's GPU converts fp8 e4m3 itself."""
     return not triton.knobs.runtime.interpret and triton.runtime.driver.active.get_current_target().arch >= _NATIVE_FROM
 
 
@@ -23,7 +23,7 @@ def native() -> bool:
 def decode(words, dtype: tl.constexpr, native: tl.constexpr):
     """int32 words of four codes each, [m, n], to numbers of `dtype`, [m, 4 * n] (exact in float16 and float32).
 
-    Words, because single bytes would go to the matrix units' layout as bytes, one at a time.
+    Words are read, because single bytes would be moved to the matrix units' layout one at a time.
     """
     if native:
         first, second, third, fourth = tl.inline_asm_elementwise(
@@ -50,7 +50,9 @@ def decode(words, dtype: tl.constexpr, native: tl.constexpr):
 
 @triton.jit
 def _half(words):
-    """The lowest byte: sign, 4 bits of exponent and 3 of mantissa, put where float16 has them (its bias is 8 more)."""
+    """The lowest byte as float16: sign, 4 bits of exponent and 3 of mantissa are moved to float16's fields, whose bias
+    is 8 more.
+    """
     bits = ((words & 0x80) << 8) | ((words & 0x7F) << 7)
     return bits.to(tl.uint16).to(tl.float16, bitcast=True) * 256.0
 

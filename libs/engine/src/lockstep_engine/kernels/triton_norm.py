@@ -1,4 +1,4 @@
-"""Root mean square norm with the residual added on the way, in Triton: one program a row."""
+"""Root mean square norm that first adds to the residual, in Triton: one program for each row."""
 
 import torch
 import triton

@@ -1,5 +1,5 @@
-"""Keys and values into the hot blocks of the paged cache, in Triton; with rotary positions before that, from a layer's
-merged projections, when nothing else stands between.
+"""Stores keys and values in the hot blocks of the paged cache, in Triton. One kernel takes them from a layer's merged
+projections and rotates queries and keys first.
 """
 
 import torch
@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 
 from lockstep_engine.config import BLOCK_SIZE
-from lockstep_engine.kv_cache import LayerCache
+from lockstep_engine.layer_cache import LayerCache
 
 _BLOCK = tl.constexpr(BLOCK_SIZE)
 _HEADS = 8
-"""That a program rotates."""
+"""Heads that one program rotates."""
 
 
 @triton.jit(do_not_specialize=["hot_blocks"])
@@ -36,7 +36,7 @@ def _store(
 def _put(
     x, d, qkv, qkv_at, keys, values, piece, offset, is_query, is_key, is_value, dim: tl.constexpr, inside
 ):  # fmt: skip
-    """Components d of rows of heads to where they belong."""
+    """Store components d of rows of heads: queries in place, keys and values in the cache."""
     tl.store(qkv + qkv_at + d, x, mask=inside & is_query)
     tl.store(keys + piece + d * _BLOCK + offset, x, mask=inside & is_key)
     tl.store(values + piece + offset * dim + d, x, mask=inside & is_value)
@@ -53,7 +53,7 @@ def _rotate_store(
     head = (tl.program_id(1) * block_h + tl.arange(0, block_h))[:, None]
     known = head < heads + 2 * kv_heads
     is_query = head < heads
-    turns = head < heads + kv_heads
+    is_rotated = head < heads + kv_heads
     qkv_at = token * ((heads + 2 * kv_heads) * dim) + head * dim
     half: tl.constexpr = rotated // 2
     d = tl.arange(0, half_pad)[None, :]
@@ -65,29 +65,33 @@ def _rotate_store(
     rest = tl.load(qkv + qkv_at + rest_d, mask=rest_inside, other=0.0).to(tl.float32)
     if normed:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1) + tl.sum(rest * rest, 1)
-        factor = tl.where(turns, tl.rsqrt(squares / dim + eps)[:, None], 1.0)
-        first = _normed(first, factor, q_norm, k_norm, d, is_query, turns & (d < half), qkv.dtype.element_ty)
-        second = _normed(second, factor, q_norm, k_norm, half + d, is_query, turns & (d < half), qkv.dtype.element_ty)
-        rest = _normed(rest, factor, q_norm, k_norm, rest_d, is_query, turns & (rest_d < dim), qkv.dtype.element_ty)
+        factor = tl.where(is_rotated, tl.rsqrt(squares / dim + eps)[:, None], 1.0)
+        first = _normed(first, factor, q_norm, k_norm, d, is_query, is_rotated & (d < half), qkv.dtype.element_ty)
+        second = _normed(
+            second, factor, q_norm, k_norm, half + d, is_query, is_rotated & (d < half), qkv.dtype.element_ty
+        )
+        rest = _normed(
+            rest, factor, q_norm, k_norm, rest_d, is_query, is_rotated & (rest_d < dim), qkv.dtype.element_ty
+        )
     angles = token * rotated + d
-    # A value is turned by no angle.
-    cos_first = tl.load(cosine + angles, mask=(d < half) & turns, other=1.0).to(tl.float32)
-    cos_second = tl.load(cosine + angles + half, mask=(d < half) & turns, other=1.0).to(tl.float32)
-    sin_first = tl.load(sine + angles, mask=(d < half) & turns, other=0.0).to(tl.float32)
-    sin_second = tl.load(sine + angles + half, mask=(d < half) & turns, other=0.0).to(tl.float32)
+    # Values are not rotated.
+    cos_first = tl.load(cosine + angles, mask=(d < half) & is_rotated, other=1.0).to(tl.float32)
+    cos_second = tl.load(cosine + angles + half, mask=(d < half) & is_rotated, other=1.0).to(tl.float32)
+    sin_first = tl.load(sine + angles, mask=(d < half) & is_rotated, other=0.0).to(tl.float32)
+    sin_second = tl.load(sine + angles + half, mask=(d < half) & is_rotated, other=0.0).to(tl.float32)
     slot = tl.load(slots + token)
     kept = slot >= 0
     slot = tl.maximum(slot, 0)
-    kv_head = tl.where(turns, head - heads, head - heads - kv_heads)
+    kv_head = tl.where(is_rotated, head - heads, head - heads - kv_heads)
     piece = (kv_head.to(tl.int64) * hot_blocks + slot // _BLOCK) * (_BLOCK * dim)
     offset = slot % _BLOCK
-    is_key = turns & (head >= heads) & kept
+    is_key = is_rotated & (head >= heads) & kept
     is_value = known & (head >= heads + kv_heads) & kept
     dtype = qkv.dtype.element_ty
-    turned_first = (first * cos_first - second * sin_first).to(dtype)
-    turned_second = (second * cos_second + first * sin_second).to(dtype)
-    _put(turned_first, d, qkv, qkv_at, keys, values, piece, offset, is_query, is_key, is_value, dim, inside)
-    _put(turned_second, half + d, qkv, qkv_at, keys, values, piece, offset, is_query, is_key, is_value, dim,
+    rotated_first = (first * cos_first - second * sin_first).to(dtype)
+    rotated_second = (second * cos_second + first * sin_second).to(dtype)
+    _put(rotated_first, d, qkv, qkv_at, keys, values, piece, offset, is_query, is_key, is_value, dim, inside)
+    _put(rotated_second, half + d, qkv, qkv_at, keys, values, piece, offset, is_query, is_key, is_value, dim,
          inside)  # fmt: skip
     if rotated < dim:
         _put(rest.to(dtype), rest_d, qkv, qkv_at, keys, values, piece, offset, is_query, is_key, is_value, dim,
@@ -102,7 +106,7 @@ def _normed(x, factor, q_norm, k_norm, d, is_query, inside, dtype: tl.constexpr)
 
 
 def store(layer: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Put the step's keys and values into hot blocks; twin: `KvCache.store`.
+    """Put the step's keys and values into hot blocks. Its twin is `KvCache.store`.
 
     Args:
         layer: keys [kv heads, blocks, dim, 16], values [kv heads, blocks, 16, dim], contiguous.
@@ -139,17 +143,17 @@ def rotate_store(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Turn queries in place by their positions, keys on their way into hot blocks, and store values beside them;
-    twins: `twins.rotate` and `KvCache.store`.
+    """Rotate queries in place, and store rotated keys and values in hot blocks. Its twins are `rotate` in
+    `tests/twins.py` and `KvCache.store`.
 
     Args:
         layer: as for `store`.
-        qkv: [tokens, (heads + 2 * kv heads) * dim], contiguous: queries, keys, values. Its keys stay as they are.
-        cosine, sine: [tokens, rotated], contiguous; the first `rotated` (even) components turn, by halves.
+        qkv: [tokens, (heads + 2 * kv heads) * dim], contiguous: queries, keys, values. Its keys do not change.
+        cosine, sine: [tokens, rotated], contiguous; the first `rotated` (even) components are rotated, by halves.
         slots: as for `store`.
-        heads: of the queries.
-        norms: weights [dim] of the norms of queries and keys before they turn, or None.
-        eps: of these norms.
+        heads: number of query heads.
+        norms: weights [dim] of the norms of queries and keys before they are rotated, or None.
+        eps: added to the mean of squares in these norms.
 
     Raises:
         ValueError: a shape, type or layout is not as above.

@@ -1,7 +1,7 @@
-"""The workers behind Kubernetes Services: the EndpointSlices with a label, listed and then watched.
+"""Worker addresses from Kubernetes: the EndpointSlices with a label are listed and then watched.
 
-Not-ready and terminating endpoints count: what a worker can do, it says itself. Each endpoint brings the name of its
-pod, which has to be the worker's id, so that another pod that got a dead one's address is not taken for it.
+Endpoints that are not ready or terminating are included, because each worker reports its own state. An endpoint
+carries its pod's name, which must be the worker's id: addresses are reused by other pods.
 """
 
 import asyncio
@@ -12,32 +12,32 @@ from typing import Any
 
 from kubernetes.aio.client import ApiClient, DiscoveryV1Api
 from lockstep_common import kubernetes_api
+from lockstep_common.address import join_host_port
 from lockstep_common.kubernetes_api import KubernetesError
 
-from lockstep_router.discovery.dns import Dns, join_host_port
-from lockstep_router.discovery.found import Found
-from lockstep_router.discovery.report import Report
+from lockstep_router.discovery.dns import Dns
+from lockstep_router.discovery.report import Report, WorkerAddress
 
 logger = logging.getLogger("lockstep.router")
 
 PORT_NAME = "grpc"
-"""Of the Service's port; a slice with one port alone needs no name."""
+"""Name of the Service's port for gRPC. A slice with a single port needs no name."""
 
 _WATCH_MARGIN_S = 5.0
 _GONE = 410
-_DEFECT = "an answer makes no sense, or this code does not"
+_DEFECT = "an answer could not be understood"
 
 
 class EndpointSlices:
     """Follows the EndpointSlices of one namespace.
 
     Args:
-        namespace: theirs.
-        selector: their labels.
-        resync_s: a watch lasts no longer; then everything is listed again, whatever has been missed.
-        deadline_s: for the answer to a list.
-        backoff_initial_s, backoff_max_s: the pauses after failures; they double, and are spread by half.
-        fallback: asked while the API server has never answered yet.
+        namespace: the namespace of the EndpointSlices.
+        selector: the label selector of the EndpointSlices.
+        resync_s: longest duration of a watch; then everything is listed again, which repairs missed events.
+        deadline_s: time limit for the answer to a list.
+        backoff_initial_s, backoff_max_s: pause after a failure; it doubles, with 50 % jitter.
+        fallback: used until the API server has answered once.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class EndpointSlices:
         try:
             while True:
                 began_at = loop.time()
-                went_well = await self._turn(report)
+                succeeded = await self._turn(report)
                 lasted_s = loop.time() - began_at
-                if lasted_s > self._backoff_max_s or (went_well and lasted_s > pause_s):
+                if lasted_s > self._backoff_max_s or (succeeded and lasted_s > pause_s):
                     pause_s = self._backoff_initial_s
-                    if went_well:
+                    if succeeded:
                         continue
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._backoff_max_s)
@@ -79,10 +79,10 @@ class EndpointSlices:
             await self._disconnect()
 
     async def _turn(self, report: Report) -> bool:
-        """One list and one watch; whether both went well."""
+        """One list and one watch; returns whether both succeeded."""
         try:
             slices, version = await self._list()
-            report.found(workers_of(slices.values()))
+            report.update(workers_of(slices.values()))
             self._fallback = None
             return await self._watch(slices, version, report)
         except KubernetesError as error:
@@ -105,9 +105,9 @@ class EndpointSlices:
         return slices, listed["metadata"]["resourceVersion"]
 
     async def _watch(self, slices: dict[str, dict[str, Any]], version: str, report: Report) -> bool:
-        """Follow the changes since a version; whether the watch ended as a watch should.
+        """Follow the changes since a version; returns whether the watch ended normally.
 
-        That one breaks is no failure of the discovery: whether there is one, the next list tells.
+        A broken watch does not count as a failure of the discovery. If the API server fails, the next list fails too.
         """
         assert self._client is not None
         deadline_s = self._resync_s + _WATCH_MARGIN_S
@@ -120,28 +120,28 @@ class EndpointSlices:
             timeout_seconds=self._resync_s,
             _request_timeout=deadline_s,
         )
-        stands = False
+        is_open = False
         try:
             async for event in kubernetes_api.events(call, deadline_s):
-                stands = True
-                report.working()
+                is_open = True
+                report.succeed()
                 _apply(event, slices)
-                report.found(workers_of(slices.values()))
+                report.update(workers_of(slices.values()))
         except KubernetesError as error:
-            if not stands and error.status != _GONE:
+            if not is_open and error.status != _GONE:
                 raise
             logger.debug("watch broken", extra={"problem": str(error)})
             return False
         return True
 
     async def _note(self, problem: str, report: Report) -> None:
-        report.failed(problem)
-        # Certificates and tokens may be the reason, so they are read anew.
+        report.fail(problem)
+        # Certificates or tokens may be out of date: the next connection reads them again.
         await self._disconnect()
         if self._fallback is not None:
             workers, _ = await self._fallback.resolve()
             if workers:
-                report.suppose(workers)
+                report.update_partially(workers)
 
     async def _disconnect(self) -> None:
         client, self._client = self._client, None
@@ -157,20 +157,20 @@ def _apply(event: dict[str, Any], slices: dict[str, dict[str, Any]]) -> None:
             slices.pop(event["object"]["metadata"]["name"], None)
 
 
-def workers_of(slices: Iterable[dict[str, Any]]) -> frozenset[Found]:
+def workers_of(slices: Iterable[dict[str, Any]]) -> frozenset[WorkerAddress]:
     """The workers in EndpointSlices (discovery.k8s.io/v1, as JSON).
 
-    A pod of a dual-stack Service is in a slice of each address family: one address is enough, IPv4 before IPv6.
+    A pod of a dual-stack Service is in one slice of each address family. One address is used, IPv4 before IPv6.
     """
-    by_pod: dict[str, Found] = {}
+    by_pod: dict[str, WorkerAddress] = {}
     for each in sorted(slices, key=lambda each: str(each.get("addressType"))):
         port = _port(each)
         for endpoint in each.get("endpoints") or () if port else ():
-            # The addresses of an endpoint are the same pod's; consumers are to use the first.
+            # All addresses of an endpoint belong to the same pod; the API asks consumers to use the first.
             target = join_host_port(endpoint["addresses"][0], port)
             reference = endpoint.get("targetRef") or {}
             name = reference.get("name") if reference.get("kind") == "Pod" else None
-            by_pod.setdefault(reference.get("uid") or target, Found(target, name))
+            by_pod.setdefault(reference.get("uid") or target, WorkerAddress(target, name))
     return frozenset(by_pod.values())
 
 

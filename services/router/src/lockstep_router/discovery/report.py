@@ -1,61 +1,76 @@
-"""What a discovery has to say: measured, logged once, handed on when it is news."""
+"""The report of a discovery: the set of worker addresses, and the problem if the set cannot be read.
+
+The report sets metrics, logs a problem once, and calls its owner when the set changes. It never connects to a worker.
+"""
 
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Protocol
 
 from lockstep_router import metrics
-
-if TYPE_CHECKING:
-    from lockstep_router.discovery.found import Found
 
 logger = logging.getLogger("lockstep.router")
 
 
-class Report:
-    """The workers as they were last found, and whether they can be found now."""
+@dataclass(frozen=True)
+class WorkerAddress:
+    """A worker's target and its id. The same target with another id is another address."""
 
-    def __init__(self, on_found: Callable[[frozenset["Found"]], None]) -> None:
-        self.workers: frozenset[Found] = frozenset()
+    target: str
+    """gRPC target: unix:/path or host:port, an IPv6 host in brackets."""
+    worker_id: str | None = None
+    """The id that the worker at the target must have; None: any id."""
+
+
+class Report:
+    """The last set of worker addresses, and whether discovery works now.
+
+    Args:
+        on_change: called with the new set whenever it differs from the last one.
+    """
+
+    def __init__(self, on_change: Callable[[frozenset[WorkerAddress]], None]) -> None:
+        self.workers: frozenset[WorkerAddress] = frozenset()
         self.problem = ""
-        """Why the workers cannot be found now; those found last stay."""
-        self._on_found = on_found
-        self._found_at = time.monotonic()
-        self._settled = False
+        """Why the set cannot be read now. The last set stays in use."""
+        self._on_change = on_change
+        self._updated_at = time.monotonic()
+        self._is_static = False
         metrics.DISCOVERED.set(0)
         metrics.DISCOVERY_AGE_SECONDS.set_function(self.age_s)
 
     def age_s(self) -> float:
-        """Since the workers were last found or, before, since the start; 0 for those that never change."""
-        return 0.0 if self._settled else time.monotonic() - self._found_at
+        """Seconds since the last complete answer or, before the first one, since the start; 0 for a static set."""
+        return 0.0 if self._is_static else time.monotonic() - self._updated_at
 
-    def settle(self, workers: frozenset["Found"]) -> None:
-        """These are all workers and always will be."""
-        self._settled = True
-        self.found(workers)
+    def set_static(self, workers: frozenset[WorkerAddress]) -> None:
+        """Report a set that never changes."""
+        self._is_static = True
+        self.update(workers)
 
-    def found(self, workers: frozenset["Found"]) -> None:
-        """These are all workers."""
-        self._found_at = time.monotonic()
-        self.suppose(workers)
+    def update(self, workers: frozenset[WorkerAddress]) -> None:
+        """Report the complete set."""
+        self._updated_at = time.monotonic()
+        self.update_partially(workers)
 
-    def suppose(self, workers: frozenset["Found"]) -> None:
-        """These are all workers as far as a stand-in knows: taken, but the search goes on."""
+    def update_partially(self, workers: frozenset[WorkerAddress]) -> None:
+        """Report a set that may be incomplete or out of date: it is used, but does not reset `age_s`."""
         metrics.DISCOVERED.set(len(workers))
         if workers != self.workers:
-            logger.info("workers found", extra={"targets": sorted(found.target for found in workers)})
+            logger.info("discovered workers changed", extra={"targets": sorted(each.target for each in workers)})
             self.workers = workers
-            self._on_found(workers)
+            self._on_change(workers)
 
-    def working(self) -> None:
-        """Nothing stands in the way (any more)."""
+    def succeed(self) -> None:
+        """Report that the discovery works."""
         if self.problem:
             logger.info("discovery works again")
             self.problem = ""
 
-    def failed(self, problem: str) -> None:
-        """The workers cannot be found just now. Said once however long it lasts."""
+    def fail(self, problem: str) -> None:
+        """Report that the set cannot be read now. The first failure of several in a row is logged."""
         metrics.DISCOVERY_ERRORS.inc()
         if not self.problem:
             logger.warning(
@@ -63,3 +78,13 @@ class Report:
                 extra={"problem": problem, "workers": len(self.workers)},
             )
         self.problem = problem
+
+
+class Discovery(Protocol):
+    """A source of worker addresses."""
+
+    async def run(self, report: Report) -> None:
+        """Report the complete set at once and after every change, and every failure to read it, until cancelled.
+
+        It retries without end. Addresses that can no longer be read are still reported as they were last read.
+        """

@@ -1,19 +1,18 @@
-"""The workers of a list."""
+"""Worker addresses from the setting `workers`."""
 
 import asyncio
 from collections.abc import Iterable
 
-from lockstep_router.discovery.found import Found
-from lockstep_router.discovery.report import Report
+from lockstep_router.discovery.report import Report, WorkerAddress
 
 
 class StaticList:
-    """Workers that never change."""
+    """A set of workers that never changes."""
 
     def __init__(self, targets: Iterable[str]) -> None:
-        self._workers = frozenset(Found(target) for target in targets)
+        self._workers = frozenset(WorkerAddress(target) for target in targets)
 
     async def run(self, report: Report) -> None:
-        """Report them."""
-        report.settle(self._workers)
+        """Report the set once."""
+        report.set_static(self._workers)
         await asyncio.Event().wait()

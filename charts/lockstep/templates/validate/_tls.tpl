@@ -1,0 +1,19 @@
+{{/* Mistakes in the TLS settings: one message a line, or nothing. */}}
+{{- define "lockstep.validate.tls" -}}
+{{- with .Values.tls -}}
+{{- if and .certManager.enabled (not .enabled) }}
+tls.certManager.enabled needs tls.enabled
+{{- end -}}
+{{- if and .enabled .certManager.enabled -}}
+{{- if not .certManager.issuerRef.name }}
+tls.certManager.issuerRef.name is missing: cert-manager has to know who issues
+{{- end -}}
+{{- if not ($.Capabilities.APIVersions.Has "cert-manager.io/v1") }}
+tls.certManager.enabled: the cluster has no cert-manager.io/v1; install cert-manager first (with `helm template`: --api-versions cert-manager.io/v1)
+{{- end -}}
+{{- end -}}
+{{- if contains "://" .worker.identity }}
+tls.worker.identity: {{ .worker.identity }} is a URI, and routers can check DNS names only
+{{- end -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,29 @@
+"""What holds for every test of the repository: Ctrl-C reaches what a test starts, and a run may have a time budget."""
+
+import signal
+import time
+
+import pytest
+
+BEGAN_S = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("lockstep").addoption(
+        "--budget-s", type=float, metavar="S", help="skip the tests that have not begun after so many seconds"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BEGAN_S] = time.monotonic()
+    # A shell starts background jobs with SIGINT ignored, and ignored signals are inherited by what a test starts.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Before any fixture, which may be what takes long."""
+    budget_s = item.config.getoption("budget_s")
+    if budget_s is not None and time.monotonic() - item.config.stash[BEGAN_S] > budget_s:
+        pytest.skip("the time budget is used up")

@@ -1,0 +1,19 @@
+"""Limits of the protocol between router and worker. Both sides use the same values.
+
+A side with a smaller limit would refuse what the other one has accepted.
+"""
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest gRPC message."""
+
+MAX_LOGPROBS = 20
+"""Largest number of alternatives with log probabilities for each token."""
+
+MAX_LOGIT_BIAS = 1024
+"""Largest number of tokens with a logit bias in one request."""
+
+MAX_STOP_IDS = 64
+"""Largest number of stop token ids in one request."""
+
+BEGUN_PRIORITY = 1
+"""Priority of a stream that has output: its client is reading."""

@@ -1,0 +1,22 @@
+"""Chooses the implementation of attention for a step."""
+
+from lockstep_engine.attention import StepAttention, StepLayout
+from lockstep_engine.attention_cpu import CompiledAttention
+from lockstep_engine.attention_torch import TorchAttention
+from lockstep_engine.kernels import cpu, gpu
+from lockstep_engine.kv_cache import KvCache
+
+
+def step_attention(cache: KvCache, step: StepLayout, *, deterministic: bool) -> StepAttention:
+    """The best attention for the cache's device and dtype.
+
+    Args:
+        deterministic: whether a query's result must not depend on the other sequences. That of the Triton kernels does.
+    """
+    if not deterministic and gpu.usable(cache.keys.device, cache.keys.dtype, cache.head_dim):
+        from lockstep_engine.attention_triton import TritonAttention  # noqa: PLC0415 - loads Triton
+
+        return TritonAttention(cache, step)
+    if cpu.available(cache.keys):
+        return CompiledAttention(cache, step)
+    return TorchAttention(cache, step, deterministic=deterministic)

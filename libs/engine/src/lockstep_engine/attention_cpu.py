@@ -1,0 +1,94 @@
+"""Paged attention on the CPU by the compiled kernel, which reads blocks in place instead of gathering them."""
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from lockstep_engine.attention import StepAttention, StepLayout
+from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.kernels import cpu
+from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.scoring import Scoring
+
+
+class CompiledAttention(StepAttention):
+    """`StepAttention` by the compiled kernel."""
+
+    def __init__(self, cache: KvCache, step: StepLayout) -> None:
+        super().__init__(cache, step)
+        self._tables = np.ascontiguousarray(step.tables)
+        self._threads = torch.get_num_threads()
+        widens = cache.hot_window is not None and int(step.lengths.max()) >= cpu.WIDEN
+        scratch = cpu.attention_scratch(self._tables.shape[1], cache.head_dim, widens=widens)
+        self._scratch = torch.empty(self._threads, scratch)
+        self._hot_tables = None if step.hot_tables is None else np.ascontiguousarray(step.hot_tables)
+        self._moves = None if step.moves is None else np.ascontiguousarray(step.moves)
+        hot_window = cache.hot_window
+        self._call = cpu.AttentionCall(
+            tables=self._tables.ctypes.data,
+            hot_tables=None if self._hot_tables is None else self._hot_tables.ctypes.data,
+            moves=None if self._moves is None else self._moves.ctypes.data,
+            width=self._tables.shape[1],
+            move_count=0 if self._moves is None else len(self._moves),
+            first_cold=cache.first_cold,
+            sink=0 if hot_window is None else hot_window.sink,
+            hot_blocks_before=-1 if hot_window is None else hot_window.size,
+            owners=self._owners.ctypes.data,
+            positions=self.positions.data_ptr(),
+            tokens=len(self._owners),
+        )
+
+    def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        cpu.store(self._cache.calls[layer], _by_components(keys), _by_components(values), self._slots)
+
+    def _attend(self, layer: int, queries: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+        dtype = queries.dtype
+        heads, tokens, dim = queries.shape
+        queries = _by_components(queries).float()
+        out = torch.empty(tokens, heads, dim)
+        call = self._call
+        call.out, call.q = out.data_ptr(), queries.data_ptr()
+        call.q_head_stride, call.q_token_stride, _ = queries.stride()
+        call.heads, call.scale = heads, scoring.scale
+        call.window, call.soft_cap = scoring.window or 0, scoring.soft_cap or 0.0
+        bias = None if scoring.bias is None else _full_blocks(scoring.bias)
+        if bias is not None:
+            call.bias_width = bias.shape[1]
+        sinks = None if scoring.sinks is None else scoring.sinks.float().contiguous()
+        call.bias, call.sinks = (None if each is None else each.data_ptr() for each in (bias, sinks))
+        cpu.attention(call, self._cache.calls[layer], self._scratch, self._threads)
+        call.bias = call.sinks = None
+        return out.to(dtype)
+
+    def attend_merged(
+        self, layer: int, qkv: torch.Tensor, rotation: cpu.RopeCall, *, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """`attend` for a layer's merged projections, which are rotated in place.
+
+        Args:
+            layer: number of the layer.
+            qkv: [tokens, (heads + 2 * kv heads) * head dim], contiguous.
+            rotation: how queries and keys are rotated; all fields but `qkv` and `tokens` are set.
+            scale: as in `Scoring`.
+            window: as in `Scoring`.
+
+        Returns:
+            [tokens, heads * head dim].
+        """
+        call = self._call
+        out = torch.empty(qkv.shape[0], rotation.heads * rotation.dim)
+        rotation.qkv, rotation.tokens = qkv.data_ptr(), qkv.shape[0]
+        call.out = out.data_ptr()
+        call.heads, call.scale, call.window, call.soft_cap = rotation.heads, scale, window or 0, 0.0
+        cpu.rotated_attention(rotation, call, self._cache.calls[layer], self._slots, self._scratch, self._threads)
+        return out
+
+
+def _by_components(x: torch.Tensor) -> torch.Tensor:
+    """[heads, tokens, dim] in a layout in which a head's components are adjacent."""
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _full_blocks(bias: torch.Tensor) -> torch.Tensor:
+    """A bias [heads, positions] in float32 padded to full blocks."""
+    return functional.pad(bias.float(), (0, -bias.shape[1] % BLOCK_SIZE)).contiguous()

@@ -1,0 +1,71 @@
+"""The tensors of one layer of the KV cache, as kernels take them, and their compression in plain torch.
+
+`kv_cache` owns the tensors and decides what is in them. The last block of each pool stays zero.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_E4M3_MAX = 448.0
+_LEAST_PEAK = 1e-30
+"""Lower bound of a vector's largest magnitude, so that its scale and the inverse are finite."""
+
+
+@dataclass(frozen=True)
+class ColdLayer:
+    """A layer's cold blocks."""
+
+    keys: torch.Tensor
+    """[kv heads, cold blocks + 1, head dim, 16]: bytes in e4m3, or the model's dtype where the layer is not
+    compressed."""
+    values: torch.Tensor
+    """[kv heads, cold blocks + 1, 16, head dim]"""
+    key_scales: torch.Tensor | None
+    """[kv heads, cold blocks + 1, 16], float32: a component is its code times its token's scale. None: the layer is not
+    compressed."""
+    value_scales: torch.Tensor | None
+    """As `key_scales`."""
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """A layer's keys and values."""
+
+    keys: torch.Tensor
+    """[kv heads, blocks + 1, head dim, 16]"""
+    values: torch.Tensor
+    """[kv heads, blocks + 1, 16, head dim]"""
+    cold: ColdLayer | None
+
+
+def compress(layer: LayerCache, moves: torch.Tensor) -> None:
+    """Compress full hot blocks to cold ones, in plain torch, with the same bits as the kernels.
+
+    Args:
+        layer: a layer that has cold blocks.
+        moves: [n, 2], int64: hot blocks and cold ones.
+    """
+    cold = layer.cold
+    assert cold is not None
+    for hot, target, scales, axis in (
+        (layer.keys, cold.keys, cold.key_scales, 2),
+        (layer.values, cold.values, cold.value_scales, 3),
+    ):
+        block = hot.index_select(1, moves[:, 0])
+        if scales is None:
+            target[:, moves[:, 1]] = block
+        else:
+            target[:, moves[:, 1]], scales[:, moves[:, 1]] = quantize(block, axis)
+
+
+def quantize(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize vectors along `axis` to e4m3: codes as bytes, and scales in float32 without that axis. The largest
+    magnitude becomes 448; the others are rounded to the nearest code, ties to even.
+    """
+    x = x.float()
+    peaks = x.abs().amax(axis).clamp_min(_LEAST_PEAK)
+    # Not number / tensor: torch computes that as a product with the reciprocal, which rounds differently.
+    factors = peaks.new_tensor(_E4M3_MAX) / peaks
+    scaled = (x * factors.unsqueeze(axis)).clamp_(-_E4M3_MAX, _E4M3_MAX)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), peaks * (1 / _E4M3_MAX)

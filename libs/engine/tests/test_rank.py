@@ -1,0 +1,33 @@
+"""What a rank takes from the driver instead of finding it out again."""
+
+import torch
+from checkpoints import VOCABULARY, make
+from in_process_rank import InProcessRank
+from lockstep_engine import SamplingParams
+from lockstep_engine.config import EngineConfig
+from lockstep_engine.model_config import inspect_model
+
+SETTINGS = {"device": "cpu", "max_seqs": 2, "max_batch_tokens": 64, "kv_memory_bytes": 2**22, "threads": 1}
+
+
+def test_the_served_context_is_the_one_that_the_engine_is_set_to(tmp_path):
+    """Phi-3 has one set of rotary frequencies for contexts of up to 64 positions, and another for longer ones."""
+    path, reference = make("phi3-two-ropes", tmp_path)
+    prompt = torch.randint(2, VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        short = reference.generate(prompt, max_new_tokens=20, min_new_tokens=20, do_sample=False)[0, 40:].tolist()
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    with InProcessRank(path, max_context=64, **SETTINGS) as served:
+        assert served.run((prompt[0].tolist(), params)) == [short]
+    with InProcessRank(path, **SETTINGS) as served:
+        assert served.run((prompt[0].tolist(), params)) != [short]
+
+
+def test_a_rank_does_not_inspect_the_checkpoint_again(tmp_path):
+    """The driver reads it once: hashing it takes minutes on network storage, for every rank and every start."""
+    path, _ = make("llama-grouped-untied", tmp_path)
+    info = inspect_model(EngineConfig(model=str(path), **SETTINGS))
+    for name in ("generation_config.json", "tokenizer.json"):
+        (path / name).write_text("not JSON")
+    with InProcessRank(path, model=info, **SETTINGS) as served:
+        assert served.run(([5, 6, 7], SamplingParams(max_tokens=2, temperature=0)))

@@ -1,0 +1,17 @@
+"""A router's connection to this worker: its number, the router's id, and the queue of frames to it."""
+
+import time
+
+from lockstep_worker.outbox import Outbox
+
+
+class RouterConnection:
+    """One connected router. Putting frames into its outbox never waits."""
+
+    def __init__(self, number: int, router_id: str, outgoing_frames: int) -> None:
+        self.number = number
+        """Number of the Serve RPC in this process: a router that reconnects gets a new one."""
+        self.router_id = router_id
+        self.greeted_at = time.monotonic()
+        """When its RouterHello arrived, on the clock of `time.monotonic`: `Submit.arrived_s` is relative to this."""
+        self.outbox = Outbox(outgoing_frames)

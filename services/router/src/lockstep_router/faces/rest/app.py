@@ -1,0 +1,173 @@
+"""The HTTP face: routes, and errors in one shape. Handlers delegate to other modules."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from fastapi import FastAPI, Request
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from lockstep_router.faces.rest.access import AccessMiddleware
+from lockstep_router.faces.rest.answers import answer, answer_ids, answer_text
+from lockstep_router.faces.rest.bodies import BodyBudget
+from lockstep_router.faces.rest.completions import (
+    chat_request,
+    chat_style,
+    completion_request,
+    completion_style,
+    conversation,
+)
+from lockstep_router.faces.rest.fields import Model, parse
+from lockstep_router.faces.rest.identity import Origin
+from lockstep_router.faces.rest.openai_format import Style, model_body
+from lockstep_router.faces.rest.openapi import describe, described
+from lockstep_router.faces.rest.replies import Client, LiveReply, error_reply, json_reply
+from lockstep_router.faces.rest.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from lockstep_router.generation.request import GenerationRequest, PromptSource, TextPrompt
+from lockstep_router.router import Router
+
+_SMALL_BODY_BYTES = 64 << 10
+"""Largest body that is parsed without waiting for others: parsing takes a millisecond at most."""
+
+
+def create_app(router: Router) -> FastAPI:
+    """The ASGI application of a router."""
+    app = FastAPI(
+        title="Lockstep",
+        description="OpenAI-compatible API of the Lockstep router.",
+        docs_url=None,  # the documentation pages load scripts from other hosts
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    settings = router.settings
+    app.state.router = router
+    app.state.bodies = BodyBudget(settings.max_bodies_bytes, settings.bodies_bytes_per_s, router.memory)
+    app.state.parsing = asyncio.Lock()
+    app.add_middleware(AccessMiddleware, router=router)
+    app.add_exception_handler(LockstepError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    _add_generation(app)
+    _add_models(app)
+    _add_tokens(app)
+    _add_operation(app)
+    describe(app)
+    return app
+
+
+def _add_generation(app: FastAPI) -> None:
+    @app.post("/v1/chat/completions", openapi_extra=described(ChatCompletionRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        body = await _body(request, ChatCompletionRequest)
+        return _answer(request, chat_request(body, _origin(request), _router(request).settings), chat_style(body))
+
+    @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continue a text."""
+        body = await _body(request, CompletionRequest)
+        generation_request = completion_request(body, _origin(request), _router(request).settings)
+        return _answer(request, generation_request, completion_style(body))
+
+
+def _add_models(app: FastAPI) -> None:
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        """List the models."""
+        return json_reply({"object": "list", "data": [model_body(card) for card in _router(request).models()]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(request: Request, model: str) -> Response:
+        """Describe one model."""
+        return json_reply(model_body(_router(request).model(model)))
+
+
+def _add_tokens(app: FastAPI) -> None:
+    @app.post("/tokenize", openapi_extra=described(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Turn a prompt or a conversation into token ids."""
+        body = await _body(request, TokenizeRequest)
+        source: PromptSource
+        if body.messages is not None and body.prompt is None:
+            source = conversation(body.messages)
+        elif body.prompt is not None and body.messages is None:
+            source = TextPrompt(body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            raise invalid("prompt", "or messages is required, and not both")
+        return _live(request, partial(answer_ids, _router(request), body.model, source, request.state.record))
+
+    @app.post("/detokenize", openapi_extra=described(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """Turn token ids into text."""
+        body = await _body(request, DetokenizeRequest)
+        return _live(request, partial(answer_text, _router(request), body.model, body.tokens, request.state.record))
+
+
+def _add_operation(app: FastAPI) -> None:
+    @app.get("/healthz")
+    async def healthz() -> Response:
+        """Report that the process is alive."""
+        return json_reply({"status": "alive"})
+
+    @app.get("/readyz")
+    async def readyz(request: Request) -> Response:
+        """Report whether requests for tokens are served now."""
+        reason = _router(request).unready
+        return json_reply({"status": "ready"}) if reason is None else json_reply({"status": reason}, 503)
+
+
+def _router(request: Request) -> Router:
+    router: Router = request.app.state.router
+    return router
+
+
+def _origin(request: Request) -> Origin:
+    separates_by_address = _router(request).settings.anonymous_cache == "address"
+    address = request.client.host if request.client is not None and separates_by_address else ""
+    return Origin(request.headers, address)
+
+
+async def _body(request: Request, model: type[Model]) -> Model:
+    settings, state = _router(request).settings, request.app.state
+    reservation = request.state.record.body = state.bodies.reserve()
+    content = await reservation.read(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+    if len(content) <= _SMALL_BODY_BYTES:
+        return parse(model, content, max_values=settings.max_body_values)
+    async with state.parsing:
+        began = time.perf_counter()
+        try:
+            return parse(model, content, max_values=settings.max_body_values)
+        finally:
+            # Large bodies get at most half of the event loop's time: streams continue between two of them.
+            await asyncio.sleep(time.perf_counter() - began)
+
+
+def _answer(request: Request, generation_request: GenerationRequest, style: Style) -> Response:
+    return _live(request, partial(answer, _router(request), generation_request, style, request.state.record))
+
+
+def _live(request: Request, run: Callable[[Client], Awaitable[None]]) -> Response:
+    return LiveReply(run, record=request.state.record, settings=_router(request).settings)
+
+
+async def _on_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, LockstepError)
+    return error_reply(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        code, sentence = ErrorCode.METHOD_NOT_ALLOWED, f"{request.method} is not allowed here"
+    else:
+        code, sentence = ErrorCode.NOT_FOUND, "there is nothing at this address"
+    reply = error_reply(LockstepError(code, sentence))
+    reply.headers.update(error.headers or {})
+    return reply

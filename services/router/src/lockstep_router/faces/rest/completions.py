@@ -1,0 +1,140 @@
+"""Turns the typed bodies of the two generation endpoints into requests without any HTTP.
+
+It owns OpenAI's defaults and the rules between fields. It never looks at a model: `generation` checks what depends on
+it.
+"""
+
+from lockstep_api.v1 import inference_pb2
+from lockstep_common.errors import invalid
+
+from lockstep_router.faces.rest import identity
+from lockstep_router.faces.rest.identity import Origin
+from lockstep_router.faces.rest.openai_format import Style
+from lockstep_router.faces.rest.schemas import ChatCompletionRequest, CompletionRequest, Message, SamplingFields
+from lockstep_router.generation.request import (
+    Conversation,
+    GenerationRequest,
+    PromptSource,
+    TextPrompt,
+    TokenPrompt,
+    Turn,
+)
+from lockstep_router.settings import RouterSettings
+
+_DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default `max_tokens` for plain completions."""
+
+
+def chat_request(body: ChatCompletionRequest, origin: Origin, settings: RouterSettings) -> GenerationRequest:
+    """The request of /v1/chat/completions.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, fields contradict each other or a limit of this router.
+    """
+    _check_choices(body, settings)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "needs logprobs to be true")
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise invalid("max_tokens", "contradicts max_completion_tokens")
+    return GenerationRequest(
+        model=body.model,
+        caller=identity.caller(origin, body.user),
+        prompts=(conversation(body.messages),),
+        sampling=_sampling(body, (body.top_logprobs or 0) if body.logprobs else None),
+        max_tokens=old if new is None else new,
+        max_tokens_field="max_tokens" if new is None else "max_completion_tokens",
+        seed=body.seed,
+        choices_per_prompt=body.n or 1,
+        stops=body.stops,
+    )
+
+
+def completion_request(body: CompletionRequest, origin: Origin, settings: RouterSettings) -> GenerationRequest:
+    """The request of /v1/completions.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, fields contradict each other or a limit of this router.
+    """
+    _check_choices(body, settings)
+    _check_completion(body, settings)
+    return GenerationRequest(
+        model=body.model,
+        caller=identity.caller(origin, body.user),
+        prompts=_prompts(body),
+        sampling=_sampling(body, body.logprobs),
+        max_tokens=body.max_tokens,
+        default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
+        seed=body.seed,
+        choices_per_prompt=body.n or 1,
+        stops=body.stops,
+        echo=bool(body.echo),
+    )
+
+
+def chat_style(body: ChatCompletionRequest) -> Style:
+    """How the answer of /v1/chat/completions is written."""
+    return Style("chat", stream=bool(body.stream), include_usage=_wants_usage(body), logprobs=bool(body.logprobs))
+
+
+def completion_style(body: CompletionRequest) -> Style:
+    """How the answer of /v1/completions is written."""
+    return Style(
+        "text",
+        stream=bool(body.stream),
+        include_usage=_wants_usage(body),
+        logprobs=body.logprobs is not None,
+        echo=bool(body.echo),
+    )
+
+
+def conversation(messages: list[Message], *, add_special_tokens: bool = False) -> Conversation:
+    """The messages as a prompt."""
+    turns = tuple(Turn(message.role, message.text, message.name, message.tool_call_id) for message in messages)
+    return Conversation(turns, add_special_tokens=add_special_tokens)
+
+
+def _prompts(body: CompletionRequest) -> tuple[PromptSource, ...]:
+    prompts = body.prompts
+    fields = [f"prompt[{index}]" for index in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
+    return tuple(
+        TextPrompt(prompt, field) if isinstance(prompt, str) else TokenPrompt(prompt, field)
+        for prompt, field in zip(prompts, fields, strict=True)
+    )
+
+
+def _sampling(body: SamplingFields, logprobs: int | None) -> inference_pb2.Sampling:
+    return inference_pb2.Sampling(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(0, body.top_k or 0),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        logit_bias={int(token_id): bias for token_id, bias in (body.logit_bias or {}).items()},
+        logprobs=logprobs,
+        stop_token_ids=body.stop_token_ids or (),
+        ignore_eos=body.ignore_eos,
+        min_tokens=body.min_tokens,
+    )
+
+
+def _wants_usage(body: SamplingFields) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _check_choices(body: SamplingFields, settings: RouterSettings) -> None:
+    if body.n is not None and body.n > settings.max_n:
+        raise invalid("n", f"may be at most {settings.max_n}")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options", "needs stream to be true")
+
+
+def _check_completion(body: CompletionRequest, settings: RouterSettings) -> None:
+    if len(body.prompts) > settings.max_prompts:
+        raise invalid("prompt", f"may have at most {settings.max_prompts} prompts")
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise invalid("best_of", "is supported only when equal to n")
+    if body.echo and body.logprobs is not None:
+        raise invalid("echo", "is not supported together with logprobs")

@@ -1,0 +1,178 @@
+"""Turns a request's bytes into a typed request, or into an error that names the invalid field."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.protocol import MAX_LOGIT_BIAS
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+
+from lockstep_router.faces.rest.json_structure import check_structure
+from lockstep_router.faces.rest.schemas import MAX_MESSAGES
+
+Model = TypeVar("Model", bound=BaseModel)
+
+IGNORED = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    }
+)
+"""Fields of OpenAI's API that do not change the requested text."""
+
+_NOT_SUPPORTED = "is not supported"
+_MAX_QUOTED_CHARS = 64
+_MAX_OBJECT_FIELDS = 32
+"""Largest number of fields in a message, a content part or an object of options."""
+
+
+def _is_absent(value: Any) -> bool:
+    return value in (None, [], {})
+
+
+def _is_no_tool(value: Any) -> bool:
+    return value in (None, "none", "auto")
+
+
+def _is_text(value: Any) -> bool:
+    return value is None or value == ["text"]
+
+
+def _is_text_format(value: Any) -> bool:
+    return value is None or value == {"type": "text"}
+
+
+UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "tools": (_is_absent, _NOT_SUPPORTED),
+    "tool_choice": (_is_no_tool, "is not supported, because tools are not"),
+    "functions": (_is_absent, _NOT_SUPPORTED),
+    "function_call": (_is_no_tool, "is not supported, because functions are not"),
+    "response_format": (_is_text_format, "may only be text"),
+    "modalities": (_is_text, "may only be text"),
+    "audio": (_is_absent, _NOT_SUPPORTED),
+    "suffix": (_is_absent, _NOT_SUPPORTED),
+    "web_search_options": (_is_absent, _NOT_SUPPORTED),
+    "moderation": (_is_absent, _NOT_SUPPORTED),
+}
+"""Fields of OpenAI's API that would change the answer: accepted only with the value that asks for nothing. For other
+values the error is the field's name and the sentence here.
+"""
+
+UNSUPPORTED_IN_MESSAGE = ("tool_calls", "function_call", "audio", "refusal", "annotations")
+"""Fields of answers that clients send back in messages: accepted if they are empty."""
+
+
+def parse(model: type[Model], body: bytes | bytearray, *, max_values: int = 150_000) -> Model:
+    """The typed request.
+
+    Validation stops at the first mistake: collecting all of them, as pydantic does, takes microseconds and hundreds of
+    bytes for each.
+
+    Args:
+        model: the type of the body.
+        body: the bytes that the client sent.
+        max_values: largest number of list elements and object fields together.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, naming the field if the JSON itself is well formed.
+    """
+    check_structure(body, max_values)
+    try:
+        data = from_json(body, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        raise LockstepError(ErrorCode.INVALID_REQUEST, f"the body is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise LockstepError(ErrorCode.INVALID_REQUEST, "the body must be a JSON object")
+    fields = _known_fields(model, data)
+    _check_sizes(fields)
+    if isinstance(messages := fields.get("messages"), list):
+        fields["messages"] = [_plain_message(index, message) for index, message in enumerate(messages)]
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _invalid(error) from error
+
+
+def _known_fields(model: type[BaseModel], data: dict[str, Any]) -> dict[str, Any]:
+    fields = {}
+    for key, value in data.items():
+        if key in model.model_fields:
+            fields[key] = value
+        elif not _is_harmless(key, value):
+            raise invalid(field_name((key,)), "is not a known field")
+    return fields
+
+
+def _check_sizes(fields: dict[str, Any]) -> None:
+    """Raise INVALID_REQUEST for fields with too many entries: pydantic would check each entry before it counts them."""
+    for key, limit in (
+        ("messages", MAX_MESSAGES),
+        ("logit_bias", MAX_LOGIT_BIAS),
+        ("stream_options", _MAX_OBJECT_FIELDS),
+    ):
+        value = fields.get(key)
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise invalid(key, f"has more than {limit} entries")
+
+
+def _is_harmless(key: str, value: Any) -> bool:
+    """Whether a field that the model does not know can be left out."""
+    if key in UNSUPPORTED:
+        asks_nothing, sentence = UNSUPPORTED[key]
+        if not asks_nothing(value):
+            raise invalid(key, sentence)
+        return True
+    return key in IGNORED
+
+
+def _plain_message(index: int, message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    _check_object(f"messages[{index}]", message)
+    if isinstance(content := message.get("content"), list):
+        for part_index, part in enumerate(content):
+            _check_object(f"messages[{index}].content[{part_index}]", part)
+    for key in UNSUPPORTED_IN_MESSAGE:
+        if not _is_absent(message.get(key)):
+            field = f"messages[{index}].{key}"
+            raise invalid(field, _NOT_SUPPORTED)
+    return {key: value for key, value in message.items() if key not in UNSUPPORTED_IN_MESSAGE}
+
+
+def _check_object(name: str, value: Any) -> None:
+    if isinstance(value, dict) and len(value) > _MAX_OBJECT_FIELDS:
+        raise invalid(name, f"has more than {_MAX_OBJECT_FIELDS} fields")
+
+
+def _invalid(error: ValidationError) -> LockstepError:
+    """Pydantic's first error as an error for the client. It quotes names, never contents."""
+    entry = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    name = field_name(entry["loc"])
+    match entry["type"]:
+        case "missing":
+            return invalid(name, "is required")
+        case "extra_forbidden":
+            return invalid(name, "is not a known field")
+        case _:
+            return invalid(name, f"is invalid: {entry['msg']}")
+
+
+def field_name(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content` from pydantic's path to the field."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif not (part.startswith("<") and part.endswith(">")) and part != "[key]":
+            short = part if len(part) <= _MAX_QUOTED_CHARS else part[:_MAX_QUOTED_CHARS] + "…"
+            name += f".{short}" if name else short
+    return name

@@ -1,0 +1,92 @@
+"""The identity of a request's sender: request ids, sessions, tenants. Keys are hashed before they are stored, and never
+logged.
+"""
+
+import hashlib
+import math
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep_common.errors import invalid
+from lockstep_common.trace_context import parse_traceparent
+
+from lockstep_router.generation.request import Caller
+
+_SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+_MAX_SESSION_CHARS = 256
+_TIMEOUT_HEADER = "X-Request-Timeout"
+_MAX_TIMEOUT_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The sender of a request: its headers and its address."""
+
+    headers: Mapping[str, str]
+    address: str = ""
+    """Separates clients without a key; empty: they share one tenant."""
+
+
+def caller(origin: Origin, user: str | None) -> Caller:
+    """The caller, from the request's headers, the client's address and the body's `user`."""
+    headers = origin.headers
+    return Caller(
+        session=session(headers, user),
+        tenant=tenant(headers) or anonymous_tenant(origin.address),
+        traceparent=parse_traceparent(headers.get("traceparent", "")),
+        timeout_s=timeout_s(headers),
+    )
+
+
+def anonymous_tenant(address: str) -> str:
+    """A tenant name for all clients without a key at one address; empty without an address.
+
+    Tenants never share KV blocks. If all clients without a key were one tenant, each could learn from `cached_tokens`,
+    or from the time to the first token, which prompts the others had sent.
+    """
+    if not address:
+        return ""
+    return hashlib.blake2b(address.encode(), digest_size=16, person=b"address").hexdigest()
+
+
+def timeout_s(headers: Mapping[str, str]) -> float | None:
+    """The client's own deadline in the header X-Request-Timeout, in seconds; None without one.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, the header is not a number of seconds.
+    """
+    given = headers.get(_TIMEOUT_HEADER)
+    if given is None:
+        return None
+    value = float(given) if _SECONDS.fullmatch(given) else math.nan
+    if not 0 < value <= _MAX_TIMEOUT_S:
+        raise invalid(_TIMEOUT_HEADER, f"must be a number of seconds above 0 and at most {_MAX_TIMEOUT_S:.0f}")
+    return value
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """The client's X-Request-ID if it is 1 to 64 harmless characters, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if _SANE_ID.fullmatch(given) else secrets.token_hex(12)
+
+
+def session(headers: Mapping[str, str], user: str | None) -> str:
+    """The identity that picks the worker: X-Session-ID, then `user`, then the API key, then a new random one."""
+    given = headers.get("x-session-id", "")
+    if given:
+        return f"session:{given[:_MAX_SESSION_CHARS]}"
+    if user:
+        return f"user:{user[:_MAX_SESSION_CHARS]}"
+    name = tenant(headers)
+    return f"key:{name}" if name else f"request:{secrets.token_hex(8)}"
+
+
+def tenant(headers: Mapping[str, str]) -> str:
+    """A hash of the API key, which names the tenant; empty without a key."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        return ""
+    return hashlib.blake2b(key.strip().encode("utf-8", "surrogateescape"), digest_size=16, person=b"tenant").hexdigest()

@@ -1,0 +1,290 @@
+"""OpenAI's response bodies: in one piece and in chunks, for chat and for plain completions."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from lockstep_api.v1 import inference_pb2, worker_pb2
+from pydantic_core import to_json
+
+from lockstep_router.generation.choices import Delta, TokenEntry
+from lockstep_router.generation.generation import Usage
+from lockstep_router.generation.preparation import Prepared
+from lockstep_router.text.tokenizer import Tokenizer
+
+Body = dict[str, Any]
+
+_LEAST_LOGPROB = -9999.0
+"""Replaces the logarithm of a zero probability: JSON has no -inf."""
+
+
+@dataclass(frozen=True)
+class Style:
+    """The form of the answer that the client asked for."""
+
+    kind: Literal["chat", "text"]
+    stream: bool
+    include_usage: bool
+    logprobs: bool
+    echo: bool = False
+
+
+class Format(Protocol):
+    """How one endpoint writes its answers."""
+
+    def opening(self, indices: Iterable[int]) -> list[Body]:
+        """Chunks that precede the first token."""
+
+    def chunk(self, delta: Delta) -> Body:
+        """One streamed chunk."""
+
+    def usage_chunk(self, usage: Usage) -> Body:
+        """The last chunk, with the usage, if the client asked for it."""
+
+    def add(self, delta: Delta) -> None:
+        """Collect a delta of an answer that is sent in one piece."""
+
+    def whole(self, usage: Usage, more: Body) -> bytes:
+        """The collected answer with further fields, as JSON."""
+
+
+class Collected:
+    """One choice of an answer that is sent in one piece.
+
+    Log probabilities are turned into JSON as they arrive. Doing it at the end, for thousands of tokens with twenty
+    alternatives each, would block the event loop for seconds.
+    """
+
+    def __init__(self, columns: Iterable[str], more: bytes = b"") -> None:
+        self._more = more
+        """JSON text that follows the columns."""
+        self.finish_reason: str | None = None
+        self._texts: list[str] = []
+        self._columns: dict[str, list[bytes]] = {name: [] for name in columns}
+
+    def add(self, delta: Delta, logprobs: Body) -> None:
+        """Append a delta and, by column, the log probabilities of its tokens."""
+        self.finish_reason = delta.finish_reason
+        self._texts.append(delta.text)
+        for name, pieces in self._columns.items():
+            if delta.entries:
+                pieces.append(to_json(logprobs[name])[1:-1])
+
+    @property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(self._texts)
+
+    def finish(self, body: Body) -> bytes:
+        """The choice as JSON, with its log probabilities."""
+        columns = [to_json(name) + b":[" + b",".join(pieces) + b"]" for name, pieces in self._columns.items()]
+        logprobs = b"{" + b",".join(columns) + self._more + b"}" if columns else b"null"
+        return to_json(body)[:-1] + b',"logprobs":' + logprobs + b"}"
+
+
+@dataclass(frozen=True)
+class Head:
+    """The fields that all bodies of one answer share."""
+
+    id: str
+    model: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def body(self, kind: str, choices: list[Body]) -> Body:
+        """A body with these choices."""
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def whole(self, kind: str, choices: Iterable[bytes], more: Body) -> bytes:
+        """A body as JSON, made of choices that are JSON already and of further fields."""
+        head = to_json({"id": self.id, "object": kind, "created": self.created, "model": self.model})[:-1]
+        return head + b',"choices":[' + b",".join(choices) + b"]," + to_json(more)[1:]
+
+
+class ChatFormat:
+    """Writes answers of /v1/chat/completions."""
+
+    def __init__(self, head: Head, tokenizer: Tokenizer, *, choices: int, logprobs: bool, include_usage: bool) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._include_usage = include_usage
+        self._collected = [Collected(("content",) if logprobs else (), b',"refusal":null') for _ in range(choices)]
+
+    def opening(self, indices: Iterable[int]) -> list[Body]:
+        """The role, once for each choice."""
+        return [self._chunk(index, {"role": "assistant", "content": ""}, None, None) for index in indices]
+
+    def chunk(self, delta: Delta) -> Body:
+        """A piece of the message."""
+        content = {"content": delta.text} if delta.text or delta.entries else {}
+        logprobs = self._columns(delta.entries) | {"refusal": None} if self._logprobs and delta.entries else None
+        return self._chunk(delta.index, content, logprobs, delta.finish_reason)
+
+    def usage_chunk(self, usage: Usage) -> Body:
+        """A chunk without choices."""
+        return self._head.body("chat.completion.chunk", []) | {"usage": usage_body(usage)}
+
+    def add(self, delta: Delta) -> None:
+        """Collect a piece of a message."""
+        self._collected[delta.index].add(delta, self._columns(delta.entries) if self._logprobs else {})
+
+    def whole(self, usage: Usage, more: Body) -> bytes:
+        """The messages."""
+        choices = [
+            choice.finish(
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "finish_reason": choice.finish_reason,
+                }
+            )
+            for index, choice in enumerate(self._collected)
+        ]
+        return self._head.whole("chat.completion", choices, {"usage": usage_body(usage)} | more)
+
+    def _chunk(self, index: int, delta: Body, logprobs: Body | None, finish_reason: str | None) -> Body:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        body = self._head.body("chat.completion.chunk", [choice])
+        return body | {"usage": None} if self._include_usage else body
+
+    def _columns(self, entries: Sequence[TokenEntry]) -> Body:
+        content = [
+            self._token(entry.logprobs.chosen) | {"top_logprobs": [self._token(top) for top in entry.logprobs.top]}
+            for entry in entries
+        ]
+        return {"content": content}
+
+    def _token(self, token: inference_pb2.TokenLogprob) -> Body:
+        raw = self._tokenizer.token_bytes(token.id)
+        return {"token": raw.decode(errors="replace"), "logprob": _finite(token.logprob), "bytes": list(raw)}
+
+
+class CompletionFormat:
+    """Writes answers of /v1/completions. With `echo`, `prefixes` has the prompt's text for each choice."""
+
+    def __init__(
+        self,
+        head: Head,
+        tokenizer: Tokenizer,
+        *,
+        choices: int,
+        logprobs: bool,
+        include_usage: bool,
+        prefixes: Sequence[str] = (),
+    ) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._logprobs = logprobs
+        self._include_usage = include_usage
+        self._prefixes = prefixes
+        columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset") if logprobs else ()
+        self._collected = [Collected(columns) for _ in range(choices)]
+
+    def opening(self, indices: Iterable[int]) -> list[Body]:
+        """The echoed prompts, if the client asked for them."""
+        if not self._prefixes:
+            return []
+        return [self._chunk(index, self._prefixes[index], None, None) for index in indices]
+
+    def chunk(self, delta: Delta) -> Body:
+        """A piece of text."""
+        logprobs = self._columns(delta.entries, delta.index) if self._logprobs and delta.entries else None
+        return self._chunk(delta.index, delta.text, logprobs, delta.finish_reason)
+
+    def usage_chunk(self, usage: Usage) -> Body:
+        """A chunk without choices."""
+        return self._head.body("text_completion", []) | {"usage": usage_body(usage)}
+
+    def add(self, delta: Delta) -> None:
+        """Collect a piece of a text."""
+        self._collected[delta.index].add(delta, self._columns(delta.entries, delta.index) if self._logprobs else {})
+
+    def whole(self, usage: Usage, more: Body) -> bytes:
+        """The texts."""
+        choices = [
+            choice.finish(
+                {
+                    "index": index,
+                    "text": (self._prefixes[index] if self._prefixes else "") + choice.text,
+                    "finish_reason": choice.finish_reason,
+                }
+            )
+            for index, choice in enumerate(self._collected)
+        ]
+        return self._head.whole("text_completion", choices, {"usage": usage_body(usage)} | more)
+
+    def _chunk(self, index: int, text: str, logprobs: Body | None, finish_reason: str | None) -> Body:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        body = self._head.body("text_completion", [choice])
+        return body | {"usage": None} if self._include_usage else body
+
+    def _columns(self, entries: Sequence[TokenEntry], index: int) -> Body:
+        before = len(self._prefixes[index]) if self._prefixes else 0
+        return {
+            "tokens": [self._text(entry.logprobs.chosen) for entry in entries],
+            "token_logprobs": [_finite(entry.logprobs.chosen.logprob) for entry in entries],
+            "top_logprobs": [self._alternatives(entry.logprobs) for entry in entries],
+            "text_offset": [before + entry.text_offset for entry in entries],
+        }
+
+    def _alternatives(self, logprobs: inference_pb2.Logprobs) -> dict[str, float]:
+        best: dict[str, float] = {}
+        for token in logprobs.top:
+            # Several tokens may have the same text; the most likely one comes first.
+            best.setdefault(self._text(token), _finite(token.logprob))
+        return best
+
+    def _text(self, token: inference_pb2.TokenLogprob) -> str:
+        raw: bytes = self._tokenizer.token_bytes(token.id)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            # OpenAI's form for parts of characters; several tokens may have the same text.
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def make_format(style: Style, request_id: str, prepared: Prepared) -> Format:
+    """The format of the answer to one request."""
+    tokenizer, choices = prepared.tokenizer, len(prepared.journals)
+    if style.kind == "chat":
+        head = Head(f"chatcmpl-{request_id}", prepared.card.name)
+        return ChatFormat(head, tokenizer, choices=choices, logprobs=style.logprobs, include_usage=style.include_usage)
+    return CompletionFormat(
+        Head(f"cmpl-{request_id}", prepared.card.name),
+        tokenizer,
+        choices=choices,
+        logprobs=style.logprobs,
+        include_usage=style.include_usage,
+        prefixes=_prefixes(prepared) if style.echo else (),
+    )
+
+
+def _prefixes(prepared: Prepared) -> list[str]:
+    """The text to echo before each choice."""
+    return [prompt.text for prompt in prepared.prompts for _ in range(prepared.choices_per_prompt)]
+
+
+def usage_body(usage: Usage) -> Body:
+    """The `usage` object."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def model_body(card: worker_pb2.ModelCard) -> Body:
+    """An entry of /v1/models."""
+    return {
+        "id": card.name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "lockstep",
+        "max_model_len": card.context_length,
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)

@@ -1,0 +1,86 @@
+"""The text of one stream: tokens in, pieces of text with finish reason and log probabilities out."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from lockstep_api.v1 import inference_pb2, worker_pb2
+
+from lockstep_router.text.detokenizer import Detokenizer
+from lockstep_router.text.stop_strings import StopStrings
+from lockstep_router.text.tokenizer import Tokenizer
+
+_FINISH_REASONS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(frozen=True)
+class TokenEntry:
+    """A token with its log probabilities and where its text begins in the choice's text."""
+
+    logprobs: inference_pb2.Logprobs
+    text_offset: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The new part of a choice."""
+
+    index: int
+    text: str
+    tokens: int
+    """Number of the choice's tokens so far, including those whose text is held back."""
+    finish_reason: str | None = None
+    entries: list[TokenEntry] = field(default_factory=list)
+
+
+class Choice:
+    """Turns one stream's updates into text: a pure function of the ids, whichever workers they come from."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+        self.index = index
+        self.tokens = 0
+        self.cached_tokens: int | None = None
+        """Cached tokens of the prompt, as the first attempt reported them."""
+        self.is_finished = False
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stop_strings = StopStrings(stops)
+        self._decoded_chars = 0
+        self._given_chars = 0
+        self._waiting: deque[TokenEntry] = deque()  # tokens whose text is held back
+
+    def feed(self, update: worker_pb2.StreamTokens) -> Delta | None:
+        """Take an update's tokens; None if the client gets nothing new, or the choice is finished."""
+        if self.is_finished:
+            return None
+        if self.cached_tokens is None:
+            self.cached_tokens = update.cached_tokens
+        text = "".join(self._feed_token(update, index) for index in range(len(update.ids)))
+        finish_reason = "stop" if self._stop_strings.found else None
+        if finish_reason is None and update.finish:
+            text += self._pass_on(self._detokenizer.flush())
+            finish_reason = "stop" if self._stop_strings.found else _FINISH_REASONS[update.finish]
+            text += self._stop_strings.flush()
+        self._given_chars += len(text)
+        self.is_finished = finish_reason is not None
+        entries = self._release(everything=self.is_finished and not self._stop_strings.found)
+        if not text and not entries and not self.is_finished:
+            return None
+        return Delta(self.index, text, self.tokens, finish_reason, entries)
+
+    def _feed_token(self, update: worker_pb2.StreamTokens, index: int) -> str:
+        if self._stop_strings.found:
+            return ""
+        self.tokens += 1
+        if update.logprobs:
+            self._waiting.append(TokenEntry(update.logprobs[index], self._decoded_chars))
+        return self._pass_on(self._detokenizer.step(update.ids[index]))
+
+    def _pass_on(self, piece: str) -> str:
+        self._decoded_chars += len(piece)
+        return self._stop_strings.feed(piece)
+
+    def _release(self, *, everything: bool) -> list[TokenEntry]:
+        """The waiting tokens of whose text at least a part has been given."""
+        released = []
+        while self._waiting and (everything or self._waiting[0].text_offset < self._given_chars):
+            released.append(self._waiting.popleft())
+        return released

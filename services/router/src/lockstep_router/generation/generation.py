@@ -1,0 +1,116 @@
+"""Runs one request's streams, one for each choice of each prompt, and merges their deltas into one sequence."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Self
+
+from lockstep_router.generation.choices import Choice, Delta
+from lockstep_router.generation.preparation import BYTES_OF_AN_ID, Prepared
+from lockstep_router.settings import RouterSettings
+from lockstep_router.streams import Stream
+from lockstep_router.workers import Workers
+
+_BYTES_OF_A_LOGPROB = 150
+"""Memory of one token's log probability, about: as a message before it is taken, or as JSON in a whole answer."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens that a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Generation:
+    """Runs the streams of a request while its context is entered. Leaving the context cancels running streams."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        workers: Workers,
+        settings: RouterSettings,
+        *,
+        is_collected: bool = False,
+    ) -> None:
+        self.prepared = prepared
+        self._is_collected = is_collected
+        self._arrival = asyncio.Event()
+        self._choices = [Choice(index, prepared.tokenizer, prepared.stops) for index in range(len(prepared.journals))]
+        self._streams = [Stream(journal, workers, settings, self._arrival.set) for journal in prepared.journals]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: BaseException | None = None
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(stream.run()) for stream in self._streams]
+        for task in self._tasks:
+            task.add_done_callback(self._note_end)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def journal_bytes(self) -> int:
+        """Approximate memory of what grows with its tokens: the ids in its journals, prompts that are echoed, and log
+        probabilities that wait for the client. The choices of a prompt share its ids.
+        """
+        emitted = sum(len(journal.emitted_ids) for journal in self.prepared.journals)
+        waiting = emitted if self._is_collected else sum(stream.unread_tokens for stream in self._streams)
+        logprobs = waiting * self.prepared.journals[0].logprobs_per_token
+        return self.prepared.prompt_bytes + BYTES_OF_AN_ID * emitted + _BYTES_OF_A_LOGPROB * logprobs
+
+    @property
+    def failovers(self) -> int:
+        """Number of times that one of the streams moved to another worker."""
+        return sum(stream.failovers for stream in self._streams)
+
+    @property
+    def inexact_choices(self) -> frozenset[int]:
+        """The choices that were continued with other, or unknown, numerics than they began with."""
+        return frozenset(index for index, stream in enumerate(self._streams) if stream.journal.is_inexact)
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens used so far. Each prompt counts once, whatever its number of choices."""
+        firsts = range(0, len(self._streams), self.prepared.choices_per_prompt)
+        return Usage(
+            prompt_tokens=self.prepared.prompt_tokens,
+            completion_tokens=sum(choice.tokens for choice in self._choices),
+            cached_tokens=sum(self._choices[index].cached_tokens or 0 for index in firsts),
+        )
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """The deltas of all choices, as they arrive.
+
+        Raises:
+            LockstepError: one of the streams cannot continue; its deltas have been yielded before.
+        """
+        while not all(choice.is_finished for choice in self._choices):
+            await self._arrival.wait()
+            self._arrival.clear()
+            # Read before the updates are taken, so that a stream's last deltas are yielded before its failure.
+            failure = self._failure
+            gained = [delta for index in range(len(self._streams)) for delta in self._advance(index)]
+            if gained:
+                yield gained
+            if failure is not None:
+                raise failure
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = self._failure or task.exception()
+            self._arrival.set()
+
+    def _advance(self, index: int) -> list[Delta]:
+        choice = self._choices[index]
+        updates = self._streams[index].take()
+        deltas = [delta for update in updates if (delta := choice.feed(update)) is not None]
+        if choice.is_finished:
+            # The worker does not know stop strings and would continue.
+            self._tasks[index].cancel()
+        return deltas

@@ -1,0 +1,168 @@
+"""Turns the prompts of a request into token ids and checks them against the model."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lockstep_api.v1 import worker_pb2
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
+
+from lockstep_router.generation.request import Conversation, PromptSource, TextPrompt, TokenPrompt, Turn
+from lockstep_router.text.threads import TextThreads
+from lockstep_router.text.tokenizer import ControlTokenError, Tokenizer
+
+MAX_CHARS_PER_TOKEN = 64
+"""A prompt with more characters than this for each token of the context is refused without tokenizing it."""
+
+_CHARS_OF_A_TOKEN = 4
+"""Approximate characters of a token, to decide whether a list of ids is decoded in a thread."""
+_CHARS_OF_A_TURN = 64
+"""Approximate characters that a chat template adds to each message."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as token ids."""
+
+    ids: list[int]
+    text: str = ""
+    """Empty unless `keep_text` was set."""
+
+
+class PromptEncoder:
+    """Turns prompts into token ids; long prompts are encoded in threads.
+
+    Args:
+        threads: the threads for long texts.
+        control_tokens: whether control tokens written in a prompt count as such, not as text.
+    """
+
+    def __init__(self, threads: TextThreads, *, control_tokens: bool) -> None:
+        self._threads = threads
+        self._control_tokens = control_tokens
+
+    async def encode_all(
+        self,
+        sources: Sequence[PromptSource],
+        tokenizer: Tokenizer,
+        card: worker_pb2.ModelCard,
+        *,
+        keep_text: bool = False,
+        check: Callable[[PromptSource, Prompt], None] = lambda _source, _prompt: None,
+    ) -> list[Prompt]:
+        """Each prompt's token ids and, if wanted, its text.
+
+        Args:
+            sources: the prompts.
+            tokenizer: of the model.
+            card: of the model.
+            keep_text: whether the texts are wanted.
+            check: called with each encoded prompt; an error that it raises ends the work.
+
+        Raises:
+            LockstepError: INVALID_REQUEST or CONTEXT_LENGTH_EXCEEDED, naming the prompt's field; OVERLOADED.
+        """
+        together = sum(map(_chars, sources))
+        prompts = []
+        for source in sources:
+            prompt = await self._encode(source, tokenizer, card, together, keep_text=keep_text)
+            check(source, prompt)
+            prompts.append(prompt)
+        return prompts
+
+    async def _encode(
+        self, source: PromptSource, tokenizer: Tokenizer, card: worker_pb2.ModelCard, together: int, *, keep_text: bool
+    ) -> Prompt:
+        try:
+            match source:
+                case TokenPrompt():
+                    check_ids(source.ids, card, source.field)
+                    ids, text = source.ids, await self.decode(source.ids, tokenizer, together) if keep_text else ""
+                case TextPrompt():
+                    ids, text = await self._encode_text(source, tokenizer, card, together), source.text
+                case Conversation():
+                    ids, text = await self._encode_conversation(source, tokenizer, card), ""
+        except ControlTokenError as error:
+            raise invalid(source.field, str(error)) from error
+        if not ids:
+            raise invalid(source.field, "must have at least one token")
+        return Prompt(ids, text if keep_text else "")
+
+    async def decode(self, ids: list[int], tokenizer: Tokenizer, together: int = 0) -> str:
+        """The text of token ids.
+
+        Args:
+            ids: any.
+            tokenizer: of their model.
+            together: characters of all prompts of the request, if it has several.
+
+        Raises:
+            LockstepError: OVERLOADED, too much text is waiting.
+        """
+        chars = _CHARS_OF_A_TOKEN * len(ids)
+        return await self._threads.run(lambda: tokenizer.decode_long(ids), chars, chars_together=together)
+
+    async def _encode_text(
+        self, source: TextPrompt, tokenizer: Tokenizer, card: worker_pb2.ModelCard, together: int
+    ) -> list[int]:
+        _check_chars(len(source.text), card, source.field)
+
+        def encode() -> list[int]:
+            return tokenizer.encode(
+                source.text, add_special_tokens=source.add_special_tokens, control_tokens=self._control_tokens
+            )
+
+        return await self._threads.run(encode, len(source.text), chars_together=together)
+
+    async def _encode_conversation(
+        self, source: Conversation, tokenizer: Tokenizer, card: worker_pb2.ModelCard
+    ) -> list[int]:
+        if tokenizer.chat_template is None:
+            raise invalid("model", f"{card.name!r} has no chat template; use /v1/completions")
+        _check_chars(sum(len(turn.content) for turn in source.turns), card, source.field)
+        messages = [_template_message(turn) for turn in source.turns]
+
+        def encode() -> list[int]:
+            text = tokenizer.render(messages, control_tokens=self._control_tokens)
+            _check_chars(len(text), card, source.field)
+            return tokenizer.encode_rendered(text, add_special_tokens=source.add_special_tokens)
+
+        return await self._threads.run(encode, _chars(source))
+
+
+def _chars(source: PromptSource) -> int:
+    """The length of a prompt as text, about."""
+    match source:
+        case TokenPrompt():
+            return _CHARS_OF_A_TOKEN * len(source.ids)
+        case TextPrompt():
+            return len(source.text)
+        case Conversation():
+            return sum(len(turn.content) + _CHARS_OF_A_TURN for turn in source.turns)
+
+
+def check_ids(ids: Sequence[int], card: worker_pb2.ModelCard, field: str) -> None:
+    """Raise INVALID_REQUEST for ids that are no tokens of the model."""
+    if max(ids, default=0) < card.vocab_size:
+        return
+    index, token_id = next((index, each) for index, each in enumerate(ids) if each >= card.vocab_size)
+    raise invalid(f"{field}[{index}]", f"is {token_id}, outside the vocabulary of {card.vocab_size}")
+
+
+def _template_message(turn: Turn) -> dict[str, str]:
+    # Templates know "system"; "developer" is OpenAI's newer name for it.
+    message = {"role": "system" if turn.role == "developer" else turn.role, "content": turn.content}
+    if turn.name is not None:
+        message["name"] = turn.name
+    if turn.tool_call_id is not None:
+        message["tool_call_id"] = turn.tool_call_id
+    return message
+
+
+def _check_chars(chars: int, card: worker_pb2.ModelCard, field: str) -> None:
+    limit = MAX_CHARS_PER_TOKEN * card.context_length
+    if chars > limit:
+        raise LockstepError(
+            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+            f"{field} has {chars} characters; a context of {card.context_length} tokens takes at most {limit}",
+            field=field,
+        )

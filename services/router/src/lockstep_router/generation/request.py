@@ -1,0 +1,85 @@
+"""A client's request, in types that depend on no transport and no face.
+
+A face makes a `GenerationRequest`; everything behind the face starts from it. `Sampling` is the protobuf message of
+`inference.proto`: the messages there are the project's own types for generation, shared by all its protocols, so they
+are not repeated here. The values have been checked for their form only: `preparation` checks that they fit the model.
+"""
+
+from dataclasses import dataclass
+
+from lockstep_api.v1 import inference_pb2
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The sender of a request, as far as generation depends on it."""
+
+    session: str
+    """Decides which worker is preferred."""
+    tenant: str = ""
+    traceparent: str = ""
+    timeout_s: float | None = None
+    """The client's own limit from the request's arrival to the end of its answer; None: no limit."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A prompt that the model's chat template makes from messages."""
+
+    turns: tuple[Turn, ...]
+    field: str = "messages"
+    """The field's name in errors, as in the other kinds of prompt."""
+    add_special_tokens: bool = False
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """A prompt as plain text."""
+
+    text: str
+    field: str = "prompt"
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """A prompt as token ids."""
+
+    ids: list[int]
+    field: str = "prompt"
+
+
+PromptSource = Conversation | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One or more prompts, and how their answers are to be sampled."""
+
+    model: str
+    caller: Caller
+    prompts: tuple[PromptSource, ...]
+    sampling: inference_pb2.Sampling
+    """The sampling without `max_tokens` and `seed`."""
+    max_tokens: int | None = None
+    """None: `default_max_tokens`, or fewer if the context has less room."""
+    default_max_tokens: int | None = None
+    """None: as many as the context has room for."""
+    max_tokens_field: str = "max_tokens"
+    """The name of the field for `max_tokens` in errors."""
+    seed: int | None = None
+    """None: a random seed. Each prompt uses the seed as if it had been sent alone."""
+    choices_per_prompt: int = 1
+    stops: tuple[str, ...] = ()
+    echo: bool = False
+    """Whether the prompts' texts are part of the answer."""

@@ -1,0 +1,120 @@
+"""The journal of a stream: everything that another worker needs to continue it exactly.
+
+It decides which of a worker's tokens are taken. It knows nothing of workers, connections or time.
+"""
+
+import hashlib
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lockstep_api.v1 import inference_pb2, worker_pb2
+from lockstep_common.protocol import BEGUN_PRIORITY
+
+_FINISH_REASONS = frozenset(inference_pb2.FinishReason.values())
+
+
+class Acceptance(Enum):
+    """The journal's decision on an arriving update."""
+
+    ACCEPTED = "accepted"
+    EMPTY = "empty"
+    STALE_ATTEMPT = "stale_attempt"
+    DUPLICATE = "duplicate"
+    GAP = "gap"
+    MALFORMED = "malformed"
+
+
+@dataclass
+class Journal:
+    """The journal of one stream. Emitted ids are appended in order and never change."""
+
+    stream_id: str
+    model: str
+    digest: str
+    """Only workers with this model digest may continue the stream."""
+    prompt_ids: list[int]
+    sampling: inference_pb2.Sampling
+    session: str
+    tenant: str = ""
+    traceparent: str = ""
+    arrived_at: float | None = None
+    """When the request arrived, in the event loop's time; None: when its stream was created."""
+    timeout_s: float | None = None
+    """The client's own limit for the time from the arrival to the end of the stream."""
+    emitted_ids: list[int] = field(default_factory=list)
+    attempt: int = 0
+    worker_id: str = ""
+    """The worker of the current attempt."""
+    fingerprint: str | None = None
+    """Numerics fingerprint of the worker that gave the first token; empty: unknown; None: there is no token yet."""
+    is_inexact: bool = False
+    """Whether a later attempt gave tokens with other, or unknown, numerics."""
+
+    def next_submit(self, worker_id: str, *, arrived_s: float = 0.0, deadline_s: float = 0.0) -> worker_pb2.Submit:
+        """Begin the next attempt and return the Submit that continues after the last emitted id.
+
+        Args:
+            worker_id: the worker that gets it.
+            arrived_s: the stream's arrival, in seconds after the RouterHello that the worker got.
+            deadline_s: seconds until the stream must end; 0: no limit.
+        """
+        self.attempt += 1
+        self.worker_id = worker_id
+        return worker_pb2.Submit(
+            stream_id=self.stream_id,
+            attempt=self.attempt,
+            prompt_ids=self.prompt_ids,
+            emitted_ids=self.emitted_ids,
+            sampling=self.sampling,
+            tenant=self.tenant,
+            traceparent=self.traceparent,
+            arrived_s=arrived_s,
+            deadline_s=deadline_s,
+            priority=BEGUN_PRIORITY if self.emitted_ids else 0,
+        )
+
+    def accept(self, update: worker_pb2.StreamTokens) -> Acceptance:
+        """Append the update's ids if they are exactly the next ones of the current attempt."""
+        if update.attempt != self.attempt:
+            return Acceptance.STALE_ATTEMPT
+        count = len(update.ids)
+        if (count or update.finish) and update.position > len(self.emitted_ids):
+            return Acceptance.GAP
+        if (count or update.finish) and update.position < len(self.emitted_ids):
+            return Acceptance.DUPLICATE if count else Acceptance.MALFORMED
+        if len(self.emitted_ids) + count > self.sampling.max_tokens or not self._is_well_formed(update):
+            return Acceptance.MALFORMED
+        if not count and not update.finish:
+            return Acceptance.EMPTY
+        self.emitted_ids.extend(update.ids)
+        return Acceptance.ACCEPTED
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the stream has max_tokens tokens."""
+        return len(self.emitted_ids) >= self.sampling.max_tokens
+
+    @property
+    def logprobs_per_token(self) -> int:
+        """Log probabilities that come with each token: the token's own and those of alternatives; 0 if none do."""
+        return self.sampling.logprobs + 1 if self.sampling.HasField("logprobs") else 0
+
+    def can_continue_exactly(self, fingerprint: str) -> bool:
+        """Whether a worker with these numerics gives the tokens that the first worker would have given."""
+        return self.fingerprint is None or (bool(fingerprint) and fingerprint == self.fingerprint)
+
+    def request_digest(self) -> bytes:
+        """A hash of the model, the prompt and the sampling without its seed: equal for equal requests."""
+        sampling = inference_pb2.Sampling()
+        sampling.CopyFrom(self.sampling)
+        sampling.ClearField("seed")
+        made = hashlib.blake2b(self.digest.encode(), digest_size=16)
+        made.update(sampling.SerializeToString(deterministic=True))
+        made.update(array("I", self.prompt_ids).tobytes())
+        return made.digest()
+
+    def _is_well_formed(self, update: worker_pb2.StreamTokens) -> bool:
+        if update.finish not in _FINISH_REASONS:
+            return False
+        return not self.sampling.HasField("logprobs") or len(update.logprobs) == len(update.ids)

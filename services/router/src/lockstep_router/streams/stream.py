@@ -1,0 +1,419 @@
+"""Runs one stream on a worker, and on the next one if that worker is lost, until the stream has all its tokens."""
+
+import asyncio
+import logging
+import math
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockstep_api.v1 import worker_pb2
+from lockstep_common.errors import ErrorCode, LockstepError
+
+from lockstep_router import metrics
+from lockstep_router.settings import RouterSettings
+from lockstep_router.streams.attempt import Attempt, Deadlines, Finished, Outcome, WaitedTooLong
+from lockstep_router.streams.journal import Journal
+from lockstep_router.workers import Link, Workers
+from lockstep_router.workers.losses import Loss, Lost
+from lockstep_router.workers.suspects import Life
+
+logger = logging.getLogger("lockstep.router")
+
+_RESET_TOKENS = 32
+"""Tokens of one attempt after which earlier failures no longer count."""
+
+_JITTER = 0.5
+"""Back-offs are longer by a random share up to this one, so that streams refused together do not retry together."""
+
+_BUDGET_RECHECK_S = 1.0
+
+_EXACT_PATIENCE_S = 2.0
+"""A stream waits this long for a worker with equal numerics that it has just left before another one continues it."""
+
+_MAX_TRIAL_PAUSE_S = 1.0
+"""Longest random pause before a trial if streams of other routers may be the cause of the deaths."""
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Why there is no worker for the stream now."""
+
+    reason: str
+    """What is waited for; completes the message `waited 3 s for …`."""
+    recheck_s: float = math.inf
+    """Seconds until the reason may have ended without a change of any worker."""
+
+
+class Stream:
+    """One stream of tokens, independent of the worker that it runs on.
+
+    `run` drives it as a task; cancelling that task cancels the stream on its worker. `take` returns the updates that
+    have arrived; `on_arrival` is called whenever there are more.
+    """
+
+    def __init__(
+        self, journal: Journal, workers: Workers, settings: RouterSettings, on_arrival: Callable[[], None]
+    ) -> None:
+        self.journal = journal
+        self.failovers = 0
+        self._workers = workers
+        self._suspects = workers.suspects
+        self._settings = settings
+        self._on_arrival = on_arrival
+        self._arrived: deque[worker_pb2.StreamTokens] = deque()
+        self.unread_tokens = 0
+        """Tokens that have arrived since the last `take`."""
+        self._caught_up = asyncio.Event()
+        self._attempt: Attempt | None = None
+        self._fingerprint = ""  # numerics of the current attempt's worker
+        self._life: Life = ("", 0, 0)  # life of the current attempt's worker
+        self._avoided: dict[Life, float] = {}  # until when, in the awake clock's time
+        self._was_taken = False  # a worker has accepted the stream into its queue
+        self._failures = 0  # in a row
+        self._refused_by: set[Life] = set()  # workers that have refused the stream since it last ran
+        self._has_failed = False  # the last attempt failed, so the next one is a retry
+        self._is_delayed = False  # by the retry budget
+        self._trial_at = 0.0  # event loop's time; the stream's next trial does not begin earlier
+        self._last_lost: Lost | None = None
+        self._activity = "it waited for a worker"
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._arrived_at = now if journal.arrived_at is None else journal.arrived_at
+        self._deadline_at = None if journal.timeout_s is None else self._arrived_at + journal.timeout_s
+        self._stalled_at = self._arrived_at  # when the stream last began to wait
+        self._started_at: float | None = None
+        self._token_at: float | None = None
+        self._gap_from: float | None = None
+
+    def take(self) -> list[worker_pb2.StreamTokens]:
+        """The updates that have arrived since the last call, in order."""
+        taken = list(self._arrived)
+        self._arrived.clear()
+        self.unread_tokens = 0
+        self._caught_up.set()
+        return taken
+
+    async def run(self) -> None:
+        """Drive the stream to its end.
+
+        Raises:
+            LockstepError: the stream cannot continue. The tokens delivered so far are correct.
+        """
+        self._workers.retries.deposit()
+        try:
+            async with asyncio.timeout_at(self._deadline_at):
+                await self._run()
+        except TimeoutError:
+            raise LockstepError(
+                ErrorCode.DEADLINE_EXCEEDED,
+                f"the request's timeout of {self.journal.timeout_s:g} s has passed while {self._activity}",
+            ) from None
+        finally:
+            self._suspects.forget(self.journal.stream_id)
+
+    async def _run(self) -> None:
+        while True:
+            self._check_quarantine()
+            link = await self._find_worker()
+            outcome = await self._try_on(link)
+            if isinstance(outcome, Finished):
+                return
+            if isinstance(outcome, LockstepError):
+                raise outcome
+            if isinstance(outcome, WaitedTooLong):
+                raise self._waited_too_long(
+                    f"its turn on worker {link.worker_id!r}, where {link.status.queued} requests wait",
+                    link.queue_wait_s,
+                )
+            self._note_loss(link, outcome)
+            if outcome.reason is Loss.SLOW_CLIENT:
+                self._activity = "its client read too slowly"
+                await self._caught_up.wait()
+                self._stalled_at = asyncio.get_running_loop().time()
+
+    def _check_quarantine(self) -> None:
+        if self._suspects.has_quarantined(self.journal.request_digest, asyncio.get_running_loop().time()):
+            raise LockstepError(
+                ErrorCode.REQUEST_QUARANTINED,
+                "the same request was running when several workers died, so it is refused for some minutes",
+            )
+
+    # Attempts.
+
+    async def _try_on(self, link: Link) -> Outcome:
+        """Run one attempt to its end."""
+        now = asyncio.get_running_loop().time()
+        submit = self.journal.next_submit(
+            link.worker_id,
+            arrived_s=self._arrived_at - link.greeted_at,
+            deadline_s=0.0 if self._deadline_at is None else max(self._deadline_at - now, 0.001),
+        )
+        self._attempt = attempt = Attempt(
+            self.journal,
+            now=self._workers.clock.now(),
+            deadlines=Deadlines(
+                first_token_s=self._settings.first_token_deadline_s,
+                inter_token_s=self._settings.inter_token_deadline_s,
+                first_wait_s=self._give_up_at - now,
+                next_wait_s=self._settings.max_queue_wait_s,
+            ),
+            deliver=self._deliver,
+            on_start=self._note_start,
+            on_wait=self._note_wait,
+        )
+        self._life, self._fingerprint = link.life, link.fingerprint
+        self._activity = f"it waited for its turn on worker {link.worker_id!r}"
+        self._suspects.enter(self.journal.stream_id, link.life)
+        link.start(attempt, submit)
+        outcome: Outcome | None = None
+        try:
+            outcome = await attempt.over
+            return outcome
+        finally:
+            self._suspects.leave(self.journal.stream_id)
+            unwanted = outcome is None or (isinstance(outcome, Lost) and outcome.reason.needs_cancel)
+            link.end(attempt, cancel=unwanted or isinstance(outcome, WaitedTooLong))
+
+    def _note_start(self) -> None:
+        self._activity = f"it ran on worker {self.journal.worker_id!r}"
+        if self._started_at is None:
+            self._started_at = asyncio.get_running_loop().time()
+            metrics.WAIT_SECONDS.observe(self._started_at - self._arrived_at)
+
+    def _note_wait(self) -> None:
+        self._activity = f"it waited for its next turn on worker {self.journal.worker_id!r}"
+        self._stalled_at = asyncio.get_running_loop().time()
+
+    def _deliver(self, update: worker_pb2.StreamTokens) -> None:
+        assert self._attempt is not None
+        if update.ids:
+            self._measure(len(update.ids))
+            if self._attempt.tokens == len(update.ids):
+                self._note_numerics()
+            self._suspects.note_progress(self.journal.stream_id, self._attempt.tokens)
+        self._arrived.append(update)
+        self.unread_tokens += len(update.ids)
+        # Each log probability takes as much memory as a token, or more.
+        unread = self.unread_tokens * (1 + self.journal.logprobs_per_token)
+        if unread > self._settings.max_unread_tokens and not update.finish:
+            # The client reads more slowly than the worker computes. A pause works like a failover: the attempt stops
+            # here, and the next one continues from the journal when the client has caught up.
+            self._caught_up.clear()
+            self._attempt.lose(Loss.SLOW_CLIENT)
+        self._on_arrival()
+
+    def _note_numerics(self) -> None:
+        """Note the numerics of an attempt when its first tokens arrive."""
+        journal = self.journal
+        if journal.fingerprint is None:
+            journal.fingerprint = self._fingerprint
+        elif not journal.can_continue_exactly(self._fingerprint):
+            journal.is_inexact = True
+            metrics.INEXACT_CONTINUATIONS.inc()
+            logger.warning(
+                "stream continued inexactly",
+                extra={
+                    "stream": journal.stream_id,
+                    "worker": journal.worker_id,
+                    "fingerprint": self._fingerprint,
+                    "began_with": journal.fingerprint,
+                },
+            )
+
+    def _measure(self, tokens: int) -> None:
+        now = asyncio.get_running_loop().time()
+        metrics.GENERATED_TOKENS.inc(tokens)
+        if self._token_at is None:
+            metrics.FIRST_TOKEN_SECONDS.observe(now - self._arrived_at)
+        else:
+            metrics.INTER_TOKEN_SECONDS.observe(now - self._token_at)
+        if self._gap_from is not None:
+            metrics.FAILOVER_GAP_SECONDS.observe(now - self._gap_from)
+            self._gap_from = None
+        self._token_at = now
+
+    # Losses.
+
+    def _note_loss(self, link: Link, lost: Lost) -> None:
+        """Count a loss.
+
+        Raises:
+            LockstepError: the stream has failed too often, or is quarantined.
+        """
+        assert self._attempt is not None
+        reason = lost.reason
+        self._last_lost = lost
+        if self._attempt.is_running:
+            self._stalled_at = asyncio.get_running_loop().time()
+        metrics.FAILOVERS.labels(reason.value).inc()
+        if reason is not Loss.SLOW_CLIENT:
+            self.failovers += 1
+            self._workers.failovers += 1
+            self._gap_from = self._gap_from or self._token_at
+        logger.info(
+            "stream leaves worker",
+            extra={
+                "stream": self.journal.stream_id,
+                "attempt": self.journal.attempt,
+                "worker": link.worker_id,
+                "reason": reason.value,
+                "emitted": len(self.journal.emitted_ids),
+            },
+        )
+        awake_s = self._workers.clock.now()
+        back_off_s = (lost.retry_after_s or reason.avoid_s) * random.uniform(1.0, 1.0 + _JITTER)
+        self._avoided = {life: until for life, until in self._avoided.items() if until > awake_s}
+        self._avoided[self._life] = awake_s + back_off_s
+        self._count_loss(reason)
+        if self._suspects.is_tried_beside_others(self.journal.stream_id):
+            # Another router's stream may be the cause. The two are told apart by not running at the same times.
+            self._trial_at = asyncio.get_running_loop().time() + random.uniform(0.0, _MAX_TRIAL_PAUSE_S)
+
+    def _count_loss(self, reason: Loss) -> None:
+        assert self._attempt is not None
+        if self._attempt.tokens >= _RESET_TOKENS:
+            self._failures = 0
+        if self._attempt.has_run or not reason.is_refusal:
+            self._refused_by.clear()
+            self._was_taken = True
+        else:
+            self._refused_by.add(self._life)
+        self._failures += reason.is_failure
+        self._has_failed = reason.is_failure
+        if self._suspects.is_guilty(self.journal.stream_id):
+            raise self._quarantine()
+        if self._failures >= self._settings.max_attempts:
+            raise LockstepError(
+                ErrorCode.WORKER_LOST,
+                f"{self._failures} attempts in a row have failed on workers that live on (the last: {reason})",
+                retry_after_s=5,
+            )
+
+    def _quarantine(self) -> LockstepError:
+        deaths = self._suspects.deaths_alone(self.journal.stream_id)
+        metrics.QUARANTINED.inc()
+        logger.error(
+            "stream quarantined: workers died one after the other while it ran on them",
+            extra={"stream": self.journal.stream_id, "deaths": deaths, "emitted": len(self.journal.emitted_ids)},
+        )
+        self._suspects.quarantine(self.journal.request_digest(), asyncio.get_running_loop().time())
+        return LockstepError(
+            ErrorCode.REQUEST_QUARANTINED,
+            f"{deaths} workers in a row died while they ran this request apart from other suspect ones",
+        )
+
+    # The choice of a worker.
+
+    @property
+    def _give_up_at(self) -> float:
+        return self._stalled_at + self._settings.max_queue_wait_s
+
+    async def _find_worker(self) -> Link:
+        """The worker for the next attempt; waits until there is one."""
+        loop = asyncio.get_running_loop()
+        while True:
+            choice = self._choose()
+            if isinstance(choice, Link) and not self._has_budget_for(choice):
+                choice = self._wait_for_budget()
+            now = loop.time()
+            if isinstance(choice, Link) and now < self._give_up_at:
+                return choice
+            reason = choice.reason if isinstance(choice, _Wait) else "a worker"
+            if now >= self._give_up_at:
+                raise self._waited_too_long(reason)
+            self._activity = f"it waited for {reason}"
+            recheck_s = choice.recheck_s if isinstance(choice, _Wait) else 0.0
+            await self._workers.wait_change(min(self._give_up_at, now + recheck_s + self._workers.clock.tick_s))
+
+    def _choose(self) -> Link | _Wait:
+        """The worker for the next attempt, or what the stream has to wait for.
+
+        Raises:
+            LockstepError: OVERLOADED, the request is refused without waiting.
+        """
+        journal = self.journal
+        links = self._workers.ready(journal.model, journal.digest)
+        if not links:
+            return _Wait(f"a worker of {journal.model!r} ({self._workers.describe_links()})")
+        exact = [link for link in links if journal.can_continue_exactly(link.fingerprint)]
+        if not exact and self._settings.exact_failover == "strict":
+            known = f"the numerics fingerprint {journal.fingerprint!r}" if journal.fingerprint else "known numerics"
+            return _Wait(f"a worker of {journal.model!r} with {known} (exact_failover is strict)")
+        if self._settings.exact_failover == "strict":
+            return self._choose_of(exact)
+        if exact and len(exact) < len(links):
+            choice = self._choose_of(exact)
+            if isinstance(choice, Link) or choice.recheck_s < _EXACT_PATIENCE_S:
+                return choice
+        return self._choose_of(links)
+
+    def _choose_of(self, links: list[Link]) -> Link | _Wait:
+        journal, suspects = self.journal, self._suspects
+        awake_s = self._workers.clock.now()
+        free = [link for link in links if self._avoided.get(link.life, 0.0) <= awake_s]
+        if not free:
+            self._check_refused()
+            return _Wait(
+                f"a worker of {journal.model!r} that takes it back",
+                min(self._avoided[link.life] for link in links) - awake_s,
+            )
+        pause_s = self._trial_at - asyncio.get_running_loop().time()
+        if pause_s > 0:
+            return _Wait("its turn to run apart from other suspects of the death of workers", pause_s)
+        enterable = [link for link in free if suspects.may_enter(journal.stream_id, link.life)]
+        if not enterable:
+            return _Wait("a worker on which no other stream is on trial for the death of workers")
+        without_trial = [link for link in enterable if not suspects.has_trial(link.life)]
+        if without_trial and not suspects.is_tried(journal.stream_id):
+            enterable = without_trial
+        return self._workers.pick(journal.session, self._within_patience(enterable))
+
+    def _within_patience(self, links: list[Link]) -> list[Link]:
+        """The links whose estimated wait a new request may wait. A stream that was in a queue before is not limited.
+
+        Raises:
+            LockstepError: OVERLOADED, there is no such link.
+        """
+        if self.journal.attempt:
+            return links
+        give_up_at = self._give_up_at if self._deadline_at is None else min(self._give_up_at, self._deadline_at)
+        return self._workers.within_wait(links, give_up_at - asyncio.get_running_loop().time())
+
+    def _has_budget_for(self, link: Link) -> bool:
+        """Withdraw the next attempt's cost from the retry budget; False if the budget is too small.
+
+        Only retries cost something: attempts after a failure, and attempts on a worker that has refused the stream.
+        """
+        if not self._has_failed and link.life not in self._refused_by:
+            return True
+        is_paid = self._workers.retries.withdraw(asyncio.get_running_loop().time())
+        if not is_paid and not self._is_delayed:
+            metrics.RETRIES_DELAYED.inc()
+        self._is_delayed = not is_paid
+        return is_paid
+
+    def _wait_for_budget(self) -> _Wait:
+        self._check_refused()
+        return _Wait("the retry budget", _BUDGET_RECHECK_S * random.uniform(1.0, 1.0 + _JITTER))
+
+    def _check_refused(self) -> None:
+        """Raise OVERLOADED for a request that was never in a queue and finds all queues full: it does not wait."""
+        lost = self._last_lost
+        if lost is not None and lost.reason is Loss.OVERLOADED and not self._was_taken:
+            links = self._workers.ready(self.journal.model, self.journal.digest)
+            wait_s = min((link.queue_wait_s for link in links), default=0.0)
+            raise LockstepError(
+                ErrorCode.OVERLOADED,
+                f"all workers of {self.journal.model!r} are busy",
+                retry_after_s=max(1, math.ceil(max(wait_s, lost.retry_after_s))),
+            )
+
+    def _waited_too_long(self, reason: str, retry_after_s: float = 0.0) -> LockstepError:
+        waited_s = asyncio.get_running_loop().time() - self._stalled_at
+        return LockstepError(
+            ErrorCode.UNAVAILABLE,
+            f"waited {waited_s:.1f} s for {reason}",
+            retry_after_s=max(5, math.ceil(retry_after_s)),
+        )

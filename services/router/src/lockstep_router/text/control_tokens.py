@@ -1,0 +1,140 @@
+"""Separates users' text from the control tokens that the chat template puts around it.
+
+A control token is one that the tokenizer's files call special, such as `<|assistant|>`. In a user's text it would end
+the user's turn and begin another one, so there it is encoded as plain characters. Only control tokens that the chat
+template writes are encoded as control tokens. The encoding of any other text never changes.
+"""
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as RustTokenizer
+
+_OPEN, _CLOSE = "\U000f0000", "\U000f0001"  # private-use characters, which ordinary text does not contain
+SEARCH_CHARS = 64 << 10
+"""A search holds Python's global lock: longer texts are searched in pieces, so that other threads run in between."""
+
+
+class ControlTokens:
+    """The control tokens of one tokenizer, and an alias for each of them.
+
+    The constructor changes the tokenizer: it encodes a control token's own text as plain text, and each alias, an added
+    token, as the control token. Aliases are random in every process and never leave it, so clients cannot guess them.
+    """
+
+    def __init__(self, tokenizer: RustTokenizer) -> None:
+        added: Mapping[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        special = {token_id: token for token_id, token in added.items() if token.special and token.content}
+        nonce = secrets.token_hex(8)
+        self._alias_of = {token.content: f"{_OPEN}{nonce}a{token_id}{_CLOSE}" for token_id, token in special.items()}
+        self._quoted_as = {token.content: f"{_OPEN}{nonce}q{token_id}{_CLOSE}" for token_id, token in special.items()}
+        self._longest = max(map(len, self._alias_of), default=0)
+        self._pattern = re.compile(_trie_pattern(self._alias_of)) if self._alias_of else None
+        tokenizer.add_tokens([_alias(token, self._alias_of[token.content]) for token in special.values()])
+        tokenizer.encode_special_tokens = True
+        self._id_of_alias_id = {
+            alias_id: token_id
+            for token_id, token in special.items()
+            if (alias_id := tokenizer.token_to_id(self._alias_of[token.content])) is not None
+        }
+        self._least_alias_id = min(self._id_of_alias_id, default=0)
+        self.unquotable = frozenset(
+            token.content for token_id, token in special.items() if _is_leaky(tokenizer, token.content, token_id)
+        )
+        """Control tokens that the tokenizer's model also produces from their plain characters."""
+
+    def is_alias(self, token_id: int) -> bool:
+        """Whether the id is that of an alias, not of a token in the model's files."""
+        return bool(self._id_of_alias_id) and token_id >= self._least_alias_id
+
+    def find(self, text: str) -> str | None:
+        """The first control token in a text."""
+        return next((match[0] for match in self._matches(text)), None)
+
+    def find_unquotable(self, text: str) -> str | None:
+        """The first control token in a text that cannot be encoded as text."""
+        if not self.unquotable:
+            return None
+        return next((match[0] for match in self._matches(text) if match[0] in self.unquotable), None)
+
+    def quote(self, text: str) -> str:
+        """The text with a placeholder for each control token, which `activate` turns back into plain text."""
+        return self._replace(text, self._quoted_as)
+
+    def activate(self, text: str) -> str:
+        """The text with an alias for each control token; quoted ones become plain text again."""
+        text = self._replace(text, self._alias_of)
+        for token, quoted in self._quoted_as.items():
+            if quoted in text:
+                text = text.replace(quoted, token)
+        return text
+
+    def restore_ids(self, ids: list[int]) -> list[int]:
+        """Replace the ids of aliases by those of their control tokens, in place."""
+        for index, token_id in enumerate(ids):
+            if self.is_alias(token_id):
+                ids[index] = self._id_of_alias_id.get(token_id, token_id)
+        return ids
+
+    def _replace(self, text: str, names: Mapping[str, str]) -> str:
+        pieces, end = [], 0
+        for match in self._matches(text):
+            pieces += [text[end : match.start()], names[match[0]]]
+            end = match.end()
+        return "".join(pieces) + text[end:] if pieces else text
+
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        """All control tokens in a text, leftmost first; of several that begin at one place, the longest."""
+        if self._pattern is None:
+            return
+        at = 0
+        while at < len(text):
+            piece_end = at + SEARCH_CHARS
+            match = self._pattern.search(text, at, piece_end + self._longest)
+            if match is None or match.start() >= piece_end:
+                at = piece_end
+            else:
+                yield match
+                at = match.end()
+
+
+def _alias(token: AddedToken, name: str) -> AddedToken:
+    """The alias of a control token: it treats spaces around it in the same way, but is not special itself."""
+    return AddedToken(
+        name,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=False,
+        special=False,
+    )
+
+
+def _is_leaky(tokenizer: RustTokenizer, text: str, token_id: int) -> bool:
+    # Unigram and word-level models may have a control token among their pieces and find it in plain text.
+    samples = tokenizer.encode_batch_fast([text, f"a{text}a", f" {text} "], add_special_tokens=False)
+    return any(token_id in sample.ids for sample in samples)
+
+
+def _trie_pattern(texts: Mapping[str, str]) -> str:
+    """A pattern that finds the longest of the texts, in a time that does not depend on their number."""
+    trie: dict[str, dict] = {}  # type: ignore[type-arg]
+    for text in texts:
+        node = trie
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return _node_pattern(trie)
+
+
+def _node_pattern(node: dict[str, dict]) -> str:  # type: ignore[type-arg]
+    prefix = ""
+    while len(node) == 1 and "" not in node:
+        ((char, node),) = node.items()
+        prefix += re.escape(char)
+    branches = [re.escape(char) + _node_pattern(child) for char, child in node.items() if char]
+    if not branches:
+        return prefix
+    return f"{prefix}(?:{'|'.join(branches)}){'?' if '' in node else ''}"

@@ -1,0 +1,52 @@
+"""Decodes a growing list of token ids, and gives text as soon as it can no longer change."""
+
+from lockstep_router.text.tokenizer import Tokenizer
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_WAITING = 16
+"""Largest number of tokens that wait for a character to be completed. A character has at most 4 bytes, so bytes that
+are still undecodable after this many tokens stay so, except for the last few.
+"""
+_CONTEXT = 8
+_TAIL_CHARS = 4
+
+
+class Detokenizer:
+    """Gives each token's text once, so that all pieces together are the decoding of all ids.
+
+    Decoding is not a sum over tokens: bytes of one character may be spread over several, and some tokenizers treat the
+    first token's leading space specially. Therefore a short window of earlier tokens is decoded together with the new
+    one, and the difference is the new text. Text that ends in an unfinished character waits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._context = 0  # tokens at the window's start whose text has been given and ended on a whole character
+        self._given = 0  # characters of the window's text that have been given
+
+    def step(self, token_id: int) -> str:
+        """The text that is final after this id: often the token's own text, sometimes none yet."""
+        if token_id in self._tokenizer.special_ids or not self._tokenizer.token_bytes(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        if len(text) <= self._given:
+            return ""
+        if not text.endswith(_REPLACEMENT):
+            return self._give(text, len(text), keep_from=self._context)
+        if len(self._window) - self._context < MAX_WAITING:
+            return ""
+        return self._give(text, max(self._given, len(text) - _TAIL_CHARS), keep_from=len(self._window) - _CONTEXT)
+
+    def flush(self) -> str:
+        """The text that still waits, with unfinished characters as U+FFFD. Call it once, at the end."""
+        return self._tokenizer.decode(self._window)[self._given :]
+
+    def _give(self, text: str, end: int, *, keep_from: int) -> str:
+        """Give the window's text up to `end` and forget the tokens before `keep_from`."""
+        piece, waiting = text[self._given : end], len(text) - end
+        self._window = self._window[keep_from:]
+        self._context = len(self._window) if not waiting else 0
+        self._given = len(self._tokenizer.decode(self._window)) - waiting
+        return piece

@@ -1,0 +1,143 @@
+"""Turns text into token ids and back, for one model. Built from a worker's tokenizer files; runs no code of a model."""
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep_api.v1 import worker_pb2
+from tokenizers import Tokenizer as RustTokenizer
+
+from lockstep_router.text.chat_template import ChatTemplate
+from lockstep_router.text.control_tokens import ControlTokens
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class ControlTokenError(Exception):
+    """A text has a control token that its tokenizer cannot encode as text."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__(f"has the control token {token}, which this model's tokenizer cannot encode as text")
+
+
+class Tokenizer:
+    """A model's tokenizer and chat template. Safe to use from several threads."""
+
+    def __init__(self, files: worker_pb2.TokenizerFiles) -> None:
+        """Read the files.
+
+        Raises:
+            ValueError: the files cannot be parsed.
+        """
+        try:
+            self._rust: RustTokenizer = RustTokenizer.from_str(files.tokenizer_json.decode())
+            config = json.loads(files.tokenizer_config_json or b"{}")
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"tokenizer {files.digest}: {error}") from error
+        self._rust.no_truncation()
+        self._rust.no_padding()
+        self.digest: str = files.digest
+        self._byte_level = _has_byte_level(json.loads(files.tokenizer_json).get("decoder"))
+        added = self._rust.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.chat_template = ChatTemplate(files.chat_template, _special_tokens(config)) if files.chat_template else None
+        self._control_tokens = ControlTokens(self._rust)
+        self.token_bytes = functools.lru_cache(maxsize=1 << 16)(self._token_bytes)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, control_tokens: bool = False) -> list[int]:
+        """A text's token ids. Python's global lock is released during the encoding.
+
+        Args:
+            text: a text of any length.
+            add_special_tokens: add the special tokens that the model's files put around every text.
+            control_tokens: encode control tokens written in the text as such, not as text.
+
+        Raises:
+            ControlTokenError: the text has a control token that this tokenizer cannot encode as text.
+        """
+        if control_tokens:
+            return self.encode_rendered(self._control_tokens.activate(text), add_special_tokens=add_special_tokens)
+        self._check_quotable(text)
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, str]], *, control_tokens: bool = False) -> str:
+        """A conversation as text, for `encode_rendered` only: it has aliases in place of control tokens.
+
+        Raises:
+            LockstepError: INVALID_REQUEST, the template does not accept these messages.
+            ControlTokenError: a message has a control token that this tokenizer cannot encode as text.
+        """
+        assert self.chat_template is not None
+        if not control_tokens:
+            messages = [self._quote(message) for message in messages]
+        return self._control_tokens.activate(self.chat_template.render(messages))
+
+    def encode_rendered(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """The token ids of a text that `render` returned."""
+        return self._control_tokens.restore_ids(self._encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids that have one according to `token_bytes`; special tokens are left out."""
+        text: str = self._rust.decode(ids, skip_special_tokens=True)
+        return text
+
+    def decode_long(self, ids: Sequence[int]) -> str:
+        """The text of any ids, without special tokens. Python's global lock is released during the decoding."""
+        if any(map(self._control_tokens.is_alias, ids)):
+            ids = [token_id for token_id in ids if not self._control_tokens.is_alias(token_id)]
+        text: str = self._rust.decode_batch([ids], skip_special_tokens=True)[0]
+        return text
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        (encoding,) = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _quote(self, message: Mapping[str, str]) -> Mapping[str, str]:
+        if not any(self._control_tokens.find(text) for key, text in message.items() if key != "role"):
+            return message
+        for text in message.values():
+            self._check_quotable(text)
+        return {key: text if key == "role" else self._control_tokens.quote(text) for key, text in message.items()}
+
+    def _check_quotable(self, text: str) -> None:
+        if (token := self._control_tokens.find_unquotable(text)) is not None:
+            raise ControlTokenError(token)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        """A token's bytes; a special token's name; empty for an id outside the vocabulary."""
+        token = self._rust.id_to_token(token_id)
+        if token is None or self._control_tokens.is_alias(token_id):
+            return b""
+        if token_id in self._added_ids:
+            return str(token).encode()
+        if self._byte_level:
+            return b"".join(_byte_of_char().get(char, char.encode()) for char in token)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+
+
+@functools.cache
+def _byte_of_char() -> dict[str, bytes]:
+    """The inverse of GPT-2's table of printable stand-ins for bytes (Radford et al. 2019, `bytes_to_unicode`)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    chars = {chr(byte): bytes([byte]) for byte in printable}
+    return chars | {chr(256 + index): bytes([byte]) for index, byte in enumerate(others)}
+
+
+def _has_byte_level(decoder: dict[str, Any] | None) -> bool:
+    if decoder is None:
+        return False
+    return decoder.get("type") == "ByteLevel" or any(map(_has_byte_level, decoder.get("decoders", ())))
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The text of bos_token and others; tokenizer_config.json has it as a string or as an object."""
+    tokens = {name: config.get(name) for name in _SPECIAL_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -1,0 +1,81 @@
+"""The router's certificates: for clients over HTTPS, and for workers, which accept no other peers.
+
+Without certificates in the settings both sides use plain text. A worker has to show a certificate for
+`peer_identity`; gRPC checks that in the handshake, before the first byte.
+"""
+
+import ssl
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+import grpc
+from lockstep_common.tls import Certificates, TlsFiles, server_context, watched
+
+from lockstep_router.settings import RouterSettings
+
+Dial = Callable[[str, tuple[tuple[str, object], ...]], grpc.aio.Channel]
+"""Opens a channel to a target with these gRPC options."""
+
+
+def dial_plain(target: str, options: tuple[tuple[str, object], ...]) -> grpc.aio.Channel:
+    """A channel without TLS."""
+    return grpc.aio.insecure_channel(target, options=options)
+
+
+@dataclass(frozen=True)
+class RouterTls:
+    """The certificates that the settings name."""
+
+    workers: Certificates | None
+    http: Certificates | None
+    peer_identity: str
+    verify_clients: bool
+    manage: bool
+
+    @classmethod
+    def load(cls, settings: RouterSettings) -> "RouterTls":
+        """Read the certificates.
+
+        Raises:
+            LockstepError: INVALID_REQUEST, the files cannot be used.
+        """
+        workers = http = None
+        if settings.tls_cert and settings.tls_key:
+            names = {"cert": "tls_cert", "key": "tls_key", "ca": "tls_ca"}
+            files = TlsFiles(settings.tls_cert, settings.tls_key, settings.tls_ca)
+            workers = Certificates("workers", files, names)
+        if settings.http_tls_cert and settings.http_tls_key:
+            names = {"cert": "http_tls_cert", "key": "http_tls_key", "ca": "http_tls_client_ca"}
+            files = TlsFiles(settings.http_tls_cert, settings.http_tls_key, settings.http_tls_client_ca)
+            http = Certificates("http", files, names)
+        verify_clients = settings.http_tls_client_ca is not None
+        return cls(workers, http, settings.peer_identity or "", verify_clients, settings.management_tls)
+
+    def dial(self, target: str, options: tuple[tuple[str, object], ...]) -> grpc.aio.Channel:
+        """A channel to a worker, with the newest certificates."""
+        if self.workers is None:
+            return dial_plain(target, options)
+        material = self.workers.current()
+        credentials = grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
+        # Workers are dialled by IP address, and their certificates hold names only.
+        named = (*options, ("grpc.ssl_target_name_override", self.peer_identity))
+        return grpc.aio.secure_channel(target, credentials, options=named)
+
+    @property
+    def http_context(self) -> ssl.SSLContext | None:
+        """The TLS context for clients; None: plain HTTP."""
+        if self.http is None:
+            return None
+        return server_context(self.http, verify_clients=ssl.CERT_REQUIRED if self.verify_clients else ssl.CERT_NONE)
+
+    @property
+    def management_context(self) -> ssl.SSLContext | None:
+        """The TLS context of the management port. Kubelets show no certificate. None: plain HTTP."""
+        if not self.manage or self.workers is None:
+            return None
+        return server_context(self.workers, verify_clients=ssl.CERT_OPTIONAL)
+
+    def watched(self) -> AbstractAsyncContextManager[None]:
+        """Within this context, changed files are read again and problems with them are reported."""
+        return watched(*(each for each in (self.workers, self.http) if each is not None))

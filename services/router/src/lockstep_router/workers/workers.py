@@ -1,0 +1,259 @@
+"""All workers: their links, their models, and a way to wait for a change.
+
+It connects to the workers that discovery reports and disconnects from those that it drops. It never looks into a
+stream.
+"""
+
+import asyncio
+import logging
+import math
+from collections import Counter
+
+from lockstep_api.v1 import worker_pb2
+from lockstep_common.errors import ErrorCode, LockstepError
+
+from lockstep_router import metrics
+from lockstep_router.discovery import Discovery, Report, WorkerAddress
+from lockstep_router.settings import RouterSettings
+from lockstep_router.text.tokenizer import Tokenizer
+from lockstep_router.tls import Dial, dial_plain
+from lockstep_router.workers.clock import AwakeClock
+from lockstep_router.workers.link import Link, LinkState
+from lockstep_router.workers.retry_budget import RetryBudget
+from lockstep_router.workers.routing import choose, rank
+from lockstep_router.workers.suspects import Suspects
+from lockstep_router.workers.tokenizer_cache import TokenizerCache
+
+logger = logging.getLogger("lockstep.router")
+
+_MAX_TICK_S = 0.05
+_MAX_MODELS = 256
+
+
+class Workers:
+    """The workers that discovery reports."""
+
+    def __init__(self, settings: RouterSettings, discovery: Discovery, dial: Dial = dial_plain) -> None:
+        self.clock = AwakeClock(tick_s=min(_MAX_TICK_S, settings.heartbeat_timeout_s / 10))
+        self.tokenizers = TokenizerCache()
+        self.suspects = Suspects(settings.quarantine_after, self._announce)
+        self.retries = RetryBudget(settings.retry_share)
+        """Shared by all streams of this router."""
+        self.report = Report(self._on_discovered)
+        self.models: dict[str, worker_pb2.ModelCard] = {}
+        """The newest card of each model, by name. A model stays known while all its workers are away: its requests wait
+        instead of being refused."""
+        self.failovers = 0
+        """Total of all streams."""
+        self._settings = settings
+        self._discovery = discovery
+        self._dial = dial
+        self._links: dict[Link, asyncio.Task[None]] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        """Tasks of links that are being closed."""
+        self._shared_ids: set[str] = set()
+        """Worker ids that several workers use and that have been logged."""
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._keeps_unlisted = False
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """All links, including retired ones that still have streams."""
+        return tuple(self._links)
+
+    def start(self) -> None:
+        """Start the discovery and the clock."""
+        self._tasks = [
+            asyncio.create_task(self._discovery.run(self.report)),
+            asyncio.create_task(self.clock.run(self._tick)),
+        ]
+
+    async def stop(self) -> None:
+        """Close all links."""
+        tasks = [*self._tasks, *self._links.values(), *self._ending]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _on_discovered(self, addresses: frozenset[WorkerAddress]) -> None:
+        """Connect to new workers and retire those that are gone."""
+        known = {link.address: link for link in self._links if not self._links[link].done()}
+        for address, link in known.items():
+            link.listed = address in addresses
+            link.retired = link.retired and not link.listed
+        for address in sorted(addresses - known.keys(), key=lambda each: each.target):
+            if not any(link.adopt(address) for link in known.values()):
+                link = Link(
+                    address,
+                    self._settings,
+                    self.clock,
+                    self.tokenizers,
+                    self.suspects,
+                    self._on_change,
+                    self._dial,
+                )
+                self._links[link] = asyncio.create_task(link.run())
+        self._retire_unlisted()
+        self._remove_retired()
+        self._announce()
+
+    def _retire_unlisted(self) -> None:
+        """Retire the workers that discovery no longer lists.
+
+        Unlisted workers that are connected and well are kept while they outnumber the listed workers that are connected
+        and well. A pod that ends reports it or its connection breaks, so discovery is more likely to be wrong.
+        """
+        unlisted = [link for link in self._links if not link.listed and not link.retired]
+        well = [link for link in unlisted if link.is_well]
+        kept = well if len(well) > sum(link.is_well for link in self._links if link.listed) else []
+        for link in unlisted:
+            link.retired = link not in kept
+        metrics.UNLISTED_WORKERS.set(len(kept))
+        if bool(kept) != self._keeps_unlisted:
+            self._keeps_unlisted = bool(kept)
+            if kept:
+                logger.warning(
+                    "discovery no longer lists workers that are connected and well: they stay in use",
+                    extra={"workers": sorted(link.worker_id for link in kept)},
+                )
+            else:
+                logger.info("discovery lists all workers in use again")
+
+    def _remove_retired(self) -> None:
+        for link in [link for link in self._links if link.retired and not link.has_streams]:
+            task = self._links.pop(link)
+            task.cancel()
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    def ready(self, model: str | None = None, digest: str | None = None) -> list[Link]:
+        """The links whose workers take new streams, optionally of one model; one link for each worker id."""
+        newest: dict[str, Link] = {}
+        for link in self._links:
+            if link.state is LinkState.READY:
+                other = newest.setdefault(link.worker_id, link)
+                if link.incarnation > other.incarnation:
+                    # A pod and its successor have the same name, and the old pod may still be running.
+                    newest[link.worker_id] = link
+        return [
+            link
+            for link in newest.values()
+            if link.card is not None
+            and (model is None or link.card.name == model)
+            and (digest is None or link.card.digest == digest)
+        ]
+
+    def within_wait(self, links: list[Link], may_wait_s: float) -> list[Link]:
+        """The links, all of one model, whose estimated wait is short enough for a new request.
+
+        Raises:
+            LockstepError: OVERLOADED, there is none of them.
+        """
+        short = [link for link in links if link.queue_wait_s <= may_wait_s]
+        if short or not links:
+            return short
+        least_s = min(link.queue_wait_s for link in links)
+        model = links[0].card.name if links[0].card is not None else ""
+        metrics.QUEUE_REFUSALS.inc()
+        raise LockstepError(
+            ErrorCode.OVERLOADED,
+            f"the queue of {model!r} takes {least_s:.0f} s now, this request may wait {may_wait_s:.0f} s",
+            retry_after_s=max(1, math.ceil(least_s - may_wait_s)),
+        )
+
+    def pick(self, session: str, links: list[Link]) -> Link:
+        """The link that a session's next stream goes to."""
+        by_id = {link.worker_id: link for link in links}
+        return by_id[choose(session, [link.load for link in links], self._settings.queue_threshold)]
+
+    async def find_version(self, name: str, session: str) -> tuple[worker_pb2.ModelCard, Tokenizer]:
+        """The version of a model that a session gets, identified by the card's digest, and its tokenizer.
+
+        It chooses no worker: each attempt of a stream does that, among the workers with this digest. Waits while no
+        worker has connected yet or the tokenizer is being fetched, no longer than `max_queue_wait_s`.
+
+        Raises:
+            LockstepError: MODEL_NOT_FOUND, or UNAVAILABLE when the wait was too long.
+        """
+        began_at = asyncio.get_running_loop().time()
+        while True:
+            card = self._choose_version(name, session)
+            if card is not None and (tokenizer := self.tokenizers.get(card.tokenizer_digest)) is not None:
+                return card, tokenizer
+            if not await self.wait_change(began_at + self._settings.max_queue_wait_s):
+                waited_s = asyncio.get_running_loop().time() - began_at
+                missing = "any worker" if card is None else f"the tokenizer of {name!r}"
+                message = f"waited {waited_s:.1f} s for {missing} ({self.describe_links()})"
+                raise LockstepError(ErrorCode.UNAVAILABLE, message, retry_after_s=5)
+
+    def describe_links(self) -> str:
+        """How many workers there are in each state, for errors: `2 connecting, 1 loading`."""
+        counts = Counter(link.state.value for link in self._links)
+        return ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no worker is known"
+
+    def _choose_version(self, name: str, session: str) -> worker_pb2.ModelCard | None:
+        """The card of the version for a session; None if no worker has connected yet."""
+        if not self.models:
+            return None
+        if ready := self.ready(name):
+            # During a rollout the workers may have several versions. A session gets the version of the worker that it
+            # prefers, so that its requests stay with one version. The load plays no part in this choice.
+            cards = {link.worker_id: link.card for link in ready}
+            return cards[rank(session, cards)[0]]
+        if name in self.models:
+            return self.models[name]
+        raise model_not_found(name)
+
+    async def wait_change(self, until: float) -> bool:
+        """Wait for a change of any worker; False if the event loop's time `until` comes first."""
+        try:
+            async with asyncio.timeout_at(until):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _on_change(self, link: Link) -> None:
+        if link.card is not None and self.models.get(link.card.name) != link.card:
+            self._remember(link.card)
+        self._note_shared_ids()
+        self._retire_unlisted()
+        self._announce()
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+        counts = Counter(link.state for link in self._links)
+        for state in LinkState:
+            metrics.WORKERS.labels(state.value).set(counts[state])
+
+    def _note_shared_ids(self) -> None:
+        counts = Counter(
+            worker_id
+            for worker_id, _ in {
+                (link.worker_id, link.incarnation) for link in self._links if link.is_connected and not link.retired
+            }
+        )
+        shared = {worker_id for worker_id, count in counts.items() if count > 1}
+        for worker_id in shared - self._shared_ids:
+            logger.warning("several workers have the same id: the newest gets the streams", extra={"worker": worker_id})
+        self._shared_ids = shared
+
+    def _remember(self, card: worker_pb2.ModelCard) -> None:
+        self.models.pop(card.name, None)
+        self.models[card.name] = card
+        if len(self.models) > _MAX_MODELS:
+            del self.models[next(iter(self.models))]
+        cards = [*self.models.values(), *(link.card for link in self._links if link.card is not None)]
+        self.tokenizers.keep_only({card.tokenizer_digest for card in cards})
+
+    def _tick(self) -> None:
+        for link in self._links:
+            link.check()
+        self._remove_retired()
+
+
+def model_not_found(name: str) -> LockstepError:
+    """The error for a model that no worker has reported."""
+    return LockstepError(ErrorCode.MODEL_NOT_FOUND, f"the model {name!r} does not exist", field="model")

@@ -1,0 +1,24 @@
+"""The router as a process of its own, as tests start it."""
+
+import asyncio
+import json
+import os
+import sys
+
+BODY = {"model": "reference", "prompt": "hello", "max_tokens": 40, "seed": 1}
+
+
+async def start(*flags, **variables):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "LOCKSTEP_MANAGEMENT_PORT": "0"} | variables
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "lockstep_router", *flags, stderr=asyncio.subprocess.PIPE, env=environment
+    )
+
+
+async def listening(process):
+    """Read the log until the router says where it listens."""
+    while line := await asyncio.wait_for(process.stderr.readline(), 60):
+        entry = json.loads(line)
+        if entry["message"] == "listening":
+            return entry
+    raise AssertionError("the router ended")

@@ -1,0 +1,88 @@
+"""A stream on which nothing happens is kept alive by comments, and still ends with its error or its answer."""
+
+import asyncio
+
+import pytest
+from router_cluster import events_of, eventually
+from scripted_worker import Script
+
+BODY = {"model": "reference", "prompt": "hello world", "max_tokens": 12, "seed": 7, "user": "u"}
+COMMENT = ": keep-alive"
+
+
+def hold(cluster, tokens):
+    """Every worker gives this many tokens and then no more."""
+    for worker in cluster.workers:
+        worker.script = Script(hang_after=tokens)
+
+
+async def test_waiting_for_the_first_token_brings_headers_and_comments(make_cluster):
+    cluster = await make_cluster(1, keepalive_interval_s=0.1)
+    hold(cluster, 0)
+    async with (
+        cluster.over_http() as client,
+        client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response,
+    ):
+        assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+        lines = response.aiter_lines()
+        assert [await anext(lines) for _ in range(4)] == [COMMENT, "", COMMENT, ""]
+
+
+async def test_answer_after_comments_is_whole(make_cluster):
+    cluster = await make_cluster(1, keepalive_interval_s=0.1)
+    cluster.workers[0].script = Script(delay_s=0.3)
+    response = await cluster.complete(stream=True, max_tokens=4)
+    assert response.text.startswith(COMMENT)
+    assert response.text.count(COMMENT) >= 4
+    events = events_of(response)
+    assert "".join(data["choices"][0]["text"] for _, data in events[:-1]) == cluster.undisturbed("hello world", 7, 4)
+    assert events[-1] == (None, "[DONE]")
+
+
+async def test_silence_during_a_move_is_filled(make_cluster):
+    cluster = await make_cluster(2, keepalive_interval_s=0.1, inter_token_deadline_s=0.5)
+    own, _ = cluster.worker_of("user:u")
+    own.script, own.steps_advance = Script(hang_after=3), False
+    response = await cluster.complete(stream=True)
+    text, comments, rest = response.text.partition(COMMENT)
+    assert "data: " in text
+    assert comments
+    assert cluster.router.failovers == 1
+    assert rest.endswith("data: [DONE]\n\n")
+
+
+async def test_no_comment_while_tokens_come(make_cluster):
+    cluster = await make_cluster(1, keepalive_interval_s=2)
+    cluster.workers[0].script = Script(delay_s=0.01)
+    assert COMMENT not in (await cluster.complete(stream=True)).text
+
+
+async def test_error_after_the_first_comment_is_an_event(make_cluster):
+    cluster = await make_cluster(0, ready=False, keepalive_interval_s=0.1, max_queue_wait_s=0.5)
+    response = await cluster.complete(stream=True)
+    assert response.status_code == 200
+    assert response.text.startswith(COMMENT)
+    ((_, data),) = events_of(response)
+    assert data["error"]["code"] == "unavailable"
+    assert "[DONE]" not in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_error_before_the_first_comment_is_a_status(make_cluster, stream):
+    cluster = await make_cluster(0, ready=False, keepalive_interval_s=0, max_queue_wait_s=0.3)
+    assert (await cluster.complete(stream=stream)).status_code == 503
+
+
+async def test_whole_answers_get_no_comments(make_cluster):
+    cluster = await make_cluster(0, ready=False, keepalive_interval_s=0.1, max_queue_wait_s=0.5)
+    response = await cluster.complete()
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def test_client_that_leaves_a_silent_stream_is_noticed(make_cluster):
+    cluster = await make_cluster(1, keepalive_interval_s=0.05)
+    hold(cluster, 0)
+    async with cluster.over_http() as client:
+        async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}):
+            await asyncio.sleep(0.1)
+        await eventually(lambda: cluster.workers[0].cancels and cluster.router.requests == 0)

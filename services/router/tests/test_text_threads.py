@@ -1,0 +1,116 @@
+"""Texts are worked on without blocking the event loop, and never wait without limit."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_router.generation.request import TextPrompt
+from lockstep_router.memory import MemoryTrimmer
+from lockstep_router.text.threads import INLINE_CHARS, TextThreads
+from router_cluster import eventually
+
+
+@pytest.fixture
+def threads():
+    made = TextThreads(1, MemoryTrimmer())
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize(
+    ("chars", "together", "prefix"),
+    [
+        (INLINE_CHARS, 0, "MainThread"),
+        (INLINE_CHARS, INLINE_CHARS + 1, "text"),
+        (INLINE_CHARS + 1, 0, "text"),
+        (100_000, 0, "long-text"),
+        (1_000_000, 0, "longest-text"),
+    ],
+)
+async def test_each_length_has_its_threads(threads, chars, together, prefix):
+    name = await threads.run(lambda: threading.current_thread().name, chars, chars_together=together)
+    assert name.partition("_")[0] == prefix
+
+
+async def test_text_that_would_wait_too_long_is_refused_and_shorter_ones_are_not(threads):
+    release = threading.Event()
+    try:
+        running = asyncio.create_task(threads.run(release.wait, 100_000_000))
+        await asyncio.sleep(0)
+        with pytest.raises(LockstepError) as caught:
+            await threads.run(lambda: None, 1_000_000)
+        assert caught.value.code is ErrorCode.OVERLOADED
+        assert caught.value.retry_after_s >= 1
+        assert await threads.run(lambda: 3, 5_000) == 3
+    finally:
+        release.set()
+    await running
+    assert await threads.run(lambda: 4, 1_000_000) == 4
+
+
+async def test_texts_of_clients_that_have_left_do_not_count(threads):
+    release = threading.Event()
+    try:
+        running = asyncio.create_task(threads.run(release.wait, 1_000_000))
+        waiting = asyncio.create_task(threads.run(lambda: pytest.fail("never begun"), 100_000_000))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        following = asyncio.create_task(threads.run(lambda: 5, 1_000_000))
+    finally:
+        release.set()
+    assert await following == 5
+    await running
+
+
+async def test_many_medium_prompts_of_one_request_leave_the_loop_free(cluster):
+    loop = asyncio.get_running_loop()
+    prompts = [f"{index} " + "hello <|world " * 70 for index in range(64)]
+    longest = 0.0
+
+    async def watch():
+        nonlocal longest
+        while True:
+            began = loop.time()
+            await asyncio.sleep(0.001)
+            longest = max(longest, loop.time() - began)
+
+    began = time.perf_counter()
+    for prompt in prompts:
+        cluster.tokenizer.encode(prompt)
+    alone = time.perf_counter() - began
+    card = next(iter(cluster.router.workers.models.values()))
+    card.context_length = 1 << 20
+    watching = asyncio.create_task(watch())
+    encoded = await cluster.router.encoder.encode_all(
+        [TextPrompt(prompt) for prompt in prompts], cluster.tokenizer, card
+    )
+    watching.cancel()
+    assert [prompt.ids for prompt in encoded] == [cluster.tokenizer.encode(prompt) for prompt in prompts]
+    assert longest < max(0.05, alone / 2)
+
+
+async def test_tokenizing_ends_with_its_client_and_counts_as_a_request(make_cluster):
+    cluster = await make_cluster(1, max_streams=1)
+    release = threading.Event()
+    pool = cluster.router._threads._longest
+    blocking = asyncio.create_task(pool.run(release.wait, 1))
+    try:
+        text = "hello " * 60_000
+        body = {"model": "reference", "prompt": text}
+        cluster.workers[0].card.context_length = 1 << 20
+        for card in cluster.router.workers.models.values():
+            card.context_length = 1 << 20
+        asking = asyncio.create_task(cluster.client.post("/tokenize", json=body))
+        await eventually(lambda: cluster.router.requests == 1)
+        refused = await cluster.client.post("/detokenize", json={"model": "reference", "tokens": [1]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await eventually(lambda: cluster.router.requests == 0)
+    finally:
+        release.set()
+    await blocking
+    assert (await cluster.client.post("/tokenize", json={"model": "reference", "prompt": "hi"})).status_code == 200

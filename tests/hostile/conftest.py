@@ -1,0 +1,33 @@
+"""A router under eight well-behaved streams, for attacks."""
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from lockstep_tools.hostile.observer import Observer
+from target import Target
+
+_STREAMS = 8
+_START_S = 60.0
+
+
+@dataclass
+class Scene:
+    target: Target
+    observer: Observer
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[Scene]:
+    with Target() as target, Observer(target.address, streams=_STREAMS) as observer:
+        deadline = time.monotonic() + _START_S
+        while target.streams() < _STREAMS:
+            assert time.monotonic() < deadline, observer.take().failures
+            time.sleep(0.1)
+        yield Scene(target, observer)

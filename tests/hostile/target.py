@@ -1,0 +1,91 @@
+"""A router and two scripted workers as processes, to be attacked. The sources may be those of another checkout."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+_START_S = 60.0
+
+
+class Target:
+    """Runs as long as it is entered."""
+
+    def __init__(self, tree: Path = ROOT, *, token_every_s: float = 0.05, max_tokens: int | None = None) -> None:
+        self._tree = tree
+        self._pace = [str(token_every_s), *([str(max_tokens)] if max_tokens else [])]
+        self._directory = tempfile.TemporaryDirectory(prefix="ls-")
+        self._workers: subprocess.Popen[str] | None = None
+        self._router: subprocess.Popen[str] | None = None
+        self.address = ("127.0.0.1", 0)
+
+    def __enter__(self) -> Self:
+        sources = [str(self._tree / part / "src") for part in ("services/router", "libs/common", "libs/api")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "LOCKSTEP_MANAGEMENT_PORT": "0"}
+        script = Path(__file__).with_name("workers.py")
+        tests = self._tree / "services/router/tests"
+        self._workers = subprocess.Popen(
+            [sys.executable, str(script), str(tests), self._directory.name, *self._pace],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            text=True,
+        )
+        assert self._workers.stdout is not None
+        assert self._workers.stdout.readline() == "ready\n"
+        targets = ",".join(f"unix:{self._directory.name}/w{index}.sock" for index in range(2))
+        log = (Path(self._directory.name) / "log").open("w+")
+        self._router = subprocess.Popen(
+            [sys.executable, "-m", "lockstep_router", "--workers", targets, "--port", "0"],
+            stderr=log,
+            env=environment,
+            text=True,
+            start_new_session=True,
+        )
+        self.address = ("127.0.0.1", self._find_port(Path(log.name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in (self._router, self._workers):
+            if process is not None:
+                process.kill()
+                process.wait(10)
+        self._directory.cleanup()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the router has not ended."""
+        return self._router is not None and self._router.poll() is None
+
+    def memory_bytes(self) -> int:
+        """What the router has of the machine's memory."""
+        assert self._router is not None
+        rss: int = psutil.Process(self._router.pid).memory_info().rss
+        return rss
+
+    def streams(self) -> int:
+        """How many streams the workers run."""
+        assert self._workers is not None
+        assert self._workers.stdin is not None
+        assert self._workers.stdout is not None
+        self._workers.stdin.write("\n")
+        self._workers.stdin.flush()
+        return int(self._workers.stdout.readline())
+
+    def _find_port(self, log: Path) -> int:
+        end = time.monotonic() + _START_S
+        while time.monotonic() < end:
+            for line in log.read_text().splitlines():
+                if '"listening"' in line:
+                    return int(json.loads(line)["port"])
+            assert self.is_alive, log.read_text()
+            time.sleep(0.05)
+        raise AssertionError("the router did not start")

@@ -1,0 +1,70 @@
+"""Whatever the OpenAPI document allows or forbids, no request is answered with an error of the router's own.
+
+`--fuzz-cases 100000` for a long run by hand.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import requests
+import schemathesis
+from schemathesis import GenerationMode
+from target import Target
+
+_TIMEOUT_S = 30.0
+_MAX_TOKENS = 4
+_MIN_ANSWERED = 0.05
+"""The share of cases that must be answered, so that errors do not hide what is behind the checks."""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with Target(token_every_s=0.0, max_tokens=_MAX_TOKENS) as target:
+        host, port = target.address
+        yield f"http://{host}:{port}"
+        assert target.is_alive
+
+
+def described(address: str) -> schemathesis.BaseSchema:
+    """The document as the router serves it, but for the model's name: any other is refused before anything is done."""
+    document = requests.get(f"{address}/openapi.json", timeout=_TIMEOUT_S).json()
+    for schema in document["components"]["schemas"].values():
+        if "model" in schema.get("properties", {}):
+            schema["properties"]["model"] = {"const": "reference"}
+    return schemathesis.openapi.from_dict(document)
+
+
+def test_no_request_causes_an_error_of_the_router(address, pytestconfig, summarize) -> None:
+    seed = pytestconfig.getoption("--fuzz-seed")
+    operations = [found.ok() for found in described(address).get_all_operations()]
+    taking = [operation for operation in operations if operation.body]
+    assert len(taking) == 4
+    cases = pytestconfig.getoption("--fuzz-cases") // len(taking)
+    statuses: Counter[int] = Counter()
+    session = requests.Session()
+
+    def check(case: schemathesis.Case) -> None:
+        response = case.call(base_url=address, session=session, timeout=_TIMEOUT_S)
+        statuses[response.status_code] += 1
+        assert response.status_code < 500, f"{case.as_curl_command()} {response.text}"
+        assert "server_error" not in response.text  # in a stream
+
+    for operation in operations:
+        strategy = operation.as_strategy(GenerationMode.POSITIVE)
+        if operation.body:
+            strategy |= operation.as_strategy(GenerationMode.NEGATIVE)
+        run = hypothesis.given(strategy)(check)
+        run = hypothesis.settings(
+            max_examples=cases if operation.body else 20,
+            deadline=None,
+            database=None,
+            phases=[hypothesis.Phase.generate],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )(run)
+        hypothesis.seed(seed)(run)()
+    total = sum(statuses.values())
+    summarize(f"schema: {total} requests, seed {seed}, by status: {dict(sorted(statuses.items()))}")
+    assert total > cases * len(taking) / 2
+    assert statuses[200] > _MIN_ANSWERED * total

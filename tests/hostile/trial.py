@@ -1,0 +1,106 @@
+"""One attack on a router with well-behaved streams: what they noticed, what the router kept, whom it still served."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+from lockstep_tools.hostile.observer import Observer
+from target import Target
+
+_SETTLE_S = 20.0
+_STREAMS = 9
+"""Of the observer, its short requests included."""
+
+
+@dataclass
+class Outcome:
+    """The figures of one attack."""
+
+    silence_s: float
+    """The longest of any well-behaved stream."""
+    healthz_p50_s: float
+    healthz_p99_s: float
+    healthz_max_s: float
+    first_token_s: float
+    """The longest time of a new, short request to its first token."""
+    memory_peak_bytes: int
+    """Above that before the attack."""
+    memory_left_bytes: int
+    """The same, after the attack."""
+    vanished_s: float
+    """From the end of the attack until none of its streams was computed any more."""
+    failures: list[str]
+
+
+def attack(target: Target, observer: Observer, name: str, seconds: float) -> Outcome:
+    """Attack from another process, then wait until its streams have ended and the memory has come back, for a time."""
+    before = target.memory_bytes()
+    peak = Peak(target)
+    observer.take()
+    command = [sys.executable, "-m", "lockstep_tools.hostile.attacks", name, *map(str, target.address), str(seconds)]
+    with peak:
+        process = subprocess.Popen(command, env=os.environ)
+        try:
+            assert process.wait(seconds + 120) == 0
+        finally:
+            process.kill()
+        ended = time.monotonic()
+        while target.streams() > _STREAMS and time.monotonic() < ended + _SETTLE_S:
+            time.sleep(0.02)
+        vanished_s = time.monotonic() - ended
+        noticed = observer.take()
+    while (left := target.memory_bytes() - before) > 50 << 20 and time.monotonic() < ended + _SETTLE_S:
+        time.sleep(0.2)
+    return Outcome(
+        silence_s=noticed.silence_s,
+        healthz_p50_s=noticed.probe_s(0.5),
+        healthz_p99_s=noticed.probe_s(0.99),
+        healthz_max_s=noticed.probe_s(1.0),
+        first_token_s=noticed.first_token_s,
+        memory_peak_bytes=peak.bytes - before,
+        memory_left_bytes=left,
+        vanished_s=vanished_s,
+        failures=noticed.failures,
+    )
+
+
+def calm(observer: Observer, seconds: float) -> Outcome:
+    """The same figures without an attack."""
+    observer.take()
+    time.sleep(seconds)
+    noticed = observer.take()
+    return Outcome(
+        noticed.silence_s,
+        noticed.probe_s(0.5),
+        noticed.probe_s(0.99),
+        noticed.probe_s(1.0),
+        noticed.first_token_s,
+        0,
+        0,
+        0.0,
+        noticed.failures,
+    )
+
+
+class Peak:
+    """The most memory that the router had while this was entered."""
+
+    def __init__(self, target: Target) -> None:
+        self.bytes = 0
+        self._target = target
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.02):
+            self.bytes = max(self.bytes, self._target.memory_bytes())

@@ -1,0 +1,181 @@
+"""`lockstep chat`: a streaming conversation in the terminal with any OpenAI endpoint."""
+
+import argparse
+import asyncio
+import sys
+import time
+import uuid
+from contextlib import aclosing, suppress
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from lockstep_tools import console
+from lockstep_tools.arguments import add_endpoint, integer, real
+from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
+from lockstep_tools.load import endpoint
+from lockstep_tools.load.endpoint import EndpointError, first_model, stream
+
+DESCRIPTION = """\
+Talk to a model. Ctrl-C stops an answer, Ctrl-D or /quit ends, /reset begins a new conversation.
+Without a terminal each line of stdin is a message, and only the answers are printed."""
+
+EXAMPLES = """\
+  lockstep chat
+  lockstep chat --system 'Answer in one sentence.' --temperature 0
+  echo 'It was a dark night, and' | lockstep chat --max-tokens 40"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add_endpoint(parser)
+    parser.add_argument("--system", metavar="TEXT", help="instructions that begin the conversation")
+    parser.add_argument("--temperature", type=real(0, 2), metavar="T", help="0 is greedy (default: the server's)")
+    parser.add_argument(
+        "--max-tokens", type=integer(1), default=512, metavar="N", help="limit of an answer (default: 512)"
+    )
+    parser.add_argument("--seed", type=integer(0), metavar="N")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Talk until the end of input."""
+    with asyncio.Runner() as runner:
+        client = endpoint.from_arguments(arguments).client()
+        try:
+            model = arguments.model or runner.run(first_model(client))
+            return Chat(arguments, model, client, runner).run()
+        except EndpointError as error:
+            raise CommandError(error.message, UNUSABLE) from None
+        finally:
+            runner.run(client.aclose())
+
+
+class Chat:
+    """One terminal's conversation."""
+
+    def __init__(
+        self, arguments: argparse.Namespace, model: str, client: httpx.AsyncClient, runner: asyncio.Runner
+    ) -> None:
+        self._model = model
+        self._options = {
+            name: value
+            for name in ("temperature", "max_tokens", "seed")
+            if (value := getattr(arguments, name)) is not None
+        }
+        self._opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
+        self._client = client
+        self._runner = runner
+        self._interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        self._notes = console.notes()
+        self._failed = False
+        self._reset()
+
+    def run(self) -> int:
+        """Read messages and stream answers. Returns 1 when an answer failed and there is no terminal to show it on."""
+        if self._interactive:
+            with suppress(ImportError):
+                import readline  # noqa: F401, PLC0415 - gives input() its line editing
+            self._remark(f"{self._model} at {self._client.base_url}: /reset begins anew, Ctrl-D ends")
+        while (message := self._read()) is not None:
+            if message == "/quit":
+                break
+            if message == "/reset":
+                self._reset()
+                self._remark("a new conversation")
+            elif message:
+                self._turn(message)
+        return FAILED if self._failed and not self._interactive else 0
+
+    def _reset(self) -> None:
+        self._messages: list[dict[str, str]] = list(self._opening)
+        # The router keeps a session on one worker, whose prefix cache then holds the conversation.
+        self._session = uuid.uuid4().hex
+
+    def _read(self) -> str | None:
+        """The next message; None at the end of input."""
+        while True:
+            try:
+                return input(_prompt(self._notes) if self._interactive else "").strip()
+            except EOFError:
+                if self._interactive:
+                    print()
+                return None
+            except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
+                print()
+                self._remark("Ctrl-D or /quit ends")
+
+    def _turn(self, message: str) -> None:
+        self._messages.append({"role": "user", "content": message})
+        answer = _Answer()
+        try:
+            self._runner.run(self._stream(answer))
+        except KeyboardInterrupt:
+            print()
+            self._remark("stopped")
+        except EndpointError as error:
+            self._failed = True
+            print(flush=True)
+            self._notes.print(error.message, style="red", markup=False)
+        else:
+            print(flush=True)
+            self._remark(answer.summary())
+        if answer.text:
+            self._messages.append({"role": "assistant", "content": answer.text})
+        else:
+            self._messages.pop()
+
+    async def _stream(self, answer: "_Answer") -> None:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": self._messages,
+            "stream_options": {"include_usage": True},
+            **self._options,
+        }
+        headers = {"X-Session-ID": self._session}
+        async with aclosing(stream(self._client, "/chat/completions", body, headers)) as pieces:
+            async for piece in pieces:
+                answer.add(piece)
+                print(piece.text, end="", flush=True)
+
+    def _remark(self, text: str) -> None:
+        if self._interactive:
+            self._notes.print(text, style="dim", markup=False)
+
+
+class _Answer:
+    """The pieces of the answer as they arrive."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._began_s = time.monotonic()
+        self._first_s: float | None = None
+        self._tokens: int | None = None
+        self._finish: str | None = None
+
+    def add(self, piece: endpoint.Piece) -> None:
+        self.text += piece.text
+        if piece.text and self._first_s is None:
+            self._first_s = piece.at_s
+        if piece.usage:
+            self._tokens = piece.usage.get("completion_tokens")
+        self._finish = piece.finish or self._finish
+
+    def summary(self) -> str:
+        """Tokens, speed, and whether the answer was cut."""
+        parts = []
+        if self._first_s is not None:
+            parts.append(f"first token after {(self._first_s - self._began_s) * 1e3:.0f} ms")
+            seconds = time.monotonic() - self._first_s
+            if self._tokens and seconds > 0:
+                parts.insert(0, f"{self._tokens} tokens, {self._tokens / seconds:.0f} tokens/s")
+        if self._finish == "length":
+            parts.append("cut at --max-tokens")
+        return "; ".join(parts)
+
+
+def _prompt(notes: Console) -> str:
+    """The coloured prompt; readline takes what is between the control characters 1 and 2 as having no width."""
+    return "\001\x1b[1;36m\002> \001\x1b[0m\002" if notes.color_system else "> "

@@ -1,0 +1,182 @@
+"""`lockstep load`: steady streams whose histories go to stdout, one line of JSON each; what runs in a load pod.
+
+First every request runs alone, and later streams are compared with these. Then the clients stream until a signal or the
+time limit. With --management-url the routers' status is polled meanwhile, through a new connection each time, so that
+every router is asked.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import ssl
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+from lockstep_common.lifecycle import stop_event
+
+from lockstep_tools.arguments import add_endpoint, integer, real
+from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
+from lockstep_tools.load import endpoint, logbook
+from lockstep_tools.load.comparison import compare, run_undisturbed
+from lockstep_tools.load.endpoint import Endpoint, EndpointError, checked_url, first_model
+from lockstep_tools.load.generator import Traffic
+from lockstep_tools.load.history import History
+from lockstep_tools.load.mix import mixed_requests, with_sessions
+from lockstep_tools.load.report import summarize
+
+DESCRIPTION = """\
+Put an endpoint under steady load and write the history of every stream as a line of JSON: positions, times,
+fingerprints of the text, the router that served it; no word of any prompt or answer. Connections that cannot be made
+are tried again twice, as the official client does, and counted. Exit code 1 when a stream failed or differed
+from the undisturbed one, 2 when no server answers."""
+
+EXAMPLES = """\
+  lockstep load --clients 8 --seconds 60
+  lockstep load --url http://lockstep-router:8000/v1 --until-signal > histories.jsonl
+  lockstep load --management-url http://lockstep-router-management:8001 …"""
+
+_CONNECT_TIMEOUT_S = 2.0
+_CONNECT_RETRIES = 2
+_POLL_S = 0.25
+_STATUS_TIMEOUT_S = 1.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    add_endpoint(parser)
+    parser.add_argument("--management-url", help="of the routers: watch what they report of their workers")
+    parser.add_argument("--clients", type=integer(1), default=8, metavar="N", help="streams at a time (default: 8)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--seconds", type=real(0, 1e6), metavar="S", help="duration of the load (default: 30)")
+    length.add_argument("--until-signal", action="store_true", help="until SIGTERM or Ctrl-C; running streams end well")
+    parser.add_argument(
+        "--silence-limit",
+        type=real(1, 600),
+        default=30.0,
+        metavar="S",
+        help="silence after which a stream has failed (default: 30)",
+    )
+    parser.add_argument(
+        "--wait", type=real(0, 3600), default=60.0, metavar="S", help="wait for a server that answers (default: 60)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the load; its lines go to stdout as they come."""
+    try:
+        return asyncio.run(_load(arguments, from_arguments(arguments)))
+    except EndpointError as error:
+        raise CommandError(error.message, UNUSABLE) from None
+
+
+def from_arguments(arguments: argparse.Namespace) -> Endpoint:
+    """The endpoint, with the retries of the official client."""
+    given = endpoint.from_arguments(arguments)
+    return Endpoint(
+        given.url,
+        given.api_key,
+        connect_timeout_s=_CONNECT_TIMEOUT_S,
+        connect_retries=_CONNECT_RETRIES,
+        silence_limit_s=arguments.silence_limit,
+        tls=given.tls,
+    )
+
+
+async def _load(arguments: argparse.Namespace, target: Endpoint) -> int:
+    stop = stop_event()
+    model = arguments.model or await _await_model(target, arguments.wait)
+    requests = mixed_requests(model)
+    offset_s = logbook.wall_offset_s()
+    undisturbed = await run_undisturbed(target, requests)
+    for history in undisturbed:
+        _print(logbook.to_line(logbook.UNDISTURBED, history, offset_s))
+
+    def ended(history: History) -> None:
+        _print(logbook.to_line(logbook.STREAM, history, offset_s))
+
+    async with (
+        _watching_status(arguments.management_url, target.tls),
+        Traffic(target, with_sessions(requests), clients=arguments.clients, on_end=ended) as traffic,
+    ):
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), None if arguments.until_signal else arguments.seconds or 30.0)
+    return _sum_up(traffic.histories, undisturbed)
+
+
+async def _await_model(target: Endpoint, wait_s: float) -> str:
+    """The first model that the server lists, once it answers.
+
+    Raises:
+        EndpointError: it does not, in time.
+    """
+    deadline_s = time.monotonic() + wait_s
+    async with target.client() as client:
+        while True:
+            try:
+                return await first_model(client)
+            except EndpointError:
+                if time.monotonic() > deadline_s:
+                    raise
+            await asyncio.sleep(_POLL_S)
+
+
+@contextlib.asynccontextmanager
+async def _watching_status(url: str | None, tls: ssl.SSLContext | None) -> AsyncIterator[None]:
+    if url is None:
+        yield
+        return
+    task = asyncio.create_task(_watch_status(checked_url(url), tls))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def _watch_status(root: str, tls: ssl.SSLContext | None) -> None:
+    """Write a line whenever what a router reports of its workers changes."""
+    reported: dict[str, Any] = {}
+    fresh = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(
+        verify=tls or True, timeout=_STATUS_TIMEOUT_S, limits=fresh, trust_env=False
+    ) as client:
+        while True:
+            with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
+                body = (await client.get(f"{root}/status")).raise_for_status().json()
+                router, workers = body["router"]["id"], _lives(body["workers"])
+                if reported.get(router) != workers:
+                    reported[router] = workers
+                    entry = {"kind": logbook.STATUS, "at": round(time.time(), 3), "router": router, "workers": workers}
+                    _print(json.dumps(entry, separators=(",", ":")))
+            await asyncio.sleep(_POLL_S)
+
+
+def _lives(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state and the life of each worker."""
+    return {
+        worker["id"] or worker["target"]: [worker["state"], worker["incarnation"], worker["epoch"]]
+        for worker in workers
+    }
+
+
+def _sum_up(histories: Sequence[History], undisturbed: Sequence[History]) -> int:
+    comparison = compare(histories, undisturbed)
+    report = summarize(histories, require_ids=True) if histories else None
+    entry = {
+        "kind": logbook.SUMMARY,
+        "holds": comparison.holds,
+        "connect_failures": sum(history.connect_failures for history in histories),
+        "comparison": comparison.as_json(),
+        "report": report.as_json() if report is not None else None,
+    }
+    _print(json.dumps(entry, separators=(",", ":")))
+    return 0 if comparison.holds else FAILED
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,158 @@
+"""`lockstep status`: what the router reports of its workers, as a table or JSON, once or repeatedly."""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import httpx
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lockstep_tools import console
+from lockstep_tools.arguments import DEFAULT_MANAGEMENT_URL, add_tls
+from lockstep_tools.failure import FAILED, CommandError
+from lockstep_tools.load.endpoint import checked_url, root_url, tls_context
+from lockstep_tools.serving.status import READY, fetch, is_ready, state_of
+
+DESCRIPTION = """\
+Show the workers that a router knows, their ranks, process ids, epochs, states, queues and blocks.
+Exit code 1 when no worker is ready, 2 when no router answers."""
+
+EXAMPLES = """\
+  lockstep status
+  lockstep status --watch
+  lockstep status --json | jq '.workers[].ranks[].pid'"""
+
+_WATCH_INTERVAL_S = 0.5
+_TIMEOUT_S = 5.0
+_FINGERPRINT_CHARS = 8  # enough to see which workers differ; --json has all
+_COLOURS = {READY: "green", "dead": "red", "failed": "red", "lost": "red", "unreachable": "red"}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument(
+        "--url", default=DEFAULT_MANAGEMENT_URL, help="address of the router's management port (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the router's answer unchanged")
+    parser.add_argument("--watch", action="store_true", help="repeat until Ctrl-C")
+    add_tls(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the status once, or until Ctrl-C."""
+    root = root_url(checked_url(arguments.url))
+    with httpx.Client(verify=tls_context(arguments) or True, timeout=_TIMEOUT_S, trust_env=False) as client:
+        if arguments.watch:
+            return _watch(client, root, as_json=arguments.json)
+        status = fetch(client, root)
+    _show(status, as_json=arguments.json)
+    return 0 if is_ready(status) else FAILED
+
+
+def render(status: Mapping[str, Any]) -> RenderableType:
+    """The status as a line about the router and a table of workers with their ranks."""
+    router = status.get("router") or {}
+    head = (
+        f"router {router.get('id', '?')} (pid {router.get('pid', '?')}), up {_duration(router.get('uptime_s'))}: "
+        f"{router.get('streams', '?')} streams, {router.get('failovers', '?')} failovers; "
+        f"models: {', '.join(map(_model_name, status.get('models') or [])) or 'none'}"
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("NAME", "STATE"):
+        table.add_column(name, no_wrap=True)
+    for name in ("PID", "EPOCH", "QUEUED", "RUNNING", "BLOCKS FREE", "TOKENS/S", "STEPS", "SEEN"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("NUMERICS", no_wrap=True)
+    table.add_column("REASON")
+    for worker in status["workers"]:
+        table.add_row(*_worker_row(worker))
+        ranks = worker.get("ranks") or []
+        for rank in ranks:
+            table.add_row(*_rank_row(rank, last=rank is ranks[-1]))
+    return Group(Text(head), Text(), table) if status["workers"] else Text(f"{head}\nno workers")
+
+
+def _worker_row(worker: Mapping[str, Any]) -> Sequence[str | Text]:
+    seen = worker.get("last_seen_s")
+    return [
+        str(worker.get("id") or worker.get("target") or "?"),
+        _state(worker),
+        _number(worker.get("pid")),
+        _number(worker.get("epoch")),
+        _number(worker.get("queued")),
+        _number(worker.get("running")),
+        f"{_number(worker.get('free_blocks'))}/{_number(worker.get('total_blocks'))}",
+        _number(worker.get("tokens_per_s")),
+        "",
+        "never" if seen is None else f"{_duration(seen)} ago",
+        str(worker.get("fingerprint") or "unknown")[:_FINGERPRINT_CHARS],
+        str(worker.get("reason") or ""),
+    ]
+
+
+def _rank_row(rank: Mapping[str, Any], *, last: bool) -> Sequence[str | Text]:
+    branch = "└" if last else "├"
+    cells: list[str | Text] = [f"{branch} rank {rank.get('rank', '?')}", _state(rank), _number(rank.get("pid"))]
+    return [*cells, "", "", "", "", "", _number(rank.get("steps"))]
+
+
+def _state(entry: Mapping[str, Any]) -> Text:
+    state = state_of(entry)
+    return Text(state, style=_COLOURS.get(state, "yellow"))
+
+
+def _model_name(model: object) -> str:
+    return str(model.get("name") or model.get("id")) if isinstance(model, Mapping) else str(model)
+
+
+def _number(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if isinstance(value, float) else str(value)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    return f"{minutes} min" if minutes < 60 else f"{hours} h {minutes % 60} min"
+
+
+def _show(status: Mapping[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(status, indent=2), flush=True)
+    else:
+        console.output().print(render(status))
+
+
+def _watch(client: httpx.Client, root: str, *, as_json: bool) -> int:
+    """Show the status until Ctrl-C: in place on a terminal, else one after the other."""
+    out = console.output()
+    status = fetch(client, root)
+    try:
+        if out.is_terminal and not as_json:
+            _watch_in_place(client, root, out, status)
+        while True:
+            _show(status, as_json=as_json)
+            time.sleep(_WATCH_INTERVAL_S)
+            status = fetch(client, root)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _watch_in_place(client: httpx.Client, root: str, out: Console, status: Mapping[str, Any]) -> NoReturn:
+    """Use the alternate screen; a router that stops answering is waited for."""
+    with Live(render(status), console=out, auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(_WATCH_INTERVAL_S)
+            try:
+                live.update(render(fetch(client, root)), refresh=True)
+            except CommandError as error:
+                live.update(Text(error.message, style="red"), refresh=True)

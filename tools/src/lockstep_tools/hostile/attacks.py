@@ -1,0 +1,309 @@
+"""Attacks on a router's public port. Each runs for a given time on connections of its own, and reads what it must.
+
+`python -m lockstep_tools.hostile.attacks NAME HOST PORT SECONDS` runs one: in a process of its own, so that it does not
+slow down those who measure.
+"""
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+MODEL = "reference"
+_BODY_BYTES = (4 << 20) - 1024
+_CHUNK = 64 << 10
+
+Address = tuple[str, int]
+Attack = Callable[[Address], Awaitable[None]]
+
+ATTACKS: dict[str, Attack] = {}
+
+
+def attack(function: Attack) -> Attack:
+    """Register an attack under its function's name."""
+    ATTACKS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+def request(body: bytes, path: str = "/v1/completions", more: bytes = b"") -> bytes:
+    """A POST with a JSON body."""
+    head = f"POST {path} HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return head.encode() + more + b"\r\n" + body
+
+
+def filled(head: bytes, item: bytes, tail: bytes, size: int = _BODY_BYTES) -> bytes:
+    """A body of nearly `size` bytes that repeats an item."""
+    return head + item * ((size - len(head) - len(tail)) // len(item)) + tail
+
+
+async def send(address: Address, data: bytes) -> bytes:
+    """Send, and give the beginning of the answer."""
+    async with connection(address) as (reader, writer):
+        writer.write(data)
+        await writer.drain()
+        return await reader.read(_CHUNK)
+
+
+@contextlib.asynccontextmanager
+async def connection(address: Address) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection that is reset in the end, as a client that vanishes."""
+    reader, writer = await asyncio.open_connection(*address)
+    try:
+        yield reader, writer
+    finally:
+        with contextlib.suppress(OSError):
+            raw = writer.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+
+async def repeat(times: int, act: Callable[[], Awaitable[object]]) -> None:
+    """Act again and again on several lines at once, whatever comes back."""
+
+    async def line() -> None:
+        while True:
+            try:
+                await act()
+            except (OSError, EOFError):
+                await asyncio.sleep(0.05)
+
+    await asyncio.gather(*(line() for _ in range(times)))
+
+
+def _bodies(times: int, path: str, body: bytes) -> Callable[[Address], Awaitable[None]]:
+    async def run(address: Address) -> None:
+        await repeat(times, lambda: send(address, request(body, path)))
+
+    return run
+
+
+_PROMPT = b'{"model": "%s", "prompt": ' % MODEL.encode()
+_KEYS = b"{" + b",".join(b'"k%d":1' % index for index in range(330_000)) + b"}"
+
+ATTACKS["mixed-prompt"] = _bodies(2, "/v1/completions", filled(_PROMPT + b'["a"', b",1", b"]}"))
+ATTACKS["id-lists"] = _bodies(2, "/v1/completions", filled(_PROMPT + b"[[1]", b",[]", b"]}"))
+ATTACKS["unknown-fields"] = _bodies(2, "/v1/completions", _KEYS)
+ATTACKS["empty-messages"] = _bodies(
+    2, "/v1/chat/completions", filled(b'{"model": "%s", "messages": [{}' % MODEL.encode(), b",{}", b"]}")
+)
+ATTACKS["many-texts"] = _bodies(2, "/v1/completions", filled(_PROMPT + b'["a"', b',"a"', b"]}"))
+ATTACKS["largest-ids"] = _bodies(
+    2, "/v1/completions", _PROMPT + b"[" + b",".join([b"77777"] * 149_000) + b'], "max_tokens": 1}'
+)
+
+
+@attack
+async def long_text(address: Address) -> None:
+    """A million characters to tokenize."""
+    body = _PROMPT + b'"' + b"hello <|world " * 72_000 + b'", "max_tokens": 1}'
+    await repeat(4, lambda: send(address, request(body)))
+
+
+@attack
+async def medium_prompts(address: Address) -> None:
+    """As many prompts in one request as it may have, none of them long."""
+    fields = {"model": MODEL, "prompt": ["hello <|world " * 290 + str(index) for index in range(64)], "max_tokens": 1}
+    body = json.dumps(fields).encode()
+    await repeat(8, lambda: send(address, request(body)))
+
+
+@attack
+async def waiting_texts(address: Address) -> None:
+    """Complete bodies of 4 MiB that wait to be tokenized."""
+    body = filled(_PROMPT + b'"', b"hello world, ", b'"}')
+    await repeat(40, lambda: send(address, request(body, "/tokenize")))
+
+
+@attack
+async def early_answers(address: Address) -> None:
+    """Bodies that go on after they were refused."""
+    head = b"POST /nowhere HTTP/1.1\r\nhost: router\r\ncontent-length: 1000000000\r\n\r\n"
+
+    async def act() -> None:
+        async with connection(address) as (_, writer):
+            writer.write(head)
+            for _ in range(1000):
+                writer.write(b"x" * _CHUNK)
+                await writer.drain()
+
+    await repeat(8, act)
+
+
+@attack
+async def long_word(address: Address) -> None:
+    """Four million characters without a space."""
+    body = filled(_PROMPT + b'"', b"ab", b'", "max_tokens": 1}')
+    await repeat(2, lambda: send(address, request(body)))
+
+
+@attack
+async def many_headers(address: Address) -> None:
+    """Sixteen megabytes of headers on each of eight connections."""
+    block = b"".join(b"x-%d: %s\r\n" % (index, b"y" * 1000) for index in range(60))
+
+    async def act() -> None:
+        async with connection(address) as (_, writer):
+            writer.write(b"GET /healthz HTTP/1.1\r\nhost: router\r\n")
+            for _ in range((16 << 20) // len(block)):
+                writer.write(block)
+                await writer.drain()
+            await asyncio.sleep(1)
+
+    await repeat(8, act)
+
+
+@attack
+async def large_header(address: Address) -> None:
+    """One header of 32 MB."""
+
+    async def act() -> None:
+        async with connection(address) as (reader, writer):
+            writer.write(b"GET /healthz HTTP/1.1\r\nhost: router\r\nx: ")
+            for _ in range((32 << 20) // _CHUNK):
+                writer.write(b"y" * _CHUNK)
+                await writer.drain()
+            writer.write(b"\r\n\r\n")
+            await reader.read(_CHUNK)
+
+    await repeat(1, act)
+
+
+@attack
+async def tiny_chunks(address: Address) -> None:
+    """A body of one byte a chunk."""
+    block = b"1\r\n \r\n" * 10_000
+
+    async def act() -> None:
+        async with connection(address) as (_, writer):
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: router\r\ntransfer-encoding: chunked\r\n\r\n")
+            for _ in range(400):
+                writer.write(block)
+                await writer.drain()
+
+    await repeat(4, act)
+
+
+@attack
+async def slow_headers(address: Address) -> None:
+    """Two thousand connections that send a byte of their headers now and then."""
+
+    async def act() -> None:
+        async with connection(address) as (_, writer):
+            for byte in b"GET /healthz HTTP/1.1\r\n":
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.5)
+
+    await repeat(2000, act)
+
+
+@attack
+async def stalled_bodies(address: Address) -> None:
+    """Two hundred and fifty bodies of 4 MiB that lack their last byte."""
+    data = request(filled(_PROMPT + b'"', b"a b ", b'"}'))[:-1]
+
+    async def act() -> None:
+        async with connection(address) as (reader, writer):
+            for start in range(0, len(data), _CHUNK):
+                writer.write(data[start : start + _CHUNK])
+                await writer.drain()
+            await reader.read(_CHUNK)
+
+    await repeat(250, act)
+
+
+@attack
+async def many_answers(address: Address) -> None:
+    """As many answers of one request as it may ask for."""
+    fields = {"model": MODEL, "prompt": [f"prompt {index}" for index in range(64)], "n": 16, "max_tokens": 1000}
+    body = json.dumps(fields | {"stream": True}).encode()
+
+    async def act() -> None:
+        async with connection(address) as (reader, writer):
+            writer.write(request(body))
+            for _ in range(20):
+                if not await reader.read(_CHUNK):
+                    return
+            await asyncio.sleep(0.2)
+
+    await repeat(4, act)
+
+
+@attack
+async def whole_logprobs(address: Address) -> None:
+    """Answers in one piece with twenty alternatives for each token."""
+    fields = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": 16, "max_tokens": 24}
+    body = json.dumps(fields | {"logprobs": True, "top_logprobs": 20}).encode()
+
+    async def act() -> None:
+        async with connection(address) as (reader, writer):
+            writer.write(request(body, "/v1/chat/completions", b"connection: close\r\n"))
+            while await reader.read(_CHUNK):
+                pass
+
+    await repeat(16, act)
+
+
+@attack
+async def pipelining(address: Address) -> None:
+    """A second request before the first one is answered, and then the end of the connection."""
+    body = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 1000, "stream": True}).encode()
+
+    async def act() -> None:
+        async with connection(address) as (reader, writer):
+            writer.write(request(body) * 2)
+            await reader.read(_CHUNK)
+            await asyncio.sleep(0.2)
+
+    await repeat(16, act)
+
+
+@attack
+async def vanishing(address: Address) -> None:
+    """Clients that leave after the first token, or before."""
+    body = json.dumps({"model": MODEL, "prompt": "hi", "max_tokens": 1000, "stream": True}).encode()
+
+    async def act() -> None:
+        async with connection(address) as (reader, writer):
+            writer.write(request(body))
+            await asyncio.wait_for(reader.read(_CHUNK), 5)
+
+    await repeat(16, act)
+
+
+@attack
+async def unread(address: Address) -> None:
+    """Clients that do not read what they asked for."""
+    # Sixteen echoes of the prompt are more than the kernel's buffers of both sides hold.
+    fields = {"model": MODEL, "prompt": "hello " * 32_000, "echo": True, "max_tokens": 1000, "n": 16, "stream": True}
+    data = request(json.dumps(fields).encode())
+
+    async def act() -> None:
+        # The kernel holds little for this client, so that the router's buffers are full soon.
+        loop = asyncio.get_running_loop()
+        with socket.socket() as line:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            line.setblocking(False)
+            await loop.sock_connect(line, address)
+            await loop.sock_sendall(line, data)
+            await asyncio.sleep(30)
+
+    await repeat(2, act)
+
+
+async def run(name: str, address: Address, seconds: float) -> None:
+    """Run one attack for a time, then close all its connections."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await ATTACKS[name](address)
+
+
+def names() -> Iterator[str]:
+    """Of all attacks."""
+    return iter(ATTACKS)
+
+
+if __name__ == "__main__":
+    asyncio.run(run(sys.argv[1], (sys.argv[2], int(sys.argv[3])), float(sys.argv[4])))

@@ -1,0 +1,60 @@
+"""The engine's C kernels, compiled on the host for the image: plain C behind ctypes, so nothing else has to match.
+
+The compiler's flags are in the engine's `setup.py` alone.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from lockstep_tools.failure import FAILED, CommandError
+from lockstep_tools.repository.images.wheels import GLIBC
+
+
+def build(root: Path) -> Path:
+    """Compile into `build/kernels/lockstep_engine/kernels/_cpu.so`, a name that every Python finds.
+
+    Nothing is done while that is newer than its sources.
+
+    Raises:
+        CommandError: without a compiler, or when the result would not load in the image.
+    """
+    engine = root / "libs/engine"
+    library = root / "build/kernels/lockstep_engine/kernels/_cpu.so"
+    sources = [engine / "setup.py", *engine.glob("src/lockstep_engine/kernels/*.[ch]")]
+    if library.is_file() and library.stat().st_mtime > max(source.stat().st_mtime for source in sources):
+        return library
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", folder, "--build-temp", folder]
+        done = subprocess.run(command, cwd=engine, capture_output=True, text=True, check=False)
+        built = next(Path(folder).glob("lockstep_engine/kernels/_cpu.*.so"), None)
+        if built is None:
+            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            raise CommandError(f"the engine's C kernels were not built, a C compiler is needed: {reason}", FAILED)
+        check_glibc(built)
+        library.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(built, library)
+    return library
+
+
+def check_glibc(library: Path) -> None:
+    """Refuse a library that needs a later glibc than the base image has.
+
+    Raises:
+        CommandError: naming both versions.
+    """
+    newest = newest_glibc(library.read_bytes())
+    if newest > GLIBC:
+        needed, has = (".".join(map(str, pair)) for pair in (newest, GLIBC))
+        raise CommandError(
+            f"{library.name} needs glibc {needed}, the base image has {has}: build on an older system", FAILED
+        )
+
+
+def newest_glibc(binary: bytes) -> tuple[int, int]:
+    """The newest `GLIBC_x.y` symbol version in an ELF file; (0, 0) without any."""
+    versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", binary)
+    return max(((int(major), int(minor)) for major, minor in versions), default=(0, 0))

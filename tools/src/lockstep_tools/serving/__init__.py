@@ -1,0 +1,1 @@
+"""A router and workers as child processes of this machine, and what the router reports of them."""
