@@ -3,75 +3,121 @@
 import pytest
 from lockstep_engine.queue_estimate import QueueEstimate
 
+TOKENS = 10
+"""Tokens of each request, unless a test says otherwise."""
+
 
 def measured(*seconds):
     """An estimate that has seen requests run for so long, one after the other."""
     estimate = QueueEstimate()
     for number, ran_s in enumerate(seconds):
-        estimate.start(str(number), 0.0)
-        estimate.end(str(number), ran_s)
+        run(estimate, str(number), 0.0)
+        estimate.end(str(number), TOKENS, ran_s)
     return estimate
 
 
+def run(estimate, name, now, limit=1000):
+    estimate.add(name, 0, limit)
+    estimate.start(name, now)
+
+
+def queue(estimate, count, limit=1000):
+    for number in range(count):
+        estimate.add(f"queued {number}", 0, limit)
+
+
 def test_nothing_is_promised_before_anything_was_measured():
-    assert QueueEstimate().waits(queued=0, running=0, free=4, now=0.0) == (0.0, 0.0)
-    assert QueueEstimate().waits(queued=9, running=4, free=0, now=0.0) == (0.0, 0.0)
+    estimate = QueueEstimate()
+    assert estimate.waits(places=4, is_full=False, now=0.0) == (0.0, 0.0)
+    queue(estimate, 9)
+    assert estimate.waits(places=4, is_full=True, now=0.0) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(("queued", "wait_s"), [(0, 2.0), (1, 7.0), (23, 117.0)])
 def test_one_place_and_a_queue(queued, wait_s):
     estimate = measured(5.0)
-    estimate.start("running", 10.0)
-    assert estimate.waits(queued=queued, running=1, free=0, now=13.0) == (wait_s, 5.0)
+    run(estimate, "running", 10.0)
+    queue(estimate, queued)
+    assert estimate.waits(places=1, is_full=True, now=13.0) == (wait_s, 5.0)
 
 
 def test_several_places_are_taken_in_the_order_in_which_they_become_free():
     estimate = measured(4.0)
     for name, at in (("a", 0.0), ("b", 1.0), ("c", 3.0)):
-        estimate.start(name, at)
-    waits = [estimate.waits(queued=queued, running=3, free=0, now=3.0)[0] for queued in range(6)]
+        run(estimate, name, at)
+    waits = []
+    for number in range(6):
+        waits.append(estimate.waits(places=3, is_full=True, now=3.0)[0])
+        estimate.add(f"queued {number}", 0, 1000)
     assert waits == [1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
 
 
 def test_free_places_mean_no_wait_and_the_rest_waits():
     estimate = measured(6.0)
-    estimate.start("a", 0.0)
-    assert estimate.waits(queued=0, running=1, free=2, now=1.0) == (0.0, 2.0)
+    run(estimate, "a", 0.0)
+    assert estimate.waits(places=3, is_full=False, now=1.0) == (0.0, 2.0)
 
 
 def test_a_request_that_takes_longer_than_the_mean_may_end_at_any_time():
     estimate = measured(2.0)
-    estimate.start("a", 0.0)
-    assert estimate.waits(queued=0, running=1, free=0, now=50.0) == (0.0, 2.0)
+    run(estimate, "a", 0.0)
+    assert estimate.waits(places=1, is_full=True, now=50.0) == (0.0, 2.0)
 
 
 def test_before_the_first_end_the_running_ones_are_the_measure():
     estimate = QueueEstimate()
-    estimate.start("a", 0.0)
-    assert estimate.waits(queued=2, running=1, free=0, now=3.0) == (6.0, 3.0)
+    run(estimate, "a", 0.0)
+    queue(estimate, 2)
+    assert estimate.waits(places=1, is_full=True, now=3.0) == (6.0, 3.0)
 
 
 def test_the_mean_follows_the_last_requests():
     estimate = measured(*[1.0] * 50, *[9.0] * 50)
-    estimate.start("a", 0.0)
-    assert estimate.waits(queued=0, running=1, free=0, now=0.0)[0] == pytest.approx(9.0, abs=0.01)
+    run(estimate, "a", 0.0)
+    assert estimate.waits(places=1, is_full=True, now=0.0)[0] == pytest.approx(9.0, abs=0.01)
+
+
+def test_short_requests_are_expected_to_be_short():
+    estimate = measured(10.0)  # a second for each token
+    run(estimate, "a", 0.0, limit=4)
+    assert estimate.waits(places=1, is_full=True, now=1.0) == (3.0, 10.0)
+    queue(estimate, 3, limit=2)
+    assert estimate.waits(places=1, is_full=True, now=1.0) == (9.0, 10.0)
+
+
+def test_tokens_of_earlier_attempts_need_no_time():
+    estimate = measured(10.0)
+    estimate.add("moved", 16, 20)
+    estimate.start("moved", 0.0)
+    assert estimate.waits(places=1, is_full=True, now=0.0)[0] == 4.0
+    estimate.end("moved", 20, 4.0)
+    run(estimate, "long", 4.0, limit=8)
+    assert estimate.waits(places=1, is_full=True, now=4.0)[0] == pytest.approx(8.0)
 
 
 def test_cancelled_and_failed_requests_are_no_measure():
     estimate = measured(5.0)
     for number in range(100):
-        estimate.start(str(number), 0.0)
+        run(estimate, str(number), 0.0)
     estimate.drop(map(str, range(50)))
     estimate.clear()
-    estimate.end("70", 100.0)
-    estimate.start("a", 0.0)
-    assert estimate.waits(queued=0, running=1, free=0, now=0.0)[0] == 5.0
+    estimate.end("70", 10, 100.0)
+    run(estimate, "a", 0.0)
+    assert estimate.waits(places=1, is_full=True, now=0.0)[0] == 5.0
 
 
 def test_a_preempted_request_is_measured_from_its_first_start():
     estimate = QueueEstimate()
-    estimate.start("a", 0.0)
+    run(estimate, "a", 0.0)
     estimate.start("a", 8.0)
-    estimate.end("a", 10.0)
-    estimate.start("b", 0.0)
-    assert estimate.waits(queued=0, running=1, free=0, now=0.0)[0] == 10.0
+    estimate.end("a", TOKENS, 10.0)
+    run(estimate, "b", 0.0)
+    assert estimate.waits(places=1, is_full=True, now=0.0)[0] == 10.0
+
+
+def test_preempted_requests_run_before_those_that_have_not_run():
+    estimate = measured(8.0)
+    run(estimate, "a", 0.0)
+    run(estimate, "preempted", 2.0)
+    queue(estimate, 1)
+    assert estimate.waits(places=1, is_full=True, now=4.0)[0] == 4.0 + 6.0 + 8.0

@@ -192,7 +192,9 @@ class AsyncEngine:
         except MemoryError:
             raise no_memory() from None
         try:
-            if only_output is not None:
+            if only_output is None:
+                self._queue.add(request.id, len(request.emitted_ids), request.sampling.max_tokens)
+            else:
                 asyncio.get_running_loop().call_soon(self._on_outputs, self._steps, [only_output])
             self._fill_pipeline()
             # Not at once: the caller does not know yet that its request was accepted.
@@ -219,7 +221,7 @@ class AsyncEngine:
         total_bytes = sum(total for _, total in loaded)
         scheduler = self._scheduler
         wait_s, wait_per_request_s = self._queue.waits(
-            queued=scheduler.queued, running=scheduler.running, free=scheduler.free_seqs, now=time.monotonic()
+            places=scheduler.running + scheduler.free_seqs, is_full=not scheduler.free_seqs, now=time.monotonic()
         )
         return EngineStatus(
             state=self._state,
@@ -347,7 +349,7 @@ class AsyncEngine:
             if output.error is not None:
                 self._queue.drop([output.request_id])
             elif output.finish is not None:
-                self._queue.end(output.request_id, now)
+                self._queue.end(output.request_id, output.position + len(output.ids), now)
 
     def _fail_requests(self, reason: str) -> None:
         """Give every unfinished request its last output: an error that says it can be continued elsewhere."""

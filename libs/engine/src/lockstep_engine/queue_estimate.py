@@ -1,59 +1,91 @@
-"""Estimates how long one more request would wait before it runs, from how long the last requests ran.
+"""Estimates how long one more request would wait before it runs, from the pace and the length of the last requests.
 
-It is given the times at which requests start and end, and nothing about tokens, blocks or plans.
+A request is expected to give as many tokens as the last ones did on average, or its own limit if that is less, each
+in the mean time of a token. That time includes what a request needs for its prompt and for the others in its batch.
 """
 
+import heapq
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 _WEIGHT = 0.2
-"""Weight of the last request in the moving mean."""
+"""Weight of the last request in the moving means."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    emitted: int
+    """Tokens from earlier attempts."""
+    limit: int
+    """Most tokens that the request may have, those included."""
+    started_at: float | None = None
+    """None until it runs for the first time."""
 
 
 class QueueEstimate:
-    """Follows the running requests of one engine. All times are in seconds on one monotonic clock."""
+    """Follows the requests of one engine. All times are in seconds on one monotonic clock."""
 
     def __init__(self) -> None:
-        self._started: dict[str, float] = {}
-        self._mean_s = 0.0
-        """Mean time that a request runs; 0 while none has ended."""
+        self._entries: dict[str, _Entry] = {}
+        self._token_s = 0.0
+        """Mean time of a token; 0 while no request has ended."""
+        self._tokens = 0.0
+        """Mean number of tokens of a request."""
+
+    def add(self, request_id: str, emitted: int, limit: int) -> None:
+        """A request is queued that has `emitted` tokens from earlier attempts, and at most `limit` in all."""
+        self._entries[request_id] = _Entry(emitted, limit)
 
     def start(self, request_id: str, now: float) -> None:
         """A request runs. When it starts again after a preemption, its first start counts."""
-        self._started.setdefault(request_id, now)
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.started_at is None:
+            entry.started_at = now
 
-    def end(self, request_id: str, now: float) -> None:
-        """A request has all its tokens."""
-        started = self._started.pop(request_id, None)
-        if started is not None:
-            ran_s = now - started
-            self._mean_s += (_WEIGHT if self._mean_s else 1.0) * (ran_s - self._mean_s)
+    def end(self, request_id: str, length: int, now: float) -> None:
+        """A request has all its tokens: `length`, those from earlier attempts included."""
+        entry = self._entries.pop(request_id, None)
+        if entry is not None and entry.started_at is not None:
+            tokens = max(1, length - entry.emitted)
+            weight = _WEIGHT if self._token_s else 1.0
+            self._token_s += weight * ((now - entry.started_at) / tokens - self._token_s)
+            self._tokens += weight * (tokens - self._tokens)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests that were cancelled or have failed: their time is not measured."""
         for request_id in request_ids:
-            self._started.pop(request_id, None)
+            self._entries.pop(request_id, None)
 
     def clear(self) -> None:
-        """Forget all running requests. The measured mean stays."""
-        self._started.clear()
+        """Forget all requests. What was measured stays."""
+        self._entries.clear()
 
-    def waits(self, *, queued: int, running: int, free: int, now: float) -> tuple[float, float]:
+    def waits(self, *, places: int, is_full: bool, now: float) -> tuple[float, float]:
         """The wait of one more request, and what each further request adds to it.
 
-        A running request is expected to end after the mean time, and each of the others then takes the place of the one
-        that ends first. Both are 0 while nothing has been measured.
+        Each queued request takes the place of the running one that is expected to end first. Both are 0 while nothing
+        has been measured.
 
         Args:
-            queued: number of requests that wait.
-            running: number of requests that run.
-            free: number of requests that could start now.
+            places: number of requests that can run at once.
+            is_full: whether one more request would have to wait.
             now: the current time.
         """
-        ran_s = [now - started for started in self._started.values()]
-        mean_s = self._mean_s or (sum(ran_s) / len(ran_s) if ran_s else 0.0)
-        places = max(1, running + free)
-        if free > 0 or not running:
+        started = [(entry, now - entry.started_at) for entry in self._entries.values() if entry.started_at is not None]
+        # Before the first request has ended, the running ones are the measure.
+        mean_s = self._tokens * self._token_s or (sum(ran_s for _, ran_s in started) / len(started) if started else 0.0)
+        places = max(1, places)
+        if not is_full or not started:
             return 0.0, mean_s / places
-        left_s = sorted(max(0.0, mean_s - each) for each in ran_s[:running]) or [mean_s]
-        rounds, place = divmod(queued, len(left_s))
-        return left_s[place] + rounds * mean_s, mean_s / places
+
+        def expected_s(entry: _Entry) -> float:
+            return min(mean_s, (entry.limit - entry.emitted) * self._token_s) if self._token_s else mean_s
+
+        left_s = [max(0.0, expected_s(entry) - ran_s) for entry, ran_s in started]
+        free_at = left_s[:places]
+        heapq.heapify(free_at)
+        # Those that were preempted go first, then those that have not run.
+        queued = [entry for entry in self._entries.values() if entry.started_at is None]
+        for needed_s in (*left_s[places:], *map(expected_s, queued)):
+            heapq.heapreplace(free_at, free_at[0] + needed_s)
+        return free_at[0], mean_s / places
