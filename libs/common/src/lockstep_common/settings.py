@@ -1,5 +1,5 @@
-"""Typed settings: one class for each service, read from flags, environment (`LOCKSTEP_…`), a YAML file and defaults, in
-this order of priority.
+"""Typed settings: bases for each service's class, read from flags, environment (`LOCKSTEP_…`), a YAML file and
+defaults, in this order of priority.
 
 Unknown keys are errors in every source. `--help` is the reference.
 """
@@ -7,10 +7,9 @@ Unknown keys are errors in every source. `--help` is the reference.
 import os
 import re
 import sys
-from collections.abc import Mapping
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -98,11 +97,52 @@ def check_identity(value: str, *, may_be_uri: bool = True) -> str:
     return value
 
 
-def check_together(files: Mapping[str, str | None], identity: str | None) -> None:
-    """Raise ValueError unless all files of mutual TLS and the peer's identity are given, or none."""
-    given = [*files.values(), identity]
-    if any(given) and not all(given):
-        raise ValueError(f"{', '.join(files)} and peer_identity go together")
+class PodSettings(ServiceSettings):
+    """Settings of every service that runs in pods: its name there, the management port, TLS between services."""
+
+    peer_identity_may_be_uri: ClassVar[bool] = True
+    """Whether certificates of peers can be checked for a URI, or for DNS names only."""
+
+    pod_name: str | None = Field(None, description="Name of the pod that this process runs in.")
+    pod_namespace: str | None = Field(None, description="The pod's namespace.")
+    management_host: str = Field("127.0.0.1", description="Address of the management port.")
+    liveness_timeout_s: float = Field(
+        20.0, gt=0, description="The management port's /healthz is 503 when the event loop has not run for this long."
+    )
+    tls_cert: str | None = Field(
+        None, description="PEM file of the certificate and chain shown to other services; plain text if not set."
+    )
+    tls_key: str | None = Field(None, description="PEM file of its key.")
+    tls_ca: str | None = Field(
+        None, description="PEM file of the authorities that other services' certificates come from."
+    )
+    peer_identity: str | None = Field(
+        None,
+        validate_default=True,
+        description="Name that the other services' certificates have to be for, all others are refused: a DNS name or, "
+        "for routers that connect to a worker, a URI (spiffe://…).",
+    )
+    management_tls: bool = Field(False, description="HTTPS on the management port, with `tls_cert`.")
+    termination_log: str | None = Field(
+        None, description="File for the sentence with which the process ends; /dev/termination-log if that is there."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+
+    @field_validator("peer_identity")
+    @classmethod
+    def _check_tls(cls, value: str | None, info: ValidationInfo) -> str | None:
+        files = {name: info.data.get(name) for name in ("tls_cert", "tls_key", "tls_ca")}
+        given = [*files.values(), value]
+        if any(given) and not all(given):
+            raise ValueError(f"{', '.join(files)} and peer_identity go together")
+        return None if value is None else check_identity(value, may_be_uri=cls.peer_identity_may_be_uri)
+
+    @field_validator("management_tls")
+    @classmethod
+    def _check_management_tls(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not info.data.get("tls_cert"):
+            raise ValueError("needs tls_cert")
+        return value
 
 
 def _sentence(entry: dict[str, Any]) -> str:

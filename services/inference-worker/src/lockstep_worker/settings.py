@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Annotated, Literal
 
 from lockstep_common.address import check_listen_address
-from lockstep_common.settings import ServiceSettings, check_identity, check_together
+from lockstep_common.settings import PodSettings
 from lockstep_engine import EngineConfig
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
@@ -40,107 +40,75 @@ def parse_bytes(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 
 
-class WorkerSettings(ServiceSettings):
+class WorkerSettings(PodSettings):
     """The settings of one worker process."""
 
-    model: str = Field(description="model directory in the Hugging Face layout")
-    name: str | None = Field(None, description="name of the model in the API; the directory's base name if not set")
-    pod_name: str | None = Field(None, description="this worker's pod")
-    pod_namespace: str | None = Field(None, description="the pod's namespace")
-    pod_uid: str | None = Field(None, description="the pod's uid")
+    model: str = Field(description="Model directory in the Hugging Face layout.")
+    name: str | None = Field(None, description="Name of the model in the API; the directory's base name if not set.")
+    pod_uid: str | None = Field(None, description="Uid of the pod.")
     worker_id: str = Field(
         default_factory=lambda given: given.get("pod_name") or socket.gethostname(),
         min_length=1,
         max_length=128,
-        description="unique among the workers of a router; the pod's or the host's name if not set",
+        description="Unique among the workers of a router; the pod's or the host's name if not set.",
     )
     listen: Annotated[str, AfterValidator(check_listen_address)] = Field(
-        "0.0.0.0:9000", description="address for gRPC: host:port or unix:/path"
+        "0.0.0.0:9000", description="Address for gRPC: host:port or unix:/path."
     )
-    management_host: str = Field("127.0.0.1", description="address for health and metrics")
     management_port: int = Field(
-        9001, ge=0, le=65535, description="port of /healthz, /readyz and /metrics; 0 picks a free one and logs it"
+        9001, ge=0, le=65535, description="Port of /healthz, /readyz and /metrics; 0 picks a free one and logs it."
     )
-    liveness_timeout_s: float = Field(
-        20.0, gt=0, description="/healthz is 503 when the event loop has not run for this long"
+    tp: int = Field(1, ge=1, description="Ranks (GPUs, or groups of CPU threads) that share the model.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="cuda where there is one for each rank, if auto."
     )
-    tls_cert: str | None = Field(
-        None, description="PEM file of the worker's certificate and chain; plain text if not set"
-    )
-    tls_key: str | None = Field(None, description="PEM file of its key")
-    tls_ca: str | None = Field(None, description="PEM file of the authorities that routers' certificates come from")
-    peer_identity: str | None = Field(
-        None,
-        validate_default=True,
-        description="DNS name or URI (spiffe://…) that a router's certificate has to be for; nobody else is admitted",
-    )
-    management_tls: bool = Field(False, description="HTTPS on the management port, with tls_cert")
-    tp: int = Field(1, ge=1, description="ranks (GPUs, or groups of CPU threads) that share the model")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="cuda where there is one for each rank, if auto")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="of weights and KV cache")
-    max_seqs: int = Field(64, ge=1, description="requests running at once")
-    max_batch_tokens: int = Field(512, ge=1, description="tokens computed in one step, over all requests")
-    max_queue: int = Field(256, ge=1, description="requests waiting at most; one more is refused as overloaded")
-    max_context: int | None = Field(None, ge=2, description="prompt and output; the model's own limit if not set")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Of weights and KV cache.")
+    max_seqs: int = Field(64, ge=1, description="Requests running at once.")
+    max_batch_tokens: int = Field(512, ge=1, description="Tokens computed in one step, over all requests.")
+    max_queue: int = Field(256, ge=1, description="Requests waiting at most; one more is refused as overloaded.")
+    max_context: int | None = Field(None, ge=2, description="Prompt and output; the model's own limit if not set.")
     kv_memory: Bytes | None = Field(
-        None, description="KV cache of one rank, in bytes or as 512Mi; a default if not set"
+        None, description="KV cache of one rank, in bytes or as 512Mi; a default if not set."
     )
     kv_compression: Literal["lazy", "immediate", "per_layer", "none"] = Field(
-        "lazy", description="eight bits for blocks of KV: lazy behind the hot window, immediate, per_layer, none"
+        "lazy", description="Eight bits for blocks of KV: lazy behind the hot window, immediate, per_layer, none."
     )
-    kv_hot_window: int = Field(64, ge=16, description="last tokens that lazy and per_layer keep uncompressed")
+    kv_hot_window: int = Field(64, ge=16, description="Last tokens that lazy and per_layer keep uncompressed.")
     kv_compressed_layers: Annotated[tuple[int, ...], NoDecode] = Field(
-        (), description="layers that per_layer compresses, from 0, comma-separated"
+        (), description="Layers that per_layer compresses, from 0, comma-separated."
     )
     kv_tenant_share: float = Field(
-        1.0, gt=0, le=1, description="part of the KV cache that one tenant's running requests may hold"
+        1.0, gt=0, le=1, description="Part of the KV cache that one tenant's running requests may hold."
     )
-    prefix_cache: bool = Field(True, description="keep the KV of shared prompt prefixes")
+    prefix_cache: bool = Field(True, description="Keep the KV of shared prompt prefixes.")
     deterministic: bool | None = Field(
-        None, description="a request's tokens do not depend on the batch; on the CPU if not set"
+        None, description="A request's tokens do not depend on the batch; on the CPU if not set."
     )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of a rank; if not set, the CPU limit divided by tp"
+        None, ge=1, description="CPU threads of a rank; if not set, the CPU limit divided by tp."
     )
-    overlap: bool | None = Field(None, description="plan a step while the one before it runs; on CUDA if not set")
-    cuda_graphs: bool = Field(True, description="on CUDA, record steps of decoding once and replay them")
+    overlap: bool | None = Field(None, description="Plan a step while the one before it runs; on CUDA if not set.")
+    cuda_graphs: bool = Field(True, description="On CUDA, record steps of decoding once and replay them.")
     min_shm: Bytes | None = Field(
         None,
-        description="least size of /dev/shm; if not set, 256Mi a rank with device = cuda and tp > 1",
+        description="Least size of /dev/shm; if not set, 256Mi a rank with device = cuda and tp > 1.",
     )
-    start_timeout_s: float = Field(600, gt=0, description="longest time for ranks to load")
-    decode_deadline_s: float = Field(5, gt=0, description="a decoding step that takes longer has hung")
-    prefill_deadline_s: float = Field(15, gt=0, description="the same for a step with prompt tokens in it")
-    drain_timeout_s: float = Field(30, ge=0, description="after SIGTERM, time for running streams to end by themselves")
-    status_interval_s: float = Field(0.1, gt=0, le=10, description="between heartbeats to the routers")
-    max_routers: int = Field(16, ge=1, description="routers connected at once")
-    outgoing_frames: int = Field(1024, ge=8, description="frames waiting for one router; one more ends its connection")
-    kubernetes_events: bool = Field(False, description="post Events of the pod when ranks are lost and come back")
-    termination_log: str | None = Field(
-        None, description="file for the sentence with which the process ends; /dev/termination-log if that is there"
+    start_timeout_s: float = Field(600, gt=0, description="Longest time for ranks to load.")
+    decode_deadline_s: float = Field(5, gt=0, description="A decoding step that takes longer has hung.")
+    prefill_deadline_s: float = Field(15, gt=0, description="The same for a step with prompt tokens in it.")
+    drain_timeout_s: float = Field(
+        30, ge=0, description="After SIGTERM, time for running streams to end by themselves."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least level of log lines shown"
-    )
+    status_interval_s: float = Field(0.1, gt=0, le=10, description="Between heartbeats to the routers.")
+    max_routers: int = Field(16, ge=1, description="Routers connected at once.")
+    outgoing_frames: int = Field(1024, ge=8, description="Frames waiting for one router; one more ends its connection.")
+    kubernetes_events: bool = Field(False, description="Post Events of the pod when ranks are lost and come back.")
 
     @field_validator("kv_compressed_layers", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         """Split comma-separated text, the form of a list in flags and environment."""
         return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-    @field_validator("peer_identity")
-    @classmethod
-    def _check_tls(cls, value: str | None, info: ValidationInfo) -> str | None:
-        check_together({name: info.data.get(name) for name in ("tls_cert", "tls_key", "tls_ca")}, value)
-        return None if value is None else check_identity(value)
-
-    @field_validator("management_tls")
-    @classmethod
-    def _check_management_tls(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and not info.data.get("tls_cert"):
-            raise ValueError("needs tls_cert")
-        return value
 
     @field_validator("kubernetes_events")
     @classmethod

@@ -6,7 +6,7 @@ import socket
 from typing import Annotated, Any, Literal
 
 from lockstep_common.address import check_target, is_unix
-from lockstep_common.settings import ServiceSettings, check_identity, check_together
+from lockstep_common.settings import PodSettings
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
@@ -19,32 +19,19 @@ def default_router_id(given: dict[str, Any]) -> str:
     return given.get("pod_name") or f"{socket.gethostname()}-{os.getpid()}"
 
 
-class RouterSettings(ServiceSettings):
+class RouterSettings(PodSettings):
     """The settings of one router process. Times are in seconds."""
+
+    peer_identity_may_be_uri = False  # gRPC checks a server's certificate for DNS names only
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 picks a free one and logs it.")
-    management_host: str = Field("127.0.0.1", description="Address for health, metrics and status.")
     management_port: int = Field(
         8001,
         ge=0,
         le=65535,
         description="Port of /healthz, /readyz, /metrics and /status; 0 picks a free one and logs it.",
     )
-    liveness_timeout_s: float = Field(
-        20.0, gt=0, description="The management port's /healthz is 503 when the event loop has not run for this long."
-    )
-    tls_cert: str | None = Field(
-        None, description="PEM file of the certificate and chain shown to workers; plain text if not set."
-    )
-    tls_key: str | None = Field(None, description="PEM file of its key.")
-    tls_ca: str | None = Field(None, description="PEM file of the authorities that workers' certificates come from.")
-    peer_identity: str | None = Field(
-        None,
-        validate_default=True,
-        description="DNS name that a worker's certificate has to be for; no other worker is used.",
-    )
-    management_tls: bool = Field(False, description="HTTPS on the management port, with `tls_cert`.")
     http_tls_cert: str | None = Field(
         None, description="PEM file of the certificate and chain shown to clients; plain HTTP if not set."
     )
@@ -69,8 +56,6 @@ class RouterSettings(ServiceSettings):
         "until its API server has answered once.",
     )
     dns_interval_s: float = Field(5.0, ge=0.1, le=300, description="Between two resolutions of `workers_dns`.")
-    pod_name: str | None = Field(None, description="This router's pod.")
-    pod_namespace: str | None = Field(None, description="The pod's namespace.")
     kubernetes_selector: str = Field(
         "", validate_default=True, description="Labels of the EndpointSlices, as `key=value,…`; for `kubernetes`."
     )
@@ -84,11 +69,6 @@ class RouterSettings(ServiceSettings):
         pattern=r"^[!-~]+$",
         description="This router's name to workers and clients; the pod's, or host name and pid.",
     )
-    termination_log: str | None = Field(
-        None, description="File for the sentence with which the process ends; /dev/termination-log if that is there."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
-
     max_connections: int = Field(
         8192,
         ge=1,
@@ -207,19 +187,6 @@ class RouterSettings(ServiceSettings):
     def namespace(self) -> str:
         """The namespace of the EndpointSlices."""
         return self.kubernetes_namespace or self.pod_namespace or ""
-
-    @field_validator("peer_identity")
-    @classmethod
-    def _check_tls(cls, value: str | None, info: ValidationInfo) -> str | None:
-        check_together({name: info.data.get(name) for name in ("tls_cert", "tls_key", "tls_ca")}, value)
-        return None if value is None else check_identity(value, may_be_uri=False)
-
-    @field_validator("management_tls")
-    @classmethod
-    def _check_management_tls(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and not info.data.get("tls_cert"):
-            raise ValueError("needs tls_cert")
-        return value
 
     @field_validator("http_tls_key")
     @classmethod
