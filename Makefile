@@ -4,7 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := libs/api libs/common libs/engine services/router services/inference-worker tools
 SOURCES := libs services tools tests conftest.py
-UNIT_TESTS := libs services tools/tests tests/deployment
+PARALLEL_TESTS := libs services tools/tests tests/deployment tests/contract tests/conformance
+SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/cluster
 JOBS ?= $(shell nproc | awk '{print $$1 < 4 ? $$1 : 4}')
 MODEL ?= models/reference
 
@@ -32,20 +33,22 @@ serve: setup
 check: setup
 	$(BIN)/python -m lockstep_tools.repository.check $(ARGS)
 
-# Unit tests in parallel; then those of whole systems, which time silences and count processes, one after the other.
+# Most tests in parallel; then those that time silences and count processes, one after the other.
 test: setup
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
 	@failed=0; \
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow" $(UNIT_TESTS) || failed=$$?; \
-	$(BIN)/pytest tests --ignore tests/deployment || failed=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow" $(PARALLEL_TESTS) || failed=$$?; \
+	$(BIN)/pytest -m "not slow" $(SYSTEM_TESTS) || failed=$$?; \
 	exit $$failed
 endif
 
-# The unit tests that `make test` leaves out because they take long.
+# The tests that `make test` leaves out because they take long, and those again whose length can be chosen.
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m slow $(UNIT_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m slow $(PARALLEL_TESTS)
+	$(BIN)/pytest -m slow $(SYSTEM_TESTS)
+	$(BIN)/pytest tests/chaos/test_random_kills.py tests/hostile/test_schema.py --kills 12 --fuzz-cases 10000
 
 # The tests of equal bits again, as in `make test` and as on other machines: without the kernels, and with the libraries' settings changed.
 BITS = $(BIN)/pytest -n $(JOBS) -m bits libs/engine

@@ -3,6 +3,7 @@
 `--fuzz-cases 100000` for a long run by hand.
 """
 
+import secrets
 from collections import Counter
 from collections.abc import Iterator
 
@@ -38,6 +39,8 @@ def described(address: str) -> schemathesis.BaseSchema:
 
 def test_no_request_causes_an_error_of_the_router(address, pytestconfig, summarize) -> None:
     seed = pytestconfig.getoption("--fuzz-seed")
+    seed = secrets.randbelow(2**32) if seed is None else seed
+    print(f"seed {seed}")
     operations = [found.ok() for found in described(address).get_all_operations()]
     taking = [operation for operation in operations if operation.body]
     assert len(taking) == 4

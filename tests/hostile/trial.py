@@ -11,6 +11,8 @@ from lockstep_tools.hostile.observer import Observer
 from target import Target
 
 _SETTLE_S = 20.0
+_SETTLED_BYTES = 75 << 20
+"""Memory above that before the attack at which nothing more is waited for; the limit is 100 MiB."""
 _STREAMS = 9
 """Of the observer, its short requests included."""
 
@@ -52,7 +54,7 @@ def attack(target: Target, observer: Observer, name: str, seconds: float) -> Out
             time.sleep(0.02)
         vanished_s = time.monotonic() - ended
         noticed = observer.take()
-    while (left := target.memory_bytes() - before) > 50 << 20 and time.monotonic() < ended + _SETTLE_S:
+    while (left := target.memory_bytes() - before) > _SETTLED_BYTES and time.monotonic() < ended + _SETTLE_S:
         time.sleep(0.2)
     return Outcome(
         silence_s=noticed.silence_s,

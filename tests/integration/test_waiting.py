@@ -60,6 +60,7 @@ async def test_every_request_of_a_long_queue_is_answered_by_the_only_worker(
         assert len(set(texts)) == 24
 
 
+@pytest.mark.slow
 async def test_two_hundred_requests_on_two_workers_survive_kills(
     tmp_path: Path, short_deadlines: pytest.MonkeyPatch
 ) -> None:

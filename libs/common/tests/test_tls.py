@@ -19,6 +19,7 @@ from lockstep_common.telemetry import REGISTRY
 from lockstep_common.tls import Certificates, TlsFiles, has_identity, server_context, watched
 
 NAMES = {"cert": "tls_cert", "key": "tls_key", "ca": "tls_ca"}
+CHECK_S = 0.1
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def mounted(tmp_path: Path, authority: Authority) -> Mounted:
 
 
 def load(mounted: Mounted, name: str = "test") -> Certificates:
-    return Certificates(name, TlsFiles(mounted.cert, mounted.key, mounted.ca), NAMES)
+    return Certificates(name, TlsFiles(mounted.cert, mounted.key, mounted.ca), NAMES, check_s=CHECK_S)
 
 
 def refusal(mounted: Mounted) -> str:
@@ -103,7 +104,7 @@ async def test_files_that_cannot_be_used_change_nothing_and_are_reported_once(mo
     with caplog.at_level(logging.INFO, "lockstep.tls"):
         async with watched(certificates):
             await until(lambda: reloads(name, "failed") == 1)
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(5 * CHECK_S)
     assert reloads(name, "failed") == 1
     assert certificates.current() is first
     (record,) = caplog.records

@@ -62,6 +62,7 @@ def test_kernels_build_for_hopper_use_what_it_has_and_serve_steps_of_any_size():
     assert count(compress, "F2FP.SATFINITE.E4M3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -40,9 +40,6 @@ RELOADS = Counter(
     registry=REGISTRY,
 )
 
-_CHECK_S = 1.0
-"""Shortest interval between two checks of the files."""
-
 _MAX_FILE_BYTES = 1 << 20
 _URI_MARK = "://"
 
@@ -69,18 +66,20 @@ class Material:
 class Certificates:
     """The newest usable certificates of one set of files. Safe to use from several threads."""
 
-    def __init__(self, name: str, files: TlsFiles, settings: Mapping[str, str]) -> None:
+    def __init__(self, name: str, files: TlsFiles, settings: Mapping[str, str], *, check_s: float = 1.0) -> None:
         """Read the files.
 
         Args:
             name: the certificate's name in logs and metrics.
             files: the paths.
             settings: the names of the settings for `cert`, `key` and `ca`, for errors.
+            check_s: shortest interval between two checks of the files, in seconds.
 
         Raises:
             LockstepError: INVALID_REQUEST, the files cannot be used.
         """
         self.name = name
+        self.check_s = check_s
         self._files = files
         self._settings = settings
         self._lock = Lock()
@@ -93,7 +92,7 @@ class Certificates:
         """The certificates for a new connection."""
         with self._lock:
             now = time.monotonic()
-            if now - self._checked_at >= _CHECK_S:
+            if now - self._checked_at >= self.check_s:
                 self._checked_at = now
                 self._check()
             return self._material
@@ -184,7 +183,7 @@ async def watched(*certificates: Certificates) -> AsyncIterator[None]:
 
     async def watch() -> None:
         while True:
-            await asyncio.sleep(_CHECK_S)
+            await asyncio.sleep(min(each.check_s for each in certificates))
             for each in certificates:
                 await asyncio.to_thread(each.current)
 

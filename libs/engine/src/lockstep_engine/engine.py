@@ -200,7 +200,7 @@ class AsyncEngine:
             # Not at once: the caller does not know yet that its request was accepted.
             asyncio.get_running_loop().call_soon(self._report_phases)
         except MemoryError:
-            self._scheduler.cancel(request.id)
+            self.cancel(request.id)
             raise no_memory() from None
 
     def cancel(self, request_id: str) -> None:
