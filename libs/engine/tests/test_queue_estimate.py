@@ -17,13 +17,13 @@ def measured(*seconds):
 
 
 def run(estimate, name, now, limit=1000):
-    estimate.add(name, 0, limit)
+    estimate.add(name, 0, limit, reaches_limit=False)
     estimate.start(name, now)
 
 
-def queue(estimate, count, limit=1000):
-    for number in range(count):
-        estimate.add(f"queued {number}", 0, limit)
+def queue(estimate, count, limit=1000, first=0):
+    for number in range(first, first + count):
+        estimate.add(f"queued {number}", 0, limit, reaches_limit=False)
 
 
 def test_nothing_is_promised_before_anything_was_measured():
@@ -48,7 +48,7 @@ def test_several_places_are_taken_in_the_order_in_which_they_become_free():
     waits = []
     for number in range(6):
         waits.append(estimate.waits(places=3, is_full=True, now=3.0)[0])
-        estimate.add(f"queued {number}", 0, 1000)
+        queue(estimate, 1, first=number)
     assert waits == [1.0, 2.0, 4.0, 5.0, 6.0, 8.0]
 
 
@@ -85,9 +85,22 @@ def test_short_requests_are_expected_to_be_short():
     assert estimate.waits(places=1, is_full=True, now=1.0) == (9.0, 10.0)
 
 
+def test_requests_that_ignore_the_end_of_text_are_expected_to_reach_their_limit():
+    estimate = measured(10.0)
+    estimate.add("long", 0, 50, reaches_limit=True)
+    estimate.start("long", 0.0)
+    assert estimate.waits(places=1, is_full=True, now=20.0) == (30.0, 10.0)
+
+
+def test_requests_that_are_about_to_start_count_too():
+    estimate = measured(5.0)
+    queue(estimate, 4)
+    assert estimate.waits(places=2, is_full=True, now=0.0)[0] == 10.0
+
+
 def test_tokens_of_earlier_attempts_need_no_time():
     estimate = measured(10.0)
-    estimate.add("moved", 16, 20)
+    estimate.add("moved", 16, 20, reaches_limit=False)
     estimate.start("moved", 0.0)
     assert estimate.waits(places=1, is_full=True, now=0.0)[0] == 4.0
     estimate.end("moved", 20, 4.0)

@@ -193,7 +193,10 @@ class AsyncEngine:
             raise no_memory() from None
         try:
             if only_output is None:
-                self._queue.add(request.id, len(request.emitted_ids), request.sampling.max_tokens)
+                sampling = request.sampling
+                self._queue.add(
+                    request.id, len(request.emitted_ids), sampling.max_tokens, reaches_limit=sampling.ignore_eos
+                )
             else:
                 asyncio.get_running_loop().call_soon(self._on_outputs, self._steps, [only_output])
             self._fill_pipeline()

@@ -1,7 +1,8 @@
 """Estimates how long one more request would wait before it runs, from the pace and the length of the last requests.
 
-A request is expected to give as many tokens as the last ones did on average, or its own limit if that is less, each
-in the mean time of a token. That time includes what a request needs for its prompt and for the others in its batch.
+A request is expected to give as many tokens as the last ones did on average, or its own limit if that is less or if it
+ignores the end of text, each in the mean time of a token. That time includes what a request needs for its prompt and
+for the others in its batch.
 """
 
 import heapq
@@ -18,6 +19,7 @@ class _Entry:
     """Tokens from earlier attempts."""
     limit: int
     """Most tokens that the request may have, those included."""
+    reaches_limit: bool
     started_at: float | None = None
     """None until it runs for the first time."""
 
@@ -32,9 +34,9 @@ class QueueEstimate:
         self._tokens = 0.0
         """Mean number of tokens of a request."""
 
-    def add(self, request_id: str, emitted: int, limit: int) -> None:
-        """A request is queued that has `emitted` tokens from earlier attempts, and at most `limit` in all."""
-        self._entries[request_id] = _Entry(emitted, limit)
+    def add(self, request_id: str, emitted: int, limit: int, *, reaches_limit: bool) -> None:
+        """A request is queued: `emitted` tokens are from earlier attempts, `limit` is the most that it may have in all."""
+        self._entries[request_id] = _Entry(emitted, limit, reaches_limit)
 
     def start(self, request_id: str, now: float) -> None:
         """A request runs. When it starts again after a preemption, its first start counts."""
@@ -75,14 +77,17 @@ class QueueEstimate:
         # Before the first request has ended, the running ones are the measure.
         mean_s = self._tokens * self._token_s or (sum(ran_s for _, ran_s in started) / len(started) if started else 0.0)
         places = max(1, places)
-        if not is_full or not started:
+        if not is_full:
             return 0.0, mean_s / places
 
         def expected_s(entry: _Entry) -> float:
-            return min(mean_s, (entry.limit - entry.emitted) * self._token_s) if self._token_s else mean_s
+            if not self._token_s:
+                return mean_s
+            longest_s = (entry.limit - entry.emitted) * self._token_s
+            return longest_s if entry.reaches_limit else min(mean_s, longest_s)
 
         left_s = [max(0.0, expected_s(entry) - ran_s) for entry, ran_s in started]
-        free_at = left_s[:places]
+        free_at = left_s[:places] + [0.0] * (places - len(left_s))
         heapq.heapify(free_at)
         # Those that were preempted go first, then those that have not run.
         queued = [entry for entry in self._entries.values() if entry.started_at is None]
