@@ -35,7 +35,7 @@ class QueueEstimate:
         """Mean number of tokens of a request."""
 
     def add(self, request_id: str, emitted: int, limit: int, *, reaches_limit: bool) -> None:
-        """A request is queued: `emitted` tokens are from earlier attempts, `limit` is the most that it may have in all."""
+        """A request is queued: `emitted` tokens are from earlier attempts, `limit` is the most it may have in all."""
         self._entries[request_id] = _Entry(emitted, limit, reaches_limit)
 
     def start(self, request_id: str, now: float) -> None:
