@@ -21,6 +21,7 @@ class Settings(ServiceSettings):
     share: float = Field(0.5, gt=0, le=1, description="a share")
     level: Literal["low", "high"] = Field("low", description="a level")
     names: Annotated[tuple[str, ...], NoDecode] = Field((), max_length=3, description="names")
+    pairs: Annotated[dict[str, str], NoDecode] = Field(default_factory=dict, description="pairs")
 
 
 def test_limits_are_those_of_the_service():
@@ -33,6 +34,7 @@ def test_limits_are_those_of_the_service():
         "share": {"description": "a share", "type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "level": {"description": "a level", "type": "string", "enum": ["low", "high"]},
         "names": {"description": "names", "type": "array", "items": {"type": "string"}},
+        "pairs": {"description": "pairs", "type": "object", "additionalProperties": {"type": "string"}},
     }
 
 

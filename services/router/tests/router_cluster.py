@@ -7,6 +7,7 @@ import socket
 import time
 
 import httpx
+from lockstep_router.policies import RequestFacts
 from lockstep_router.server import Server, http_config
 from lockstep_router.text.tokenizer import Tokenizer
 from scripted_worker import token_at, tokenizer_files
@@ -46,7 +47,7 @@ class Cluster:
 
     def worker_of(self, session):
         """The worker that the session's streams go to, and the others."""
-        chosen = self.router.workers.pick(session, self.router.workers.ready()).worker_id
+        chosen = self.router.workers.pick("reference", RequestFacts(session), self.router.workers.ready()).worker_id
         own = next(worker for worker in self.workers if worker.worker_id == chosen)
         return own, [worker for worker in self.workers if worker is not own]
 

@@ -12,12 +12,12 @@ from lockstep_api.v1 import worker_pb2
 from lockstep_router import metrics
 from lockstep_router.discovery import WorkerAddress
 from lockstep_router.discovery.endpoint_slices import EndpointSlices, workers_of
+from lockstep_router.policies import RequestFacts, rank
 from lockstep_router.router import Router
 from lockstep_router.settings import RouterSettings
 from lockstep_router.streams import Stream
 from lockstep_router.streams.journal import Journal
 from lockstep_router.workers import Link, LinkState
-from lockstep_router.workers.routing import rank
 from router_cluster import eventually
 from scripted_worker import Script, ScriptedWorker
 
@@ -58,6 +58,9 @@ class Routed:
 
     def ready_ids(self):
         return sorted(link.worker_id for link in self.workers.ready())
+
+    def pick(self, session):
+        return self.workers.pick("reference", RequestFacts(session), self.workers.ready()).worker_id
 
     def stream(self, session="user:u", tokens=12):
         journal = Journal(
@@ -371,7 +374,7 @@ async def test_restarted_pod_gets_its_sessions_back(make_worker, tmp_path, monke
         sessions = [f"session:{number}" for number in range(200)]
 
         def placed():
-            return {session: routed.workers.pick(session, routed.workers.ready()).worker_id for session in sessions}
+            return {session: routed.pick(session) for session in sessions}
 
         before = placed()
         assert set(before.values()) == set(names)

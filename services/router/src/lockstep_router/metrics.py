@@ -64,6 +64,23 @@ QUEUE_REFUSALS = Counter(
     "Requests refused at once because their estimated wait was longer than their limit.",
     registry=REGISTRY,
 )
+PICKS = Counter(
+    "lockstep_router_picks",
+    "Attempts of streams sent to a worker, by the policy that chose it.",
+    ["policy"],
+    registry=REGISTRY,
+)
+POLICY_FAILURES = Counter(
+    "lockstep_router_policy_failures",
+    "Times that a policy of another package raised or named an unknown worker.",
+    registry=REGISTRY,
+)
+LOAD_IMBALANCE = Gauge(
+    "lockstep_router_load_imbalance",
+    "Requests on the most loaded ready worker of a model over the average; 1 if they have fewer than one each.",
+    ["model"],
+    registry=REGISTRY,
+)
 WAIT_SECONDS = Histogram(
     "lockstep_router_wait_seconds",
     "From a stream's arrival to its start on a worker.",

@@ -10,6 +10,8 @@ from lockstep_common.settings import PodSettings
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
+from lockstep_router.policies import check_policy
+
 DiscoveryKind = Literal["static", "dns", "kubernetes"]
 _NEEDED_BY = {"workers": "static", "workers_dns": "dns", "kubernetes_selector": "kubernetes"}
 
@@ -175,8 +177,34 @@ class RouterSettings(PodSettings):
         description="Where no worker has the numerics fingerprint that a stream began with: `prefer` continues it on "
         "another worker and marks the answer as inexact, `strict` waits for one.",
     )
+    policy: str = Field(
+        "sticky",
+        description="How the worker for a stream is chosen: `sticky`, `hybrid`, `stateless`, `round_robin`, "
+        "`weighted`, `least_loaded`, `prefix_aware`, or an entry point of the group `lockstep.policies`.",
+    )
+    model_policies: Annotated[dict[str, str], NoDecode] = Field(
+        default_factory=dict,
+        max_length=256,
+        description="Policies of single models in place of `policy`: a mapping, or `model=policy`, comma-separated.",
+    )
     queue_threshold: int = Field(
-        2, ge=0, description="A session leaves its worker for the least loaded one when more requests than this queue."
+        2,
+        ge=0,
+        description="A session leaves its worker for the least loaded one when more requests than this queue; for "
+        "`sticky` and `weighted`. With `hybrid` it goes to the next one of its order.",
+    )
+    load_bound: float = Field(
+        1.1,
+        gt=1,
+        le=100,
+        description="No worker gets more requests than this times the average, or 4 if that is more; for `hybrid` and "
+        "`prefix_aware`.",
+    )
+    prefix_index_blocks: int = Field(
+        131_072,
+        ge=1024,
+        le=1 << 24,
+        description="Blocks of 16 tokens in the index of each model with `prefix_aware`, at about 180 bytes each.",
     )
     lame_duck_s: float = Field(
         0.0, ge=0, description="After SIGTERM, new requests are still served for this long, though /readyz says 503."
@@ -187,6 +215,10 @@ class RouterSettings(PodSettings):
     def namespace(self) -> str:
         """The namespace of the EndpointSlices."""
         return self.kubernetes_namespace or self.pod_namespace or ""
+
+    def policy_of(self, model: str) -> str:
+        """The name of a model's policy."""
+        return self.model_policies.get(model, self.policy)
 
     @field_validator("http_tls_key")
     @classmethod
@@ -209,6 +241,36 @@ class RouterSettings(PodSettings):
         if isinstance(value, str):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
+
+    @field_validator("model_policies", mode="before")
+    @classmethod
+    def _split_pairs(cls, value: object) -> object:
+        """Split `model=policy,model=policy`, the form in environment and flags."""
+        if not isinstance(value, str):
+            return value
+        pairs = [part.strip().rpartition("=") for part in value.split(",") if part.strip()]
+        if not all(model.strip() and policy.strip() for model, _, policy in pairs):
+            raise ValueError("must be model=policy, comma-separated")
+        policies = {model.strip(): policy.strip() for model, _, policy in pairs}
+        if len(policies) < len(pairs):
+            raise ValueError("the same model is listed twice")
+        return policies
+
+    @field_validator("policy")
+    @classmethod
+    def _check_policy(cls, name: str) -> str:
+        check_policy(name)
+        return name
+
+    @field_validator("model_policies")
+    @classmethod
+    def _check_policies(cls, policies: dict[str, str]) -> dict[str, str]:
+        for model, name in policies.items():
+            try:
+                check_policy(name)
+            except ValueError as error:
+                raise ValueError(f"{name!r} of {model!r} {error}") from error
+        return policies
 
     @field_validator("workers", "workers_dns", "kubernetes_selector")
     @classmethod

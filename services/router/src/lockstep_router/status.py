@@ -42,6 +42,8 @@ def status_body(router: Router) -> dict[str, Any]:
                 "dtype": card.dtype,
                 "context_length": card.context_length,
                 "ready_workers": len(router.workers.ready(card.name)),
+                "policy": router.settings.policy_of(card.name),
+                "load_imbalance": round(router.workers.imbalances.get(card.name, 1.0), 3),
             }
             for card in router.workers.models.values()
         ],

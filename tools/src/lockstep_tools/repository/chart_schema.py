@@ -24,7 +24,8 @@ SERVICES: dict[str, type[ServiceSettings]] = {"router": RouterSettings, "worker"
 _OF_A_MODEL = ("name", "servedName", "source")
 _QUANTITY = {"$ref": "#/$defs/quantity"}
 _KEPT = (
-    "type", "items", "enum", "pattern", "minimum", "maximum", "exclusiveMinimum", "minLength", "maxLength"
+    "type", "items", "additionalProperties", "enum", "pattern", "minimum", "maximum", "exclusiveMinimum", "minLength",
+    "maxLength",
 )  # fmt: skip
 
 

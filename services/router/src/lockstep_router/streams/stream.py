@@ -12,6 +12,7 @@ from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router import metrics
+from lockstep_router.policies import RequestFacts
 from lockstep_router.settings import RouterSettings
 from lockstep_router.streams.attempt import Attempt, Deadlines, Finished, Outcome, WaitedTooLong
 from lockstep_router.streams.journal import Journal
@@ -60,6 +61,7 @@ class Stream:
         self.failovers = 0
         self._workers = workers
         self._suspects = workers.suspects
+        self._facts = RequestFacts(journal.session, journal.stream_id, journal.tenant, journal.prompt_ids)
         self._settings = settings
         self._on_arrival = on_arrival
         self._arrived: deque[worker_pb2.StreamTokens] = deque()
@@ -166,6 +168,7 @@ class Stream:
         self._life, self._fingerprint = link.life, link.fingerprint
         self._activity = f"it waited for its turn on worker {link.worker_id!r}"
         self._suspects.enter(self.journal.stream_id, link.life)
+        self._workers.note_sent(self.journal.model, self._facts, link)
         link.start(attempt, submit)
         outcome: Outcome | None = None
         try:
@@ -368,7 +371,7 @@ class Stream:
         without_trial = [link for link in enterable if not suspects.has_trial(link.life)]
         if without_trial and not suspects.is_tried(journal.stream_id):
             enterable = without_trial
-        return self._workers.pick(journal.session, self._within_patience(enterable))
+        return self._workers.pick(journal.model, self._facts, self._within_patience(enterable))
 
     def _within_patience(self, links: list[Link]) -> list[Link]:
         """The links whose estimated wait a new request may wait. A stream that was in a queue before is not limited.

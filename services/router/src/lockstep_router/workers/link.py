@@ -18,12 +18,12 @@ from lockstep_common.protocol import MAX_MESSAGE_BYTES
 
 from lockstep_router import metrics
 from lockstep_router.discovery import WorkerAddress
+from lockstep_router.policies import WorkerFacts
 from lockstep_router.settings import RouterSettings
 from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.tls import Dial, dial_plain
 from lockstep_router.workers.clock import AwakeClock
 from lockstep_router.workers.losses import Loss
-from lockstep_router.workers.routing import Load
 from lockstep_router.workers.suspects import Life, Suspects
 from lockstep_router.workers.tokenizer_cache import TokenizerCache
 
@@ -238,9 +238,18 @@ class Link:
         return self._connected and not self._silent and not ending
 
     @property
-    def load(self) -> Load:
-        """The load last reported, and the streams sent since then."""
-        return Load(self.worker_id, self.status.queued, self.status.running, self._sent_since_status)
+    def facts(self) -> WorkerFacts:
+        """What policies choose by: the load last reported, and the streams sent since then."""
+        status = self.status
+        return WorkerFacts(
+            worker_id=self.worker_id,
+            life=self.life,
+            queued=status.queued,
+            running=status.running,
+            sent=self._sent_since_status,
+            queue_wait_s=self.queue_wait_s,
+            capacity=status.total_blocks,
+        )
 
     def silence_s(self) -> float | None:
         """Seconds since the last frame; None if there never was one."""

@@ -14,13 +14,13 @@ from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router import metrics
 from lockstep_router.discovery import Discovery, Report, WorkerAddress
+from lockstep_router.policies import Policy, RequestFacts, imbalance, make_policy, rank
 from lockstep_router.settings import RouterSettings
 from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.tls import Dial, dial_plain
 from lockstep_router.workers.clock import AwakeClock
 from lockstep_router.workers.link import Link, LinkState
 from lockstep_router.workers.retry_budget import RetryBudget
-from lockstep_router.workers.routing import choose, rank
 from lockstep_router.workers.suspects import Suspects
 from lockstep_router.workers.tokenizer_cache import TokenizerCache
 
@@ -28,6 +28,8 @@ logger = logging.getLogger("lockstep.router")
 
 _MAX_TICK_S = 0.05
 _MAX_MODELS = 256
+_MEASURE_EVERY_S = 1.0
+"""Interval for measuring the imbalance of loads."""
 
 
 class Workers:
@@ -45,8 +47,14 @@ class Workers:
         instead of being refused."""
         self.failovers = 0
         """Total of all streams."""
+        self.imbalances: dict[str, float] = {}
+        """Of each model that has a ready worker: requests on the most loaded one over the average."""
+        self._measure_at = 0.0
+        """In the awake clock's time."""
         self._settings = settings
         self._discovery = discovery
+        self._policies: dict[str, Policy] = {}
+        """By the name of the model."""
         self._dial = dial
         self._links: dict[Link, asyncio.Task[None]] = {}
         self._ending: set[asyncio.Task[None]] = set()
@@ -162,10 +170,23 @@ class Workers:
             retry_after_s=max(1, math.ceil(least_s - may_wait_s)),
         )
 
-    def pick(self, session: str, links: list[Link]) -> Link:
-        """The link that a session's next stream goes to."""
+    def pick(self, model: str, request: RequestFacts, links: list[Link]) -> Link:
+        """The link, of those of a model, that a stream goes to. It changes nothing: see `note_sent`."""
         by_id = {link.worker_id: link for link in links}
-        return by_id[choose(session, [link.load for link in links], self._settings.queue_threshold)]
+        return by_id[self._policy_of(model).choose(request, [link.facts for link in links])]
+
+    def note_sent(self, model: str, request: RequestFacts, link: Link) -> None:
+        """Note that a stream is about to be sent to a link."""
+        metrics.PICKS.labels(self._settings.policy_of(model)).inc()
+        self._policy_of(model).note_sent(request, link.facts)
+
+    def _policy_of(self, model: str) -> Policy:
+        policy = self._policies.get(model)
+        if policy is None:
+            policy = self._policies[model] = make_policy(self._settings.policy_of(model), self._settings)
+            if len(self._policies) > _MAX_MODELS:
+                del self._policies[next(iter(self._policies))]
+        return policy
 
     async def find_version(self, name: str, session: str) -> tuple[worker_pb2.ModelCard, Tokenizer]:
         """The version of a model that a session gets, identified by the card's digest, and its tokenizer.
@@ -252,6 +273,20 @@ class Workers:
         for link in self._links:
             link.check()
         self._remove_retired()
+        if self.clock.now() >= self._measure_at:
+            self._measure_at = self.clock.now() + _MEASURE_EVERY_S
+            self._measure_imbalance()
+
+    def _measure_imbalance(self) -> None:
+        requests: dict[str, list[int]] = {}
+        for link in self.ready():
+            assert link.card is not None
+            requests.setdefault(link.card.name, []).append(link.status.queued + link.status.running)
+        for model in self.imbalances.keys() - requests.keys():
+            metrics.LOAD_IMBALANCE.remove(model)
+        self.imbalances = {model: imbalance(each) for model, each in requests.items()}
+        for model, ratio in self.imbalances.items():
+            metrics.LOAD_IMBALANCE.labels(model).set(ratio)
 
 
 def model_not_found(name: str) -> LockstepError:
