@@ -1,7 +1,7 @@
 """The policies by their names in the settings `policy` and `model_policies`."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from lockstep_router.policies.custom import Custom, load
 from lockstep_router.policies.facts import Policy
@@ -13,11 +13,24 @@ from lockstep_router.policies.stateless import Stateless
 from lockstep_router.policies.sticky import Sticky
 from lockstep_router.policies.weighted import Weighted
 
-if TYPE_CHECKING:  # the settings check the names
-    from lockstep_router.settings import RouterSettings
+
+class PolicySettings(Protocol):
+    """The settings that policies use."""
+
+    @property
+    def queue_threshold(self) -> int:
+        """Requests in a worker's queue above which sessions leave it."""
+
+    @property
+    def load_bound(self) -> float:
+        """A worker's most requests, as a multiple of the average."""
+
+    @property
+    def prefix_index_blocks(self) -> int:
+        """Blocks in the index of `prefix_aware`."""
 
 
-_BUILT_IN: dict[str, Callable[["RouterSettings"], Policy]] = {
+_BUILT_IN: dict[str, Callable[[PolicySettings], Policy]] = {
     "sticky": lambda settings: Sticky(settings.queue_threshold),
     "hybrid": lambda settings: Hybrid(settings.load_bound, settings.queue_threshold),
     "stateless": lambda _: Stateless(),
@@ -28,7 +41,7 @@ _BUILT_IN: dict[str, Callable[["RouterSettings"], Policy]] = {
 }
 
 
-def make_policy(name: str, settings: "RouterSettings") -> Policy:
+def make_policy(name: str, settings: PolicySettings) -> Policy:
     """A new policy, for one model.
 
     Raises:
