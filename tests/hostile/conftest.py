@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from lockstep_tools.hostile.observer import Observer
 from target import Target
+from trial import Scene
 
 _STREAMS = 8
 _START_S = 60.0
-
-
-@dataclass
-class Scene:
-    target: Target
-    observer: Observer
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,7 @@ On a machine that is slower in calm, just before the attack, the limits in time 
 
 import pytest
 from lockstep_tools.hostile.attacks import names
-from trial import attack, calm
-
-from conftest import Scene
+from trial import Scene, attack, calm
 
 SECONDS = 2.0
 _CALM_S = 1.0

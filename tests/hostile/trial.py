@@ -18,6 +18,14 @@ _STREAMS = 9
 
 
 @dataclass
+class Scene:
+    """A router under well-behaved streams."""
+
+    target: Target
+    observer: Observer
+
+
+@dataclass
 class Outcome:
     """The figures of one attack."""
 
