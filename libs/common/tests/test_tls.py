@@ -16,7 +16,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from lockstep_common.errors import LockstepError
 from lockstep_common.settings import check_identity
 from lockstep_common.telemetry import REGISTRY
-from lockstep_common.tls import Certificates, TlsFiles, has_identity, server_context, watched
+from lockstep_common.tls import Certificates, TlsFiles, has_identity, server_context
+from lockstep_common.watched_files import watched
 
 NAMES = {"cert": "tls_cert", "key": "tls_key", "ca": "tls_ca"}
 CHECK_S = 0.1

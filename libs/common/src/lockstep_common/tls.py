@@ -5,13 +5,11 @@ replace files by swapping a symbolic link. Files read from both sides of a swap 
 again. Certificates that cannot be used never replace usable ones. Keys are never in a log or an error.
 """
 
-import asyncio
 import logging
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from threading import Lock
@@ -24,6 +22,7 @@ from prometheus_client import Counter, Gauge
 
 from lockstep_common.errors import LockstepError, invalid
 from lockstep_common.telemetry import REGISTRY
+from lockstep_common.watched_files import Signature, signature_of
 
 logger = logging.getLogger("lockstep.tls")
 
@@ -90,14 +89,18 @@ class Certificates:
 
     def current(self) -> Material:
         """The certificates for a new connection."""
+        self.check()
+        return self._material
+
+    def check(self) -> None:
+        """Read the files if they have changed and `check_s` has passed since the last check."""
         with self._lock:
             now = time.monotonic()
             if now - self._checked_at >= self.check_s:
                 self._checked_at = now
-                self._check()
-            return self._material
+                self._reread()
 
-    def _check(self) -> None:
+    def _reread(self) -> None:
         signature = self._sign()
         if signature == self._signature:
             return
@@ -117,8 +120,8 @@ class Certificates:
             "certificates reloaded", extra={"certificate": self.name, "expires": material.expires_at.isoformat()}
         )
 
-    def _sign(self) -> tuple[tuple[int, int, int] | None, ...]:
-        return tuple(map(_signature, (self._files.cert, self._files.key, self._files.ca)))
+    def _sign(self) -> tuple[Signature, ...]:
+        return tuple(map(signature_of, (self._files.cert, self._files.key, self._files.ca)))
 
     def _read(self) -> Material:
         cert = self._bytes("cert", self._files.cert)
@@ -175,34 +178,6 @@ class Certificates:
     def _unusable(self, kind: str, reason: str) -> LockstepError:
         setting = self._settings[kind]
         return invalid(setting, f"({getattr(self._files, kind)}) {reason}")
-
-
-@asynccontextmanager
-async def watched(*certificates: Certificates) -> AsyncIterator[None]:
-    """Check the files periodically, so that a problem is reported before a connection needs them."""
-
-    async def watch() -> None:
-        while True:
-            await asyncio.sleep(min(each.check_s for each in certificates))
-            for each in certificates:
-                await asyncio.to_thread(each.current)
-
-    task = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
-def _signature(path: str | None) -> tuple[int, int, int] | None:
-    if path is None:
-        return None
-    try:
-        status = os.stat(path)
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def _public_bytes(key: Any) -> bytes:

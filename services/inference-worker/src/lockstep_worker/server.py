@@ -19,7 +19,8 @@ from lockstep_common.management import Reports, managed
 from lockstep_common.protocol import MAX_MESSAGE_BYTES
 from lockstep_common.settings import fail
 from lockstep_common.termination import leave_message
-from lockstep_common.tls import Certificates, watched
+from lockstep_common.tls import Certificates
+from lockstep_common.watched_files import watched
 from lockstep_engine import AsyncEngine
 
 from lockstep_worker import address

@@ -10,7 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import grpc
-from lockstep_common.tls import Certificates, TlsFiles, server_context, watched
+from lockstep_common.tls import Certificates, TlsFiles, server_context
+from lockstep_common.watched_files import watched
 
 from lockstep_router.settings import RouterSettings
 
