@@ -7,11 +7,11 @@ from lockstep_router.faces.rest.identity import Origin
 
 def test_session_comes_from_header_then_user_then_key():
     everything = {"x-session-id": "s1", "authorization": "Bearer secret-key"}
-    assert identity.session(everything, "alice") == "session:s1"
+    assert identity.session(Origin(everything), "alice") == "session:s1"
     del everything["x-session-id"]
-    assert identity.session(everything, "alice") == "user:alice"
-    assert identity.session(everything, None).startswith("key:")
-    assert identity.session({}, None) != identity.session({}, None)
+    assert identity.session(Origin(everything), "alice") == "user:alice"
+    assert identity.session(Origin(everything), None).startswith("key:")
+    assert identity.session(Origin({}), None) != identity.session(Origin({}), None)
 
 
 def test_key_is_hashed():

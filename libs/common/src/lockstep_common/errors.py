@@ -12,6 +12,8 @@ class ErrorCode(StrEnum):
     """The kind of a failure; the same on every protocol."""
 
     INVALID_REQUEST = "invalid_request"
+    INVALID_API_KEY = "invalid_api_key"
+    RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
@@ -41,6 +43,8 @@ class Meaning:
 
 MEANINGS: dict[ErrorCode, Meaning] = {
     ErrorCode.INVALID_REQUEST: Meaning(400, "invalid_request_error", "INVALID_ARGUMENT"),
+    ErrorCode.INVALID_API_KEY: Meaning(401, "invalid_request_error", "UNAUTHENTICATED"),
+    ErrorCode.RATE_LIMIT_EXCEEDED: Meaning(429, "rate_limit_error", "RESOURCE_EXHAUSTED"),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: Meaning(400, "invalid_request_error", "INVALID_ARGUMENT"),
     ErrorCode.MODEL_NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
     ErrorCode.NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),

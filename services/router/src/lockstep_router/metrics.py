@@ -25,6 +25,18 @@ REFUSED_CONNECTIONS = Counter(
     ["code"],
     registry=REGISTRY,
 )
+KEYS_RELOADS = Counter(
+    "lockstep_router_keys_reloads",
+    "Times that the changed file of API keys was read, by outcome: `loaded`, or `failed` and the old keys were kept.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+LIMITED = Counter(
+    "lockstep_router_limited",
+    "Requests refused because of a limit of their tenant, by limit.",
+    ["limit"],
+    registry=REGISTRY,
+)
 FIRST_TOKEN_SECONDS = Histogram(
     "lockstep_router_time_to_first_token_seconds",
     "From a request's arrival to the first token of each of its streams.",

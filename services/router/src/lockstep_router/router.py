@@ -7,11 +7,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Self
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.watched_files import watched
 
 from lockstep_router import metrics
 from lockstep_router.discovery import Discovery, choose_discovery
@@ -21,6 +22,7 @@ from lockstep_router.generation.prompts import Prompt, PromptEncoder, check_ids
 from lockstep_router.generation.request import GenerationRequest, PromptSource
 from lockstep_router.memory import MemoryTrimmer
 from lockstep_router.settings import RouterSettings
+from lockstep_router.tenants import Account, KeyFile, TenantLimits
 from lockstep_router.text.threads import TextThreads
 from lockstep_router.tls import Dial, dial_plain
 from lockstep_router.workers import Workers, model_not_found
@@ -35,7 +37,15 @@ class Router:
     """One router. Entering the context connects to the workers, leaving it disconnects."""
 
     def __init__(self, settings: RouterSettings, discovery: Discovery | None = None, dial: Dial = dial_plain) -> None:
+        """Make a router.
+
+        Raises:
+            LockstepError: INVALID_REQUEST, the file of API keys cannot be used.
+        """
         self.settings = settings
+        self.keys = None if settings.keys_file is None else KeyFile(settings.keys_file)
+        """The API keys of clients; None: everyone is served."""
+        self.limits = TenantLimits()
         self.workers = Workers(settings, discovery or choose_discovery(settings), dial)
         self.memory = MemoryTrimmer()
         self._threads = TextThreads(settings.text_threads, self.memory)
@@ -56,12 +66,16 @@ class Router:
         self._began_at = time.monotonic()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._watching = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        if self.keys is not None:
+            await self._watching.enter_async_context(watched(self.keys))
         self.workers.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self._watching.aclose()
         await self.workers.stop()
         self._threads.stop()
         self.memory.stop()
@@ -125,17 +139,18 @@ class Router:
         check_ids(ids, card, field)
         return await self.encoder.decode(ids, tokenizer)
 
-    async def prepare(self, request: GenerationRequest) -> Prepared:
+    async def prepare(self, request: GenerationRequest, account: Account) -> Prepared:
         """Turn a request into streams that are ready to run. The request itself is not needed afterwards.
 
         Raises:
             LockstepError: INVALID_REQUEST or CONTEXT_LENGTH_EXCEEDED, the request does not fit this router or its
-                model; MODEL_NOT_FOUND; UNAVAILABLE.
+                model; RATE_LIMIT_EXCEEDED or RESOURCE_EXHAUSTED, or its tenant; MODEL_NOT_FOUND; UNAVAILABLE.
         """
         streams = len(request.prompts) * request.choices_per_prompt
         if streams > self.settings.max_streams_per_request:
             limit = self.settings.max_streams_per_request
             raise invalid("n", f"times the number of prompts is {streams}; a request may have {limit} answers")
+        account.expect(streams)
         counted = 0
 
         def count(prompt: Prompt) -> None:
@@ -150,46 +165,55 @@ class Router:
             self._preparing_bytes -= counted
 
     @asynccontextmanager
-    async def run(self, prepared: Prepared, *, is_collected: bool = False) -> AsyncIterator[Generation]:
+    async def run(
+        self, prepared: Prepared, account: Account, *, is_collected: bool = False
+    ) -> AsyncIterator[Generation]:
         """Run a request's streams. Leaving the context cancels those that still run.
 
         Args:
             prepared: the request.
+            account: of the request; its tokens are charged to it.
             is_collected: the whole answer is kept until it is complete.
 
         Raises:
-            LockstepError: OVERLOADED, there are too many streams, or their journals are too large.
+            LockstepError: OVERLOADED, there are too many streams, or their journals are too large;
+                RATE_LIMIT_EXCEEDED or RESOURCE_EXHAUSTED, a limit of the tenant.
         """
         self._check_room(prepared.prompt_bytes)
+        await account.charge_prompts(prepared.prompt_tokens)
         self._journals_bytes += prepared.prompt_bytes
         metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
-        with self._running(len(prepared.journals)):
+        # The request itself holds one stream already.
+        with self._running(len(prepared.journals)), account.holding(len(prepared.journals) - 1):
             async with Generation(prepared, self.workers, self.settings, is_collected=is_collected) as generation:
                 self._generations.add(generation)
                 try:
                     yield generation
                 finally:
                     self._generations.discard(generation)
+                    account.charge_answers(generation.usage.completion_tokens)
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, account: Account) -> Iterator[None]:
         """Count a request for tokens as in progress, from before it is prepared until its answer is written.
 
         Raises:
-            LockstepError: DRAINING, no new requests are accepted; OVERLOADED, there are too many requests.
+            LockstepError: DRAINING, no new requests are accepted; OVERLOADED, there are too many requests;
+                RATE_LIMIT_EXCEEDED, there are too many of the tenant.
         """
         if self.draining:
             raise LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1)
         if self.requests >= self.settings.max_streams:
             raise self._overloaded()
-        self.requests += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.requests -= 1
-            if not self.requests:
-                self._idle.set()
+        with account.holding(1):
+            self.requests += 1
+            self._idle.clear()
+            try:
+                yield
+            finally:
+                self.requests -= 1
+                if not self.requests:
+                    self._idle.set()
 
     @contextmanager
     def _running(self, streams: int) -> Iterator[None]:

@@ -41,6 +41,11 @@ class RouterSettings(PodSettings):
     http_tls_client_ca: str | None = Field(
         None, description="PEM file of authorities: clients must show a certificate that comes from one of them."
     )
+    keys_file: str | None = Field(
+        None,
+        description="YAML file of tenants with the hashes of their API keys and their limits: requests without one of "
+        "the keys are 401. If not set, everyone is served.",
+    )
     discovery: DiscoveryKind = Field(
         "static", description="Where workers are found: `workers`, `workers_dns`, or EndpointSlices of Kubernetes."
     )

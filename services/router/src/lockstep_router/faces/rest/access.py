@@ -1,8 +1,12 @@
-"""Middleware for every request: its id, its log line, its metrics, and a 500 for unexpected errors."""
+"""Middleware for every request: its API key, its id, its log lines, its metrics, and a 500 for unexpected errors.
+
+If the router has keys, nothing behind this module gets an HTTP request without a valid one: the exceptions are listed
+here, and everything else is refused, whether it exists or not. Nothing behind it gets the key either.
+"""
 
 import logging
+import math
 import time
-from dataclasses import dataclass
 
 from lockstep_common.errors import ErrorCode, LockstepError
 from pydantic_core import to_json
@@ -11,33 +15,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep_router import metrics
 from lockstep_router.faces.rest import identity
-from lockstep_router.faces.rest.bodies import Reservation
+from lockstep_router.faces.rest.record import Record
+from lockstep_router.faces.rest.replies import error_reply
 from lockstep_router.router import Router
+from lockstep_router.tenants import Access, KeyFile, Tenant
 
 logger = logging.getLogger("lockstep.router")
+audit = logging.getLogger("lockstep.audit")
+audit.setLevel(logging.INFO)  # whatever the setting `log_level` is
 
 _QUIET_ENDPOINTS = frozenset({"/healthz", "/readyz"})
-"""Endpoints that probes request every few seconds: logged at debug level."""
+"""Endpoints that probes request every few seconds: logged at debug level. Load balancers send no keys, so these need
+none; they tell nothing but whether the router serves.
+"""
 
-
-@dataclass
-class Record:
-    """The facts about a request that are logged when it ends."""
-
-    request_id: str
-    status: int = 0
-    """The status sent, or the error's status if a stream fails after 200."""
-    started: bool = False
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    failovers: int = 0
-    body: Reservation | None = None
-    """The body's share of the budget for bodies."""
-
-    def release_body(self) -> None:
-        """Return the body's memory to the budget."""
-        if self.body is not None:
-            self.body.release()
+_NOBODY = Tenant("")
+_AUTHORIZATION = b"authorization"
 
 
 class AccessMiddleware:
@@ -52,7 +45,7 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = Record(identity.request_id(Headers(scope=scope)))
+        record = Record(identity.request_id(Headers(scope=scope)), self._router.limits.account(_NOBODY))
         scope.setdefault("state", {})["record"] = record
         begin = time.perf_counter()
 
@@ -60,6 +53,10 @@ class AccessMiddleware:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = record.request_id
+                for what, standing in record.account.standings.items():
+                    headers[f"x-ratelimit-limit-{what}"] = str(standing.limit)
+                    headers[f"x-ratelimit-remaining-{what}"] = str(standing.remaining)
+                    headers[f"x-ratelimit-reset-{what}"] = f"{math.ceil(standing.reset_s)}s"
                 if self._router.leaving:
                     # The client's next request should go to another router: this connection will close soon.
                     headers["connection"] = "close"
@@ -68,13 +65,45 @@ class AccessMiddleware:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_headers)
+            refusal = self._identify(scope, record)
+            app = self._app if refusal is None else error_reply(refusal)
+            await app(scope, receive, send_with_headers)
         except Exception:
             logger.exception("request failed", extra={"request_id": record.request_id})
             await _send_internal_error(record, send_with_headers)
         finally:
             record.release_body()
-            _report(scope, record, time.perf_counter() - begin)
+            _report(scope, record, time.perf_counter() - begin, is_audited=self._needs_key(scope))
+
+    def _needs_key(self, scope: Scope) -> bool:
+        is_probe = scope["method"] == "GET" and scope["path"] in _QUIET_ENDPOINTS
+        return self._router.keys is not None and not is_probe
+
+    def _identify(self, scope: Scope, record: Record) -> LockstepError | None:
+        """Find out whose request it is; the error if it must not be served."""
+        if self._router.keys is None or not self._needs_key(scope):
+            return None
+        try:
+            access = _authenticate(self._router.keys, scope)
+        except LockstepError as error:
+            return error
+        record.account, record.key_id = self._router.limits.account(access.tenant), access.key_id
+        return None
+
+
+def _authenticate(keys: KeyFile, scope: Scope) -> Access:
+    """Whose request it is. Its key is removed from the headers.
+
+    Raises:
+        LockstepError: INVALID_API_KEY.
+    """
+    given = [value for name, value in scope["headers"] if name == _AUTHORIZATION]
+    scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    if scheme.lower() != b"bearer" or not key.strip():
+        raise LockstepError(ErrorCode.INVALID_API_KEY, "an API key is needed: Authorization: Bearer KEY")
+    access = keys.authenticate(key.strip())
+    scope["headers"] = [(name, value) for name, value in scope["headers"] if name != _AUTHORIZATION]
+    return access
 
 
 async def _send_internal_error(record: Record, send: Send) -> None:
@@ -88,7 +117,7 @@ async def _send_internal_error(record: Record, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _report(scope: Scope, record: Record, seconds: float) -> None:
+def _report(scope: Scope, record: Record, seconds: float, *, is_audited: bool) -> None:
     # The route's pattern, not the path: the set of labels is bounded and never comes from clients.
     endpoint = getattr(scope.get("route"), "path", "other")
     metrics.REQUESTS.labels(endpoint, str(record.status)).inc()
@@ -107,3 +136,16 @@ def _report(scope: Scope, record: Record, seconds: float) -> None:
             "failovers": record.failovers,
         },
     )
+    if is_audited:
+        audit.info(
+            "request",
+            extra={
+                "tenant": record.account.tenant.name,
+                "key_id": record.key_id,
+                "request_id": record.request_id,
+                "endpoint": endpoint,
+                "status": record.status,
+                "prompt_tokens": record.prompt_tokens,
+                "completion_tokens": record.completion_tokens,
+            },
+        )

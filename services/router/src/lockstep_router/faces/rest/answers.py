@@ -2,8 +2,8 @@
 
 from collections.abc import AsyncIterator
 
-from lockstep_router.faces.rest.access import Record
 from lockstep_router.faces.rest.openai_format import Body, Format, Style, make_format
+from lockstep_router.faces.rest.record import Record
 from lockstep_router.faces.rest.replies import Client, event, json_reply
 from lockstep_router.generation.generation import Generation
 from lockstep_router.generation.request import GenerationRequest, PromptSource
@@ -18,12 +18,12 @@ async def answer(router: Router, request: GenerationRequest, style: Style, recor
     """
     if style.stream:
         client.expect_events()
-    with router.admitted():
-        prepared = await router.prepare(request)
+    with router.admitted(record.account):
+        prepared = await router.prepare(request, record.account)
         # Prompts are token ids now: their text is freed, and its share of the budget for bodies with it.
         del request
         record.release_body()
-        async with router.run(prepared, is_collected=not style.stream) as generation:
+        async with router.run(prepared, record.account, is_collected=not style.stream) as generation:
             record.prompt_tokens = generation.usage.prompt_tokens
             answer_format = make_format(style, record.request_id, prepared)
             try:
@@ -46,7 +46,7 @@ async def answer_ids(router: Router, model: str, source: PromptSource, record: R
     Raises:
         LockstepError: nothing has been written yet.
     """
-    with router.admitted():
+    with router.admitted(record.account):
         ids, card = await router.tokenize(model, source)
         del source
         record.release_body()
@@ -59,7 +59,7 @@ async def answer_text(router: Router, model: str, ids: list[int], record: Record
     Raises:
         LockstepError: nothing has been written yet.
     """
-    with router.admitted():
+    with router.admitted(record.account):
         text = await router.detokenize(model, ids, "tokens")
         del ids
         record.release_body()

@@ -131,11 +131,12 @@ def _router(request: Request) -> Router:
 def _origin(request: Request) -> Origin:
     separates_by_address = _router(request).settings.anonymous_cache == "address"
     address = request.client.host if request.client is not None and separates_by_address else ""
-    return Origin(request.headers, address)
+    return Origin(request.headers, address, request.state.record.account.tenant.name)
 
 
 async def _body(request: Request, model: type[Model]) -> Model:
     settings, state = _router(request).settings, request.app.state
+    await request.state.record.account.admit()
     reservation = request.state.record.body = state.bodies.reserve()
     content = await reservation.read(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
     if len(content) <= _SMALL_BODY_BYTES:

@@ -28,14 +28,16 @@ class Origin:
     headers: Mapping[str, str]
     address: str = ""
     """Separates clients without a key; empty: they share one tenant."""
+    tenant: str = ""
+    """The tenant that the client's key belongs to, if the router has keys."""
 
 
 def caller(origin: Origin, user: str | None) -> Caller:
     """The caller, from the request's headers, the client's address and the body's `user`."""
     headers = origin.headers
     return Caller(
-        session=session(headers, user),
-        tenant=tenant(headers) or anonymous_tenant(origin.address),
+        session=session(origin, user),
+        tenant=origin.tenant or tenant(headers) or anonymous_tenant(origin.address),
         traceparent=parse_traceparent(headers.get("traceparent", "")),
         timeout_s=timeout_s(headers),
     )
@@ -73,14 +75,18 @@ def request_id(headers: Mapping[str, str]) -> str:
     return given if _SANE_ID.fullmatch(given) else secrets.token_hex(12)
 
 
-def session(headers: Mapping[str, str], user: str | None) -> str:
-    """The identity that picks the worker: X-Session-ID, then `user`, then the API key, then a new random one."""
-    given = headers.get("x-session-id", "")
+def session(origin: Origin, user: str | None) -> str:
+    """The identity that picks the worker: X-Session-ID, then `user`, then the tenant or the API key, then a new random
+    one.
+    """
+    given = origin.headers.get("x-session-id", "")
     if given:
         return f"session:{given[:_MAX_SESSION_CHARS]}"
     if user:
         return f"user:{user[:_MAX_SESSION_CHARS]}"
-    name = tenant(headers)
+    if origin.tenant:
+        return f"tenant:{origin.tenant}"
+    name = tenant(origin.headers)
     return f"key:{name}" if name else f"request:{secrets.token_hex(8)}"
 
 

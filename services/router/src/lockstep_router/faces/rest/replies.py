@@ -10,7 +10,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lockstep_router.faces.rest.access import Record
+from lockstep_router.faces.rest.record import Record
 from lockstep_router.settings import RouterSettings
 
 logger = logging.getLogger("lockstep.router")
@@ -35,6 +35,8 @@ def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = No
 def error_reply(error: LockstepError) -> Response:
     """An error in OpenAI's shape."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, round(error.retry_after_s)))}
+    if error.code is ErrorCode.INVALID_API_KEY:
+        headers["www-authenticate"] = "Bearer"
     return json_reply(error.openai_body(), error.meaning.http_status, headers)
 
 

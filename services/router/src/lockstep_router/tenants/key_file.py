@@ -1,0 +1,188 @@
+"""API keys from a file that is read again when it changes. It decides whose request a key makes.
+
+The file holds hashes of keys. A plain SHA-256 is enough, and bcrypt or the like would do harm: keys are 256 random
+bits, which nobody guesses from a hash however fast it is computed, and a slow hash would let anyone take the router's
+time with wrong keys. A file that cannot be used never replaces a usable one. No key, no hash and no line of the file is
+ever in a log or an error.
+"""
+
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Annotated, Any
+
+import yaml
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.watched_files import signature_of
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+from lockstep_router import metrics
+from lockstep_router.tenants.tenant import Tenant
+
+logger = logging.getLogger("lockstep.router")
+
+_MAX_FILE_BYTES = 1 << 20
+_KEY_ID_CHARS = 8
+_SETTING = "keys_file"
+# The loader in C is twenty times as fast: another one would hold the interpreter's lock for seconds.
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_Limit = Annotated[int, Field(strict=True, ge=1)]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class _KeyEntry(_Entry):
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    not_after: AwareDatetime | None = None
+
+
+class _TenantEntry(_Entry):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    keys: list[_KeyEntry]
+    requests_per_minute: _Limit | None = None
+    tokens_per_minute: _Limit | None = None
+    concurrent_streams: _Limit | None = None
+
+
+class _File(_Entry):
+    tenants: list[_TenantEntry]
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a key gives access to."""
+
+    tenant: Tenant
+    key_id: str
+    """The first characters of the key's hash: they name the key in logs, and do not reveal it."""
+
+
+@dataclass(frozen=True)
+class _Key:
+    digest: str
+    not_after: datetime | None
+    access: Access
+
+
+class KeyFile:
+    """The keys in a file. `check` may run in a thread beside `authenticate`."""
+
+    def __init__(self, path: str, *, check_s: float = 1.0) -> None:
+        """Read the file.
+
+        Args:
+            path: the file's.
+            check_s: interval between two checks of the file, in seconds.
+
+        Raises:
+            LockstepError: INVALID_REQUEST, the file cannot be used.
+        """
+        self.check_s = check_s
+        self._path = path
+        self._signature = signature_of(path)
+        self._keys = _read(path)
+        for outcome in ("loaded", "failed"):
+            metrics.KEYS_RELOADS.labels(outcome)  # from 0, so that an alert sees the first one
+
+    def check(self) -> None:
+        """Read the file if it has changed. If it cannot be used, this is reported once and nothing changes."""
+        signature = signature_of(self._path)
+        if signature == self._signature:
+            return
+        try:
+            keys = _read(self._path)
+        except LockstepError as error:
+            # A file that is being replaced is complete at the next check; any other problem is reported once.
+            if signature_of(self._path) == signature:
+                self._signature = signature
+                metrics.KEYS_RELOADS.labels("failed").inc()
+                logger.error("API keys not reloaded: %s", error.message)
+            return
+        self._signature, self._keys = signature, keys
+        metrics.KEYS_RELOADS.labels("loaded").inc()
+        logger.info("API keys reloaded", extra={"keys": len(keys)})
+
+    def authenticate(self, key: bytes) -> Access:
+        """Whose request a key makes.
+
+        Raises:
+            LockstepError: INVALID_API_KEY, there is no such key, or its time is over.
+        """
+        digest = hashlib.sha256(key).hexdigest()
+        # The look-up takes a time that depends on hashes, not on keys, and the comparison takes always the same.
+        found = self._keys.get(digest)
+        if found is None or not hmac.compare_digest(found.digest, digest):
+            raise LockstepError(ErrorCode.INVALID_API_KEY, "the API key is not valid")
+        if found.not_after is not None and time.time() > found.not_after.timestamp():
+            raise LockstepError(ErrorCode.INVALID_API_KEY, "the API key has expired")
+        return found.access
+
+
+def _read(path: str) -> Mapping[str, _Key]:
+    """The keys by their hashes.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, the file cannot be used.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise _unusable(path, f"cannot be read: {error.strerror or error}") from None
+    if len(content) > _MAX_FILE_BYTES:
+        raise _unusable(path, f"has more than {_MAX_FILE_BYTES} bytes")
+    try:
+        parsed = _File.model_validate(_parse(path, content))
+    except ValidationError as error:
+        raise _unusable(path, _sentence(error)) from None
+    names = [tenant.name for tenant in parsed.tenants]
+    if len(set(names)) < len(names):
+        raise _unusable(path, "names a tenant twice")
+    keys: dict[str, _Key] = {}
+    for entry in parsed.tenants:
+        tenant = Tenant(entry.name, entry.requests_per_minute, entry.tokens_per_minute, entry.concurrent_streams)
+        for key in entry.keys:
+            if key.sha256 in keys:
+                raise _unusable(path, f"has key {key.sha256[:_KEY_ID_CHARS]} twice")
+            keys[key.sha256] = _Key(key.sha256, key.not_after, Access(tenant, key.sha256[:_KEY_ID_CHARS]))
+    return keys
+
+
+def _parse(path: str, content: bytes) -> Any:
+    try:
+        return yaml.load(content, _Loader)  # noqa: S506 - one of the two safe loaders
+    except yaml.MarkedYAMLError as error:
+        # The error's own words quote the file.
+        at = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1})"
+        raise _unusable(path, f"is not YAML{at}") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise _unusable(path, "is not YAML") from None
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first problem: where it is, and what. Values and unknown names are left out, they may be keys."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    if first["type"] == "extra_forbidden":
+        return f"has an unknown field in {_place(first['loc'][:-1])}"
+    if first["type"] == "string_pattern_mismatch":
+        wanted = (
+            "64 hexadecimal digits in lower case" if first["loc"][-1] == "sha256" else "a name of A-Z a-z 0-9 . _ -"
+        )
+        return f"has in {_place(first['loc'])} not {wanted}"
+    return f"is wrong in {_place(first['loc'])}: {first['msg']}"
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    return place.removeprefix(".") or "its outermost level"
+
+
+def _unusable(path: str, reason: str) -> LockstepError:
+    return invalid(_SETTING, f"({path}) {reason}")
