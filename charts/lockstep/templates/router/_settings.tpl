@@ -39,5 +39,8 @@ max_bodies_bytes: {{ $settings.max_bodies_bytes | default (div . 8) | int64 }}
 {{- $_ := set $settings "http_tls_client_ca" "/etc/lockstep-client-ca/ca.crt" -}}
 {{- end -}}
 {{- end -}}
+{{- if .Values.router.keys.secretName -}}
+{{- $_ := set $settings "keys_file" "/etc/lockstep-keys/keys.yaml" -}}
+{{- end -}}
 {{- toYaml $settings -}}
 {{- end -}}
