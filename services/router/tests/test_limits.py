@@ -90,6 +90,16 @@ async def test_refused_before_the_body_is_read(limited):
         writer.close()
 
 
+async def test_refusals_take_little_time(limited):
+    cluster = await limited(requests_per_minute=1, tokens_per_minute=1000)
+    assert (await ask(cluster)).status_code == 200
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    for _ in range(100):
+        assert (await ask(cluster)).status_code == 429
+    assert (loop.time() - began) / 100 < 0.01
+
+
 async def test_tokens_of_prompts_and_answers(limited, minute):
     cluster = await limited(tokens_per_minute=40)
     prompt_tokens = len(cluster.tokenizer.encode("hello world"))
