@@ -303,6 +303,7 @@ async def test_audit_log_names_tenant_and_key(guarded, caplog):
     await eventually(lambda: len(lines(caplog, "lockstep.audit")) == 4)
     done, invalid, refused, unknown = lines(caplog, "lockstep.audit")
     known = {"time", "level", "service", "message"}
+    assert done["message"] == "audit"
     assert {name: value for name, value in done.items() if name not in known} == {
         "tenant": "search",
         "key_id": digest(KEY)[:8],

@@ -138,7 +138,7 @@ def _report(scope: Scope, record: Record, seconds: float, *, is_audited: bool) -
     )
     if is_audited:
         audit.info(
-            "request",
+            "audit",
             extra={
                 "tenant": record.account.tenant.name,
                 "key_id": record.key_id,
