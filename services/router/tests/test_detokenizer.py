@@ -20,7 +20,8 @@ def pieces_of(tokenizer, ids):
 @given(ids=token_lists)
 @settings(max_examples=150)
 def test_pieces_of_any_ids_add_up(tokenizer, ids):
-    assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
+    with_text = [token_id for token_id in ids if tokenizer.token_bytes(token_id)]  # not the aliases of control tokens
+    assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(with_text)
 
 
 @given(data=st.data())
