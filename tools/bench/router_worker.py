@@ -1,0 +1,133 @@
+"""A worker for `router.py`, as a process of its own: all its streams get a token in each step, as from a real one.
+
+`router_worker.py TESTS_OF_THE_ROUTER SOCKET STEP_EVERY_S`. The router's sources, and with them the protocol, may be
+those of another checkout.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, sys.argv[1])
+
+import grpc
+from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+from scripted_worker import model_card, tokenizer_files
+
+CONTEXT_LENGTH = 1 << 14
+STEP_EVERY_S = float(sys.argv[3])
+STATUS_EVERY_S = 0.1
+
+
+def token(stream: int, position: int) -> int:
+    """A token of the reference model's vocabulary, most of them a few letters."""
+    return 300 + (stream * 31 + position * 7919) % 3000
+
+
+class Live:
+    """A stream that gets tokens."""
+
+    def __init__(self, submit: worker_pb2.Submit, number: int) -> None:
+        self.submit = submit
+        self.number = number
+        self.position = len(submit.emitted_ids)
+
+    def step(self) -> worker_pb2.StreamTokens:
+        """Its next token."""
+        update = worker_pb2.StreamTokens(
+            stream_id=self.submit.stream_id,
+            attempt=self.submit.attempt,
+            position=self.position,
+            ids=[token(self.number, self.position)],
+        )
+        self.position += 1
+        if self.is_over:
+            update.finish = inference_pb2.FINISH_REASON_LENGTH
+        return update
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has all its tokens."""
+        return self.position >= self.submit.sampling.max_tokens
+
+
+class Servicer(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]
+    """One router's worker."""
+
+    def __init__(self) -> None:
+        self._live: dict[tuple[str, int], Live] = {}
+        self._wake = asyncio.Event()
+        self._streams = 0
+        self._steps = 0
+
+    async def Tokenizer(self, request: Any, context: Any) -> worker_pb2.TokenizerFiles:  # noqa: ARG002, N802
+        """The reference model's files."""
+        return tokenizer_files()
+
+    async def Serve(self, requests: Any, context: Any) -> AsyncIterator[worker_pb2.WorkerFrame]:  # noqa: ARG002, N802
+        """Steps for as long as the router stays."""
+        await anext(aiter(requests))
+        card = model_card(context_length=CONTEXT_LENGTH)
+        hello = worker_pb2.Hello(worker_id="w0", incarnation=time.time_ns(), model=card)
+        yield worker_pb2.WorkerFrame(epoch=1, hello=hello)
+        reading = asyncio.create_task(self._read(requests))
+        said_at = 0.0
+        try:
+            while not reading.done():
+                now = time.monotonic()
+                if now - said_at >= STATUS_EVERY_S:
+                    said_at = now
+                    yield self._status()
+                if not self._live:
+                    self._wake.clear()
+                    await asyncio.wait({asyncio.ensure_future(self._wake.wait())}, timeout=STATUS_EVERY_S)
+                    continue
+                self._steps += 1
+                yield worker_pb2.WorkerFrame(epoch=1, tokens=worker_pb2.Tokens(streams=self._step()))
+                await asyncio.sleep(max(0.0, now + STEP_EVERY_S - time.monotonic()))
+        finally:
+            reading.cancel()
+
+    def _step(self) -> list[worker_pb2.StreamTokens]:
+        updates = [live.step() for live in self._live.values()]
+        self._live = {key: live for key, live in self._live.items() if not live.is_over}
+        return updates
+
+    def _status(self) -> worker_pb2.WorkerFrame:
+        status = worker_pb2.Status(
+            state=worker_pb2.WORKER_STATE_READY,
+            running=len(self._live),
+            free_blocks=90,
+            total_blocks=100,
+            steps=self._steps,
+        )
+        if hasattr(status, "free_seqs"):  # not in older checkouts
+            status.free_seqs = 1 << 16
+        return worker_pb2.WorkerFrame(epoch=1, status=status)
+
+    async def _read(self, requests: Any) -> None:
+        async for frame in requests:
+            kind = frame.WhichOneof("frame")
+            if kind == "submit":
+                self._streams += 1
+                key = (frame.submit.stream_id, frame.submit.attempt)
+                self._live[key] = Live(frame.submit, self._streams)
+                self._wake.set()
+            elif kind == "cancel":
+                self._live.pop((frame.cancel.stream_id, frame.cancel.attempt), None)
+
+
+async def main() -> None:
+    """Serve until the process is killed."""
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(Servicer(), server)
+    server.add_insecure_port(f"unix:{Path(sys.argv[2])}")
+    await server.start()
+    print("ready", flush=True)
+    await server.wait_for_termination()
+
+
+asyncio.run(main())
