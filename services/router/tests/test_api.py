@@ -1,11 +1,20 @@
 """Answers have OpenAI's shapes and contain the workers' tokens."""
 
+import json
+import re
+
+import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.telemetry import exposition
-from lockstep_router.faces.rest.openai_format import CompletionFormat, Head
+from lockstep_router.faces.rest import create_app
+from lockstep_router.faces.rest.direct_routes import DirectRoutes
+from lockstep_router.faces.rest.openai_format import ChatFormat, CompletionFormat, Head
 from lockstep_router.generation.choices import Delta, TokenEntry
 from lockstep_router.status import status_body
+from pydantic_core import to_json
 from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card, token_at, tokenizer_files
 
@@ -187,7 +196,7 @@ def test_impossible_tokens_have_a_finite_logprob(tokenizer):
     impossible = inference_pb2.TokenLogprob(id=5, logprob=float("-inf"))
     entry = TokenEntry(inference_pb2.Logprobs(chosen=impossible, top=[impossible]), 0)
     answer = CompletionFormat(Head("id", "reference"), tokenizer, choices=1, logprobs=True, include_usage=False)
-    logprobs = answer.chunk(Delta(0, "a", 1, entries=[entry]))["choices"][0]["logprobs"]
+    logprobs = json.loads(answer.chunk(Delta(0, "a", 1, entries=[entry]), {}))["choices"][0]["logprobs"]
     assert logprobs["token_logprobs"] == [-9999.0]
     assert list(logprobs["top_logprobs"][0].values()) == [-9999.0]
 
@@ -374,3 +383,44 @@ async def test_openapi_describes_the_bodies(cluster):
     schema = (await cluster.client.get("/openapi.json")).json()
     assert "messages" in schema["components"]["schemas"]["ChatCompletionRequest"]["properties"]
     assert "/v1/chat/completions" in schema["paths"]
+
+
+@pytest.mark.parametrize("make", [ChatFormat, CompletionFormat])
+@given(text=st.text(min_size=1), index=st.integers(0, 1), include_usage=st.booleans())
+def test_chunks_of_text_are_those_that_json_makes(make, tokenizer, text, index, include_usage):
+    """A chunk with nothing but text is put together from parts, any other one is made from a dict."""
+    answer = make(Head("id", "reference"), tokenizer, choices=2, logprobs=False, include_usage=include_usage)
+    delta = Delta(index, text, 1)
+    whole = json.loads(answer.chunk(delta, {"more": 1}))
+    del whole["more"]
+    assert answer.chunk(delta, {}) == to_json(whole)
+
+
+def requests_to_compare():
+    body = {"model": "reference", "prompt": "hello world", "max_tokens": 5, "seed": 7}
+    chat = {"model": "reference", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "seed": 7}
+    yield "POST", "/v1/completions", body
+    yield "POST", "/v1/completions", body | {"stream": True, "stream_options": {"include_usage": True}}
+    yield "POST", "/v1/chat/completions", chat
+    yield "POST", "/v1/chat/completions", chat | {"stream": True, "n": 2, "logprobs": True}
+    yield "POST", "/v1/chat/completions", {}
+    yield "POST", "/v1/completions", body | {"model": "unknown"}
+    yield "POST", "/v1/completions", body | {"max_tokens": 0}
+    yield "POST", "/v1/completions/", body
+    yield "GET", "/v1/completions", None
+    yield "HEAD", "/v1/chat/completions", None
+
+
+@pytest.mark.parametrize(("method", "path", "body"), list(requests_to_compare()))
+async def test_direct_routes_answer_as_fastapi_does(cluster, method, path, body):
+    through_fastapi = create_app(cluster.router)
+    direct = [each for each in through_fastapi.user_middleware if each.cls is DirectRoutes]
+    assert len(direct) == 1
+    through_fastapi.user_middleware.remove(direct[0])
+    answers = []
+    for app in (cluster.app, through_fastapi):
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+            response = await client.request(method, path, json=body, headers={"X-Request-ID": "same"})
+        answers.append((response.status_code, response.headers, re.sub(r'"created":\d+', "", response.text)))
+    assert answers[0] == answers[1]

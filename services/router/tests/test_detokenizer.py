@@ -37,6 +37,28 @@ def test_pieces_of_any_text_add_up(tokenizer, text):
     assert "".join(pieces_of(tokenizer, tokenizer.encode(text))) == text
 
 
+class WithoutTexts:
+    """A tokenizer whose tokens have no texts of their own."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def token_text(self, token_id):
+        return None
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_pieces_do_not_depend_on_the_way_they_are_found(tokenizer, data):
+    parts = [token_id for token_id in range(VOCAB_SIZE) if tokenizer.token_text(token_id) is None]
+    assert 10 < len(parts) < VOCAB_SIZE / 2
+    ids = data.draw(st.lists(st.sampled_from(parts) | st.integers(0, VOCAB_SIZE + 10), max_size=60))
+    assert pieces_of(tokenizer, ids) == pieces_of(WithoutTexts(tokenizer), ids)
+
+
 def test_character_waits_for_its_last_byte(tokenizer):
     ids = tokenizer.encode("😀!")
     pieces = pieces_of(tokenizer, ids)

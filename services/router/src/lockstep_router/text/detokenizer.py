@@ -1,8 +1,7 @@
 """Decodes a growing list of token ids, and gives text as soon as it can no longer change."""
 
-from lockstep_router.text.tokenizer import Tokenizer
+from lockstep_router.text.tokenizer import REPLACEMENT, Tokenizer
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_WAITING = 16
 """Largest number of tokens that wait for a character to be completed. A character has at most 4 bytes, so bytes that
 are still undecodable after this many tokens stay so, except for the last few.
@@ -27,13 +26,17 @@ class Detokenizer:
 
     def step(self, token_id: int) -> str:
         """The text that is final after this id: often the token's own text, sometimes none yet."""
+        if len(self._window) == self._context and (own := self._tokenizer.token_text(token_id)) is not None:
+            # The general way, below, comes to the same state and the same text, with two calls of the tokenizer.
+            self._window, self._context, self._given = [token_id], 1, len(own)
+            return own
         if token_id in self._tokenizer.special_ids or not self._tokenizer.token_bytes(token_id):
             return ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         if len(text) <= self._given:
             return ""
-        if not text.endswith(_REPLACEMENT):
+        if not text.endswith(REPLACEMENT):
             return self._give(text, len(text), keep_from=self._context)
         if len(self._window) - self._context < MAX_WAITING:
             return ""

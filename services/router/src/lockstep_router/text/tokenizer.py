@@ -12,6 +12,9 @@ from tokenizers import Tokenizer as RustTokenizer
 from lockstep_router.text.chat_template import ChatTemplate
 from lockstep_router.text.control_tokens import ControlTokens
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""Stands for bytes that are no character, or not yet."""
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -40,13 +43,17 @@ class Tokenizer:
         self._rust.no_truncation()
         self._rust.no_padding()
         self.digest: str = files.digest
-        self._byte_level = _has_byte_level(json.loads(files.tokenizer_json).get("decoder"))
+        decoder = json.loads(files.tokenizer_json).get("decoder")
+        self._byte_level = _has_byte_level(decoder)
+        self._is_concatenation = decoder is not None and decoder.get("type") == "ByteLevel"
+        """Whether the text of ids is the text of all their bytes."""
         added = self._rust.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.chat_template = ChatTemplate(files.chat_template, _special_tokens(config)) if files.chat_template else None
         self._control_tokens = ControlTokens(self._rust)
         self.token_bytes = functools.lru_cache(maxsize=1 << 16)(self._token_bytes)
+        self.token_text = functools.lru_cache(maxsize=1 << 16)(self._token_text)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, control_tokens: bool = False) -> list[int]:
         """A text's token ids. Python's global lock is released during the encoding.
@@ -119,6 +126,15 @@ class Tokenizer:
             return b"".join(_byte_of_char().get(char, char.encode()) for char in token)
         byte = _BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+
+    def _token_text(self, token_id: int) -> str | None:
+        """What a token adds to any text that ends on a whole character; None if that depends on the text, or if more
+        tokens are needed to know.
+        """
+        if not self._is_concatenation or token_id in self._added_ids:
+            return None
+        text, raw = self.decode([token_id]), self.token_bytes(token_id)
+        return text if text and text.encode() == raw and not text.endswith(REPLACEMENT) else None
 
 
 @functools.cache

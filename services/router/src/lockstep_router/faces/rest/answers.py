@@ -2,6 +2,8 @@
 
 from collections.abc import AsyncIterator
 
+from pydantic_core import to_json
+
 from lockstep_router.faces.rest.openai_format import Body, Format, Style, make_format
 from lockstep_router.faces.rest.record import Record
 from lockstep_router.faces.rest.replies import Client, event, json_reply
@@ -69,14 +71,14 @@ async def answer_text(router: Router, model: str, ids: list[int], record: Record
 async def _events(generation: Generation, answer_format: Format, style: Style, request_id: str) -> AsyncIterator[bytes]:
     """The answer as server-sent events. An event's id is the request's id and its choice's number of tokens so far."""
     indices = range(len(generation.prepared.journals))
-    opening = b"".join(event(f"{request_id}:0", body) for body in answer_format.opening(indices))
+    opening = b"".join(event(f"{request_id}:0", to_json(body)) for body in answer_format.opening(indices))
     async for deltas in generation.deltas():
         # All deltas that have arrived go out in one write: a client that keeps up gets each token separately.
         inexact = generation.inexact_choices
         data = b"".join(
             event(
                 f"{request_id}:{delta.tokens}",
-                answer_format.chunk(delta) | _mark(is_inexact=bool(delta.finish_reason) and delta.index in inexact),
+                answer_format.chunk(delta, _mark(is_inexact=bool(delta.finish_reason) and delta.index in inexact)),
             )
             for delta in deltas
         )
@@ -84,7 +86,7 @@ async def _events(generation: Generation, answer_format: Format, style: Style, r
         opening = b""
     if style.include_usage:
         usage = generation.usage
-        yield event(f"{request_id}:{usage.completion_tokens}", answer_format.usage_chunk(usage))
+        yield event(f"{request_id}:{usage.completion_tokens}", to_json(answer_format.usage_chunk(usage)))
 
 
 def _mark(*, is_inexact: bool) -> Body:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -20,6 +21,7 @@ from lockstep_router.faces.rest.completions import (
     completion_style,
     conversation,
 )
+from lockstep_router.faces.rest.direct_routes import DirectRoutes
 from lockstep_router.faces.rest.fields import Model, parse
 from lockstep_router.faces.rest.identity import Origin
 from lockstep_router.faces.rest.openai_format import Style, model_body
@@ -51,10 +53,12 @@ def create_app(router: Router) -> FastAPI:
     app.state.router = router
     app.state.bodies = BodyBudget(settings.max_bodies_bytes, settings.bodies_bytes_per_s, router.memory)
     app.state.parsing = asyncio.Lock()
-    app.add_middleware(AccessMiddleware, router=router)
     app.add_exception_handler(LockstepError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     _add_generation(app)
+    routes = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
+    app.add_middleware(DirectRoutes, routes=routes)
+    app.add_middleware(AccessMiddleware, router=router)  # the last one is the outermost
     _add_models(app)
     _add_tokens(app)
     _add_operation(app)

@@ -1,7 +1,8 @@
 """OpenAI's response bodies: in one piece and in chunks, for chat and for plain completions."""
 
+import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -36,8 +37,8 @@ class Format(Protocol):
     def opening(self, indices: Iterable[int]) -> list[Body]:
         """Chunks that precede the first token."""
 
-    def chunk(self, delta: Delta) -> Body:
-        """One streamed chunk."""
+    def chunk(self, delta: Delta, more: Body) -> bytes:
+        """One streamed chunk with further fields, as JSON."""
 
     def usage_chunk(self, usage: Usage) -> Body:
         """The last chunk, with the usage, if the client asked for it."""
@@ -47,6 +48,29 @@ class Format(Protocol):
 
     def whole(self, usage: Usage, more: Body) -> bytes:
         """The collected answer with further fields, as JSON."""
+
+
+_MARK = secrets.token_hex(16)
+"""Text in place of a chunk's own; no name or id has it."""
+
+
+class TextChunks:
+    """Chunks of nothing but text as JSON: most tokens give one. All of a choice are alike but for their text."""
+
+    def __init__(self, chunk: Callable[[Delta], Body]) -> None:
+        self._chunk = chunk
+        self._ends: dict[int, tuple[bytes, bytes]] = {}
+        """By the choice: the JSON before and after the text."""
+
+    def json(self, delta: Delta, more: Body) -> bytes:
+        """Any chunk with further fields."""
+        if more or delta.entries or delta.finish_reason is not None or not delta.text:
+            return to_json(self._chunk(delta) | more)
+        ends = self._ends.get(delta.index)
+        if ends is None:
+            before, _, after = to_json(self._chunk(Delta(delta.index, _MARK, 0))).partition(to_json(_MARK))
+            ends = self._ends[delta.index] = (before, after)
+        return ends[0] + to_json(delta.text) + ends[1]
 
 
 class Collected:
@@ -110,16 +134,20 @@ class ChatFormat:
         self._logprobs = logprobs
         self._include_usage = include_usage
         self._collected = [Collected(("content",) if logprobs else (), b',"refusal":null') for _ in range(choices)]
+        self._text_chunks = TextChunks(self._piece)
 
     def opening(self, indices: Iterable[int]) -> list[Body]:
         """The role, once for each choice."""
         return [self._chunk(index, {"role": "assistant", "content": ""}, None, None) for index in indices]
 
-    def chunk(self, delta: Delta) -> Body:
-        """A piece of the message."""
+    def _piece(self, delta: Delta) -> Body:
         content = {"content": delta.text} if delta.text or delta.entries else {}
         logprobs = self._columns(delta.entries) | {"refusal": None} if self._logprobs and delta.entries else None
         return self._chunk(delta.index, content, logprobs, delta.finish_reason)
+
+    def chunk(self, delta: Delta, more: Body) -> bytes:
+        """A piece of the message with further fields, as JSON."""
+        return self._text_chunks.json(delta, more)
 
     def usage_chunk(self, usage: Usage) -> Body:
         """A chunk without choices."""
@@ -180,6 +208,7 @@ class CompletionFormat:
         self._prefixes = prefixes
         columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset") if logprobs else ()
         self._collected = [Collected(columns) for _ in range(choices)]
+        self._text_chunks = TextChunks(self._piece)
 
     def opening(self, indices: Iterable[int]) -> list[Body]:
         """The echoed prompts, if the client asked for them."""
@@ -187,10 +216,13 @@ class CompletionFormat:
             return []
         return [self._chunk(index, self._prefixes[index], None, None) for index in indices]
 
-    def chunk(self, delta: Delta) -> Body:
-        """A piece of text."""
+    def _piece(self, delta: Delta) -> Body:
         logprobs = self._columns(delta.entries, delta.index) if self._logprobs and delta.entries else None
         return self._chunk(delta.index, delta.text, logprobs, delta.finish_reason)
+
+    def chunk(self, delta: Delta, more: Body) -> bytes:
+        """A piece of text with further fields, as JSON."""
+        return self._text_chunks.json(delta, more)
 
     def usage_chunk(self, usage: Usage) -> Body:
         """A chunk without choices."""
