@@ -1,4 +1,4 @@
-"""A router and two scripted workers as processes, to be attacked. The sources may be those of another checkout."""
+"""A router and scripted workers as processes, to be attacked or measured. The sources may be another checkout's."""
 
 import json
 import os
@@ -12,14 +12,33 @@ from typing import Self
 import psutil
 
 ROOT = Path(__file__).parents[2]
+_WORKERS = Path(__file__).with_name("workers.py")
 _START_S = 60.0
 
 
 class Target:
-    """Runs as long as it is entered."""
+    """Runs as long as it is entered.
 
-    def __init__(self, tree: Path = ROOT, *, token_every_s: float = 0.05, max_tokens: int | None = None) -> None:
+    Args:
+        tree: the checkout.
+        token_every_s: interval between two tokens of a stream.
+        max_tokens: of a stream; None: as many as it wants.
+        script: runs the workers, with the arguments of `workers.py`.
+        workers: their number.
+    """
+
+    def __init__(
+        self,
+        tree: Path = ROOT,
+        *,
+        token_every_s: float = 0.05,
+        max_tokens: int | None = None,
+        script: Path = _WORKERS,
+        workers: int = 2,
+    ) -> None:
         self._tree = tree
+        self._script = script
+        self._count = workers
         self._pace = [str(token_every_s), *([str(max_tokens)] if max_tokens else [])]
         self._directory = tempfile.TemporaryDirectory(prefix="ls-")
         self._workers: subprocess.Popen[str] | None = None
@@ -29,10 +48,9 @@ class Target:
     def __enter__(self) -> Self:
         sources = [str(self._tree / part / "src") for part in ("services/router", "libs/common", "libs/api")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "LOCKSTEP_MANAGEMENT_PORT": "0"}
-        script = Path(__file__).with_name("workers.py")
         tests = self._tree / "services/router/tests"
         self._workers = subprocess.Popen(
-            [sys.executable, str(script), str(tests), self._directory.name, *self._pace],
+            [sys.executable, str(self._script), str(tests), self._directory.name, *self._pace],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -41,7 +59,7 @@ class Target:
         )
         assert self._workers.stdout is not None
         assert self._workers.stdout.readline() == "ready\n"
-        targets = ",".join(f"unix:{self._directory.name}/w{index}.sock" for index in range(2))
+        targets = ",".join(f"unix:{self._directory.name}/w{index}.sock" for index in range(self._count))
         log = (Path(self._directory.name) / "log").open("w+")
         self._router = subprocess.Popen(
             [sys.executable, "-m", "lockstep_router", "--workers", targets, "--port", "0"],
@@ -70,6 +88,12 @@ class Target:
         assert self._router is not None
         rss: int = psutil.Process(self._router.pid).memory_info().rss
         return rss
+
+    def cpu_s(self) -> float:
+        """CPU time that the router has used."""
+        assert self._router is not None
+        times = psutil.Process(self._router.pid).cpu_times()
+        return float(times.user + times.system)
 
     def streams(self) -> int:
         """How many streams the workers run."""

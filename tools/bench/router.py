@@ -12,78 +12,24 @@ A stream's cost is that of its request plus that of its tokens: the first is mea
 import argparse
 import asyncio
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import psutil
 from measure import ROOT, machine, save, table
 
-_START_S = 60.0
+sys.path.insert(0, str(ROOT / "tests/hostile"))
+
+from target import Target
+
+_WORKER = Path(__file__).with_name("router_worker.py")
 _STREAMS = 64
 _TOKENS = 128
 _STEP_S = 0.01
 """Of the worker: 64 streams at 100 tokens a second, as of a small model on a GPU."""
 _REQUESTS = 16
 """Connections that send requests of one token."""
-
-
-class Scene:
-    """A router of one checkout and its worker, as processes."""
-
-    def __init__(self, tree: Path, step_every_s: float) -> None:
-        self._tree = tree
-        self._step_every_s = step_every_s
-        self._directory = tempfile.TemporaryDirectory(prefix="ls-")
-        self._processes: list[subprocess.Popen[str]] = []
-        self.port = 0
-
-    def __enter__(self) -> Self:
-        sources = [str(self._tree / part / "src") for part in ("services/router", "libs/common", "libs/api")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "LOCKSTEP_MANAGEMENT_PORT": "0"}
-        socket = f"{self._directory.name}/w0.sock"
-        script = [str(Path(__file__).with_name("router_worker.py")), str(self._tree / "services/router/tests")]
-        worker = subprocess.Popen(
-            [sys.executable, *script, socket, str(self._step_every_s)],
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        self._processes.append(worker)
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "ready\n"
-        log = Path(self._directory.name) / "log"
-        with log.open("w") as sink:
-            command = [sys.executable, "-m", "lockstep_router", "--workers", f"unix:{socket}", "--port", "0"]
-            self._processes.append(subprocess.Popen(command, stderr=sink, env=environment, text=True))
-        self.port = self._find_port(log)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait(10)
-        self._directory.cleanup()
-
-    def cpu_s(self) -> float:
-        """CPU time that the router has used."""
-        times = psutil.Process(self._processes[-1].pid).cpu_times()
-        return float(times.user + times.system)
-
-    def _find_port(self, log: Path) -> int:
-        deadline = time.monotonic() + _START_S
-        while time.monotonic() < deadline:
-            for line in log.read_text().splitlines():
-                if '"listening"' in line:
-                    return int(json.loads(line)["port"])
-            assert self._processes[-1].poll() is None, log.read_text()
-            time.sleep(0.05)
-        raise AssertionError("the router did not start")
 
 
 class Load:
@@ -98,6 +44,7 @@ class Load:
             b"POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
             b"content-length: " + str(len(content)).encode() + b"\r\n\r\n" + content
         )
+        self._last_id = b":%d\ndata: " % tokens
         self.answered = 0
         """Complete answers since the start."""
 
@@ -117,22 +64,22 @@ class Load:
                     await reader.readexactly(length)
                 else:
                     data = await reader.readuntil(b"\r\n0\r\n\r\n")
-                    assert data.count(b"\nid: ") + data.startswith(b"id: ") >= 1, data[:200]
+                    assert self._last_id in data, data[-400:]
                     assert b"[DONE]" in data, data[-200:]
                 self.answered += 1
         finally:
             writer.close()
 
 
-async def spent(scene: Scene, load: Load, seconds: float) -> tuple[float, int]:
+async def spent(target: Target, load: Load, seconds: float) -> tuple[float, int]:
     """The router's CPU seconds, and the answers, during a stretch of the load."""
     running = asyncio.create_task(load.run())
     try:
         await asyncio.wait({running}, timeout=1.0)  # warm
-        cpu_s, answered = scene.cpu_s(), load.answered
+        cpu_s, answered = target.cpu_s(), load.answered
         await asyncio.wait({running}, timeout=seconds)
         assert not running.done(), running.exception()
-        return scene.cpu_s() - cpu_s, load.answered - answered
+        return target.cpu_s() - cpu_s, load.answered - answered
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -140,10 +87,11 @@ async def spent(scene: Scene, load: Load, seconds: float) -> tuple[float, int]:
 
 async def measure(tree: Path, seconds: float) -> dict[str, float]:
     """The costs in one checkout, in microseconds of CPU time."""
-    with Scene(tree, _STEP_S) as scene:
-        cpu_s, requests = await spent(scene, Load(scene.port, _REQUESTS, stream=False, tokens=1), seconds)
+    with Target(tree, token_every_s=_STEP_S, script=_WORKER, workers=1) as target:
+        _, port = target.address
+        cpu_s, requests = await spent(target, Load(port, _REQUESTS, stream=False, tokens=1), seconds)
         request_s = cpu_s / requests
-        cpu_s, streams = await spent(scene, Load(scene.port, _STREAMS, stream=True, tokens=_TOKENS), seconds)
+        cpu_s, streams = await spent(target, Load(port, _STREAMS, stream=True, tokens=_TOKENS), seconds)
         token_s = (cpu_s / streams - request_s) / _TOKENS
     return {"request_us": 1e6 * request_s, "token_us": 1e6 * token_s}
 

@@ -1,7 +1,7 @@
 """A worker for `router.py`, as a process of its own: all its streams get a token in each step, as from a real one.
 
-`router_worker.py TESTS_OF_THE_ROUTER SOCKET STEP_EVERY_S`. The router's sources, and with them the protocol, may be
-those of another checkout.
+`router_worker.py TESTS_OF_THE_ROUTER DIRECTORY STEP_EVERY_S`: its socket is `w0.sock` in the directory. The router's
+sources, and with them the protocol, may be those of another checkout.
 """
 
 import asyncio
@@ -124,7 +124,7 @@ async def main() -> None:
     """Serve until the process is killed."""
     server = grpc.aio.server()
     worker_pb2_grpc.add_WorkerServicer_to_server(Servicer(), server)
-    server.add_insecure_port(f"unix:{Path(sys.argv[2])}")
+    server.add_insecure_port(f"unix:{Path(sys.argv[2]) / 'w0.sock'}")
     await server.start()
     print("ready", flush=True)
     await server.wait_for_termination()
