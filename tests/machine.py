@@ -91,7 +91,10 @@ def kill(pid: int) -> bool:
 
 
 def bury(processes: Iterable[psutil.Process], within_s: float = 2.0) -> list[str]:
-    """Wait for the ends of orphans that came to this process; those that still run, in words."""
+    """Wait for the ends of orphans that came to this process; those that still run, in words.
+
+    A zombie does not run. The kernel keeps it unreaped while a thread of it waits for a slow disk.
+    """
     deadline_s = time.monotonic() + within_s
     alive = list(processes)
     while True:
@@ -100,8 +103,15 @@ def bury(processes: Iterable[psutil.Process], within_s: float = 2.0) -> list[str
                 os.waitpid(process.pid, os.WNOHANG)
         alive = [process for process in alive if process.is_running()]
         if not alive or time.monotonic() > deadline_s:
-            return [describe(process) for process in alive]
+            return [describe(process) for process in alive if not is_zombie(process)]
         time.sleep(0.01)
+
+
+def is_zombie(process: psutil.Process) -> bool:
+    """Whether a process has ended and is not reaped yet."""
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return False
 
 
 def describe(process: psutil.Process) -> str:
