@@ -114,3 +114,25 @@ async def test_tokenizing_ends_with_its_client_and_counts_as_a_request(make_clus
         release.set()
     await blocking
     assert (await cluster.client.post("/tokenize", json={"model": "reference", "prompt": "hi"})).status_code == 200
+
+
+async def test_memory_is_returned_when_the_work_has_ended_after_its_caller_had_left():
+    class Trimmer(MemoryTrimmer):
+        calls = 0
+
+        def trim_soon(self):
+            self.calls += 1
+
+    trimmer, release = Trimmer(), threading.Event()
+    threads = TextThreads(1, trimmer)
+    try:
+        caller = asyncio.create_task(threads.run(release.wait, 1_000_000))
+        await asyncio.sleep(0.01)
+        caller.cancel()
+        await asyncio.gather(caller, return_exceptions=True)
+        assert trimmer.calls == 0
+        release.set()
+        await eventually(lambda: trimmer.calls == 1)
+    finally:
+        release.set()
+        threads.stop()

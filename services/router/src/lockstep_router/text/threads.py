@@ -55,10 +55,14 @@ class TextThreads:
             return work()
         if chars <= _LONG_CHARS:
             return await (self._medium if chars <= _MEDIUM_CHARS else self._long).run(work, chars)
-        try:
-            return await self._longest.run(work, chars)
-        finally:
-            self._memory.trim_soon()
+        loop = asyncio.get_running_loop()
+
+        def trim() -> None:
+            # When the work has ended, however long that is after a caller that has gone.
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._memory.trim_soon)
+
+        return await self._longest.run(work, chars, on_end=trim)
 
     def stop(self) -> None:
         """Begin nothing more. What runs ends by itself."""
@@ -76,8 +80,13 @@ class _Pool:
         self._waiting_chars = 0
         self._chars_per_s = _CHARS_PER_S
 
-    async def run(self, work: Callable[[], Result], chars: int) -> Result:
+    async def run(self, work: Callable[[], Result], chars: int, *, on_end: Callable[[], None] = lambda: None) -> Result:
         """The result of the work, after that of all who asked before.
+
+        Args:
+            work: takes time that is about proportional to `chars`.
+            chars: length of the text.
+            on_end: called in any thread when the work has ended or will never be done.
 
         Raises:
             LockstepError: OVERLOADED, that would take too long.
@@ -101,6 +110,7 @@ class _Pool:
         def end(_: Future[Result]) -> None:
             with self._lock:
                 self._waiting_chars -= chars
+            on_end()
 
         future = self._executor.submit(measured)
         future.add_done_callback(end)
