@@ -89,6 +89,7 @@ def test_every_real_module_of_a_package_is_touched_by_some_test() -> None:
         assert touched_tests(ROOT, [str(path.relative_to(ROOT))]), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("budget_s", "outcome"), [("0", "1 skipped"), ("60", "1 passed")])
 def test_a_budget_skips_what_has_not_begun(tmp_path: Path, budget_s: str, outcome: str) -> None:
     shutil.copy(ROOT / "conftest.py", tmp_path)

@@ -65,6 +65,7 @@ def test_every_section_runs_and_is_in_the_table_and_in_the_file(tmp_path):
         assert built["kernels built after that"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(GPU, reason="there is a GPU")
 def test_without_a_gpu_only_tiny_shapes_run():
     result = run("--only", "kernels")

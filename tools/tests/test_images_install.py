@@ -68,6 +68,7 @@ def test_unused_files_go_and_what_torch_needs_stays(tmp_path, install):
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == set(kept)
 
 
+@pytest.mark.slow
 def test_of_the_kubernetes_client_the_apis_used_are_left(tmp_path, install):
     origin = Path(importlib.util.find_spec("kubernetes").origin).parent
     site = tmp_path / "site"
@@ -130,6 +131,7 @@ def test_the_sbom_lists_what_dpkg_says_is_installed():
     ]
 
 
+@pytest.mark.slow
 def test_an_sbom_is_valid_and_the_same_each_time(tmp_path):
     status = tmp_path / "status"
     status.write_text(STATUS)

@@ -71,6 +71,7 @@ def test_measured_shards_are_read(tmp_path):
     assert shard_times(file) == {"Llama-2-7B": {1: 4e-3, 4: pytest.approx(1.3e-3)}}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="shared memory is for x86")
 def test_sums_between_processes_are_timed():
     rows = latencies("shared memory", 2, [8192, 65536])

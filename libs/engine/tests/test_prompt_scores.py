@@ -105,7 +105,7 @@ def test_scores_are_log_softmax_in_float32():
     assert again[2] is None
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_scores_equal_transformers(tmp_path: Path, tp):
     path, reference = make("llama-grouped-untied", tmp_path)
     (path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}')

@@ -40,6 +40,7 @@ def check(used):
             assert usage["shared_bytes"] <= 160 * 1024
 
 
+@pytest.mark.slow
 def test_kernels_build_for_hopper_use_what_it_has_and_serve_steps_of_any_size():
     report = build("build_kernels.py", 90, "common")
     assert report["steps"]["ready"] <= 8

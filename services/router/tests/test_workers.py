@@ -395,6 +395,7 @@ CHANGES = 1000
 GONE = "unix:/gone/"
 
 
+@pytest.mark.slow
 async def test_a_thousand_changes_leave_nothing_behind(routed, make_worker):
     lasting, passing = await make_worker("w-0"), await make_worker("w-1")
     await routed.tell((lasting.target, "w-0"))
