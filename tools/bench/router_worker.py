@@ -72,6 +72,8 @@ class Servicer(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]
         await anext(aiter(requests))
         card = model_card(context_length=CONTEXT_LENGTH)
         hello = worker_pb2.Hello(worker_id="w0", incarnation=time.time_ns(), model=card)
+        if hasattr(hello, "accepts_several"):  # not in older checkouts
+            hello.accepts_several = True
         yield worker_pb2.WorkerFrame(epoch=1, hello=hello)
         reading = asyncio.create_task(self._read(requests))
         said_at = 0.0
@@ -109,15 +111,19 @@ class Servicer(worker_pb2_grpc.WorkerServicer):  # type: ignore[misc]
         return worker_pb2.WorkerFrame(epoch=1, status=status)
 
     async def _read(self, requests: Any) -> None:
-        async for frame in requests:
-            kind = frame.WhichOneof("frame")
-            if kind == "submit":
-                self._streams += 1
-                key = (frame.submit.stream_id, frame.submit.attempt)
-                self._live[key] = Live(frame.submit, self._streams)
-                self._wake.set()
-            elif kind == "cancel":
-                self._live.pop((frame.cancel.stream_id, frame.cancel.attempt), None)
+        async for message in requests:
+            for frame in message.several.frames if message.WhichOneof("frame") == "several" else (message,):
+                self._take(frame)
+
+    def _take(self, frame: worker_pb2.RouterFrame) -> None:
+        kind = frame.WhichOneof("frame")
+        if kind == "submit":
+            self._streams += 1
+            key = (frame.submit.stream_id, frame.submit.attempt)
+            self._live[key] = Live(frame.submit, self._streams)
+            self._wake.set()
+        elif kind == "cancel":
+            self._live.pop((frame.cancel.stream_id, frame.cancel.attempt), None)
 
 
 async def main() -> None:

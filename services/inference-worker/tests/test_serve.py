@@ -55,6 +55,24 @@ async def test_a_second_hello_is_refused(worker):
     assert (await router.end())[0] == grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_several_frames_in_one_message_are_taken_in_order(worker):
+    router = await worker.greeted()
+    assert (await worker.router().greet()).accepts_several
+    frames = [worker_pb2.RouterFrame(submit=submit(name)) for name in ("a", "b", "c")]
+    frames.append(worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(stream_id="b", attempt=1)))
+    await router.send(several=worker_pb2.RouterFrames(frames=frames))
+    await until(lambda: len(worker.engine.requests) == 2)
+    worker.engine.step()
+    assert [stream.stream_id for stream in (await router.next("tokens")).tokens.streams] == ["a", "c"]
+
+
+async def test_a_second_hello_among_several_frames_is_refused(worker):
+    router = await worker.greeted()
+    hello = worker_pb2.RouterFrame(hello=worker_pb2.RouterHello(router_id="r0"))
+    await router.send(several=worker_pb2.RouterFrames(frames=[hello]))
+    assert (await router.end())[0] == grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_one_tokens_frame_a_step_holds_all_streams_of_the_router(worker):
     router = await worker.greeted()
     for name in ("a", "b", "c"):

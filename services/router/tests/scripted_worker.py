@@ -131,9 +131,11 @@ class ScriptedWorker:
     credentials: grpc.ServerCredentials | None = None
     silent: bool = False
     deaf: bool = False
+    accepts_several: bool = True
     submits: list = field(default_factory=list)
     cancels: list = field(default_factory=list)
     tokenizer_calls: int = 0
+    messages: int = 0
     ended_streams: int = 0
     hung_streams: int = 0
 
@@ -211,6 +213,7 @@ class ScriptedWorker:
 
     def hello(self):
         hello = worker_pb2.Hello(worker_id=self.worker_id, incarnation=self.incarnation, model=self.card)
+        hello.accepts_several = self.accepts_several
         return worker_pb2.WorkerFrame(epoch=self.epoch, hello=hello)
 
     def status(self):
@@ -257,18 +260,25 @@ class _Connection:
     async def read(self, requests):
         while self.worker.deaf:
             await asyncio.sleep(0.01)
-        async for frame in requests:
-            match frame.WhichOneof("frame"):
-                case "submit":
-                    self.worker.submits.append(frame.submit)
-                    task = asyncio.create_task(self.stream(frame.submit))
-                    task.add_done_callback(_complain)
-                    self.tasks[frame.submit.stream_id] = task
-                    self.attempts[frame.submit.stream_id] = frame.submit.attempt
-                case "cancel":
-                    self.worker.cancels.append(frame.cancel)
-                    if task := self.tasks.pop(frame.cancel.stream_id, None):
-                        task.cancel()
+        async for message in requests:
+            self.worker.messages += 1
+            if message.HasField("several"):
+                assert self.worker.accepts_several
+            for frame in message.several.frames or (message,):
+                self.take(frame)
+
+    def take(self, frame):
+        match frame.WhichOneof("frame"):
+            case "submit":
+                self.worker.submits.append(frame.submit)
+                task = asyncio.create_task(self.stream(frame.submit))
+                task.add_done_callback(_complain)
+                self.tasks[frame.submit.stream_id] = task
+                self.attempts[frame.submit.stream_id] = frame.submit.attempt
+            case "cancel":
+                self.worker.cancels.append(frame.cancel)
+                if task := self.tasks.pop(frame.cancel.stream_id, None):
+                    task.cancel()
 
     def reject(self, rejection, stream_id, attempt):
         rejected = worker_pb2.Rejected()

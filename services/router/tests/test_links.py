@@ -27,6 +27,18 @@ async def worker(tmp_path):
     await made.kill()
 
 
+def new_attempt(journal):
+    """An attempt that nothing comes of."""
+    return Attempt(
+        journal,
+        now=0.0,
+        deadlines=Deadlines(first_token_s=30, inter_token_s=30, first_wait_s=30, next_wait_s=30),
+        deliver=lambda _: None,
+        on_start=lambda: None,
+        on_wait=lambda: None,
+    )
+
+
 @contextlib.asynccontextmanager
 async def linked(worker, **settings):
     async with Router(RouterSettings(workers=[worker.target], **(FAST | settings))) as router:
@@ -158,18 +170,10 @@ async def test_worker_that_does_not_read_gets_no_more(worker):
         await eventually(lambda: link.state is LinkState.READY)
         sampling = inference_pb2.Sampling(max_tokens=1)
         journal = Journal("s", "reference", "model-1", list(range(1 << 20)), sampling, "session")
-        deadlines = Deadlines(first_token_s=30, inter_token_s=30, first_wait_s=30, next_wait_s=30)
         sent, lost = 0, []
         while not lost:
             submit = journal.next_submit("w0")
-            attempt = Attempt(
-                journal,
-                now=0.0,
-                deadlines=deadlines,
-                deliver=lambda _: None,
-                on_start=lambda: None,
-                on_wait=lambda: None,
-            )
+            attempt = new_attempt(journal)
             link.start(attempt, submit)
             sent += 1
             await asyncio.sleep(0.001)
@@ -254,3 +258,20 @@ async def test_tokenizer_is_fetched_again_after_a_panic_of_its_library(worker, m
     async with linked(worker) as (_, link):
         await eventually(lambda: link.state is LinkState.READY)
         assert len(made) == 2
+
+
+@pytest.mark.parametrize("accepts_several", [True, False])
+async def test_streams_that_begin_together_are_sent_together_to_a_worker_that_understands_it(worker, accepts_several):
+    worker.accepts_several = accepts_several
+    await worker.start()
+    async with linked(worker) as (_, link):
+        await eventually(lambda: link.state is LinkState.READY)
+        before = worker.messages
+        for number in range(10):
+            sampling = inference_pb2.Sampling(max_tokens=1)
+            journal = Journal(f"s{number}", "reference", "model-1", [1], sampling, "session")
+            submit = journal.next_submit("w0")
+            link.start(new_attempt(journal), submit)
+        await eventually(lambda: len(worker.submits) == 10)
+        assert [submit.stream_id for submit in worker.submits] == [f"s{number}" for number in range(10)]
+        assert worker.messages - before == (1 if accepts_several else 10)

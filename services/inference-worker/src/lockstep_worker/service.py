@@ -74,13 +74,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 task.cancel()
 
     async def _read(self, connection: RouterConnection, context: grpc.aio.ServicerContext) -> None:
-        while (frame := await context.read()) is not grpc.aio.EOF:
-            kind = frame.WhichOneof("frame")
-            if kind == "submit":
+        while (message := await context.read()) is not grpc.aio.EOF:
+            for frame in message.several.frames if message.HasField("several") else (message,):
+                self._take(connection, frame)
+
+    def _take(self, connection: RouterConnection, frame: worker_pb2.RouterFrame) -> None:
+        match frame.WhichOneof("frame"):
+            case "submit":
                 self._worker.submit(connection, frame.submit)
-            elif kind == "cancel":
+            case "cancel":
                 self._worker.cancel(connection, frame.cancel)
-            elif kind == "hello":
+            case "hello":
                 raise LockstepError(ErrorCode.INVALID_REQUEST, "RouterHello must be the first frame and comes once")
             # A frame of a kind that this version does not know is ignored.
 

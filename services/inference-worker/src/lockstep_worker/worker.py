@@ -306,7 +306,9 @@ class Worker:
 
     def _make_hello(self, status: EngineStatus) -> worker_pb2.Hello:
         card = translate.model_card(self.engine.model, status, self._settings.tp, self.tokenizer.digest)
-        return worker_pb2.Hello(worker_id=self._settings.worker_id, incarnation=self._incarnation, model=card)
+        return worker_pb2.Hello(
+            worker_id=self._settings.worker_id, incarnation=self._incarnation, model=card, accepts_several=True
+        )
 
     def _make_status(self, status: EngineStatus) -> worker_pb2.Status:
         state, reason = translate.WORKER_STATES[status.state], status.reason

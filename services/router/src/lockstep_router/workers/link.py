@@ -24,6 +24,7 @@ from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.tls import Dial, dial_plain
 from lockstep_router.workers.clock import AwakeClock
 from lockstep_router.workers.losses import Loss
+from lockstep_router.workers.outbox import Outbox
 from lockstep_router.workers.suspects import Life, Suspects
 from lockstep_router.workers.tokenizer_cache import TokenizerCache
 
@@ -171,7 +172,7 @@ class Link:
         self._attempts_at_status = 0
         self._attempts: dict[str, RunningAttempt] = {}
         # At most two frames for each stream. If the worker does not read them, new streams fail.
-        self._outbox: asyncio.Queue[worker_pb2.RouterFrame] = asyncio.Queue(2 * settings.max_streams)
+        self._outbox = Outbox(2 * settings.max_streams)
         self._fetching: asyncio.Task[None] | None = None
 
     # For the rest of the router.
@@ -315,7 +316,7 @@ class Link:
             if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "hello":
                 raise ProtocolError("the worker's first frame is not Hello")
             self._check_identity(frame.hello)
-            writing = asyncio.create_task(self._write(call))
+            writing = asyncio.create_task(self._write(call, several=frame.hello.accepts_several))
             try:
                 self._connected = True
                 self.epoch = 0
@@ -330,29 +331,26 @@ class Link:
                 self._disconnect()
                 await _stop(writing, self._fetching)
 
-    async def _write(self, call: Any) -> None:
+    async def _write(self, call: Any, *, several: bool) -> None:
         # A failed write ends the gRPC stream, and the reader sees that.
         while True:
-            await call.write(await self._outbox.get())
+            await call.write(await self._outbox.take(several=several))
 
     def _disconnect(self) -> None:
         self._connected = False
         self._silent = False
         self._sent_since_status = 0
-        while not self._outbox.empty():
-            self._outbox.get_nowait()
+        self._outbox.clear()
         self._lose_attempts(Loss.LINK_LOST)
         self._on_change(self)
 
     def _send(self, frame: worker_pb2.RouterFrame) -> bool:
         if not self._connected:
             return False
-        try:
-            self._outbox.put_nowait(frame)
-        except asyncio.QueueFull:
+        is_sent = self._outbox.put(frame)
+        if not is_sent:
             logger.warning("worker does not read its requests", extra={"worker": self.worker_id, "target": self.target})
-            return False
-        return True
+        return is_sent
 
     def _note_problem(self, problem: str) -> None:
         # A rollout makes workers unreachable for a short time; only a longer problem is logged as a warning.
