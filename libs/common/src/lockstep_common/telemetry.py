@@ -4,7 +4,7 @@ Logs are JSON on stderr, one object in each line, or plain text on a terminal. P
 logs or metrics.
 """
 
-import json
+import functools
 import logging
 import sys
 import time
@@ -12,6 +12,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from pydantic_core import to_json
 
 REGISTRY = CollectorRegistry()
 """The registry of all metrics of the process; names begin with `lockstep_`."""
@@ -31,7 +32,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line of JSON."""
         entry: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "time": f"{_second(int(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "service": self._service,
             "message": record.getMessage(),
@@ -39,7 +40,7 @@ class JsonFormatter(logging.Formatter):
         entry.update(_extra(record))
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry, default=str)
+        return to_json(entry, fallback=str).decode()
 
 
 class TerminalFormatter(logging.Formatter):
@@ -57,6 +58,11 @@ class TerminalFormatter(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
+@functools.lru_cache(maxsize=4)
+def _second(since_1970_s: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(since_1970_s))
+
+
 def _extra(record: logging.LogRecord) -> dict[str, Any]:
     return {key: value for key, value in vars(record).items() if key not in _PLAIN_FIELDS and key != "message"}
 
@@ -71,6 +77,7 @@ def setup(service: str, *, level: str = "info") -> logging.Logger:
     Returns:
         The logger that the service's code uses.
     """
+    _omit_unused_facts()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TerminalFormatter(service) if sys.stderr.isatty() else JsonFormatter(service))
     root = logging.getLogger()
@@ -83,6 +90,12 @@ def setup(service: str, *, level: str = "info") -> logging.Logger:
             collector(registry=REGISTRY)
         REGISTRY._lockstep_ready = True  # type: ignore[attr-defined]
     return logger
+
+
+def _omit_unused_facts() -> None:
+    """Tell `logging` not to find out what no line shows, as its documentation advises: most of a record's time."""
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # neither the place in the code
 
 
 def exposition() -> bytes:
