@@ -17,6 +17,8 @@ class ErrorCode(StrEnum):
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
+    STREAM_NOT_FOUND = "stream_not_found"
+    IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     PAYLOAD_TOO_LARGE = "payload_too_large"
     OVERLOADED = "overloaded"
@@ -48,6 +50,8 @@ MEANINGS: dict[ErrorCode, Meaning] = {
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: Meaning(400, "invalid_request_error", "INVALID_ARGUMENT"),
     ErrorCode.MODEL_NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
     ErrorCode.NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
+    ErrorCode.STREAM_NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
+    ErrorCode.IDEMPOTENCY_KEY_REUSED: Meaning(422, "invalid_request_error", "FAILED_PRECONDITION"),
     ErrorCode.METHOD_NOT_ALLOWED: Meaning(405, "invalid_request_error", "UNIMPLEMENTED"),
     ErrorCode.PAYLOAD_TOO_LARGE: Meaning(413, "invalid_request_error", "INVALID_ARGUMENT"),
     ErrorCode.OVERLOADED: Meaning(503, "overloaded_error", "RESOURCE_EXHAUSTED", retryable=True),

@@ -105,6 +105,29 @@ FAILOVER_GAP_SECONDS = Histogram(
     buckets=_GAP_SECONDS,
     registry=REGISTRY,
 )
+RESUMES = Counter(
+    "lockstep_router_resumes",
+    "Requests to resume a stream: it was `running` or `finished`, there was none (`not_found`), the position was "
+    "`invalid`, or the router `refused`.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+IDEMPOTENT_JOINS = Counter(
+    "lockstep_router_idempotent_joins",
+    "Requests that got the answer of an earlier one with the same idempotency key.",
+    registry=REGISTRY,
+)
+DETACHED_STREAMS = Gauge(
+    "lockstep_router_detached_streams", "Resumable requests that run without a client.", registry=REGISTRY
+)
+KEPT_STREAMS = Gauge(
+    "lockstep_router_kept_streams", "Resumable requests that have ended and are kept.", registry=REGISTRY
+)
+KEPT_BYTES = Gauge(
+    "lockstep_router_kept_stream_bytes",
+    "Memory of the journals of resumable requests, about, those that run included.",
+    registry=REGISTRY,
+)
 DROPPED_FRAMES = Counter(
     "lockstep_router_dropped_frames",
     "Dropped messages of workers, by reason: frames of an old epoch; tokens, phases or rejections of a stream.",

@@ -16,14 +16,17 @@ from lockstep_common.watched_files import watched
 
 from lockstep_router import metrics
 from lockstep_router.discovery import Discovery, choose_discovery
-from lockstep_router.generation.generation import Generation
+from lockstep_router.generation.generation import Generation, Observer
 from lockstep_router.generation.preparation import Prepared, bytes_of, prepare
 from lockstep_router.generation.prompts import Prompt, PromptEncoder, check_ids
 from lockstep_router.generation.request import GenerationRequest, PromptSource
+from lockstep_router.journals import MemoryJournalStore
 from lockstep_router.memory import MemoryTrimmer
+from lockstep_router.resumption import Runs
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account, KeyFile, TenantLimits
 from lockstep_router.text.threads import TextThreads
+from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.tls import Dial, dial_plain
 from lockstep_router.workers import Workers, model_not_found
 
@@ -67,15 +70,20 @@ class Router:
         self._idle = asyncio.Event()
         self._idle.set()
         self._watching = AsyncExitStack()
+        self.journals = MemoryJournalStore(settings.max_resumable_streams, settings.max_resumable_bytes)
+        self.runs = Runs(self, self.journals, self._note_requests)
+        """Resumable requests: faces start, resume and cancel them here."""
 
     async def __aenter__(self) -> Self:
         if self.keys is not None:
             await self._watching.enter_async_context(watched(self.keys))
         self.workers.start()
+        self.runs.begin()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._watching.aclose()
+        await self.runs.stop()
         await self.workers.stop()
         self._threads.stop()
         self.memory.stop()
@@ -111,6 +119,17 @@ class Router:
         if card is None:
             raise model_not_found(name)
         return card
+
+    def tokenizer(self, digest: str) -> Tokenizer:
+        """A tokenizer that a worker has brought.
+
+        Raises:
+            LockstepError: UNAVAILABLE.
+        """
+        tokenizer = self.workers.tokenizers.get(digest)
+        if tokenizer is None:
+            raise LockstepError(ErrorCode.UNAVAILABLE, "no worker has brought the tokenizer yet", retry_after_s=1)
+        return tokenizer
 
     async def tokenize(self, model: str, source: PromptSource) -> tuple[list[int], worker_pb2.ModelCard]:
         """A prompt's token ids, and the model that they are for.
@@ -166,7 +185,12 @@ class Router:
 
     @asynccontextmanager
     async def run(
-        self, prepared: Prepared, account: Account, *, is_collected: bool = False
+        self,
+        prepared: Prepared,
+        account: Account,
+        *,
+        is_collected: bool = False,
+        observe: Observer | None = None,
     ) -> AsyncIterator[Generation]:
         """Run a request's streams. Leaving the context cancels those that still run.
 
@@ -174,6 +198,7 @@ class Router:
             prepared: the request.
             account: of the request; its tokens are charged to it.
             is_collected: the whole answer is kept until it is complete.
+            observe: called with everything that its streams gain.
 
         Raises:
             LockstepError: OVERLOADED, there are too many streams, or their journals are too large;
@@ -185,7 +210,9 @@ class Router:
         metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
         # The request itself holds one stream already.
         with self._running(len(prepared.journals)), account.holding(len(prepared.journals) - 1):
-            async with Generation(prepared, self.workers, self.settings, is_collected=is_collected) as generation:
+            async with Generation(
+                prepared, self.workers, self.settings, is_collected=is_collected, observe=observe
+            ) as generation:
                 self._generations.add(generation)
                 try:
                     yield generation
@@ -207,13 +234,18 @@ class Router:
             raise self._overloaded()
         with account.holding(1):
             self.requests += 1
-            self._idle.clear()
+            self._note_requests()
             try:
                 yield
             finally:
                 self.requests -= 1
-                if not self.requests:
-                    self._idle.set()
+                self._note_requests()
+
+    def _note_requests(self) -> None:
+        if self.requests or self.runs.readings:
+            self._idle.clear()
+        else:
+            self._idle.set()
 
     @contextmanager
     def _running(self, streams: int) -> Iterator[None]:
@@ -239,6 +271,7 @@ class Router:
         logger.info("leaving", extra={"streams": self.streams, "lame_duck_s": self.settings.lame_duck_s})
         await asyncio.sleep(self.settings.lame_duck_s)
         self.draining = True
+        self.runs.drain()
         on_drain()
         logger.info("draining", extra={"streams": self.streams})
         try:
@@ -253,7 +286,11 @@ class Router:
         if now - self._journals_measured_at > _MEASURE_EVERY_S:
             self._journals_measured_at = now
             self._journals_bytes = sum(generation.journal_bytes for generation in self._generations)
-        if self._journals_bytes + self._preparing_bytes + wanted > self.settings.max_journals_bytes:
+        others = self._journals_bytes + self._preparing_bytes + wanted
+        excess = others + self.journals.size_bytes - self.settings.max_journals_bytes
+        if excess > 0:
+            self.journals.shrink(excess)
+        if others + self.journals.size_bytes > self.settings.max_journals_bytes:
             raise LockstepError(
                 ErrorCode.OVERLOADED, "the journals of this router's streams take all their memory", retry_after_s=1
             )

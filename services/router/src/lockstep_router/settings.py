@@ -140,6 +140,24 @@ class RouterSettings(PodSettings):
         ge=1 << 20,
         description="Token ids and kept log probabilities of all streams, about; beyond, new requests are 503.",
     )
+    resume_window_s: float = Field(
+        60.0,
+        gt=0,
+        le=86_400,
+        description="A resumable request runs on for this long after its client has left, and its answer is kept for "
+        "as long after its end.",
+    )
+    max_resumable_streams: int = Field(
+        1024,
+        ge=1,
+        description="Resumable requests that run or are kept; beyond, those that ended first are forgotten, or new "
+        "ones are 503.",
+    )
+    max_resumable_bytes: int = Field(
+        256 << 20,
+        ge=1 << 20,
+        description="The journals of resumable requests, about, by the same rule; they count in `max_journals_bytes`.",
+    )
     max_unread_tokens: int = Field(
         4096,
         ge=1,

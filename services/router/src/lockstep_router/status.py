@@ -26,6 +26,12 @@ def status_body(router: Router) -> dict[str, Any]:
             "failovers": router.failovers,
             "draining": router.draining,
             "exact_failover": router.settings.exact_failover,
+            "resumable": {
+                "running": router.runs.running,
+                "detached": router.runs.detached,
+                "kept": router.journals.kept,
+                "bytes": router.journals.size_bytes,
+            },
             "suspects": dict(router.workers.suspects.counts),
         },
         "discovery": {

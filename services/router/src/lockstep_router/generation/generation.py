@@ -1,9 +1,11 @@
 """Runs one request's streams, one for each choice of each prompt, and merges their deltas into one sequence."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
+
+from lockstep_api.v1 import worker_pb2
 
 from lockstep_router.generation.choices import Choice, Delta
 from lockstep_router.generation.preparation import BYTES_OF_AN_ID, Prepared
@@ -13,6 +15,9 @@ from lockstep_router.workers import Workers
 
 _BYTES_OF_A_LOGPROB = 150
 """Memory of one token's log probability, about: as a message before it is taken, or as JSON in a whole answer."""
+
+Observer = Callable[[Choice, Sequence[worker_pb2.StreamTokens], Sequence[Delta]], None]
+"""Called with what a choice was fed at once, and with the deltas that this gave."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,11 @@ class Generation:
         settings: RouterSettings,
         *,
         is_collected: bool = False,
+        observe: Observer | None = None,
     ) -> None:
         self.prepared = prepared
         self._is_collected = is_collected
+        self._observe = observe
         self._arrival = asyncio.Event()
         self._choices = [Choice(index, prepared.tokenizer, prepared.stops) for index in range(len(prepared.journals))]
         self._streams = [Stream(journal, workers, settings, self._arrival.set) for journal in prepared.journals]
@@ -110,6 +117,8 @@ class Generation:
         choice = self._choices[index]
         updates = self._streams[index].take()
         deltas = [delta for update in updates if (delta := choice.feed(update)) is not None]
+        if self._observe is not None:
+            self._observe(choice, updates, deltas)
         if choice.is_finished:
             # The worker does not know stop strings and would continue.
             self._tasks[index].cancel()

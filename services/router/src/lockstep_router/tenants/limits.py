@@ -134,13 +134,21 @@ class Account:
             LockstepError: RATE_LIMIT_EXCEEDED, one of the tenant's limits is used up.
         """
         self._check_streams(1)
-        tokens, requests = self.tenant.tokens_per_minute, self.tenant.requests_per_minute
+        tokens = self.tenant.tokens_per_minute
         if tokens is not None:
             usage = await self._note("tokens", tokens)
             if usage.count >= tokens:
                 raise _exceeded("tokens_per_minute", tokens, usage.wait_s(tokens, 1))
-        if requests is not None:
-            await self._acquire("requests", requests, 1)
+        await self.admit_reading()
+
+    async def admit_reading(self) -> None:
+        """Count a request that may be answered without new tokens: the answer that it is about may run already.
+
+        Raises:
+            LockstepError: RATE_LIMIT_EXCEEDED, there are too many requests.
+        """
+        if self.tenant.requests_per_minute is not None:
+            await self._acquire("requests", self.tenant.requests_per_minute, 1)
 
     def expect(self, streams: int) -> None:
         """Refuse a request that holds one stream and will need so many in all, before its prompts are encoded.

@@ -127,13 +127,14 @@ def _report(scope: Scope, record: Record, seconds: float, *, is_audited: bool) -
         "request",
         extra={
             "request_id": record.request_id,
-            "method": scope["method"] if scope["method"] in ("GET", "POST") else "other",
+            "method": scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "other",
             "endpoint": endpoint,
             "status": record.status,
             "duration_ms": round(seconds * 1000, 1),
             "prompt_tokens": record.prompt_tokens,
             "completion_tokens": record.completion_tokens,
             "failovers": record.failovers,
+            "resumed": record.resumed,
         },
     )
     if is_audited:

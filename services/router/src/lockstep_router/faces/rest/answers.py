@@ -4,11 +4,12 @@ from collections.abc import AsyncIterator
 
 from pydantic_core import to_json
 
-from lockstep_router.faces.rest.openai_format import Body, Format, Style, make_format
+from lockstep_router.faces.rest.openai_format import Body, Format, make_format
 from lockstep_router.faces.rest.record import Record
 from lockstep_router.faces.rest.replies import Client, event, json_reply
 from lockstep_router.generation.generation import Generation
 from lockstep_router.generation.request import GenerationRequest, PromptSource
+from lockstep_router.generation.style import Style
 from lockstep_router.router import Router
 
 
@@ -38,7 +39,7 @@ async def answer(router: Router, request: GenerationRequest, style: Style, recor
             finally:
                 record.completion_tokens = generation.usage.completion_tokens
                 record.failovers = generation.failovers
-        more = _mark(is_inexact=bool(generation.inexact_choices))
+        more = inexact_mark(is_inexact=bool(generation.inexact_choices))
         await client.reply(json_reply(answer_format.whole(generation.usage, more)))
 
 
@@ -78,7 +79,9 @@ async def _events(generation: Generation, answer_format: Format, style: Style, r
         data = b"".join(
             event(
                 f"{request_id}:{delta.tokens}",
-                answer_format.chunk(delta, _mark(is_inexact=bool(delta.finish_reason) and delta.index in inexact)),
+                answer_format.chunk(
+                    delta, inexact_mark(is_inexact=bool(delta.finish_reason) and delta.index in inexact)
+                ),
             )
             for delta in deltas
         )
@@ -89,6 +92,6 @@ async def _events(generation: Generation, answer_format: Format, style: Style, r
         yield event(f"{request_id}:{usage.completion_tokens}", to_json(answer_format.usage_chunk(usage)))
 
 
-def _mark(*, is_inexact: bool) -> Body:
+def inexact_mark(*, is_inexact: bool) -> Body:
     """Extra fields of an answer that was continued inexactly; see the setting `exact_failover`."""
     return {"lockstep": {"inexact": True}} if is_inexact else {}

@@ -24,9 +24,18 @@ from lockstep_router.faces.rest.completions import (
 from lockstep_router.faces.rest.direct_routes import DirectRoutes
 from lockstep_router.faces.rest.fields import Model, parse
 from lockstep_router.faces.rest.identity import Origin
-from lockstep_router.faces.rest.openai_format import Style, model_body
-from lockstep_router.faces.rest.openapi import describe, described
+from lockstep_router.faces.rest.openai_format import model_body
+from lockstep_router.faces.rest.openapi import RESUMING, describe, described, resumable
 from lockstep_router.faces.rest.replies import Client, LiveReply, error_reply, json_reply
+from lockstep_router.faces.rest.resumable import (
+    KEY_HEADER,
+    Return,
+    answer_resumable,
+    answer_resumed,
+    last_event,
+    owner_of,
+    wanted_return,
+)
 from lockstep_router.faces.rest.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -34,6 +43,7 @@ from lockstep_router.faces.rest.schemas import (
     TokenizeRequest,
 )
 from lockstep_router.generation.request import GenerationRequest, PromptSource, TextPrompt
+from lockstep_router.generation.style import Style
 from lockstep_router.router import Router
 
 _SMALL_BODY_BYTES = 64 << 10
@@ -59,6 +69,7 @@ def create_app(router: Router) -> FastAPI:
     routes = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
     app.add_middleware(DirectRoutes, routes=routes)
     app.add_middleware(AccessMiddleware, router=router)  # the last one is the outermost
+    _add_streams(app)
     _add_models(app)
     _add_tokens(app)
     _add_operation(app)
@@ -67,18 +78,40 @@ def create_app(router: Router) -> FastAPI:
 
 
 def _add_generation(app: FastAPI) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=described(ChatCompletionRequest))
+    @app.post("/v1/chat/completions", openapi_extra=resumable(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         body = await _body(request, ChatCompletionRequest)
-        return _answer(request, chat_request(body, _origin(request), _router(request).settings), chat_style(body))
+        origin = _origin(request)
+        generation_request = chat_request(body, origin, _router(request).settings)
+        return _answer(request, generation_request, chat_style(body), wanted_return(body, "chat", origin))
 
-    @app.post("/v1/completions", openapi_extra=described(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=resumable(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue a text."""
         body = await _body(request, CompletionRequest)
-        generation_request = completion_request(body, _origin(request), _router(request).settings)
-        return _answer(request, generation_request, completion_style(body))
+        origin = _origin(request)
+        generation_request = completion_request(body, origin, _router(request).settings)
+        return _answer(request, generation_request, completion_style(body), wanted_return(body, "text", origin))
+
+
+def _add_streams(app: FastAPI) -> None:
+    @app.get("/v1/streams/{stream_id}", openapi_extra=RESUMING)
+    async def resume(request: Request, stream_id: str) -> Response:
+        """Give the answer of a resumable request after the last event that the client has."""
+        record = request.state.record
+        record.resumed = True
+        await record.account.admit_reading()
+        after = last_event(request.headers, request.query_params)
+        owner = owner_of(_origin(request))
+        return _live(request, partial(answer_resumed, _router(request), stream_id, owner, after, record))
+
+    @app.delete("/v1/streams/{stream_id}")
+    async def cancel(request: Request, stream_id: str) -> Response:
+        """End a resumable request and forget its answer."""
+        await request.state.record.account.admit_reading()
+        await _router(request).runs.cancel(stream_id, owner_of(_origin(request)))
+        return json_reply({"id": stream_id, "object": "stream.deleted", "deleted": True})
 
 
 def _add_models(app: FastAPI) -> None:
@@ -140,7 +173,9 @@ def _origin(request: Request) -> Origin:
 
 async def _body(request: Request, model: type[Model]) -> Model:
     settings, state = _router(request).settings, request.app.state
-    await request.state.record.account.admit()
+    account = request.state.record.account
+    # A request with a key may be answered by an earlier one, which is among the tenant's streams.
+    await (account.admit_reading() if KEY_HEADER in request.headers else account.admit())
     reservation = request.state.record.body = state.bodies.reserve()
     content = await reservation.read(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
     if len(content) <= _SMALL_BODY_BYTES:
@@ -154,7 +189,12 @@ async def _body(request: Request, model: type[Model]) -> Model:
             await asyncio.sleep(time.perf_counter() - began)
 
 
-def _answer(request: Request, generation_request: GenerationRequest, style: Style) -> Response:
+def _answer(
+    request: Request, generation_request: GenerationRequest, style: Style, coming_back: Return | None
+) -> Response:
+    if coming_back is not None:
+        run = partial(answer_resumable, _router(request), generation_request, style, coming_back, request.state.record)
+        return _live(request, run)
     return _live(request, partial(answer, _router(request), generation_request, style, request.state.record))
 
 

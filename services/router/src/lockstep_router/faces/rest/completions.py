@@ -9,7 +9,6 @@ from lockstep_common.errors import invalid
 
 from lockstep_router.faces.rest import identity
 from lockstep_router.faces.rest.identity import Origin
-from lockstep_router.faces.rest.openai_format import Style
 from lockstep_router.faces.rest.schemas import ChatCompletionRequest, CompletionRequest, Message, SamplingFields
 from lockstep_router.generation.request import (
     Conversation,
@@ -19,6 +18,7 @@ from lockstep_router.generation.request import (
     TokenPrompt,
     Turn,
 )
+from lockstep_router.generation.style import Style
 from lockstep_router.settings import RouterSettings
 
 _DEFAULT_COMPLETION_TOKENS = 16

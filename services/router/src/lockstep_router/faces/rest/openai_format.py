@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from pydantic_core import to_json
@@ -12,23 +12,14 @@ from pydantic_core import to_json
 from lockstep_router.generation.choices import Delta, TokenEntry
 from lockstep_router.generation.generation import Usage
 from lockstep_router.generation.preparation import Prepared
+from lockstep_router.generation.style import Style
+from lockstep_router.journals import Record
 from lockstep_router.text.tokenizer import Tokenizer
 
 Body = dict[str, Any]
 
 _LEAST_LOGPROB = -9999.0
 """Replaces the logarithm of a zero probability: JSON has no -inf."""
-
-
-@dataclass(frozen=True)
-class Style:
-    """The form of the answer that the client asked for."""
-
-    kind: Literal["chat", "text"]
-    stream: bool
-    include_usage: bool
-    logprobs: bool
-    echo: bool = False
 
 
 class Format(Protocol):
@@ -278,23 +269,34 @@ class CompletionFormat:
 
 def make_format(style: Style, request_id: str, prepared: Prepared) -> Format:
     """The format of the answer to one request."""
-    tokenizer, choices = prepared.tokenizer, len(prepared.journals)
+    head = Head(_answer_id(style, request_id), prepared.card.name)
+    texts = [prompt.text for prompt in prepared.prompts]
+    return _format(style, head, prepared.tokenizer, len(prepared.journals), texts)
+
+
+def format_of(record: Record, tokenizer: Tokenizer) -> Format:
+    """The format of the answer to a resumable request."""
+    head = Head(_answer_id(record.style, record.request_id), record.model, record.created)
+    return _format(record.style, head, tokenizer, len(record.choices), record.prefixes)
+
+
+def _answer_id(style: Style, request_id: str) -> str:
+    return f"chatcmpl-{request_id}" if style.kind == "chat" else f"cmpl-{request_id}"
+
+
+def _format(style: Style, head: Head, tokenizer: Tokenizer, choices: int, texts: Sequence[str]) -> Format:
+    """The format; `texts` are those of the prompts."""
     if style.kind == "chat":
-        head = Head(f"chatcmpl-{request_id}", prepared.card.name)
         return ChatFormat(head, tokenizer, choices=choices, logprobs=style.logprobs, include_usage=style.include_usage)
+    per_prompt = choices // len(texts)
     return CompletionFormat(
-        Head(f"cmpl-{request_id}", prepared.card.name),
+        head,
         tokenizer,
         choices=choices,
         logprobs=style.logprobs,
         include_usage=style.include_usage,
-        prefixes=_prefixes(prepared) if style.echo else (),
+        prefixes=[text for text in texts for _ in range(per_prompt)] if style.echo else (),
     )
-
-
-def _prefixes(prepared: Prepared) -> list[str]:
-    """The text to echo before each choice."""
-    return [prompt.text for prompt in prepared.prompts for _ in range(prepared.choices_per_prompt)]
 
 
 def usage_body(usage: Usage) -> Body:

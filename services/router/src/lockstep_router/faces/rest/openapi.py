@@ -24,6 +24,59 @@ def described(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+_EVENT_ID = {"type": "string", "example": "r-0123456789abcdef0123456789abcdef:12,7f"}
+_STREAM_ERRORS = {
+    str(status): {"description": text}
+    for status, text in ((400, "The event is none of this stream."), (404, "There is no such stream."))
+}
+
+RESUMING: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "Last-Event-ID",
+            "in": "header",
+            "description": "Id of the last event that the client has; without it the answer comes from its beginning.",
+            "schema": _EVENT_ID,
+        },
+        {
+            "name": "last_event_id",
+            "in": "query",
+            "description": "The same, for clients that cannot set the header.",
+            "schema": _EVENT_ID,
+        },
+    ],
+    "responses": _STREAM_ERRORS,
+}
+"""The part of the description of a route that resumes a stream."""
+
+
+def resumable(model: type[BaseModel]) -> dict[str, Any]:
+    """The part of a route's description that names its body's schema, and the headers of clients that may come back."""
+    parameters = [
+        {
+            "name": "X-Lockstep-Resumable",
+            "in": "header",
+            "description": "`true`: the generation goes on when the client leaves, and /v1/streams/{id} resumes it. "
+            "The id is in the header X-Lockstep-Stream-ID of the answer, and in the events' ids.",
+            "schema": {"type": "string", "enum": ["true", "false"]},
+        },
+        {
+            "name": "Idempotency-Key",
+            "in": "header",
+            "description": "Requests with the same key and an equal body get one answer: later ones join the first.",
+            "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+        },
+        {
+            "name": "Last-Event-ID",
+            "in": "header",
+            "description": "With Idempotency-Key: id of the last event that the client has.",
+            "schema": _EVENT_ID,
+        },
+    ]
+    reused = {"422": {"description": "The key was used for a request with another body."}}
+    return described(model) | {"parameters": parameters, "responses": reused}
+
+
 def describe(app: FastAPI) -> None:
     """Add the schemas that `described` refers to to the application's description."""
 

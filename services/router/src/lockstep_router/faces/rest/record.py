@@ -21,6 +21,8 @@ class Record:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     failovers: int = 0
+    resumed: bool = False
+    """Whether an earlier request started the stream."""
     body: Reservation | None = None
     """The body's share of the budget for bodies."""
 

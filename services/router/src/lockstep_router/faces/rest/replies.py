@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from lockstep_common.errors import MEANINGS, ErrorCode, LockstepError
@@ -59,6 +59,7 @@ class Client:
         self._write_timeout_s = settings.write_timeout_s
         self._keepalive_s = settings.keepalive_interval_s
         self._wants_events = False
+        self._event_headers = _EVENT_STREAM_HEADERS
         self._is_started = False
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
@@ -75,18 +76,26 @@ class Client:
         await self._put(_start(response.status_code, response.raw_headers))
         await self._put(_body(bytes(response.body), more=False))
 
-    async def reply_events(self, events: AsyncIterator[bytes]) -> None:
-        """Send server-sent events as they come, then `[DONE]`.
+    async def reply_events(self, events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None) -> None:
+        """Send server-sent events as they come, then `[DONE]`; with further headers, if there are any.
 
         Raises:
             LockstepError: raised by `events`. The caller passes it to `fail`.
         """
+        if headers:
+            more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+            self._event_headers = _EVENT_STREAM_HEADERS + more
         async for data in events:
             if not self._is_started:
-                self._is_started = True
-                await self._put(_start(200, _EVENT_STREAM_HEADERS))
+                await self._begin_events()
             await self._put(_body(data, more=True))
+        if not self._is_started:
+            await self._begin_events()
         await self._put(_body(_DONE, more=False))
+
+    async def _begin_events(self) -> None:
+        self._is_started = True
+        await self._put(_start(200, self._event_headers))
 
     async def fail(self, error: LockstepError) -> None:
         """Send an error: as the answer, or as an event if the answer has begun."""
@@ -121,7 +130,7 @@ class Client:
         try:
             if not self._is_started:
                 self._is_started = True
-                await self._deliver(_start(200, _EVENT_STREAM_HEADERS))
+                await self._deliver(_start(200, self._event_headers))
             await self._deliver(_body(_KEEP_ALIVE, more=True))
         finally:
             self._comment = None

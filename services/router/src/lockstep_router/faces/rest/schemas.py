@@ -110,6 +110,8 @@ class SamplingFields(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=1024)
+    resumable: bool | None = None
+    """Whether the generation goes on when the client leaves, so that it can come back."""
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -1,0 +1,20 @@
+"""Journals of resumable streams: what is kept of each, behind one interface for all backends.
+
+It never generates and never sees a client.
+"""
+
+from lockstep_router.journals.memory import MemoryJournalStore
+from lockstep_router.journals.records import ChoiceLog, ChoiceRecord, Claim, Outcome, Piece, Record, StoredStream
+from lockstep_router.journals.store import JournalStore
+
+__all__ = [
+    "ChoiceLog",
+    "ChoiceRecord",
+    "Claim",
+    "JournalStore",
+    "MemoryJournalStore",
+    "Outcome",
+    "Piece",
+    "Record",
+    "StoredStream",
+]

@@ -1,0 +1,145 @@
+"""One client's way through the answer of a resumable request, from any position to the end."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from lockstep_common.errors import ErrorCode, LockstepError
+
+from lockstep_router.generation.choices import Delta
+from lockstep_router.generation.generation import Usage
+from lockstep_router.journals import ChoiceLog, Outcome, Record
+from lockstep_router.resumption.position import After, Position
+from lockstep_router.resumption.replay import Replay
+from lockstep_router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Event:
+    """A piece of one choice, and what a client has that got it and everything before."""
+
+    delta: Delta
+    position: Position
+
+
+class Source(Protocol):
+    """A stream that is read: one that runs, or one from a store."""
+
+    @property
+    def logs(self) -> Sequence[ChoiceLog]:
+        """The choices so far."""
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How it ended; None: it runs."""
+
+
+class Reading:
+    """Reads one stream for one client. Several clients may read a stream at once, each at its own pace.
+
+    Reading too slowly takes no memory: the journal holds everything in any case. `close` ends it.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        source: Source,
+        tokenizer: Tokenizer,
+        *,
+        arrival: asyncio.Event,
+        on_close: Callable[[], None],
+        is_resumed: bool,
+    ) -> None:
+        """Begin at the start of the answer.
+
+        Args:
+            record: the request.
+            source: the stream.
+            tokenizer: of its model.
+            arrival: set whenever there is more, and when the stream ends.
+            on_close: called once, when the reading ends.
+            is_resumed: whether an earlier request started the stream.
+        """
+        self.record = record
+        self.tokenizer = tokenizer
+        self.is_resumed = is_resumed
+        self.position = Position.start(len(record.choices))
+        """What the client has when it has got all events so far."""
+        self._source = source
+        self._replay = Replay(record, source.logs, tokenizer)
+        self._arrival = arrival
+        self._on_close: Callable[[], None] | None = on_close
+        self._skipped_tokens = 0
+
+    def close(self) -> None:
+        """End the reading: the client has everything, or it has gone."""
+        if self._on_close is not None:
+            on_close, self._on_close = self._on_close, None
+            on_close()
+
+    async def skip(self, after: After) -> None:
+        """Go to the position after an event, before anything is read.
+
+        Raises:
+            LockstepError: INVALID_REQUEST, the stream has no such event yet.
+        """
+        position = Position.parse(after.position, len(self.record.choices), after.field)
+        await self._replay.skip(position, after.field)
+        self.position = position
+        self._skipped_tokens = self._replay.completion_tokens
+
+    def open_choice(self, index: int) -> Position:
+        """Note that the client gets what precedes a choice's first token."""
+        self.position = self.position.opened(index)
+        return self.position
+
+    def give_usage(self) -> Position:
+        """Note that the client gets the usage."""
+        self.position = self.position.with_usage()
+        return self.position
+
+    @property
+    def delivered_tokens(self) -> int:
+        """Tokens that this reading has given."""
+        return self._replay.completion_tokens - self._skipped_tokens
+
+    @property
+    def inexact_choices(self) -> frozenset[int]:
+        """The choices that were continued with other, or unknown, numerics than they began with."""
+        return frozenset(index for index, log in enumerate(self._source.logs) if log.is_inexact)
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens up to here. Each prompt counts once, whatever its number of choices."""
+        firsts = self._source.logs[:: self.record.choices_per_prompt]
+        return Usage(
+            prompt_tokens=self.record.prompt_tokens,
+            completion_tokens=self._replay.completion_tokens,
+            cached_tokens=sum(log.cached_tokens for log in firsts),
+        )
+
+    async def events(self) -> AsyncIterator[list[Event]]:
+        """What comes after the position, as it arrives, to the end of the answer.
+
+        Raises:
+            LockstepError: the stream has failed; everything before that has been yielded.
+        """
+        while True:
+            self._arrival.clear()
+            # Read before the logs are, so that a stream's last tokens are yielded before its failure.
+            outcome = self._source.outcome
+            if events := [self._event(delta) for delta in self._replay.take()]:
+                yield events
+            if self._replay.is_complete:
+                return
+            if self._replay.has_more:
+                await asyncio.sleep(0)
+            elif outcome is not None:
+                raise outcome.failure or LockstepError(ErrorCode.INTERNAL, "the stream ended without its finish")
+            else:
+                await self._arrival.wait()
+
+    def _event(self, delta: Delta) -> Event:
+        self.position = self.position.after(delta)
+        return Event(delta, self.position)
