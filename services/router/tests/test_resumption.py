@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 
 import httpx
 import pytest
@@ -10,7 +11,7 @@ from lockstep_api.v1 import worker_pb2
 from lockstep_router import metrics
 from lockstep_router.status import status_body
 from router_cluster import events_of, eventually
-from scripted_worker import Script
+from scripted_worker import Script, model_card
 
 BODY = {"model": "reference", "prompt": "hello world", "max_tokens": 12, "seed": 7, "user": "u"}
 STREAM = BODY | {"stream": True, "resumable": True}
@@ -292,6 +293,8 @@ async def test_whole_answer_is_waited_for(cluster):
     assert response.json()["choices"][0]["text"] == cluster.undisturbed("hello world", 7, 12)
     assert response.json()["usage"]["completion_tokens"] == 12
     assert again.json() == response.json()
+    part = await resume(cluster.client, stream_id, f"{stream_id}:3")
+    assert (part.status_code, part.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
 async def test_failure_is_given_again(cluster):
@@ -405,3 +408,39 @@ async def test_event_stream_of_a_reader_that_left_is_detached(cluster):
         await eventually(lambda: cluster.router.runs.readings == 0)
         assert cluster.router.runs.detached == 1
         await client.delete(f"/v1/streams/{stream_id}")
+
+
+async def test_description_names_the_ways_to_come_back(cluster):
+    paths = (await cluster.client.get("/openapi.json")).json()["paths"]
+    assert set(paths["/v1/streams/{stream_id}"]) == {"get", "delete"}
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        named = {parameter["name"] for parameter in paths[path]["post"]["parameters"]}
+        assert named == {"X-Lockstep-Resumable", "Idempotency-Key", "Last-Event-ID"}
+    named = {parameter["name"] for parameter in paths["/v1/streams/{stream_id}"]["get"]["parameters"]}
+    assert named == {"stream_id", "Last-Event-ID", "last_event_id"}
+
+
+async def test_kept_answers_make_room_for_other_requests(make_cluster):
+    cluster = await make_cluster(max_journals_bytes=1 << 20)
+    for worker in cluster.workers:
+        worker.card = model_card(context_length=1 << 16)
+        worker.announce(epoch=2)
+    await eventually(lambda: cluster.router.workers.models["reference"].context_length == 1 << 16)
+    for _ in range(4):
+        kept = await cluster.complete(prompt=[5] * 3000, max_tokens=1, resumable=True)
+        assert kept.status_code == 200
+    assert cluster.router.journals.kept == 4
+    async with asyncio.timeout(30):
+        while (await cluster.complete(prompt=[5] * 28_500, max_tokens=1)).status_code != 200:
+            await asyncio.sleep(0.05)
+    assert cluster.router.journals.kept < 4
+
+
+async def test_access_log_says_what_was_resumed(cluster, caplog):
+    caplog.set_level(logging.INFO, logger="lockstep.router")
+    response = await cluster.client.post("/v1/completions", json=STREAM)
+    stream_id, events = response.headers["x-lockstep-stream-id"], events_of(response)
+    await resume(cluster.client, stream_id, events[8][0])
+    lines = [each for each in caplog.records if each.message == "request"]
+    assert [(each.resumed, each.completion_tokens) for each in lines] == [(False, 12), (True, 3)]
+    assert not any(stream_id in str(vars(each)) for each in caplog.records)

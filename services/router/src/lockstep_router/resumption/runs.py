@@ -177,23 +177,25 @@ class Runs:
             LockstepError: as from `Router.prepare` and `Router.run`; IDEMPOTENCY_KEY_REUSED; INVALID_REQUEST or
                 STREAM_NOT_FOUND for `after`; OVERLOADED.
         """
-        run = Run(owner)
-        arrival = self._attach(run)
-        self._runs[run.request_id] = run
-        joined: Reading | None = None
-        try:
-            if key is not None:
-                joined = await self._claim(run, key, after)
-            if joined is None:
-                run.task = asyncio.create_task(self._drive(run, request, account, style))
-        finally:
-            if run.task is None:
-                self._detach(run, arrival)
-                await self._finish(run, Outcome(_gone()))
-        if joined is not None:
-            return joined
-        del request
-        return await self._read(run, arrival, None, is_resumed=False)
+        for _ in range(_CLAIM_TRIES):
+            run = Run(owner)
+            self._runs[run.request_id] = run  # before the claim: who finds that finds the run
+            first: Claim | None = None
+            try:
+                if key is not None:
+                    first = await self._claim(run, key, after)
+                if first is None:
+                    arrival = self._attach(run)
+                    run.task = asyncio.create_task(self._drive(run, request, account, style))
+            finally:
+                if run.task is None:
+                    await self._finish(run, Outcome(_gone()))
+            if first is None:
+                del request
+                return await self._read(run, arrival, None, is_resumed=False)
+            if (reading := await self._join(first, owner, after)) is not None:
+                return reading
+        raise LockstepError(ErrorCode.UNAVAILABLE, "the request's first stream is ending", retry_after_s=1)
 
     async def resume(self, request_id: str, owner: str, after: After | None = None) -> Reading:
         """Read a stream that an earlier request started. The caller closes the reading.
@@ -310,39 +312,36 @@ class Runs:
 
     # Idempotency.
 
-    async def _claim(self, run: Run, key: IdempotencyKey, after: After | None) -> Reading | None:
-        """Give the key to a run; if another one has it, a reading of that one.
+    async def _claim(self, run: Run, key: IdempotencyKey, after: After | None) -> Claim | None:
+        """Give the key to a run; the claim of the one that has it already.
 
         Raises:
-            LockstepError: IDEMPOTENCY_KEY_REUSED, it has it for another body; STREAM_NOT_FOUND, `after` names a stream
-                that is gone.
+            LockstepError: IDEMPOTENCY_KEY_REUSED, that one has another body; STREAM_NOT_FOUND, none has it, so the one
+                that `after` names is gone.
         """
-        for _ in range(_CLAIM_TRIES):
-            known = await self._store.claim(key.scope, Claim(run.request_id, key.fingerprint))
-            if known is None:
-                if after is not None:
-                    raise _not_found()
-                return None
-            if known.fingerprint != key.fingerprint:
-                raise LockstepError(
-                    ErrorCode.IDEMPOTENCY_KEY_REUSED,
-                    f"{key.field} was used for a request with another body",
-                    field=key.field,
-                )
-            other = self._runs.get(known.request_id)
-            if other is not None and other.end is not None:
-                await other.ended.wait()
-                continue
-            try:
-                reading = await self._resume(known.request_id, run.owner, after)
-            except LockstepError as error:
-                if error.code is not ErrorCode.STREAM_NOT_FOUND:
-                    raise
-                await self._store.release(known.request_id)
-                continue
-            metrics.IDEMPOTENT_JOINS.inc()
-            return reading
-        raise LockstepError(ErrorCode.UNAVAILABLE, f"the stream of this {key.field} is ending", retry_after_s=1)
+        known = await self._store.claim(key.scope, Claim(run.request_id, key.fingerprint))
+        if known is None and after is not None:
+            raise _not_found()
+        if known is not None and known.fingerprint != key.fingerprint:
+            sentence = f"{key.field} was used for a request with another body"
+            raise LockstepError(ErrorCode.IDEMPOTENCY_KEY_REUSED, sentence, field=key.field)
+        return known
+
+    async def _join(self, claim: Claim, owner: str, after: After | None) -> Reading | None:
+        """Read the stream that has a key; None if it has just ended, and the key is free."""
+        run = self._runs.get(claim.request_id)
+        if run is not None and run.end is not None:
+            await run.ended.wait()
+            return None
+        try:
+            reading = await self._resume(claim.request_id, owner, after)
+        except LockstepError as error:
+            if error.code is not ErrorCode.STREAM_NOT_FOUND:
+                raise
+            await self._store.release(claim.request_id)
+            return None
+        metrics.IDEMPOTENT_JOINS.inc()
+        return reading
 
     # Generation.
 
@@ -358,8 +357,8 @@ class Runs:
                 session = request.caller.session
                 del request
                 record = _record(run, prepared, style, session, deadline_s)
+                await self._store.open(record)
                 async with self._host.run(prepared, account, observe=partial(self._note, run, prepared)) as generation:
-                    await self._store.open(record)
                     run.record, run.tokenizer = record, prepared.tokenizer
                     run.logs = [ChoiceLog() for _ in record.choices]
                     run.prepared.set()
@@ -442,6 +441,8 @@ class Runs:
 async def _begin(reading: Reading, after: After | None) -> Reading:
     """Go to the position; the reading is closed if there is no such position."""
     try:
+        if after is not None and not reading.record.style.stream:
+            raise no_position(after.field)
         if after is not None:
             await reading.skip(after)
     except BaseException:
