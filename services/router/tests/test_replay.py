@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_store_contract import record
-from lockstep_api.v1 import inference_pb2
+from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import LockstepError
+from lockstep_router.generation.choices import Choice
 from lockstep_router.generation.style import Style
 from lockstep_router.journals import ChoiceLog, ChoiceRecord, Outcome, Piece, StoredStream
-from lockstep_router.resumption import After, Position, Reading
+from lockstep_router.resumption import After, Event, Position, Reading
 from lockstep_router.resumption.replay import Replay
 from scripted_worker import VOCAB_SIZE
 
@@ -108,12 +109,25 @@ def summary(events, choices):
     return made
 
 
+def undisturbed(kept, feed, tokenizer):
+    """What a client gets that never leaves and has no journal."""
+    made = [Choice(index, tokenizer, kept.stops) for index in range(len(kept.choices))]
+    events = []
+    for piece in feed:
+        update = worker_pb2.StreamTokens(ids=piece.ids, logprobs=piece.logprobs, finish=piece.finish)
+        delta = made[piece.index].feed(update)
+        events += [] if delta is None else [Event(delta, None)]
+    return summary(events, len(made)), sum(choice.tokens for choice in made)
+
+
 async def check_every_cut(kept, feed, tokenizer):
     """Cut the answer after every event, and continue it from its journal."""
     choices = len(kept.choices)
     source = Growing(choices)
     events, whole = await history(kept, source, tokenizer, feed=feed)
-    expected = summary(events, choices)
+    expected, tokens = undisturbed(kept, feed, tokenizer)
+    assert summary(events, choices) == expected
+    assert whole.usage.completion_tokens == tokens
     assert all(len(finishes) == 1 for _, _, finishes in expected.values())
     stored = trimmed(source, events)
     for cut in range(len(events) + 1):
@@ -168,15 +182,19 @@ async def test_held_back_text_comes_with_a_finish_without_tokens(tokenizer):
     assert expected[0] == ["to be or", [], ["stop"]]
 
 
-async def test_position_between_events_is_taken_too(tokenizer):
-    ids = tokenizer.encode(TEXT)
+@pytest.mark.parametrize("stops", [(), (" too",)])
+async def test_position_between_events_is_taken_too(tokenizer, stops):
+    kept, ids = stream_of(1, stops=stops), tokenizer.encode(TEXT)
     source = Growing(1)
     source.logs[0].add(Piece(0, 0, ids, (), LENGTH))
     for tokens in range(len(ids) + 1):
-        before = Replay(stream_of(1), [ChoiceLog(source.logs[0].ids[:tokens])], tokenizer).take()
-        rest, _ = await history(stream_of(1), source, tokenizer, Position((tokens,), (False,)))
-        assert "".join(delta.text for delta in [*before, *(event.delta for event in rest)]) == TEXT
-        assert rest[-1].delta.finish_reason == "length"
+        before = Replay(kept, [ChoiceLog(source.logs[0].ids[:tokens])], tokenizer).take()
+        rest, _ = await history(kept, source, tokenizer, Position((tokens,), (False,)))
+        text = "".join(delta.text for delta in [*before, *(event.delta for event in rest)])
+        assert text == (TEXT.removesuffix(" too") if stops else TEXT)
+        assert [event.delta.finish_reason for event in rest if event.delta.finish_reason] == [
+            "stop" if stops else "length"
+        ]
 
 
 async def test_long_answers_are_read_in_parts(tokenizer):
