@@ -117,8 +117,8 @@ async def _write(reading: Reading, record: Record, client: Client) -> None:
     if not reading.is_resumed:
         record.prompt_tokens = reading.record.prompt_tokens
     headers = {STREAM_HEADER: reading.record.request_id}
-    answer_format = format_of(reading.record, reading.tokenizer)
     with closing(reading):
+        answer_format = format_of(reading.record, reading.tokenizer)
         try:
             if style.stream:
                 client.expect_events()
