@@ -1,8 +1,11 @@
-"""What holds for every test of the repository: Ctrl-C reaches what a test starts, and a run may have a time budget."""
+"""What holds for every test of the repository: Ctrl-C reaches what a test starts, a run may have a time budget, and no
+example of Hypothesis has a deadline: machines differ.
+"""
 
 import signal
 import time
 
+import hypothesis
 import pytest
 
 BEGAN_S = pytest.StashKey[float]()
@@ -16,6 +19,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[BEGAN_S] = time.monotonic()
+    hypothesis.settings.register_profile("lockstep", deadline=None)
+    hypothesis.settings.load_profile("lockstep")
     # A shell starts background jobs with SIGINT ignored, and ignored signals are inherited by what a test starts.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
