@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from random import Random
 from typing import Self
 
 from lockstep_api.v1 import worker_pb2
@@ -39,8 +40,20 @@ _MEASURE_EVERY_S = 0.1
 class Router:
     """One router. Entering the context connects to the workers, leaving it disconnects."""
 
-    def __init__(self, settings: RouterSettings, discovery: Discovery | None = None, dial: Dial = dial_plain) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        discovery: Discovery | None = None,
+        dial: Dial = dial_plain,
+        dice: Random | None = None,
+    ) -> None:
         """Make a router.
+
+        Args:
+            settings: its settings.
+            discovery: where it finds workers; None: as the settings say.
+            dial: opens a channel to a worker.
+            dice: its source of randomness; None: the system's.
 
         Raises:
             LockstepError: INVALID_REQUEST, the file of API keys cannot be used.
@@ -49,7 +62,7 @@ class Router:
         self.keys = None if settings.keys_file is None else KeyFile(settings.keys_file)
         """The API keys of clients; None: everyone is served."""
         self.limits = TenantLimits()
-        self.workers = Workers(settings, discovery or choose_discovery(settings), dial)
+        self.workers = Workers(settings, discovery or choose_discovery(settings), dial, dice)
         self.memory = MemoryTrimmer()
         self._threads = TextThreads(settings.text_threads, self.memory)
         self.encoder = PromptEncoder(self._threads, control_tokens=settings.allow_control_tokens_in_text)

@@ -5,7 +5,6 @@ It never chooses a worker: each stream does that for itself, again for each atte
 
 import asyncio
 import math
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -97,10 +96,10 @@ async def _prepare(
         count(prompt)
 
     encoded = await encoder.encode_all(request.prompts, tokenizer, card, keep_text=request.echo, check=check)
-    base = secrets.token_hex(12)
+    base = workers.dice.randbytes(12).hex()
     journals: list[Journal] = []
     for index, (prompt, sampling) in enumerate(zip(encoded, samplings, strict=True)):
-        seed = secrets.randbits(63) if request.seed is None else request.seed % 2**64
+        seed = workers.dice.getrandbits(63) if request.seed is None else request.seed % 2**64
         for choice in range(request.choices_per_prompt):
             seeded = with_seed(sampling, derive_seed(seed, choice))
             stream_id = f"{base}-{index}-{choice}"

@@ -6,10 +6,10 @@ attempts when the worker is lost. It never decides where a stream goes next.
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from random import Random, SystemRandom
 from typing import Any, Protocol
 
 import grpc
@@ -137,6 +137,7 @@ class Link:
         suspects: Suspects,
         on_change: Callable[["Link"], None],
         dial: Dial = dial_plain,
+        dice: Random | None = None,
     ) -> None:
         self.address = address
         self.target = address.target
@@ -163,6 +164,7 @@ class Link:
         self._suspects = suspects
         self._on_change = on_change
         self._dial = dial
+        self._dice = dice or SystemRandom()
         self._connected = False
         self._silent = False
         self._stepped_at = 0.0
@@ -300,7 +302,7 @@ class Link:
                 self._note_problem("internal error")
             if self.last_seen_at != greeted_before:
                 pause_s = self._settings.backoff_initial_s
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            await asyncio.sleep(pause_s * self._dice.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, self._settings.backoff_max_s)
 
     async def _serve(self) -> None:
@@ -500,7 +502,7 @@ class Link:
                 raise
             except BaseException as error:  # whatever a worker's files make the libraries raise, panics of Rust too
                 self._note_problem(f"tokenizer: {_describe(error)}")
-                await asyncio.sleep(self._settings.backoff_max_s * random.uniform(0.5, 1.0))
+                await asyncio.sleep(self._settings.backoff_max_s * self._dice.uniform(0.5, 1.0))
         self.problem = ""
         self._on_change(self)
 

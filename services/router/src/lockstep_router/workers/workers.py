@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
+from random import Random, SystemRandom
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
@@ -35,7 +36,15 @@ _MEASURE_EVERY_S = 1.0
 class Workers:
     """The workers that discovery reports."""
 
-    def __init__(self, settings: RouterSettings, discovery: Discovery, dial: Dial = dial_plain) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        discovery: Discovery,
+        dial: Dial = dial_plain,
+        dice: Random | None = None,
+    ) -> None:
+        self.dice = dice or SystemRandom()
+        """The router's source of randomness: jitter, stream ids, and seeds of requests that name none."""
         self.clock = AwakeClock(tick_s=min(_MAX_TICK_S, settings.heartbeat_timeout_s / 10))
         self.tokenizers = TokenizerCache()
         self.suspects = Suspects(settings.quarantine_after, self._announce)
@@ -100,6 +109,7 @@ class Workers:
                     self.suspects,
                     self._on_change,
                     self._dial,
+                    self.dice,
                 )
                 self._links[link] = asyncio.create_task(link.run())
         self._retire_unlisted()
