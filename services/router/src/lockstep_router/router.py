@@ -79,6 +79,7 @@ class Router:
         self._preparing_bytes = 0
         """Prompts that are token ids already, of requests that are not."""
         self._journals_measured_at = 0.0
+        """In the event loop's time, like all deadlines."""
         self._began_at = time.monotonic()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -295,7 +296,7 @@ class Router:
 
     def _check_room(self, wanted: int) -> None:
         """Raise OVERLOADED if the journals have no room for more bytes."""
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         if now - self._journals_measured_at > _MEASURE_EVERY_S:
             self._journals_measured_at = now
             self._journals_bytes = sum(generation.journal_bytes for generation in self._generations)
