@@ -261,6 +261,8 @@ class _Connection:
         while self.worker.deaf:
             await asyncio.sleep(0.01)
         async for message in requests:
+            while self.worker.deaf:
+                await asyncio.sleep(0.01)
             self.worker.messages += 1
             if message.HasField("several"):
                 assert self.worker.accepts_several

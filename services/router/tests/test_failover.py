@@ -385,3 +385,18 @@ async def test_status_shows_fingerprints_and_suspects(make_cluster):
     assert sorted(worker["fingerprint"] for worker in status["workers"]) == ["a", "b"]
     assert status["router"]["exact_failover"] == "prefer"
     assert status["router"]["suspects"] == {"suspected": 0, "tried": 0, "quarantined": 0}
+
+
+async def test_attempt_that_is_on_its_way_while_the_ranks_die_is_cancelled_in_the_next_epoch(cluster):
+    first, (second,) = cluster.worker_of("user:u")
+    first.deaf = True
+    answering = asyncio.create_task(cluster.complete(PROMPT))
+    await eventually(lambda: any(link.has_streams for link in cluster.router.workers.links))
+    first.script = Script(hang_after=0)
+    first.restart_ranks()
+    assert text_of(await answering) == cluster.undisturbed(PROMPT, 7, TOKENS)
+    assert [submit.attempt for submit in second.submits] == [2]
+    first.deaf = False
+    await eventually(lambda: first.submits and first.cancels)
+    assert [submit.attempt for submit in first.submits] == [1]
+    assert [cancel.attempt for cancel in first.cancels] == [1]

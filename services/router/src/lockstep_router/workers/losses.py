@@ -59,6 +59,9 @@ _FAILURES = frozenset(
 )
 _NEED_CANCEL = frozenset(
     {
+        # A Submit that is on its way when the ranks die arrives in the next epoch, which runs it.
+        Loss.RESTARTING,
+        Loss.NEW_EPOCH,
         Loss.SILENT,
         Loss.FIRST_TOKEN_DEADLINE,
         Loss.INTER_TOKEN_DEADLINE,
