@@ -22,6 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--fuzz-cases", type=int, default=1000, help="requests from the schema (default: %(default)s)")
     group.addoption("--fuzz-seed", type=int, default=None, help="of these requests (default: a new one)")
     group.addoption("--times", type=int, default=1, help="trials of each experiment (default: %(default)s)")
+    simulation = parser.getgroup("lockstep", "simulation (tests/simulation)")
+    simulation.addoption("--simulated-streams", type=int, default=None, help="streams (default: some thousand)")
+    simulation.addoption("--simulation-seed", type=int, default=0, help="the first seed (default: %(default)s)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
