@@ -33,6 +33,7 @@ def kinds(changed):
         history(end=Kind.ERROR, value="unavailable", given=4),
         history(end=Kind.ERROR, value="deadline_exceeded", given=2, timeout_s=2.0),
         history(usage=len(IDS)),
+        history(end=Kind.ERROR, value="request_quarantined", given=2, is_poison=True),
     ],
 )
 def test_right_histories_are_right(right):
@@ -90,6 +91,7 @@ def test_each_broken_token_is_seen(at, what):
         ("error that nothing explains", "unexplained error"),
         ("deadline before its time", "unexplained error"),
         ("deadline without a timeout", "unexplained error"),
+        ("quarantine of an innocent request", "unexplained error"),
         ("wrong finish", "early end"),
         ("half a token", "broken text"),
         ("wrong count", "wrong count"),
@@ -118,6 +120,9 @@ def test_each_other_breakage_is_seen(what, kind):
         ),
         "deadline without a timeout": lambda h: h.events.__setitem__(
             -1, replace(end, kind=Kind.ERROR, value="deadline_exceeded")
+        ),
+        "quarantine of an innocent request": lambda h: h.events.__setitem__(
+            -1, replace(end, kind=Kind.ERROR, value="request_quarantined")
         ),
         "wrong finish": lambda h: h.events.__setitem__(-1, replace(end, value="stop")),
         "half a token": lambda h: h.events.__setitem__(0, replace(h.events[0], value="00")),

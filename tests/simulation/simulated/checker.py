@@ -55,7 +55,7 @@ class Rules:
     deadline_slack_s: float
     """A request with a timeout ends at most so long after it."""
     allowed_errors: frozenset[ErrorCode]
-    """Errors that the faults explain, besides DEADLINE_EXCEEDED of requests with a timeout."""
+    """Errors that the faults explain, besides DEADLINE_EXCEEDED of requests with a timeout and the quarantine of those that kill workers."""
 
 
 def check(histories: list[History], rules: Rules) -> list[Violation]:
@@ -136,6 +136,8 @@ def _check_error(history: History, rules: Rules) -> list[Violation]:
         code = ErrorCode(event.value)
         if code is ErrorCode.DEADLINE_EXCEEDED and history.timeout_s is not None:
             is_allowed = event.at >= history.arrived_at + history.timeout_s - rules.deadline_slack_s
+        elif code is ErrorCode.REQUEST_QUARANTINED:
+            is_allowed = history.is_poison
         else:
             is_allowed = code in rules.allowed_errors and code not in NEVER
         if not is_allowed:

@@ -79,6 +79,8 @@ class Kernel:
         """Run until the condition holds; False if the moment `limit` comes first."""
         while not is_done():
             self._run_ready_loops()
+            if is_done():
+                return True
             at = self._next_at()
             if at is None:
                 raise Stuck("nothing is left to happen")

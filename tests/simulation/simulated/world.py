@@ -396,7 +396,7 @@ class World:
     def _rules(self) -> Rules:
         settings = settings_of(self.plan, "router")
         frozen_s = max((each.loop.frozen_s for each in (*self.living_routers(), *self.dead_routers)), default=0.0)
-        allowed = {ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED, ErrorCode.WORKER_LOST, ErrorCode.REQUEST_QUARANTINED}
+        allowed = {ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED, ErrorCode.WORKER_LOST}
         if self.plan.has_sanctuary:
             allowed = set()
         return Rules(longest_silence(settings, self.plan) + frozen_s, 0.2 + frozen_s, frozenset(allowed))
