@@ -55,7 +55,8 @@ class Rules:
     deadline_slack_s: float
     """A request with a timeout ends at most so long after it."""
     allowed_errors: frozenset[ErrorCode]
-    """Errors that the faults explain, besides DEADLINE_EXCEEDED of requests with a timeout and the quarantine of those that kill workers."""
+    """Errors that the faults explain. The error of a timeout, and the quarantine of a request that kills workers, are
+    always explained."""
 
 
 def check(histories: list[History], rules: Rules) -> list[Violation]:

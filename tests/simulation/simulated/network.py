@@ -217,8 +217,12 @@ class Connection:
             raise unavailable("the connection has ended")
         if frame.WhichOneof("frame") == "hello":
             self.hello_sent_at = self._kernel.now
-        for each in self._network.to_worker(frame):
-            self._up.send(each.SerializeToString())
+        kept = [each for one in frames_of(frame) for each in self._network.to_worker(one)]
+        if frame.HasField("several"):
+            self._up.send(worker_pb2.RouterFrame(several=worker_pb2.RouterFrames(frames=kept)).SerializeToString())
+        else:
+            for each in kept:
+                self._up.send(each.SerializeToString())
 
     async def read(self) -> Any:
         while not self._read:
@@ -303,11 +307,11 @@ class Connection:
             self.host.on_end(self)
             self._forget()
             return
-        frame = worker_pb2.RouterFrame.FromString(item)
-        if frame.WhichOneof("frame") == "hello":
-            self.host.on_hello(self, frame.hello)
-        else:
-            self.host.on_frame(self, frame)
+        for frame in frames_of(worker_pb2.RouterFrame.FromString(item)):
+            if frame.WhichOneof("frame") == "hello":
+                self.host.on_hello(self, frame.hello)
+            else:
+                self.host.on_frame(self, frame)
 
     def _at_router(self, item: Any) -> None:
         if self.router_knows_end:
@@ -347,6 +351,11 @@ class Connection:
     def _forget(self) -> None:
         if self.router_knows_end and self.worker_knows_end and self in self._network.connections:
             self._network.connections.remove(self)
+
+
+def frames_of(message: worker_pb2.RouterFrame) -> list[worker_pb2.RouterFrame]:
+    """The frames of one message."""
+    return list(message.several.frames) if message.HasField("several") else [message]
 
 
 def unavailable(details: str) -> grpc.aio.AioRpcError:

@@ -106,6 +106,7 @@ class Worker:
         self.live: dict[tuple[int, str], Live] = {}
         self.running: list[Live] = []
         self.waiting: list[Live] = []
+        self.accepts_several = self.dice.random() < 0.7  # the others are of an older version
         self.steps = 0
         self.thawed_at = 0.0
         self._numbers = 0
@@ -435,6 +436,7 @@ class Worker:
 
     def _hello(self) -> worker_pb2.WorkerFrame:
         hello = worker_pb2.Hello(worker_id=self.worker_id, incarnation=self.incarnation, model=self.card)
+        hello.accepts_several = self.accepts_several
         return worker_pb2.WorkerFrame(epoch=self.epoch, hello=hello)
 
     def _status(self) -> worker_pb2.WorkerFrame:
