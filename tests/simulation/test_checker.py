@@ -140,19 +140,19 @@ def test_each_other_breakage_is_seen(what, kind):
 
 def test_any_random_change_of_tokens_is_seen():
     """Whatever is done to the tokens: if they are not a prefix any more, it is seen."""
-    dice = Random(1)
+    rng = Random(1)
     for _ in range(2000):
         ids = list(IDS)
-        for _ in range(dice.randint(1, 3)):
-            at, action = dice.randrange(len(ids)), dice.randrange(4)
+        for _ in range(rng.randint(1, 3)):
+            at, action = rng.randrange(len(ids)), rng.randrange(4)
             if action == 0 and len(ids) > 1:
                 del ids[at]
             elif action == 1:
-                ids.insert(at, dice.choice(IDS))
+                ids.insert(at, rng.choice(IDS))
             elif action == 2:
-                ids[at] = dice.choice(IDS)
+                ids[at] = rng.choice(IDS)
             else:
-                dice.shuffle(ids)
+                rng.shuffle(ids)
         changed = history()
         texts = [Event(1.0 + n / 9, Kind.TEXT, text_of(each), n + 1) for n, each in enumerate(ids)]
         changed.events = [*texts, Event(3.0, Kind.FINISH, "length")]

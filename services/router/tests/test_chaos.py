@@ -52,15 +52,15 @@ async def hang(worker):
 FAULTS = [restart_ranks, break_connections, restart_process, drain, fall_silent, hang]
 
 
-async def disturb(workers, dice):
+async def disturb(workers, rng):
     while True:
-        await asyncio.sleep(dice.uniform(0.01, 0.05))
-        await dice.choice(FAULTS)(dice.choice(workers))
+        await asyncio.sleep(rng.uniform(0.01, 0.05))
+        await rng.choice(FAULTS)(rng.choice(workers))
 
 
-async def converse(cluster, client, dice):
+async def converse(cluster, client, rng):
     for number in range(REQUESTS_EACH):
-        prompt, seed, stream = f"client {client} asks {number}", dice.randrange(1000), dice.random() < 0.5
+        prompt, seed, stream = f"client {client} asks {number}", rng.randrange(1000), rng.random() < 0.5
         response = await cluster.complete(prompt, seed=seed, max_tokens=TOKENS, user=prompt, stream=stream)
         assert response.status_code == 200, response.text
         if stream:
@@ -78,13 +78,13 @@ async def converse(cluster, client, dice):
 async def test_every_answer_is_the_undisturbed_one(make_cluster):
     seed = int(os.environ.get("LOCKSTEP_TEST_SEED", time.time_ns() % 2**32))
     print(f"LOCKSTEP_TEST_SEED={seed}")
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     cluster = await make_cluster(3, heartbeat_timeout_s=0.3, inter_token_deadline_s=0.2, first_token_deadline_s=0.4)
     assert cluster.router.settings.max_attempts == RouterSettings.model_fields["max_attempts"].default
     for worker in cluster.workers:
         worker.script = Script(delay_s=0.002, noise=True)
         worker.steps_advance = False
-    disturbing = asyncio.create_task(disturb(cluster.workers, dice))
+    disturbing = asyncio.create_task(disturb(cluster.workers, rng))
     await asyncio.gather(*(converse(cluster, client, random.Random(f"{seed} {client}")) for client in range(CLIENTS)))
     assert not disturbing.done()
     disturbing.cancel()

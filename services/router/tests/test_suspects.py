@@ -93,17 +93,17 @@ async def test_poison_in_the_queue_of_a_dead_worker_is_not_suspected(make_cluste
 
 def simulate(streams, poison, workers):
     """Deaths until the poison is found: streams run wherever they may, and each worker that runs the poison dies."""
-    dice = random.Random(1)
+    rng = random.Random(1)
     suspects = Suspects(3, lambda: None)
     deaths = 0
     while not suspects.is_guilty(poison):
         placed = {life: [] for life in LIVES[:workers]}
         order = list(streams)
-        dice.shuffle(order)
+        rng.shuffle(order)
         for stream in order:
             lives = [life for life in placed if suspects.may_enter(stream, life)]
             if lives:
-                life = dice.choice(lives)
+                life = rng.choice(lives)
                 suspects.enter(stream, life)
                 placed[life].append(stream)
         for life, running in placed.items():

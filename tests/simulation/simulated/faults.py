@@ -42,7 +42,7 @@ class Fault:
 
 
 def choose_faults(
-    dice: Random,
+    rng: Random,
     routers: int,
     workers: int,
     window_s: float,
@@ -55,7 +55,7 @@ def choose_faults(
     """Faults in the order of their times.
 
     Args:
-        dice: the source of randomness.
+        rng: the source of randomness.
         routers: number of routers.
         workers: number of workers.
         window_s: faults begin in this time.
@@ -65,17 +65,17 @@ def choose_faults(
         spare_first: whether the first worker and the paths to it have none.
     """
     faults = []
-    for _ in range(dice.randint(*count)):
-        kind = dice.choice(kinds)
+    for _ in range(rng.randint(*count)):
+        kind = rng.choice(kinds)
         first = 1 if spare_first and kind not in ROUTER_FAULTS and kind not in DISCOVERY_FAULTS else 0
         faults.append(
             Fault(
-                at=0.5 + dice.random() * (window_s - 0.5),
+                at=0.5 + rng.random() * (window_s - 0.5),
                 kind=kind,
-                router=dice.randrange(routers),
-                worker=dice.randrange(first, workers),
-                seconds=dice.choice((dice.uniform(0.02, 0.5), dice.uniform(0.5, 4.0), dice.uniform(4.0, longest_s))),
-                lottery=dice.random(),
+                router=rng.randrange(routers),
+                worker=rng.randrange(first, workers),
+                seconds=rng.choice((rng.uniform(0.02, 0.5), rng.uniform(0.5, 4.0), rng.uniform(4.0, longest_s))),
+                lottery=rng.random(),
             )
         )
     return tuple(sorted(faults, key=lambda fault: fault.at))

@@ -63,7 +63,7 @@ class Network:
     """All paths and connections."""
 
     kernel: Kernel
-    dice: Random
+    rng: Random
     hosts: dict[str, Host] = field(default_factory=dict)
     """Worker processes by target."""
     connections: list["Connection"] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Network:
 
     def delay_s(self, source: str, destination: str) -> float:
         path = self.path(source, destination)
-        return path.least_s + self.dice.random() * path.jitter_s
+        return path.least_s + self.rng.random() * path.jitter_s
 
     def dial(self, loop: ProcessLoop, target: str) -> "Channel":
         return Channel(self, loop, target)

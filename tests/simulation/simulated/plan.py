@@ -85,16 +85,16 @@ USUAL_SCALE = Scale()
 
 def make_plan(seed: int, scale: Scale = USUAL_SCALE) -> Plan:
     """The plan of a seed."""
-    dice = Random(f"{seed}/plan")
-    routers, workers = dice.choice((1, 2, 2, 3)), dice.choice((2, 3, 3, 4))
-    has_sanctuary = dice.random() < 0.4
-    has_poison = not has_sanctuary and dice.random() < 0.3
+    rng = Random(f"{seed}/plan")
+    routers, workers = rng.choice((1, 2, 2, 3)), rng.choice((2, 3, 3, 4))
+    has_sanctuary = rng.random() < 0.4
+    has_poison = not has_sanctuary and rng.random() < 0.3
     plans = [
         worker.Plan(
-            max_seqs=dice.choice((2, 4, 8, 16)),
-            step_s=dice.uniform(0.02, 0.04),
-            most_per_step=dice.choice((1, 2, 4)),
-            restart_s=dice.uniform(0.1, 1.0),
+            max_seqs=rng.choice((2, 4, 8, 16)),
+            step_s=rng.uniform(0.02, 0.04),
+            most_per_step=rng.choice((1, 2, 4)),
+            restart_s=rng.uniform(0.1, 1.0),
         )
         for _ in range(workers)
     ]
@@ -105,7 +105,7 @@ def make_plan(seed: int, scale: Scale = USUAL_SCALE) -> Plan:
         routers,
         tuple(plans),
         has_sanctuary,
-        _settings(dice),
+        _settings(rng),
         tuple(_request(Random(f"{seed}/request/{n}"), n, scale, has_poison=has_poison) for n in range(scale.requests)),
         choose_faults(
             Random(f"{seed}/faults"),
@@ -121,18 +121,18 @@ def make_plan(seed: int, scale: Scale = USUAL_SCALE) -> Plan:
     )
 
 
-def _settings(dice: Random) -> dict[str, object]:
+def _settings(rng: Random) -> dict[str, object]:
     return {
-        "policy": dice.choice(
+        "policy": rng.choice(
             ("sticky", "hybrid", "stateless", "round_robin", "weighted", "least_loaded", "prefix_aware")
         ),
-        "heartbeat_timeout_s": dice.choice((0.5, 1.0, 1.5)),
+        "heartbeat_timeout_s": rng.choice((0.5, 1.0, 1.5)),
         "first_token_deadline_s": 4.0,
         "inter_token_deadline_s": 2.0,
         "connect_timeout_s": 1.0,
         "max_queue_wait_s": 15.0,
-        "max_unread_tokens": dice.choice((8, 64, 4096)),
-        "exact_failover": dice.choice(("prefer", "strict")),
+        "max_unread_tokens": rng.choice((8, 64, 4096)),
+        "exact_failover": rng.choice(("prefer", "strict")),
         "prefix_index_blocks": 1024,
     }
 
@@ -141,45 +141,45 @@ def settings_of(plan: Plan, router_id: str) -> RouterSettings:
     return RouterSettings(workers=("nowhere:1",), router_id=router_id, **plan.settings)  # type: ignore[arg-type]
 
 
-def _request(dice: Random, number: int, scale: Scale, *, has_poison: bool) -> Request:
-    prompt = [dice.randrange(model.FIRST_ID, model.VOCAB_SIZE) for _ in range(dice.randint(1, 100))]
-    max_tokens = dice.choice((1, 2, dice.randint(3, 30), dice.randint(10, 100)))
+def _request(rng: Random, number: int, scale: Scale, *, has_poison: bool) -> Request:
+    prompt = [rng.randrange(model.FIRST_ID, model.VOCAB_SIZE) for _ in range(rng.randint(1, 100))]
+    max_tokens = rng.choice((1, 2, rng.randint(3, 30), rng.randint(10, 100)))
     request = Request(
         name=f"r{number}",
-        at=0.2 + dice.random() * scale.window_s,
-        lottery=dice.random(),
+        at=0.2 + rng.random() * scale.window_s,
+        lottery=rng.random(),
         prompt_ids=tuple(prompt),
-        is_text=dice.random() < 0.3,
+        is_text=rng.random() < 0.3,
         max_tokens=max_tokens,
-        seed=dice.getrandbits(62),
-        session=f"s{dice.randrange(20)}",
-        choices=dice.choice((1,) * 9 + (2,)),
-        retries=dice.random() < 0.7,
+        seed=rng.getrandbits(62),
+        session=f"s{rng.randrange(20)}",
+        choices=rng.choice((1,) * 9 + (2,)),
+        retries=rng.random() < 0.7,
     )
-    if has_poison and dice.random() < 0.03:
+    if has_poison and rng.random() < 0.03:
         return replace(request, prompt_ids=(model.POISON_ID, *prompt), max_tokens=max(8, max_tokens), choices=1)
-    return _with_habits(dice, request)
+    return _with_habits(rng, request)
 
 
-def _with_habits(dice: Random, request: Request) -> Request:
+def _with_habits(rng: Random, request: Request) -> Request:
     """A client that does more than read: most do nothing of it."""
-    habit, tokens = dice.random(), max(1, request.max_tokens // 2)
+    habit, tokens = rng.random(), max(1, request.max_tokens // 2)
     if habit < 0.08:
-        return replace(request, leaves_after_tokens=dice.randint(1, tokens))
+        return replace(request, leaves_after_tokens=rng.randint(1, tokens))
     if habit < 0.14:
-        return replace(request, leaves_after_s=dice.uniform(0.0, 2.0))
+        return replace(request, leaves_after_s=rng.uniform(0.0, 2.0))
     if habit < 0.20:
-        return replace(request, pause_s=dice.uniform(0.1, 1.0))
+        return replace(request, pause_s=rng.uniform(0.1, 1.0))
     if habit < 0.28:
-        return replace(request, timeout_s=dice.uniform(0.2, 8.0))
+        return replace(request, timeout_s=rng.uniform(0.2, 8.0))
     if habit < 0.36:
-        return replace(request, stop_ids=(_token_of(request, dice),))
+        return replace(request, stop_ids=(_token_of(request, rng),))
     if habit < 0.44:
-        return replace(request, stops=(model.text_of(_token_of(request, dice)), "zz"), choices=1)
+        return replace(request, stops=(model.text_of(_token_of(request, rng)), "zz"), choices=1)
     return request
 
 
-def _token_of(request: Request, dice: Random) -> int:
+def _token_of(request: Request, rng: Random) -> int:
     """A token that the answer has, if nothing ends it earlier."""
     sampling = model.inference_pb2.Sampling(seed=request.seed, max_tokens=request.max_tokens)
-    return model.Tokens(request.prompt_ids, sampling).at(dice.randrange(request.max_tokens))
+    return model.Tokens(request.prompt_ids, sampling).at(rng.randrange(request.max_tokens))

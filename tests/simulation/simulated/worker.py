@@ -86,7 +86,7 @@ class Worker:
     """One worker process."""
 
     kernel: Kernel
-    dice: Random
+    rng: Random
     worker_id: str
     target: str
     incarnation: int
@@ -106,7 +106,7 @@ class Worker:
         self.live: dict[tuple[int, str], Live] = {}
         self.running: list[Live] = []
         self.waiting: list[Live] = []
-        self.accepts_several = self.dice.random() < 0.7  # the others are of an older version
+        self.accepts_several = self.rng.random() < 0.7  # the others are of an older version
         self.steps = 0
         self.thawed_at = 0.0
         self._numbers = 0
@@ -164,7 +164,7 @@ class Worker:
         self.is_hung = False
         self._end_step()
         self.state = worker_pb2.WORKER_STATE_RESTARTING
-        tells_first = self.dice.random() < 0.5  # the status and the rejections come in either order
+        tells_first = self.rng.random() < 0.5  # the status and the rejections come in either order
         if tells_first:
             self._publish()
         for live in list(self.live.values()):
@@ -308,7 +308,7 @@ class Worker:
     def _ensure_step(self) -> None:
         if self._step is None and (self.running or self.waiting):
             self._step_began_at = self.kernel.now
-            self._step = self._later(self.plan.step_s * self.slowness * self.dice.uniform(0.8, 1.2), self._finish_step)
+            self._step = self._later(self.plan.step_s * self.slowness * self.rng.uniform(0.8, 1.2), self._finish_step)
 
     def _end_step(self) -> None:
         if self._step is not None:
@@ -358,7 +358,7 @@ class Worker:
             live.left_of_prompt -= _CHUNK
             self._note_phase(live, worker_pb2.STREAM_PHASE_RUNNING, phases)
             return
-        if self.dice.random() < self.mischief.preempts:
+        if self.rng.random() < self.mischief.preempts:
             self.running.remove(live)
             self.waiting.append(live)
             live.left_of_prompt = len(live.submit.prompt_ids) + live.position
@@ -368,7 +368,7 @@ class Worker:
             self.lose_ranks("poison")
             return
         ids, finish, first = [], 0, live.position
-        for _ in range(self.dice.randint(1, self.plan.most_per_step)):
+        for _ in range(self.rng.randint(1, self.plan.most_per_step)):
             ids.append(live.tokens.at(live.position))
             finish = live.tokens.finish_after(ids[-1], live.position)
             live.position += 1
@@ -390,27 +390,27 @@ class Worker:
         )
 
     def _send_tokens(self, connection: Connection, streams: list[worker_pb2.StreamTokens]) -> None:
-        mischief, dice = self.mischief, self.dice
+        mischief, rng = self.mischief, self.rng
         frame = worker_pb2.WorkerFrame(epoch=self.epoch, tokens=worker_pb2.Tokens(streams=streams))
-        victim = dice.choice(streams)
+        victim = rng.choice(streams)
         live = self.live.get((id(connection), victim.stream_id))
-        if dice.random() < mischief.gap and live is not None:
+        if rng.random() < mischief.gap and live is not None:
             self.kernel.trace("gap", self.worker_id, victim.stream_id, victim.position)
             frame.tokens.ClearField("streams")
             frame.tokens.streams.extend(each for each in streams if each is not victim)
-        if dice.random() < mischief.loss and live is not None:
+        if rng.random() < mischief.loss and live is not None:
             self.kernel.trace("forgets", self.worker_id, victim.stream_id, victim.position)
             live.is_forgotten = True
-        if dice.random() < mischief.old_attempt:
+        if rng.random() < mischief.old_attempt:
             self._send_wrong(connection, victim, epoch=self.epoch, attempt=victim.attempt - 1)
-        if dice.random() < mischief.old_epoch:
+        if rng.random() < mischief.old_epoch:
             self._send_wrong(connection, victim, epoch=self.epoch - 1, attempt=victim.attempt)
-        if dice.random() < mischief.malformed and live is not None:
+        if rng.random() < mischief.malformed and live is not None:
             self._send_wrong(connection, victim, epoch=self.epoch, attempt=victim.attempt, finish=77)
         connection.send(frame)
-        if dice.random() < mischief.twice:
+        if rng.random() < mischief.twice:
             self._sent = [*self._sent[-3:], frame]
-            connection.send(dice.choice(self._sent))
+            connection.send(rng.choice(self._sent))
 
     def _send_wrong(
         self, connection: Connection, like: worker_pb2.StreamTokens, *, epoch: int, attempt: int, finish: int = 0

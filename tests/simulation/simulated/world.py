@@ -90,19 +90,19 @@ class RouterProcess:
     def __init__(self, world: "World", index: int, life: int) -> None:
         self.index = index
         self.name = f"router-{index}"
-        dice = Random(f"{world.plan.seed}/{self.name}/{life}")
-        self.loop = ProcessLoop(world.kernel, self.name, clock_offset=float(dice.randrange(1, 1 << 20)))
+        rng = Random(f"{world.plan.seed}/{self.name}/{life}")
+        self.loop = ProcessLoop(world.kernel, self.name, clock_offset=float(rng.randrange(1, 1 << 20)))
         self.discovery = ScriptedDiscovery(world.addresses())
         self.router: Router | None = None
         self.clients: list[Client] = []
         self._leaving: asyncio.Event = asyncio.Event()
-        self._serving = self.loop.spawn(self._serve(world, dice))
+        self._serving = self.loop.spawn(self._serve(world, rng))
 
-    async def _serve(self, world: "World", dice: Random) -> None:
+    async def _serve(self, world: "World", rng: Random) -> None:
         settings = settings_of(world.plan, self.name).model_copy(update=world.mutation.settings)
         dial = world.network.dial
         async with world.mutation.router(
-            settings, self.discovery, lambda target, _: dial(self.loop, target), dice
+            settings, self.discovery, lambda target, _: dial(self.loop, target), rng
         ) as router:
             self.router = router
             await self._leaving.wait()

@@ -45,7 +45,7 @@ class Router:
         settings: RouterSettings,
         discovery: Discovery | None = None,
         dial: Dial = dial_plain,
-        dice: Random | None = None,
+        rng: Random | None = None,
     ) -> None:
         """Make a router.
 
@@ -53,7 +53,7 @@ class Router:
             settings: its settings.
             discovery: where it finds workers; None: as the settings say.
             dial: opens a channel to a worker.
-            dice: its source of randomness; None: the system's.
+            rng: its source of randomness; None: the system's.
 
         Raises:
             LockstepError: INVALID_REQUEST, the file of API keys cannot be used.
@@ -62,7 +62,7 @@ class Router:
         self.keys = None if settings.keys_file is None else KeyFile(settings.keys_file)
         """The API keys of clients; None: everyone is served."""
         self.limits = TenantLimits()
-        self.workers = Workers(settings, discovery or choose_discovery(settings), dial, dice)
+        self.workers = Workers(settings, discovery or choose_discovery(settings), dial, rng)
         self.memory = MemoryTrimmer()
         self._threads = TextThreads(settings.text_threads, self.memory)
         self.encoder = PromptEncoder(self._threads, control_tokens=settings.allow_control_tokens_in_text)

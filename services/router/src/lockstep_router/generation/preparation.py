@@ -96,10 +96,10 @@ async def _prepare(
         count(prompt)
 
     encoded = await encoder.encode_all(request.prompts, tokenizer, card, keep_text=request.echo, check=check)
-    base = workers.dice.randbytes(12).hex()
+    base = workers.rng.randbytes(12).hex()
     journals: list[Journal] = []
     for index, (prompt, sampling) in enumerate(zip(encoded, samplings, strict=True)):
-        seed = workers.dice.getrandbits(63) if request.seed is None else request.seed % 2**64
+        seed = workers.rng.getrandbits(63) if request.seed is None else request.seed % 2**64
         for choice in range(request.choices_per_prompt):
             seeded = with_seed(sampling, derive_seed(seed, choice))
             stream_id = f"{base}-{index}-{choice}"

@@ -265,13 +265,13 @@ class Stream:
             },
         )
         awake_s = self._workers.clock.now()
-        back_off_s = (lost.retry_after_s or reason.avoid_s) * self._workers.dice.uniform(1.0, 1.0 + _JITTER)
+        back_off_s = (lost.retry_after_s or reason.avoid_s) * self._workers.rng.uniform(1.0, 1.0 + _JITTER)
         self._avoided = {life: until for life, until in self._avoided.items() if until > awake_s}
         self._avoided[self._life] = awake_s + back_off_s
         self._count_loss(reason)
         if self._suspects.is_tried_beside_others(self.journal.stream_id):
             # Another router's stream may be the cause. The two are told apart by not running at the same times.
-            self._trial_at = asyncio.get_running_loop().time() + self._workers.dice.uniform(0.0, _MAX_TRIAL_PAUSE_S)
+            self._trial_at = asyncio.get_running_loop().time() + self._workers.rng.uniform(0.0, _MAX_TRIAL_PAUSE_S)
 
     def _count_loss(self, reason: Loss) -> None:
         assert self._attempt is not None
@@ -398,7 +398,7 @@ class Stream:
 
     def _wait_for_budget(self) -> _Wait:
         self._check_refused()
-        return _Wait("the retry budget", _BUDGET_RECHECK_S * self._workers.dice.uniform(1.0, 1.0 + _JITTER))
+        return _Wait("the retry budget", _BUDGET_RECHECK_S * self._workers.rng.uniform(1.0, 1.0 + _JITTER))
 
     def _check_refused(self) -> None:
         """Raise OVERLOADED for a request that was never in a queue and finds all queues full: it does not wait."""

@@ -137,7 +137,7 @@ class Link:
         suspects: Suspects,
         on_change: Callable[["Link"], None],
         dial: Dial = dial_plain,
-        dice: Random | None = None,
+        rng: Random | None = None,
     ) -> None:
         self.address = address
         self.target = address.target
@@ -164,7 +164,7 @@ class Link:
         self._suspects = suspects
         self._on_change = on_change
         self._dial = dial
-        self._dice = dice or SystemRandom()
+        self._dice = rng or SystemRandom()
         self._connected = False
         self._silent = False
         self._stepped_at = 0.0

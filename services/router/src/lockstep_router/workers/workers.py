@@ -41,9 +41,9 @@ class Workers:
         settings: RouterSettings,
         discovery: Discovery,
         dial: Dial = dial_plain,
-        dice: Random | None = None,
+        rng: Random | None = None,
     ) -> None:
-        self.dice = dice or SystemRandom()
+        self.rng = rng or SystemRandom()
         """The router's source of randomness: jitter, stream ids, and seeds of requests that name none."""
         self.clock = AwakeClock(tick_s=min(_MAX_TICK_S, settings.heartbeat_timeout_s / 10))
         self.tokenizers = TokenizerCache()
@@ -109,7 +109,7 @@ class Workers:
                     self.suspects,
                     self._on_change,
                     self._dial,
-                    self.dice,
+                    self.rng,
                 )
                 self._links[link] = asyncio.create_task(link.run())
         self._retire_unlisted()
