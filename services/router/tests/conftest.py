@@ -30,10 +30,10 @@ def tokenizer():
 async def make_cluster(tmp_path, tokenizer):
     async with contextlib.AsyncExitStack() as stack:
 
-        async def make(workers=2, *, ready=True, **settings):
+        async def make(workers=2, *, ready=True, model=None, **settings):
             started = []
             for index in range(workers):
-                worker = ScriptedWorker(f"w{index}", tmp_path / f"w{index}.sock")
+                worker = ScriptedWorker(f"w{index}", tmp_path / f"w{index}.sock", **(model or {}))
                 started.append(await worker.start())
                 stack.push_async_callback(worker.kill)
             targets = [worker.target for worker in started] or [f"unix:{tmp_path}/nobody.sock"]
@@ -47,7 +47,7 @@ async def make_cluster(tmp_path, tokenizer):
             )
             if ready:
                 await eventually(lambda: len(router.workers.ready()) == workers)
-            return Cluster(router, app, started, client, tokenizer)
+            return Cluster(router, app, started, client, Tokenizer(model["files"]) if model else tokenizer)
 
         yield make
 

@@ -39,6 +39,7 @@ async def test_completion(cluster):
         "completion_tokens": 5,
         "total_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

@@ -18,6 +18,9 @@ from lockstep_router.faces.rest.schemas import (
 CHAT = {"model": "reference", "messages": [{"role": "user", "content": "hi"}]}
 PLAIN = {"model": "reference", "prompt": "hi"}
 HUGE = 10**400
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+MANY = {f"x{n}": 1 for n in range(40)}
 
 
 def without(body, field):
@@ -41,7 +44,17 @@ CHAT_CASES = [
     (CHAT | {"messages": [{"content": "hi"}]}, "messages[0].role"),
     (CHAT | {"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
     (CHAT | {"messages": [{"role": "user", "content": "hi", "color": 1}]}, "messages[0].color"),
-    (CHAT | {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+    (CHAT | {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
+    (
+        CHAT | {"messages": [{"role": "assistant", "tool_calls": [CALL | {"type": "x"}]}]},
+        "messages[0].tool_calls[0].type",
+    ),
+    (CHAT | {"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "messages[0].tool_calls"),
+    (CHAT | {"messages": [{"role": "assistant"}]}, "messages[0].content"),
+    (CHAT | {"messages": [{"role": "user", "content": "", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+    (CHAT | {"messages": [{"role": "user", "content": "", "reasoning_content": "x"}]}, "messages[0].reasoning_content"),
+    (CHAT | {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+    (CHAT | {"messages": [{"role": "tool", "content": "x", "tool_call_id": "c1"}]}, "messages[0].tool_call_id"),
     (CHAT | user(None), "messages[0].content"),
     (CHAT | user(5), "messages[0].content"),
     (CHAT | user([]), "messages[0].content"),
@@ -52,8 +65,29 @@ CHAT_CASES = [
     (CHAT | {"top_logprobs": 2}, "top_logprobs"),
     (CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     (CHAT | {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
-    (CHAT | {"tools": [{"type": "function"}]}, "tools"),
+    (CHAT | {"tools": [{"type": "function"}]}, "tools[0].function"),
+    (CHAT | {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    (CHAT | {"tools": [TOOL] * 129}, "tools"),
+    (CHAT | {"tools": [TOOL, TOOL]}, "tools[1]"),
+    (CHAT | {"tools": [TOOL]}, "tools"),  # this model's template has no place for them
+    (CHAT | {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    (CHAT | {"tools": [{"type": "function", "function": {"name": "f" * 65}}]}, "tools[0].function.name"),
+    (
+        CHAT | {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+        "tools[0].function.parameters",
+    ),
+    (CHAT | {"tools": [{"type": "function", "function": {"name": "f"} | MANY}]}, "tools[0].function"),
     (CHAT | {"tool_choice": "required"}, "tool_choice"),
+    (CHAT | {"tool_choice": "any"}, "tool_choice"),
+    (CHAT | {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"),
+    (CHAT | {"reasoning_effort": "extreme"}, "reasoning_effort"),
+    (CHAT | {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
+    (CHAT | {"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs.messages"),
+    (CHAT | {"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token"),
+    (CHAT | {"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs.a b"),
+    (CHAT | {"chat_template_kwargs": {"a": []}}, "chat_template_kwargs.a"),
+    (CHAT | {"chat_template_kwargs": {"a": "x" * 257}}, "chat_template_kwargs.a"),
+    (CHAT | {"chat_template_kwargs": {f"a{n}": 1 for n in range(17)}}, "chat_template_kwargs"),
     (CHAT | {"functions": [{}]}, "functions"),
     (CHAT | {"function_call": {"name": "f"}}, "function_call"),
     (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
@@ -82,6 +116,7 @@ PLAIN_CASES = [
     (PLAIN | {"prompt": ["a"] * 65}, "prompt"),
     (PLAIN | {"prompt": ["a", ""]}, "prompt[1]"),
     (PLAIN | {"suffix": "x"}, "suffix"),
+    (PLAIN | {"tools": [TOOL]}, "tools"),
     (PLAIN | {"best_of": 2}, "best_of"),
     (PLAIN | {"echo": True, "logprobs": 1}, "echo"),
     (PLAIN | {"logprobs": True}, "logprobs"),

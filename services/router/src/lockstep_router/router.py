@@ -23,6 +23,7 @@ from lockstep_router.generation.prompts import Prompt, PromptEncoder, check_ids
 from lockstep_router.generation.request import GenerationRequest, PromptSource
 from lockstep_router.journals import MemoryJournalStore
 from lockstep_router.memory import MemoryTrimmer
+from lockstep_router.output import ModelFormats
 from lockstep_router.resumption import Runs
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account, KeyFile, TenantLimits
@@ -65,7 +66,10 @@ class Router:
         self.workers = Workers(settings, discovery or choose_discovery(settings), dial, rng)
         self.memory = MemoryTrimmer()
         self._threads = TextThreads(settings.text_threads, self.memory)
-        self.encoder = PromptEncoder(self._threads, control_tokens=settings.allow_control_tokens_in_text)
+        formats = ModelFormats(settings.model_tool_formats, settings.model_reasoning_formats)
+        self.encoder = PromptEncoder(
+            self._threads, control_tokens=settings.allow_control_tokens_in_text, formats=formats
+        )
         self.leaving = False
         """The router will drain soon (lame duck)."""
         self.draining = False

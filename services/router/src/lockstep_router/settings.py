@@ -10,9 +10,16 @@ from lockstep_common.settings import PodSettings
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
+from lockstep_router.output.formats import OFF, TOOL_FORMATS
+from lockstep_router.output.reasoning import REASONING_FORMATS
 from lockstep_router.policies import check_policy
 
 DiscoveryKind = Literal["static", "dns", "kubernetes"]
+_PAIRS = {
+    "model_policies": "model=policy",
+    "model_tool_formats": "model=format",
+    "model_reasoning_formats": "model=format",
+}
 _NEEDED_BY = {"workers": "static", "workers_dns": "dns", "kubernetes_selector": "kubernetes"}
 
 
@@ -210,6 +217,18 @@ class RouterSettings(PodSettings):
         max_length=256,
         description="Policies of single models in place of `policy`: a mapping, or `model=policy`, comma-separated.",
     )
+    model_tool_formats: Annotated[dict[str, str], NoDecode] = Field(
+        default_factory=dict,
+        max_length=256,
+        description="Formats in which single models write tool calls: `hermes`, `llama3`, `mistral`, `json` or `off`; "
+        "a mapping, or `model=format`, comma-separated. For all others the chat template shows it.",
+    )
+    model_reasoning_formats: Annotated[dict[str, str], NoDecode] = Field(
+        default_factory=dict,
+        max_length=256,
+        description="Formats in which single models mark reasoning: `think`, `magistral`, `seed_oss` or `off`; a "
+        "mapping, or `model=format`, comma-separated. For all others the chat template shows it.",
+    )
     queue_threshold: int = Field(
         2,
         ge=0,
@@ -265,15 +284,15 @@ class RouterSettings(PodSettings):
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
 
-    @field_validator("model_policies", mode="before")
+    @field_validator("model_policies", "model_tool_formats", "model_reasoning_formats", mode="before")
     @classmethod
-    def _split_pairs(cls, value: object) -> object:
-        """Split `model=policy,model=policy`, the form in environment and flags."""
+    def _split_pairs(cls, value: object, info: ValidationInfo) -> object:
+        """Split `model=value,model=value`, the form in environment and flags."""
         if not isinstance(value, str):
             return value
         pairs = [part.strip().rpartition("=") for part in value.split(",") if part.strip()]
         if not all(model.strip() and policy.strip() for model, _, policy in pairs):
-            raise ValueError("must be model=policy, comma-separated")
+            raise ValueError(f"must be {_PAIRS[info.field_name or '']}, comma-separated")
         policies = {model.strip(): policy.strip() for model, _, policy in pairs}
         if len(policies) < len(pairs):
             raise ValueError("the same model is listed twice")
@@ -294,6 +313,15 @@ class RouterSettings(PodSettings):
             except ValueError as error:
                 raise ValueError(f"{name!r} of {model!r} {error}") from error
         return policies
+
+    @field_validator("model_tool_formats", "model_reasoning_formats")
+    @classmethod
+    def _check_formats(cls, formats: dict[str, str], info: ValidationInfo) -> dict[str, str]:
+        known = (*(TOOL_FORMATS if info.field_name == "model_tool_formats" else REASONING_FORMATS), OFF)
+        for model, name in formats.items():
+            if name not in known:
+                raise ValueError(f"{name!r} of {model!r} must be one of {', '.join(known)}")
+        return formats
 
     @field_validator("workers", "workers_dns", "kubernetes_selector")
     @classmethod

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 
+from lockstep_router.generation.parsing import Parsing
+from lockstep_router.output import Content, OutputParser, Part
 from lockstep_router.text.detokenizer import Detokenizer
 from lockstep_router.text.stop_strings import StopStrings
 from lockstep_router.text.tokenizer import Tokenizer
@@ -30,18 +32,30 @@ class Delta:
     """Number of the choice's tokens so far, including those whose text is held back."""
     finish_reason: str | None = None
     entries: list[TokenEntry] = field(default_factory=list)
+    parts: tuple[Part, ...] = ()
+    """Everything new in order, if there is reasoning or a tool call in it; `text` is that of the content alone."""
 
 
 class Choice:
     """Turns one stream's updates into text: a pure function of the ids, whichever workers they come from."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        stops: tuple[str, ...],
+        parsing: Parsing | None = None,
+        stream_id: str = "",
+    ) -> None:
         self.index = index
         self.tokens = 0
+        self.reasoning_tokens = 0
         self.cached_tokens: int | None = None
         """Cached tokens of the prompt, as the first attempt reported them."""
         self.is_finished = False
-        self._detokenizer = Detokenizer(tokenizer)
+        self._parser = None if parsing is None else parsing.parser(stream_id)
+        self._parts: list[Part] = []
+        self._detokenizer = Detokenizer(tokenizer, frozenset() if parsing is None else parsing.visible_ids(tokenizer))
         self._stop_strings = StopStrings(stops)
         self._decoded_chars = 0
         self._given_chars = 0
@@ -54,25 +68,55 @@ class Choice:
         if self.cached_tokens is None:
             self.cached_tokens = update.cached_tokens
         text = "".join(self._feed_token(update, index) for index in range(len(update.ids)))
-        finish_reason = "stop" if self._stop_strings.found else None
+        finish_reason = "stop" if self._has_ended else None
         if finish_reason is None and update.finish:
-            text += self._pass_on(self._detokenizer.flush())
+            rest = self._pass_on(self._detokenizer.flush())
             finish_reason = "stop" if self._stop_strings.found else _FINISH_REASONS[update.finish]
-            text += self._stop_strings.flush()
+            text += self._parse(rest + self._stop_strings.flush())
         self._given_chars += len(text)
         self.is_finished = finish_reason is not None
         entries = self._release(everything=self.is_finished and not self._stop_strings.found)
+        if self._parser is not None:
+            return self._parsed_delta(self._parser, finish_reason, entries)
         if not text and not entries and not self.is_finished:
             return None
         return Delta(self.index, text, self.tokens, finish_reason, entries)
 
+    @property
+    def _has_ended(self) -> bool:
+        """Whether the answer has ended by what it says."""
+        return self._stop_strings.found or (self._parser is not None and self._parser.has_ended)
+
     def _feed_token(self, update: worker_pb2.StreamTokens, index: int) -> str:
-        if self._stop_strings.found:
+        if self._has_ended:
             return ""
         self.tokens += 1
         if update.logprobs:
             self._waiting.append(TokenEntry(update.logprobs[index], self._decoded_chars))
-        return self._pass_on(self._detokenizer.step(update.ids[index]))
+        text = self._pass_on(self._detokenizer.step(update.ids[index]))
+        if self._parser is None:
+            return text
+        was_reasoning = self._parser.is_reasoning
+        self._parse(text)
+        self.reasoning_tokens += was_reasoning or self._parser.is_reasoning
+        return text
+
+    def _parse(self, text: str) -> str:
+        if self._parser is not None and text:
+            self._parts += self._parser.feed(text)
+        return text
+
+    def _parsed_delta(self, parser: OutputParser, finish_reason: str | None, entries: list[TokenEntry]) -> Delta | None:
+        if self.is_finished:
+            self._parts += parser.finish()
+            if finish_reason == "stop" and parser.has_calls:
+                finish_reason = "tool_calls"
+        parts, self._parts = self._parts, []
+        if not parts and not entries and not self.is_finished:
+            return None
+        texts = [part.text for part in parts if isinstance(part, Content)]
+        others = tuple(parts) if len(texts) < len(parts) else ()
+        return Delta(self.index, "".join(texts), self.tokens, finish_reason, entries, others)
 
     def _pass_on(self, piece: str) -> str:
         self._decoded_chars += len(piece)

@@ -27,6 +27,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
+    """Those of the completion tokens that are reasoning."""
 
 
 class Generation:
@@ -45,7 +47,10 @@ class Generation:
         self._is_collected = is_collected
         self._observe = observe
         self._arrival = asyncio.Event()
-        self._choices = [Choice(index, prepared.tokenizer, prepared.stops) for index in range(len(prepared.journals))]
+        self._choices = [
+            Choice(index, prepared.tokenizer, prepared.stops, prepared.parsing, journal.stream_id)
+            for index, journal in enumerate(prepared.journals)
+        ]
         self._streams = [Stream(journal, workers, settings, self._arrival.set) for journal in prepared.journals]
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
@@ -89,6 +94,7 @@ class Generation:
             prompt_tokens=self.prepared.prompt_tokens,
             completion_tokens=sum(choice.tokens for choice in self._choices),
             cached_tokens=sum(self._choices[index].cached_tokens or 0 for index in firsts),
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in self._choices),
         )
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 
+from lockstep_router.generation.parsing import Parsing, choose_parsing
 from lockstep_router.generation.prompts import Prompt, PromptEncoder
 from lockstep_router.generation.request import GenerationRequest, PromptSource
 from lockstep_router.generation.sampling import derive_seed, resolve_sampling, with_seed
@@ -33,6 +34,8 @@ class Prepared:
     """One journal for each choice of each prompt, in the order of the answer's choices."""
     choices_per_prompt: int
     stops: tuple[str, ...]
+    parsing: Parsing | None = None
+    """None: the answers' text is content alone."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -104,7 +107,8 @@ async def _prepare(
             seeded = with_seed(sampling, derive_seed(seed, choice))
             stream_id = f"{base}-{index}-{choice}"
             journals.append(_open_journal(request, stream_id, card, prompt, seeded, arrived_at))
-    return Prepared(card, tokenizer, encoded, journals, request.choices_per_prompt, request.stops)
+    parsing = choose_parsing(request.prompts[0], encoded[0].ids, tokenizer, card, encoder.formats)
+    return Prepared(card, tokenizer, encoded, journals, request.choices_per_prompt, request.stops, parsing)
 
 
 def _open_journal(

@@ -7,6 +7,8 @@ from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 
 from lockstep_router.generation.request import Conversation, PromptSource, TextPrompt, TokenPrompt, Turn
+from lockstep_router.generation.template_input import template_input
+from lockstep_router.output import ModelFormats
 from lockstep_router.text.threads import TextThreads
 from lockstep_router.text.tokenizer import ControlTokenError, Tokenizer
 
@@ -34,9 +36,11 @@ class PromptEncoder:
     Args:
         threads: the threads for long texts.
         control_tokens: whether control tokens written in a prompt count as such, not as text.
+        formats: in which models write tool calls.
     """
 
-    def __init__(self, threads: TextThreads, *, control_tokens: bool) -> None:
+    def __init__(self, threads: TextThreads, *, control_tokens: bool, formats: ModelFormats) -> None:
+        self.formats = formats
         self._threads = threads
         self._control_tokens = control_tokens
 
@@ -116,13 +120,15 @@ class PromptEncoder:
     async def _encode_conversation(
         self, source: Conversation, tokenizer: Tokenizer, card: worker_pb2.ModelCard
     ) -> list[int]:
-        if tokenizer.chat_template is None:
+        if (template := tokenizer.chat_template) is None:
             raise invalid("model", f"{card.name!r} has no chat template; use /v1/completions")
-        _check_chars(sum(len(turn.content) for turn in source.turns), card, source.field)
-        messages = [_template_message(turn) for turn in source.turns]
+        _check_chars(_chars(source), card, source.field)
 
         def encode() -> list[int]:
-            text = tokenizer.render(messages, control_tokens=self._control_tokens)
+            given = template_input(source, template, card, self.formats)
+            text = tokenizer.render(
+                given.messages, tools=given.tools, fields=given.fields, control_tokens=self._control_tokens
+            )
             _check_chars(len(text), card, source.field)
             return tokenizer.encode_rendered(text, add_special_tokens=source.add_special_tokens)
 
@@ -137,7 +143,13 @@ def _chars(source: PromptSource) -> int:
         case TextPrompt():
             return len(source.text)
         case Conversation():
-            return sum(len(turn.content) + _CHARS_OF_A_TURN for turn in source.turns)
+            tools = () if source.tools is None else source.tools.tools
+            return sum(map(_chars_of_turn, source.turns)) + sum(tool.chars for tool in tools)
+
+
+def _chars_of_turn(turn: Turn) -> int:
+    calls = sum(len(call.arguments) + _CHARS_OF_A_TURN for call in turn.calls)
+    return len(turn.content) + len(turn.reasoning) + calls + _CHARS_OF_A_TURN
 
 
 def check_ids(ids: Sequence[int], card: worker_pb2.ModelCard, field: str) -> None:
@@ -146,16 +158,6 @@ def check_ids(ids: Sequence[int], card: worker_pb2.ModelCard, field: str) -> Non
         return
     index, token_id = next((index, each) for index, each in enumerate(ids) if each >= card.vocab_size)
     raise invalid(f"{field}[{index}]", f"is {token_id}, outside the vocabulary of {card.vocab_size}")
-
-
-def _template_message(turn: Turn) -> dict[str, str]:
-    # Templates know "system"; "developer" is OpenAI's newer name for it.
-    message = {"role": "system" if turn.role == "developer" else turn.role, "content": turn.content}
-    if turn.name is not None:
-        message["name"] = turn.name
-    if turn.tool_call_id is not None:
-        message["tool_call_id"] = turn.tool_call_id
-    return message
 
 
 def _check_chars(chars: int, card: worker_pb2.ModelCard, field: str) -> None:

@@ -5,9 +5,13 @@ A face makes a `GenerationRequest`; everything behind the face starts from it. `
 are not repeated here. The values have been checked for their form only: `preparation` checks that they fit the model.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import field as field_of
 
 from lockstep_api.v1 import inference_pb2
+
+from lockstep_router.generation.tools import ToolCall, ToolUse
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,10 @@ class Turn:
     content: str
     name: str | None = None
     tool_call_id: str | None = None
+    calls: tuple[ToolCall, ...] = ()
+    """Of an assistant."""
+    reasoning: str = ""
+    """What an assistant wrote for itself before its message."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,11 @@ class Conversation:
     field: str = "messages"
     """The field's name in errors, as in the other kinds of prompt."""
     add_special_tokens: bool = False
+    tools: ToolUse | None = None
+    """None: the model is told of no tools, and its answers have no calls."""
+    template_fields: Mapping[str, bool | int | float | str] = field_of(default_factory=dict)
+    """Further values for the template, by name."""
+    reasoning_effort: str | None = None
 
 
 @dataclass(frozen=True)

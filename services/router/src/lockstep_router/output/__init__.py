@@ -5,6 +5,7 @@ into pieces. So a stream that moves to another worker, or that is resumed, has t
 token and no API.
 """
 
+from lockstep_router.output.formats import ModelFormats, OutputFormat
 from lockstep_router.output.parser import OutputParser
 from lockstep_router.output.parts import CallArguments, CallName, Content, Part, Reasoning
 
@@ -12,6 +13,8 @@ __all__ = [
     "CallArguments",
     "CallName",
     "Content",
+    "ModelFormats",
+    "OutputFormat",
     "OutputParser",
     "Part",
     "Reasoning",

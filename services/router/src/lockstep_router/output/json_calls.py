@@ -40,6 +40,13 @@ class JsonSyntax:
     """Each of these characters may stand between two calls that are in no list."""
     has_names_outside: bool = False
     """`name{…}` or `name[ARGS]{…}` may stand in place of an object with a name and arguments."""
+    inner: tuple[str, ...] = ()
+    """Further markers, between a name and its arguments."""
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """All markers; models have special tokens for some of them."""
+        return frozenset(filter(None, (self.opening, self.closing, *self.inner)))
 
 
 class JsonCalls:

@@ -4,4 +4,4 @@
 
 from lockstep_router.output.json_calls import JsonSyntax
 
-MISTRAL = JsonSyntax(opening="[TOOL_CALLS]", has_names_outside=True)
+MISTRAL = JsonSyntax(opening="[TOOL_CALLS]", has_names_outside=True, inner=("[CALL_ID]", "[ARGS]"))

@@ -16,10 +16,15 @@ class Detokenizer:
     Decoding is not a sum over tokens: bytes of one character may be spread over several, and some tokenizers treat the
     first token's leading space specially. Therefore a short window of earlier tokens is decoded together with the new
     one, and the difference is the new text. Text that ends in an unfinished character waits.
+
+    Args:
+        tokenizer: of the model.
+        visible_ids: special tokens that have a text too; all others have none.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, visible_ids: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._visible_ids = visible_ids
         self._window: list[int] = []
         self._context = 0  # tokens at the window's start whose text has been given and ended on a whole character
         self._given = 0  # characters of the window's text that have been given
@@ -31,7 +36,7 @@ class Detokenizer:
             self._window, self._context, self._given = [token_id], 1, len(own)
             return own
         if token_id in self._tokenizer.special_ids or not self._tokenizer.token_bytes(token_id):
-            return ""
+            return self._show(token_id) if token_id in self._visible_ids else ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         if len(text) <= self._given:
@@ -45,6 +50,11 @@ class Detokenizer:
     def flush(self) -> str:
         """The text that still waits, with unfinished characters as U+FFFD. Call it once, at the end."""
         return self._tokenizer.decode(self._window)[self._given :]
+
+    def _show(self, token_id: int) -> str:
+        """The text of a special token, after the text that still waits."""
+        waiting, self._window, self._context, self._given = self.flush(), [], 0, 0
+        return waiting + self._tokenizer.token_bytes(token_id).decode()
 
     def _give(self, text: str, end: int, *, keep_from: int) -> str:
         """Give the window's text up to `end` and forget the tokens before `keep_from`."""

@@ -3,7 +3,7 @@
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lockstep_api.v1 import worker_pb2
@@ -71,8 +71,21 @@ class Tokenizer:
         self._check_quotable(text)
         return self._encode(text, add_special_tokens=add_special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, control_tokens: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        fields: Mapping[str, Any] | None = None,
+        control_tokens: bool = False,
+    ) -> str:
         """A conversation as text, for `encode_rendered` only: it has aliases in place of control tokens.
+
+        Args:
+            messages: the conversation.
+            tools: the functions that the model may call.
+            fields: further values for the template.
+            control_tokens: encode control tokens written in all these texts as such, not as text.
 
         Raises:
             LockstepError: INVALID_REQUEST, the template does not accept these messages.
@@ -80,8 +93,9 @@ class Tokenizer:
         """
         assert self.chat_template is not None
         if not control_tokens:
-            messages = [self._quote(message) for message in messages]
-        return self._control_tokens.activate(self.chat_template.render(messages))
+            messages = [self._quote(message, but="role") for message in messages]
+            tools, fields = self._quote(tools), self._quote(fields)
+        return self._control_tokens.activate(self.chat_template.render(messages, tools, fields))
 
     def encode_rendered(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a text that `render` returned."""
@@ -104,12 +118,23 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def _quote(self, message: Mapping[str, str]) -> Mapping[str, str]:
-        if not any(self._control_tokens.find(text) for key, text in message.items() if key != "role"):
-            return message
-        for text in message.values():
-            self._check_quotable(text)
-        return {key: text if key == "role" else self._control_tokens.quote(text) for key, text in message.items()}
+    def _quote(self, value: Any, but: str = "") -> Any:
+        """Any JSON value with its control tokens quoted, also those in the names of fields; the field `but` is kept."""
+        match value:
+            case str():
+                self._check_quotable(value)
+                return self._control_tokens.quote(value)
+            case Mapping():
+                return {self._quote(key): each if key == but else self._quote(each) for key, each in value.items()}
+            case list() | tuple():
+                return [self._quote(each) for each in value]
+            case _:
+                return value
+
+    def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
+        """The ids of the special tokens with these texts."""
+        ids = map(self._rust.token_to_id, texts)
+        return frozenset(token_id for token_id in ids if token_id in self.special_ids)
 
     def _check_quotable(self, text: str) -> None:
         if (token := self._control_tokens.find_unquotable(text)) is not None:

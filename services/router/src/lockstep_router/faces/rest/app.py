@@ -133,7 +133,7 @@ def _add_tokens(app: FastAPI) -> None:
         body = await _body(request, TokenizeRequest)
         source: PromptSource
         if body.messages is not None and body.prompt is None:
-            source = conversation(body.messages)
+            source = conversation(body.messages, _router(request).settings)
         elif body.prompt is not None and body.messages is None:
             source = TextPrompt(body.prompt, add_special_tokens=body.add_special_tokens)
         else:

@@ -4,19 +4,22 @@ It owns OpenAI's defaults and the rules between fields. It never looks at a mode
 it.
 """
 
+from dataclasses import replace
+
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.errors import invalid
 
 from lockstep_router.faces.rest import identity
 from lockstep_router.faces.rest.identity import Origin
+from lockstep_router.faces.rest.json_structure import check_texts
 from lockstep_router.faces.rest.schemas import ChatCompletionRequest, CompletionRequest, Message, SamplingFields
+from lockstep_router.faces.rest.tool_turns import tool_use, turns_of
 from lockstep_router.generation.request import (
     Conversation,
     GenerationRequest,
     PromptSource,
     TextPrompt,
     TokenPrompt,
-    Turn,
 )
 from lockstep_router.generation.style import Style
 from lockstep_router.settings import RouterSettings
@@ -40,7 +43,7 @@ def chat_request(body: ChatCompletionRequest, origin: Origin, settings: RouterSe
     return GenerationRequest(
         model=body.model,
         caller=identity.caller(origin, body.user),
-        prompts=(conversation(body.messages),),
+        prompts=(_chat_prompt(body, settings),),
         sampling=_sampling(body, (body.top_logprobs or 0) if body.logprobs else None),
         max_tokens=old if new is None else new,
         max_tokens_field="max_tokens" if new is None else "max_completion_tokens",
@@ -88,10 +91,25 @@ def completion_style(body: CompletionRequest) -> Style:
     )
 
 
-def conversation(messages: list[Message], *, add_special_tokens: bool = False) -> Conversation:
-    """The messages as a prompt."""
-    turns = tuple(Turn(message.role, message.text, message.name, message.tool_call_id) for message in messages)
-    return Conversation(turns, add_special_tokens=add_special_tokens)
+def conversation(messages: list[Message], settings: RouterSettings) -> Conversation:
+    """The messages as a prompt.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, a message does not fit its role or the messages before it.
+    """
+    check_texts(
+        (call.function.arguments for each in messages for call in each.tool_calls or ()), settings.max_body_values
+    )
+    return Conversation(turns_of(messages))
+
+
+def _chat_prompt(body: ChatCompletionRequest, settings: RouterSettings) -> Conversation:
+    return replace(
+        conversation(body.messages, settings),
+        tools=tool_use(body),
+        template_fields=body.chat_template_kwargs or {},
+        reasoning_effort=body.reasoning_effort,
+    )
 
 
 def _prompts(body: CompletionRequest) -> tuple[PromptSource, ...]:

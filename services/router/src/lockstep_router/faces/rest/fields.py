@@ -10,6 +10,7 @@ from pydantic_core import from_json
 
 from lockstep_router.faces.rest.json_structure import check_structure
 from lockstep_router.faces.rest.schemas import MAX_MESSAGES
+from lockstep_router.faces.rest.tool_schemas import MAX_CALLS, MAX_TEMPLATE_FIELDS, MAX_TOOLS
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -67,7 +68,7 @@ UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 values the error is the field's name and the sentence here.
 """
 
-UNSUPPORTED_IN_MESSAGE = ("tool_calls", "function_call", "audio", "refusal", "annotations")
+UNSUPPORTED_IN_MESSAGE = ("function_call", "audio", "refusal", "annotations")
 """Fields of answers that clients send back in messages: accepted if they are empty."""
 
 
@@ -94,6 +95,9 @@ def parse(model: type[Model], body: bytes | bytearray, *, max_values: int = 150_
         raise LockstepError(ErrorCode.INVALID_REQUEST, "the body must be a JSON object")
     fields = _known_fields(model, data)
     _check_sizes(fields)
+    if isinstance(tools := fields.get("tools"), list):
+        for index, tool in enumerate(tools):
+            _check_object(f"tools[{index}]", tool)
     if isinstance(messages := fields.get("messages"), list):
         fields["messages"] = [_plain_message(index, message) for index, message in enumerate(messages)]
     try:
@@ -117,6 +121,8 @@ def _check_sizes(fields: dict[str, Any]) -> None:
     for key, limit in (
         ("messages", MAX_MESSAGES),
         ("logit_bias", MAX_LOGIT_BIAS),
+        ("tools", MAX_TOOLS),
+        ("chat_template_kwargs", MAX_TEMPLATE_FIELDS),
         ("stream_options", _MAX_OBJECT_FIELDS),
     ):
         value = fields.get(key)
@@ -141,6 +147,11 @@ def _plain_message(index: int, message: Any) -> Any:
     if isinstance(content := message.get("content"), list):
         for part_index, part in enumerate(content):
             _check_object(f"messages[{index}].content[{part_index}]", part)
+    if isinstance(calls := message.get("tool_calls"), list):
+        if len(calls) > MAX_CALLS:
+            raise invalid(f"messages[{index}].tool_calls", f"has more than {MAX_CALLS} entries")
+        for call_index, call in enumerate(calls):
+            _check_object(f"messages[{index}].tool_calls[{call_index}]", call)
     for key in UNSUPPORTED_IN_MESSAGE:
         if not _is_absent(message.get(key)):
             field = f"messages[{index}].{key}"
@@ -149,8 +160,10 @@ def _plain_message(index: int, message: Any) -> Any:
 
 
 def _check_object(name: str, value: Any) -> None:
-    if isinstance(value, dict) and len(value) > _MAX_OBJECT_FIELDS:
-        raise invalid(name, f"has more than {_MAX_OBJECT_FIELDS} fields")
+    if isinstance(value, dict):
+        if len(value) > _MAX_OBJECT_FIELDS:
+            raise invalid(name, f"has more than {_MAX_OBJECT_FIELDS} fields")
+        _check_object(f"{name}.function", value.get("function"))
 
 
 def _invalid(error: ValidationError) -> LockstepError:

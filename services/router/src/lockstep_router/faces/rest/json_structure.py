@@ -5,11 +5,13 @@ hundreds of megabytes. Counting punctuation outside of strings takes millisecond
 valid: the parser does.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lockstep_common.errors import ErrorCode, LockstepError
 
-MAX_DEPTH = 16
+MAX_DEPTH = 32
+"""Room for about twelve levels of objects in the schema of a tool."""
 MAX_CONTAINERS = 16 << 10
 """Largest number of objects and arrays. A conversation of 4,096 messages with one content part has about 12,300."""
 MAX_PAIRS = 20_000
@@ -39,18 +41,27 @@ def check_structure(body: bytes | bytearray, max_values: int) -> None:
         body: the body; one that is not valid JSON may pass.
         max_values: limit for elements and fields together. Only token ids can be this many.
     """
-    plain = _without_escapes(body)
-    if plain.count(b'"') > 2 * MAX_STRINGS:  # splitting the body at its quotation marks takes the most time
-        raise _too_many("strings", MAX_STRINGS)
-    found = _measure(plain)
+    _check([_without_escapes(body)], max_values, "the body has")
+
+
+def check_texts(texts: Iterable[str], max_values: int) -> None:
+    """Raise INVALID_REQUEST if texts that may be JSON have more elements together than a body may have."""
+    plain = [_without_escapes(text.encode("utf-8", "surrogatepass")) for text in texts]
+    _check(plain, max_values, "the arguments of all tool calls have")
+
+
+def _check(plain: list[bytes], max_values: int, who: str) -> None:
+    if sum(each.count(b'"') for each in plain) > 2 * MAX_STRINGS:  # splitting at quotation marks takes the most time
+        raise _too_many(who, "strings", MAX_STRINGS)
+    found = [_measure(each) for each in plain]
     for name, count, limit in (
-        ("values", found.values, max_values),
-        ("fields", found.pairs, MAX_PAIRS),
-        ("objects and arrays", found.containers, MAX_CONTAINERS),
-        ("levels", found.depth, MAX_DEPTH),
+        ("values", sum(each.values for each in found), max_values),
+        ("fields", sum(each.pairs for each in found), MAX_PAIRS),
+        ("objects and arrays", sum(each.containers for each in found), MAX_CONTAINERS),
+        ("levels", max((each.depth for each in found), default=0), MAX_DEPTH),
     ):
         if count > limit:
-            raise _too_many(name, limit)
+            raise _too_many(who, name, limit)
 
 
 def _without_escapes(body: bytes | bytearray) -> bytes:
@@ -83,5 +94,5 @@ def _depth(brackets: bytes) -> int:
     return deepest
 
 
-def _too_many(name: str, limit: int) -> LockstepError:
-    return LockstepError(ErrorCode.INVALID_REQUEST, f"the body has more than {limit} {name}")
+def _too_many(who: str, name: str, limit: int) -> LockstepError:
+    return LockstepError(ErrorCode.INVALID_REQUEST, f"{who} more than {limit} {name}")

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from pydantic_core import to_json
 
+from lockstep_router.faces.rest.chat_messages import GrowingMessage, delta_body
 from lockstep_router.generation.choices import Delta, TokenEntry
 from lockstep_router.generation.generation import Usage
 from lockstep_router.generation.preparation import Prepared
@@ -55,7 +56,7 @@ class TextChunks:
 
     def json(self, delta: Delta, more: Body) -> bytes:
         """Any chunk with further fields."""
-        if more or delta.entries or delta.finish_reason is not None or not delta.text:
+        if more or delta.entries or delta.parts or delta.finish_reason is not None or not delta.text:
             return to_json(self._chunk(delta) | more)
         ends = self._ends.get(delta.index)
         if ends is None:
@@ -125,6 +126,7 @@ class ChatFormat:
         self._logprobs = logprobs
         self._include_usage = include_usage
         self._collected = [Collected(("content",) if logprobs else (), b',"refusal":null') for _ in range(choices)]
+        self._messages = [GrowingMessage() for _ in range(choices)]
         self._text_chunks = TextChunks(self._piece)
 
     def opening(self, indices: Iterable[int]) -> list[Body]:
@@ -133,6 +135,7 @@ class ChatFormat:
 
     def _piece(self, delta: Delta) -> Body:
         content = {"content": delta.text} if delta.text or delta.entries else {}
+        content |= delta_body(delta.parts)
         logprobs = self._columns(delta.entries) | {"refusal": None} if self._logprobs and delta.entries else None
         return self._chunk(delta.index, content, logprobs, delta.finish_reason)
 
@@ -147,6 +150,8 @@ class ChatFormat:
     def add(self, delta: Delta) -> None:
         """Collect a piece of a message."""
         self._collected[delta.index].add(delta, self._columns(delta.entries) if self._logprobs else {})
+        for part in delta.parts:
+            self._messages[delta.index].add(part)
 
     def whole(self, usage: Usage, more: Body) -> bytes:
         """The messages."""
@@ -154,7 +159,7 @@ class ChatFormat:
             choice.finish(
                 {
                     "index": index,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "message": self._messages[index].body(choice.text),
                     "finish_reason": choice.finish_reason,
                 }
             )
@@ -306,6 +311,7 @@ def usage_body(usage: Usage) -> Body:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 

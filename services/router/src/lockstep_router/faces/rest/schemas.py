@@ -3,13 +3,27 @@
 from typing import Annotated, Any, Literal
 
 from lockstep_common.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Field, Tag
+
+from lockstep_router.faces.rest.schema_base import Strict, choice_of, text_form
+from lockstep_router.faces.rest.tool_schemas import (
+    MAX_CALL_ID_CHARS,
+    MAX_CALLS,
+    MAX_TEMPLATE_FIELDS,
+    MAX_TOOLS,
+    Call,
+    FunctionTool,
+    TemplateFieldName,
+    TemplateFieldValue,
+    ToolChoice,
+)
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096
 MAX_IDS = 1 << 20
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 IdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
@@ -27,20 +41,6 @@ def _form(value: Any) -> str | None:
     return "<ids>" if isinstance(first, int) and not isinstance(first, bool) else "<list>"
 
 
-def _text_form(value: Any) -> str | None:
-    return "<string>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
-
-
-def _choice_of(what: str, form: Any) -> Discriminator:
-    return Discriminator(form, custom_error_type="wrong_form", custom_error_message=f"Input should be {what}")
-
-
-class Strict(BaseModel):
-    """Base of all bodies: no type conversions, no unknown fields."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
 class TextPart(Strict):
     """A content part with text; text models accept no other kind."""
 
@@ -52,19 +52,25 @@ class Message(Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        Annotated[str, Tag("<string>")]
-        | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("<list>")],
-        _choice_of("a string or a list of text parts", _text_form),
-    ]
+    content: (
+        Annotated[
+            Annotated[str, Tag("<string>")]
+            | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("<list>")],
+            choice_of("a string or a list of text parts", text_form),
+        ]
+        | None
+    ) = None
+    """May be missing in an assistant's message with tool calls."""
     name: str | None = Field(None, max_length=256)
-    tool_call_id: str | None = Field(None, max_length=256)
+    tool_calls: list[Call] | None = Field(None, max_length=MAX_CALLS, fail_fast=True)
+    tool_call_id: str | None = Field(None, min_length=1, max_length=MAX_CALL_ID_CHARS)
+    reasoning_content: str | None = None
 
     @property
     def text(self) -> str:
         """The content as one string; parts are separate lines."""
-        if isinstance(self.content, str):
-            return self.content
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
         return "\n".join(part.text for part in self.content)
 
 
@@ -101,7 +107,7 @@ class SamplingFields(Strict):
         Annotated[
             Annotated[StopString, Tag("<string>")]
             | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<list>")],
-            _choice_of("a string or a list of strings", _text_form),
+            choice_of("a string or a list of strings", text_form),
         ]
         | None
     ) = None
@@ -128,6 +134,13 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    chat_template_kwargs: dict[TemplateFieldName, TemplateFieldValue] | None = Field(
+        None, max_length=MAX_TEMPLATE_FIELDS
+    )
 
 
 class CompletionRequest(SamplingFields):
@@ -138,7 +151,7 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("<list>")]
         | Annotated[IdList, Tag("<ids>")]
         | Annotated[list[IdList], Field(min_length=1, fail_fast=True), Tag("<id lists>")],
-        _choice_of("a string, a list of strings, a list of token ids or a list of lists of token ids", _form),
+        choice_of("a string, a list of strings, a list of token ids or a list of lists of token ids", _form),
     ]
     echo: bool | None = None
     best_of: int | None = Field(None, ge=1)
