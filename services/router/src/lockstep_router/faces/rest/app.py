@@ -29,6 +29,7 @@ from lockstep_router.faces.rest.openapi import RESUMING, describe, described, re
 from lockstep_router.faces.rest.replies import Client, LiveReply, error_reply, json_reply
 from lockstep_router.faces.rest.resumable import (
     KEY_HEADER,
+    RESUMABLE_HEADER,
     Return,
     answer_resumable,
     answer_resumed,
@@ -36,6 +37,9 @@ from lockstep_router.faces.rest.resumable import (
     owner_of,
     wanted_return,
 )
+from lockstep_router.faces.rest.responses.answers import answer_response
+from lockstep_router.faces.rest.responses.requests import responses_request
+from lockstep_router.faces.rest.responses.schemas import ResponsesRequest
 from lockstep_router.faces.rest.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -93,6 +97,17 @@ def _add_generation(app: FastAPI) -> None:
         origin = _origin(request)
         generation_request = completion_request(body, origin, _router(request).settings)
         return _answer(request, generation_request, completion_style(body), wanted_return(body, "text", origin))
+
+    @app.post("/v1/responses", openapi_extra=described(ResponsesRequest))
+    async def responses(request: Request) -> Response:
+        """Answer a conversation with items: messages, reasoning, calls of functions."""
+        for name in (KEY_HEADER, RESUMABLE_HEADER):
+            if name in request.headers:
+                raise invalid(name, "is not supported by this endpoint")
+        body = await _body(request, ResponsesRequest)
+        generation_request = responses_request(body, _origin(request), _router(request).settings)
+        run = partial(answer_response, _router(request), generation_request, body, request.state.record)
+        return _live(request, run)
 
 
 def _add_streams(app: FastAPI) -> None:

@@ -40,6 +40,14 @@ def _is_absent(value: Any) -> bool:
     return value in (None, [], {})
 
 
+def _is_off(value: Any) -> bool:
+    return value is None or value is False
+
+
+def _is_none_or_0(value: Any) -> bool:
+    return value is None or (value == 0 and not isinstance(value, bool))
+
+
 def _is_no_tool(value: Any) -> bool:
     return value in (None, "none", "auto")
 
@@ -52,6 +60,12 @@ def _is_text_format(value: Any) -> bool:
     return value is None or value == {"type": "text"}
 
 
+def _is_untruncated(value: Any) -> bool:
+    return value in (None, "disabled")
+
+
+_NOT_KEPT = "is not supported: this router keeps no responses; send all items in input"
+
 UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "tools": (_is_absent, _NOT_SUPPORTED),
     "tool_choice": (_is_no_tool, "is not supported, because tools are not"),
@@ -63,6 +77,15 @@ UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "suffix": (_is_absent, _NOT_SUPPORTED),
     "web_search_options": (_is_absent, _NOT_SUPPORTED),
     "moderation": (_is_absent, _NOT_SUPPORTED),
+    "background": (_is_off, _NOT_SUPPORTED),
+    "context_management": (_is_absent, _NOT_SUPPORTED),
+    "conversation": (_is_absent, _NOT_KEPT),
+    "include": (_is_absent, _NOT_SUPPORTED),
+    "max_tool_calls": (_is_absent, _NOT_SUPPORTED),
+    "previous_response_id": (_is_absent, _NOT_KEPT),
+    "prompt": (_is_absent, _NOT_SUPPORTED),
+    "top_logprobs": (_is_none_or_0, _NOT_SUPPORTED),
+    "truncation": (_is_untruncated, "may only be disabled"),
 }
 """Fields of OpenAI's API that would change the answer: accepted only with the value that asks for nothing. For other
 values the error is the field's name and the sentence here.
@@ -98,6 +121,8 @@ def parse(model: type[Model], body: bytes | bytearray, *, max_values: int = 150_
     if isinstance(tools := fields.get("tools"), list):
         for index, tool in enumerate(tools):
             _check_object(f"tools[{index}]", tool)
+    if isinstance(items := fields.get("input"), list):
+        fields["input"] = [_plain_item(index, item) for index, item in enumerate(items)]
     if isinstance(messages := fields.get("messages"), list):
         fields["messages"] = [_plain_message(index, message) for index, message in enumerate(messages)]
     try:
@@ -120,6 +145,7 @@ def _check_sizes(fields: dict[str, Any]) -> None:
     """Raise INVALID_REQUEST for fields with too many entries: pydantic would check each entry before it counts them."""
     for key, limit in (
         ("messages", MAX_MESSAGES),
+        ("input", MAX_MESSAGES),
         ("logit_bias", MAX_LOGIT_BIAS),
         ("tools", MAX_TOOLS),
         ("chat_template_kwargs", MAX_TEMPLATE_FIELDS),
@@ -157,6 +183,18 @@ def _plain_message(index: int, message: Any) -> Any:
             field = f"messages[{index}].{key}"
             raise invalid(field, _NOT_SUPPORTED)
     return {key: value for key, value in message.items() if key not in UNSUPPORTED_IN_MESSAGE}
+
+
+def _plain_item(index: int, item: Any) -> Any:
+    """An item without empty fields: those of answers that clients send back have many."""
+    if not isinstance(item, dict):
+        return item
+    _check_object(f"input[{index}]", item)
+    for key in ("content", "output"):
+        if isinstance(parts := item.get(key), list):
+            for part_index, part in enumerate(parts):
+                _check_object(f"input[{index}].{key}[{part_index}]", part)
+    return {key: value for key, value in item.items() if value is not None}
 
 
 def _check_object(name: str, value: Any) -> None:

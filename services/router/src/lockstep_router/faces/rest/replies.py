@@ -76,8 +76,10 @@ class Client:
         await self._put(_start(response.status_code, response.raw_headers))
         await self._put(_body(bytes(response.body), more=False))
 
-    async def reply_events(self, events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None) -> None:
-        """Send server-sent events as they come, then `[DONE]`; with further headers, if there are any.
+    async def reply_events(
+        self, events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None, *, end: bytes = _DONE
+    ) -> None:
+        """Send server-sent events as they come, then `end`; with further headers, if there are any.
 
         Raises:
             LockstepError: raised by `events`. The caller passes it to `fail`.
@@ -91,7 +93,7 @@ class Client:
             await self._put(_body(data, more=True))
         if not self._is_started:
             await self._begin_events()
-        await self._put(_body(_DONE, more=False))
+        await self._put(_body(end, more=False))
 
     async def _begin_events(self) -> None:
         self._is_started = True
