@@ -1,6 +1,7 @@
 """Tools and reasoning in chat completions: what the model is told, and what is made of its answer."""
 
 import pytest
+from lockstep_router.faces.rest.json_structure import MAX_DEPTH
 from router_cluster import events_of, eventually
 from tool_models import ids_of, model_of, prompt_of, says
 
@@ -187,7 +188,7 @@ async def test_arguments_that_are_no_json_stay_text(make_cluster):
 
 async def test_arguments_with_too_many_elements_are_refused(make_cluster):
     cluster = await make(make_cluster, "hermes")
-    for arguments in ("[" * 40, "[" * 20_000, "[0," * 10 + "0," * 200_000):
+    for arguments in ("[" * (MAX_DEPTH + 1), "[" * 20_000, "[0," * 10 + "0," * 200_000):
         call = CALL | {"function": {"name": "weather", "arguments": arguments}}
         response = await cluster.chat(messages=[*ASK, TALK[1] | {"tool_calls": [call]}, TALK[2]])
         assert response.status_code == 400
