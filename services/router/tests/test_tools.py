@@ -289,6 +289,37 @@ async def test_the_setting_decides_about_reasoning(make_cluster):
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
 
 
+def joined_deltas(events):
+    """The text of all deltas by kind; calls by index as a list of what each chunk adds."""
+    texts = {"content": "", "reasoning_content": "", "calls": ["", ""], "ids": [], "finish": []}
+    for _, data in events:
+        for choice in data["choices"] if data != "[DONE]" else ():
+            delta = choice["delta"]
+            for key in ("content", "reasoning_content"):
+                texts[key] += delta.get(key) or ""
+            for piece in delta.get("tool_calls", ()):
+                texts["ids"] += [piece["id"]] if "id" in piece else []
+                texts["calls"][piece["index"]] += piece["function"].get("name", "") + piece["function"]["arguments"]
+            texts["finish"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return texts
+
+
+async def test_a_resumed_answer_has_the_same_calls(make_cluster):
+    """From every event on, the rest is what the client of the unbroken stream got after it."""
+    cluster = await make(make_cluster, "thinking")
+    says(cluster, f"Hm. </think>I look. {TWO_CALLS['hermes']}")
+    body = {"messages": ASK, "tools": TOOLS, "max_tokens": 500, "stream": True, "resumable": True}
+    body |= {"stream_options": {"include_usage": True}}
+    response = await cluster.chat(**body)
+    events = events_of(response)
+    address = f"/v1/streams/{response.headers['x-lockstep-stream-id']}"
+    assert joined_deltas(events)["calls"] == [f"weather{PARIS}", "add{}"]
+    for index in range(len(events) - 2):
+        resumed = await cluster.client.get(address, headers={"Last-Event-ID": events[index][0]})
+        assert joined_deltas(events_of(resumed)) == joined_deltas(events[index + 1 :])
+        assert events_of(resumed)[-2][1]["usage"] == events[-2][1]["usage"]
+
+
 async def test_log_probabilities_are_there_for_every_token(make_cluster):
     cluster = await make(make_cluster, "thinking")
     ids = says(cluster, "Hm.</think>Yes. " + TWO_CALLS["hermes"])

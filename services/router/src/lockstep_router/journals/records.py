@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.errors import LockstepError
 
+from lockstep_router.generation.parsing import Parsing
 from lockstep_router.generation.style import Style
 
 _BYTES_OF_A_RECORD = 2048
@@ -50,6 +51,8 @@ class Record:
     """In the order of the answer's choices: those of the first prompt, then those of the next one."""
     tenant: str
     session: str
+    parsing: Parsing | None = None
+    """How the answers are parsed; None: they are text alone."""
     deadline_at: float | None = None
     """When the client's own timeout ends, in seconds since 1970; None: it has none."""
 
@@ -66,7 +69,8 @@ class Record:
     @property
     def size_bytes(self) -> int:
         """Approximate memory."""
-        texts = sum(map(len, self.prefixes)) + sum(map(len, self.stops))
+        names = () if self.parsing is None else self.parsing.names
+        texts = sum(map(len, (*self.prefixes, *self.stops, *names)))
         return _BYTES_OF_A_RECORD * (1 + len(self.choices)) + 4 * self.prompt_tokens + texts
 
 

@@ -117,6 +117,7 @@ class Reading:
             prompt_tokens=self.record.prompt_tokens,
             completion_tokens=self._replay.completion_tokens,
             cached_tokens=sum(log.cached_tokens for log in firsts),
+            reasoning_tokens=self._replay.reasoning_tokens,
         )
 
     async def events(self) -> AsyncIterator[list[Event]]:

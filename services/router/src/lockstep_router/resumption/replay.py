@@ -19,7 +19,10 @@ class Replay:
 
     def __init__(self, record: Record, logs: Sequence[ChoiceLog], tokenizer: Tokenizer) -> None:
         self._logs = logs
-        self._choices = [Choice(index, tokenizer, record.stops) for index in range(len(record.choices))]
+        self._choices = [
+            Choice(index, tokenizer, record.stops, record.parsing, each.stream_id)
+            for index, each in enumerate(record.choices)
+        ]
         self._fed = [0] * len(record.choices)
         self._unsaid: list[Delta] = []
         """Finishes that were found before the client's position, and that it does not have."""
@@ -35,6 +38,11 @@ class Replay:
     def completion_tokens(self) -> int:
         """Tokens of the deltas so far, those before the position included."""
         return sum(choice.tokens for choice in self._choices)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those of them that are reasoning."""
+        return sum(choice.reasoning_tokens for choice in self._choices)
 
     async def skip(self, position: Position, field: str) -> None:
         """Go to a position.

@@ -467,6 +467,7 @@ def _record(run: Run, prepared: Prepared, style: Style, session: str, timeout_s:
         choices=tuple(ChoiceRecord(journal.stream_id, journal.sampling) for journal in prepared.journals),
         tenant=prepared.journals[0].tenant,
         session=session,
+        parsing=prepared.parsing,
         deadline_at=None if timeout_s is None else now + timeout_s,
     )
 

@@ -27,6 +27,9 @@ from lockstep_router.faces.rest.identity import Origin
 from lockstep_router.faces.rest.openai_format import model_body
 from lockstep_router.faces.rest.openapi import RESUMING, describe, described, resumable
 from lockstep_router.faces.rest.replies import Client, LiveReply, error_reply, json_reply
+from lockstep_router.faces.rest.responses.answers import answer_response
+from lockstep_router.faces.rest.responses.requests import responses_request
+from lockstep_router.faces.rest.responses.schemas import ResponsesRequest
 from lockstep_router.faces.rest.resumable import (
     KEY_HEADER,
     RESUMABLE_HEADER,
@@ -37,9 +40,6 @@ from lockstep_router.faces.rest.resumable import (
     owner_of,
     wanted_return,
 )
-from lockstep_router.faces.rest.responses.answers import answer_response
-from lockstep_router.faces.rest.responses.requests import responses_request
-from lockstep_router.faces.rest.responses.schemas import ResponsesRequest
 from lockstep_router.faces.rest.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
