@@ -46,6 +46,11 @@ class WorkerSettings(PodSettings):
     model: str = Field(description="Model directory in the Hugging Face layout.")
     name: str | None = Field(None, description="Name of the model in the API; the directory's base name if not set.")
     pod_uid: str | None = Field(None, description="Uid of the pod.")
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="Sampling settings for requests that do not set them: those of the model's generation_config.json, "
+        "or none.",
+    )
     worker_id: str = Field(
         default_factory=lambda given: given.get("pod_name") or socket.gethostname(),
         min_length=1,

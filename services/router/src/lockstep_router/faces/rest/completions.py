@@ -107,8 +107,8 @@ def _sampling(body: SamplingFields, logprobs: int | None) -> inference_pb2.Sampl
     return inference_pb2.Sampling(
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=max(0, body.top_k or 0),
-        min_p=body.min_p or 0.0,
+        top_k=None if body.top_k is None else max(0, body.top_k),
+        min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,

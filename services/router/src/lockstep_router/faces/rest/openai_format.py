@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from lockstep_router.generation.choices import Delta, TokenEntry
 from lockstep_router.generation.generation import Usage
 from lockstep_router.generation.preparation import Prepared
+from lockstep_router.generation.sampling import MODEL_SETTINGS
 from lockstep_router.generation.style import Style
 from lockstep_router.journals import Record
 from lockstep_router.text.tokenizer import Tokenizer
@@ -317,7 +318,17 @@ def model_body(card: worker_pb2.ModelCard) -> Body:
         "created": card.created,
         "owned_by": "lockstep",
         "max_model_len": card.context_length,
+        "default_sampling": {
+            field: _shortest(getattr(card.default_sampling, field))
+            for field in MODEL_SETTINGS
+            if card.default_sampling.HasField(field)
+        },
     }
+
+
+def _shortest(value: float) -> float:
+    """A number of a message with single precision, in the fewest digits that mean it: 0.7, not 0.699999988."""
+    return value if isinstance(value, int) else float(f"{value:.7g}")
 
 
 def _finite(logprob: float) -> float:
