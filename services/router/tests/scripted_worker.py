@@ -73,6 +73,7 @@ class Script:
     poison_after: int = 3  # tokens of a poisonous stream's attempt after which the ranks die
     end_position: int | None = None  # of an end without ids
     says_phase: bool = False
+    logprob: Callable = lambda token_id: -0.5
 
 
 class Seats:
@@ -298,7 +299,11 @@ class _Connection:
 
     def tokens(self, submit, position, ids, finish=0, *, epoch=None, attempt=None):
         wants = submit.sampling.HasField("logprobs")
-        logprobs = [_logprobs(token_id, submit.sampling.logprobs) for token_id in ids] if wants else []
+        logprobs = (
+            [_logprobs(token_id, submit.sampling.logprobs, self.worker.script.logprob) for token_id in ids]
+            if wants
+            else []
+        )
         frame = worker_pb2.StreamTokens(
             stream_id=submit.stream_id,
             attempt=submit.attempt if attempt is None else attempt,
@@ -389,9 +394,11 @@ def _complain(task):
         print(f"the script of a worker failed: {task.exception()!r}", file=sys.stderr)
 
 
-def _logprobs(token_id, top):
+def _logprobs(token_id, top, logprob):
     alternatives = [inference_pb2.TokenLogprob(id=SPECIAL_IDS + n, logprob=-1.5 - n) for n in range(top)]
-    return inference_pb2.Logprobs(chosen=inference_pb2.TokenLogprob(id=token_id, logprob=-0.5), top=alternatives)
+    return inference_pb2.Logprobs(
+        chosen=inference_pb2.TokenLogprob(id=token_id, logprob=logprob(token_id)), top=alternatives
+    )
 
 
 class _Servicer(worker_pb2_grpc.WorkerServicer):

@@ -168,7 +168,8 @@ class Router:
         streams = len(request.prompts) * request.choices_per_prompt
         if streams > self.settings.max_streams_per_request:
             limit = self.settings.max_streams_per_request
-            raise invalid("n", f"times the number of prompts is {streams}; a request may have {limit} answers")
+            field = "n" if request.kept_per_prompt is None else "best_of"
+            raise invalid(field, f"times the number of prompts is {streams}; a request may have {limit} answers")
         account.expect(streams)
         counted = 0
 

@@ -112,10 +112,10 @@ class RouterSettings(PodSettings):
         15.0, ge=0, description="A stream on which nothing is sent for this long gets a comment; 0: never."
     )
     max_streams: int = Field(4096, ge=1, description="Streams at a time; more is 503 with Retry-After.")
-    max_n: int = Field(16, ge=1, le=128, description="Largest `n` of a request.")
+    max_n: int = Field(16, ge=1, le=128, description="Largest `n` and `best_of` of a request.")
     max_prompts: int = Field(64, ge=1, le=4096, description="Most prompts in one completion request.")
     max_streams_per_request: int = Field(
-        64, ge=1, description="Answers of one request: prompts times `n`; more is 400."
+        64, ge=1, description="Answers of one request: prompts times `n` or `best_of`; more is 400."
     )
     text_threads: int = Field(
         2,

@@ -34,6 +34,8 @@ class Prepared:
     """One journal for each choice of each prompt, in the order of the answer's choices."""
     choices_per_prompt: int
     stops: tuple[str, ...]
+    kept_per_prompt: int | None = None
+    """As in the request."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -105,7 +107,9 @@ async def _prepare(
             seeded = with_seed(sampling, derive_seed(seed, choice))
             stream_id = f"{base}-{index}-{choice}"
             journals.append(_open_journal(request, stream_id, card, prompt, seeded, arrived_at))
-    return Prepared(card, tokenizer, encoded, journals, request.choices_per_prompt, request.stops)
+    return Prepared(
+        card, tokenizer, encoded, journals, request.choices_per_prompt, request.stops, request.kept_per_prompt
+    )
 
 
 def _open_journal(

@@ -4,6 +4,7 @@ from typing import Literal
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.protocol import MAX_STOP_IDS
 
 from lockstep_router.generation.prompts import Prompt, check_ids
 from lockstep_router.generation.request import GenerationRequest
@@ -35,6 +36,12 @@ def resolve_sampling(
     if sampling.min_tokens > max_tokens:
         raise invalid("min_tokens", f"is {sampling.min_tokens}, more than the {max_tokens} tokens there may be")
     check_ids(sampling.stop_token_ids, card, "stop_token_ids")
+    if prompt.end_id is not None and not sampling.ignore_eos and prompt.end_id not in sampling.stop_token_ids:
+        if len(sampling.stop_token_ids) == MAX_STOP_IDS:
+            raise invalid("stop_token_ids", f"may have at most {MAX_STOP_IDS - 1} ids together with suffix")
+        sampling.stop_token_ids.append(prompt.end_id)
+    if request.kept_per_prompt is not None and not sampling.HasField("logprobs"):
+        sampling.logprobs = 0  # the choices are compared by the log probabilities of their tokens
     for token_id in sampling.logit_bias:
         if token_id >= card.vocab_size:
             raise invalid("logit_bias", f"has {token_id}, outside the vocabulary of {card.vocab_size}")

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from pydantic_core import to_json
 
-from lockstep_router.generation.choices import Delta, TokenEntry
+from lockstep_router.generation.choices import LEAST_LOGPROB, Delta, TokenEntry
 from lockstep_router.generation.generation import Usage
 from lockstep_router.generation.preparation import Prepared
 from lockstep_router.generation.sampling import MODEL_SETTINGS
@@ -18,9 +18,6 @@ from lockstep_router.journals import Record
 from lockstep_router.text.tokenizer import Tokenizer
 
 Body = dict[str, Any]
-
-_LEAST_LOGPROB = -9999.0
-"""Replaces the logarithm of a zero probability: JSON has no -inf."""
 
 
 class Format(Protocol):
@@ -37,6 +34,9 @@ class Format(Protocol):
 
     def add(self, delta: Delta) -> None:
         """Collect a delta of an answer that is sent in one piece."""
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Answer with these choices alone, in this order, once all deltas are collected."""
 
     def whole(self, usage: Usage, more: Body) -> bytes:
         """The collected answer with further fields, as JSON."""
@@ -149,6 +149,10 @@ class ChatFormat:
         """Collect a piece of a message."""
         self._collected[delta.index].add(delta, self._columns(delta.entries) if self._logprobs else {})
 
+    def keep(self, indices: Sequence[int]) -> None:
+        """Drop the other messages."""
+        self._collected = [self._collected[index] for index in indices]
+
     def whole(self, usage: Usage, more: Body) -> bytes:
         """The messages."""
         choices = [
@@ -223,6 +227,11 @@ class CompletionFormat:
     def add(self, delta: Delta) -> None:
         """Collect a piece of a text."""
         self._collected[delta.index].add(delta, self._columns(delta.entries, delta.index) if self._logprobs else {})
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Drop the other texts."""
+        self._collected = [self._collected[index] for index in indices]
+        self._prefixes = [self._prefixes[index] for index in indices] if self._prefixes else ()
 
     def whole(self, usage: Usage, more: Body) -> bytes:
         """The texts."""
@@ -332,4 +341,4 @@ def _shortest(value: float) -> float:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
+    return max(logprob, LEAST_LOGPROB)

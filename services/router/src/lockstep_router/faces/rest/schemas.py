@@ -141,6 +141,7 @@ class CompletionRequest(SamplingFields):
         _choice_of("a string, a list of strings, a list of token ids or a list of lists of token ids", _form),
     ]
     echo: bool | None = None
+    suffix: str | None = None
     best_of: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
