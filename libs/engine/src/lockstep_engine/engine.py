@@ -147,6 +147,7 @@ class AsyncEngine:
             prefix_cache=config.prefix_cache,
             hot_window=config.hot_window,
             tenant_share=config.kv_tenant_share,
+            mean_pooling=self.model.embedding is not None and self.model.embedding.pooling == "mean",
         )
         self._scheduler = Scheduler(self._limits, self.model.eos_ids, PoolSizes(0))
         self._group: RankGroup | None = None
@@ -195,7 +196,11 @@ class AsyncEngine:
             if only_output is None:
                 sampling = request.sampling
                 self._queue.add(
-                    request.id, len(request.emitted_ids), sampling.max_tokens, reaches_limit=sampling.ignore_eos
+                    request.id,
+                    len(request.emitted_ids),
+                    sampling.max_tokens,
+                    reaches_limit=sampling.ignore_eos,
+                    embeds=request.embeds,
                 )
             else:
                 asyncio.get_running_loop().call_soon(self._on_outputs, self._steps, [only_output])
@@ -435,6 +440,9 @@ class AsyncEngine:
             ids = getattr(request, field)
             if ids and not (min(ids) >= 0 and max(ids) < vocab):
                 raise invalid(field, f"holds an id outside the vocabulary of {vocab}")
+        if request.embeds:
+            self._validate_embedding(request)
+            return
         wanted = len(request.prompt_ids) + request.sampling.max_tokens
         if wanted > limit:
             raise LockstepError(
@@ -443,6 +451,16 @@ class AsyncEngine:
                 f"{wanted} together, more than the context of {limit}",
                 field="max_tokens",
             )
+
+    def _validate_embedding(self, request: Request) -> None:
+        length, limit = len(request.prompt_ids), self.model.context_length
+        if self.model.embedding is None:
+            raise invalid("embed", f"is not supported: {self.model.name} gives no embeddings")
+        if request.emitted_ids:
+            raise invalid("emitted_ids", "must be empty: an embedding is not continued")
+        if length > limit:
+            sentence = f"the prompt has {length} tokens, more than the context of {limit}"
+            raise LockstepError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, sentence, field="prompt_ids")
 
     def _rate(self) -> float:
         self._drop_old_counts()

@@ -75,6 +75,8 @@ class Sequence:
 
     def is_full(self, context_length: int) -> bool:
         """Whether it reaches its token limit with the tokens in flight, whatever these are."""
+        if self.request.embeds:
+            return False
         return self.emitted + self.in_flight >= self.request.sampling.max_tokens or self.length >= context_length
 
     @property
