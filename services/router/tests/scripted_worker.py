@@ -4,6 +4,8 @@ import asyncio
 import bisect
 import contextlib
 import itertools
+import math
+import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -74,6 +76,7 @@ class Script:
     end_position: int | None = None  # of an end without ids
     says_phase: bool = False
     logprob: Callable = lambda token_id: -0.5
+    vector: Callable = lambda content: content
 
 
 class Seats:
@@ -330,8 +333,27 @@ class _Connection:
         finally:
             seats.leave()
 
+    def embed(self, submit):
+        """A vector that depends on the text alone."""
+        size = self.worker.card.embedding.size
+        numbers = [token_at(submit.prompt_ids, 0, position) - 2048.0 for position in range(size)]
+        length = math.hypot(*numbers)
+        vector = struct.pack(f"<{size}f", *(number / length for number in numbers))
+        frame = worker_pb2.StreamTokens(
+            stream_id=submit.stream_id,
+            attempt=submit.attempt,
+            finish=inference_pb2.FINISH_REASON_STOP,
+            embedding=self.worker.script.vector(vector),
+        )
+        self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch, tokens=worker_pb2.Tokens(streams=[frame])))
+
     async def generate(self, submit):
         script = self.worker.script
+        if submit.embed:
+            if not await self.misbehave(submit, 0, 0):
+                await asyncio.sleep(script.delay_s)
+                self.embed(submit)
+            return
         prompt_ids, seed = list(submit.prompt_ids), submit.sampling.seed
         position = first = len(submit.emitted_ids)
         limit = submit.sampling.max_tokens

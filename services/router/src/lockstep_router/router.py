@@ -16,6 +16,12 @@ from lockstep_common.watched_files import watched
 
 from lockstep_router import metrics
 from lockstep_router.discovery import Discovery, choose_discovery
+from lockstep_router.generation.embedding import (
+    Embedding,
+    EmbeddingRequest,
+    PreparedEmbedding,
+    prepare_embedding,
+)
 from lockstep_router.generation.generation import Generation, Observer
 from lockstep_router.generation.preparation import Prepared, bytes_of, prepare
 from lockstep_router.generation.prompts import Prompt, PromptEncoder, check_ids
@@ -34,6 +40,9 @@ logger = logging.getLogger("lockstep.router")
 
 _MEASURE_EVERY_S = 0.1
 """Interval for measuring the journals of all streams; between two measurements new prompts are added."""
+
+_MAX_EMBEDDING_STREAMS = 16
+"""Most texts of one request that are computed at a time: the workers' queues are for all clients."""
 
 
 class Router:
@@ -61,7 +70,7 @@ class Router:
         """Requests for tokens in progress."""
         self.streams = 0
         """Streams in progress: one for each choice of each request."""
-        self._generations: set[Generation] = set()
+        self._generations: set[Generation | Embedding] = set()
         self._journals_bytes = 0
         self._preparing_bytes = 0
         """Prompts that are token ids already, of requests that are not."""
@@ -171,6 +180,22 @@ class Router:
             field = "n" if request.kept_per_prompt is None else "best_of"
             raise invalid(field, f"times the number of prompts is {streams}; a request may have {limit} answers")
         account.expect(streams)
+        with self._counting_prompts() as count:
+            return await prepare(request, self.workers, self.encoder, self.settings.max_queue_wait_s, count)
+
+    async def prepare_embedding(self, request: EmbeddingRequest, account: Account) -> PreparedEmbedding:
+        """Turn a request for embeddings into streams that are ready to run. The request is not needed afterwards.
+
+        Raises:
+            LockstepError: as for `prepare`.
+        """
+        account.expect(1)
+        with self._counting_prompts() as count:
+            return await prepare_embedding(request, self.workers, self.encoder, self.settings.max_queue_wait_s, count)
+
+    @contextmanager
+    def _counting_prompts(self) -> Iterator[Callable[[Prompt], None]]:
+        """Count prompts that are token ids already, of a request that is not prepared yet."""
         counted = 0
 
         def count(prompt: Prompt) -> None:
@@ -180,7 +205,7 @@ class Router:
             self._preparing_bytes += bytes_of(prompt)
 
         try:
-            return await prepare(request, self.workers, self.encoder, self.settings.max_queue_wait_s, count)
+            yield count
         finally:
             self._preparing_bytes -= counted
 
@@ -220,6 +245,27 @@ class Router:
                 finally:
                     self._generations.discard(generation)
                     account.charge_answers(generation.usage.completion_tokens)
+
+    @asynccontextmanager
+    async def embedding(self, prepared: PreparedEmbedding, account: Account) -> AsyncIterator[Embedding]:
+        """The computation of a request's embeddings, which leaving the context ends.
+
+        Raises:
+            LockstepError: as for `run`.
+        """
+        self._check_room(prepared.prompt_bytes)
+        await account.charge_prompts(prepared.prompt_tokens)
+        self._journals_bytes += prepared.prompt_bytes
+        metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
+        # The request itself holds one stream already.
+        streams = min(len(prepared.journals), _MAX_EMBEDDING_STREAMS, account.streams_left + 1)
+        with self._running(streams), account.holding(streams - 1):
+            embedding = Embedding(prepared, self.workers, self.settings, streams=streams)
+            self._generations.add(embedding)
+            try:
+                yield embedding
+            finally:
+                self._generations.discard(embedding)
 
     @contextmanager
     def admitted(self, account: Account) -> Iterator[None]:

@@ -114,6 +114,9 @@ class RouterSettings(PodSettings):
     max_streams: int = Field(4096, ge=1, description="Streams at a time; more is 503 with Retry-After.")
     max_n: int = Field(16, ge=1, le=128, description="Largest `n` and `best_of` of a request.")
     max_prompts: int = Field(64, ge=1, le=4096, description="Most prompts in one completion request.")
+    max_embedding_inputs: int = Field(
+        1024, ge=1, le=4096, description="Texts in one request for embeddings; more is 400."
+    )
     max_streams_per_request: int = Field(
         64, ge=1, description="Answers of one request: prompts times `n` or `best_of`; more is 400."
     )

@@ -68,7 +68,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "attempt", "prompt_ids", "emitted_ids", "sampling", "deadline_s", "tenant", "priority", "traceparent", "arrived_s")
+    __slots__ = ("stream_id", "attempt", "prompt_ids", "emitted_ids", "sampling", "deadline_s", "tenant", "priority", "traceparent", "arrived_s", "embed")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_S_FIELD_NUMBER: _ClassVar[int]
+    EMBED_FIELD_NUMBER: _ClassVar[int]
     stream_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -89,7 +90,8 @@ class Submit(_message.Message):
     priority: int
     traceparent: str
     arrived_s: float
-    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., arrived_s: _Optional[float] = ...) -> None: ...
+    embed: bool
+    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., arrived_s: _Optional[float] = ..., embed: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("stream_id", "attempt")
@@ -128,7 +130,7 @@ class Hello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., accepts_several: _Optional[bool] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "digest", "architecture", "dtype", "context_length", "vocab_size", "tp", "tokenizer_digest", "deterministic", "created", "fingerprint", "default_sampling")
+    __slots__ = ("name", "digest", "architecture", "dtype", "context_length", "vocab_size", "tp", "tokenizer_digest", "deterministic", "created", "fingerprint", "default_sampling", "embedding")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -141,6 +143,7 @@ class ModelCard(_message.Message):
     CREATED_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     architecture: str
@@ -153,7 +156,18 @@ class ModelCard(_message.Message):
     created: int
     fingerprint: str
     default_sampling: _inference_pb2.Sampling
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tp: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., deterministic: _Optional[bool] = ..., created: _Optional[int] = ..., fingerprint: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ...) -> None: ...
+    embedding: Embedding
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tp: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., deterministic: _Optional[bool] = ..., created: _Optional[int] = ..., fingerprint: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ...) -> None: ...
+
+class Embedding(_message.Message):
+    __slots__ = ("size", "dimensions", "any_dimension")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    ANY_DIMENSION_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    dimensions: _containers.RepeatedScalarFieldContainer[int]
+    any_dimension: bool
+    def __init__(self, size: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., any_dimension: _Optional[bool] = ...) -> None: ...
 
 class TokenizerRequest(_message.Message):
     __slots__ = ("digest",)
@@ -180,7 +194,7 @@ class Tokens(_message.Message):
     def __init__(self, streams: _Optional[_Iterable[_Union[StreamTokens, _Mapping]]] = ...) -> None: ...
 
 class StreamTokens(_message.Message):
-    __slots__ = ("stream_id", "attempt", "position", "ids", "logprobs", "finish", "cached_tokens")
+    __slots__ = ("stream_id", "attempt", "position", "ids", "logprobs", "finish", "cached_tokens", "embedding")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +202,7 @@ class StreamTokens(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     stream_id: str
     attempt: int
     position: int
@@ -195,7 +210,8 @@ class StreamTokens(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Logprobs]
     finish: _inference_pb2.FinishReason
     cached_tokens: int
-    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    embedding: bytes
+    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class Phases(_message.Message):
     __slots__ = ("streams",)

@@ -42,6 +42,8 @@ class Journal:
     """When the request arrived, in the event loop's time; None: when its stream was created."""
     timeout_s: float | None = None
     """The client's own limit for the time from the arrival to the end of the stream."""
+    embeds: bool = False
+    """The prompt's embedding is wanted, and no tokens."""
     emitted_ids: list[int] = field(default_factory=list)
     attempt: int = 0
     worker_id: str = ""
@@ -71,6 +73,7 @@ class Journal:
             traceparent=self.traceparent,
             arrived_s=arrived_s,
             deadline_s=deadline_s,
+            embed=self.embeds,
             priority=BEGUN_PRIORITY if self.emitted_ids else 0,
         )
 
@@ -117,4 +120,6 @@ class Journal:
     def _is_well_formed(self, update: worker_pb2.StreamTokens) -> bool:
         if update.finish not in _FINISH_REASONS:
             return False
+        if self.embeds:
+            return not update.ids and bool(update.embedding) == bool(update.finish)
         return not self.sampling.HasField("logprobs") or len(update.logprobs) == len(update.ids)

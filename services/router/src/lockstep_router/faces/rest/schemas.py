@@ -15,7 +15,7 @@ IdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_f
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-def _form(value: Any) -> str | None:
+def prompt_form(value: Any) -> str | None:
     """The form of a field that has several. Tags are in <> so that errors can leave them out of the field's name."""
     if isinstance(value, str):
         return "<string>"
@@ -31,7 +31,8 @@ def _text_form(value: Any) -> str | None:
     return "<string>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
 
 
-def _choice_of(what: str, form: Any) -> Discriminator:
+def choice_of(what: str, form: Any) -> Discriminator:
+    """Chooses the type of a field that has several forms; `what` names them in errors."""
     return Discriminator(form, custom_error_type="wrong_form", custom_error_message=f"Input should be {what}")
 
 
@@ -55,7 +56,7 @@ class Message(Strict):
     content: Annotated[
         Annotated[str, Tag("<string>")]
         | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("<list>")],
-        _choice_of("a string or a list of text parts", _text_form),
+        choice_of("a string or a list of text parts", _text_form),
     ]
     name: str | None = Field(None, max_length=256)
     tool_call_id: str | None = Field(None, max_length=256)
@@ -101,7 +102,7 @@ class SamplingFields(Strict):
         Annotated[
             Annotated[StopString, Tag("<string>")]
             | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<list>")],
-            _choice_of("a string or a list of strings", _text_form),
+            choice_of("a string or a list of strings", _text_form),
         ]
         | None
     ) = None
@@ -138,7 +139,7 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("<list>")]
         | Annotated[IdList, Tag("<ids>")]
         | Annotated[list[IdList], Field(min_length=1, fail_fast=True), Tag("<id lists>")],
-        _choice_of("a string, a list of strings, a list of token ids or a list of lists of token ids", _form),
+        choice_of("a string, a list of strings, a list of token ids or a list of lists of token ids", prompt_form),
     ]
     echo: bool | None = None
     suffix: str | None = None
