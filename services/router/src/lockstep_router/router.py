@@ -31,6 +31,7 @@ from lockstep_router.memory import MemoryTrimmer
 from lockstep_router.resumption import Runs
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account, KeyFile, TenantLimits
+from lockstep_router.tenants.shared_storage import open_storage
 from lockstep_router.text.threads import TextThreads
 from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.tls import Dial, dial_plain
@@ -52,12 +53,15 @@ class Router:
         """Make a router.
 
         Raises:
-            LockstepError: INVALID_REQUEST, the file of API keys cannot be used.
+            LockstepError: INVALID_REQUEST, the file of API keys or of a password cannot be used.
         """
         self.settings = settings
         self.keys = None if settings.keys_file is None else KeyFile(settings.keys_file)
         """The API keys of clients; None: everyone is served."""
-        self.limits = TenantLimits()
+        self.storage = open_storage(
+            settings.limits_storage, settings.limits_storage_password_file, settings.limits_storage_timeout_s
+        )
+        self.limits = TenantLimits(self.storage)
         self.workers = Workers(settings, discovery or choose_discovery(settings), dial)
         self.memory = MemoryTrimmer()
         self._threads = TextThreads(settings.text_threads, self.memory)
@@ -96,6 +100,8 @@ class Router:
         await self.workers.stop()
         self._threads.stop()
         self.memory.stop()
+        if self.storage is not None:
+            await self.storage.close()
 
     @property
     def uptime_s(self) -> float:
