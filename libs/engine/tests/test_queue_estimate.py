@@ -155,3 +155,16 @@ def test_before_any_text_embeddings_are_the_measure():
     estimate.start("a", 0.0)
     estimate.end("a", 0, 2.0)
     assert estimate.waits(places=4, is_full=False, now=3.0) == (0.0, 0.5)
+
+
+def test_a_request_waits_for_queued_ones_of_its_class_and_of_higher_ones():
+    estimate = QueueEstimate()
+    estimate.add("text", 0, 10, reaches_limit=True)
+    estimate.start("text", 0.0)
+    estimate.end("text", 10, 10.0)
+    estimate.add("running", 0, 10, reaches_limit=True, priority=-1)
+    estimate.start("running", 10.0)
+    for name, priority in (("a", -1), ("b", 0), ("c", 0), ("d", 1)):
+        estimate.add(name, 0, 10, reaches_limit=True, priority=priority)
+    waits = {each: estimate.waits(places=1, is_full=True, now=15.0, priority=each)[0] for each in (-1, 0, 1)}
+    assert waits == {1: 5.0 + 10.0, 0: 5.0 + 30.0, -1: 5.0 + 40.0}

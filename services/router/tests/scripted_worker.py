@@ -80,7 +80,9 @@ class Script:
 
 
 class Seats:
-    """At most `max_seqs` streams run at a time; the others wait by priority and then by their first arrival."""
+    """At most `max_seqs` streams run at a time; the others wait by priority, then those with output go first, then by
+    their first arrival.
+    """
 
     def __init__(self, max_seqs):
         self.max_seqs = max_seqs
@@ -93,7 +95,14 @@ class Seats:
             self.running += 1
             return
         turn = asyncio.get_running_loop().create_future()
-        entry = (-submit.priority, greeted_at + submit.arrived_s, next(self._numbers), turn, submit)
+        entry = (
+            -submit.priority,
+            not submit.emitted_ids,
+            greeted_at + submit.arrived_s,
+            next(self._numbers),
+            turn,
+            submit,
+        )
         bisect.insort(self.waiting, entry)
         try:
             await turn
@@ -126,6 +135,7 @@ class ScriptedWorker:
     queued: int = 0
     max_seqs: int = 1 << 20
     queue_wait_s: float = 0.0
+    queue_waits_s: dict = field(default_factory=dict)
     queue_wait_per_request_s: float = 0.0
     step_deadline_s: float = 0.0
     on_start: Callable = lambda submit, waiting: None
@@ -231,6 +241,7 @@ class ScriptedWorker:
             running=self.seats.running,
             free_seqs=max(0, self.max_seqs - self.seats.running),
             queue_wait_s=self.queue_wait_s,
+            queue_waits_s=self.queue_waits_s,
             queue_wait_per_request_s=self.queue_wait_per_request_s,
             step_deadline_s=self.step_deadline_s,
             free_blocks=90,

@@ -180,6 +180,7 @@ def status_message(status: EngineStatus, state: worker_pb2.WorkerState, reason: 
         free_seqs=status.free_seqs,
         queue_wait_s=status.queue_wait_s,
         queue_wait_per_request_s=status.queue_wait_per_request_s,
+        queue_waits_s=status.queue_waits_s,
     )
 
 

@@ -187,7 +187,8 @@ class Router:
             raise invalid(field, f"times the number of prompts is {streams}; a request may have {limit} answers")
         account.expect(streams)
         with self._counting_prompts() as count:
-            return await prepare(request, self.workers, self.encoder, self.settings.max_queue_wait_s, count)
+            max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
+            return await prepare(request, self.workers, self.encoder, max_wait_s, count, priority)
 
     async def prepare_embedding(self, request: EmbeddingRequest, account: Account) -> PreparedEmbedding:
         """Turn a request for embeddings into streams that are ready to run. The request is not needed afterwards.
@@ -197,7 +198,8 @@ class Router:
         """
         account.expect(1)
         with self._counting_prompts() as count:
-            return await prepare_embedding(request, self.workers, self.encoder, self.settings.max_queue_wait_s, count)
+            max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
+            return await prepare_embedding(request, self.workers, self.encoder, max_wait_s, count, priority)
 
     @contextmanager
     def _counting_prompts(self) -> Iterator[Callable[[Prompt], None]]:

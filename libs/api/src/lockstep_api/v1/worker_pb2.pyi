@@ -242,7 +242,14 @@ class RankHealth(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[RankState, str]] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("state", "reason", "queued", "running", "free_blocks", "total_blocks", "tokens_per_s", "steps", "ranks", "pid", "step_deadline_s", "free_seqs", "queue_wait_s", "queue_wait_per_request_s")
+    __slots__ = ("state", "reason", "queued", "running", "free_blocks", "total_blocks", "tokens_per_s", "steps", "ranks", "pid", "step_deadline_s", "free_seqs", "queue_wait_s", "queue_wait_per_request_s", "queue_waits_s")
+    class QueueWaitsSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +264,7 @@ class Status(_message.Message):
     FREE_SEQS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_WAIT_PER_REQUEST_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_WAITS_S_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     reason: str
     queued: int
@@ -271,7 +279,8 @@ class Status(_message.Message):
     free_seqs: int
     queue_wait_s: float
     queue_wait_per_request_s: float
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankHealth, _Mapping]]] = ..., pid: _Optional[int] = ..., step_deadline_s: _Optional[float] = ..., free_seqs: _Optional[int] = ..., queue_wait_s: _Optional[float] = ..., queue_wait_per_request_s: _Optional[float] = ...) -> None: ...
+    queue_waits_s: _containers.ScalarMap[int, float]
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankHealth, _Mapping]]] = ..., pid: _Optional[int] = ..., step_deadline_s: _Optional[float] = ..., free_seqs: _Optional[int] = ..., queue_wait_s: _Optional[float] = ..., queue_wait_per_request_s: _Optional[float] = ..., queue_waits_s: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class Rejected(_message.Message):
     __slots__ = ("stream_id", "attempt", "code", "message", "field", "retry_after_s", "retryable")

@@ -62,8 +62,10 @@ async def prepare_embedding(
     encoder: PromptEncoder,
     max_wait_s: float,
     count: Callable[[Prompt], None],
+    priority: int = 0,
 ) -> PreparedEmbedding:
-    """Do everything that comes before the choice of a worker. `count` is called with each text that is encoded.
+    """Do everything that comes before the choice of a worker. `count` is called with each text that is encoded;
+    `priority` is the class of the request's streams.
 
     Raises:
         LockstepError: the model gives no embeddings, or none of this size; a text is longer than its context; there is
@@ -76,7 +78,7 @@ async def prepare_embedding(
             dimensions = _check_size(request, card)
             waited_s = asyncio.get_running_loop().time() - arrived_at
             may_wait_s = min(max_wait_s, timeout_s or math.inf) - waited_s
-            workers.within_wait(workers.ready(card.name, card.digest), may_wait_s)
+            workers.within_wait(workers.ready(card.name, card.digest), may_wait_s, priority)
 
             def check(source: PromptSource, prompt: Prompt) -> None:
                 _check_length(source, prompt, card)
@@ -99,6 +101,7 @@ async def prepare_embedding(
             traceparent=request.caller.traceparent,
             arrived_at=arrived_at,
             timeout_s=timeout_s,
+            priority=priority,
             embeds=True,
         )
         for index, prompt in enumerate(prompts)
