@@ -9,11 +9,13 @@ import zlib
 from collections import deque
 
 import numpy as np
+import torch
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.draws import uniform
 from lockstep_engine.plan import LAST_SAMPLED, Result, StepLogprobs, decode_plan, encode_plan
-from lockstep_engine.request import Request, SamplingParams
+from lockstep_engine.pooling import Pooler
+from lockstep_engine.request import FinishReason, Request, SamplingParams
 from lockstep_engine.scheduler import Limits, Scheduler
 
 VOCAB = 1000
@@ -43,7 +45,7 @@ def expected_ids(prompt, count, *, seed=0, emitted=()):
 class ScriptedRanks:
     """Executes plans, and checks the rules that every plan must follow."""
 
-    def __init__(self, sizes, hot_window, max_batch_tokens, max_scores):
+    def __init__(self, sizes, hot_window, max_batch_tokens, max_scores, *, mean_pooling=False):
         # Ids of cold blocks follow those of hot ones, with one between them.
         self._cache = np.full((sizes.hot + 1 + sizes.cold, BLOCK_SIZE), _NEVER, dtype=np.int64)
         self._first_cold = sizes.hot + 1
@@ -61,6 +63,7 @@ class ScriptedRanks:
         """How often a sampling row got a new request."""
         self.scripts = {}
         """Number of a request -> its output, instead of `next_token`'s."""
+        self.pooler = Pooler(mean=mean_pooling, size=2)
         self.trace = []
         """One a step: number of a request -> (start, count) of what was computed."""
 
@@ -99,9 +102,12 @@ class ScriptedRanks:
         self._compress(plan.late_moves)
         names = [self._names[row] for row in rows.tolist()]
         self.trace.append(dict(zip(names, zip(starts.tolist(), lengths.tolist(), strict=True), strict=True)))
-        return Result(
+        embeddings = self._embed(plan, tokens, starts, lengths, tables)
+        result = Result(
             plan.step, ids, [StepLogprobs(-float(id_), [id_], [-float(id_)]) for id_ in ids], 10, 0, [], *scores
         )
+        result.embeddings = embeddings
+        return result
 
     def _put_last(self, tokens, lengths, rows):
         """Replace LAST_SAMPLED, which may only stand at the end of a sequence."""
@@ -111,6 +117,20 @@ class ScriptedRanks:
             if tokens[end] == LAST_SAMPLED:
                 tokens[end] = self._last[row]
                 self.ahead += 1
+
+    def _embed(self, plan, tokens, starts, lengths, tables):
+        """Embeddings of the texts that are complete; what they are made of is what the cache has."""
+        if plan.pools is None:
+            return None
+        assert plan.pools.any()
+        assert not (plan.completes & ~plan.pools).any()
+        assert not (plan.samples & plan.pools).any()
+        for start, length, table, pools in zip(starts.tolist(), lengths.tolist(), tables, plan.pools, strict=True):
+            if pools:
+                self._read(table, start + length)
+        rows = self.pooler.rows(plan)
+        states = np.stack([tokens[rows] + 1.0, np.ones(len(rows))], axis=1)
+        return self.pooler.fetch(plan, torch.from_numpy(states)).read()
 
     def _score(self, plan, starts, lengths, tables):
         targets = plan.targets
@@ -193,7 +213,13 @@ class Server:
         self.limits = Limits(**{**defaults, **limits})
         sizes = PoolSizes(blocks, cold_blocks)
         self.scheduler = Scheduler(self.limits, [EOS], sizes)
-        self.ranks = ScriptedRanks(sizes, self.limits.hot_window, self.limits.max_batch_tokens, self.limits.max_seqs)
+        self.ranks = ScriptedRanks(
+            sizes,
+            self.limits.hot_window,
+            self.limits.max_batch_tokens,
+            self.limits.max_seqs,
+            mean_pooling=self.limits.mean_pooling,
+        )
         self._depth = depth
         self._results = deque()
         self.outputs = []
@@ -218,6 +244,21 @@ class Server:
         self.requests.append(request)
         self.outputs.append([] if only is None else [only])
         return number
+
+    def embed(self, prompt, **fields):
+        """Queue a request for an embedding; returns its number."""
+        number = len(self.requests)
+        request = Request(str(number), tuple(prompt), SamplingParams(logit_bias={number: 0.0}), embeds=True, **fields)
+        assert self.scheduler.submit(request) is None
+        self.requests.append(request)
+        self.outputs.append([])
+        return number
+
+    def embedding(self, number):
+        """The embedding of a request: its only output."""
+        (output,) = self.outputs[number]
+        assert (output.position, output.ids, output.finish) == (0, (), FinishReason.STOP)
+        return output.embedding.tolist()
 
     def cancel(self, number):
         return self.scheduler.cancel(str(number))

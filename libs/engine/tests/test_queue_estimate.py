@@ -134,3 +134,37 @@ def test_preempted_requests_run_before_those_that_have_not_run():
     run(estimate, "preempted", 2.0)
     queue(estimate, 1)
     assert estimate.waits(places=1, is_full=True, now=4.0)[0] == 4.0 + 6.0 + 8.0
+
+
+def test_embeddings_are_expected_to_take_what_they_took_and_do_not_change_what_tokens_take():
+    estimate = QueueEstimate()
+    estimate.add("text", 0, 10, reaches_limit=False)
+    estimate.start("text", 0.0)
+    estimate.end("text", 10, 5.0)
+    for name in ("a", "b", "c", "d"):
+        estimate.add(name, 0, 1, reaches_limit=False, embeds=True)
+    estimate.start("a", 10.0)
+    estimate.end("a", 0, 12.0)
+    estimate.start("b", 12.0)
+    assert estimate.waits(places=1, is_full=True, now=13.0) == (1.0 + 2.0 + 2.0, 5.0)
+
+
+def test_before_any_text_embeddings_are_the_measure():
+    estimate = QueueEstimate()
+    estimate.add("a", 0, 1, reaches_limit=False, embeds=True)
+    estimate.start("a", 0.0)
+    estimate.end("a", 0, 2.0)
+    assert estimate.waits(places=4, is_full=False, now=3.0) == (0.0, 0.5)
+
+
+def test_a_request_waits_for_queued_ones_of_its_class_and_of_higher_ones():
+    estimate = QueueEstimate()
+    estimate.add("text", 0, 10, reaches_limit=True)
+    estimate.start("text", 0.0)
+    estimate.end("text", 10, 10.0)
+    estimate.add("running", 0, 10, reaches_limit=True, priority=-1)
+    estimate.start("running", 10.0)
+    for name, priority in (("a", -1), ("b", 0), ("c", 0), ("d", 1)):
+        estimate.add(name, 0, 10, reaches_limit=True, priority=priority)
+    waits = {each: estimate.waits(places=1, is_full=True, now=15.0, priority=each)[0] for each in (-1, 0, 1)}
+    assert waits == {1: 5.0 + 10.0, 0: 5.0 + 30.0, -1: 5.0 + 40.0}

@@ -688,10 +688,38 @@ class TestSeniority:
         server = Server(blocks=4)
         older = server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40, arrived_at=1.0)
         server.step()
-        moved = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40, arrived_at=2.0, priority=1, emitted=(3,))
+        moved = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40, arrived_at=2.0, emitted=(3,))
         server.run()
         assert all(count == 1 for _, count in server.computed(older)[1:])
         assert any(count > 1 for _, count in server.computed(moved)[1:])
+
+    @pytest.mark.parametrize("priority", [-1, 0, 1])
+    def test_within_a_class_a_moved_request_with_output_goes_before_those_without(self, priority):
+        server = Server(max_seqs=1)
+        server.submit(words(5, seed=1), priority=1)
+        server.step()
+        early = server.submit(words(5, seed=2), arrived_at=1.0, priority=priority)
+        moved = server.submit(words(5, seed=3), arrived_at=2.0, priority=priority, emitted=(3,))
+        assert self.order(server, [early, moved]) == [moved, early]
+
+    def test_a_class_goes_before_output(self):
+        server = Server(max_seqs=1)
+        server.submit(words(5, seed=1), priority=1)
+        server.step()
+        begun = {each: server.submit(words(5, seed=5 + each), priority=each, emitted=(3,)) for each in (-1, 0)}
+        fresh = {each: server.submit(words(5, seed=9 + each), priority=each) for each in (-1, 0, 1)}
+        numbers = [*begun.values(), *fresh.values()]
+        assert self.order(server, numbers) == [fresh[1], begun[0], fresh[0], begun[-1], fresh[-1]]
+
+    def test_the_lowest_class_is_preempted_first_also_if_it_has_output(self):
+        server = Server(blocks=4)
+        low = server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40, arrived_at=1.0, priority=-1, emitted=(3,))
+        server.step()
+        normal = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40, arrived_at=2.0)
+        server.run()
+        assert all(count == 1 for _, count in server.computed(normal)[1:])
+        assert any(count > 1 for _, count in server.computed(low)[1:])
+        assert server.ids(low) == server.expected(low)
 
     def test_requests_that_arrived_together_start_as_they_were_submitted(self):
         server = Server(max_seqs=1)

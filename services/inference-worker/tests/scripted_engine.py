@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import (
+    EmbeddingInfo,
     EngineConfig,
     EngineState,
     EngineStatus,
@@ -55,6 +57,7 @@ class ScriptedModel:
     context_length: int = CONTEXT_LENGTH
     vocab_size: int = VOCAB_SIZE
     created: int = 1_700_000_000
+    embedding: EmbeddingInfo | None = field(default_factory=lambda: EmbeddingInfo("mean", 4, (2,)))
 
 
 @dataclass
@@ -177,6 +180,11 @@ class ScriptedEngine:
         """One token for every request, finishing those that have their max_tokens."""
         outputs = []
         for request_id, request in list(self.requests.items()):
+            if request.embeds:
+                vector = np.array([len(request.prompt_ids), 1, 2, 3], dtype=np.float32)
+                outputs.append(Output(request_id, 0, (), finish=FinishReason.STOP, embedding=vector))
+                self._forget(request_id)
+                continue
             position = self.emitted[request_id]
             done = position + 1 >= request.sampling.max_tokens
             outputs.append(

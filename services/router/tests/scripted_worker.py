@@ -4,6 +4,8 @@ import asyncio
 import bisect
 import contextlib
 import itertools
+import math
+import struct
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -73,10 +75,14 @@ class Script:
     poison_after: int = 3  # tokens of a poisonous stream's attempt after which the ranks die
     end_position: int | None = None  # of an end without ids
     says_phase: bool = False
+    logprob: Callable = lambda token_id: -0.5
+    vector: Callable = lambda content: content
 
 
 class Seats:
-    """At most `max_seqs` streams run at a time; the others wait by priority and then by their first arrival."""
+    """At most `max_seqs` streams run at a time; the others wait by priority, then those with output go first, then by
+    their first arrival.
+    """
 
     def __init__(self, max_seqs):
         self.max_seqs = max_seqs
@@ -89,7 +95,14 @@ class Seats:
             self.running += 1
             return
         turn = asyncio.get_running_loop().create_future()
-        entry = (-submit.priority, greeted_at + submit.arrived_s, next(self._numbers), turn, submit)
+        entry = (
+            -submit.priority,
+            not submit.emitted_ids,
+            greeted_at + submit.arrived_s,
+            next(self._numbers),
+            turn,
+            submit,
+        )
         bisect.insort(self.waiting, entry)
         try:
             await turn
@@ -122,6 +135,7 @@ class ScriptedWorker:
     queued: int = 0
     max_seqs: int = 1 << 20
     queue_wait_s: float = 0.0
+    queue_waits_s: dict = field(default_factory=dict)
     queue_wait_per_request_s: float = 0.0
     step_deadline_s: float = 0.0
     on_start: Callable = lambda submit, waiting: None
@@ -227,6 +241,7 @@ class ScriptedWorker:
             running=self.seats.running,
             free_seqs=max(0, self.max_seqs - self.seats.running),
             queue_wait_s=self.queue_wait_s,
+            queue_waits_s=self.queue_waits_s,
             queue_wait_per_request_s=self.queue_wait_per_request_s,
             step_deadline_s=self.step_deadline_s,
             free_blocks=90,
@@ -300,7 +315,11 @@ class _Connection:
 
     def tokens(self, submit, position, ids, finish=0, *, epoch=None, attempt=None):
         wants = submit.sampling.HasField("logprobs")
-        logprobs = [_logprobs(token_id, submit.sampling.logprobs) for token_id in ids] if wants else []
+        logprobs = (
+            [_logprobs(token_id, submit.sampling.logprobs, self.worker.script.logprob) for token_id in ids]
+            if wants
+            else []
+        )
         frame = worker_pb2.StreamTokens(
             stream_id=submit.stream_id,
             attempt=submit.attempt if attempt is None else attempt,
@@ -327,8 +346,27 @@ class _Connection:
         finally:
             seats.leave()
 
+    def embed(self, submit):
+        """A vector that depends on the text alone."""
+        size = self.worker.card.embedding.size
+        numbers = [token_at(submit.prompt_ids, 0, position) - 2048.0 for position in range(size)]
+        length = math.hypot(*numbers)
+        vector = struct.pack(f"<{size}f", *(number / length for number in numbers))
+        frame = worker_pb2.StreamTokens(
+            stream_id=submit.stream_id,
+            attempt=submit.attempt,
+            finish=inference_pb2.FINISH_REASON_STOP,
+            embedding=self.worker.script.vector(vector),
+        )
+        self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch, tokens=worker_pb2.Tokens(streams=[frame])))
+
     async def generate(self, submit):
         script = self.worker.script
+        if submit.embed:
+            if not await self.misbehave(submit, 0, 0):
+                await asyncio.sleep(script.delay_s)
+                self.embed(submit)
+            return
         prompt_ids, seed = list(submit.prompt_ids), submit.sampling.seed
         position = first = len(submit.emitted_ids)
         limit = submit.sampling.max_tokens
@@ -391,9 +429,11 @@ def _complain(task):
         print(f"the script of a worker failed: {task.exception()!r}", file=sys.stderr)
 
 
-def _logprobs(token_id, top):
+def _logprobs(token_id, top, logprob):
     alternatives = [inference_pb2.TokenLogprob(id=SPECIAL_IDS + n, logprob=-1.5 - n) for n in range(top)]
-    return inference_pb2.Logprobs(chosen=inference_pb2.TokenLogprob(id=token_id, logprob=-0.5), top=alternatives)
+    return inference_pb2.Logprobs(
+        chosen=inference_pb2.TokenLogprob(id=token_id, logprob=logprob(token_id)), top=alternatives
+    )
 
 
 class _Servicer(worker_pb2_grpc.WorkerServicer):

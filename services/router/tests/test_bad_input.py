@@ -116,8 +116,10 @@ PLAIN_CASES = [
     (PLAIN | {"prompt": ["a"] * 65}, "prompt"),
     (PLAIN | {"prompt": ["a", ""]}, "prompt[1]"),
     (PLAIN | {"suffix": "x"}, "suffix"),
-    (PLAIN | {"tools": [TOOL]}, "tools"),
-    (PLAIN | {"best_of": 2}, "best_of"),
+    (PLAIN | {"best_of": 0}, "best_of"),
+    (PLAIN | {"best_of": 17}, "best_of"),
+    (PLAIN | {"best_of": 1, "n": 2}, "best_of"),
+    (PLAIN | {"best_of": 2, "stream": True}, "best_of"),
     (PLAIN | {"echo": True, "logprobs": 1}, "echo"),
     (PLAIN | {"logprobs": True}, "logprobs"),
     (PLAIN | {"logprobs": 21}, "logprobs"),
@@ -354,3 +356,6 @@ async def test_one_request_has_a_limit_of_answers(make_cluster):
     assert (refused.status_code, error["param"]) == (400, "n")
     assert error["message"] == "n times the number of prompts is 8; a request may have 6 answers"
     assert len((await cluster.complete(["a", "b"], n=3)).json()["choices"]) == 6
+    error = (await cluster.complete(["a", "b"], best_of=4)).json()["error"]
+    assert error["message"] == "best_of times the number of prompts is 8; a request may have 6 answers"
+    assert error["param"] == "best_of"

@@ -42,5 +42,13 @@ max_bodies_bytes: {{ $settings.max_bodies_bytes | default (div . 8) | int64 }}
 {{- if .Values.router.keys.secretName -}}
 {{- $_ := set $settings "keys_file" "/etc/lockstep-keys/keys.yaml" -}}
 {{- end -}}
+{{- with .Values.router.limitsStorage -}}
+{{- if .address -}}
+{{- $_ := set $settings "limits_storage" .address -}}
+{{- if .passwordSecretName -}}
+{{- $_ := set $settings "limits_storage_password_file" "/etc/lockstep-limits/password" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- toYaml $settings -}}
 {{- end -}}

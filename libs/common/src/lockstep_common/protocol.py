@@ -15,5 +15,5 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 64
 """Largest number of stop token ids in one request."""
 
-BEGUN_PRIORITY = 1
-"""Priority of a stream that has output: its client is reading."""
+PRIORITIES = {"low": -1, "normal": 0, "high": 1}
+"""Priority of each class of streams."""

@@ -83,6 +83,9 @@ class ServiceSettings(BaseSettings):
             fail(f"settings: {error}")
 
 
+UNQUOTED = "unquoted"
+"""Type of a `PydanticCustomError` for a value that may be a secret: the error that ends the process omits it."""
+
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.IGNORECASE)
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]{1,2000}")
 
@@ -147,6 +150,6 @@ class PodSettings(ServiceSettings):
 
 def _sentence(entry: dict[str, Any]) -> str:
     name = ".".join(str(part) for part in entry["loc"]) or "settings"
-    nothing_given = entry["type"] in ("missing", "extra_forbidden") or entry["input"] in (None, "", ())
+    nothing_given = entry["type"] in ("missing", "extra_forbidden", UNQUOTED) or entry["input"] in (None, "", ())
     given = "" if nothing_given else f" (given: {entry['input']!r})"
     return f"setting {name}: {entry['msg'].removeprefix('Value error, ')}{given}"

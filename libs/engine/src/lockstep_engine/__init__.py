@@ -5,6 +5,7 @@ does not import torch: that happens in the rank processes alone.
 """
 
 from lockstep_engine.config import EngineConfig
+from lockstep_engine.embedding_config import EmbeddingInfo
 from lockstep_engine.engine import AsyncEngine, EngineState, EngineStatus, RankStatus
 from lockstep_engine.model_config import ModelInfo
 from lockstep_engine.offline import Engine
@@ -23,6 +24,7 @@ from lockstep_engine.request import (
 
 __all__ = [
     "AsyncEngine",
+    "EmbeddingInfo",
     "Engine",
     "EngineConfig",
     "EngineState",

@@ -69,6 +69,9 @@ class EngineConfig:
     """Largest part of the KV cache that the running requests of one tenant hold."""
     prefix_cache: bool = True
     """Keep the KV of finished requests and reuse it for prompts with the same beginning."""
+    embeddings: str = "auto"
+    """How embeddings are made of hidden states: last (the last token's), mean, none, or auto: as the checkpoint's
+    1_Pooling/config.json says, none without that file."""
     deterministic: bool | None = None
     """The tokens of a request do not depend on the other requests of a batch. None: on the CPU."""
     threads: int | None = None
@@ -122,6 +125,11 @@ class EngineConfig:
                 min(self.kv_compressed_layers, default=0) >= 0
                 and len(set(self.kv_compressed_layers)) == len(self.kv_compressed_layers),
                 "must be different numbers from 0",
+            ),
+            (
+                "embeddings",
+                self.embeddings in ("auto", "last", "mean", "none"),
+                "must be auto, last, mean or none",
             ),
             ("kv_tenant_share", 0 < self.kv_tenant_share <= 1, "must be above 0 and at most 1"),
             ("threads", self.threads is None or self.threads >= 1, "must be at least 1"),

@@ -10,12 +10,13 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from lockstep_common.cpu_limit import usable_cpus
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.protocol import PRIORITIES
 
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import EngineConfig
@@ -101,6 +102,8 @@ class EngineStatus:
     """Number of requests that could start now."""
     queue_wait_s: float = 0.0
     """Estimate: how long one more request would wait before it runs; 0 also while nothing has been measured."""
+    queue_waits_s: Mapping[int, float] = field(default_factory=dict)
+    """The same estimate for requests of each priority."""
     queue_wait_per_request_s: float = 0.0
     """Estimate: what each further request adds to it."""
 
@@ -147,6 +150,7 @@ class AsyncEngine:
             prefix_cache=config.prefix_cache,
             hot_window=config.hot_window,
             tenant_share=config.kv_tenant_share,
+            mean_pooling=self.model.embedding is not None and self.model.embedding.pooling == "mean",
         )
         self._scheduler = Scheduler(self._limits, self.model.eos_ids, PoolSizes(0))
         self._group: RankGroup | None = None
@@ -195,7 +199,12 @@ class AsyncEngine:
             if only_output is None:
                 sampling = request.sampling
                 self._queue.add(
-                    request.id, len(request.emitted_ids), sampling.max_tokens, reaches_limit=sampling.ignore_eos
+                    request.id,
+                    len(request.emitted_ids),
+                    sampling.max_tokens,
+                    reaches_limit=sampling.ignore_eos,
+                    embeds=request.embeds,
+                    priority=request.priority,
                 )
             else:
                 asyncio.get_running_loop().call_soon(self._on_outputs, self._steps, [only_output])
@@ -223,9 +232,12 @@ class AsyncEngine:
         loaded = [] if group is None else [each.loading for each in group.ranks]
         total_bytes = sum(total for _, total in loaded)
         scheduler = self._scheduler
-        wait_s, wait_per_request_s = self._queue.waits(
-            places=scheduler.running + scheduler.free_seqs, is_full=not scheduler.free_seqs, now=time.monotonic()
-        )
+        now, places, is_full = time.monotonic(), scheduler.running + scheduler.free_seqs, not scheduler.free_seqs
+        waits = {
+            priority: self._queue.waits(places=places, is_full=is_full, now=now, priority=priority)
+            for priority in PRIORITIES.values()
+        }
+        wait_s, wait_per_request_s = waits[0]
         return EngineStatus(
             state=self._state,
             reason=self._reason,
@@ -250,6 +262,7 @@ class AsyncEngine:
             step_deadline_s=0.0 if group is None else group.step_deadline_s,
             free_seqs=scheduler.free_seqs,
             queue_wait_s=wait_s,
+            queue_waits_s={priority: waited_s for priority, (waited_s, _) in waits.items()},
             queue_wait_per_request_s=wait_per_request_s,
         )
 
@@ -431,10 +444,13 @@ class AsyncEngine:
         request.sampling.validate(vocab)
         if not request.prompt_ids:
             raise invalid("prompt_ids", "must not be empty")
-        for field in ("prompt_ids", "emitted_ids"):
-            ids = getattr(request, field)
+        for name in ("prompt_ids", "emitted_ids"):
+            ids = getattr(request, name)
             if ids and not (min(ids) >= 0 and max(ids) < vocab):
-                raise invalid(field, f"holds an id outside the vocabulary of {vocab}")
+                raise invalid(name, f"holds an id outside the vocabulary of {vocab}")
+        if request.embeds:
+            self._validate_embedding(request)
+            return
         wanted = len(request.prompt_ids) + request.sampling.max_tokens
         if wanted > limit:
             raise LockstepError(
@@ -443,6 +459,16 @@ class AsyncEngine:
                 f"{wanted} together, more than the context of {limit}",
                 field="max_tokens",
             )
+
+    def _validate_embedding(self, request: Request) -> None:
+        length, limit = len(request.prompt_ids), self.model.context_length
+        if self.model.embedding is None:
+            raise invalid("embed", f"is not supported: {self.model.name} gives no embeddings")
+        if request.emitted_ids:
+            raise invalid("emitted_ids", "must be empty: an embedding is not continued")
+        if length > limit:
+            sentence = f"the prompt has {length} tokens, more than the context of {limit}"
+            raise LockstepError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, sentence, field="prompt_ids")
 
     def _rate(self) -> float:
         self._drop_old_counts()

@@ -102,11 +102,23 @@ class FusedDecoder:
 
     def logits(self, ids: torch.Tensor, attention: CompiledAttention, rows: torch.Tensor) -> torch.Tensor:
         """See `BuiltModel.logits`."""
-        x = self._embed(ids)
+        logits: torch.Tensor = self._head(self._states(self._stream(ids, attention), rows))
+        return logits
+
+    def logits_and_states(
+        self, ids: torch.Tensor, attention: CompiledAttention, rows: torch.Tensor, pooled: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `BuiltModel.logits_and_states`."""
+        x = self._stream(ids, attention)
+        return self._head(self._states(x, rows)), self._states(x, pooled)
+
+    def _states(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return cpu.add_rms_norm(x.index_select(0, rows), None, self._norm.weight, self._norm.eps)
+
+    def _stream(self, ids: torch.Tensor, attention: CompiledAttention) -> torch.Tensor:
+        x: torch.Tensor = self._embed(ids)
         cosine = self._cosine.index_select(0, attention.positions)
         sine = self._sine.index_select(0, attention.positions)
         for layer in self._layers:
             layer.advance(x, cosine, sine, attention)
-        last = x.index_select(0, rows)
-        logits: torch.Tensor = self._head(cpu.add_rms_norm(last, None, self._norm.weight, self._norm.eps))
-        return logits
+        return x

@@ -85,12 +85,26 @@ class GpuDecoder:
 
     def logits(self, ids: torch.Tensor, attention: TritonAttention, rows: torch.Tensor) -> torch.Tensor:
         """See `BuiltModel.logits`."""
-        x = self._embed(ids)
+        logits: torch.Tensor = self._head(self._states(*self._stream(ids, attention), rows))
+        return logits
+
+    def logits_and_states(
+        self, ids: torch.Tensor, attention: TritonAttention, rows: torch.Tensor, pooled: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `BuiltModel.logits_and_states`."""
+        x, delta = self._stream(ids, attention)
+        return self._head(self._states(x, delta, rows)), self._states(x, delta, pooled)
+
+    def _states(self, x: torch.Tensor, delta: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        last = x.index_select(0, rows), delta.index_select(0, rows)
+        return add_rms_norm(*last, self._norm.weight, self._norm.eps)
+
+    def _stream(self, ids: torch.Tensor, attention: TritonAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream after all layers, and what the last one adds to it."""
+        x: torch.Tensor = self._embed(ids)
         angles = self._cosine.index_select(0, attention.positions), self._sine.index_select(0, attention.positions)
         delta: torch.Tensor | None = None
         for layer in self._layers:
             delta = layer.step(x, delta, angles, attention)
         assert delta is not None
-        last = add_rms_norm(x.index_select(0, rows), delta.index_select(0, rows), self._norm.weight, self._norm.eps)
-        logits: torch.Tensor = self._head(last)
-        return logits
+        return x, delta

@@ -14,6 +14,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_engine.architectures import ARCHITECTURES, REFUSED
 from lockstep_engine.config import EngineConfig
+from lockstep_engine.embedding_config import EmbeddingInfo, inspect_embedding
 
 _MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 _DIGEST_SAMPLE_BYTES = 2**12
@@ -35,8 +36,8 @@ class ModelInfo:
     path: Path
     name: str
     digest: str
-    """Hash of configuration, tokenizer, weights and the compression of KV. Engines may continue each other's streams
-    only if their digests are equal."""
+    """Hash of configuration, tokenizer, weights, pooling and the compression of KV. Engines may continue each other's
+    streams only if their digests are equal."""
     architecture: str
     model_type: str
     """A key of `architectures.ARCHITECTURES`."""
@@ -51,6 +52,8 @@ class ModelInfo:
     """Modification time of the configuration file, in seconds since 1970."""
     weight_files: tuple[str, ...]
     """Names of the safetensors files in `path`."""
+    embedding: EmbeddingInfo | None = None
+    """How the model gives embeddings; None: it does not."""
 
 
 def refuse(sentence: str) -> LockstepError:
@@ -85,19 +88,22 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
     _check_split(path, settings, config.tp)
     vocab_size = _positive(path, settings, "vocab_size")
     limit = _positive(path, settings, "max_position_embeddings")
+    hidden_size = _positive(path, settings, "hidden_size")
+    embedding = inspect_embedding(config.embeddings, path, settings, hidden_size)
     return ModelInfo(
         path=path,
         name=config.name or path.resolve().name,
-        digest=_digest(path, files, config),
+        digest=_digest(path, files, config, embedding),
         architecture=architecture,
         model_type=model_type,
         dtype=str(settings.get("dtype") or settings.get("torch_dtype") or "float32"),
         context_length=min(limit, config.max_context or limit),
         vocab_size=vocab_size,
-        hidden_size=_positive(path, settings, "hidden_size"),
+        hidden_size=hidden_size,
         eos_ids=tuple(each for each in _eos_ids(path, settings) if 0 <= each < vocab_size),
         created=int((path / "config.json").stat().st_mtime),
         weight_files=files,
+        embedding=embedding,
     )
 
 
@@ -200,12 +206,14 @@ def _eos_ids(path: Path, settings: dict[str, Any]) -> tuple[int, ...]:
     return tuple(number for number in ids if isinstance(number, int))
 
 
-def _digest(path: Path, files: tuple[str, ...], config: EngineConfig) -> str:
+def _digest(path: Path, files: tuple[str, ...], config: EngineConfig, embedding: EmbeddingInfo | None) -> str:
     """SHA-256 over the complete small files, and over the size and a thousand samples of each weight file. Reading all
     weights would take minutes. Weights that differ only between the samples have equal digests; give a fine-tuned model
     its own name.
     """
     digest = hashlib.sha256(f"{config.hot_window} {sorted(config.kv_compressed_layers)}".encode())
+    if embedding is not None:
+        digest.update(embedding.pooling.encode())
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         if (path / name).exists():
             digest.update(name.encode() + b"\0" + (path / name).read_bytes())

@@ -37,6 +37,12 @@ class Decoder(Protocol):
         """See `BuiltModel.logits`."""
         ...
 
+    def logits_and_states(
+        self, ids: torch.Tensor, attention: Any, rows: torch.Tensor, pooled: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `BuiltModel.logits_and_states`."""
+        ...
+
 
 @dataclass
 class BuiltModel:
@@ -100,6 +106,31 @@ class BuiltModel:
             raise refuse(f"{type(self.module).__name__} of transformers {version} has layers of which none is cached")
         logits: torch.Tensor = out.logits[0]
         return logits
+
+    def logits_and_states(
+        self, ids: torch.Tensor, attention: StepAttention, rows: torch.Tensor, pooled: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the step, and return hidden states as well.
+
+        Args:
+            ids: as for `logits`.
+            attention: as for `logits`.
+            rows: as for `logits`.
+            pooled: [pooled], indices of the tokens whose hidden states are wanted.
+
+        Returns:
+            The logits as `logits` returns them, and [pooled, hidden]: what the last norm gives to the head.
+        """
+        if self.decoder is not None:
+            return self.decoder.logits_and_states(ids, attention, rows, pooled)
+        states: list[torch.Tensor] = []
+        inner: nn.Module = self.module.base_model  # type: ignore[assignment]
+        hook = inner.register_forward_hook(lambda _module, _given, out: states.append(out[0][0, pooled]))
+        try:
+            logits = self.logits(ids, attention, rows)
+        finally:
+            hook.remove()
+        return logits, states[0]
 
     def decode(self, cache: KvCache, inputs: DecodeInputs) -> torch.Tensor:
         """A decode step with the GPU's kernels, from tensors that stay in place, so that it can be recorded.

@@ -4,11 +4,13 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
@@ -116,6 +118,13 @@ class Engine:
             np.concatenate([part.ranks for part in given]) if given else np.empty(0, np.int32),
             np.concatenate(vocabularies) if vocabularies else None,
         )
+
+    def embed(self, prompts: Sequence[Prompt]) -> list[NDArray[np.float32]]:
+        """The embeddings of prompts, each [hidden] and of length 1; for models that give any (see `EngineConfig`)."""
+        params = SamplingParams(max_tokens=1)
+        requests = [replace(self._request(prompt, params), embeds=True) for prompt in prompts]
+        outputs = [output for each in self.run(requests) for output in each]
+        return [output.embedding for output in outputs if output.embedding is not None]
 
     def stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[str]:
         """Pieces of the generated text, as they come. Joined they equal the result of `generate`."""

@@ -74,6 +74,11 @@ class Plan(msgspec.Struct, array_like=True):
     hot_tables: NDArray[np.int32] | None = None
     """[sequences, width]: ids of hot blocks. None: no query of the step sees a block hot that another sees cold."""
 
+    pools: NDArray[np.bool_] | None = None
+    """[sequences]: whether its hidden states become an embedding. None: nobody's do."""
+    completes: NDArray[np.bool_] | None = None
+    """[sequences]: whether the step computes the last token of such a sequence. Set together with `pools`."""
+
     @property
     def has_prefill(self) -> bool:
         """Whether any sequence computes more than one token."""
@@ -105,6 +110,8 @@ class Result(msgspec.Struct, array_like=True):
     """Ranks of these targets; 1: the most likely token."""
     vocabulary_logprobs: NDArray[np.float32] | None = None
     """[targets, vocabulary]: log probabilities, if the plan wants them."""
+    embeddings: NDArray[np.float32] | None = None
+    """[sequences that the plan completes, hidden]. None: the plan pools nothing."""
 
 
 _DTYPES: tuple[type[np.generic], ...] = (np.bool_, np.int32, np.float32, np.float64)
@@ -148,4 +155,5 @@ def message_sizes(spec: RankSpec) -> tuple[int, int]:
     plan = 4096 + 8 * config.max_batch_tokens + 64 * config.max_seqs + tables + added
     # A step scores at most as many prompt tokens as it can sample; for evaluation with the full vocabulary. Pages that
     # are never written use no memory.
-    return plan, 4096 + config.max_seqs * (1024 + 4 * (2 + spec.model.vocab_size))
+    embedding = 0 if spec.model.embedding is None else 4 * spec.model.embedding.size
+    return plan, 4096 + config.max_seqs * (1024 + 4 * (2 + spec.model.vocab_size) + embedding)

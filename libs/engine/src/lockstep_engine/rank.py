@@ -49,6 +49,7 @@ from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.models import BuiltModel, build_model
 from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, decode_plan, encode_result, message_sizes
+from lockstep_engine.pooling import Pooled, Pooler
 from lockstep_engine.sampling import Sampled, Sampler, Scores, score
 from lockstep_engine.sizes import canary_tokens, collective_bytes, kv_memory_bytes, pool_sizes
 from lockstep_engine.weights import load_weights
@@ -72,6 +73,7 @@ class Launched:
     """None on ranks other than 0."""
     unserved: list[int]
     scores: Scores | None
+    pooled: Pooled | None
     collective_us: int
     idle: list[tuple[Timestamp, Timestamp]]
     """Intervals before the step in which the device had nothing to do."""
@@ -164,6 +166,8 @@ class Rank:
         _send(control, Loaded(self._affordable_blocks(graph_bytes), phases.seconds))
         self.cache = self._make_cache(self._receive_blocks())
         self._sampler = Sampler(config.max_seqs, model.vocab_size, self._device) if spec.rank == 0 else None
+        by_mean = model.embedding is not None and model.embedding.pooling == "mean"
+        self._pooler = Pooler(mean=by_mean, size=model.hidden_size)
         with torch.inference_mode():
             numerics = self._measure()
             if by_kernels:
@@ -219,6 +223,8 @@ class Rank:
                 result = Result(
                     step.number, *step.sampled.read(), waited_us, step.collective_us, step.unserved, *scores
                 )
+                if step.pooled is not None:
+                    result.embeddings = step.pooled.read()
                 self._mailbox.put_result(step.number, encode_result(result))
                 self._control.send(encode_doorbell(step.number))
 
@@ -236,7 +242,11 @@ class Rank:
         rows = np.concatenate([(np.cumsum(plan.lengths) - 1)[sampled], scored])
         layout = StepLayout(plan.starts, plan.lengths, plan.tables, plan.hot_tables, plan.moves)
         unserved = self._add_requests(plan.added)
-        logits = self.forward(self._token_ids(plan), layout, rows)
+        pooled: Pooled | None = None
+        if plan.pools is None:
+            logits = self.forward(self._token_ids(plan), layout, rows)
+        else:
+            logits, pooled = self._forward_pooled(plan, layout, rows)
         chosen: Sampled | None = None
         scores: Scores | None = None
         if self._sampler is not None:
@@ -245,7 +255,8 @@ class Rank:
             )
             if len(scored):
                 scores = score(logits[len(sampled) :], targets[scored], vocabulary=plan.vocabulary_logprobs)
-        return Launched(plan.step, chosen, unserved, scores, self._group.spent_ns // 1000, idle, self._timer.now())
+        spent_us = self._group.spent_ns // 1000
+        return Launched(plan.step, chosen, unserved, scores, pooled, spent_us, idle, self._timer.now())
 
     def _add_requests(self, added: list[RowSampling]) -> list[int]:
         """Prepare the sampler for sampling rows that get a new request. This is done before the step's first
@@ -300,6 +311,16 @@ class Rank:
             deterministic=self._deterministic,
         )
         return self._full_logits(self.model.logits(ids, attention, self._indices(rows)))
+
+    def _forward_pooled(
+        self, plan: Plan, layout: StepLayout, rows: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, Pooled | None]:
+        """As `forward`, for a step that makes embeddings; rank 0 gets its hidden states."""
+        attention = step_attention(self.cache, layout, deterministic=self._deterministic)
+        ids, pooler = self._token_ids(plan), self._pooler
+        wanted = self._indices(pooler.rows(plan))
+        logits, states = self.model.logits_and_states(ids, attention, self._indices(rows), wanted)
+        return self._full_logits(logits), pooler.fetch(plan, states) if self._spec.rank == 0 else None
 
     def _indices(self, numbers: NDArray[np.integer]) -> torch.Tensor:
         """The numbers as int64 on the device, without waiting for it."""

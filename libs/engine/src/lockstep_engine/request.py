@@ -107,11 +107,14 @@ class Request:
     emitted_ids: tuple[int, ...] = ()
     """Output of earlier attempts. The first new token has position len(emitted_ids)."""
     priority: int = 0
-    """Requests of higher priority run first and are preempted last; among equal priorities those that arrived first."""
+    """Its class: requests of higher priority run first and are preempted last; among equal priorities those that have
+    output, and then those that arrived first."""
     tenant: str = ""
     """Separates prefix caches."""
     arrived_at: float | None = None
     """Time of the request's first arrival, on the clock of `time.monotonic`; None: the time of `submit`."""
+    embeds: bool = False
+    """Compute the prompt's embedding and generate nothing; the sampling is not used."""
 
 
 class Phase(StrEnum):
@@ -186,3 +189,5 @@ class Output:
     prompt_logprobs: PromptLogprobs | None = None
     """Log probabilities of the prompt tokens of this step, if requested. `ids` is empty until the prompt has been
     computed."""
+    embedding: NDArray[np.float32] | None = None
+    """[hidden], of length 1: set in the only output of a request that embeds, with `finish`."""

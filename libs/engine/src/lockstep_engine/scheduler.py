@@ -27,6 +27,7 @@ from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.draws import uniform
 from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, StepLogprobs
 from lockstep_engine.request import (
+    FinishReason,
     Logprobs,
     Output,
     Phase,
@@ -50,6 +51,8 @@ class Limits:
     prefix_cache: bool
     hot_window: HotWindow | None = None
     tenant_share: float = 1.0
+    mean_pooling: bool = False
+    """Embeddings are made of all hidden states of a text, those of cached prefixes included."""
 
 
 class _Chunk(NamedTuple):
@@ -62,6 +65,8 @@ class _Chunk(NamedTuple):
     sampling_row: int
     scored: range
     """Prompt positions whose log probabilities this step computes."""
+    completes: bool
+    """It is the last part of a text whose embedding is wanted."""
 
 
 class Scheduler:
@@ -194,13 +199,14 @@ class Scheduler:
     def update(self, result: Result) -> list[Output]:
         """Process the result of the oldest plan in flight."""
         outputs: list[Output] = []
-        sampled = scored = 0
+        sampled = scored = embedded = 0
         chunks = self._in_flight.popleft()
         self._updated += 1
         for chunk in chunks:
-            index, first_score = sampled, scored
+            index, first_score, embedding = sampled, scored, embedded
             sampled += chunk.samples
             scored += len(chunk.scored)
+            embedded += chunk.completes
             sequence = chunk.sequence
             if self._by_id.get(sequence.request.id) is not sequence:  # cancelled, or ended by the step before this one
                 continue
@@ -213,6 +219,10 @@ class Scheduler:
             sequence.scores_delivered = max(sequence.scores_delivered, chunk.scored.stop)
             if chunk.samples:
                 outputs.append(self._emit(sequence, result.token_ids[index], result.logprobs[index], scores))
+                continue
+            if chunk.completes:
+                assert result.embeddings is not None
+                outputs.append(self._finish_embedding(sequence, result.embeddings[embedding]))
                 continue
             if sequence.sampling_row >= 0:
                 self._phases[sequence.request.id] = Phase.RUNNING
@@ -294,7 +304,8 @@ class Scheduler:
         return BlockTables(sizes, limits.hot_window, limits.max_seqs, limits.context_length, limits.tenant_share)
 
     def _check_capacity(self, request: Request) -> None:
-        tokens = min(len(request.prompt_ids) + request.sampling.max_tokens, self._limits.context_length)
+        answer = 0 if request.embeds else request.sampling.max_tokens
+        tokens = min(len(request.prompt_ids) + answer, self._limits.context_length)
         needs, blocks = self.blocks.needs(tokens), self.blocks
         total = Needs(blocks.hot.total, blocks.cold.total)
         for room, whose in ((total, "this engine has"), (blocks.budget, "one tenant may have")):
@@ -320,7 +331,7 @@ class Scheduler:
             self._current = sequence
             if self._count(sequence, budget, chunks) == 0:
                 return
-            cached = self._limits.prefix_cache and not sequence.scores_prompt
+            cached = self._limits.prefix_cache and not self._needs_every_token(sequence)
             # The last token is always computed: its logits choose the next one.
             keys = self._keys(sequence)[: (len(sequence.tokens) - 1) // BLOCK_SIZE] if cached else []
             hits = self.blocks.match(keys)
@@ -341,6 +352,10 @@ class Scheduler:
             self.blocks.grow(sequence, count)
             chunks.append(self._chunk(sequence, count))
             budget -= count
+
+    def _needs_every_token(self, sequence: Sequence) -> bool:
+        """Whether all tokens are computed, even if the prefix cache has their KV."""
+        return sequence.scores_prompt or (sequence.request.embeds and self._limits.mean_pooling)
 
     def _digests_being_computed(self) -> set[bytes]:
         return {
@@ -373,9 +388,10 @@ class Scheduler:
             sequence,
             sequence.computed,
             count,
-            samples=count == sequence.remaining,
+            samples=count == sequence.remaining and not sequence.request.embeds,
             sampling_row=sequence.sampling_row,
             scored=sequence.take_unscored(sequence.computed + count),
+            completes=count == sequence.remaining and sequence.request.embeds,
         )
 
     def _make_room(self, sequence: Sequence, count: int) -> tuple[int, bool]:
@@ -454,6 +470,16 @@ class Scheduler:
             prompt_logprobs=scores,
         )
 
+    def _finish_embedding(self, sequence: Sequence, embedding: NDArray[np.float32]) -> Output:
+        request_id = sequence.request.id
+        self._ended.append(request_id)
+        self._remove(sequence)
+        if not np.isfinite(embedding).all():
+            error = LockstepError(ErrorCode.INTERNAL, "the model's hidden states are no numbers")
+            return Output(request_id, 0, (), error=error)
+        cached = sequence.cached_tokens or 0
+        return Output(request_id, 0, (), finish=FinishReason.STOP, cached_tokens=cached, embedding=embedding)
+
     def _plan(self, chunks: list[_Chunk]) -> Plan:
         sequences = [chunk.sequence for chunk in chunks]
         rows = [sequence.sampling_row for sequence in sequences]
@@ -461,6 +487,7 @@ class Scheduler:
         tables = self.blocks.tables(rows, max(len(sequence.hot) for sequence in sequences))
         hot_tables = self.blocks.take_hot_tables(rows, tables)
         moves, late_moves = self.blocks.take_moves()
+        embeds = any(sequence.request.embeds for sequence in sequences)
         token_ids = array("i")
         uniforms = []
         for chunk, position in zip(chunks, emitted, strict=True):
@@ -491,6 +518,8 @@ class Scheduler:
                 for chunk in chunks
             ),
             hot_tables=hot_tables,
+            pools=np.array([sequence.request.embeds for sequence in sequences], dtype=np.bool_) if embeds else None,
+            completes=np.array([chunk.completes for chunk in chunks], dtype=np.bool_) if embeds else None,
         )
 
     def _row_sampling(self, sequence: Sequence) -> RowSampling:

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from lockstep_common.protocol import BEGUN_PRIORITY
-
 from lockstep_engine.blocks import BlockKey, extend_keys
 from lockstep_engine.request import FinishReason, PromptScores, Request
 
@@ -50,13 +48,11 @@ class Sequence:
         self.tokens = [*self.request.prompt_ids, *self.request.emitted_ids]
 
     @property
-    def precedence(self) -> tuple[int, float, int]:
-        """Sorting key that puts the most important sequence first.
-
-        One of normal priority that has output is as important as a stream that has moved here with output.
+    def precedence(self) -> tuple[int, bool, float, int]:
+        """Sorting key that puts the most important sequence first: by its class, then those that have output, whose
+        clients are reading, then by arrival.
         """
-        priority = self.request.priority or (BEGUN_PRIORITY if self.emitted else 0)
-        return (-priority, self.arrived_at, self.arrival)
+        return (-self.request.priority, not self.emitted, self.arrived_at, self.arrival)
 
     @property
     def emitted(self) -> int:
@@ -75,6 +71,8 @@ class Sequence:
 
     def is_full(self, context_length: int) -> bool:
         """Whether it reaches its token limit with the tokens in flight, whatever these are."""
+        if self.request.embeds:
+            return False
         return self.emitted + self.in_flight >= self.request.sampling.max_tokens or self.length >= context_length
 
     @property

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from lockstep_engine import EngineConfig, EngineStatus, Output, PhaseChange, Request
+from lockstep_engine import EmbeddingInfo, EngineConfig, EngineStatus, Output, PhaseChange, Request
 
 OnOutputs = Callable[[int, list[Output]], None]
 """Called once for each step, with the step's number and its outputs."""
@@ -35,6 +35,8 @@ class ModelLike(Protocol):
     def vocab_size(self) -> int: ...  # noqa: D102
     @property
     def created(self) -> int: ...  # noqa: D102
+    @property
+    def embedding(self) -> EmbeddingInfo | None: ...  # noqa: D102
 
 
 class EngineLike(Protocol):

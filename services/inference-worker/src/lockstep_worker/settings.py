@@ -46,6 +46,11 @@ class WorkerSettings(PodSettings):
     model: str = Field(description="Model directory in the Hugging Face layout.")
     name: str | None = Field(None, description="Name of the model in the API; the directory's base name if not set.")
     pod_uid: str | None = Field(None, description="Uid of the pod.")
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="Sampling settings for requests that do not set them: those of the model's generation_config.json, "
+        "or none.",
+    )
     worker_id: str = Field(
         default_factory=lambda given: given.get("pod_name") or socket.gethostname(),
         min_length=1,
@@ -81,6 +86,11 @@ class WorkerSettings(PodSettings):
         1.0, gt=0, le=1, description="Part of the KV cache that one tenant's running requests may hold."
     )
     prefix_cache: bool = Field(True, description="Keep the KV of shared prompt prefixes.")
+    embeddings: Literal["auto", "last", "mean", "none"] = Field(
+        "auto",
+        description="Embeddings are the last token's hidden state, the mean of all, or none; if auto, as the model's "
+        "1_Pooling/config.json says, none without it.",
+    )
     deterministic: bool | None = Field(
         None, description="A request's tokens do not depend on the batch; on the CPU if not set."
     )

@@ -84,15 +84,25 @@ def engine_request(submit: worker_pb2.Submit, request_id: str, model: ModelLike,
         )
     for field, ids in (("prompt_ids", submit.prompt_ids), ("emitted_ids", submit.emitted_ids)):
         _check_ids(field, ids, model.vocab_size)
+    if submit.embed:
+        _check_embedding(submit, model)
     return Request(
         id=request_id,
         prompt_ids=tuple(submit.prompt_ids),
-        sampling=sampling_params(submit.sampling, model.vocab_size),
+        sampling=SamplingParams() if submit.embed else sampling_params(submit.sampling, model.vocab_size),
         emitted_ids=tuple(submit.emitted_ids),
         priority=submit.priority,
         tenant=submit.tenant,
         arrived_at=greeted_at + submit.arrived_s,
+        embeds=submit.embed,
     )
+
+
+def _check_embedding(submit: worker_pb2.Submit, model: ModelLike) -> None:
+    if model.embedding is None:
+        raise invalid("embed", f"is not supported: {model.name!r} gives no embeddings")
+    if submit.emitted_ids:
+        raise invalid("emitted_ids", "must be empty: an embedding is not continued")
 
 
 def sampling_params(message: inference_pb2.Sampling, vocab_size: int) -> SamplingParams:
@@ -124,6 +134,7 @@ def sampling_params(message: inference_pb2.Sampling, vocab_size: int) -> Samplin
 
 def model_card(model: ModelLike, status: EngineStatus, tp: int, tokenizer_digest: str) -> worker_pb2.ModelCard:
     """The description of the model for routers."""
+    embedding = model.embedding
     return worker_pb2.ModelCard(
         name=model.name,
         digest=model.digest,
@@ -136,6 +147,11 @@ def model_card(model: ModelLike, status: EngineStatus, tp: int, tokenizer_digest
         deterministic=status.deterministic,
         created=model.created,
         fingerprint=status.fingerprint,
+        embedding=None
+        if embedding is None
+        else worker_pb2.Embedding(
+            size=embedding.size, dimensions=embedding.dimensions, any_dimension=embedding.any_dimension
+        ),
     )
 
 
@@ -164,6 +180,7 @@ def status_message(status: EngineStatus, state: worker_pb2.WorkerState, reason: 
         free_seqs=status.free_seqs,
         queue_wait_s=status.queue_wait_s,
         queue_wait_per_request_s=status.queue_wait_per_request_s,
+        queue_waits_s=status.queue_waits_s,
     )
 
 
@@ -177,6 +194,7 @@ def stream_tokens(stream_id: str, attempt: int, output: Output) -> worker_pb2.St
         logprobs=[_logprobs(entry) for entry in output.logprobs],
         finish=_FINISH[output.finish] if output.finish else inference_pb2.FINISH_REASON_UNSPECIFIED,
         cached_tokens=output.cached_tokens,
+        embedding=b"" if output.embedding is None else output.embedding.astype("<f4").tobytes(),
     )
 
 

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 
-from lockstep_api.v1 import worker_pb2
+from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from lockstep_common.trace_context import parse_traceparent
 from lockstep_engine import EngineState, EngineStatus, Output, PhaseChange
@@ -21,6 +21,7 @@ from lockstep_worker import metrics, translate
 from lockstep_worker.engine import EngineFactory, EngineLike
 from lockstep_worker.notices import Notice, RankHistory
 from lockstep_worker.router_connection import RouterConnection
+from lockstep_worker.sampling_defaults import load_sampling_defaults
 from lockstep_worker.settings import WorkerSettings
 from lockstep_worker.streams import LiveStream, StreamTable
 from lockstep_worker.tokenizer import load_tokenizer
@@ -45,6 +46,11 @@ class Worker:
             settings.engine_config(), on_outputs=self._on_outputs, on_change=self.publish, on_phases=self._on_phases
         )
         self.tokenizer = load_tokenizer(self.engine.model.path)
+        self._default_sampling = (
+            load_sampling_defaults(self.engine.model.path)
+            if settings.generation_config == "auto"
+            else inference_pb2.Sampling()
+        )
         self._routers: dict[int, RouterConnection] = {}
         self._connections = itertools.count(1)
         self._streams = StreamTable()
@@ -306,6 +312,7 @@ class Worker:
 
     def _make_hello(self, status: EngineStatus) -> worker_pb2.Hello:
         card = translate.model_card(self.engine.model, status, self._settings.tp, self.tokenizer.digest)
+        card.default_sampling.CopyFrom(self._default_sampling)
         return worker_pb2.Hello(
             worker_id=self._settings.worker_id, incarnation=self._incarnation, model=card, accepts_several=True
         )

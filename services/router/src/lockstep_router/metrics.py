@@ -37,6 +37,16 @@ LIMITED = Counter(
     ["limit"],
     registry=REGISTRY,
 )
+LIMITS_FALLBACK = Gauge(
+    "lockstep_router_limits_fallback",
+    "1 while the storage of limits does not answer and this router counts in its own memory.",
+    registry=REGISTRY,
+)
+LIMITS_STORAGE_FAILURES = Counter(
+    "lockstep_router_limits_storage_failures",
+    "Operations of the storage of limits that failed or took too long.",
+    registry=REGISTRY,
+)
 FIRST_TOKEN_SECONDS = Histogram(
     "lockstep_router_time_to_first_token_seconds",
     "From a request's arrival to the first token of each of its streams.",

@@ -17,6 +17,12 @@ from lockstep_common.watched_files import watched
 
 from lockstep_router import metrics
 from lockstep_router.discovery import Discovery, choose_discovery
+from lockstep_router.generation.embedding import (
+    Embedding,
+    EmbeddingRequest,
+    PreparedEmbedding,
+    prepare_embedding,
+)
 from lockstep_router.generation.generation import Generation, Observer
 from lockstep_router.generation.preparation import Prepared, bytes_of, prepare
 from lockstep_router.generation.prompts import Prompt, PromptEncoder, check_ids
@@ -27,6 +33,7 @@ from lockstep_router.output import ModelFormats
 from lockstep_router.resumption import Runs
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account, KeyFile, TenantLimits
+from lockstep_router.tenants.shared_storage import open_storage
 from lockstep_router.text.threads import TextThreads
 from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.tls import Dial, dial_plain
@@ -36,6 +43,9 @@ logger = logging.getLogger("lockstep.router")
 
 _MEASURE_EVERY_S = 0.1
 """Interval for measuring the journals of all streams; between two measurements new prompts are added."""
+
+_MAX_EMBEDDING_STREAMS = 16
+"""Most texts of one request that are computed at a time: the workers' queues are for all clients."""
 
 
 class Router:
@@ -57,12 +67,15 @@ class Router:
             rng: its source of randomness; None: the system's.
 
         Raises:
-            LockstepError: INVALID_REQUEST, the file of API keys cannot be used.
+            LockstepError: INVALID_REQUEST, the file of API keys or of a password cannot be used.
         """
         self.settings = settings
         self.keys = None if settings.keys_file is None else KeyFile(settings.keys_file)
         """The API keys of clients; None: everyone is served."""
-        self.limits = TenantLimits()
+        self.storage = open_storage(
+            settings.limits_storage, settings.limits_storage_password_file, settings.limits_storage_timeout_s
+        )
+        self.limits = TenantLimits(self.storage)
         self.workers = Workers(settings, discovery or choose_discovery(settings), dial, rng)
         self.memory = MemoryTrimmer()
         self._threads = TextThreads(settings.text_threads, self.memory)
@@ -78,7 +91,7 @@ class Router:
         """Requests for tokens in progress."""
         self.streams = 0
         """Streams in progress: one for each choice of each request."""
-        self._generations: set[Generation] = set()
+        self._generations: set[Generation | Embedding] = set()
         self._journals_bytes = 0
         self._preparing_bytes = 0
         """Prompts that are token ids already, of requests that are not."""
@@ -105,6 +118,8 @@ class Router:
         await self.workers.stop()
         self._threads.stop()
         self.memory.stop()
+        if self.storage is not None:
+            await self.storage.close()
 
     @property
     def uptime_s(self) -> float:
@@ -186,8 +201,27 @@ class Router:
         streams = len(request.prompts) * request.choices_per_prompt
         if streams > self.settings.max_streams_per_request:
             limit = self.settings.max_streams_per_request
-            raise invalid("n", f"times the number of prompts is {streams}; a request may have {limit} answers")
+            field = "n" if request.kept_per_prompt is None else "best_of"
+            raise invalid(field, f"times the number of prompts is {streams}; a request may have {limit} answers")
         account.expect(streams)
+        with self._counting_prompts() as count:
+            max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
+            return await prepare(request, self.workers, self.encoder, max_wait_s, count, priority)
+
+    async def prepare_embedding(self, request: EmbeddingRequest, account: Account) -> PreparedEmbedding:
+        """Turn a request for embeddings into streams that are ready to run. The request is not needed afterwards.
+
+        Raises:
+            LockstepError: as for `prepare`.
+        """
+        account.expect(1)
+        with self._counting_prompts() as count:
+            max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
+            return await prepare_embedding(request, self.workers, self.encoder, max_wait_s, count, priority)
+
+    @contextmanager
+    def _counting_prompts(self) -> Iterator[Callable[[Prompt], None]]:
+        """Count prompts that are token ids already, of a request that is not prepared yet."""
         counted = 0
 
         def count(prompt: Prompt) -> None:
@@ -197,7 +231,7 @@ class Router:
             self._preparing_bytes += bytes_of(prompt)
 
         try:
-            return await prepare(request, self.workers, self.encoder, self.settings.max_queue_wait_s, count)
+            yield count
         finally:
             self._preparing_bytes -= counted
 
@@ -237,6 +271,27 @@ class Router:
                 finally:
                     self._generations.discard(generation)
                     account.charge_answers(generation.usage.completion_tokens)
+
+    @asynccontextmanager
+    async def embedding(self, prepared: PreparedEmbedding, account: Account) -> AsyncIterator[Embedding]:
+        """The computation of a request's embeddings, which leaving the context ends.
+
+        Raises:
+            LockstepError: as for `run`.
+        """
+        self._check_room(prepared.prompt_bytes)
+        await account.charge_prompts(prepared.prompt_tokens)
+        self._journals_bytes += prepared.prompt_bytes
+        metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
+        # The request itself holds one stream already.
+        streams = min(len(prepared.journals), _MAX_EMBEDDING_STREAMS, account.streams_left + 1)
+        with self._running(streams), account.holding(streams - 1):
+            embedding = Embedding(prepared, self.workers, self.settings, streams=streams)
+            self._generations.add(embedding)
+            try:
+                yield embedding
+            finally:
+                self._generations.discard(embedding)
 
     @contextmanager
     def admitted(self, account: Account) -> Iterator[None]:

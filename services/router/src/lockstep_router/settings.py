@@ -6,13 +6,15 @@ import socket
 from typing import Annotated, Any, Literal
 
 from lockstep_common.address import check_target, is_unix
-from lockstep_common.settings import PodSettings
+from lockstep_common.settings import UNQUOTED, PodSettings
 from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import NoDecode
 
 from lockstep_router.output.formats import OFF, TOOL_FORMATS
 from lockstep_router.output.reasoning import REASONING_FORMATS
 from lockstep_router.policies import check_policy
+from lockstep_router.tenants.shared_storage import MEMORY, check_address
 
 DiscoveryKind = Literal["static", "dns", "kubernetes"]
 _PAIRS = {
@@ -52,6 +54,18 @@ class RouterSettings(PodSettings):
         None,
         description="YAML file of tenants with the hashes of their API keys and their limits: requests without one of "
         "the keys are 401. If not set, everyone is served.",
+    )
+    limits_storage: str = Field(
+        "memory",
+        description="Where tenants' limits of a minute are counted: `memory`, for each router by itself, or "
+        "`redis://host:port/database` (`rediss://` with TLS), for all routers together.",
+    )
+    limits_storage_password_file: str | None = Field(None, description="File with the password of `limits_storage`.")
+    limits_storage_timeout_s: float = Field(
+        0.1,
+        gt=0,
+        le=10,
+        description="Longest wait for `limits_storage`; then the router counts in its memory until it answers again.",
     )
     discovery: DiscoveryKind = Field(
         "static", description="Where workers are found: `workers`, `workers_dns`, or EndpointSlices of Kubernetes."
@@ -119,10 +133,13 @@ class RouterSettings(PodSettings):
         15.0, ge=0, description="A stream on which nothing is sent for this long gets a comment; 0: never."
     )
     max_streams: int = Field(4096, ge=1, description="Streams at a time; more is 503 with Retry-After.")
-    max_n: int = Field(16, ge=1, le=128, description="Largest `n` of a request.")
+    max_n: int = Field(16, ge=1, le=128, description="Largest `n` and `best_of` of a request.")
     max_prompts: int = Field(64, ge=1, le=4096, description="Most prompts in one completion request.")
+    max_embedding_inputs: int = Field(
+        1024, ge=1, le=4096, description="Texts in one request for embeddings; more is 400."
+    )
     max_streams_per_request: int = Field(
-        64, ge=1, description="Answers of one request: prompts times `n`; more is 400."
+        64, ge=1, description="Answers of one request: prompts times `n` or `best_of`; more is 400."
     )
     text_threads: int = Field(
         2,
@@ -261,6 +278,22 @@ class RouterSettings(PodSettings):
     def policy_of(self, model: str) -> str:
         """The name of a model's policy."""
         return self.model_policies.get(model, self.policy)
+
+    @field_validator("limits_storage")
+    @classmethod
+    def _check_storage(cls, value: str) -> str:
+        try:
+            check_address(value)
+        except ValueError as error:
+            raise PydanticCustomError(UNQUOTED, "{reason}", {"reason": str(error)}) from None
+        return value
+
+    @field_validator("limits_storage_password_file")
+    @classmethod
+    def _check_password_file(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("limits_storage") == MEMORY:
+            raise ValueError("needs limits_storage")
+        return value
 
     @field_validator("http_tls_key")
     @classmethod

@@ -68,7 +68,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "attempt", "prompt_ids", "emitted_ids", "sampling", "deadline_s", "tenant", "priority", "traceparent", "arrived_s")
+    __slots__ = ("stream_id", "attempt", "prompt_ids", "emitted_ids", "sampling", "deadline_s", "tenant", "priority", "traceparent", "arrived_s", "embed")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_S_FIELD_NUMBER: _ClassVar[int]
+    EMBED_FIELD_NUMBER: _ClassVar[int]
     stream_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -89,7 +90,8 @@ class Submit(_message.Message):
     priority: int
     traceparent: str
     arrived_s: float
-    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., arrived_s: _Optional[float] = ...) -> None: ...
+    embed: bool
+    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., arrived_s: _Optional[float] = ..., embed: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("stream_id", "attempt")
@@ -128,7 +130,7 @@ class Hello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., accepts_several: _Optional[bool] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "digest", "architecture", "dtype", "context_length", "vocab_size", "tp", "tokenizer_digest", "deterministic", "created", "fingerprint")
+    __slots__ = ("name", "digest", "architecture", "dtype", "context_length", "vocab_size", "tp", "tokenizer_digest", "deterministic", "created", "fingerprint", "default_sampling", "embedding")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +142,8 @@ class ModelCard(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     architecture: str
@@ -151,7 +155,19 @@ class ModelCard(_message.Message):
     deterministic: bool
     created: int
     fingerprint: str
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tp: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., deterministic: _Optional[bool] = ..., created: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    default_sampling: _inference_pb2.Sampling
+    embedding: Embedding
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tp: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., deterministic: _Optional[bool] = ..., created: _Optional[int] = ..., fingerprint: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ...) -> None: ...
+
+class Embedding(_message.Message):
+    __slots__ = ("size", "dimensions", "any_dimension")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    ANY_DIMENSION_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    dimensions: _containers.RepeatedScalarFieldContainer[int]
+    any_dimension: bool
+    def __init__(self, size: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., any_dimension: _Optional[bool] = ...) -> None: ...
 
 class TokenizerRequest(_message.Message):
     __slots__ = ("digest",)
@@ -178,7 +194,7 @@ class Tokens(_message.Message):
     def __init__(self, streams: _Optional[_Iterable[_Union[StreamTokens, _Mapping]]] = ...) -> None: ...
 
 class StreamTokens(_message.Message):
-    __slots__ = ("stream_id", "attempt", "position", "ids", "logprobs", "finish", "cached_tokens")
+    __slots__ = ("stream_id", "attempt", "position", "ids", "logprobs", "finish", "cached_tokens", "embedding")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -186,6 +202,7 @@ class StreamTokens(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     stream_id: str
     attempt: int
     position: int
@@ -193,7 +210,8 @@ class StreamTokens(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.Logprobs]
     finish: _inference_pb2.FinishReason
     cached_tokens: int
-    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    embedding: bytes
+    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class Phases(_message.Message):
     __slots__ = ("streams",)
@@ -224,7 +242,14 @@ class RankHealth(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[RankState, str]] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("state", "reason", "queued", "running", "free_blocks", "total_blocks", "tokens_per_s", "steps", "ranks", "pid", "step_deadline_s", "free_seqs", "queue_wait_s", "queue_wait_per_request_s")
+    __slots__ = ("state", "reason", "queued", "running", "free_blocks", "total_blocks", "tokens_per_s", "steps", "ranks", "pid", "step_deadline_s", "free_seqs", "queue_wait_s", "queue_wait_per_request_s", "queue_waits_s")
+    class QueueWaitsSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     STATE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +264,7 @@ class Status(_message.Message):
     FREE_SEQS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_WAIT_PER_REQUEST_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_WAITS_S_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     reason: str
     queued: int
@@ -253,7 +279,8 @@ class Status(_message.Message):
     free_seqs: int
     queue_wait_s: float
     queue_wait_per_request_s: float
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankHealth, _Mapping]]] = ..., pid: _Optional[int] = ..., step_deadline_s: _Optional[float] = ..., free_seqs: _Optional[int] = ..., queue_wait_s: _Optional[float] = ..., queue_wait_per_request_s: _Optional[float] = ...) -> None: ...
+    queue_waits_s: _containers.ScalarMap[int, float]
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankHealth, _Mapping]]] = ..., pid: _Optional[int] = ..., step_deadline_s: _Optional[float] = ..., free_seqs: _Optional[int] = ..., queue_wait_s: _Optional[float] = ..., queue_wait_per_request_s: _Optional[float] = ..., queue_waits_s: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class Rejected(_message.Message):
     __slots__ = ("stream_id", "attempt", "code", "message", "field", "retry_after_s", "retryable")

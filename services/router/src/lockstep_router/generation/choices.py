@@ -13,6 +13,9 @@ from lockstep_router.text.tokenizer import Tokenizer
 
 _FINISH_REASONS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
 
+LEAST_LOGPROB = -9999.0
+"""Replaces the logarithm of a zero probability: JSON has no -inf."""
+
 
 @dataclass(frozen=True)
 class TokenEntry:
@@ -52,6 +55,8 @@ class Choice:
         self.reasoning_tokens = 0
         self.cached_tokens: int | None = None
         """Cached tokens of the prompt, as the first attempt reported them."""
+        self.logprob = 0.0
+        """Sum of its tokens' log probabilities, if these are known."""
         self.is_finished = False
         self._parser = None if parsing is None else parsing.parser(stream_id)
         self._parts: list[Part] = []
@@ -60,6 +65,11 @@ class Choice:
         self._decoded_chars = 0
         self._given_chars = 0
         self._waiting: deque[TokenEntry] = deque()  # tokens whose text is held back
+
+    @property
+    def mean_logprob(self) -> float:
+        """The mean log probability of its tokens, if these are known."""
+        return self.logprob / max(1, self.tokens)
 
     def feed(self, update: worker_pb2.StreamTokens) -> Delta | None:
         """Take an update's tokens; None if the client gets nothing new, or the choice is finished."""
@@ -92,6 +102,9 @@ class Choice:
             return ""
         self.tokens += 1
         if update.logprobs:
+            logprob = update.logprobs[index].chosen.logprob
+            # Compared in this order, not a number counts as the least.
+            self.logprob += logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
             self._waiting.append(TokenEntry(update.logprobs[index], self._decoded_chars))
         text = self._pass_on(self._detokenizer.step(update.ids[index]))
         if self._parser is None:

@@ -87,6 +87,17 @@ class Generation:
         return frozenset(index for index, stream in enumerate(self._streams) if stream.journal.is_inexact)
 
     @property
+    def best_choices(self) -> list[int]:
+        """Of each prompt the choices that the answer keeps, those first whose tokens were the most likely ones on
+        average.
+        """
+        each, best = self.prepared.choices_per_prompt, []
+        for first in range(0, len(self._choices), each):
+            ranked = sorted(self._choices[first : first + each], key=lambda choice: -choice.mean_logprob)
+            best += [choice.index for choice in ranked[: self.prepared.kept_per_prompt]]
+        return best
+
+    @property
     def usage(self) -> Usage:
         """The tokens used so far. Each prompt counts once, whatever its number of choices."""
         firsts = range(0, len(self._streams), self.prepared.choices_per_prompt)

@@ -36,6 +36,8 @@ class Prepared:
     stops: tuple[str, ...]
     parsing: Parsing | None = None
     """None: the answers' text is content alone."""
+    kept_per_prompt: int | None = None
+    """As in the request."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -59,8 +61,10 @@ async def prepare(
     encoder: PromptEncoder,
     max_wait_s: float,
     count: Callable[[Prompt], None],
+    priority: int = 0,
 ) -> Prepared:
-    """Do everything that comes before the choice of a worker. `count` is called with each prompt that is encoded.
+    """Do everything that comes before the choice of a worker. `count` is called with each prompt that is encoded;
+    `priority` is the class of the request's streams.
 
     Raises:
         LockstepError: the request does not fit the model, there is no such model, it would wait longer than
@@ -69,7 +73,7 @@ async def prepare(
     arrived_at, timeout_s = asyncio.get_running_loop().time(), request.caller.timeout_s
     try:
         async with asyncio.timeout(timeout_s):
-            return await _prepare(request, workers, encoder, arrived_at, max_wait_s, count)
+            return await _prepare(request, workers, encoder, arrived_at, max_wait_s, count, priority)
     except TimeoutError:
         raise LockstepError(
             ErrorCode.DEADLINE_EXCEEDED,
@@ -85,12 +89,13 @@ async def _prepare(
     arrived_at: float,
     max_wait_s: float,
     count: Callable[[Prompt], None],
+    priority: int,
 ) -> Prepared:
     card, tokenizer = await workers.find_version(request.model, request.caller.session)
     # A request that would wait too long is refused before its text costs anything.
     waited_s = asyncio.get_running_loop().time() - arrived_at
     may_wait_s = min(max_wait_s, request.caller.timeout_s or math.inf) - waited_s
-    workers.within_wait(workers.ready(card.name, card.digest), may_wait_s)
+    workers.within_wait(workers.ready(card.name, card.digest), may_wait_s, priority)
     samplings: list[inference_pb2.Sampling] = []
 
     def check(source: PromptSource, prompt: Prompt) -> None:
@@ -106,9 +111,18 @@ async def _prepare(
         for choice in range(request.choices_per_prompt):
             seeded = with_seed(sampling, derive_seed(seed, choice))
             stream_id = f"{base}-{index}-{choice}"
-            journals.append(_open_journal(request, stream_id, card, prompt, seeded, arrived_at))
+            journals.append(_open_journal(request, stream_id, card, prompt, seeded, arrived_at, priority))
     parsing = choose_parsing(request.prompts[0], encoded[0].ids, tokenizer, card, encoder.formats)
-    return Prepared(card, tokenizer, encoded, journals, request.choices_per_prompt, request.stops, parsing)
+    return Prepared(
+        card,
+        tokenizer,
+        encoded,
+        journals,
+        request.choices_per_prompt,
+        request.stops,
+        parsing,
+        request.kept_per_prompt,
+    )
 
 
 def _open_journal(
@@ -118,6 +132,7 @@ def _open_journal(
     prompt: Prompt,
     sampling: inference_pb2.Sampling,
     arrived_at: float,
+    priority: int,
 ) -> Journal:
     return Journal(
         stream_id=stream_id,
@@ -130,4 +145,5 @@ def _open_journal(
         traceparent=request.caller.traceparent,
         arrived_at=arrived_at,
         timeout_s=request.caller.timeout_s,
+        priority=priority,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 
-from lockstep_router.generation.request import Conversation, PromptSource, TextPrompt, TokenPrompt, Turn
+from lockstep_router.generation.request import Conversation, InfillPrompt, PromptSource, TextPrompt, TokenPrompt, Turn
 from lockstep_router.generation.template_input import template_input
 from lockstep_router.output import ModelFormats
 from lockstep_router.text.threads import TextThreads
@@ -28,6 +28,8 @@ class Prompt:
     ids: list[int]
     text: str = ""
     """Empty unless `keep_text` was set."""
+    end_id: int | None = None
+    """Ends the answer, beside the model's end-of-text ids."""
 
 
 class PromptEncoder:
@@ -76,6 +78,7 @@ class PromptEncoder:
     async def _encode(
         self, source: PromptSource, tokenizer: Tokenizer, card: worker_pb2.ModelCard, together: int, *, keep_text: bool
     ) -> Prompt:
+        end_id: int | None = None
         try:
             match source:
                 case TokenPrompt():
@@ -83,13 +86,16 @@ class PromptEncoder:
                     ids, text = source.ids, await self.decode(source.ids, tokenizer, together) if keep_text else ""
                 case TextPrompt():
                     ids, text = await self._encode_text(source, tokenizer, card, together), source.text
+                case InfillPrompt():
+                    ids, text = await self._encode_infill(source, tokenizer, card, together), source.prefix
+                    end_id = None if tokenizer.infill is None else tokenizer.infill.end
                 case Conversation():
                     ids, text = await self._encode_conversation(source, tokenizer, card), ""
         except ControlTokenError as error:
             raise invalid(source.field, str(error)) from error
         if not ids:
             raise invalid(source.field, "must have at least one token")
-        return Prompt(ids, text if keep_text else "")
+        return Prompt(ids, text if keep_text else "", end_id)
 
     async def decode(self, ids: list[int], tokenizer: Tokenizer, together: int = 0) -> str:
         """The text of token ids.
@@ -117,6 +123,23 @@ class PromptEncoder:
 
         return await self._threads.run(encode, len(source.text), chars_together=together)
 
+    async def _encode_infill(
+        self, source: InfillPrompt, tokenizer: Tokenizer, card: worker_pb2.ModelCard, together: int
+    ) -> list[int]:
+        if tokenizer.infill is None:
+            raise invalid(
+                "suffix", f"is not supported by {card.name!r}: its tokenizer has no tokens for a gap in a text"
+            )
+        chars = len(source.prefix) + len(source.suffix)
+        _check_chars(chars, card, source.field)
+
+        def encode() -> list[int]:
+            return tokenizer.encode_infill(source.prefix, source.suffix, control_tokens=self._control_tokens)
+
+        ids = await self._threads.run(encode, chars, chars_together=together)
+        check_ids(ids, card, source.field)
+        return ids
+
     async def _encode_conversation(
         self, source: Conversation, tokenizer: Tokenizer, card: worker_pb2.ModelCard
     ) -> list[int]:
@@ -142,6 +165,8 @@ def _chars(source: PromptSource) -> int:
             return _CHARS_OF_A_TOKEN * len(source.ids)
         case TextPrompt():
             return len(source.text)
+        case InfillPrompt():
+            return len(source.prefix) + len(source.suffix)
         case Conversation():
             tools = () if source.tools is None else source.tools.tools
             return sum(map(_chars_of_turn, source.turns)) + sum(tool.chars for tool in tools)

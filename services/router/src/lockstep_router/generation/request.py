@@ -72,7 +72,16 @@ class TokenPrompt:
     field: str = "prompt"
 
 
-PromptSource = Conversation | TextPrompt | TokenPrompt
+@dataclass(frozen=True)
+class InfillPrompt:
+    """A prompt whose answer belongs between two texts."""
+
+    prefix: str
+    suffix: str
+    field: str = "prompt"
+
+
+PromptSource = Conversation | TextPrompt | TokenPrompt | InfillPrompt
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,8 @@ class GenerationRequest:
     seed: int | None = None
     """None: a random seed. Each prompt uses the seed as if it had been sent alone."""
     choices_per_prompt: int = 1
+    kept_per_prompt: int | None = None
+    """Choices of each prompt that the answer has: those whose tokens were the most likely ones; None: all."""
     stops: tuple[str, ...] = ()
     echo: bool = False
     """Whether the prompts' texts are part of the answer."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
-from lockstep_common.protocol import BEGUN_PRIORITY
 
 _FINISH_REASONS = frozenset(inference_pb2.FinishReason.values())
 
@@ -42,6 +41,10 @@ class Journal:
     """When the request arrived, in the event loop's time; None: when its stream was created."""
     timeout_s: float | None = None
     """The client's own limit for the time from the arrival to the end of the stream."""
+    priority: int = 0
+    """Class of the stream: of -1, 0 and 1, higher ones run first."""
+    embeds: bool = False
+    """The prompt's embedding is wanted, and no tokens."""
     emitted_ids: list[int] = field(default_factory=list)
     attempt: int = 0
     worker_id: str = ""
@@ -71,7 +74,8 @@ class Journal:
             traceparent=self.traceparent,
             arrived_s=arrived_s,
             deadline_s=deadline_s,
-            priority=BEGUN_PRIORITY if self.emitted_ids else 0,
+            embed=self.embeds,
+            priority=self.priority,
         )
 
     def accept(self, update: worker_pb2.StreamTokens) -> Acceptance:
@@ -117,4 +121,6 @@ class Journal:
     def _is_well_formed(self, update: worker_pb2.StreamTokens) -> bool:
         if update.finish not in _FINISH_REASONS:
             return False
+        if self.embeds:
+            return not update.ids and bool(update.embedding) == bool(update.finish)
         return not self.sampling.HasField("logprobs") or len(update.logprobs) == len(update.ids)

@@ -126,7 +126,7 @@ class Stream:
             if isinstance(outcome, WaitedTooLong):
                 raise self._waited_too_long(
                     f"its turn on worker {link.worker_id!r}, where {link.status.queued} requests wait",
-                    link.queue_wait_s,
+                    link.queue_wait_of(self.journal.priority),
                 )
             self._note_loss(link, outcome)
             if outcome.reason is Loss.SLOW_CLIENT:
@@ -381,7 +381,8 @@ class Stream:
         if self.journal.attempt:
             return links
         give_up_at = self._give_up_at if self._deadline_at is None else min(self._give_up_at, self._deadline_at)
-        return self._workers.within_wait(links, give_up_at - asyncio.get_running_loop().time())
+        may_wait_s = give_up_at - asyncio.get_running_loop().time()
+        return self._workers.within_wait(links, may_wait_s, self.journal.priority)
 
     def _has_budget_for(self, link: Link) -> bool:
         """Withdraw the next attempt's cost from the retry budget; False if the budget is too small.
@@ -405,7 +406,7 @@ class Stream:
         lost = self._last_lost
         if lost is not None and lost.reason is Loss.OVERLOADED and not self._was_taken:
             links = self._workers.ready(self.journal.model, self.journal.digest)
-            wait_s = min((link.queue_wait_s for link in links), default=0.0)
+            wait_s = min((link.queue_wait_of(self.journal.priority) for link in links), default=0.0)
             raise LockstepError(
                 ErrorCode.OVERLOADED,
                 f"all workers of {self.journal.model!r} are busy",

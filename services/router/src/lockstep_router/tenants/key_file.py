@@ -13,10 +13,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.protocol import PRIORITIES
 from lockstep_common.watched_files import signature_of
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
@@ -49,6 +50,7 @@ class _TenantEntry(_Entry):
     requests_per_minute: _Limit | None = None
     tokens_per_minute: _Limit | None = None
     concurrent_streams: _Limit | None = None
+    priority: Literal["low", "normal", "high"] = "normal"
 
 
 class _File(_Entry):
@@ -147,7 +149,13 @@ def _read(path: str) -> Mapping[str, _Key]:
         raise _unusable(path, "names a tenant twice")
     keys: dict[str, _Key] = {}
     for entry in parsed.tenants:
-        tenant = Tenant(entry.name, entry.requests_per_minute, entry.tokens_per_minute, entry.concurrent_streams)
+        tenant = Tenant(
+            entry.name,
+            entry.requests_per_minute,
+            entry.tokens_per_minute,
+            entry.concurrent_streams,
+            PRIORITIES[entry.priority],
+        )
         for key in entry.keys:
             if key.sha256 in keys:
                 raise _unusable(path, f"has key {key.sha256[:_KEY_ID_CHARS]} twice")

@@ -127,6 +127,12 @@ class Account:
         """By what is limited: `requests`, `tokens`."""
         self._limits = limits
 
+    @property
+    def streams_left(self) -> int:
+        """How many more streams the tenant may have in progress."""
+        limit = self.tenant.concurrent_streams
+        return _NO_LIMIT if limit is None else max(0, limit - self._limits.streams_of(self.tenant))
+
     async def admit(self) -> None:
         """Count the request before its body is read.
 

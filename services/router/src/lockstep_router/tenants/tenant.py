@@ -13,3 +13,5 @@ class Tenant:
     """Tokens of prompts and of answers together."""
     concurrent_streams: int | None = None
     """Answers in progress: one for each choice of each prompt."""
+    priority: int = 0
+    """Class of its streams: of -1, 0 and 1, higher ones run first."""

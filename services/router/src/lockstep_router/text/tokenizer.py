@@ -11,11 +11,14 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from lockstep_router.text.chat_template import ChatTemplate
 from lockstep_router.text.control_tokens import ControlTokens
+from lockstep_router.text.infill import find_infill
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Stands for bytes that are no character, or not yet."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_MARK = "\N{WHITE SMILING FACE}"
+"""A character that no merge joins with the text after it. Code Llama's own code uses it in the same way."""
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -51,6 +54,8 @@ class Tokenizer:
         self._added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.chat_template = ChatTemplate(files.chat_template, _special_tokens(config)) if files.chat_template else None
+        self.infill = find_infill(self._rust.token_to_id)
+        """How the model fills in the middle of a text; None: it does not."""
         self._control_tokens = ControlTokens(self._rust)
         self.token_bytes = functools.lru_cache(maxsize=1 << 16)(self._token_bytes)
         self.token_text = functools.lru_cache(maxsize=1 << 16)(self._token_text)
@@ -70,6 +75,26 @@ class Tokenizer:
             return self.encode_rendered(self._control_tokens.activate(text), add_special_tokens=add_special_tokens)
         self._check_quotable(text)
         return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_infill(self, prefix: str, suffix: str, *, control_tokens: bool = False) -> list[int]:
+        """The token ids of a prompt for the text between two others; for models with `infill`.
+
+        Args:
+            prefix: the text before the gap.
+            suffix: the text after the gap.
+            control_tokens: as for `encode`.
+
+        Raises:
+            ControlTokenError: one of the texts has a control token that this tokenizer cannot encode as text.
+        """
+        assert self.infill is not None
+        before = self.encode(prefix, add_special_tokens=False, control_tokens=control_tokens)
+        # Many tokenizers put a space before a text. The suffix continues a text: it follows a mark that is cut off.
+        mark = self._encode(_MARK, add_special_tokens=False)
+        after = self.encode(_MARK + suffix, add_special_tokens=False, control_tokens=control_tokens)
+        if after[: len(mark)] != mark:  # the mark and the suffix have a token in common
+            mark, after = [], self.encode(suffix, add_special_tokens=False, control_tokens=control_tokens)
+        return self.infill.arrange(self._encode("", add_special_tokens=True), before, after[len(mark) :])
 
     def render(
         self,

@@ -234,6 +234,13 @@ class Link:
         waiting_since = max(0, self._sent_since_status - self.status.free_seqs)
         return self.status.queue_wait_s + waiting_since * self.status.queue_wait_per_request_s
 
+    def queue_wait_of(self, priority: int) -> float:
+        """Estimated wait of one more stream of a class; that of normal ones if the worker knows no classes."""
+        by_class = self.status.queue_waits_s
+        if priority not in by_class:
+            return self.queue_wait_s
+        return self.queue_wait_s - self.status.queue_wait_s + by_class[priority]
+
     @property
     def is_well(self) -> bool:
         """Whether it is connected, not silent, and neither draining nor failed."""

@@ -162,16 +162,16 @@ class Workers:
             and (digest is None or link.card.digest == digest)
         ]
 
-    def within_wait(self, links: list[Link], may_wait_s: float) -> list[Link]:
+    def within_wait(self, links: list[Link], may_wait_s: float, priority: int = 0) -> list[Link]:
         """The links, all of one model, whose estimated wait is short enough for a new request.
 
         Raises:
             LockstepError: OVERLOADED, there is none of them.
         """
-        short = [link for link in links if link.queue_wait_s <= may_wait_s]
+        short = [link for link in links if link.queue_wait_of(priority) <= may_wait_s]
         if short or not links:
             return short
-        least_s = min(link.queue_wait_s for link in links)
+        least_s = min(link.queue_wait_of(priority) for link in links)
         model = links[0].card.name if links[0].card is not None else ""
         metrics.QUEUE_REFUSALS.inc()
         raise LockstepError(

@@ -39,6 +39,8 @@ async def answer(router: Router, request: GenerationRequest, style: Style, recor
             finally:
                 record.completion_tokens = generation.usage.completion_tokens
                 record.failovers = generation.failovers
+        if prepared.kept_per_prompt is not None:
+            answer_format.keep(generation.best_choices)
         more = inexact_mark(is_inexact=bool(generation.inexact_choices))
         await client.reply(json_reply(answer_format.whole(generation.usage, more)))
 

@@ -22,6 +22,7 @@ from lockstep_router.faces.rest.completions import (
     conversation,
 )
 from lockstep_router.faces.rest.direct_routes import DirectRoutes
+from lockstep_router.faces.rest.embeddings import EmbeddingBody, answer_embeddings, embedding_request
 from lockstep_router.faces.rest.fields import Model, parse
 from lockstep_router.faces.rest.identity import Origin
 from lockstep_router.faces.rest.openai_format import model_body
@@ -127,6 +128,21 @@ def _add_streams(app: FastAPI) -> None:
         await request.state.record.account.admit_reading()
         await _router(request).runs.cancel(stream_id, owner_of(_origin(request)))
         return json_reply({"id": stream_id, "object": "stream.deleted", "deleted": True})
+
+    @app.post("/v1/embeddings", openapi_extra=described(EmbeddingBody))
+    async def embeddings(request: Request) -> Response:
+        """Turn texts into vectors."""
+        body = await _body(request, EmbeddingBody)
+        wanted = embedding_request(body, _origin(request), _router(request).settings)
+        as_base64 = body.encoding_format == "base64"
+        del body
+        record = request.state.record
+        return _live(
+            request,
+            lambda client: answer_embeddings(
+                _router(request), wanted, as_base64=as_base64, record=record, client=client
+            ),
+        )
 
 
 def _add_models(app: FastAPI) -> None:

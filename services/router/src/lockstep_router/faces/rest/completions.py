@@ -17,6 +17,7 @@ from lockstep_router.faces.rest.tool_turns import tool_use, turns_of
 from lockstep_router.generation.request import (
     Conversation,
     GenerationRequest,
+    InfillPrompt,
     PromptSource,
     TextPrompt,
     TokenPrompt,
@@ -61,6 +62,7 @@ def completion_request(body: CompletionRequest, origin: Origin, settings: Router
     """
     _check_choices(body, settings)
     _check_completion(body, settings)
+    wanted = body.n or 1
     return GenerationRequest(
         model=body.model,
         caller=identity.caller(origin, body.user),
@@ -69,7 +71,8 @@ def completion_request(body: CompletionRequest, origin: Origin, settings: Router
         max_tokens=body.max_tokens,
         default_max_tokens=_DEFAULT_COMPLETION_TOKENS,
         seed=body.seed,
-        choices_per_prompt=body.n or 1,
+        choices_per_prompt=body.best_of or wanted,
+        kept_per_prompt=wanted if (body.best_of or wanted) > wanted else None,
         stops=body.stops,
         echo=bool(body.echo),
     )
@@ -115,18 +118,23 @@ def _chat_prompt(body: ChatCompletionRequest, settings: RouterSettings) -> Conve
 def _prompts(body: CompletionRequest) -> tuple[PromptSource, ...]:
     prompts = body.prompts
     fields = [f"prompt[{index}]" for index in range(len(prompts))] if len(prompts) > 1 else ["prompt"]
-    return tuple(
-        TextPrompt(prompt, field) if isinstance(prompt, str) else TokenPrompt(prompt, field)
-        for prompt, field in zip(prompts, fields, strict=True)
-    )
+    return tuple(_prompt(prompt, body.suffix, field) for prompt, field in zip(prompts, fields, strict=True))
+
+
+def _prompt(prompt: str | list[int], suffix: str | None, field: str) -> PromptSource:
+    if not suffix:
+        return TextPrompt(prompt, field) if isinstance(prompt, str) else TokenPrompt(prompt, field)
+    if not isinstance(prompt, str):
+        raise invalid("suffix", "needs prompts that are texts")
+    return InfillPrompt(prompt, suffix, field)
 
 
 def _sampling(body: SamplingFields, logprobs: int | None) -> inference_pb2.Sampling:
     return inference_pb2.Sampling(
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=max(0, body.top_k or 0),
-        min_p=body.min_p or 0.0,
+        top_k=None if body.top_k is None else max(0, body.top_k),
+        min_p=body.min_p,
         repetition_penalty=body.repetition_penalty,
         frequency_penalty=body.frequency_penalty or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
@@ -152,7 +160,17 @@ def _check_choices(body: SamplingFields, settings: RouterSettings) -> None:
 def _check_completion(body: CompletionRequest, settings: RouterSettings) -> None:
     if len(body.prompts) > settings.max_prompts:
         raise invalid("prompt", f"may have at most {settings.max_prompts} prompts")
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        raise invalid("best_of", "is supported only when equal to n")
+    if body.best_of is not None:
+        _check_best_of(body.best_of, body, settings)
     if body.echo and body.logprobs is not None:
         raise invalid("echo", "is not supported together with logprobs")
+
+
+def _check_best_of(best_of: int, body: CompletionRequest, settings: RouterSettings) -> None:
+    wanted = body.n or 1
+    if best_of < wanted:
+        raise invalid("best_of", f"is {best_of}, less than the {wanted} answers of n")
+    if best_of > settings.max_n:
+        raise invalid("best_of", f"may be at most {settings.max_n}")
+    if best_of > wanted and body.stream:
+        raise invalid("best_of", "cannot be more than n in a stream: the best answers are known at the end")

@@ -10,17 +10,15 @@ from lockstep_api.v1 import inference_pb2, worker_pb2
 from pydantic_core import to_json
 
 from lockstep_router.faces.rest.chat_messages import GrowingMessage, delta_body
-from lockstep_router.generation.choices import Delta, TokenEntry
+from lockstep_router.generation.choices import LEAST_LOGPROB, Delta, TokenEntry
 from lockstep_router.generation.generation import Usage
 from lockstep_router.generation.preparation import Prepared
+from lockstep_router.generation.sampling import MODEL_SETTINGS
 from lockstep_router.generation.style import Style
 from lockstep_router.journals import Record
 from lockstep_router.text.tokenizer import Tokenizer
 
 Body = dict[str, Any]
-
-_LEAST_LOGPROB = -9999.0
-"""Replaces the logarithm of a zero probability: JSON has no -inf."""
 
 
 class Format(Protocol):
@@ -37,6 +35,9 @@ class Format(Protocol):
 
     def add(self, delta: Delta) -> None:
         """Collect a delta of an answer that is sent in one piece."""
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Answer with these choices alone, in this order, once all deltas are collected."""
 
     def whole(self, usage: Usage, more: Body) -> bytes:
         """The collected answer with further fields, as JSON."""
@@ -153,6 +154,10 @@ class ChatFormat:
         for part in delta.parts:
             self._messages[delta.index].add(part)
 
+    def keep(self, indices: Sequence[int]) -> None:
+        """Drop the other messages."""
+        self._collected = [self._collected[index] for index in indices]
+
     def whole(self, usage: Usage, more: Body) -> bytes:
         """The messages."""
         choices = [
@@ -227,6 +232,11 @@ class CompletionFormat:
     def add(self, delta: Delta) -> None:
         """Collect a piece of a text."""
         self._collected[delta.index].add(delta, self._columns(delta.entries, delta.index) if self._logprobs else {})
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Drop the other texts."""
+        self._collected = [self._collected[index] for index in indices]
+        self._prefixes = [self._prefixes[index] for index in indices] if self._prefixes else ()
 
     def whole(self, usage: Usage, more: Body) -> bytes:
         """The texts."""
@@ -323,8 +333,18 @@ def model_body(card: worker_pb2.ModelCard) -> Body:
         "created": card.created,
         "owned_by": "lockstep",
         "max_model_len": card.context_length,
+        "default_sampling": {
+            field: _shortest(getattr(card.default_sampling, field))
+            for field in MODEL_SETTINGS
+            if card.default_sampling.HasField(field)
+        },
     }
 
 
+def _shortest(value: float) -> float:
+    """A number of a message with single precision, in the fewest digits that mean it: 0.7, not 0.699999988."""
+    return value if isinstance(value, int) else float(f"{value:.7g}")
+
+
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
+    return max(logprob, LEAST_LOGPROB)

@@ -7,6 +7,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from lockstep_router.faces.rest.embeddings import EmbeddingBody
 from lockstep_router.faces.rest.responses.schemas import ResponsesRequest
 from lockstep_router.faces.rest.schemas import (
     ChatCompletionRequest,
@@ -16,7 +17,14 @@ from lockstep_router.faces.rest.schemas import (
 )
 
 _REF = "#/components/schemas/{model}"
-_MODELS = (ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest)
+_MODELS = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    EmbeddingBody,
+    ResponsesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 
 
 def described(model: type[BaseModel]) -> dict[str, Any]:

@@ -90,6 +90,9 @@ async def answer_resumable(
     Raises:
         LockstepError: nothing has been written yet, or a stream has failed.
     """
+    if request.kept_per_prompt is not None:
+        # Journals keep tokens without their log probabilities, so the best answers could not be chosen again.
+        raise invalid("best_of", "cannot be more than n in a request that is resumable or has an idempotency key")
     if style.stream:
         client.expect_events()
     starting = router.runs.start(

@@ -29,7 +29,7 @@ IdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_f
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-def _form(value: Any) -> str | None:
+def prompt_form(value: Any) -> str | None:
     """The form of a field that has several. Tags are in <> so that errors can leave them out of the field's name."""
     if isinstance(value, str):
         return "<string>"
@@ -151,9 +151,10 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("<list>")]
         | Annotated[IdList, Tag("<ids>")]
         | Annotated[list[IdList], Field(min_length=1, fail_fast=True), Tag("<id lists>")],
-        choice_of("a string, a list of strings, a list of token ids or a list of lists of token ids", _form),
+        choice_of("a string, a list of strings, a list of token ids or a list of lists of token ids", prompt_form),
     ]
     echo: bool | None = None
+    suffix: str | None = None
     best_of: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 

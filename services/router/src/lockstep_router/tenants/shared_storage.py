@@ -1,0 +1,145 @@
+"""Counters of tenants' limits in Redis, which all routers share, with this router's memory in reserve.
+
+No request fails because of Redis, and none waits for it longer than a short timeout. While Redis does not answer,
+limits count in this router's memory: they still hold, for each router by itself. One request at a time tries Redis
+again. No address and no error's own words are in a log, because they may have a password.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from limits.aio.storage import MemoryStorage, RedisStorage
+from lockstep_common.errors import invalid
+
+from lockstep_router import metrics
+from lockstep_router.tenants.limits import Storage
+
+logger = logging.getLogger("lockstep.router")
+
+Result = TypeVar("Result")
+
+MEMORY = "memory"
+_SCHEMES = ("redis", "rediss")
+_PREFIX = "lockstep:limits"
+_CONNECTIONS = 32
+"""Connections to Redis, and operations that use them at a time; others wait, no longer than the timeout."""
+_RETRY_S = 1.0
+"""While Redis does not answer, it is tried this often."""
+_LOG_EVERY_S = 60.0
+_MAX_PASSWORD_BYTES = 4096
+
+
+def check_address(address: str) -> None:
+    """Raise ValueError for an address of a storage that cannot be used. The message does not quote it."""
+    if address == MEMORY:
+        return
+    try:
+        parts = urlsplit(address)
+        has_host, password, _ = bool(parts.hostname), parts.password, parts.port
+    except ValueError:
+        raise ValueError("is no address") from None
+    if parts.scheme not in _SCHEMES or not has_host or parts.query or parts.fragment:
+        raise ValueError("must be memory, redis://host:port/database or rediss://host:port/database")
+    if password is not None:
+        raise ValueError("must have no password: name a file with it in limits_storage_password_file")
+
+
+def open_storage(address: str, password_file: str | None, timeout_s: float) -> "SharedStorage | None":
+    """The storage at an address; None: each router counts in its memory.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, the file with the password cannot be used.
+    """
+    if address == MEMORY:
+        return None
+    options: dict[str, Any] = {
+        "max_connections": _CONNECTIONS,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+    }
+    if password_file is not None:
+        options["password"] = _read_password(password_file)
+    redis = RedisStorage(address, implementation="redispy", key_prefix=_PREFIX, **options)
+    client: Any = redis.bridge
+    return SharedStorage(redis, MemoryStorage(), timeout_s=timeout_s, close=client.get_connection().aclose)
+
+
+def _read_password(path: str) -> str:
+    setting = "limits_storage_password_file"
+    try:
+        with Path(path).open("rb") as file:
+            password = file.read(_MAX_PASSWORD_BYTES + 1).strip().decode()
+    except OSError as error:
+        raise invalid(setting, f"({path}) cannot be read: {error.strerror or type(error).__name__}") from None
+    except UnicodeDecodeError:
+        raise invalid(setting, f"({path}) is not UTF-8") from None
+    if not 0 < len(password) <= _MAX_PASSWORD_BYTES:
+        raise invalid(setting, f"({path}) has no password of at most {_MAX_PASSWORD_BYTES} bytes")
+    return password
+
+
+class SharedStorage:
+    """A storage that others share, and a reserve that is used while it fails.
+
+    Args:
+        shared: the storage.
+        reserve: never fails.
+        timeout_s: longest wait for `shared`.
+        close: closes the connections.
+    """
+
+    def __init__(
+        self, shared: Storage, reserve: Storage, *, timeout_s: float, close: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.close = close
+        self._shared = shared
+        self._reserve = reserve
+        self._timeout_s = timeout_s
+        self._turns = asyncio.Semaphore(_CONNECTIONS)
+        self._failing = False
+        self._retry_at = 0.0
+        self._logged_at = -_LOG_EVERY_S
+        metrics.LIMITS_FALLBACK.set(0)
+
+    async def acquire_sliding_window_entry(self, key: str, limit: int, expiry: int, amount: int = 1) -> bool:
+        """See `Storage`."""
+        return await self._run(lambda storage: storage.acquire_sliding_window_entry(key, limit, expiry, amount))
+
+    async def get_sliding_window(self, key: str, expiry: int) -> tuple[int, float, int, float]:
+        """See `Storage`."""
+        return await self._run(lambda storage: storage.get_sliding_window(key, expiry))
+
+    async def _run(self, work: Callable[[Storage], Awaitable[Result]]) -> Result:
+        now = time.monotonic()
+        if self._failing:
+            if now < self._retry_at:
+                return await work(self._reserve)
+            self._retry_at = now + self._timeout_s + _RETRY_S  # the others do not wait for this attempt
+        try:
+            async with asyncio.timeout(self._timeout_s), self._turns:
+                result = await work(self._shared)
+        except Exception as error:  # whatever a library and a network can raise
+            self._note_failure(error)
+            return await work(self._reserve)
+        if self._failing:
+            self._failing = False
+            metrics.LIMITS_FALLBACK.set(0)
+            logger.info("limits of tenants are shared again")
+        return result
+
+    def _note_failure(self, error: Exception) -> None:
+        now = time.monotonic()
+        self._failing, self._retry_at = True, now + _RETRY_S
+        metrics.LIMITS_FALLBACK.set(1)
+        metrics.LIMITS_STORAGE_FAILURES.inc()
+        if now - self._logged_at >= _LOG_EVERY_S:
+            self._logged_at = now
+            logger.warning(
+                "the storage of limits does not answer: they count in this router's memory",
+                extra={"error": type(error).__name__},
+            )
