@@ -68,6 +68,14 @@ def test_the_table_shows_workers_and_ranks() -> None:
     ]
 
 
+def test_problems_of_a_worker_are_beside_its_state() -> None:
+    status = copy.deepcopy(STATUS)
+    status["workers"][0]["health"] = {"problems": ["suspected", "slow"]}
+    rows = [words(row) for row in shown(status)[3:]]
+    assert rows[0].startswith("w0 ready (suspected, slow) 20 4 ")
+    assert is_ready(status)
+
+
 def test_a_router_without_workers_and_with_fields_missing() -> None:
     assert "no workers" in "\n".join(shown({"workers": []}))
     assert "w9" in "\n".join(shown({"router": {}, "workers": [{"id": "w9"}]}))

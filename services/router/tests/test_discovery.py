@@ -153,7 +153,20 @@ def test_node_as_endpoint_is_no_pod():
 def test_pod_of_a_dual_stack_service_is_one_worker():
     six = endpoint_slice("a", endpoint("fd00::1", "w-0"), endpoint("fd00::2", "w-1"), family="IPv6")
     four = endpoint_slice("b", endpoint("10.0.0.1", "w-0"))
-    assert workers_of([six, four]) == {WorkerAddress("10.0.0.1:9000", "w-0"), WorkerAddress("[fd00::2]:9000", "w-1")}
+    found = workers_of([six, four])
+    assert found == {WorkerAddress("10.0.0.1:9000", "w-0"), WorkerAddress("[fd00::2]:9000", "w-1")}
+    assert {each.worker_id: each.alternates for each in found} == {"w-0": ("[fd00::1]:9000",), "w-1": ()}
+
+
+def test_second_address_that_appears_later_is_reported():
+    heard = []
+    report = Report(heard.append)
+    report.update(frozenset({WorkerAddress("10.0.0.1:9000", "w-0")}))
+    both = frozenset({WorkerAddress("10.0.0.1:9000", "w-0", ("[fd00::1]:9000",))})
+    for _ in range(2):
+        report.update(both)
+    assert len(heard) == 2
+    assert [each.alternates for each in heard[1]] == [("[fd00::1]:9000",)]
 
 
 def test_pod_and_its_successor_of_the_same_name_are_two():

@@ -336,7 +336,7 @@ async def test_delete_ends_a_stream_for_all(cluster):
         await eventually(lambda: cluster.router.runs.readings == 1)
         deleted = await client.delete(f"/v1/streams/{stream_id}")
         assert deleted.json() == {"id": stream_id, "object": "stream.deleted", "deleted": True}
-        assert worker.cancels
+        await eventually(lambda: worker.cancels)
         assert events_of(await reading)[-1][1]["error"]["code"] == "cancelled"
         assert (await resume(client, stream_id)).status_code == 404
         assert (await client.delete(f"/v1/streams/{stream_id}")).status_code == 404

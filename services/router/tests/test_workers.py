@@ -116,6 +116,17 @@ async def test_workers_come_and_go(routed, make_worker):
     assert metrics.WORKERS.labels("ready")._value.get() == 1
 
 
+async def test_further_address_of_a_worker_changes_no_link(routed, make_worker):
+    worker = await make_worker("w-0")
+    await routed.tell((worker.target, "w-0"))
+    await eventually(lambda: routed.ready_ids() == ["w-0"])
+    (link,) = routed.workers.links
+    await routed.tell((worker.target, "w-0", ("[fd00::1]:9000",)))
+    assert routed.workers.links == (link,)
+    assert link.address.alternates == ("[fd00::1]:9000",)
+    assert len(worker.connections) == 1
+
+
 async def test_running_stream_ends_on_its_retired_worker(routed, make_worker):
     worker = await make_worker("w-0")
     worker.script = Script(delay_s=0.15)

@@ -69,7 +69,7 @@ class Client:
         self._on_end = on_end
         self._kernel = kernel
         self._on_prepared = on_prepared
-        self._dice = Random(f"{request.name}/{request.seed}")
+        self._rng = Random(f"{request.name}/{request.seed}")
 
     async def converse(self, router: Router) -> None:
         for history in self.histories:
@@ -113,7 +113,7 @@ class Client:
             self.histories[0].usage = generation.usage.completion_tokens
 
     async def _pause(self) -> None:
-        if self.request.pause_s and self._dice.random() < 0.2:
+        if self.request.pause_s and self._rng.random() < 0.2:
             for history in self.histories:
                 history.paused_s += self.request.pause_s
             await asyncio.sleep(self.request.pause_s)

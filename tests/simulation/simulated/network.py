@@ -370,13 +370,40 @@ class Channel:
         self.loop = loop
         self.target = target
         self._calls: list[Call] = []
+        self._state = grpc.ChannelConnectivity.IDLE
+        self._changed = asyncio.Event()
+        self._connecting: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Channel":
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
         for call in self._calls:
             call.end()
+
+    def get_state(self, try_to_connect: bool) -> grpc.ChannelConnectivity:
+        if try_to_connect and self._connecting is None:
+            self._state = grpc.ChannelConnectivity.CONNECTING
+            self._connecting = self.loop.create_task(self._connect())
+        return self._state
+
+    async def wait_for_state_change(self, last: grpc.ChannelConnectivity) -> None:
+        while self._state is last:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _connect(self) -> None:
+        try:
+            await self.reach()
+            self._state = grpc.ChannelConnectivity.READY
+        except grpc.aio.AioRpcError:
+            self._state = grpc.ChannelConnectivity.TRANSIENT_FAILURE
+        self._changed.set()
 
     def stream_stream(self, _method: str, **_: object) -> Callable[[], "Call"]:
         def call() -> Call:

@@ -103,6 +103,23 @@ LOAD_IMBALANCE = Gauge(
     ["model"],
     registry=REGISTRY,
 )
+IMPAIRED_WORKERS = Gauge(
+    "lockstep_router_impaired_workers",
+    "Workers of a model that are `suspected`, `ejected`, `slow` or a `hotspot`, as this router sees them.",
+    ["model", "problem"],
+    registry=REGISTRY,
+)
+IMPAIRMENTS = Counter(
+    "lockstep_router_impairments",
+    "Times that a worker became suspected, ejected, slow or a hotspot.",
+    ["problem"],
+    registry=REGISTRY,
+)
+HEDGED_CONNECTS = Counter(
+    "lockstep_router_hedged_connects",
+    "Further attempts to connect to a worker because the first one took long or failed.",
+    registry=REGISTRY,
+)
 WAIT_SECONDS = Histogram(
     "lockstep_router_wait_seconds",
     "From a stream's arrival to its start on a worker.",

@@ -204,7 +204,41 @@ class RouterSettings(PodSettings):
         "deadline for the step is later.",
     )
     heartbeat_timeout_s: float = Field(1.5, gt=0, description="A worker silent for this long loses its streams.")
+    suspicion_phi: float = Field(
+        8.0,
+        ge=0,
+        le=100,
+        description="New streams avoid a worker whose heartbeats are so late that the probability of that is 10 to the "
+        "minus this (phi accrual), or whose step has taken 0.3 of its own deadline; 0: never.",
+    )
+    eject_after: int = Field(
+        3,
+        ge=0,
+        description="New streams avoid a worker after so many faults in a row of streams that other workers "
+        "complete; 0: never.",
+    )
+    eject_share: float = Field(
+        0.5, gt=0, le=1, description="Largest share of a model's workers that is ejected at a time; one always may be."
+    )
+    eject_initial_s: float = Field(
+        10.0, gt=0, description="An ejected worker is probed by one stream after this time, doubled by each failure."
+    )
+    eject_max_s: float = Field(300.0, gt=0, description="Longest ejection, up to a quarter more by jitter.")
+    slow_factor: float = Field(
+        3.0,
+        ge=0,
+        le=100,
+        validate_default=True,
+        description="New streams avoid a worker that takes so many times as long as the model's others, for a step or "
+        "a first token of the same size, while others have room; 0: never, else above 1.5.",
+    )
     connect_timeout_s: float = Field(3.0, gt=0, description="From dialling a worker to its Hello.")
+    connect_hedge_s: float = Field(
+        0.25,
+        gt=0,
+        description="A connection to a worker that is not established by then is tried a second time, at its next "
+        "address if it has several; the first one that is established is used.",
+    )
     tokenizer_timeout_s: float = Field(30.0, gt=0, description="To fetch a model's tokenizer files from a worker.")
     backoff_initial_s: float = Field(0.1, gt=0, description="First pause before dialling a worker again.")
     backoff_max_s: float = Field(1.0, gt=0, description="Longest pause before dialling a worker again.")
@@ -330,6 +364,13 @@ class RouterSettings(PodSettings):
         if len(policies) < len(pairs):
             raise ValueError("the same model is listed twice")
         return policies
+
+    @field_validator("slow_factor")
+    @classmethod
+    def _check_slow_factor(cls, factor: float) -> float:
+        if 0 < factor <= 1.5:
+            raise ValueError("must be 0 or above 1.5")
+        return factor
 
     @field_validator("policy")
     @classmethod

@@ -53,11 +53,11 @@ def status_body(router: Router) -> dict[str, Any]:
             }
             for card in router.workers.models.values()
         ],
-        "workers": [_worker(link) for link in router.workers.links],
+        "workers": [_worker(link, router.workers.clock.now()) for link in router.workers.links],
     }
 
 
-def _worker(link: Link) -> dict[str, Any]:
+def _worker(link: Link, now: float) -> dict[str, Any]:
     status = link.status
     silence_s = link.silence_s()
     return {
@@ -79,6 +79,7 @@ def _worker(link: Link) -> dict[str, Any]:
         "last_seen_s": None if silence_s is None else round(silence_s, 3),
         "model": link.card.name if link.card is not None else "",
         "tp": link.card.tp if link.card is not None else 0,
+        "health": link.health.describe(now),
         "ranks": [
             {
                 "rank": rank.rank,

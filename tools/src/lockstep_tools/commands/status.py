@@ -102,8 +102,12 @@ def _rank_row(rank: Mapping[str, Any], *, last: bool) -> Sequence[str | Text]:
 
 
 def _state(entry: Mapping[str, Any]) -> Text:
+    """The state and, in parentheses, why new streams avoid a worker: `ready (slow)`."""
     state = state_of(entry)
-    return Text(state, style=_COLOURS.get(state, "yellow"))
+    problems = ", ".join(map(str, (entry.get("health") or {}).get("problems") or []))
+    if not problems:
+        return Text(state, style=_COLOURS.get(state, "yellow"))
+    return Text(f"{state} ({problems})", style="yellow" if state == READY else _COLOURS.get(state, "yellow"))
 
 
 def _model_name(model: object) -> str:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from kubernetes.aio.client import ApiClient, DiscoveryV1Api
@@ -24,6 +25,7 @@ PORT_NAME = "grpc"
 """Name of the Service's port for gRPC. A slice with a single port needs no name."""
 
 _WATCH_MARGIN_S = 5.0
+_MAX_ALTERNATES = 3
 _GONE = 410
 _DEFECT = "an answer could not be understood"
 
@@ -160,7 +162,8 @@ def _apply(event: dict[str, Any], slices: dict[str, dict[str, Any]]) -> None:
 def workers_of(slices: Iterable[dict[str, Any]]) -> frozenset[WorkerAddress]:
     """The workers in EndpointSlices (discovery.k8s.io/v1, as JSON).
 
-    A pod of a dual-stack Service is in one slice of each address family. One address is used, IPv4 before IPv6.
+    A pod of a dual-stack Service is in one slice of each address family. The first address is the target, IPv4 before
+    IPv6, and the others are alternates.
     """
     by_pod: dict[str, WorkerAddress] = {}
     for each in sorted(slices, key=lambda each: str(each.get("addressType"))):
@@ -170,7 +173,10 @@ def workers_of(slices: Iterable[dict[str, Any]]) -> frozenset[WorkerAddress]:
             target = join_host_port(endpoint["addresses"][0], port)
             reference = endpoint.get("targetRef") or {}
             name = reference.get("name") if reference.get("kind") == "Pod" else None
-            by_pod.setdefault(reference.get("uid") or target, WorkerAddress(target, name))
+            key = reference.get("uid") or target
+            first = by_pod.setdefault(key, WorkerAddress(target, name))
+            if target not in (first.target, *first.alternates):
+                by_pod[key] = replace(first, alternates=(*first.alternates, target)[:_MAX_ALTERNATES])
     return frozenset(by_pod.values())
 
 

@@ -6,7 +6,7 @@ The report sets metrics, logs a problem once, and calls its owner when the set c
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from lockstep_router import metrics
@@ -22,6 +22,8 @@ class WorkerAddress:
     """gRPC target: unix:/path or host:port, an IPv6 host in brackets."""
     worker_id: str | None = None
     """The id that the worker at the target must have; None: any id."""
+    alternates: tuple[str, ...] = field(default=(), compare=False)
+    """Further targets of the same worker, such as its address of the other family. They are no part of its identity."""
 
 
 class Report:
@@ -58,7 +60,7 @@ class Report:
     def update_partially(self, workers: frozenset[WorkerAddress]) -> None:
         """Report a set that may be incomplete or out of date: it is used, but does not reset `age_s`."""
         metrics.DISCOVERED.set(len(workers))
-        if workers != self.workers:
+        if _targets(workers) != _targets(self.workers):
             logger.info("discovered workers changed", extra={"targets": sorted(each.target for each in workers)})
             self.workers = workers
             self._on_change(workers)
@@ -78,6 +80,10 @@ class Report:
                 extra={"problem": problem, "workers": len(self.workers)},
             )
         self.problem = problem
+
+
+def _targets(workers: frozenset[WorkerAddress]) -> set[tuple[object, ...]]:
+    return {(each.target, each.worker_id, each.alternates) for each in workers}
 
 
 class Discovery(Protocol):

@@ -6,7 +6,17 @@ policies, `round_robin` and `prefix_aware`, also remember what this router has s
 
 from lockstep_router.policies.facts import Policy, RequestFacts, WorkerFacts
 from lockstep_router.policies.imbalance import imbalance
+from lockstep_router.policies.impaired import without_impaired
 from lockstep_router.policies.names import check_policy, make_policy
 from lockstep_router.policies.rendezvous import rank
 
-__all__ = ["Policy", "RequestFacts", "WorkerFacts", "check_policy", "imbalance", "make_policy", "rank"]
+__all__ = [
+    "Policy",
+    "RequestFacts",
+    "WorkerFacts",
+    "check_policy",
+    "imbalance",
+    "make_policy",
+    "rank",
+    "without_impaired",
+]

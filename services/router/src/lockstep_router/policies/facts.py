@@ -35,6 +35,13 @@ class WorkerFacts:
     """Estimated wait of one more request in its queue."""
     capacity: int = 0
     """Its KV blocks, free or not; 0 if it has not reported them."""
+    is_suspected: bool = False
+    """Whether it may have died or hang: its heartbeats or its current step are late. Like `is_ejected` and `is_slow`,
+    true of an offered worker only if there is no better one."""
+    is_ejected: bool = False
+    """Whether it has failed streams that other workers completed."""
+    is_slow: bool = False
+    """Whether it takes several times as long as the other workers of its model."""
 
     @property
     def requests(self) -> int:

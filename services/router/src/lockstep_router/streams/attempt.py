@@ -76,6 +76,8 @@ class Attempt:
         self.has_run = False
         """Whether the worker has run the stream at any time."""
         self.submitted_at = now
+        self.running_since = now
+        """When the worker last began to run the stream, in the awake clock's time."""
         self._journal = journal
         self._deadlines = deadlines
         self._deliver = deliver
@@ -122,6 +124,7 @@ class Attempt:
         self._progress_at = now
         if not self.is_running:
             self.is_running = self.has_run = True
+            self.running_since = now
             self._on_start()
 
     def _take(self, update: worker_pb2.StreamTokens) -> None:

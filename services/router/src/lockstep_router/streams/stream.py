@@ -16,6 +16,7 @@ from lockstep_router.settings import RouterSettings
 from lockstep_router.streams.attempt import Attempt, Deadlines, Finished, Outcome, WaitedTooLong
 from lockstep_router.streams.journal import Journal
 from lockstep_router.workers import Link, Workers
+from lockstep_router.workers.health.health import PROOF_TOKENS
 from lockstep_router.workers.losses import Loss, Lost
 from lockstep_router.workers.suspects import Life
 
@@ -70,6 +71,9 @@ class Stream:
         self._attempt: Attempt | None = None
         self._fingerprint = ""  # numerics of the current attempt's worker
         self._life: Life = ("", 0, 0)  # life of the current attempt's worker
+        self._link: Link | None = None  # the current attempt's worker
+        self._is_proved = False  # the current attempt has made progress
+        self._blamed: list[Link] = []  # workers that have lost the stream, if it makes progress on another one
         self._avoided: dict[Life, float] = {}  # until when, in the awake clock's time
         self._was_taken = False  # a worker has accepted the stream into its queue
         self._failures = 0  # in a row
@@ -122,6 +126,8 @@ class Stream:
             if isinstance(outcome, Finished):
                 return
             if isinstance(outcome, LockstepError):
+                if outcome.code is ErrorCode.INTERNAL:
+                    self._workers.note_internal(link, self.journal.session)
                 raise outcome
             if isinstance(outcome, WaitedTooLong):
                 raise self._waited_too_long(
@@ -165,6 +171,7 @@ class Stream:
             on_wait=self._note_wait,
         )
         self._life, self._fingerprint = link.life, link.fingerprint
+        self._link, self._is_proved = link, False
         self._activity = f"it waited for its turn on worker {link.worker_id!r}"
         self._suspects.enter(self.journal.stream_id, link.life)
         self._workers.note_sent(self.journal.model, self._facts, link)
@@ -175,6 +182,8 @@ class Stream:
             return outcome
         finally:
             self._suspects.leave(self.journal.stream_id)
+            if isinstance(outcome, Lost):
+                self._blame(link, outcome.reason)
             unwanted = outcome is None or (isinstance(outcome, Lost) and outcome.reason.needs_cancel)
             link.end(attempt, cancel=unwanted or isinstance(outcome, WaitedTooLong))
 
@@ -193,8 +202,11 @@ class Stream:
         if update.ids:
             self._measure(len(update.ids))
             if self._attempt.tokens == len(update.ids):
+                self._note_first_token(update.cached_tokens)
                 self._note_numerics()
             self._suspects.note_progress(self.journal.stream_id, self._attempt.tokens)
+        if not self._is_proved and (update.finish or self._attempt.tokens >= PROOF_TOKENS):
+            self._prove()
         self._arrived.append(update)
         self.unread_tokens += len(update.ids)
         # Each log probability takes as much memory as a token, or more.
@@ -223,6 +235,34 @@ class Stream:
                     "began_with": journal.fingerprint,
                 },
             )
+
+    # Evidence about workers.
+
+    def _note_first_token(self, cached_tokens: int) -> None:
+        assert self._attempt is not None
+        assert self._link is not None
+        journal, now = self.journal, self._workers.clock.now()
+        computed = len(journal.prompt_ids) + len(journal.emitted_ids) - cached_tokens
+        self._link.health.note_first_token(max(computed, 1), now - self._attempt.running_since, now)
+
+    def _prove(self) -> None:
+        """Note that stream and worker are well. So workers that lost the stream before were the cause."""
+        assert self._link is not None
+        self._is_proved = True
+        self._workers.note_success(self._link, self.journal.stream_id)
+        for link in self._blamed:
+            if link is not self._link:
+                self._workers.note_fault(link)
+        self._blamed.clear()
+
+    def _blame(self, link: Link, reason: Loss) -> None:
+        """Note that a worker has lost the stream: its fault only if the stream does better elsewhere."""
+        if not reason.is_failure or self._suspects.is_tried(self.journal.stream_id):
+            return
+        if link.health.breaker.is_probe(self.journal.stream_id):
+            self._workers.note_probe_failed(link, f"its probe failed: {reason}")
+        elif link not in self._blamed:
+            self._blamed.append(link)
 
     def _measure(self, tokens: int) -> None:
         now = asyncio.get_running_loop().time()
@@ -368,9 +408,11 @@ class Stream:
         if not enterable:
             return _Wait("a worker on which no other stream is on trial for the death of workers")
         without_trial = [link for link in enterable if not suspects.has_trial(link.life)]
-        if without_trial and not suspects.is_tried(journal.stream_id):
+        is_on_trial = suspects.is_tried(journal.stream_id)
+        if without_trial and not is_on_trial:
             enterable = without_trial
-        return self._workers.pick(journal.model, self._facts, self._within_patience(enterable))
+        links = self._within_patience(enterable)
+        return self._workers.pick(journal.model, self._facts, links, is_on_trial=is_on_trial)
 
     def _within_patience(self, links: list[Link]) -> list[Link]:
         """The links whose estimated wait a new request may wait. A stream that was in a queue before is not limited.

@@ -23,6 +23,9 @@ from lockstep_router.settings import RouterSettings
 from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.tls import Dial, dial_plain
 from lockstep_router.workers.clock import AwakeClock
+from lockstep_router.workers.connect import connect
+from lockstep_router.workers.health import BreakerState, Health
+from lockstep_router.workers.health.watch import note_ejected, note_suspicion
 from lockstep_router.workers.losses import Loss
 from lockstep_router.workers.outbox import Outbox
 from lockstep_router.workers.suspects import Life, Suspects
@@ -151,6 +154,8 @@ class Link:
         self.incarnation = 0
         self.epoch = 0
         self.status = worker_pb2.Status()
+        self._rng = rng or SystemRandom()
+        self.health = Health(settings, clock.tick_s, self._rng)
         self.last_seen_at: float | None = None
         self.greeted_at = 0.0
         """When the RouterHello of the present connection was sent, in the event loop's time."""
@@ -164,7 +169,6 @@ class Link:
         self._suspects = suspects
         self._on_change = on_change
         self._dial = dial
-        self._dice = rng or SystemRandom()
         self._connected = False
         self._silent = False
         self._stepped_at = 0.0
@@ -192,6 +196,16 @@ class Link:
         if state is LinkState.READY and not self._has_tokenizer:
             return LinkState.LOADING
         return state
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the worker takes new streams."""
+        return self.state is LinkState.READY
+
+    @property
+    def model(self) -> str:
+        """The name of the worker's model; empty if it is not known."""
+        return self.card.name if self.card is not None else ""
 
     def adopt(self, address: WorkerAddress) -> bool:
         """Add the worker id to an address that was known without one; False if this is another worker."""
@@ -259,6 +273,9 @@ class Link:
             sent=self._sent_since_status,
             queue_wait_s=self.queue_wait_s,
             capacity=status.total_blocks,
+            is_suspected=self.health.is_suspected,
+            is_ejected=self.health.breaker.is_ejected,
+            is_slow=self.health.slowness.is_slow,
         )
 
     def silence_s(self) -> float | None:
@@ -269,6 +286,8 @@ class Link:
         """Hand a stream to the worker."""
         self._attempts[attempt.stream_id] = attempt
         self._sent_since_status += 1
+        self.health.note_prompt()
+        self.health.breaker.note_sent(attempt.stream_id)
         if not self._send(worker_pb2.RouterFrame(submit=submit)):
             attempt.lose(Loss.UNAVAILABLE)
 
@@ -276,6 +295,7 @@ class Link:
         """Forget an attempt; with `cancel` also tell the worker to stop computing it."""
         if self._attempts.get(attempt.stream_id) is attempt:
             del self._attempts[attempt.stream_id]
+            self.health.breaker.note_over(attempt.stream_id)
             if cancel:
                 request = worker_pb2.Cancel(stream_id=attempt.stream_id, attempt=attempt.number)
                 self._send(worker_pb2.RouterFrame(cancel=request))
@@ -289,6 +309,8 @@ class Link:
             logger.warning("worker is silent", extra={"worker": self.worker_id, "target": self.target})
             self._lose_attempts(Loss.SILENT)
             self._on_change(self)
+        if self._connected and self.health.check(now, self._stepped_at, self.status.step_deadline_s):
+            note_suspicion(self, now)
         progress = WorkerProgress(self._stepped_at, self.status.step_deadline_s, self.status.queued)
         for attempt in list(self._attempts.values()):
             attempt.check(now, progress)
@@ -309,18 +331,26 @@ class Link:
                 self._note_problem("internal error")
             if self.last_seen_at != greeted_before:
                 pause_s = self._settings.backoff_initial_s
-            await asyncio.sleep(pause_s * self._dice.uniform(0.5, 1.0))
+            await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, self._settings.backoff_max_s)
 
     async def _serve(self) -> None:
         """Run one connection, from dialling to its end; always raises."""
-        async with self._dial(self.target, CHANNEL_OPTIONS) as channel:
+        loop = asyncio.get_running_loop()
+        connected_by = loop.time() + self._settings.connect_timeout_s
+        async with asyncio.timeout_at(connected_by):
+            channel = await connect(
+                (self.target, *self.address.alternates),
+                lambda target: self._dial(target, CHANNEL_OPTIONS),
+                self._settings.connect_hedge_s,
+            )
+        async with channel:
             stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Serve()
-            async with asyncio.timeout(self._settings.connect_timeout_s):
+            async with asyncio.timeout_at(connected_by):
                 hello = worker_pb2.RouterHello(router_id=self._settings.router_id)
                 await call.write(worker_pb2.RouterFrame(hello=hello))
-                self.greeted_at = asyncio.get_running_loop().time()  # after the time that connecting took
+                self.greeted_at = loop.time()  # after the time that connecting took
                 frame = await call.read()
             if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "hello":
                 raise ProtocolError("the worker's first frame is not Hello")
@@ -331,6 +361,7 @@ class Link:
                 self.epoch = 0
                 self.status = worker_pb2.Status()
                 self._stepped_at = self._clock.now()
+                self.health.note_connection(self._stepped_at)
                 while frame is not grpc.aio.EOF:
                     self._on_frame(frame, stub)
                     frame = await call.read()
@@ -348,6 +379,7 @@ class Link:
     def _disconnect(self) -> None:
         self._connected = False
         self._silent = False
+        self.health.note_connection(self._clock.now())
         self._sent_since_status = 0
         self._outbox.clear()
         self._lose_attempts(Loss.LINK_LOST)
@@ -382,6 +414,7 @@ class Link:
             metrics.DROPPED_FRAMES.labels("stale_epoch").inc()
             return
         self.last_seen_at = self._clock.now()
+        self.health.suspicion.note_frame(self.last_seen_at)
         kind = frame.WhichOneof("frame")
         if frame.epoch > self.epoch:
             self._enter_epoch(frame.epoch)
@@ -406,6 +439,7 @@ class Link:
         self._lose_attempts(Loss.NEW_EPOCH)
         self.epoch = epoch
         self._stepped_at = self._clock.now()
+        self.health.note_epoch()
 
     @property
     def _expected_id(self) -> str:
@@ -450,6 +484,8 @@ class Link:
 
     def _on_phases(self, phases: worker_pb2.Phases) -> None:
         for change in phases.streams:
+            if change.phase == worker_pb2.STREAM_PHASE_RUNNING:
+                self.health.note_prompt()
             if (attempt := self._attempts.get(change.stream_id)) is not None:
                 attempt.on_phase(change, self._clock.now())
 
@@ -457,6 +493,7 @@ class Link:
         if status.steps != self.status.steps:
             self._stepped_at = self._clock.now()
         before, self.status = self.status.state, status
+        self.health.note_status(status, self._clock.now())
         self._attempts_at_status = len(self._attempts)
         self._sent_since_status = 0
         if status.state in _RUNS_STREAMS:
@@ -494,6 +531,17 @@ class Link:
             is_certain=is_certain,
             has_others=self.status.running > self._attempts_at_status,
         )
+        # The death has an explanation if a stream is on trial for earlier ones, or if the worker was ending anyway.
+        is_explained = any(self._suspects.is_tried(attempt.stream_id) for attempt in attempts)
+        if not is_explained and not self.retired and self.status.state != worker_pb2.WORKER_STATE_DRAINING:
+            self._note_death(self._clock.now())
+
+    def _note_death(self, now: float) -> None:
+        breaker = self.health.breaker
+        breaker.note_death(now)
+        if breaker.state is BreakerState.HALF_OPEN:
+            breaker.eject("it died before its probe was over", now)
+            note_ejected(self, now)
 
     async def _fetch_tokenizer(self, stub: Any, digest: str) -> None:
         """Fetch and build the tokenizer; retry until it succeeds, since the worker cannot be used without it."""
@@ -509,7 +557,7 @@ class Link:
                 raise
             except BaseException as error:  # whatever a worker's files make the libraries raise, panics of Rust too
                 self._note_problem(f"tokenizer: {_describe(error)}")
-                await asyncio.sleep(self._settings.backoff_max_s * self._dice.uniform(0.5, 1.0))
+                await asyncio.sleep(self._settings.backoff_max_s * self._rng.uniform(0.5, 1.0))
         self.problem = ""
         self._on_change(self)
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
+from dataclasses import replace
 from random import Random, SystemRandom
 
 from lockstep_api.v1 import worker_pb2
@@ -15,11 +16,13 @@ from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router import metrics
 from lockstep_router.discovery import Discovery, Report, WorkerAddress
-from lockstep_router.policies import Policy, RequestFacts, imbalance, make_policy, rank
+from lockstep_router.policies import Policy, RequestFacts, imbalance, make_policy, rank, without_impaired
 from lockstep_router.settings import RouterSettings
 from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.tls import Dial, dial_plain
 from lockstep_router.workers.clock import AwakeClock
+from lockstep_router.workers.health import HealthWatch
+from lockstep_router.workers.health.watch import note_closed, note_ejected
 from lockstep_router.workers.link import Link, LinkState
 from lockstep_router.workers.retry_budget import RetryBudget
 from lockstep_router.workers.suspects import Suspects
@@ -30,7 +33,7 @@ logger = logging.getLogger("lockstep.router")
 _MAX_TICK_S = 0.05
 _MAX_MODELS = 256
 _MEASURE_EVERY_S = 1.0
-"""Interval for measuring the imbalance of loads."""
+"""Interval for measuring the imbalance of loads and for comparing the workers' health."""
 
 
 class Workers:
@@ -58,6 +61,7 @@ class Workers:
         """Total of all streams."""
         self.imbalances: dict[str, float] = {}
         """Of each model that has a ready worker: requests on the most loaded one over the average."""
+        self.watch = HealthWatch(settings)
         self._measure_at = 0.0
         """In the awake clock's time."""
         self._settings = settings
@@ -96,9 +100,11 @@ class Workers:
     def _on_discovered(self, addresses: frozenset[WorkerAddress]) -> None:
         """Connect to new workers and retire those that are gone."""
         known = {link.address: link for link in self._links if not self._links[link].done()}
+        newest = {address: address for address in addresses}
         for address, link in known.items():
             link.listed = address in addresses
             link.retired = link.retired and not link.listed
+            link.address = newest.get(address, address)  # its alternates may have changed
         for address in sorted(addresses - known.keys(), key=lambda each: each.target):
             if not any(link.adopt(address) for link in known.values()):
                 link = Link(
@@ -180,15 +186,49 @@ class Workers:
             retry_after_s=max(1, math.ceil(least_s - may_wait_s)),
         )
 
-    def pick(self, model: str, request: RequestFacts, links: list[Link]) -> Link:
-        """The link, of those of a model, that a stream goes to. It changes nothing: see `note_sent`."""
+    def pick(self, model: str, request: RequestFacts, links: list[Link], *, is_on_trial: bool = False) -> Link:
+        """The link, of those of a model, that a stream goes to. It changes nothing: see `note_sent`.
+
+        Impaired workers are avoided while there are others, whatever the policy. A stream on trial for the death of
+        workers may go to ejected ones: trials that all go to the last worker cannot tell the streams apart.
+        """
         by_id = {link.worker_id: link for link in links}
-        return by_id[self._policy_of(model).choose(request, [link.facts for link in links])]
+        facts = [link.facts for link in links]
+        if is_on_trial:
+            facts = [replace(each, is_ejected=False) for each in facts]
+        offered = without_impaired(facts, self._settings.queue_threshold)
+        return by_id[self._policy_of(model).choose(request, offered)]
 
     def note_sent(self, model: str, request: RequestFacts, link: Link) -> None:
         """Note that a stream is about to be sent to a link."""
         metrics.PICKS.labels(self._settings.policy_of(model)).inc()
         self._policy_of(model).note_sent(request, link.facts)
+
+    # Evidence of streams about their workers.
+
+    def note_success(self, link: Link, stream_id: str) -> None:
+        """Note that a stream makes progress on a worker, or is complete."""
+        if link.health.breaker.note_success(stream_id, self.clock.now()):
+            note_closed(link)
+
+    def note_probe_failed(self, link: Link, cause: str) -> None:
+        """Note that the stream that probed an ejected worker was lost there: the worker is ejected for longer."""
+        now = self.clock.now()
+        link.health.breaker.eject(cause, now)
+        note_ejected(link, now)
+
+    def note_fault(self, link: Link) -> None:
+        """Note that a stream which was lost on a worker makes progress on another one."""
+        link.health.breaker.note_fault(self.clock.now())
+        self._consider(link)
+
+    def note_internal(self, link: Link, session: str) -> None:
+        """Note that a worker ended a stream with an internal error."""
+        link.health.breaker.note_internal(session, self.clock.now())
+        self._consider(link)
+
+    def _consider(self, link: Link) -> None:
+        self.watch.consider(link, [each for each in self._links if each.model == link.model], self.clock.now())
 
     def _policy_of(self, model: str) -> Policy:
         policy = self._policies.get(model)
@@ -230,7 +270,8 @@ class Workers:
         if ready := self.ready(name):
             # During a rollout the workers may have several versions. A session gets the version of the worker that it
             # prefers, so that its requests stay with one version. The load plays no part in this choice.
-            cards = {link.worker_id: link.card for link in ready}
+            sound = [link for link in ready if not link.health.breaker.is_ejected] or ready
+            cards = {link.worker_id: link.card for link in sound}
             return cards[rank(session, cards)[0]]
         if name in self.models:
             return self.models[name]
@@ -286,6 +327,7 @@ class Workers:
         if self.clock.now() >= self._measure_at:
             self._measure_at = self.clock.now() + _MEASURE_EVERY_S
             self._measure_imbalance()
+            self.watch.check((link for link in self._links if not link.retired), self.clock.now())
 
     def _measure_imbalance(self) -> None:
         requests: dict[str, list[int]] = {}

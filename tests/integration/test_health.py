@@ -1,0 +1,125 @@
+"""Workers that hang or are slow: new streams avoid them while they do, and return afterwards."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from lockstep_tools.load.endpoint import Endpoint
+from lockstep_tools.load.generator import Traffic, record
+from lockstep_tools.load.history import History, StreamRequest
+from machine import left_since, traces, wait_for
+from serving import Serve
+from system import MODEL, System
+
+_LONG_S = 60.0
+"""Limit for what takes seconds on an idle machine."""
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory, private_tmp: object) -> Iterator[System]:
+    """Two workers with two ranks each."""
+    before = traces()
+    with Serve(tmp_path_factory.mktemp("serve"), "--workers", "2", "--tp", "2") as serve:
+        yield serve.ready().system
+        serve.interrupt(signal.SIGINT)
+        assert serve.end() == 0
+    assert left_since(before) == []
+
+
+def problems(system: System, worker: str) -> list[str]:
+    return list(system.worker(worker)["health"]["problems"])
+
+
+def request(session: str, tokens: int) -> StreamRequest:
+    body = {"model": MODEL, "prompt": "It was a dark night, and", "max_tokens": tokens, "temperature": 0}
+    return StreamRequest("/completions", body | {"ignore_eos": True}, {"X-Session-ID": session})
+
+
+async def stream(system: System, session: str, tokens: int) -> History:
+    async with Endpoint(system.api).client() as client:
+        history = await record(client, request(session, tokens))
+    assert history.error is None, history.error
+    return history
+
+
+async def served_by(system: System, session: str) -> str:
+    """The worker that runs a short stream of a session, on an idle system."""
+    await asyncio.to_thread(system.until_idle)
+    before = {worker_id: worker["steps"] for worker_id, worker in system.workers().items()}
+    await stream(system, session, 20)
+    await asyncio.to_thread(system.until_idle)
+    moved = [worker_id for worker_id, worker in system.workers().items() if worker["steps"] != before[worker_id]]
+    assert len(moved) == 1, moved
+    return moved[0]
+
+
+async def test_new_streams_avoid_a_worker_whose_rank_hangs(system: System) -> None:
+    """They are answered while the worker still waits for its rank, long before it gives the rank up."""
+    system.until_ready(_LONG_S)
+    own = await served_by(system, "hang")
+    epoch = system.worker(own)["epoch"]
+    running = asyncio.create_task(stream(system, "hang", system.tokens_lasting(4.0)))
+    worker = await asyncio.to_thread(system.serving, _LONG_S)
+    assert worker["id"] == own
+    os.kill(worker["ranks"][1]["pid"], signal.SIGSTOP)
+    await asyncio.to_thread(wait_for, lambda: "suspected" in problems(system, own), "it is suspected", _LONG_S)
+    answered = await stream(system, "hang", 5)
+    hung = system.worker(own)
+    assert answered.tokens == 5
+    assert (hung["epoch"], hung["running"]) == (epoch, 1), "the running stream is still there"
+    await running
+    system.until_ready(_LONG_S)
+    await asyncio.to_thread(wait_for, lambda: not problems(system, own), "it is well again", _LONG_S)
+    assert await served_by(system, "hang") == own
+
+
+class SlowedRank:
+    """Stops a rank most of the time."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            os.kill(self._pid, signal.SIGSTOP)
+            time.sleep(0.2)
+            os.kill(self._pid, signal.SIGCONT)
+            time.sleep(0.01)
+
+
+async def test_new_streams_avoid_a_slow_worker_and_return(system: System) -> None:
+    system.until_ready(_LONG_S)
+    own = await served_by(system, "slow")
+
+    def make(number: int) -> StreamRequest:
+        return request(f"session {number}", 150)
+
+    async with Traffic(Endpoint(system.api), make, clients=4) as traffic:
+        await traffic.streaming(timeout_s=_LONG_S)
+        await asyncio.sleep(8.0)  # both workers' times are known
+        assert "slow" not in problems(system, own)
+        with SlowedRank(system.worker(own)["ranks"][1]["pid"]):
+            await asyncio.to_thread(wait_for, lambda: "slow" in problems(system, own), "it is slow", _LONG_S)
+            await asyncio.to_thread(
+                system.until, lambda all_: not all_[own]["running"], "its streams have ended", _LONG_S
+            )
+            for _ in range(3):
+                await stream(system, "slow", 5)
+            assert not system.worker(own)["running"]
+        await asyncio.to_thread(wait_for, lambda: "slow" not in problems(system, own), "it is tried again", 2 * _LONG_S)
+        traffic.stop()
+    assert all(history.error is None for history in traffic.histories)
+    assert await served_by(system, "slow") == own
