@@ -15,5 +15,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_IDS = 64
 """Largest number of stop token ids in one request."""
 
+MAX_GRAMMAR_BYTES = 64 << 10
+"""Largest text of a grammar, as UTF-8."""
+
 BEGUN_PRIORITY = 1
 """Priority of a stream that has output: its client is reading."""

@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from lockstep_api.v1 import inference_pb2 as lockstep__api_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1clockstep_api/v1/worker.proto\x12\x0blockstep.v1\x1a\x1flockstep_api/v1/inference.proto\"\xbd\x01\n\x0bRouterFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.lockstep.v1.RouterHelloH\x00\x12%\n\x06submit\x18\x02 \x01(\x0b\x32\x13.lockstep.v1.SubmitH\x00\x12%\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x13.lockstep.v1.CancelH\x00\x12,\n\x07several\x18\x04 \x01(\x0b\x32\x19.lockstep.v1.RouterFramesH\x00\x42\x07\n\x05\x66rame\"8\n\x0cRouterFrames\x12(\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x18.lockstep.v1.RouterFrame\" \n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xdc\x01\n\x06Submit\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x65mitted_ids\x18\x04 \x03(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.lockstep.v1.Sampling\x12\x12\n\ndeadline_s\x18\x06 \x01(\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x11\n\tarrived_s\x18\n \x01(\x01\",\n\x06\x43\x61ncel\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xea\x01\n\x0bWorkerFrame\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12#\n\x05hello\x18\x02 \x01(\x0b\x32\x12.lockstep.v1.HelloH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.lockstep.v1.TokensH\x00\x12%\n\x06status\x18\x04 \x01(\x0b\x32\x13.lockstep.v1.StatusH\x00\x12)\n\x08rejected\x18\x05 \x01(\x0b\x32\x15.lockstep.v1.RejectedH\x00\x12%\n\x06phases\x18\x06 \x01(\x0b\x32\x13.lockstep.v1.PhasesH\x00\x42\x07\n\x05\x66rame\"o\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12%\n\x05model\x18\x03 \x01(\x0b\x32\x16.lockstep.v1.ModelCard\x12\x17\n\x0f\x61\x63\x63\x65pts_several\x18\x04 \x01(\x08\"\xe9\x01\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\n\n\x02tp\x18\x07 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\n \x01(\t\x12\x15\n\rdeterministic\x18\x0b \x01(\x08\x12\x0f\n\x07\x63reated\x18\x0c \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\r \x01(\tJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"\"\n\x10TokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"n\n\x0eTokenizerFiles\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_json\x18\x02 \x01(\x0c\x12\x1d\n\x15tokenizer_config_json\x18\x03 \x01(\x0c\x12\x15\n\rchat_template\x18\x04 \x01(\t\":\n\x06Tokens\x12*\n\x07streams\x18\x02 \x03(\x0b\x32\x19.lockstep.v1.StreamTokensJ\x04\x08\x01\x10\x02\"\xbc\x01\n\x0cStreamTokens\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x0b\n\x03ids\x18\x04 \x03(\r\x12\'\n\x08logprobs\x18\x05 \x03(\x0b\x32\x15.lockstep.v1.Logprobs\x12)\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x19.lockstep.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\"9\n\x06Phases\x12/\n\x07streams\x18\x01 \x03(\x0b\x32\x1e.lockstep.v1.StreamPhaseChange\"`\n\x11StreamPhaseChange\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\'\n\x05phase\x18\x03 \x01(\x0e\x32\x18.lockstep.v1.StreamPhase\"]\n\nRankHealth\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.lockstep.v1.RankState\x12\r\n\x05steps\x18\x04 \x01(\x04\"\xcb\x02\n\x06Status\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.lockstep.v1.WorkerState\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x07 \x01(\x01\x12\r\n\x05steps\x18\x08 \x01(\x04\x12&\n\x05ranks\x18\t \x03(\x0b\x32\x17.lockstep.v1.RankHealth\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x17\n\x0fstep_deadline_s\x18\x0b \x01(\x01\x12\x11\n\tfree_seqs\x18\x0c \x01(\r\x12\x14\n\x0cqueue_wait_s\x18\r \x01(\x01\x12 \n\x18queue_wait_per_request_s\x18\x0e \x01(\x01\"\x86\x01\n\x08Rejected\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x66ield\x18\x05 \x01(\t\x12\x15\n\rretry_after_s\x18\x06 \x01(\x01\x12\x11\n\tretryable\x18\x07 \x01(\x08*_\n\x0bStreamPhase\x12\x1c\n\x18STREAM_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14STREAM_PHASE_WAITING\x10\x01\x12\x18\n\x14STREAM_PHASE_RUNNING\x10\x02*\xaf\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x1b\n\x17WORKER_STATE_RESTARTING\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x17\n\x13WORKER_STATE_FAILED\x10\x05*k\n\tRankState\x12\x1a\n\x16RANK_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13RANK_STATE_STARTING\x10\x01\x12\x14\n\x10RANK_STATE_READY\x10\x02\x12\x13\n\x0fRANK_STATE_DEAD\x10\x03\x32\x92\x01\n\x06Worker\x12?\n\x05Serve\x12\x18.lockstep.v1.RouterFrame\x1a\x18.lockstep.v1.WorkerFrame(\x01\x30\x01\x12G\n\tTokenizer\x12\x1d.lockstep.v1.TokenizerRequest\x1a\x1b.lockstep.v1.TokenizerFilesb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1clockstep_api/v1/worker.proto\x12\x0blockstep.v1\x1a\x1flockstep_api/v1/inference.proto\"\xbd\x01\n\x0bRouterFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.lockstep.v1.RouterHelloH\x00\x12%\n\x06submit\x18\x02 \x01(\x0b\x32\x13.lockstep.v1.SubmitH\x00\x12%\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x13.lockstep.v1.CancelH\x00\x12,\n\x07several\x18\x04 \x01(\x0b\x32\x19.lockstep.v1.RouterFramesH\x00\x42\x07\n\x05\x66rame\"8\n\x0cRouterFrames\x12(\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x18.lockstep.v1.RouterFrame\" \n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xdc\x01\n\x06Submit\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x65mitted_ids\x18\x04 \x03(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.lockstep.v1.Sampling\x12\x12\n\ndeadline_s\x18\x06 \x01(\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x11\n\tarrived_s\x18\n \x01(\x01\",\n\x06\x43\x61ncel\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xea\x01\n\x0bWorkerFrame\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12#\n\x05hello\x18\x02 \x01(\x0b\x32\x12.lockstep.v1.HelloH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.lockstep.v1.TokensH\x00\x12%\n\x06status\x18\x04 \x01(\x0b\x32\x13.lockstep.v1.StatusH\x00\x12)\n\x08rejected\x18\x05 \x01(\x0b\x32\x15.lockstep.v1.RejectedH\x00\x12%\n\x06phases\x18\x06 \x01(\x0b\x32\x13.lockstep.v1.PhasesH\x00\x42\x07\n\x05\x66rame\"o\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12%\n\x05model\x18\x03 \x01(\x0b\x32\x16.lockstep.v1.ModelCard\x12\x17\n\x0f\x61\x63\x63\x65pts_several\x18\x04 \x01(\x08\"\x81\x02\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\n\n\x02tp\x18\x07 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\n \x01(\t\x12\x15\n\rdeterministic\x18\x0b \x01(\x08\x12\x0f\n\x07\x63reated\x18\x0c \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\r \x01(\t\x12\x16\n\x0egrammar_engine\x18\x0e \x01(\tJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"\"\n\x10TokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"n\n\x0eTokenizerFiles\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_json\x18\x02 \x01(\x0c\x12\x1d\n\x15tokenizer_config_json\x18\x03 \x01(\x0c\x12\x15\n\rchat_template\x18\x04 \x01(\t\":\n\x06Tokens\x12*\n\x07streams\x18\x02 \x03(\x0b\x32\x19.lockstep.v1.StreamTokensJ\x04\x08\x01\x10\x02\"\xbc\x01\n\x0cStreamTokens\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x0b\n\x03ids\x18\x04 \x03(\r\x12\'\n\x08logprobs\x18\x05 \x03(\x0b\x32\x15.lockstep.v1.Logprobs\x12)\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x19.lockstep.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\"9\n\x06Phases\x12/\n\x07streams\x18\x01 \x03(\x0b\x32\x1e.lockstep.v1.StreamPhaseChange\"`\n\x11StreamPhaseChange\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\'\n\x05phase\x18\x03 \x01(\x0e\x32\x18.lockstep.v1.StreamPhase\"]\n\nRankHealth\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.lockstep.v1.RankState\x12\r\n\x05steps\x18\x04 \x01(\x04\"\xcb\x02\n\x06Status\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.lockstep.v1.WorkerState\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x07 \x01(\x01\x12\r\n\x05steps\x18\x08 \x01(\x04\x12&\n\x05ranks\x18\t \x03(\x0b\x32\x17.lockstep.v1.RankHealth\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x17\n\x0fstep_deadline_s\x18\x0b \x01(\x01\x12\x11\n\tfree_seqs\x18\x0c \x01(\r\x12\x14\n\x0cqueue_wait_s\x18\r \x01(\x01\x12 \n\x18queue_wait_per_request_s\x18\x0e \x01(\x01\"\x86\x01\n\x08Rejected\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x66ield\x18\x05 \x01(\t\x12\x15\n\rretry_after_s\x18\x06 \x01(\x01\x12\x11\n\tretryable\x18\x07 \x01(\x08*_\n\x0bStreamPhase\x12\x1c\n\x18STREAM_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14STREAM_PHASE_WAITING\x10\x01\x12\x18\n\x14STREAM_PHASE_RUNNING\x10\x02*\xaf\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x1b\n\x17WORKER_STATE_RESTARTING\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x17\n\x13WORKER_STATE_FAILED\x10\x05*k\n\tRankState\x12\x1a\n\x16RANK_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13RANK_STATE_STARTING\x10\x01\x12\x14\n\x10RANK_STATE_READY\x10\x02\x12\x13\n\x0fRANK_STATE_DEAD\x10\x03\x32\x92\x01\n\x06Worker\x12?\n\x05Serve\x12\x18.lockstep.v1.RouterFrame\x1a\x18.lockstep.v1.WorkerFrame(\x01\x30\x01\x12G\n\tTokenizer\x12\x1d.lockstep.v1.TokenizerRequest\x1a\x1b.lockstep.v1.TokenizerFilesb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'lockstep_api.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STREAMPHASE']._serialized_start=2339
-  _globals['_STREAMPHASE']._serialized_end=2434
-  _globals['_WORKERSTATE']._serialized_start=2437
-  _globals['_WORKERSTATE']._serialized_end=2612
-  _globals['_RANKSTATE']._serialized_start=2614
-  _globals['_RANKSTATE']._serialized_end=2721
+  _globals['_STREAMPHASE']._serialized_start=2363
+  _globals['_STREAMPHASE']._serialized_end=2458
+  _globals['_WORKERSTATE']._serialized_start=2461
+  _globals['_WORKERSTATE']._serialized_end=2636
+  _globals['_RANKSTATE']._serialized_start=2638
+  _globals['_RANKSTATE']._serialized_end=2745
   _globals['_ROUTERFRAME']._serialized_start=79
   _globals['_ROUTERFRAME']._serialized_end=268
   _globals['_ROUTERFRAMES']._serialized_start=270
@@ -53,25 +53,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=868
   _globals['_HELLO']._serialized_end=979
   _globals['_MODELCARD']._serialized_start=982
-  _globals['_MODELCARD']._serialized_end=1215
-  _globals['_TOKENIZERREQUEST']._serialized_start=1217
-  _globals['_TOKENIZERREQUEST']._serialized_end=1251
-  _globals['_TOKENIZERFILES']._serialized_start=1253
-  _globals['_TOKENIZERFILES']._serialized_end=1363
-  _globals['_TOKENS']._serialized_start=1365
-  _globals['_TOKENS']._serialized_end=1423
-  _globals['_STREAMTOKENS']._serialized_start=1426
-  _globals['_STREAMTOKENS']._serialized_end=1614
-  _globals['_PHASES']._serialized_start=1616
-  _globals['_PHASES']._serialized_end=1673
-  _globals['_STREAMPHASECHANGE']._serialized_start=1675
-  _globals['_STREAMPHASECHANGE']._serialized_end=1771
-  _globals['_RANKHEALTH']._serialized_start=1773
-  _globals['_RANKHEALTH']._serialized_end=1866
-  _globals['_STATUS']._serialized_start=1869
-  _globals['_STATUS']._serialized_end=2200
-  _globals['_REJECTED']._serialized_start=2203
-  _globals['_REJECTED']._serialized_end=2337
-  _globals['_WORKER']._serialized_start=2724
-  _globals['_WORKER']._serialized_end=2870
+  _globals['_MODELCARD']._serialized_end=1239
+  _globals['_TOKENIZERREQUEST']._serialized_start=1241
+  _globals['_TOKENIZERREQUEST']._serialized_end=1275
+  _globals['_TOKENIZERFILES']._serialized_start=1277
+  _globals['_TOKENIZERFILES']._serialized_end=1387
+  _globals['_TOKENS']._serialized_start=1389
+  _globals['_TOKENS']._serialized_end=1447
+  _globals['_STREAMTOKENS']._serialized_start=1450
+  _globals['_STREAMTOKENS']._serialized_end=1638
+  _globals['_PHASES']._serialized_start=1640
+  _globals['_PHASES']._serialized_end=1697
+  _globals['_STREAMPHASECHANGE']._serialized_start=1699
+  _globals['_STREAMPHASECHANGE']._serialized_end=1795
+  _globals['_RANKHEALTH']._serialized_start=1797
+  _globals['_RANKHEALTH']._serialized_end=1890
+  _globals['_STATUS']._serialized_start=1893
+  _globals['_STATUS']._serialized_end=2224
+  _globals['_REJECTED']._serialized_start=2227
+  _globals['_REJECTED']._serialized_end=2361
+  _globals['_WORKER']._serialized_start=2748
+  _globals['_WORKER']._serialized_end=2894
 # @@protoc_insertion_point(module_scope)

@@ -128,7 +128,7 @@ class Hello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., accepts_several: _Optional[bool] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "digest", "architecture", "dtype", "context_length", "vocab_size", "tp", "tokenizer_digest", "deterministic", "created", "fingerprint")
+    __slots__ = ("name", "digest", "architecture", "dtype", "context_length", "vocab_size", "tp", "tokenizer_digest", "deterministic", "created", "fingerprint", "grammar_engine")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class ModelCard(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_ENGINE_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     architecture: str
@@ -151,7 +152,8 @@ class ModelCard(_message.Message):
     deterministic: bool
     created: int
     fingerprint: str
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tp: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., deterministic: _Optional[bool] = ..., created: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    grammar_engine: str
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tp: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., deterministic: _Optional[bool] = ..., created: _Optional[int] = ..., fingerprint: _Optional[str] = ..., grammar_engine: _Optional[str] = ...) -> None: ...
 
 class TokenizerRequest(_message.Message):
     __slots__ = ("digest",)
