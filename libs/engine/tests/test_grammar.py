@@ -158,6 +158,33 @@ class TestReplay:
         assert constraint.error.field == "response_format"
 
 
+class Panic(BaseException):
+    """What a panic of a Rust library is: no Exception."""
+
+
+class TestPanics:
+    def test_a_panic_ends_one_request(self, compiler, monkeypatch):
+        def panic(*_):
+            raise Panic
+
+        constraint = compiled(compiler, "regex", "a*")
+        monkeypatch.setattr(constraint, "_compute", panic)
+        constraint.consume(encode("a")[0])
+        assert constraint.error.code is ErrorCode.INTERNAL
+        monkeypatch.setattr(compiler, "_compile", panic)
+        assert refused(compiler, "regex", "b*").code is ErrorCode.INTERNAL
+        assert compiled(compiler, "regex", "a*").mask is not None
+
+    def test_a_panic_over_the_tokenizer_leaves_an_engine_without_grammars(self, monkeypatch):
+        def panic(*_, **__):
+            raise Panic
+
+        monkeypatch.setattr(grammars, "LLTokenizer", panic)
+        compiler = GrammarCompiler(INFO, MaskThreads(lambda: None))
+        asyncio.run(compiler.load())
+        assert compiler.name == ""
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("kind", "text", "reason"),
@@ -323,11 +350,43 @@ asyncio.run(main())
 
 
 class TestMaskThreads:
-    def test_the_driver_waits_for_quick_grammars_only(self, compiler, monkeypatch):
+    def test_the_driver_computes_quick_masks_itself_for_a_limited_time(self, compiler, monkeypatch):
+        threads = MaskThreads(lambda: None)
+        constraint = compiled(compiler, "regex", "a*")
+        constraint._threads = threads
+        computed_by = []
+        consume = constraint.consume
+        monkeypatch.setattr(
+            constraint, "consume", lambda token: computed_by.append(threading.current_thread()) or consume(token)
+        )
+        token = encode("a")[0]
+        constraint.advance(token)
+        assert constraint.mask is not None
+        monkeypatch.setattr(constraints, "_DRIVER_S", 0.0)
+        constraint.advance(token)
+        threads.settle(WAIT_S)
+        monkeypatch.undo()
+        assert [each is threading.current_thread() for each in computed_by] == [True, False]
+        threads.begin_step()
+        assert threads._driver_s == 0
+        threads.close()
+
+    def test_the_driver_never_computes_what_was_not_quick_or_has_a_long_text(self, compiler, monkeypatch):
+        assert not compiled(compiler, "regex", "[ab]" * 1100).is_quick
+        constraint = compiled(compiler, "regex", "a*")
+        assert constraint.is_quick
+        monkeypatch.setattr(constraints, "_QUICK_S", -1.0)
+        constraint.consume(encode("a")[0])
+        monkeypatch.undo()
+        constraint.consume(encode("a")[0])
+        assert not constraint.is_quick
+
+    def test_the_driver_waits_for_threads_but_not_for_slow_grammars(self, compiler, monkeypatch):
         changes = []
         threads = MaskThreads(lambda: changes.append(1))
         constraint = compiled(compiler, "regex", "a*")
         constraint._threads = threads
+        constraint.is_quick = False
         blocked = threading.Event()
         consume = constraint.consume
         monkeypatch.setattr(constraint, "consume", lambda token: blocked.wait(WAIT_S) and consume(token))
@@ -352,7 +411,7 @@ class TestMaskThreads:
         threads = MaskThreads(told.set)
         constraint = compiled(compiler, "regex", "a*")
         constraint._threads = threads
-        constraint.is_slow = True
+        constraint.is_quick, constraint.is_slow = False, True
         constraint.advance(encode("a")[0])
         assert told.wait(WAIT_S)
         assert constraint.mask is not None

@@ -1,10 +1,13 @@
-"""A stream's place in its grammar: which tokens may come next. Threads compute it, while the ranks and the driver
-go on with other streams.
+"""A stream's place in its grammar: which tokens may come next.
+
+Most masks take some ten microseconds, less than it takes to wake a thread: the driver computes these itself. Others are
+computed in threads, while the ranks and the driver go on with other streams.
 
 The tokens that are allowed are a pure function of the grammar and of the tokens so far. So a stream that is preempted
 keeps its place, and one that moves to another worker gets the same place by replaying its tokens.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,15 +15,24 @@ from typing import Protocol
 
 import numpy as np
 from lockstep_common.cpu_limit import usable_cpus
-from lockstep_common.errors import LockstepError, invalid
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from numpy.typing import NDArray
 
 from lockstep_engine.deep_threads import DeepThreads
 from lockstep_engine.plan import mask_words
 from lockstep_engine.request import SamplingParams
 
+logger = logging.getLogger("lockstep.engine")
+
 _SLOW_S = 0.005
 """CPU time for one token above which a grammar gets the thread for slow ones. Quick ones never wait for it."""
+_QUICK_S = 0.001
+"""CPU time for one token after which the driver never computes a mask of this stream again: threads do. So a stream can
+hold up others once."""
+_QUICK_CHARS = 4096
+"""Longest text of a grammar for whose masks the driver's stack is deep enough in any case."""
+_DRIVER_S = 0.001
+"""Time in a step for which the driver computes masks; threads compute the others."""
 _MAX_THREADS = 4
 _MAX_REASON_CHARS = 300
 
@@ -95,6 +107,8 @@ class Constraint:
         """Why there will be no further mask."""
         self.is_slow = False
         """Its last token took much time."""
+        self.is_quick = len(sampling.grammar.text) <= _QUICK_CHARS
+        """None of its tokens took much time."""
         began_s = time.thread_time()
         taken = matcher.try_consume_tokens(list(emitted_ids))
         if taken < len(emitted_ids):
@@ -108,17 +122,21 @@ class Constraint:
         self._threads.start(self, token)
 
     def consume(self, token: int) -> None:
-        """Compute the mask after the next token, or set `error`. Called in a thread."""
+        """Compute the mask after the next token, or set `error`."""
         began_s = time.thread_time()
         try:
             if not self._matcher.consume_token(token):
                 raise self._failure()
             self._emitted += 1
             mask = self._compute()
-        except LockstepError as error:
-            self.error = error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is no Exception
+            self.error = as_failure(error)
             return
-        self.is_slow = time.thread_time() - began_s > _SLOW_S
+        took_s = time.thread_time() - began_s
+        self.is_slow = took_s > _SLOW_S
+        self.is_quick = self.is_quick and took_s <= _QUICK_S
         self.mask = mask
 
     def _compute(self) -> NDArray[np.int32]:
@@ -140,7 +158,7 @@ class Constraint:
 
 
 class MaskThreads:
-    """The threads that compute masks, and the driver's view of them: what is still being computed.
+    """What computes masks, and the driver's view of it: what is still being computed.
 
     Args:
         on_change: called from a thread when masks are ready for which `settle` did not wait, or if a constraint fails.
@@ -152,14 +170,22 @@ class MaskThreads:
         self._slow = DeepThreads("grammar-slow", 1)
         self._settled = threading.Condition()
         self._pending = 0
-        """Masks of quick grammars that are being computed."""
+        """Masks that are being computed, except those of slow grammars."""
+        self._driver_s = 0.0
+        """Time in this step for which the driver has computed masks."""
         self._is_missed = False
         """The driver has stopped waiting for them."""
         self.has_failed = False
         """A constraint has failed since the driver last set this to False."""
 
     def start(self, constraint: Constraint, token: int) -> None:
-        """Begin to compute a constraint's mask after a token."""
+        """Compute a constraint's mask after a token, or begin to."""
+        if constraint.is_quick and self._driver_s < _DRIVER_S:
+            began_s = time.perf_counter()
+            constraint.consume(token)
+            self._driver_s += time.perf_counter() - began_s
+            self._report(constraint, is_missed=False)
+            return
         if constraint.is_slow:
             self._slow.put(lambda: self._consume_slowly(constraint, token))
             return
@@ -167,13 +193,17 @@ class MaskThreads:
             self._pending += 1
         self._quick.put(lambda: self._consume(constraint, token))
 
+    def begin_step(self) -> None:
+        """Give the driver time for masks again."""
+        self._driver_s = 0.0
+
     @property
     def is_settled(self) -> bool:
-        """Whether no masks of quick grammars are being computed."""
+        """Whether no masks are being computed, except those of slow grammars."""
         return not self._pending
 
     def settle(self, timeout_s: float) -> None:
-        """Wait, but not longer than `timeout_s`, until the masks of quick grammars are ready."""
+        """Wait, but not longer than `timeout_s`, until masks are ready, except those of slow grammars."""
         with self._settled:
             self._is_missed = not self._settled.wait_for(lambda: not self._pending, timeout_s)
 
@@ -201,6 +231,14 @@ class MaskThreads:
             self.has_failed = True
         if is_missed or constraint.error is not None:
             self._on_change()
+
+
+def as_failure(error: BaseException) -> LockstepError:
+    """The error of a request for what was raised for its grammar."""
+    if isinstance(error, LockstepError):
+        return error
+    logger.error("a grammar failed: %s", type(error).__name__)
+    return LockstepError(ErrorCode.INTERNAL, "the library for grammars failed")
 
 
 def describe(matcher: Matcher) -> str:

@@ -348,6 +348,7 @@ class AsyncEngine:
         """A step is done: plan another one, then pass on the outputs of this one."""
         self._steps += 1
         self._timing.result(result)
+        self._masks.begin_step()
         outputs = self._scheduler.update(result)
         self._fill_pipeline()
         if outputs:

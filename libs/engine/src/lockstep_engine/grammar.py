@@ -14,7 +14,7 @@ import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 
-from lockstep_engine.constraint import Constraint, MaskThreads, Vocabulary, describe
+from lockstep_engine.constraint import Constraint, MaskThreads, Vocabulary, as_failure, describe
 from lockstep_engine.deep_threads import DeepThreads
 from lockstep_engine.model_config import ModelInfo
 from lockstep_engine.request import Grammar, GrammarKind, Request
@@ -73,7 +73,7 @@ class GrammarCompiler:
         """Read the tokenizer. If it cannot be used, the engine takes no grammars, and the reason is logged."""
         try:
             self._tokenizer = await asyncio.wrap_future(self._threads.submit(self._load))
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, LockstepError) as error:
             logger.warning("the model takes no grammars: %s", " ".join(str(error).split())[:300])
             return
         self._vocabulary = Vocabulary(self._model.vocab_size, self._tokenizer.vocab_size, self._model.eos_ids)
@@ -135,20 +135,24 @@ class GrammarCompiler:
             return LLTokenizer(text, n_vocab=self._model.vocab_size, eos_token=eos_ids)
         except ValueError:  # the tokenizer has more tokens than the model
             return LLTokenizer(text, eos_token=eos_ids)
+        except Exception:
+            raise
+        except BaseException as error:  # a panic of the library
+            raise as_failure(error) from None
 
     def _constrain(self, request: Request, grammar: Grammar) -> Constraint:
         assert self._vocabulary is not None
         key = (grammar.kind, grammar.text)
-        matcher = self._cache.get(key)
-        if matcher is None:
-            matcher = self._compile(grammar)
-            self._cache.put(key, matcher, _estimated_bytes(grammar))
         try:
+            matcher = self._cache.get(key)
+            if matcher is None:
+                matcher = self._compile(grammar)
+                self._cache.put(key, matcher, _estimated_bytes(grammar))
             copy = matcher.deep_copy()
             return Constraint(copy, request.sampling, self._vocabulary, self._masks, request.emitted_ids)
-        except LockstepError:
+        except BaseException as error:
             self._cache.drop(key)
-            raise
+            raise as_failure(error) from None
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
