@@ -373,6 +373,7 @@ class TestMaskThreads:
 
     def test_the_driver_never_computes_what_was_not_quick_or_has_a_long_text(self, compiler, monkeypatch):
         assert not compiled(compiler, "regex", "[ab]" * 1100).is_quick
+        assert not compiled(compiler, "lark", 'start: "a"').is_quick
         constraint = compiled(compiler, "regex", "a*")
         assert constraint.is_quick
         monkeypatch.setattr(constraints, "_QUICK_S", -1.0)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from lockstep_engine.deep_threads import DeepThreads
 from lockstep_engine.plan import mask_words
-from lockstep_engine.request import SamplingParams
+from lockstep_engine.request import GrammarKind, SamplingParams
 
 logger = logging.getLogger("lockstep.engine")
 
@@ -107,8 +107,10 @@ class Constraint:
         """Why there will be no further mask."""
         self.is_slow = False
         """Its last token took much time."""
-        self.is_quick = len(sampling.grammar.text) <= _QUICK_CHARS
-        """None of its tokens took much time."""
+        # Among context-free grammars are ambiguous ones whose masks take a tenth of a second.
+        is_free = sampling.grammar.kind is GrammarKind.LARK
+        self.is_quick = len(sampling.grammar.text) <= _QUICK_CHARS and not is_free
+        """The driver may compute its masks: none has taken much time."""
         began_s = time.thread_time()
         taken = matcher.try_consume_tokens(list(emitted_ids))
         if taken < len(emitted_ids):
