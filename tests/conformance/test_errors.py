@@ -9,6 +9,7 @@ from system import MODEL
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 PLAIN = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+SCHEMA_WITH_NOT = {"name": "a", "schema": {"type": "object", "not": {"required": ["b"]}}}
 
 
 def refusal_of_chat(client: openai.OpenAI, **fields) -> openai.BadRequestError:
@@ -45,7 +46,10 @@ def test_an_unknown_model_is_not_found(client: openai.OpenAI, stream: bool) -> N
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": SCHEMA_WITH_NOT}}, "response_format"),
+        ({"extra_body": {"structured_outputs": {"regex": "(a"}}}, "structured_outputs.regex"),
+        ({"extra_body": {"structured_outputs": {"grammar": "start: nothing"}}}, "structured_outputs.grammar"),
         ({"extra_body": {"colour": "red"}}, "colour"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),

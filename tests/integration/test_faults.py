@@ -127,6 +127,19 @@ async def test_a_killed_worker_is_started_again(system: System, undisturbed: His
     assert after["incarnation"] > disturbed.worker["incarnation"]
 
 
+async def test_a_rank_that_dies_while_a_stream_has_a_grammar(system: System) -> None:
+    """The other worker goes on at the same place of the grammar: the text is that of the undisturbed stream."""
+    rest = {"seed": 4, "ignore_eos": True, "max_tokens": 400, "response_format": {"type": "json_object"}}
+    request = StreamRequest("/completions", BODY | rest)
+    alone = await stream(system, History(request))
+    assert violations(alone, require_ids=True) == []
+    assert alone.text().startswith("{")
+    assert alone.tokens > 150
+    async with Disturbed(system, alone) as disturbed:
+        os.kill(disturbed.worker["ranks"][1]["pid"], signal.SIGKILL)
+    assert disturbed.moves == 1
+
+
 async def test_a_hung_rank_is_named_and_replaced(system: System, undisturbed: History) -> None:
     async with Disturbed(system, undisturbed) as disturbed:
         worker_id, hung = disturbed.worker["id"], disturbed.worker["ranks"][0]["pid"]

@@ -232,7 +232,17 @@ class Server:
         return self.scheduler.blocks
 
     def submit(
-        self, prompt, *, emitted=(), priority=0, tenant="", script=None, max_tokens=8, arrived_at=0.0, **sampling
+        self,
+        prompt,
+        *,
+        emitted=(),
+        priority=0,
+        tenant="",
+        script=None,
+        max_tokens=8,
+        arrived_at=0.0,
+        constraint=None,
+        **sampling,
     ):
         """Queue a request; returns its number."""
         number = len(self.requests)
@@ -240,7 +250,7 @@ class Server:
         request = Request(str(number), tuple(prompt), params, tuple(emitted), priority, tenant)
         if script is not None:
             self.ranks.scripts[number] = script
-        only = self.scheduler.submit(request, arrived_at)
+        only = self.scheduler.submit(request, arrived_at, constraint)
         self.requests.append(request)
         self.outputs.append([] if only is None else [only])
         return number

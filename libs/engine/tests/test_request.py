@@ -4,7 +4,8 @@ import math
 
 import pytest
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS, PromptScores, SamplingParams
+from lockstep_common.protocol import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
+from lockstep_engine.request import Grammar, GrammarKind, PromptScores, SamplingParams
 
 VOCAB = 2000
 
@@ -24,6 +25,7 @@ GOOD = {
     "logit_bias": [{}, {0: -1000, VOCAB - 1: 1000}, dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)],
     "ignore_eos": [True, False],
     "prompt_scores": list(PromptScores),
+    "grammar": [None, Grammar(GrammarKind.JSON_OBJECT), Grammar(GrammarKind.REGEX, "ä" * (MAX_GRAMMAR_BYTES // 2))],
 }
 BAD = {
     "max_tokens": [0, -1],
@@ -46,6 +48,11 @@ BAD = {
         {0: -1001.0},
         {0: math.nan},
         {0: math.inf},
+    ],
+    "grammar": [
+        Grammar(GrammarKind.REGEX, "ä" * (MAX_GRAMMAR_BYTES // 2) + "a"),
+        Grammar(GrammarKind.JSON_SCHEMA),
+        Grammar(GrammarKind.JSON_OBJECT, "{}"),
     ],
 }
 

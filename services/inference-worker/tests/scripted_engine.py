@@ -103,6 +103,7 @@ class ScriptedEngine:
         self._on_change = on_change
         self._on_phases = on_phases
         self.queue_wait = (0.0, 0.0)
+        self.grammar_engine = ""
         self.step_deadline_s = 0.0
         self._state = EngineState.STARTING
         self._reason = ""
@@ -165,6 +166,7 @@ class ScriptedEngine:
             free_seqs=self.config.max_seqs - len(self.requests),
             queue_wait_s=self.queue_wait[0],
             queue_wait_per_request_s=self.queue_wait[1],
+            grammar_engine=self.grammar_engine,
         )
 
     async def close(self) -> None:

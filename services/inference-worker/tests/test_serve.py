@@ -7,10 +7,14 @@ import pytest
 from harness import PATIENCE_S, make_settings, open_channel, served, submit, tokenizer_json, until
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_engine import FinishReason, Logprobs, Output, Phase, TokenLogprob
+from lockstep_engine import FinishReason, Grammar, GrammarKind, Logprobs, Output, Phase, TokenLogprob
 from scripted_engine import CONTEXT_LENGTH, VOCAB_SIZE, Script, token_at
 
 PROMPT = (1, 2, 3)
+
+
+def with_grammar(**grammar):
+    return inference_pb2.Sampling(max_tokens=4, grammar=inference_pb2.Grammar(**grammar))
 
 
 @pytest.fixture
@@ -31,6 +35,26 @@ async def test_hello_and_status_come_first(worker):
     assert (card.context_length, card.vocab_size) == (CONTEXT_LENGTH, VOCAB_SIZE)
     assert len(card.tokenizer_digest) == 64
     assert {frame.epoch for frame in router.seen} == {1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("JSON_OBJECT", ""), ("JSON_SCHEMA", "{}"), ("REGEX", "[0-9]"), ("LARK", 'start: "a"')],
+)
+async def test_a_grammar_reaches_the_engine(worker, kind, text):
+    router = await worker.greeted()
+    number = inference_pb2.GrammarKind.Value(f"GRAMMAR_KIND_{kind}")
+    await router.send(submit=submit(sampling=with_grammar(kind=number, text=text, field="response_format")))
+    await until(lambda: worker.engine.requests)
+    (request,) = worker.engine.requests.values()
+    assert request.sampling.grammar == Grammar(GrammarKind(kind.lower()), text, "response_format")
+
+
+async def test_the_card_has_the_grammar_engine_once_it_is_known(worker):
+    router = worker.router()
+    assert (await router.greet()).model.grammar_engine == ""
+    worker.engine.grammar_engine = "compiler 1"
+    assert (await router.next("hello")).hello.model.grammar_engine == "compiler 1"
 
 
 async def test_nothing_is_sent_before_the_routers_hello(worker):
@@ -382,6 +406,11 @@ BAD_SUBMITS = [
     ("deadline_s", {"deadline_s": float("inf")}),
     ("tenant", {"tenant": "t" * 129}),
     ("max_tokens", {"sampling": inference_pb2.Sampling()}),
+    ("grammar", {"sampling": with_grammar(kind=99, text="a")}),
+    ("grammar", {"sampling": with_grammar(text="a")}),
+    ("response_format", {"sampling": with_grammar(kind=inference_pb2.GRAMMAR_KIND_REGEX, field="response_format")}),
+    ("grammar", {"sampling": with_grammar(kind=inference_pb2.GRAMMAR_KIND_REGEX, text="a" * 65537)}),
+    ("grammar.field", {"sampling": with_grammar(kind=inference_pb2.GRAMMAR_KIND_REGEX, text="a", field="f" * 65)}),
     ("temperature", {"sampling": inference_pb2.Sampling(max_tokens=1, temperature=float("nan"))}),
     ("temperature", {"sampling": inference_pb2.Sampling(max_tokens=1, temperature=-1)}),
     ("top_p", {"sampling": inference_pb2.Sampling(max_tokens=1, top_p=0)}),

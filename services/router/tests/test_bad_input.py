@@ -21,6 +21,7 @@ HUGE = 10**400
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 MANY = {f"x{n}": 1 for n in range(40)}
+SCHEMA = {"name": "a", "schema": {}}
 
 
 def without(body, field):
@@ -90,7 +91,25 @@ CHAT_CASES = [
     (CHAT | {"chat_template_kwargs": {f"a{n}": 1 for n in range(17)}}, "chat_template_kwargs"),
     (CHAT | {"functions": [{}]}, "functions"),
     (CHAT | {"function_call": {"name": "f"}}, "function_call"),
-    (CHAT | {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT | {"response_format": {"type": "xml"}}, "response_format.type"),
+    (CHAT | {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+        "response_format.json_schema.schema",
+    ),
+    (CHAT | {"response_format": {"type": "json_object", "json_schema": SCHEMA}}, "response_format.json_schema"),
+    (CHAT | {"response_format": {"type": "text", "colour": "red"}}, "response_format.colour"),
+    (CHAT | {"structured_outputs": {}}, "structured_outputs"),
+    (CHAT | {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    (CHAT | {"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+    (CHAT | {"structured_outputs": {"regex": "a" * 65537}}, "structured_outputs.regex"),
+    (CHAT | {"structured_outputs": {"json": {"enum": ["ä" * 40_000]}}}, "structured_outputs.json"),
+    (CHAT | {"structured_outputs": {"json": {"enum": list(range(70_000))}}}, "structured_outputs.json"),
+    (CHAT | {"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    (CHAT | {"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+    (CHAT | {"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+    (CHAT | {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+    (CHAT | {"guided_json": {"type": "object"}}, "guided_json"),
     (CHAT | {"modalities": ["text", "audio"]}, "modalities"),
     (CHAT | {"audio": {"voice": "x"}}, "audio"),
     (CHAT | {"prompt": "hi"}, "prompt"),

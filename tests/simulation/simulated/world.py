@@ -399,7 +399,8 @@ class World:
         allowed = {ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED, ErrorCode.WORKER_LOST}
         if self.plan.has_sanctuary:
             allowed = set()
-        return Rules(longest_silence(settings, self.plan) + frozen_s, 0.2 + frozen_s, frozenset(allowed))
+        poisoned = frozenset(history.router for history in self.histories if history.is_poison)
+        return Rules(longest_silence(settings, self.plan) + frozen_s, 0.2 + frozen_s, frozenset(allowed), poisoned)
 
 
 def longest_silence(settings: RouterSettings, plan: Plan) -> float:

@@ -17,3 +17,6 @@ MAX_STOP_IDS = 64
 
 PRIORITIES = {"low": -1, "normal": 0, "high": 1}
 """Priority of each class of streams."""
+
+MAX_GRAMMAR_BYTES = 64 << 10
+"""Largest text of a grammar, as UTF-8."""

@@ -11,6 +11,8 @@ from lockstep_engine.model_config import ModelInfo
 from lockstep_engine.offline import Engine
 from lockstep_engine.request import (
     FinishReason,
+    Grammar,
+    GrammarKind,
     Logprobs,
     Output,
     Phase,
@@ -30,6 +32,8 @@ __all__ = [
     "EngineState",
     "EngineStatus",
     "FinishReason",
+    "Grammar",
+    "GrammarKind",
     "Logprobs",
     "ModelInfo",
     "Output",

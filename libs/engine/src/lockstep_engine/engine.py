@@ -20,19 +20,26 @@ from lockstep_common.protocol import PRIORITIES
 
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import EngineConfig
+from lockstep_engine.constraint import Constraint, MaskThreads
 from lockstep_engine.control import RankSpec, Ready
+from lockstep_engine.grammar import GrammarCompiler
 from lockstep_engine.group import RUN_ZYGOTE, GroupSettings, RankGroup
 from lockstep_engine.mailbox import MAX_IN_FLIGHT
 from lockstep_engine.model_config import ModelInfo, inspect_model
 from lockstep_engine.plan import Result, message_sizes
 from lockstep_engine.queue_estimate import QueueEstimate
-from lockstep_engine.request import Output, Phase, PhaseChange, Request
+from lockstep_engine.request import Grammar, Output, Phase, PhaseChange, Request
 from lockstep_engine.scheduler import Limits, Scheduler, no_memory
 from lockstep_engine.sizes import collectives_segment_bytes
 
 logger = logging.getLogger("lockstep.engine")
 
 _RATE_WINDOW_S = 5.0
+_MASK_WAIT_S = 0.0005
+"""Longest time that a plan waits for the masks of grammars. A stream whose mask is late is left to the next step, so
+that this is all that grammars cost other streams."""
+_MASKS_ALONE_WAIT_S = 0.005
+"""The same while every stream has a grammar: more of them then share a step."""
 _RESTART_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 _MAX_STARTS = 2
 """How many groups may fail before one has become ready. After one more the engine fails."""
@@ -106,6 +113,8 @@ class EngineStatus:
     """The same estimate for requests of each priority."""
     queue_wait_per_request_s: float = 0.0
     """Estimate: what each further request adds to it."""
+    grammar_engine: str = ""
+    """Name and version of what computes the masks of grammars; empty: requests may have none."""
 
 
 class AsyncEngine:
@@ -166,6 +175,11 @@ class AsyncEngine:
         self._timing = _Timing()
         self._queue = QueueEstimate()
         self._closing = False
+        self._masks = MaskThreads(self._on_masks_in_thread)
+        self._compiler = GrammarCompiler(self.model, self._masks)
+        self._compiling: dict[str, asyncio.Task[None]] = {}
+        """Requests whose grammar is being compiled, by id."""
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
         """Start the ranks; return when they are ready.
@@ -173,14 +187,18 @@ class AsyncEngine:
         Raises:
             LockstepError: they cannot start, and another start would fail in the same way.
         """
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._started = loop.create_future()
         self._group = RankGroup(group_settings(self.config, self.model, self._zygote), self)
         self._restart = loop.create_task(self._run_epoch(0.0))
+        await self._compiler.load()
+        if self._compiler.name:
+            self._on_change()
         await self._started
 
     def submit(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request. One with a grammar is queued once that is compiled; a grammar that cannot be compiled is
+        reported as the request's only output.
 
         Raises:
             LockstepError: INVALID_REQUEST (naming the field), CONTEXT_LENGTH_EXCEEDED, RESOURCE_EXHAUSTED,
@@ -192,9 +210,39 @@ class AsyncEngine:
                 raise LockstepError(ErrorCode.UNAVAILABLE, f"the engine is {self._state}", retry_after_s=1.0)
             now = time.monotonic()
             arrived_at = now if request.arrived_at is None else min(request.arrived_at, now)
-            only_output = self._scheduler.submit(request, arrived_at)
+            if request.sampling.grammar is None or self._scheduler.is_complete(request):
+                self._enqueue(request, arrived_at, None)
+            else:
+                self._compile(request, request.sampling.grammar, arrived_at)
         except MemoryError:
             raise no_memory() from None
+
+    def _compile(self, request: Request, grammar: Grammar, arrived_at: float) -> None:
+        """Compile a request's grammar, then queue the request."""
+        self._compiler.check(grammar)
+        if request.id in self._compiling:
+            raise invalid("id", f"{request.id} is in use")
+
+        async def work() -> None:
+            try:
+                constraint = await self._compiler.compile(request)
+                del self._compiling[request.id]
+                self._enqueue(request, arrived_at, constraint)
+            except (LockstepError, MemoryError, RuntimeError) as error:
+                self._compiling.pop(request.id, None)
+                failure = error if isinstance(error, LockstepError) else no_memory()
+                self._on_outputs(self._steps, [Output(request.id, len(request.emitted_ids), (), error=failure)])
+
+        self._compiling[request.id] = asyncio.get_running_loop().create_task(work())
+
+    def _enqueue(self, request: Request, arrived_at: float, constraint: Constraint | None) -> None:
+        """Pass a request on to the scheduler.
+
+        Raises:
+            LockstepError: the request is refused.
+            MemoryError: there was none before the scheduler had it.
+        """
+        only_output = self._scheduler.submit(request, arrived_at, constraint)
         try:
             if only_output is None:
                 sampling = request.sampling
@@ -217,6 +265,9 @@ class AsyncEngine:
 
     def cancel(self, request_id: str) -> None:
         """Remove a request and free its blocks; it gets no further output. Unknown ids are ignored."""
+        task = self._compiling.pop(request_id, None)
+        if task is not None:
+            task.cancel()
         self._scheduler.cancel(request_id)
         self._queue.drop([request_id])
 
@@ -242,7 +293,7 @@ class AsyncEngine:
             state=self._state,
             reason=self._reason,
             epoch=0 if group is None else group.epoch,
-            queued=self._scheduler.queued,
+            queued=self._scheduler.queued + len(self._compiling),
             running=self._scheduler.running,
             free_blocks=self._scheduler.blocks.free,
             total_blocks=self._scheduler.blocks.total,
@@ -264,6 +315,7 @@ class AsyncEngine:
             queue_wait_s=wait_s,
             queue_waits_s={priority: waited_s for priority, (waited_s, _) in waits.items()},
             queue_wait_per_request_s=wait_per_request_s,
+            grammar_engine=self._compiler.name,
         )
 
     async def close(self) -> None:
@@ -274,6 +326,11 @@ class AsyncEngine:
         if self._restart is not None:
             self._restart.cancel()
             await asyncio.gather(self._restart, return_exceptions=True)
+        for task in self._compiling.values():
+            task.cancel()
+        self._compiling.clear()
+        self._compiler.close()
+        self._masks.close()
         if self._group is not None:
             await self._group.stop()
 
@@ -304,6 +361,7 @@ class AsyncEngine:
         """A step is done: plan another one, then pass on the outputs of this one."""
         self._steps += 1
         self._timing.result(result)
+        self._masks.begin_step()
         outputs = self._scheduler.update(result)
         self._fill_pipeline()
         if outputs:
@@ -370,7 +428,10 @@ class AsyncEngine:
     def _fail_requests(self, reason: str) -> None:
         """Give every unfinished request its last output: an error that says it can be continued elsewhere."""
         error = LockstepError(ErrorCode.WORKER_LOST, f"{self.config.label}: {reason}")
-        lost = [Output(each, 0, (), error=error) for each in self._scheduler.clear()]
+        for task in self._compiling.values():
+            task.cancel()
+        lost = [Output(each, 0, (), error=error) for each in (*self._scheduler.clear(), *self._compiling)]
+        self._compiling.clear()
         self._queue.clear()
         if lost:
             self._on_outputs(self._steps, lost)
@@ -410,6 +471,8 @@ class AsyncEngine:
         if self._state is not EngineState.READY:
             return
         assert self._group is not None
+        if not self._masks.is_settled:
+            self._masks.settle(_MASK_WAIT_S if self._scheduler.unconstrained else _MASKS_ALONE_WAIT_S)
         try:
             while self._group.is_live and self._group.in_flight < self._depth:
                 plan = self._scheduler.schedule()
@@ -421,17 +484,29 @@ class AsyncEngine:
                 self._group.execute(plan, config.prefill_deadline_s if plan.has_prefill else config.decode_deadline_s)
         except MemoryError:
             try:
-                asyncio.get_running_loop().call_soon(
-                    self._resume_after_shed, self._scheduler.shed(self._group.in_flight)
-                )
+                asyncio.get_running_loop().call_soon(self._pass_on_ends, self._scheduler.shed(self._group.in_flight))
             except MemoryError:
                 self._group.fail_for_memory()
         if self._group.in_flight == 0:
             self._timing.idle()
 
-    def _resume_after_shed(self, ended: list[Output]) -> None:
-        """Continue after `Scheduler.shed`. Called from the loop and not at once, because the caller of `submit` may not
-        know of its request yet.
+    def _on_masks_in_thread(self) -> None:
+        """Masks are ready that a plan did not wait for, or a constraint has failed."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                self._loop.call_soon_threadsafe(self._on_masks)
+
+    def _on_masks(self) -> None:
+        if self._masks.has_failed:
+            self._masks.has_failed = False
+            self._pass_on_ends(self._scheduler.end_broken())
+        else:
+            self._fill_pipeline()
+            self._report_phases()
+
+    def _pass_on_ends(self, ended: list[Output]) -> None:
+        """Pass on the last outputs of requests that the scheduler has ended, and continue. Called from the loop and not
+        at once, because the caller of `submit` may not know of its request yet.
         """
         if ended:
             self._note_ends(ended)

@@ -73,6 +73,10 @@ class Plan(msgspec.Struct, array_like=True):
     """Whether the log probabilities of the full vocabulary are wanted, too, at the targets."""
     hot_tables: NDArray[np.int32] | None = None
     """[sequences, width]: ids of hot blocks. None: no query of the step sees a block hot that another sees cold."""
+    masked: NDArray[np.int32] | None = None
+    """Which of the sequences that sample have a grammar, as indices among them. None: none has."""
+    masks: NDArray[np.int32] | None = None
+    """[masked, words]: the tokens that each of them may choose. Bit b of word w stands for token 32 * w + b."""
 
     pools: NDArray[np.bool_] | None = None
     """[sequences]: whether its hidden states become an embedding. None: nobody's do."""
@@ -143,6 +147,11 @@ encode_result = msgspec.msgpack.Encoder(enc_hook=_pack_array).encode
 decode_result = msgspec.msgpack.Decoder(Result, ext_hook=_unpack_array).decode
 
 
+def mask_words(vocab_size: int) -> int:
+    """32-bit words of a mask over a vocabulary."""
+    return -(-vocab_size // 32)
+
+
 def message_sizes(spec: RankSpec) -> tuple[int, int]:
     """Most bytes of an encoded plan, and of an encoded result."""
     config, context_length = spec.config, spec.model.context_length
@@ -152,7 +161,8 @@ def message_sizes(spec: RankSpec) -> tuple[int, int]:
     # A request that gets a sampling row brings the tokens that penalties need (at most 9 bytes for each id of prompt
     # and output) and its bias.
     added = config.max_seqs * (18 * context_length + 32 * 1024)
-    plan = 4096 + 8 * config.max_batch_tokens + 64 * config.max_seqs + tables + added
+    masks = config.max_seqs * (4 + 4 * mask_words(spec.model.vocab_size))
+    plan = masks + 4096 + 8 * config.max_batch_tokens + 64 * config.max_seqs + tables + added
     # A step scores at most as many prompt tokens as it can sample; for evaluation with the full vocabulary. Pages that
     # are never written use no memory.
     embedding = 0 if spec.model.embedding is None else 4 * spec.model.embedding.size

@@ -251,7 +251,12 @@ class Rank:
         scores: Scores | None = None
         if self._sampler is not None:
             chosen = self._sampler.sample(
-                logits[: len(sampled)], plan.sampling_rows[sampled], plan.emitted[sampled], plan.uniforms
+                logits[: len(sampled)],
+                plan.sampling_rows[sampled],
+                plan.emitted[sampled],
+                plan.uniforms,
+                plan.masked,
+                plan.masks,
             )
             if len(scored):
                 scores = score(logits[len(sampled) :], targets[scored], vocabulary=plan.vocabulary_logprobs)

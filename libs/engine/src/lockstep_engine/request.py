@@ -6,7 +6,7 @@ from enum import StrEnum
 
 import numpy as np
 from lockstep_common.errors import LockstepError, invalid
-from lockstep_common.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
+from lockstep_common.protocol import MAX_GRAMMAR_BYTES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
 from numpy.typing import NDArray
 
 
@@ -18,6 +18,35 @@ class PromptScores(StrEnum):
     """The log probability of each token given those before it, and its rank."""
     VOCABULARY = "vocabulary"
     """The log probabilities of the full vocabulary as well."""
+
+
+class GrammarKind(StrEnum):
+    """The language in which a grammar is written."""
+
+    JSON_OBJECT = "json_object"
+    """Any JSON object; the grammar has no text."""
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    """A regular expression of the full output, in the syntax of Rust's regex library."""
+    LARK = "lark"
+    """llguidance's variant of Lark, or GBNF."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the output must conform to."""
+
+    kind: GrammarKind
+    text: str = ""
+    field: str = "grammar"
+    """Name of the client's field, for errors."""
+
+    def validate(self) -> None:
+        """Raise INVALID_REQUEST for a text that is too large or does not belong to the kind."""
+        if len(self.text.encode("utf-8", "surrogatepass")) > MAX_GRAMMAR_BYTES:
+            raise invalid(self.field, f"is larger than {MAX_GRAMMAR_BYTES} bytes")
+        if bool(self.text) == (self.kind is GrammarKind.JSON_OBJECT):
+            raise invalid(self.field, "is empty" if not self.text else "takes no text")
 
 
 @dataclass(frozen=True)
@@ -50,9 +79,13 @@ class SamplingParams:
     seed: int = 0
     """0 to 2^64 - 1."""
     logprobs: int | None = None
-    """n: return log probabilities of the chosen token and of the n most likely ones. None: return none."""
+    """n: return log probabilities of the chosen token and of the n most likely ones. None: return none. They are those
+    of the model's distribution; with a grammar, of its distribution over the tokens that the grammar allows."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
+    """Restricts the output. End-of-text ids can be chosen where it is complete. If nothing else can follow they end the
+    stream, whatever `ignore_eos` and `min_tokens` say."""
     prompt_scores: PromptScores = PromptScores.NONE
     """Unless NONE, the full prompt is computed, even if the prefix cache has parts of it."""
 
@@ -95,6 +128,8 @@ class SamplingParams:
         for name, holds, sentence in checks:
             if not holds:
                 raise invalid(name, sentence)
+        if self.grammar is not None:
+            self.grammar.validate()
 
 
 @dataclass(frozen=True)

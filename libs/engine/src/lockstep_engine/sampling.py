@@ -37,12 +37,19 @@ class Sampled:
     logprobs: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     """By logits row, for requests that want log probabilities: that of the token ([1]), the most likely ids, and those
     of these ids."""
+    restricted: frozenset[int] = frozenset()
+    """Logits rows whose tokens were restricted."""
 
     def read(self) -> tuple[list[int], list[StepLogprobs | None]]:
-        """The ids, and for requests that want them the log probabilities of the model's own distribution."""
+        """The ids, and for requests that want them the log probabilities of the model's own distribution; over the
+        tokens that they may choose if these are restricted.
+        """
         logprobs: list[StepLogprobs | None] = [None] * len(self.ids)
         for logits_row, (chosen, top_ids, top_logprobs) in self.logprobs.items():
-            logprobs[logits_row] = StepLogprobs(float(chosen), top_ids.tolist(), top_logprobs.tolist())
+            count = len(top_ids)
+            if logits_row in self.restricted:  # it may have fewer tokens than are wanted: the others have -inf
+                count = int((top_logprobs > float("-inf")).sum())
+            logprobs[logits_row] = StepLogprobs(float(chosen), top_ids[:count].tolist(), top_logprobs[:count].tolist())
         return self.ids.tolist(), logprobs
 
 
@@ -90,6 +97,8 @@ class Sampler:
         sampling_rows: NDArray[np.int32],
         emitted: NDArray[np.int32],
         uniforms: NDArray[np.float64],
+        masked: NDArray[np.int32] | None = None,
+        masks: NDArray[np.int32] | None = None,
     ) -> Sampled:
         """Choose a token for each logits row.
 
@@ -98,9 +107,13 @@ class Sampler:
             sampling_rows: [logits rows], the sampling row of each.
             emitted: [logits rows], output tokens before this one.
             uniforms: [logits rows], in [0, 1).
+            masked: logits rows whose tokens are restricted.
+            masks: [masked, words], the tokens that each of them may choose (see `Plan.masks`).
         """
         occupants = [self._occupant(int(row)) for row in sampling_rows]
         raw = logits.float()
+        if masked is not None and masks is not None:
+            raw = _restrict(raw, masked, masks)
         adjusted = raw
         for logits_row, occupant in enumerate(occupants):
             if not occupant.plain:
@@ -124,7 +137,7 @@ class Sampler:
                 self._counts[occupant.sampling.sampling_row].index_add_(
                     0, token, torch.ones_like(token, dtype=torch.int32)
                 )
-        return Sampled(_fetch(ids), logprobs)
+        return Sampled(_fetch(ids), logprobs, frozenset() if masked is None else frozenset(masked.tolist()))
 
     def _occupant(self, sampling_row: int) -> _Occupant:
         occupant = self._occupants[sampling_row]
@@ -178,6 +191,30 @@ def score(logits: torch.Tensor, targets: NDArray[np.int32], *, vocabulary: bool)
     chosen = distributions.gather(1, wanted.unsqueeze(1))
     ranks = (distributions > chosen).sum(dim=1, dtype=torch.int32) + 1
     return Scores(_fetch(chosen.squeeze(1)), _fetch(ranks), _fetch(distributions) if vocabulary else None)
+
+
+def _restrict(logits: torch.Tensor, masked: NDArray[np.int32], masks: NDArray[np.int32]) -> torch.Tensor:
+    """A copy of the logits [rows, vocabulary] with -inf for the tokens that the masks of `masked` rows exclude."""
+    rows = _put(masked.astype(np.int64), logits.device)
+    allowed = _unpack(masks, logits.shape[1], logits.device)
+    return logits.index_copy(0, rows, logits.index_select(0, rows).masked_fill(~allowed, float("-inf")))
+
+
+def _unpack(masks: NDArray[np.int32], vocabulary: int, device: torch.device) -> torch.Tensor:
+    """Masks [rows, words] as booleans [rows, vocabulary] on the device."""
+    if device.type == "cpu":
+        bits = np.unpackbits(
+            masks.astype("<i4", copy=False).view(np.uint8), axis=1, count=vocabulary, bitorder="little"
+        )
+        return torch.from_numpy(bits.view(np.bool_))
+    return _unpack_on_device(masks, vocabulary, device)
+
+
+def _unpack_on_device(masks: NDArray[np.int32], vocabulary: int, device: torch.device) -> torch.Tensor:
+    """The same for a GPU: only the packed masks are copied to it."""
+    words = torch.from_numpy(masks.copy()).to(device, non_blocking=True)
+    shifts = torch.arange(32, dtype=torch.int32, device=device)
+    return ((words.unsqueeze(2) >> shifts) & 1).flatten(1)[:, :vocabulary].bool()
 
 
 def _penalised(sampling: RowSampling) -> bool:

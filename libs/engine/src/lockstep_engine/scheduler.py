@@ -5,7 +5,8 @@ raising that count. Chunked prefill, prefix hits, preemption and resumed streams
 
 A plan may be made before the results of earlier plans are known. Ranks execute plans in order, so everything in a plan
 counts as done once it is made, except for the tokens that it samples. A sequence whose last token is still in flight is
-planned with the placeholder LAST_SAMPLED; the ranks replace it by the token that they sampled last for its row.
+planned with the placeholder LAST_SAMPLED; the ranks replace it by the token that they sampled last for its row. A
+sequence with a grammar is not: which tokens it may choose next depends on that token.
 
 This module owns the sequences, their blocks and the sampling rows. It knows nothing of processes, tensors or time.
 """
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from lockstep_engine.block_tables import BlockTables, Needs
 from lockstep_engine.blocks import BlockKey, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
+from lockstep_engine.constraint import Constraint
 from lockstep_engine.draws import uniform
 from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, StepLogprobs
 from lockstep_engine.request import (
@@ -111,12 +113,24 @@ class Scheduler:
         """All requests that are not finished."""
         return list(self._by_id)
 
-    def submit(self, request: Request, arrived_at: float = 0.0) -> Output | None:
+    @property
+    def unconstrained(self) -> bool:
+        """Whether any request has no grammar."""
+        return any(sequence.constraint is None for sequence in self._by_id.values())
+
+    def is_complete(self, request: Request) -> bool:
+        """Whether the ids that a request has emitted complete it."""
+        if not request.emitted_ids:
+            return False
+        return Sequence(request, 0).finish_reason(self._eos_ids, self._limits.context_length) is not None
+
+    def submit(self, request: Request, arrived_at: float = 0.0, constraint: Constraint | None = None) -> Output | None:
         """Queue a request.
 
         Args:
             request: what to generate.
             arrived_at: orders requests of equal priority; any clock, the same for all requests.
+            constraint: its place in its grammar, after the ids that it has emitted.
 
         Returns:
             The only output, if the emitted ids already complete the request; else None.
@@ -126,7 +140,7 @@ class Scheduler:
         """
         if request.id in self._by_id:
             raise invalid("id", f"{request.id} is in use")
-        sequence = Sequence(request, self._arrivals, arrived_at)
+        sequence = Sequence(request, self._arrivals, arrived_at, constraint)
         reason = sequence.finish_reason(self._eos_ids, self._limits.context_length) if request.emitted_ids else None
         if reason is not None:
             return Output(request.id, sequence.emitted, (), finish=reason)
@@ -259,6 +273,17 @@ class Scheduler:
         self._start_over(PoolSizes(self.blocks.hot.total, self.blocks.cold.total))
         return [] if ended is None else [Output(ended.request.id, ended.emitted, (), error=no_memory())]
 
+    def end_broken(self) -> list[Output]:
+        """End the requests whose constraint has failed; their last outputs."""
+        broken = [each for each in self._by_id.values() if each.constraint is not None and each.constraint.error]
+        for sequence in broken:
+            self._remove(sequence)
+        return [
+            Output(each.request.id, each.emitted, (), error=each.constraint.error)
+            for each in broken
+            if each.constraint is not None
+        ]
+
     def delivered(self) -> None:
         """The outputs of the last `update` have reached the caller."""
         self._ended = []
@@ -328,6 +353,8 @@ class Scheduler:
                 return
             if sequence.in_flight:  # preempted while its last token was in flight; that comes with the next result
                 return
+            if not sequence.may_sample:  # it was preempted, and its grammar is not ready for its next token
+                continue
             self._current = sequence
             if self._count(sequence, budget, chunks) == 0:
                 return
@@ -374,11 +401,13 @@ class Scheduler:
 
     def _count(self, sequence: Sequence, budget: int, chunks: list[_Chunk]) -> int:
         """How many of a sequence's tokens this step computes: those without KV, within the budget; 0 if it only waits
-        for its last token. A step scores at most `max_seqs` prompt tokens, because a result has room for no more.
+        for its last token or for its grammar. A step scores at most `max_seqs` prompt tokens, because a result has room
+        for no more.
         """
         if sequence.is_full(self._limits.context_length):
             return 0
-        count = min(sequence.remaining, budget)
+        # Without a mask all its tokens are computed but the last one, whose logits choose the next token.
+        count = min(sequence.remaining - (not sequence.may_sample), budget)
         if not sequence.scores_prompt:
             return count
         return min(count, self._limits.max_seqs - sum(len(chunk.scored) for chunk in chunks))
@@ -458,8 +487,11 @@ class Scheduler:
         if reason is not None:
             self._ended.append(sequence.request.id)
             self._remove(sequence)
-        elif sequence.computed >= len(sequence.tokens) and len(sequence.tokens) % BLOCK_SIZE == 0:
-            self.blocks.remember(sequence, self._keys(sequence))
+        else:
+            if sequence.constraint is not None:
+                sequence.constraint.advance(token)
+            if sequence.computed >= len(sequence.tokens) and len(sequence.tokens) % BLOCK_SIZE == 0:
+                self.blocks.remember(sequence, self._keys(sequence))
         return Output(
             sequence.request.id,
             position,
@@ -499,6 +531,7 @@ class Scheduler:
                 sampling = chunk.sequence.request.sampling
                 uniforms.append(uniform(sampling.seed, position) if sampling.temperature else 0.0)
         added, self._added = self._added, []
+        masked, masks = _masks(chunks)
         return Plan(
             step=self._updated + len(self._in_flight) + 1,
             token_ids=np.frombuffer(token_ids, dtype=np.int32),
@@ -520,6 +553,8 @@ class Scheduler:
             hot_tables=hot_tables,
             pools=np.array([sequence.request.embeds for sequence in sequences], dtype=np.bool_) if embeds else None,
             completes=np.array([chunk.completes for chunk in chunks], dtype=np.bool_) if embeds else None,
+            masked=masked,
+            masks=masks,
         )
 
     def _row_sampling(self, sequence: Sequence) -> RowSampling:
@@ -540,7 +575,8 @@ class Scheduler:
             logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
             prompt_ids=list(sequence.request.prompt_ids) if penalized else [],
             emitted_ids=past if penalized else [],
-            forbidden_ids=forbidden if sampling.min_tokens else [],
+            # With a grammar its masks have regard to min_tokens, so that something is always left to choose.
+            forbidden_ids=forbidden if sampling.min_tokens and sampling.grammar is None else [],
             min_tokens=sampling.min_tokens,
         )
 
@@ -550,6 +586,15 @@ def no_memory() -> LockstepError:
     return LockstepError(
         ErrorCode.OVERLOADED, "the worker has no memory for this request at the moment", retry_after_s=1.0
     )
+
+
+def _masks(chunks: list[_Chunk]) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None]:
+    """`masked` and `masks` of a plan."""
+    sampling = [chunk.sequence.constraint for chunk in chunks if chunk.samples]
+    masks = {index: each.mask for index, each in enumerate(sampling) if each is not None and each.mask is not None}
+    if not masks:
+        return None, None
+    return np.array(list(masks), dtype=np.int32), np.stack(list(masks.values()))
 
 
 def _targets(chunks: list[_Chunk]) -> NDArray[np.int32] | None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from lockstep_engine.blocks import BlockKey, extend_keys
+from lockstep_engine.constraint import Constraint
 from lockstep_engine.request import FinishReason, PromptScores, Request
 
 
@@ -16,6 +17,8 @@ class Sequence:
     arrived_at: float = 0.0
     """Among sequences of equal priority the one that arrived first goes first; if they arrived together, the one
     submitted first."""
+    constraint: Constraint | None = None
+    """Its place in its grammar."""
     tokens: list[int] = field(init=False)
     """Prompt and output so far, without the tokens in flight."""
     in_flight: int = 0
@@ -76,6 +79,11 @@ class Sequence:
         return self.emitted + self.in_flight >= self.request.sampling.max_tokens or self.length >= context_length
 
     @property
+    def may_sample(self) -> bool:
+        """Whether its next token can be planned: the tokens that its grammar allows are known."""
+        return self.constraint is None or (self.in_flight == 0 and self.constraint.mask is not None)
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether log probabilities of its prompt are wanted."""
         return self.request.sampling.prompt_scores is not PromptScores.NONE
@@ -97,9 +105,11 @@ class Sequence:
     def finish_reason(self, eos_ids: frozenset[int], context_length: int) -> FinishReason | None:
         """The reason for which the output so far is complete; None: it is not."""
         sampling = self.request.sampling
-        if self.emitted > 0 and self.emitted >= sampling.min_tokens:
-            last = self.tokens[-1]
-            if last in sampling.stop_token_ids or (last in eos_ids and not sampling.ignore_eos):
+        if self.emitted > 0:
+            last, is_long_enough = self.tokens[-1], self.emitted >= sampling.min_tokens
+            # With a grammar, masks allow an end-of-text id only where the stream may end with it.
+            ends = last in eos_ids and (sampling.grammar is not None or (is_long_enough and not sampling.ignore_eos))
+            if ends or (is_long_enough and last in sampling.stop_token_ids):
                 return FinishReason.STOP
         if self.emitted >= sampling.max_tokens or len(self.tokens) >= context_length:
             return FinishReason.LENGTH

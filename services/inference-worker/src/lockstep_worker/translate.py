@@ -11,6 +11,8 @@ from lockstep_engine import (
     EngineState,
     EngineStatus,
     FinishReason,
+    Grammar,
+    GrammarKind,
     Logprobs,
     Output,
     Phase,
@@ -22,6 +24,7 @@ from lockstep_worker.engine import ModelLike
 
 MAX_STREAM_ID_CHARS = 128
 MAX_TENANT_CHARS = 128
+MAX_FIELD_CHARS = 64
 
 _FINISH = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -38,6 +41,13 @@ WORKER_STATES = {
 _PHASES = {
     Phase.WAITING: worker_pb2.STREAM_PHASE_WAITING,
     Phase.RUNNING: worker_pb2.STREAM_PHASE_RUNNING,
+}
+
+_GRAMMAR_KINDS = {
+    inference_pb2.GRAMMAR_KIND_JSON_OBJECT: GrammarKind.JSON_OBJECT,
+    inference_pb2.GRAMMAR_KIND_JSON_SCHEMA: GrammarKind.JSON_SCHEMA,
+    inference_pb2.GRAMMAR_KIND_REGEX: GrammarKind.REGEX,
+    inference_pb2.GRAMMAR_KIND_LARK: GrammarKind.LARK,
 }
 
 _RANK_STATES = {
@@ -126,6 +136,7 @@ def sampling_params(message: inference_pb2.Sampling, vocab_size: int) -> Samplin
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        grammar=_grammar(message.grammar) if message.HasField("grammar") else None,
     )
     sampling.validate(vocab_size)
     _check_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)
@@ -152,6 +163,7 @@ def model_card(model: ModelLike, status: EngineStatus, tp: int, tokenizer_digest
         else worker_pb2.Embedding(
             size=embedding.size, dimensions=embedding.dimensions, any_dimension=embedding.any_dimension
         ),
+        grammar_engine=status.grammar_engine,
     )
 
 
@@ -214,6 +226,16 @@ def rejected(stream_id: str, attempt: int, error: LockstepError) -> worker_pb2.R
         retry_after_s=error.retry_after_s or 0.0,
         retryable=error.meaning.retryable,
     )
+
+
+def _grammar(message: inference_pb2.Grammar) -> Grammar:
+    field = message.field or "grammar"
+    if len(field) > MAX_FIELD_CHARS:
+        raise invalid("grammar.field", f"must have at most {MAX_FIELD_CHARS} characters")
+    kind = _GRAMMAR_KINDS.get(message.kind)
+    if kind is None:
+        raise invalid(field, "has a kind that this worker does not know")
+    return Grammar(kind, message.text, field)
 
 
 def _logprobs(entry: Logprobs) -> inference_pb2.Logprobs:

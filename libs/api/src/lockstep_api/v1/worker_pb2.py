@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from lockstep_api.v1 import inference_pb2 as lockstep__api_dot_v1_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1clockstep_api/v1/worker.proto\x12\x0blockstep.v1\x1a\x1flockstep_api/v1/inference.proto\"\xbd\x01\n\x0bRouterFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.lockstep.v1.RouterHelloH\x00\x12%\n\x06submit\x18\x02 \x01(\x0b\x32\x13.lockstep.v1.SubmitH\x00\x12%\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x13.lockstep.v1.CancelH\x00\x12,\n\x07several\x18\x04 \x01(\x0b\x32\x19.lockstep.v1.RouterFramesH\x00\x42\x07\n\x05\x66rame\"8\n\x0cRouterFrames\x12(\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x18.lockstep.v1.RouterFrame\" \n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xeb\x01\n\x06Submit\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x65mitted_ids\x18\x04 \x03(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.lockstep.v1.Sampling\x12\x12\n\ndeadline_s\x18\x06 \x01(\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x11\n\tarrived_s\x18\n \x01(\x01\x12\r\n\x05\x65mbed\x18\x0b \x01(\x08\",\n\x06\x43\x61ncel\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xea\x01\n\x0bWorkerFrame\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12#\n\x05hello\x18\x02 \x01(\x0b\x32\x12.lockstep.v1.HelloH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.lockstep.v1.TokensH\x00\x12%\n\x06status\x18\x04 \x01(\x0b\x32\x13.lockstep.v1.StatusH\x00\x12)\n\x08rejected\x18\x05 \x01(\x0b\x32\x15.lockstep.v1.RejectedH\x00\x12%\n\x06phases\x18\x06 \x01(\x0b\x32\x13.lockstep.v1.PhasesH\x00\x42\x07\n\x05\x66rame\"o\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12%\n\x05model\x18\x03 \x01(\x0b\x32\x16.lockstep.v1.ModelCard\x12\x17\n\x0f\x61\x63\x63\x65pts_several\x18\x04 \x01(\x08\"\xc5\x02\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\n\n\x02tp\x18\x07 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\n \x01(\t\x12\x15\n\rdeterministic\x18\x0b \x01(\x08\x12\x0f\n\x07\x63reated\x18\x0c \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\r \x01(\t\x12/\n\x10\x64\x65\x66\x61ult_sampling\x18\x0f \x01(\x0b\x32\x15.lockstep.v1.Sampling\x12)\n\tembedding\x18\x10 \x01(\x0b\x32\x16.lockstep.v1.EmbeddingJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"D\n\tEmbedding\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\x12\n\ndimensions\x18\x02 \x03(\r\x12\x15\n\rany_dimension\x18\x03 \x01(\x08\"\"\n\x10TokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"n\n\x0eTokenizerFiles\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_json\x18\x02 \x01(\x0c\x12\x1d\n\x15tokenizer_config_json\x18\x03 \x01(\x0c\x12\x15\n\rchat_template\x18\x04 \x01(\t\":\n\x06Tokens\x12*\n\x07streams\x18\x02 \x03(\x0b\x32\x19.lockstep.v1.StreamTokensJ\x04\x08\x01\x10\x02\"\xcf\x01\n\x0cStreamTokens\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x0b\n\x03ids\x18\x04 \x03(\r\x12\'\n\x08logprobs\x18\x05 \x03(\x0b\x32\x15.lockstep.v1.Logprobs\x12)\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x19.lockstep.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x11\n\tembedding\x18\x08 \x01(\x0c\"9\n\x06Phases\x12/\n\x07streams\x18\x01 \x03(\x0b\x32\x1e.lockstep.v1.StreamPhaseChange\"`\n\x11StreamPhaseChange\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\'\n\x05phase\x18\x03 \x01(\x0e\x32\x18.lockstep.v1.StreamPhase\"]\n\nRankHealth\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.lockstep.v1.RankState\x12\r\n\x05steps\x18\x04 \x01(\x04\"\xbc\x03\n\x06Status\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.lockstep.v1.WorkerState\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x07 \x01(\x01\x12\r\n\x05steps\x18\x08 \x01(\x04\x12&\n\x05ranks\x18\t \x03(\x0b\x32\x17.lockstep.v1.RankHealth\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x17\n\x0fstep_deadline_s\x18\x0b \x01(\x01\x12\x11\n\tfree_seqs\x18\x0c \x01(\r\x12\x14\n\x0cqueue_wait_s\x18\r \x01(\x01\x12 \n\x18queue_wait_per_request_s\x18\x0e \x01(\x01\x12;\n\rqueue_waits_s\x18\x0f \x03(\x0b\x32$.lockstep.v1.Status.QueueWaitsSEntry\x1a\x32\n\x10QueueWaitsSEntry\x12\x0b\n\x03key\x18\x01 \x01(\x11\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x86\x01\n\x08Rejected\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x66ield\x18\x05 \x01(\t\x12\x15\n\rretry_after_s\x18\x06 \x01(\x01\x12\x11\n\tretryable\x18\x07 \x01(\x08*_\n\x0bStreamPhase\x12\x1c\n\x18STREAM_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14STREAM_PHASE_WAITING\x10\x01\x12\x18\n\x14STREAM_PHASE_RUNNING\x10\x02*\xaf\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x1b\n\x17WORKER_STATE_RESTARTING\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x17\n\x13WORKER_STATE_FAILED\x10\x05*k\n\tRankState\x12\x1a\n\x16RANK_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13RANK_STATE_STARTING\x10\x01\x12\x14\n\x10RANK_STATE_READY\x10\x02\x12\x13\n\x0fRANK_STATE_DEAD\x10\x03\x32\x92\x01\n\x06Worker\x12?\n\x05Serve\x12\x18.lockstep.v1.RouterFrame\x1a\x18.lockstep.v1.WorkerFrame(\x01\x30\x01\x12G\n\tTokenizer\x12\x1d.lockstep.v1.TokenizerRequest\x1a\x1b.lockstep.v1.TokenizerFilesb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1clockstep_api/v1/worker.proto\x12\x0blockstep.v1\x1a\x1flockstep_api/v1/inference.proto\"\xbd\x01\n\x0bRouterFrame\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.lockstep.v1.RouterHelloH\x00\x12%\n\x06submit\x18\x02 \x01(\x0b\x32\x13.lockstep.v1.SubmitH\x00\x12%\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x13.lockstep.v1.CancelH\x00\x12,\n\x07several\x18\x04 \x01(\x0b\x32\x19.lockstep.v1.RouterFramesH\x00\x42\x07\n\x05\x66rame\"8\n\x0cRouterFrames\x12(\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x18.lockstep.v1.RouterFrame\" \n\x0bRouterHello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"\xeb\x01\n\x06Submit\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x65mitted_ids\x18\x04 \x03(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.lockstep.v1.Sampling\x12\x12\n\ndeadline_s\x18\x06 \x01(\x01\x12\x0e\n\x06tenant\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12\x13\n\x0btraceparent\x18\t \x01(\t\x12\x11\n\tarrived_s\x18\n \x01(\x01\x12\r\n\x05\x65mbed\x18\x0b \x01(\x08\",\n\x06\x43\x61ncel\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xea\x01\n\x0bWorkerFrame\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12#\n\x05hello\x18\x02 \x01(\x0b\x32\x12.lockstep.v1.HelloH\x00\x12%\n\x06tokens\x18\x03 \x01(\x0b\x32\x13.lockstep.v1.TokensH\x00\x12%\n\x06status\x18\x04 \x01(\x0b\x32\x13.lockstep.v1.StatusH\x00\x12)\n\x08rejected\x18\x05 \x01(\x0b\x32\x15.lockstep.v1.RejectedH\x00\x12%\n\x06phases\x18\x06 \x01(\x0b\x32\x13.lockstep.v1.PhasesH\x00\x42\x07\n\x05\x66rame\"o\n\x05Hello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12%\n\x05model\x18\x03 \x01(\x0b\x32\x16.lockstep.v1.ModelCard\x12\x17\n\x0f\x61\x63\x63\x65pts_several\x18\x04 \x01(\x08\"\xdd\x02\n\tModelCard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\n\n\x02tp\x18\x07 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\n \x01(\t\x12\x15\n\rdeterministic\x18\x0b \x01(\x08\x12\x0f\n\x07\x63reated\x18\x0c \x01(\x03\x12\x13\n\x0b\x66ingerprint\x18\r \x01(\t\x12\x16\n\x0egrammar_engine\x18\x0e \x01(\t\x12/\n\x10\x64\x65\x66\x61ult_sampling\x18\x0f \x01(\x0b\x32\x15.lockstep.v1.Sampling\x12)\n\tembedding\x18\x10 \x01(\x0b\x32\x16.lockstep.v1.EmbeddingJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"D\n\tEmbedding\x12\x0c\n\x04size\x18\x01 \x01(\r\x12\x12\n\ndimensions\x18\x02 \x03(\r\x12\x15\n\rany_dimension\x18\x03 \x01(\x08\"\"\n\x10TokenizerRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"n\n\x0eTokenizerFiles\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x16\n\x0etokenizer_json\x18\x02 \x01(\x0c\x12\x1d\n\x15tokenizer_config_json\x18\x03 \x01(\x0c\x12\x15\n\rchat_template\x18\x04 \x01(\t\":\n\x06Tokens\x12*\n\x07streams\x18\x02 \x03(\x0b\x32\x19.lockstep.v1.StreamTokensJ\x04\x08\x01\x10\x02\"\xcf\x01\n\x0cStreamTokens\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x10\n\x08position\x18\x03 \x01(\r\x12\x0b\n\x03ids\x18\x04 \x03(\r\x12\'\n\x08logprobs\x18\x05 \x03(\x0b\x32\x15.lockstep.v1.Logprobs\x12)\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x19.lockstep.v1.FinishReason\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x11\n\tembedding\x18\x08 \x01(\x0c\"9\n\x06Phases\x12/\n\x07streams\x18\x01 \x03(\x0b\x32\x1e.lockstep.v1.StreamPhaseChange\"`\n\x11StreamPhaseChange\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\'\n\x05phase\x18\x03 \x01(\x0e\x32\x18.lockstep.v1.StreamPhase\"]\n\nRankHealth\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.lockstep.v1.RankState\x12\r\n\x05steps\x18\x04 \x01(\x04\"\xbc\x03\n\x06Status\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.lockstep.v1.WorkerState\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06queued\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x14\n\x0ctotal_blocks\x18\x06 \x01(\r\x12\x14\n\x0ctokens_per_s\x18\x07 \x01(\x01\x12\r\n\x05steps\x18\x08 \x01(\x04\x12&\n\x05ranks\x18\t \x03(\x0b\x32\x17.lockstep.v1.RankHealth\x12\x0b\n\x03pid\x18\n \x01(\r\x12\x17\n\x0fstep_deadline_s\x18\x0b \x01(\x01\x12\x11\n\tfree_seqs\x18\x0c \x01(\r\x12\x14\n\x0cqueue_wait_s\x18\r \x01(\x01\x12 \n\x18queue_wait_per_request_s\x18\x0e \x01(\x01\x12;\n\rqueue_waits_s\x18\x0f \x03(\x0b\x32$.lockstep.v1.Status.QueueWaitsSEntry\x1a\x32\n\x10QueueWaitsSEntry\x12\x0b\n\x03key\x18\x01 \x01(\x11\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x86\x01\n\x08Rejected\x12\x11\n\tstream_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12\r\n\x05\x66ield\x18\x05 \x01(\t\x12\x15\n\rretry_after_s\x18\x06 \x01(\x01\x12\x11\n\tretryable\x18\x07 \x01(\x08*_\n\x0bStreamPhase\x12\x1c\n\x18STREAM_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14STREAM_PHASE_WAITING\x10\x01\x12\x18\n\x14STREAM_PHASE_RUNNING\x10\x02*\xaf\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x1b\n\x17WORKER_STATE_RESTARTING\x10\x03\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x04\x12\x17\n\x13WORKER_STATE_FAILED\x10\x05*k\n\tRankState\x12\x1a\n\x16RANK_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13RANK_STATE_STARTING\x10\x01\x12\x14\n\x10RANK_STATE_READY\x10\x02\x12\x13\n\x0fRANK_STATE_DEAD\x10\x03\x32\x92\x01\n\x06Worker\x12?\n\x05Serve\x12\x18.lockstep.v1.RouterFrame\x1a\x18.lockstep.v1.WorkerFrame(\x01\x30\x01\x12G\n\tTokenizer\x12\x1d.lockstep.v1.TokenizerRequest\x1a\x1b.lockstep.v1.TokenizerFilesb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,12 +34,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STATUS_QUEUEWAITSSENTRY']._loaded_options = None
   _globals['_STATUS_QUEUEWAITSSENTRY']._serialized_options = b'8\001'
-  _globals['_STREAMPHASE']._serialized_start=2648
-  _globals['_STREAMPHASE']._serialized_end=2743
-  _globals['_WORKERSTATE']._serialized_start=2746
-  _globals['_WORKERSTATE']._serialized_end=2921
-  _globals['_RANKSTATE']._serialized_start=2923
-  _globals['_RANKSTATE']._serialized_end=3030
+  _globals['_STREAMPHASE']._serialized_start=2672
+  _globals['_STREAMPHASE']._serialized_end=2767
+  _globals['_WORKERSTATE']._serialized_start=2770
+  _globals['_WORKERSTATE']._serialized_end=2945
+  _globals['_RANKSTATE']._serialized_start=2947
+  _globals['_RANKSTATE']._serialized_end=3054
   _globals['_ROUTERFRAME']._serialized_start=79
   _globals['_ROUTERFRAME']._serialized_end=268
   _globals['_ROUTERFRAMES']._serialized_start=270
@@ -55,29 +55,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=883
   _globals['_HELLO']._serialized_end=994
   _globals['_MODELCARD']._serialized_start=997
-  _globals['_MODELCARD']._serialized_end=1322
-  _globals['_EMBEDDING']._serialized_start=1324
-  _globals['_EMBEDDING']._serialized_end=1392
-  _globals['_TOKENIZERREQUEST']._serialized_start=1394
-  _globals['_TOKENIZERREQUEST']._serialized_end=1428
-  _globals['_TOKENIZERFILES']._serialized_start=1430
-  _globals['_TOKENIZERFILES']._serialized_end=1540
-  _globals['_TOKENS']._serialized_start=1542
-  _globals['_TOKENS']._serialized_end=1600
-  _globals['_STREAMTOKENS']._serialized_start=1603
-  _globals['_STREAMTOKENS']._serialized_end=1810
-  _globals['_PHASES']._serialized_start=1812
-  _globals['_PHASES']._serialized_end=1869
-  _globals['_STREAMPHASECHANGE']._serialized_start=1871
-  _globals['_STREAMPHASECHANGE']._serialized_end=1967
-  _globals['_RANKHEALTH']._serialized_start=1969
-  _globals['_RANKHEALTH']._serialized_end=2062
-  _globals['_STATUS']._serialized_start=2065
-  _globals['_STATUS']._serialized_end=2509
-  _globals['_STATUS_QUEUEWAITSSENTRY']._serialized_start=2459
-  _globals['_STATUS_QUEUEWAITSSENTRY']._serialized_end=2509
-  _globals['_REJECTED']._serialized_start=2512
-  _globals['_REJECTED']._serialized_end=2646
-  _globals['_WORKER']._serialized_start=3033
-  _globals['_WORKER']._serialized_end=3179
+  _globals['_MODELCARD']._serialized_end=1346
+  _globals['_EMBEDDING']._serialized_start=1348
+  _globals['_EMBEDDING']._serialized_end=1416
+  _globals['_TOKENIZERREQUEST']._serialized_start=1418
+  _globals['_TOKENIZERREQUEST']._serialized_end=1452
+  _globals['_TOKENIZERFILES']._serialized_start=1454
+  _globals['_TOKENIZERFILES']._serialized_end=1564
+  _globals['_TOKENS']._serialized_start=1566
+  _globals['_TOKENS']._serialized_end=1624
+  _globals['_STREAMTOKENS']._serialized_start=1627
+  _globals['_STREAMTOKENS']._serialized_end=1834
+  _globals['_PHASES']._serialized_start=1836
+  _globals['_PHASES']._serialized_end=1893
+  _globals['_STREAMPHASECHANGE']._serialized_start=1895
+  _globals['_STREAMPHASECHANGE']._serialized_end=1991
+  _globals['_RANKHEALTH']._serialized_start=1993
+  _globals['_RANKHEALTH']._serialized_end=2086
+  _globals['_STATUS']._serialized_start=2089
+  _globals['_STATUS']._serialized_end=2533
+  _globals['_STATUS_QUEUEWAITSSENTRY']._serialized_start=2483
+  _globals['_STATUS_QUEUEWAITSSENTRY']._serialized_end=2533
+  _globals['_REJECTED']._serialized_start=2536
+  _globals['_REJECTED']._serialized_end=2670
+  _globals['_WORKER']._serialized_start=3057
+  _globals['_WORKER']._serialized_end=3203
 # @@protoc_insertion_point(module_scope)

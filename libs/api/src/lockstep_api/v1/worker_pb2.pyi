@@ -130,7 +130,7 @@ class Hello(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., model: _Optional[_Union[ModelCard, _Mapping]] = ..., accepts_several: _Optional[bool] = ...) -> None: ...
 
 class ModelCard(_message.Message):
-    __slots__ = ("name", "digest", "architecture", "dtype", "context_length", "vocab_size", "tp", "tokenizer_digest", "deterministic", "created", "fingerprint", "default_sampling", "embedding")
+    __slots__ = ("name", "digest", "architecture", "dtype", "context_length", "vocab_size", "tp", "tokenizer_digest", "deterministic", "created", "fingerprint", "grammar_engine", "default_sampling", "embedding")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +142,7 @@ class ModelCard(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_ENGINE_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -155,9 +156,10 @@ class ModelCard(_message.Message):
     deterministic: bool
     created: int
     fingerprint: str
+    grammar_engine: str
     default_sampling: _inference_pb2.Sampling
     embedding: Embedding
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tp: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., deterministic: _Optional[bool] = ..., created: _Optional[int] = ..., fingerprint: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., architecture: _Optional[str] = ..., dtype: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tp: _Optional[int] = ..., tokenizer_digest: _Optional[str] = ..., deterministic: _Optional[bool] = ..., created: _Optional[int] = ..., fingerprint: _Optional[str] = ..., grammar_engine: _Optional[str] = ..., default_sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., embedding: _Optional[_Union[Embedding, _Mapping]] = ...) -> None: ...
 
 class Embedding(_message.Message):
     __slots__ = ("size", "dimensions", "any_dimension")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
-from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
 
 from lockstep_router.generation.parsing import Parsing, choose_parsing
 from lockstep_router.generation.prompts import Prompt, PromptEncoder
@@ -96,6 +96,7 @@ async def _prepare(
     waited_s = asyncio.get_running_loop().time() - arrived_at
     may_wait_s = min(max_wait_s, request.caller.timeout_s or math.inf) - waited_s
     workers.within_wait(workers.ready(card.name, card.digest), may_wait_s, priority)
+    _check_grammar(request, workers, card)
     samplings: list[inference_pb2.Sampling] = []
 
     def check(source: PromptSource, prompt: Prompt) -> None:
@@ -123,6 +124,14 @@ async def _prepare(
         parsing,
         request.kept_per_prompt,
     )
+
+
+def _check_grammar(request: GenerationRequest, workers: Workers, card: worker_pb2.ModelCard) -> None:
+    """Raise INVALID_REQUEST for a grammar that no worker of the model takes."""
+    if not request.sampling.HasField("grammar") or card.grammar_engine:
+        return
+    if not workers.ready(card.name, card.digest, grammars=True):
+        raise invalid(request.sampling.grammar.field, f"is not supported by the workers of {card.name!r}")
 
 
 def _open_journal(

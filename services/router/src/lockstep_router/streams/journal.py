@@ -50,7 +50,7 @@ class Journal:
     worker_id: str = ""
     """The worker of the current attempt."""
     fingerprint: str | None = None
-    """Numerics fingerprint of the worker that gave the first token; empty: unknown; None: there is no token yet."""
+    """`numerics` of the worker that gave the first token; empty: unknown; None: there is no token yet."""
     is_inexact: bool = False
     """Whether a later attempt gave tokens with other, or unknown, numerics."""
 
@@ -104,8 +104,19 @@ class Journal:
         """Log probabilities that come with each token: the token's own and those of alternatives; 0 if none do."""
         return self.sampling.logprobs + 1 if self.sampling.HasField("logprobs") else 0
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar restricts its tokens."""
+        return self.sampling.HasField("grammar")
+
+    def numerics(self, fingerprint: str, grammar_engine: str) -> str:
+        """What a worker's tokens of this stream depend on: its numerics and, with a grammar, what computes that; empty:
+        unknown.
+        """
+        return f"{fingerprint} {grammar_engine}" if fingerprint and self.has_grammar else fingerprint
+
     def can_continue_exactly(self, fingerprint: str) -> bool:
-        """Whether a worker with these numerics gives the tokens that the first worker would have given."""
+        """Whether a worker with these `numerics` gives the tokens that the first worker would have given."""
         return self.fingerprint is None or (bool(fingerprint) and fingerprint == self.fingerprint)
 
     def request_digest(self) -> bytes:

@@ -170,7 +170,7 @@ class Stream:
             on_start=self._note_start,
             on_wait=self._note_wait,
         )
-        self._life, self._fingerprint = link.life, link.fingerprint
+        self._life, self._fingerprint = link.life, self._numerics(link)
         self._link, self._is_proved = link, False
         self._activity = f"it waited for its turn on worker {link.worker_id!r}"
         self._suspects.enter(self.journal.stream_id, link.life)
@@ -186,6 +186,9 @@ class Stream:
                 self._blame(link, outcome.reason)
             unwanted = outcome is None or (isinstance(outcome, Lost) and outcome.reason.needs_cancel)
             link.end(attempt, cancel=unwanted or isinstance(outcome, WaitedTooLong))
+
+    def _numerics(self, link: Link) -> str:
+        return self.journal.numerics(link.fingerprint, link.grammar_engine)
 
     def _note_start(self) -> None:
         self._activity = f"it ran on worker {self.journal.worker_id!r}"
@@ -376,10 +379,11 @@ class Stream:
             LockstepError: OVERLOADED, the request is refused without waiting.
         """
         journal = self.journal
-        links = self._workers.ready(journal.model, journal.digest)
+        links = self._workers.ready(journal.model, journal.digest, grammars=journal.has_grammar)
         if not links:
-            return _Wait(f"a worker of {journal.model!r} ({self._workers.describe_links()})")
-        exact = [link for link in links if journal.can_continue_exactly(link.fingerprint)]
+            what = " that takes grammars" if journal.has_grammar else ""
+            return _Wait(f"a worker of {journal.model!r}{what} ({self._workers.describe_links()})")
+        exact = [link for link in links if journal.can_continue_exactly(self._numerics(link))]
         if not exact and self._settings.exact_failover == "strict":
             known = f"the numerics fingerprint {journal.fingerprint!r}" if journal.fingerprint else "known numerics"
             return _Wait(f"a worker of {journal.model!r} with {known} (exact_failover is strict)")
@@ -447,7 +451,7 @@ class Stream:
         """Raise OVERLOADED for a request that was never in a queue and finds all queues full: it does not wait."""
         lost = self._last_lost
         if lost is not None and lost.reason is Loss.OVERLOADED and not self._was_taken:
-            links = self._workers.ready(self.journal.model, self.journal.digest)
+            links = self._workers.ready(self.journal.model, self.journal.digest, grammars=self.journal.has_grammar)
             wait_s = min((link.queue_wait_of(self.journal.priority) for link in links), default=0.0)
             raise LockstepError(
                 ErrorCode.OVERLOADED,

@@ -238,6 +238,11 @@ class Link:
         return (self.target, self.incarnation, self.epoch)
 
     @property
+    def grammar_engine(self) -> str:
+        """Name and version of what computes the worker's grammars; empty: it takes none."""
+        return self.card.grammar_engine if self.card is not None else ""
+
+    @property
     def fingerprint(self) -> str:
         """Fingerprint of the worker's numerics; empty if unknown, or if its tokens depend on the batch."""
         return self.card.fingerprint if self.card is not None and self.card.deterministic else ""

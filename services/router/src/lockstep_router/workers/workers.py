@@ -151,8 +151,14 @@ class Workers:
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
 
-    def ready(self, model: str | None = None, digest: str | None = None) -> list[Link]:
-        """The links whose workers take new streams, optionally of one model; one link for each worker id."""
+    def ready(self, model: str | None = None, digest: str | None = None, *, grammars: bool = False) -> list[Link]:
+        """The links whose workers take new streams, optionally of one model; one link for each worker id.
+
+        Args:
+            model: name of the model.
+            digest: of the model's card.
+            grammars: only workers that take streams with a grammar.
+        """
         newest: dict[str, Link] = {}
         for link in self._links:
             if link.state is LinkState.READY:
@@ -166,6 +172,7 @@ class Workers:
             if link.card is not None
             and (model is None or link.card.name == model)
             and (digest is None or link.card.digest == digest)
+            and (not grammars or link.card.grammar_engine)
         ]
 
     def within_wait(self, links: list[Link], may_wait_s: float, priority: int = 0) -> list[Link]:

@@ -13,6 +13,7 @@ from lockstep_router.faces.rest import identity
 from lockstep_router.faces.rest.identity import Origin
 from lockstep_router.faces.rest.json_structure import check_texts
 from lockstep_router.faces.rest.schemas import ChatCompletionRequest, CompletionRequest, Message, SamplingFields
+from lockstep_router.faces.rest.structured import grammar
 from lockstep_router.faces.rest.tool_turns import tool_use, turns_of
 from lockstep_router.generation.request import (
     Conversation,
@@ -143,6 +144,7 @@ def _sampling(body: SamplingFields, logprobs: int | None) -> inference_pb2.Sampl
         stop_token_ids=body.stop_token_ids or (),
         ignore_eos=body.ignore_eos,
         min_tokens=body.min_tokens,
+        grammar=grammar(body),
     )
 
 

@@ -36,6 +36,10 @@ _MAX_OBJECT_FIELDS = 32
 """Largest number of fields in a message, a content part or an object of options."""
 
 
+_GUIDED = ("json", "regex", "choice", "grammar")
+"""vLLM's older names of the fields in `structured_outputs`."""
+
+
 def _is_absent(value: Any) -> bool:
     return value in (None, [], {})
 
@@ -56,10 +60,6 @@ def _is_text(value: Any) -> bool:
     return value is None or value == ["text"]
 
 
-def _is_text_format(value: Any) -> bool:
-    return value is None or value == {"type": "text"}
-
-
 def _is_untruncated(value: Any) -> bool:
     return value in (None, "disabled")
 
@@ -71,7 +71,7 @@ UNSUPPORTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "tool_choice": (_is_no_tool, "is not supported, because tools are not"),
     "functions": (_is_absent, _NOT_SUPPORTED),
     "function_call": (_is_no_tool, "is not supported, because functions are not"),
-    "response_format": (_is_text_format, "may only be text"),
+    **{f"guided_{name}": (_is_absent, f"is not supported; use structured_outputs.{name}") for name in _GUIDED},
     "modalities": (_is_text, "may only be text"),
     "audio": (_is_absent, _NOT_SUPPORTED),
     "suffix": (_is_absent, _NOT_SUPPORTED),
@@ -150,6 +150,8 @@ def _check_sizes(fields: dict[str, Any]) -> None:
         ("tools", MAX_TOOLS),
         ("chat_template_kwargs", MAX_TEMPLATE_FIELDS),
         ("stream_options", _MAX_OBJECT_FIELDS),
+        ("response_format", _MAX_OBJECT_FIELDS),
+        ("structured_outputs", _MAX_OBJECT_FIELDS),
     ):
         value = fields.get(key)
         if isinstance(value, list | dict) and len(value) > limit:

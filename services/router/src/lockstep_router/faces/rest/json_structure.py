@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from lockstep_common.errors import ErrorCode, LockstepError
 
-MAX_DEPTH = 32
-"""Room for about twelve levels of objects in the schema of a tool."""
+MAX_DEPTH = 64
+"""Deepest nesting of objects and arrays. JSON schemas nest two levels for each level of what they describe."""
 MAX_CONTAINERS = 16 << 10
 """Largest number of objects and arrays. A conversation of 4,096 messages with one content part has about 12,300."""
 MAX_PAIRS = 20_000

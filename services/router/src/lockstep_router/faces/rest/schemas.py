@@ -22,10 +22,13 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096
 MAX_IDS = 1 << 20
+MAX_CHOICES = 1024
+MAX_CHOICE_CHARS = 4096
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 IdList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_IDS, fail_fast=True)]
+ChoiceString = Annotated[str, Field(min_length=1, max_length=MAX_CHOICE_CHARS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -81,6 +84,32 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
+class JsonSchemaFormat(Strict):
+    """A JSON schema that the answer conforms to."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = Field(None, max_length=4096)
+    strict: bool | None = Field(None, description="Answers conform to the schema in any case.")
+
+
+class ResponseFormat(Strict):
+    """The form of the answer: text, a JSON object, or JSON that conforms to a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Strict):
+    """What the answer conforms to; vLLM's field of this name. Exactly one of the fields is set."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
+    regex: str | None = Field(None, min_length=1, description="In the syntax of Rust's regex library.")
+    choice: list[ChoiceString] | None = Field(None, min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+    grammar: str | None = Field(None, min_length=1, description="Lark (llguidance's variant) or GBNF.")
+    json_object: Literal[True] | None = Field(None, description="Any JSON object.")
+
+
 class SamplingFields(Strict):
     """The fields that chat and plain completions share."""
 
@@ -113,6 +142,8 @@ class SamplingFields(Strict):
     ) = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_IDS, fail_fast=True)
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=1024)

@@ -1,0 +1,221 @@
+"""Compiles the grammars of requests, with llguidance, and keeps those that were used last.
+
+Compiling happens in threads. It is bounded in the size of its text, in work and memory (llguidance's limits), in time,
+in how many requests wait for it, and in how much all compiled grammars together take.
+"""
+
+import asyncio
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+
+import llguidance
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
+
+from lockstep_engine.constraint import Constraint, MaskThreads, Vocabulary, as_failure, describe
+from lockstep_engine.deep_threads import DeepThreads
+from lockstep_engine.model_config import ModelInfo
+from lockstep_engine.request import Grammar, GrammarKind, Request
+
+logger = logging.getLogger("lockstep.engine")
+
+_RULES = 1
+"""Version of what this module and `constraint` decide about masks; part of the engine's name."""
+_THREADS = 2
+_MAX_WAITING = 64
+_TIMEOUT_S = 10.0
+_MAX_CACHED = 256
+_MAX_CACHED_BYTES = 256 << 20
+_MAX_LIVE_BYTES = 1 << 30
+_GRAMMAR_BYTES = 64 << 10
+_BYTES_OF_A_CHAR = 1024
+"""Memory of a compiled grammar, estimated: this much for each byte of its text."""
+_OPTIONS = {"lenient": False, "whitespace_pattern": r"(\x20|\r?\n[\x20\t]{0,32})"}
+"""A keyword of a schema that has no effect is an error. White space is a space or a new line with its indentation: a
+model that may write more tends to write nothing else."""
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_items_in_row=2_000,
+    max_lexer_states=50_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+"""Limits of one grammar: about 20 ms to build its lexer, 15 ms of its lexer for a mask, and 1 to 2 kB for each lexer
+state. Masks of very ambiguous grammars were seen to take 0.15 s."""
+
+
+class GrammarCompiler:
+    """Turns the grammar of a request into a constraint.
+
+    Args:
+        model: whose tokens the masks are about.
+        threads: what computes masks later.
+    """
+
+    def __init__(self, model: ModelInfo, threads: MaskThreads) -> None:
+        self._model = model
+        self._masks = threads
+        self._threads = DeepThreads("grammar-compiler", _THREADS)
+        self._tokenizer: LLTokenizer | None = None
+        self._vocabulary: Vocabulary | None = None
+        self._cache = _Cache()
+        self._waiting = 0
+        self._live_bytes = 0
+        self._live = threading.RLock()  # a constraint may end in any thread
+        self.name = ""
+        """Name and version of what computes masks: engines with equal ones compute equal masks. Empty: this engine
+        takes no grammars, or does not know yet."""
+
+    async def load(self) -> None:
+        """Read the tokenizer. If it cannot be used, the engine takes no grammars, and the reason is logged."""
+        try:
+            self._tokenizer = await asyncio.wrap_future(self._threads.submit(self._load))
+        except (OSError, ValueError, RuntimeError, LockstepError) as error:
+            logger.warning("the model takes no grammars: %s", " ".join(str(error).split())[:300])
+            return
+        self._vocabulary = Vocabulary(self._model.vocab_size, self._tokenizer.vocab_size, self._model.eos_ids)
+        self.name = f"{llguidance.get_version()} rules@{_RULES}"
+
+    def check(self, grammar: Grammar) -> None:
+        """Refuse a grammar at once if this engine takes none, or has no room for one more.
+
+        Raises:
+            LockstepError: INVALID_REQUEST or OVERLOADED.
+        """
+        if not self.name:
+            raise invalid(grammar.field, "is not supported by this worker, because its tokenizer cannot be used for it")
+        if self._waiting >= _MAX_WAITING or self._live_bytes + _estimated_bytes(grammar) > _MAX_LIVE_BYTES:
+            raise _overloaded()
+
+    async def compile(self, request: Request) -> Constraint:
+        """The request's place in its grammar, after the ids that it has emitted.
+
+        Raises:
+            LockstepError: INVALID_REQUEST, the grammar cannot be compiled or does not fit `emitted_ids`; OVERLOADED.
+        """
+        grammar = request.sampling.grammar
+        assert grammar is not None
+        self.check(grammar)
+        size = _estimated_bytes(grammar)
+        self._waiting += 1
+        self._count(size)
+        constraint = None
+        work = self._threads.submit(lambda: self._constrain(request, grammar))
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                constraint = await asyncio.wrap_future(work)
+        except TimeoutError:
+            if work.cancelled():  # it had to wait for others
+                raise _overloaded() from None
+            raise invalid(grammar.field, f"takes longer than {_TIMEOUT_S:g} s to compile") from None
+        finally:
+            self._waiting -= 1
+            if constraint is None:
+                self._count(-size)
+        weakref.finalize(constraint, self._count, -size)
+        return constraint
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.close()
+
+    def _count(self, size: int) -> None:
+        with self._live:
+            self._live_bytes += size
+
+    def _load(self) -> LLTokenizer:
+        if not self._model.eos_ids:
+            raise ValueError("it has no end-of-text token")
+        text = (self._model.path / "tokenizer.json").read_text(encoding="utf-8")
+        eos_ids = list(self._model.eos_ids)
+        try:
+            return LLTokenizer(text, n_vocab=self._model.vocab_size, eos_token=eos_ids)
+        except ValueError:  # the tokenizer has more tokens than the model
+            return LLTokenizer(text, eos_token=eos_ids)
+        except Exception:
+            raise
+        except BaseException as error:  # a panic of the library
+            raise as_failure(error) from None
+
+    def _constrain(self, request: Request, grammar: Grammar) -> Constraint:
+        assert self._vocabulary is not None
+        key = (grammar.kind, grammar.text)
+        try:
+            matcher = self._cache.get(key)
+            if matcher is None:
+                matcher = self._compile(grammar)
+                self._cache.put(key, matcher, _estimated_bytes(grammar))
+            copy = matcher.deep_copy()
+            return Constraint(copy, request.sampling, self._vocabulary, self._masks, request.emitted_ids)
+        except BaseException as error:
+            self._cache.drop(key)
+            raise as_failure(error) from None
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        try:
+            text = _source(grammar)
+        except (ValueError, RecursionError) as error:
+            raise invalid(grammar.field, f"cannot be compiled: {' '.join(str(error).split())[:300]}") from None
+        assert self._tokenizer is not None
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
+        if matcher.is_error():
+            raise invalid(grammar.field, f"cannot be compiled: {describe(matcher)}")
+        return matcher
+
+
+class _Cache:
+    """Compiled grammars at their beginning, the one used last at the end. Used by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[tuple[GrammarKind, str], tuple[LLMatcher, int]] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: tuple[GrammarKind, str]) -> LLMatcher | None:
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            return entry[0]
+
+    def put(self, key: tuple[GrammarKind, str], matcher: LLMatcher, size: int) -> None:
+        with self._lock:
+            self._remove(key)
+            self._entries[key] = matcher, size
+            self._bytes += size
+            while len(self._entries) > _MAX_CACHED or self._bytes > _MAX_CACHED_BYTES:
+                self._remove(next(iter(self._entries)))
+
+    def drop(self, key: tuple[GrammarKind, str]) -> None:
+        with self._lock:
+            self._remove(key)
+
+    def _remove(self, key: tuple[GrammarKind, str]) -> None:
+        entry = self._entries.pop(key, None)
+        self._bytes -= 0 if entry is None else entry[1]
+
+
+def _source(grammar: Grammar) -> str:
+    """The grammar in llguidance's own form."""
+    match grammar.kind:
+        case GrammarKind.JSON_OBJECT:
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=_OPTIONS)  # type: ignore[arg-type]
+        case GrammarKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(grammar.text, overrides=_OPTIONS)  # type: ignore[arg-type]
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            return grammar_from("grammar", grammar.text)
+
+
+def _estimated_bytes(grammar: Grammar) -> int:
+    return _GRAMMAR_BYTES + _BYTES_OF_A_CHAR * len(grammar.text)
+
+
+def _overloaded() -> LockstepError:
+    return LockstepError(ErrorCode.OVERLOADED, "too many grammars are being compiled or in use", retry_after_s=1.0)
