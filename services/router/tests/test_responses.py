@@ -211,6 +211,10 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments"
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1]"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [WEATHER]}, "tool_choice"),  # this worker takes no grammars
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"tool_choice": {"type": "function", "name": "x"}, "tools": [WEATHER]}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "markdown"}}}, "text.format.type"),

@@ -15,6 +15,7 @@ from lockstep_router.generation.parsing import Parsing, choose_parsing
 from lockstep_router.generation.prompts import Prompt, PromptEncoder
 from lockstep_router.generation.request import GenerationRequest, PromptSource
 from lockstep_router.generation.sampling import derive_seed, resolve_sampling, with_seed
+from lockstep_router.generation.tool_grammar import forced_calls
 from lockstep_router.streams.journal import Journal
 from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.workers import Workers
@@ -96,7 +97,13 @@ async def _prepare(
     waited_s = asyncio.get_running_loop().time() - arrived_at
     may_wait_s = min(max_wait_s, request.caller.timeout_s or math.inf) - waited_s
     workers.within_wait(workers.ready(card.name, card.digest), may_wait_s, priority)
-    _check_grammar(request, workers, card)
+    use = request.tools
+    if request.sampling.HasField("grammar"):
+        _check_grammar(request.sampling.grammar.field, workers, card)
+        if use is not None:
+            raise invalid(request.sampling.grammar.field, "cannot be combined with tools")
+    elif use is not None and use.is_required:
+        _check_grammar("tool_choice", workers, card)
     samplings: list[inference_pb2.Sampling] = []
 
     def check(source: PromptSource, prompt: Prompt) -> None:
@@ -105,6 +112,11 @@ async def _prepare(
         count(prompt)
 
     encoded = await encoder.encode_all(request.prompts, tokenizer, card, keep_text=request.echo, check=check)
+    parsing = choose_parsing(request.prompts[0], encoded[0].ids, tokenizer, card, encoder.formats)
+    if request.sampling.HasField("grammar"):
+        parsing = None  # the answer is what the grammar describes, from its first character on
+    elif parsing is not None and use is not None and use.is_required:
+        samplings[0].grammar.CopyFrom(forced_calls(use, parsing, tokenizer))
     base = workers.rng.randbytes(12).hex()
     journals: list[Journal] = []
     for index, (prompt, sampling) in enumerate(zip(encoded, samplings, strict=True)):
@@ -113,7 +125,6 @@ async def _prepare(
             seeded = with_seed(sampling, derive_seed(seed, choice))
             stream_id = f"{base}-{index}-{choice}"
             journals.append(_open_journal(request, stream_id, card, prompt, seeded, arrived_at, priority))
-    parsing = choose_parsing(request.prompts[0], encoded[0].ids, tokenizer, card, encoder.formats)
     return Prepared(
         card,
         tokenizer,
@@ -126,12 +137,10 @@ async def _prepare(
     )
 
 
-def _check_grammar(request: GenerationRequest, workers: Workers, card: worker_pb2.ModelCard) -> None:
-    """Raise INVALID_REQUEST for a grammar that no worker of the model takes."""
-    if not request.sampling.HasField("grammar") or card.grammar_engine:
-        return
-    if not workers.ready(card.name, card.digest, grammars=True):
-        raise invalid(request.sampling.grammar.field, f"is not supported by the workers of {card.name!r}")
+def _check_grammar(field: str, workers: Workers, card: worker_pb2.ModelCard) -> None:
+    """Raise INVALID_REQUEST if no worker of the model takes grammars; `field` is what needs one."""
+    if not card.grammar_engine and not workers.ready(card.name, card.digest, grammars=True):
+        raise invalid(field, f"is not supported by the workers of {card.name!r}")
 
 
 def _open_journal(

@@ -107,3 +107,9 @@ class GenerationRequest:
     stops: tuple[str, ...] = ()
     echo: bool = False
     """Whether the prompts' texts are part of the answer."""
+
+    @property
+    def tools(self) -> ToolUse | None:
+        """The tools of a conversation."""
+        prompt = self.prompts[0]
+        return prompt.tools if isinstance(prompt, Conversation) else None

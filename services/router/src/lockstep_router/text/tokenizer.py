@@ -156,6 +156,11 @@ class Tokenizer:
             case _:
                 return value
 
+    def added_id_of(self, text: str) -> int | None:
+        """The id of the token that always stands for this text; None: it has none, and is written like any other."""
+        token_id: int | None = self._rust.token_to_id(text)
+        return token_id if token_id in self._added_ids else None
+
     def special_ids_of(self, texts: Collection[str]) -> frozenset[int]:
         """The ids of the special tokens with these texts."""
         ids = map(self._rust.token_to_id, texts)

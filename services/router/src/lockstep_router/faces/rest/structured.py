@@ -37,6 +37,19 @@ def _of_format(given: ResponseFormat) -> inference_pb2.Grammar | None:
     return None
 
 
+def grammar_of_text(kind: str, schema: dict[str, Any] | None, field: str) -> inference_pb2.Grammar | None:
+    """The grammar of a form of text in the Responses API; None: any text.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, the schema is missing, superfluous or too large.
+    """
+    if (kind == "json_schema") != (schema is not None):
+        raise invalid(f"{field}.schema", "is missing" if schema is None else 'needs the type "json_schema"')
+    if schema is not None:
+        return _schema(schema, field)
+    return inference_pb2.Grammar(kind=inference_pb2.GRAMMAR_KIND_JSON_OBJECT, field=field) if kind != "text" else None
+
+
 def _of_structured(given: StructuredOutputs) -> inference_pb2.Grammar:
     wanted = given.model_dump(exclude_none=True, by_alias=True)
     if len(wanted) != 1:

@@ -68,6 +68,4 @@ def use_of(tools: tuple[Tool, ...], mode: str | None, named: str | None, *, is_p
         raise invalid("tool_choice", "needs tools")
     if not tools or mode == "none":
         return None
-    if mode == "required" or named is not None:
-        raise invalid("tool_choice", "may only be none or auto")
     return ToolUse(tools, mode == "required" or named is not None, named, is_parallel is not False)

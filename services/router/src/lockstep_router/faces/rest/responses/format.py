@@ -103,7 +103,7 @@ def _head(body: ResponsesRequest, request_id: str, model: str) -> Body:
         "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
         "store": False,
         "temperature": body.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": _text_format(body)},
         "tool_choice": _tool_choice(body),
         "tools": [_tool(tool.model_dump()) for tool in body.tools or ()],
         "top_p": body.top_p,
@@ -111,6 +111,11 @@ def _head(body: ResponsesRequest, request_id: str, model: str) -> Body:
         "usage": None,
         "user": body.user,
     }
+
+
+def _text_format(body: ResponsesRequest) -> Body:
+    form = None if body.text is None else body.text.format
+    return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
 
 
 def _tool_choice(body: ResponsesRequest) -> Body | str:

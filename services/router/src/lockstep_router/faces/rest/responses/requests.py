@@ -15,6 +15,7 @@ from lockstep_router.faces.rest.responses.schemas import (
     ResponsesRequest,
     Text,
 )
+from lockstep_router.faces.rest.structured import grammar_of_text
 from lockstep_router.faces.rest.tool_turns import use_of
 from lockstep_router.generation.request import Conversation, GenerationRequest, Turn
 from lockstep_router.generation.tools import Tool, ToolCall
@@ -46,12 +47,21 @@ def responses_request(body: ResponsesRequest, origin: Origin, settings: RouterSe
         caller=identity.caller(origin, body.user),
         prompts=(conversation,),
         sampling=inference_pb2.Sampling(
-            temperature=body.temperature, top_p=body.top_p, top_k=max(0, body.top_k or 0), min_p=body.min_p or 0.0
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=max(0, body.top_k or 0),
+            min_p=body.min_p or 0.0,
+            grammar=_grammar(body),
         ),
         max_tokens=body.max_output_tokens,
         max_tokens_field="max_output_tokens",
         seed=body.seed,
     )
+
+
+def _grammar(body: ResponsesRequest) -> inference_pb2.Grammar | None:
+    form = None if body.text is None else body.text.format
+    return None if form is None else grammar_of_text(form.type, form.schema_, "text.format")
 
 
 def _turns(body: ResponsesRequest, settings: RouterSettings) -> tuple[Turn, ...]:

@@ -119,9 +119,13 @@ class NamedTool(Strict):
 
 
 class TextFormat(Strict):
-    """The form of the answer's text."""
+    """The form of the answer's text: any, a JSON object, or JSON that conforms to a schema."""
 
-    type: Literal["text"]
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = Field(None, max_length=4096)
+    strict: bool | None = Field(None, description="Answers conform to the schema in any case.")
 
 
 class TextOptions(Strict):
