@@ -44,6 +44,8 @@ class Cluster:
         self.workers = workers
         self.client = client
         self.tokenizer = tokenizer
+        self.connections = set()
+        """Of the server of `over_http`."""
 
     def worker_of(self, session):
         """The worker that the session's streams go to, and the others."""
@@ -77,6 +79,7 @@ class Cluster:
         server = Server(http_config(self.router))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await eventually(lambda: server.started)
+        self.connections = server.server_state.connections
         port = listener.getsockname()[1]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             yield client

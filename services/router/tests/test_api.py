@@ -368,7 +368,7 @@ async def test_health_status_and_metrics(cluster):
     assert [rank["pid"] for rank in worker["ranks"]] == [1000, 1001]
     metrics = exposition().decode()
     for name in (
-        'lockstep_router_requests_total{code="200",endpoint="/v1/completions"}',
+        'lockstep_router_requests_total{code="200",endpoint="/v1/completions",face="http"}',
         "lockstep_router_request_duration_seconds_bucket",
         "lockstep_router_time_to_first_token_seconds_bucket",
         "lockstep_router_inter_token_latency_seconds_bucket",

@@ -132,6 +132,19 @@ class RouterSettings(PodSettings):
     keepalive_interval_s: float = Field(
         15.0, ge=0, description="A stream on which nothing is sent for this long gets a comment; 0: never."
     )
+    websocket_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        max_length=64,
+        description="Origins of web pages, comma-separated, that may open a WebSocket besides the router's own; `*`: "
+        "all. Clients that are no browsers send none.",
+    )
+    websocket_max_requests: int = Field(64, ge=1, le=4096, description="Requests at a time on one WebSocket.")
+    websocket_idle_timeout_s: float = Field(
+        300.0, gt=0, description="A WebSocket without a request for this long is closed."
+    )
+    websocket_pong_timeout_s: float = Field(
+        20.0, gt=0, description="A WebSocket whose client is silent for this long after a ping is closed."
+    )
     max_streams: int = Field(4096, ge=1, description="Streams at a time; more is 503 with Retry-After.")
     max_n: int = Field(16, ge=1, le=128, description="Largest `n` and `best_of` of a request.")
     max_prompts: int = Field(64, ge=1, le=4096, description="Most prompts in one completion request.")
@@ -309,7 +322,7 @@ class RouterSettings(PodSettings):
             raise ValueError("needs http_tls_cert")
         return value
 
-    @field_validator("workers", "workers_dns", "trusted_proxies", mode="before")
+    @field_validator("workers", "workers_dns", "trusted_proxies", "websocket_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         """Split `a,b`, the form in environment and flags."""
