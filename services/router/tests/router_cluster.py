@@ -6,7 +6,9 @@ import json
 import socket
 import time
 
+import grpc
 import httpx
+from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.policies import RequestFacts
 from lockstep_router.server import Server, http_config
 from lockstep_router.text.tokenizer import Tokenizer
@@ -71,6 +73,18 @@ class Cluster:
     async def chat(self, **fields):
         body = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 7}
         return await self.client.post("/v1/chat/completions", json=body | fields)
+
+    @contextlib.asynccontextmanager
+    async def over_grpc(self, **options):
+        """A channel to a real gRPC server; the router's setting `grpc_port` is 0."""
+        server = GrpcServer(self.router, self.app.state.bodies, self.app.state.parsing)
+        await server.start()
+        given = [(name.replace("__", "."), value) for name, value in options.items()]
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=given) as channel:
+                yield channel
+        finally:
+            await server.stop(0)
 
     @contextlib.asynccontextmanager
     async def over_http(self):

@@ -43,8 +43,24 @@ class RouterSettings(PodSettings):
         le=65535,
         description="Port of /healthz, /readyz, /metrics and /status; 0 picks a free one and logs it.",
     )
+    grpc_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of the gRPC API on the same address; 0 picks a free one and logs it; no gRPC if not set.",
+    )
+    grpc_max_calls_per_connection: int = Field(
+        128, ge=1, le=4096, description="Calls at a time on one gRPC connection; clients wait with further ones."
+    )
+    grpc_max_connection_age_s: float = Field(
+        3600.0,
+        ge=0,
+        le=1_000_000,
+        description="A gRPC connection that is older takes no new calls, so that clients spread over the routers "
+        "again; 0: no limit.",
+    )
     http_tls_cert: str | None = Field(
-        None, description="PEM file of the certificate and chain shown to clients; plain HTTP if not set."
+        None, description="PEM file of the certificate and chain shown to clients; plain HTTP and gRPC if not set."
     )
     http_tls_key: str | None = Field(None, validate_default=True, description="PEM file of its key.")
     http_tls_client_ca: str | None = Field(

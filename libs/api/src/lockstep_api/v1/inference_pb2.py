@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1flockstep_api/v1/inference.proto\x12\x0blockstep.v1\"\xed\x03\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x04\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.lockstep.v1.Sampling.LogitBiasEntry\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"+\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"]\n\x08Logprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.lockstep.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.lockstep.v1.TokenLogprob\"\xb0\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12+\n\nprompt_ids\x18\x03 \x01(\x0b\x32\x15.lockstep.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.lockstep.v1.Sampling\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x0f\n\x07session\x18\x06 \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"7\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_index\x18\x02 \x01(\r\"\xc4\x01\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\'\n\x08logprobs\x18\x05 \x03(\x0b\x32\x15.lockstep.v1.Logprobs\x12)\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x19.lockstep.v1.FinishReason\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.lockstep.v1.Usage\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r*e\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\"\x04\x08\x03\x10\x03\x32\x97\x01\n\tInference\x12\x46\n\x08Generate\x12\x1c.lockstep.v1.GenerateRequest\x1a\x1a.lockstep.v1.GenerateEvent0\x01\x12\x42\n\x06Resume\x12\x1a.lockstep.v1.ResumeRequest\x1a\x1a.lockstep.v1.GenerateEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1flockstep_api/v1/inference.proto\x12\x0blockstep.v1\"\x8f\x04\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.lockstep.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\n \x01(\x04H\x06\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x07\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"+\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"]\n\x08Logprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.lockstep.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.lockstep.v1.TokenLogprob\"\xad\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12+\n\nprompt_ids\x18\x03 \x01(\x0b\x32\x15.lockstep.v1.TokenIdsH\x00\x12\x31\n\x0c\x63onversation\x18\x07 \x01(\x0b\x32\x19.lockstep.v1.ConversationH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.lockstep.v1.Sampling\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x0f\n\x07session\x18\x06 \x01(\t\x12\x0e\n\x01n\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04user\x18\t \x01(\t\x12\x16\n\tresumable\x18\n \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05inputB\x04\n\x02_nB\x0c\n\n_resumable\":\n\x0c\x43onversation\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.lockstep.v1.ChatMessage\"t\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_id\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"@\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rlast_event_id\x18\x03 \x01(\tJ\x04\x08\x02\x10\x03\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\xf7\x01\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\'\n\x08logprobs\x18\x05 \x03(\x0b\x32\x15.lockstep.v1.Logprobs\x12)\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x19.lockstep.v1.FinishReason\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.lockstep.v1.Usage\x12\x0e\n\x06\x63hoice\x18\x08 \x01(\r\x12\x10\n\x08\x65vent_id\x18\t \x01(\t\x12\x0f\n\x07inexact\x18\n \x01(\x08\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r*e\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\"\x04\x08\x03\x10\x03\x32\xda\x01\n\tInference\x12\x46\n\x08Generate\x12\x1c.lockstep.v1.GenerateRequest\x1a\x1a.lockstep.v1.GenerateEvent0\x01\x12\x42\n\x06Resume\x12\x1a.lockstep.v1.ResumeRequest\x1a\x1a.lockstep.v1.GenerateEvent0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.lockstep.v1.CancelRequest\x1a\x1b.lockstep.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,26 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1226
-  _globals['_FINISHREASON']._serialized_end=1327
+  _globals['_FINISHREASON']._serialized_start=1678
+  _globals['_FINISHREASON']._serialized_end=1779
   _globals['_SAMPLING']._serialized_start=49
-  _globals['_SAMPLING']._serialized_end=542
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=412
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=460
-  _globals['_TOKENLOGPROB']._serialized_start=544
-  _globals['_TOKENLOGPROB']._serialized_end=587
-  _globals['_LOGPROBS']._serialized_start=589
-  _globals['_LOGPROBS']._serialized_end=682
-  _globals['_GENERATEREQUEST']._serialized_start=685
-  _globals['_GENERATEREQUEST']._serialized_end=861
-  _globals['_TOKENIDS']._serialized_start=863
-  _globals['_TOKENIDS']._serialized_end=886
-  _globals['_RESUMEREQUEST']._serialized_start=888
-  _globals['_RESUMEREQUEST']._serialized_end=943
-  _globals['_GENERATEEVENT']._serialized_start=946
-  _globals['_GENERATEEVENT']._serialized_end=1142
-  _globals['_USAGE']._serialized_start=1144
-  _globals['_USAGE']._serialized_end=1224
-  _globals['_INFERENCE']._serialized_start=1330
-  _globals['_INFERENCE']._serialized_end=1481
+  _globals['_SAMPLING']._serialized_end=576
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=422
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=470
+  _globals['_TOKENLOGPROB']._serialized_start=578
+  _globals['_TOKENLOGPROB']._serialized_end=621
+  _globals['_LOGPROBS']._serialized_start=623
+  _globals['_LOGPROBS']._serialized_end=716
+  _globals['_GENERATEREQUEST']._serialized_start=719
+  _globals['_GENERATEREQUEST']._serialized_end=1020
+  _globals['_CONVERSATION']._serialized_start=1022
+  _globals['_CONVERSATION']._serialized_end=1080
+  _globals['_CHATMESSAGE']._serialized_start=1082
+  _globals['_CHATMESSAGE']._serialized_end=1198
+  _globals['_TOKENIDS']._serialized_start=1200
+  _globals['_TOKENIDS']._serialized_end=1223
+  _globals['_RESUMEREQUEST']._serialized_start=1225
+  _globals['_RESUMEREQUEST']._serialized_end=1289
+  _globals['_CANCELREQUEST']._serialized_start=1291
+  _globals['_CANCELREQUEST']._serialized_end=1326
+  _globals['_CANCELRESPONSE']._serialized_start=1328
+  _globals['_CANCELRESPONSE']._serialized_end=1344
+  _globals['_GENERATEEVENT']._serialized_start=1347
+  _globals['_GENERATEEVENT']._serialized_end=1594
+  _globals['_USAGE']._serialized_start=1596
+  _globals['_USAGE']._serialized_end=1676
+  _globals['_INFERENCE']._serialized_start=1782
+  _globals['_INFERENCE']._serialized_end=2000
 # @@protoc_insertion_point(module_scope)
