@@ -378,7 +378,7 @@ async def test_key_is_checked_before_the_upgrade_and_for_each_request(make_clust
             assert (await second.answer("b"))[-1]["type"] == "done"
     logged = "".join(JsonFormatter("router").format(record) for record in caplog.records)
     assert KEY not in logged
-    assert '"face": "websocket"' in logged
+    assert '"face":"websocket"' in logged
     audited = [record for record in caplog.records if record.name == "lockstep.audit" and record.face == "websocket"]
     assert [(record.tenant, record.status) for record in audited][:2] == [("search", 200), ("chat", 400)]
 

@@ -51,6 +51,14 @@ class SocketClient:
         await self.until(lambda: any(message["type"] in ("done", "error") for message in self.of(client_id)))
         return self.of(client_id)
 
+    async def all(self):
+        """All messages, as they arrive."""
+        read = 0
+        while True:
+            await self.until(lambda count=read: len(self.messages) > count)
+            yield self.messages[read]
+            read += 1
+
     async def closed(self):
         async with asyncio.timeout(30):
             await self._reading
