@@ -23,7 +23,12 @@ from lockstep_router.settings import RouterSettings
 
 _IF_SET = ("max_tokens", "temperature", "top_p", "repetition_penalty", "seed")
 _PLAIN = ("top_k", "min_p", "frequency_penalty", "presence_penalty", "ignore_eos", "min_tokens")
-_FINISH_REASONS = {"stop": inference_pb2.FINISH_REASON_STOP, "length": inference_pb2.FINISH_REASON_LENGTH}
+_FINISH_REASONS = {
+    None: inference_pb2.FINISH_REASON_UNSPECIFIED,
+    "stop": inference_pb2.FINISH_REASON_STOP,
+    "length": inference_pb2.FINISH_REASON_LENGTH,
+    "tool_calls": inference_pb2.FINISH_REASON_STOP,  # of a request over REST that is resumed here
+}
 
 
 def parse_generate(message: bytes, max_values: int) -> inference_pb2.GenerateRequest:
@@ -114,7 +119,7 @@ def token_event(reading: Reading, event: Event, event_id: str, begin: int) -> in
         ids=reading.ids(delta.index, begin, delta.tokens),
         text=delta.text,
         logprobs=[entry.logprobs for entry in delta.entries],
-        finish=_FINISH_REASONS.get(delta.finish_reason or ""),
+        finish=_FINISH_REASONS[delta.finish_reason],
         choice=delta.index,
         event_id=event_id,
         inexact=is_finished and delta.index in reading.inexact_choices,
