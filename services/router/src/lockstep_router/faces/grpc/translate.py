@@ -21,8 +21,8 @@ from lockstep_router.generation.style import Style
 from lockstep_router.resumption import Event, Reading
 from lockstep_router.settings import RouterSettings
 
-_IF_SET = ("max_tokens", "temperature", "top_p", "repetition_penalty", "seed")
-_PLAIN = ("top_k", "min_p", "frequency_penalty", "presence_penalty", "ignore_eos", "min_tokens")
+_IF_SET = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+_PLAIN = ("frequency_penalty", "presence_penalty", "ignore_eos", "min_tokens")
 _FINISH_REASONS = {
     None: inference_pb2.FINISH_REASON_UNSPECIFIED,
     "stop": inference_pb2.FINISH_REASON_STOP,
