@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 from authority import ROUTER, WORKER, Authority, Mounted
 from harness import make_settings, served
-from lockstep_router.faces.rest import create_app
+from lockstep_router.faces.rest.app import create_app
 from lockstep_router.router import Router
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tls import RouterTls

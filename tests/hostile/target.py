@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import psutil
 
@@ -25,6 +25,7 @@ class Target:
         max_tokens: of a stream; None: as many as it wants.
         script: runs the workers, with the arguments of `workers.py`.
         workers: their number.
+        grpc: whether the router serves gRPC too, which older checkouts cannot.
     """
 
     def __init__(
@@ -35,15 +36,18 @@ class Target:
         max_tokens: int | None = None,
         script: Path = _WORKERS,
         workers: int = 2,
+        grpc: bool = False,
     ) -> None:
         self._tree = tree
         self._script = script
         self._count = workers
+        self._flags = ["--port", "0", *(["--grpc-port", "0"] if grpc else [])]
         self._pace = [str(token_every_s), *([str(max_tokens)] if max_tokens else [])]
         self._directory = tempfile.TemporaryDirectory(prefix="ls-")
         self._workers: subprocess.Popen[str] | None = None
         self._router: subprocess.Popen[str] | None = None
         self.address = ("127.0.0.1", 0)
+        self.grpc_port = 0
 
     def __enter__(self) -> Self:
         sources = [str(self._tree / part / "src") for part in ("services/router", "libs/common", "libs/api")]
@@ -62,13 +66,15 @@ class Target:
         targets = ",".join(f"unix:{self._directory.name}/w{index}.sock" for index in range(self._count))
         log = (Path(self._directory.name) / "log").open("w+")
         self._router = subprocess.Popen(
-            [sys.executable, "-m", "lockstep_router", "--workers", targets, "--port", "0"],
+            [sys.executable, "-m", "lockstep_router", "--workers", targets, *self._flags],
             stderr=log,
             env=environment,
             text=True,
             start_new_session=True,
         )
-        self.address = ("127.0.0.1", self._find_port(Path(log.name)))
+        listening = self._find_listening(Path(log.name))
+        self.address = ("127.0.0.1", int(listening["port"]))
+        self.grpc_port = int(listening.get("grpc_port", 0))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,12 +110,17 @@ class Target:
         self._workers.stdin.flush()
         return int(self._workers.stdout.readline())
 
-    def _find_port(self, log: Path) -> int:
+    def log(self) -> list[dict[str, Any]]:
+        """The lines that the router has logged."""
+        return [json.loads(line) for line in (Path(self._directory.name) / "log").read_text().splitlines()]
+
+    def _find_listening(self, log: Path) -> dict[str, Any]:
         end = time.monotonic() + _START_S
         while time.monotonic() < end:
             for line in log.read_text().splitlines():
                 if '"listening"' in line:
-                    return int(json.loads(line)["port"])
+                    entry: dict[str, Any] = json.loads(line)
+                    return entry
             assert self.is_alive, log.read_text()
             time.sleep(0.05)
         raise AssertionError("the router did not start")

@@ -11,7 +11,7 @@ import pytest
 # The helpers of these tests are no package: several services have a tests folder.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from lockstep_router.faces.rest import create_app
+from lockstep_router.faces.rest.app import create_app
 from lockstep_router.router import Router
 from lockstep_router.settings import RouterSettings
 from lockstep_router.text.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ async def make_cluster(tmp_path, tokenizer):
                 started.append(await worker.start())
                 stack.push_async_callback(worker.kill)
             targets = [worker.target for worker in started] or [f"unix:{tmp_path}/nobody.sock"]
-            defaults = {"heartbeat_timeout_s": 1.0, "backoff_initial_s": 0.02, "backoff_max_s": 0.1}
+            defaults = {"grpc_port": 0, "heartbeat_timeout_s": 1.0, "backoff_initial_s": 0.02, "backoff_max_s": 0.1}
             router = Router(RouterSettings(workers=targets, **(defaults | settings)))
             await stack.enter_async_context(router)
             app = create_app(router)

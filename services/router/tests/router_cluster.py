@@ -6,7 +6,9 @@ import json
 import socket
 import time
 
+import grpc
 import httpx
+from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.policies import RequestFacts
 from lockstep_router.server import Server, http_config
 from lockstep_router.text.tokenizer import Tokenizer
@@ -44,6 +46,8 @@ class Cluster:
         self.workers = workers
         self.client = client
         self.tokenizer = tokenizer
+        self.connections = set()
+        """Of the server of `over_http`."""
 
     def worker_of(self, session):
         """The worker that the session's streams go to, and the others."""
@@ -71,12 +75,25 @@ class Cluster:
         return await self.client.post("/v1/chat/completions", json=body | fields)
 
     @contextlib.asynccontextmanager
+    async def over_grpc(self, **options):
+        """A channel to a real gRPC server; the router's setting `grpc_port` is 0."""
+        server = GrpcServer(self.router, self.app.state.bodies, self.app.state.parsing)
+        await server.start()
+        given = [(name.replace("__", "."), value) for name, value in options.items()]
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=given) as channel:
+                yield channel
+        finally:
+            await server.stop(0)
+
+    @contextlib.asynccontextmanager
     async def over_http(self):
         """A client over a real connection to a real server."""
         listener = socket.create_server(("127.0.0.1", 0))
         server = Server(http_config(self.router))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await eventually(lambda: server.started)
+        self.connections = server.server_state.connections
         port = listener.getsockname()[1]
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             yield client

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.telemetry import exposition
-from lockstep_router.faces.rest import create_app
+from lockstep_router.faces.rest.app import create_app
 from lockstep_router.faces.rest.direct_routes import DirectRoutes
 from lockstep_router.faces.rest.openai_format import ChatFormat, CompletionFormat, Head
 from lockstep_router.generation.choices import Delta, TokenEntry
@@ -368,7 +368,7 @@ async def test_health_status_and_metrics(cluster):
     assert [rank["pid"] for rank in worker["ranks"]] == [1000, 1001]
     metrics = exposition().decode()
     for name in (
-        'lockstep_router_requests_total{code="200",endpoint="/v1/completions"}',
+        'lockstep_router_requests_total{code="200",endpoint="/v1/completions",face="http"}',
         "lockstep_router_request_duration_seconds_bucket",
         "lockstep_router_time_to_first_token_seconds_bucket",
         "lockstep_router_inter_token_latency_seconds_bucket",

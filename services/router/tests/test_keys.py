@@ -308,6 +308,7 @@ async def test_audit_log_names_tenant_and_key(guarded, caplog):
         "tenant": "search",
         "key_id": digest(KEY)[:8],
         "request_id": response.headers["x-request-id"],
+        "face": "http",
         "endpoint": "/v1/completions",
         "status": 200,
         "prompt_tokens": response.json()["usage"]["prompt_tokens"],

@@ -139,7 +139,7 @@ async def test_management_port_tells_what_the_public_one_does_not(worker):
             assert (await client.get(f"{private}/healthz")).json() == {"status": "alive"}
             assert (await client.post(f"{public}/v1/completions", json=BODY)).status_code == 200
             metrics = (await client.get(f"{private}/metrics")).text
-            assert 'lockstep_router_requests_total{code="200",endpoint="/v1/completions"} 1.0' in metrics
+            assert 'lockstep_router_requests_total{code="200",endpoint="/v1/completions",face="http"} 1.0' in metrics
             assert [each["id"] for each in (await client.get(f"{private}/status")).json()["workers"]] == ["w0"]
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), 30) == 0

@@ -63,13 +63,13 @@ async def test_client_that_leaves_before_the_first_token_cancels_its_request(clu
 async def test_client_that_leaves_a_whole_answer_cancels_it(cluster):
     slow(cluster)
     worker, _ = cluster.worker_of("user:u")
-    before = metrics.REQUESTS.labels("/v1/completions", "499")._value.get()
+    before = metrics.REQUESTS.labels("http", "/v1/completions", "499")._value.get()
     async with cluster.over_http() as client:
         asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
         await eventually(lambda: worker.submits)
         asking.cancel()
         await assert_left_clean(cluster)
-    assert metrics.REQUESTS.labels("/v1/completions", "499")._value.get() == before + 1
+    assert metrics.REQUESTS.labels("http", "/v1/completions", "499")._value.get() == before + 1
 
 
 async def test_client_that_leaves_while_no_worker_is_there_is_forgotten(make_cluster):

@@ -22,6 +22,9 @@ max_bodies_bytes: {{ $settings.max_bodies_bytes | default (div . 8) | int64 }}
 {{- $_ := merge $settings (include "lockstep.router.budgets" . | fromYaml) -}}
 {{- $_ := set $settings "host" "0.0.0.0" -}}
 {{- $_ := set $settings "port" 8000 -}}
+{{- if .Values.router.service.grpcPort -}}
+{{- $_ := set $settings "grpc_port" 8002 -}}
+{{- end -}}
 {{- $_ := set $settings "management_host" "0.0.0.0" -}}
 {{- $_ := set $settings "management_port" 8001 -}}
 {{- $_ := set $settings "discovery" .Values.router.discovery -}}

@@ -8,14 +8,15 @@ _GAP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64
 
 REQUESTS = Counter(
     "lockstep_router_requests",
-    "Answered requests; 499: the client disconnected.",
-    ["endpoint", "code"],
+    "Answered requests, by face (`http`, `websocket`, `grpc`) and the REST endpoint that does the same; 499: the "
+    "client disconnected.",
+    ["face", "endpoint", "code"],
     registry=REGISTRY,
 )
 REQUEST_SECONDS = Histogram(
     "lockstep_router_request_duration_seconds",
     "From a request's arrival to the end of its answer.",
-    ["endpoint"],
+    ["face", "endpoint"],
     buckets=_SECONDS,
     registry=REGISTRY,
 )

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
+import grpc
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 from lockstep_common import telemetry
 from lockstep_common.errors import LockstepError
 from lockstep_common.lifecycle import name_process, obey_parent, stop_event
@@ -20,6 +22,7 @@ from lockstep_common.management import Reports, managed
 from lockstep_common.settings import fail
 from lockstep_common.termination import leave_message
 
+from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.faces.rest.app import create_app
 from lockstep_router.faces.rest.connections import BoundedProtocol, ConnectionLimits, Connections
 from lockstep_router.faces.rest.listener import Listener
@@ -122,6 +125,19 @@ class HttpConfig(uvicorn.Config):
 
     open_connections: Connections
     tls: ssl.SSLContext | None
+    application: FastAPI
+
+
+def grpc_server(config: HttpConfig, router: Router, credentials: grpc.ServerCredentials | None) -> GrpcServer | None:
+    """The gRPC face, which shares the limits of bodies with HTTP; None if it has no port.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, the port cannot be used.
+    """
+    if router.settings.grpc_port is None:
+        return None
+    state = config.application.state
+    return GrpcServer(router, state.bodies, state.parsing, credentials)
 
 
 def http_config(router: Router, tls: ssl.SSLContext | None = None) -> HttpConfig:
@@ -139,8 +155,9 @@ def http_config(router: Router, tls: ssl.SSLContext | None = None) -> HttpConfig
     connections = Connections(limits)
     # Uvicorn calls this object as it calls its own protocol classes.
     protocol = cast("type[asyncio.Protocol]", partial(BoundedProtocol, open_connections=connections))
+    application = create_app(router)
     config = HttpConfig(
-        create_app(router),
+        application,
         http=protocol,
         ws="none",
         proxy_headers=bool(settings.trusted_proxies),
@@ -154,7 +171,7 @@ def http_config(router: Router, tls: ssl.SSLContext | None = None) -> HttpConfig
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
-    config.open_connections, config.tls = connections, tls
+    config.open_connections, config.tls, config.application = connections, tls, application
     return config
 
 
@@ -182,15 +199,30 @@ async def serve(settings: RouterSettings, listener: socket.socket) -> None:
         tls=tls.management_context,
     )
     async with managing as management_port, tls.watched(), router:
-        server = Server(http_config(router, tls.http_context))
+        config = http_config(router, tls.http_context)
+        server, calls = Server(config), grpc_server(config, router, tls.grpc_credentials)
+        if calls is not None:
+            await calls.start()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         host, port = listener.getsockname()[:2]
         fields = {"host": host, "port": port, "management_port": management_port, "discovery": settings.discovery}
+        if calls is not None:
+            fields["grpc_port"] = calls.port
         logger.info("listening", extra=fields)
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        ending: list[asyncio.Task[None]] = []
+
+        def on_drain() -> None:
+            close_after_answers(server)
+            if calls is not None:
+                ending.append(asyncio.create_task(calls.stop(settings.drain_timeout_s)))
+
         if stop.is_set():
-            await router.leave(on_drain=partial(close_after_answers, server))
+            await router.leave(on_drain=on_drain)
+        if calls is not None:
+            await calls.stop(_CLOSE_TIMEOUT_S)
+            await asyncio.gather(*ending)
         stopping.cancel()
         server.should_exit = True
         await serving

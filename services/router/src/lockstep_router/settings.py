@@ -43,8 +43,24 @@ class RouterSettings(PodSettings):
         le=65535,
         description="Port of /healthz, /readyz, /metrics and /status; 0 picks a free one and logs it.",
     )
+    grpc_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port of the gRPC API on the same address; 0 picks a free one and logs it; no gRPC if not set.",
+    )
+    grpc_max_calls_per_connection: int = Field(
+        128, ge=1, le=4096, description="Calls at a time on one gRPC connection; clients wait with further ones."
+    )
+    grpc_max_connection_age_s: float = Field(
+        3600.0,
+        ge=0,
+        le=1_000_000,
+        description="A gRPC connection that is older takes no new calls, so that clients spread over the routers "
+        "again; 0: no limit.",
+    )
     http_tls_cert: str | None = Field(
-        None, description="PEM file of the certificate and chain shown to clients; plain HTTP if not set."
+        None, description="PEM file of the certificate and chain shown to clients; plain HTTP and gRPC if not set."
     )
     http_tls_key: str | None = Field(None, validate_default=True, description="PEM file of its key.")
     http_tls_client_ca: str | None = Field(
@@ -131,6 +147,19 @@ class RouterSettings(PodSettings):
     write_timeout_s: float = Field(60.0, gt=0, description="A client that reads nothing for this long is cut off.")
     keepalive_interval_s: float = Field(
         15.0, ge=0, description="A stream on which nothing is sent for this long gets a comment; 0: never."
+    )
+    websocket_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        max_length=64,
+        description="Origins of web pages, comma-separated, that may open a WebSocket besides the router's own; `*`: "
+        "all. Clients that are no browsers send none.",
+    )
+    websocket_max_requests: int = Field(64, ge=1, le=4096, description="Requests at a time on one WebSocket.")
+    websocket_idle_timeout_s: float = Field(
+        300.0, gt=0, description="A WebSocket without a request for this long is closed."
+    )
+    websocket_pong_timeout_s: float = Field(
+        20.0, gt=0, description="A WebSocket whose client is silent for this long after a ping is closed."
     )
     max_streams: int = Field(4096, ge=1, description="Streams at a time; more is 503 with Retry-After.")
     max_n: int = Field(16, ge=1, le=128, description="Largest `n` and `best_of` of a request.")
@@ -343,7 +372,7 @@ class RouterSettings(PodSettings):
             raise ValueError("needs http_tls_cert")
         return value
 
-    @field_validator("workers", "workers_dns", "trusted_proxies", mode="before")
+    @field_validator("workers", "workers_dns", "trusted_proxies", "websocket_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         """Split `a,b`, the form in environment and flags."""

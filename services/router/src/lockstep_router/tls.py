@@ -71,6 +71,28 @@ class RouterTls:
         return server_context(self.http, verify_clients=ssl.CERT_REQUIRED if self.verify_clients else ssl.CERT_NONE)
 
     @property
+    def grpc_credentials(self) -> grpc.ServerCredentials | None:
+        """The credentials for clients over gRPC: each handshake uses the newest certificates. None: plain text."""
+        if self.http is None:
+            return None
+        certificates, verify_clients = self.http, self.verify_clients
+        given = certificates.current()
+
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            ca = given.ca if verify_clients else None
+            return grpc.ssl_server_certificate_configuration([(given.key, given.cert)], root_certificates=ca)
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal given
+            newest = certificates.current()
+            if newest is given:
+                return None
+            given = newest
+            return configuration()
+
+        return grpc.dynamic_ssl_server_credentials(configuration(), fetch, verify_clients)
+
+    @property
     def management_context(self) -> ssl.SSLContext | None:
         """The TLS context of the management port. Kubelets show no certificate. None: plain HTTP."""
         if not self.manage or self.workers is None:

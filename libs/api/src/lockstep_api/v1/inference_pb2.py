@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1flockstep_api/v1/inference.proto\x12\x0blockstep.v1\"\x94\x04\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x04\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.lockstep.v1.Sampling.LogitBiasEntry\x12\x0c\n\x04seed\x18\n \x01(\x04\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x05\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12%\n\x07grammar\x18\x0f \x01(\x0b\x32\x14.lockstep.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobs\"N\n\x07Grammar\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.lockstep.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"+\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"]\n\x08Logprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.lockstep.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.lockstep.v1.TokenLogprob\"\xb0\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12+\n\nprompt_ids\x18\x03 \x01(\x0b\x32\x15.lockstep.v1.TokenIdsH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.lockstep.v1.Sampling\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x0f\n\x07session\x18\x06 \x01(\tB\x07\n\x05input\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"7\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nfrom_index\x18\x02 \x01(\r\"\xc4\x01\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\'\n\x08logprobs\x18\x05 \x03(\x0b\x32\x15.lockstep.v1.Logprobs\x12)\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x19.lockstep.v1.FinishReason\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.lockstep.v1.Usage\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r*\x96\x01\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_OBJECT\x10\x01\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x02\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x03\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x04*e\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\"\x04\x08\x03\x10\x03\x32\x97\x01\n\tInference\x12\x46\n\x08Generate\x12\x1c.lockstep.v1.GenerateRequest\x1a\x1a.lockstep.v1.GenerateEvent0\x01\x12\x42\n\x06Resume\x12\x1a.lockstep.v1.ResumeRequest\x1a\x1a.lockstep.v1.GenerateEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1flockstep_api/v1/inference.proto\x12\x0blockstep.v1\"\xb6\x04\n\x08Sampling\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.lockstep.v1.Sampling.LogitBiasEntry\x12\x11\n\x04seed\x18\n \x01(\x04H\x06\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x07\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x12\n\nmin_tokens\x18\x0e \x01(\r\x12%\n\x07grammar\x18\x0f \x01(\x0b\x32\x14.lockstep.v1.Grammar\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"N\n\x07Grammar\x12&\n\x04kind\x18\x01 \x01(\x0e\x32\x18.lockstep.v1.GrammarKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"+\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"]\n\x08Logprobs\x12)\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x19.lockstep.v1.TokenLogprob\x12&\n\x03top\x18\x02 \x03(\x0b\x32\x19.lockstep.v1.TokenLogprob\"\xad\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12+\n\nprompt_ids\x18\x03 \x01(\x0b\x32\x15.lockstep.v1.TokenIdsH\x00\x12\x31\n\x0c\x63onversation\x18\x07 \x01(\x0b\x32\x19.lockstep.v1.ConversationH\x00\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.lockstep.v1.Sampling\x12\x0c\n\x04stop\x18\x05 \x03(\t\x12\x0f\n\x07session\x18\x06 \x01(\t\x12\x0e\n\x01n\x18\x08 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04user\x18\t \x01(\t\x12\x16\n\tresumable\x18\n \x01(\x08H\x02\x88\x01\x01\x42\x07\n\x05inputB\x04\n\x02_nB\x0c\n\n_resumable\":\n\x0c\x43onversation\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.lockstep.v1.ChatMessage\"t\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_id\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"@\n\rResumeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rlast_event_id\x18\x03 \x01(\tJ\x04\x08\x02\x10\x03\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x10\n\x0e\x43\x61ncelResponse\"\xf7\x01\n\rGenerateEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0b\n\x03ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\'\n\x08logprobs\x18\x05 \x03(\x0b\x32\x15.lockstep.v1.Logprobs\x12)\n\x06\x66inish\x18\x06 \x01(\x0e\x32\x19.lockstep.v1.FinishReason\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.lockstep.v1.Usage\x12\x0e\n\x06\x63hoice\x18\x08 \x01(\r\x12\x10\n\x08\x65vent_id\x18\t \x01(\t\x12\x0f\n\x07inexact\x18\n \x01(\x08\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r*\x96\x01\n\x0bGrammarKind\x12\x1c\n\x18GRAMMAR_KIND_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_KIND_JSON_OBJECT\x10\x01\x12\x1c\n\x18GRAMMAR_KIND_JSON_SCHEMA\x10\x02\x12\x16\n\x12GRAMMAR_KIND_REGEX\x10\x03\x12\x15\n\x11GRAMMAR_KIND_LARK\x10\x04*e\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\"\x04\x08\x03\x10\x03\x32\xda\x01\n\tInference\x12\x46\n\x08Generate\x12\x1c.lockstep.v1.GenerateRequest\x1a\x1a.lockstep.v1.GenerateEvent0\x01\x12\x42\n\x06Resume\x12\x1a.lockstep.v1.ResumeRequest\x1a\x1a.lockstep.v1.GenerateEvent0\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.lockstep.v1.CancelRequest\x1a\x1b.lockstep.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_GRAMMARKIND']._serialized_start=1346
-  _globals['_GRAMMARKIND']._serialized_end=1496
-  _globals['_FINISHREASON']._serialized_start=1498
-  _globals['_FINISHREASON']._serialized_end=1599
+  _globals['_GRAMMARKIND']._serialized_start=1798
+  _globals['_GRAMMARKIND']._serialized_end=1948
+  _globals['_FINISHREASON']._serialized_start=1950
+  _globals['_FINISHREASON']._serialized_end=2051
   _globals['_SAMPLING']._serialized_start=49
-  _globals['_SAMPLING']._serialized_end=581
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=451
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=499
-  _globals['_GRAMMAR']._serialized_start=583
-  _globals['_GRAMMAR']._serialized_end=661
-  _globals['_TOKENLOGPROB']._serialized_start=663
-  _globals['_TOKENLOGPROB']._serialized_end=706
-  _globals['_LOGPROBS']._serialized_start=708
-  _globals['_LOGPROBS']._serialized_end=801
-  _globals['_GENERATEREQUEST']._serialized_start=804
-  _globals['_GENERATEREQUEST']._serialized_end=980
-  _globals['_TOKENIDS']._serialized_start=982
-  _globals['_TOKENIDS']._serialized_end=1005
-  _globals['_RESUMEREQUEST']._serialized_start=1007
-  _globals['_RESUMEREQUEST']._serialized_end=1062
-  _globals['_GENERATEEVENT']._serialized_start=1065
-  _globals['_GENERATEEVENT']._serialized_end=1261
-  _globals['_USAGE']._serialized_start=1263
-  _globals['_USAGE']._serialized_end=1343
-  _globals['_INFERENCE']._serialized_start=1602
-  _globals['_INFERENCE']._serialized_end=1753
+  _globals['_SAMPLING']._serialized_end=615
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=461
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=509
+  _globals['_GRAMMAR']._serialized_start=617
+  _globals['_GRAMMAR']._serialized_end=695
+  _globals['_TOKENLOGPROB']._serialized_start=697
+  _globals['_TOKENLOGPROB']._serialized_end=740
+  _globals['_LOGPROBS']._serialized_start=742
+  _globals['_LOGPROBS']._serialized_end=835
+  _globals['_GENERATEREQUEST']._serialized_start=838
+  _globals['_GENERATEREQUEST']._serialized_end=1139
+  _globals['_CONVERSATION']._serialized_start=1141
+  _globals['_CONVERSATION']._serialized_end=1199
+  _globals['_CHATMESSAGE']._serialized_start=1201
+  _globals['_CHATMESSAGE']._serialized_end=1317
+  _globals['_TOKENIDS']._serialized_start=1319
+  _globals['_TOKENIDS']._serialized_end=1342
+  _globals['_RESUMEREQUEST']._serialized_start=1344
+  _globals['_RESUMEREQUEST']._serialized_end=1408
+  _globals['_CANCELREQUEST']._serialized_start=1410
+  _globals['_CANCELREQUEST']._serialized_end=1445
+  _globals['_CANCELRESPONSE']._serialized_start=1447
+  _globals['_CANCELRESPONSE']._serialized_end=1463
+  _globals['_GENERATEEVENT']._serialized_start=1466
+  _globals['_GENERATEEVENT']._serialized_end=1713
+  _globals['_USAGE']._serialized_start=1715
+  _globals['_USAGE']._serialized_end=1795
+  _globals['_INFERENCE']._serialized_start=2054
+  _globals['_INFERENCE']._serialized_end=2272
 # @@protoc_insertion_point(module_scope)

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """Generates text from text; served by the router. Resume continues a stream after a broken connection.
+    """Generates text from text; served by the router. A call's deadline is the request's. Errors have a status of gRPC and, as trailing
+    metadata, `lockstep-error-code`, `lockstep-field` (named as in the REST API) and `retry-after` in seconds.
     """
 
     def __init__(self, channel):
@@ -45,10 +46,16 @@ class InferenceStub:
                 request_serializer=lockstep__api_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=lockstep__api_dot_v1_dot_inference__pb2.GenerateEvent.FromString,
                 _registered_method=True)
+        self.Cancel = channel.unary_unary(
+                '/lockstep.v1.Inference/Cancel',
+                request_serializer=lockstep__api_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
-    """Generates text from text; served by the router. Resume continues a stream after a broken connection.
+    """Generates text from text; served by the router. A call's deadline is the request's. Errors have a status of gRPC and, as trailing
+    metadata, `lockstep-error-code`, `lockstep-field` (named as in the REST API) and `retry-after` in seconds.
     """
 
     def Generate(self, request, context):
@@ -58,7 +65,15 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Continues the events of a request, of any face of the router, after a broken connection.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Cancel(self, request, context):
+        """Ends a request and forgets its answer.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -76,6 +91,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=lockstep__api_dot_v1_dot_inference__pb2.ResumeRequest.FromString,
                     response_serializer=lockstep__api_dot_v1_dot_inference__pb2.GenerateEvent.SerializeToString,
             ),
+            'Cancel': grpc.unary_unary_rpc_method_handler(
+                    servicer.Cancel,
+                    request_deserializer=lockstep__api_dot_v1_dot_inference__pb2.CancelRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'lockstep.v1.Inference', rpc_method_handlers)
@@ -85,7 +105,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Generates text from text; served by the router. Resume continues a stream after a broken connection.
+    """Generates text from text; served by the router. A call's deadline is the request's. Errors have a status of gRPC and, as trailing
+    metadata, `lockstep-error-code`, `lockstep-field` (named as in the REST API) and `retry-after` in seconds.
     """
 
     @staticmethod
@@ -132,6 +153,33 @@ class Inference:
             '/lockstep.v1.Inference/Resume',
             lockstep__api_dot_v1_dot_inference__pb2.ResumeRequest.SerializeToString,
             lockstep__api_dot_v1_dot_inference__pb2.GenerateEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Cancel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Inference/Cancel',
+            lockstep__api_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_inference__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -99,6 +99,10 @@ class Reading:
         self.position = self.position.with_usage()
         return self.position
 
+    def ids(self, index: int, begin: int, end: int) -> Sequence[int]:
+        """Token ids of a choice, by their positions."""
+        return self._source.logs[index].ids[begin:end]
+
     @property
     def delivered_tokens(self) -> int:
         """Tokens that this reading has given."""

@@ -11,7 +11,7 @@ import hmac
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -64,6 +64,8 @@ class Access:
     tenant: Tenant
     key_id: str
     """The first characters of the key's hash: they name the key in logs, and do not reveal it."""
+    digest: str = field(repr=False)
+    """The key's hash, to find out later whether the key is still valid."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,17 @@ class KeyFile:
         Raises:
             LockstepError: INVALID_API_KEY, there is no such key, or its time is over.
         """
-        digest = hashlib.sha256(key).hexdigest()
+        return self._find(hashlib.sha256(key).hexdigest())
+
+    def renew(self, access: Access) -> Access:
+        """What the same key gives access to now, for connections that outlive a change of the file.
+
+        Raises:
+            LockstepError: INVALID_API_KEY, there is no such key any more, or its time is over.
+        """
+        return self._find(access.digest)
+
+    def _find(self, digest: str) -> Access:
         # The look-up takes a time that depends on hashes, not on keys, and the comparison takes always the same.
         found = self._keys.get(digest)
         if found is None or not hmac.compare_digest(found.digest, digest):
@@ -159,7 +171,8 @@ def _read(path: str) -> Mapping[str, _Key]:
         for key in entry.keys:
             if key.sha256 in keys:
                 raise _unusable(path, f"has key {key.sha256[:_KEY_ID_CHARS]} twice")
-            keys[key.sha256] = _Key(key.sha256, key.not_after, Access(tenant, key.sha256[:_KEY_ID_CHARS]))
+            access = Access(tenant, key.sha256[:_KEY_ID_CHARS], key.sha256)
+            keys[key.sha256] = _Key(key.sha256, key.not_after, access)
     return keys
 
 

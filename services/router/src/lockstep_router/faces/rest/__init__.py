@@ -1,5 +1,1 @@
-"""The REST face: OpenAI's API over HTTP, with server-sent events for streams."""
-
-from lockstep_router.faces.rest.app import create_app
-
-__all__ = ["create_app"]
+"""The REST face: OpenAI's API over HTTP, with server-sent events for streams. `app` has the application."""

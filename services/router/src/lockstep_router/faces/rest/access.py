@@ -13,23 +13,20 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lockstep_router import metrics
+from lockstep_router.faces.access import NOBODY, Call, authenticate, report
 from lockstep_router.faces.rest import identity
 from lockstep_router.faces.rest.record import Record
 from lockstep_router.faces.rest.replies import error_reply
+from lockstep_router.faces.websocket.handshake import SUBPROTOCOL_HEADER, keys_in_subprotocols, without_key
 from lockstep_router.router import Router
-from lockstep_router.tenants import Access, KeyFile, Tenant
 
 logger = logging.getLogger("lockstep.router")
-audit = logging.getLogger("lockstep.audit")
-audit.setLevel(logging.INFO)  # whatever the setting `log_level` is
 
 _QUIET_ENDPOINTS = frozenset({"/healthz", "/readyz"})
 """Endpoints that probes request every few seconds: logged at debug level. Load balancers send no keys, so these need
 none; they tell nothing but whether the router serves.
 """
 
-_NOBODY = Tenant("")
 _AUTHORIZATION = b"authorization"
 
 
@@ -45,7 +42,7 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = Record(identity.request_id(Headers(scope=scope)), self._router.limits.account(_NOBODY))
+        record = Record(identity.request_id(Headers(scope=scope)), self._router.limits.account(NOBODY))
         scope.setdefault("state", {})["record"] = record
         begin = time.perf_counter()
 
@@ -73,7 +70,7 @@ class AccessMiddleware:
             await _send_internal_error(record, send_with_headers)
         finally:
             record.release_body()
-            _report(scope, record, time.perf_counter() - begin, is_audited=self._needs_key(scope))
+            report(_call(scope), record, time.perf_counter() - begin, is_audited=self._needs_key(scope))
 
     def _needs_key(self, scope: Scope) -> bool:
         is_probe = scope["method"] == "GET" and scope["path"] in _QUIET_ENDPOINTS
@@ -83,27 +80,19 @@ class AccessMiddleware:
         """Find out whose request it is; the error if it must not be served."""
         if self._router.keys is None or not self._needs_key(scope):
             return None
+        given = [value for name, value in scope["headers"] if name == _AUTHORIZATION]
         try:
-            access = _authenticate(self._router.keys, scope)
+            access = authenticate(self._router.keys, given or keys_in_subprotocols(scope))
         except LockstepError as error:
             return error
+        scope["headers"] = [
+            (name, without_key(value) if name == SUBPROTOCOL_HEADER else value)
+            for name, value in scope["headers"]
+            if name != _AUTHORIZATION
+        ]
+        record.access = access
         record.account, record.key_id = self._router.limits.account(access.tenant), access.key_id
         return None
-
-
-def _authenticate(keys: KeyFile, scope: Scope) -> Access:
-    """Whose request it is. Its key is removed from the headers.
-
-    Raises:
-        LockstepError: INVALID_API_KEY.
-    """
-    given = [value for name, value in scope["headers"] if name == _AUTHORIZATION]
-    scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
-    if scheme.lower() != b"bearer" or not key.strip():
-        raise LockstepError(ErrorCode.INVALID_API_KEY, "an API key is needed: Authorization: Bearer KEY")
-    access = keys.authenticate(key.strip())
-    scope["headers"] = [(name, value) for name, value in scope["headers"] if name != _AUTHORIZATION]
-    return access
 
 
 async def _send_internal_error(record: Record, send: Send) -> None:
@@ -117,36 +106,12 @@ async def _send_internal_error(record: Record, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def _report(scope: Scope, record: Record, seconds: float, *, is_audited: bool) -> None:
+def _call(scope: Scope) -> Call:
     # The route's pattern, not the path: the set of labels is bounded and never comes from clients.
     endpoint = getattr(scope.get("route"), "path", "other")
-    metrics.REQUESTS.labels(endpoint, str(record.status)).inc()
-    metrics.REQUEST_SECONDS.labels(endpoint).observe(seconds)
-    logger.log(
+    return Call(
+        "http",
+        endpoint,
+        scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "other",
         logging.DEBUG if endpoint in _QUIET_ENDPOINTS else logging.INFO,
-        "request",
-        extra={
-            "request_id": record.request_id,
-            "method": scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "other",
-            "endpoint": endpoint,
-            "status": record.status,
-            "duration_ms": round(seconds * 1000, 1),
-            "prompt_tokens": record.prompt_tokens,
-            "completion_tokens": record.completion_tokens,
-            "failovers": record.failovers,
-            "resumed": record.resumed,
-        },
     )
-    if is_audited:
-        audit.info(
-            "audit",
-            extra={
-                "tenant": record.account.tenant.name,
-                "key_id": record.key_id,
-                "request_id": record.request_id,
-                "endpoint": endpoint,
-                "status": record.status,
-                "prompt_tokens": record.prompt_tokens,
-                "completion_tokens": record.completion_tokens,
-            },
-        )

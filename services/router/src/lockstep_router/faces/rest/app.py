@@ -1,7 +1,5 @@
 """The HTTP face: routes, and errors in one shape. Handlers delegate to other modules."""
 
-import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -27,6 +25,7 @@ from lockstep_router.faces.rest.fields import Model, parse
 from lockstep_router.faces.rest.identity import Origin
 from lockstep_router.faces.rest.openai_format import model_body
 from lockstep_router.faces.rest.openapi import RESUMING, describe, described, resumable
+from lockstep_router.faces.rest.parsing import Parsing
 from lockstep_router.faces.rest.replies import Client, LiveReply, error_reply, json_reply
 from lockstep_router.faces.rest.responses.answers import answer_response
 from lockstep_router.faces.rest.responses.requests import responses_request
@@ -47,12 +46,10 @@ from lockstep_router.faces.rest.schemas import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from lockstep_router.faces.websocket.route import add_stream
 from lockstep_router.generation.request import GenerationRequest, PromptSource, TextPrompt
 from lockstep_router.generation.style import Style
 from lockstep_router.router import Router
-
-_SMALL_BODY_BYTES = 64 << 10
-"""Largest body that is parsed without waiting for others: parsing takes a millisecond at most."""
 
 
 def create_app(router: Router) -> FastAPI:
@@ -67,7 +64,7 @@ def create_app(router: Router) -> FastAPI:
     settings = router.settings
     app.state.router = router
     app.state.bodies = BodyBudget(settings.max_bodies_bytes, settings.bodies_bytes_per_s, router.memory)
-    app.state.parsing = asyncio.Lock()
+    app.state.parsing = Parsing()
     app.add_exception_handler(LockstepError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     _add_generation(app)
@@ -78,6 +75,7 @@ def create_app(router: Router) -> FastAPI:
     _add_models(app)
     _add_tokens(app)
     _add_operation(app)
+    add_stream(app, router, app.state.bodies, app.state.parsing)
     describe(app)
     return app
 
@@ -209,15 +207,10 @@ async def _body(request: Request, model: type[Model]) -> Model:
     await (account.admit_reading() if KEY_HEADER in request.headers else account.admit())
     reservation = request.state.record.body = state.bodies.reserve()
     content = await reservation.read(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
-    if len(content) <= _SMALL_BODY_BYTES:
-        return parse(model, content, max_values=settings.max_body_values)
-    async with state.parsing:
-        began = time.perf_counter()
-        try:
-            return parse(model, content, max_values=settings.max_body_values)
-        finally:
-            # Large bodies get at most half of the event loop's time: streams continue between two of them.
-            await asyncio.sleep(time.perf_counter() - began)
+    parsed: Model = await state.parsing.run(
+        len(content), partial(parse, model, content, max_values=settings.max_body_values)
+    )
+    return parsed
 
 
 def _answer(

@@ -6,6 +6,7 @@ never looks into a body.
 
 import asyncio
 import itertools
+from collections.abc import Callable
 
 from lockstep_common.errors import ErrorCode, LockstepError
 from starlette.requests import ClientDisconnect, Request
@@ -39,9 +40,13 @@ class BodyBudget:
         self.used_bytes = 0
         self._arriving: set[Reservation] = set()
 
-    def reserve(self) -> "Reservation":
-        """A reservation of nothing, for a body that is about to arrive."""
-        reservation = Reservation(self)
+    def reserve(self, on_refused: Callable[[], None] = lambda: None) -> "Reservation":
+        """A reservation of nothing, for a body that is about to arrive.
+
+        Args:
+            on_refused: called if the body is refused for the sake of others while it arrives.
+        """
+        reservation = Reservation(self, on_refused)
         self._arriving.add(reservation)
         return reservation
 
@@ -104,24 +109,44 @@ class Pace:
 
     async def wait(self, count: int) -> None:
         """Wait until the next bytes may be read."""
+        wait_s = self.take(count)
+        if wait_s:
+            await asyncio.sleep(wait_s)
+
+    def take(self, count: int) -> float:
+        """Count bytes that will be read next; the seconds to wait before."""
         now = asyncio.get_running_loop().time()
         begin = max(now, self._free_at)
         self._free_at = begin + count / self._bytes_per_s
-        if begin - now > _LEAST_WAIT_S:
-            await asyncio.sleep(begin - now)
+        return begin - now if begin - now > _LEAST_WAIT_S else 0.0
 
 
 class Reservation:
     """The part of the budget that one body has."""
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: BodyBudget, on_refused: Callable[[], None]) -> None:
         self.size_bytes = 0
         self.order = next(_order)
         self.is_refused = False
         self.progressed_at = asyncio.get_running_loop().time()
         """When a piece of the body last arrived."""
         self._budget = budget
+        self._on_refused = on_refused
         self._timer: asyncio.Timeout | None = None
+
+    def grow_to(self, size_bytes: int) -> None:
+        """Count a body of which this much has arrived.
+
+        Raises:
+            LockstepError: OVERLOADED, there is no room and no larger body to refuse.
+        """
+        if size_bytes > self.size_bytes:
+            self.progressed_at = asyncio.get_running_loop().time()
+            self._budget.grow(self, size_bytes - self.size_bytes)
+
+    def complete(self) -> None:
+        """Mark the body as complete: it is no longer refused."""
+        self._budget.arrived(self)
 
     async def read(self, request: Request, *, max_bytes: int, timeout_s: float) -> bytearray:
         """The whole body.
@@ -164,6 +189,7 @@ class Reservation:
         """Make `read` fail with OVERLOADED."""
         self.release()
         self.is_refused = True
+        self._on_refused()
         if self._timer is not None and not self._timer.expired():
             self._timer.reschedule(asyncio.get_running_loop().time())
 

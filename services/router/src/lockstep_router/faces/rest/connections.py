@@ -1,6 +1,7 @@
 """The HTTP/1.1 connections of the REST face: their number, and limits for each until a request is accepted.
 
-It bounds connections, headers, framing and waiting times. It never looks into a body and never routes a request.
+It bounds connections, headers, framing and waiting times. It never looks into a body and never routes a request. A
+connection that becomes a WebSocket still counts here.
 """
 
 import asyncio
@@ -17,6 +18,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from lockstep_router import metrics
+from lockstep_router.faces.websocket.handshake import EXTENSION
+from lockstep_router.faces.websocket.socket import Socket
 
 _MAX_HEADERS = 128
 _SLICE_BYTES = 16 << 10
@@ -138,10 +141,45 @@ class BoundedProtocol(HttpToolsProtocol):
         self._max_late_bytes = _MAX_LATE_BYTES
         self._may_keep_alive = False
         """Whether the connection may be used again after the current request."""
+        self._socket: Socket | None = None
+        """What the connection was given to."""
 
     def evict(self) -> None:
         """Close the connection because the server is full."""
-        self.transport.close()
+        if self._socket is not None:
+            self._socket.evict()
+        else:
+            self.transport.close()
+
+    def switch(self, socket: Socket, head: bytes) -> None:
+        """Send the head of the answer to the current request, and give the connection to the socket for good.
+
+        Raises:
+            LockstepError: INVALID_REQUEST, the client has not waited for the answer.
+        """
+        if self._late_bytes:
+            raise LockstepError(ErrorCode.INVALID_REQUEST, "data was sent before the answer to the handshake")
+        if self.transport.is_closing():
+            raise LockstepError(ErrorCode.CANCELLED, "the client has gone")
+        self._socket = socket
+        self.cycle.response_started = self.cycle.response_complete = True
+        defaults = [name + b": " + value + b"\r\n" for name, value in self.server_state.default_headers]
+        self.transport.write(b"".join([head, *defaults, b"\r\n"]))
+        self.transport.set_protocol(socket)
+        self._open_connections.wait(self)
+        socket.connection_made(self.transport)
+        self.flow.resume_reading()
+
+    def note_busy(self, *, is_busy: bool) -> None:
+        """The socket has requests in progress, so a full server keeps the connection, or has none."""
+        if is_busy:
+            self._open_connections.waiting.pop(self, None)
+        else:
+            self._open_connections.wait(self)
+
+    def note_lost(self, error: Exception | None) -> None:
+        """The connection of the socket has ended."""
+        self.connection_lost(error)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Admit the connection or refuse it."""
@@ -180,6 +218,7 @@ class BoundedProtocol(HttpToolsProtocol):
         for start in range(0, len(data), _SLICE_BYTES):
             self._feed(data[start : start + _SLICE_BYTES] if len(data) > _SLICE_BYTES else data)
             if self._ignores_input:
+                self._late_bytes += max(0, len(data) - start - _SLICE_BYTES)
                 return
 
     def _feed(self, data: bytes) -> None:
@@ -187,9 +226,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._framing_bytes += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # Only HTTP/1.1 is supported: the request is answered as if it had not asked for an upgrade. Data after it
+        except httptools.HttpParserUpgrade as upgrade:
+            # The request is answered as if it had not asked for an upgrade, unless its handler switches. Data after it
             # on this connection would be in the other protocol.
+            self._late_bytes += len(data) - int(upgrade.args[0])
             self._stop_reading()
         except httptools.HttpParserError as error:
             if not isinstance(error.__context__, _NotServedError):
@@ -222,6 +262,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self._limits.max_header_bytes:
             self._refuse_framing()
             raise _NotServedError
+        if self.parser.should_upgrade():
+            self.scope["extensions"] = cast("dict[str, dict[object, object]]", {EXTENSION: self})
         super().on_headers_complete()
         self._open_connections.wait(self)
         # Until the body is complete, a response announces that the connection closes: the rest is not read.
@@ -251,6 +293,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Close the connection now, or after the response."""
+        if self._socket is not None:
+            self._socket.shutdown()
+            return
         self._may_keep_alive = False
         super().shutdown()
 

@@ -18,7 +18,7 @@ _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 _MAX_SESSION_CHARS = 256
 _TIMEOUT_HEADER = "X-Request-Timeout"
-_MAX_TIMEOUT_S = 86_400.0
+MAX_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ def timeout_s(headers: Mapping[str, str]) -> float | None:
     if given is None:
         return None
     value = float(given) if _SECONDS.fullmatch(given) else math.nan
-    if not 0 < value <= _MAX_TIMEOUT_S:
-        raise invalid(_TIMEOUT_HEADER, f"must be a number of seconds above 0 and at most {_MAX_TIMEOUT_S:.0f}")
+    if not 0 < value <= MAX_TIMEOUT_S:
+        raise invalid(_TIMEOUT_HEADER, f"must be a number of seconds above 0 and at most {MAX_TIMEOUT_S:.0f}")
     return value
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lockstep_router.faces.rest.bodies import Reservation
-from lockstep_router.tenants import Account
+from lockstep_router.tenants import Access, Account
 
 
 @dataclass
@@ -15,6 +15,8 @@ class Record:
     """Of its tenant; of nobody, and without limits, if the router has no keys."""
     key_id: str = ""
     """Names the API key; empty if the router has no keys, or if there was no valid one."""
+    access: Access | None = None
+    """What the key gives access to."""
     status: int = 0
     """The status sent, or the error's status if a stream fails after 200."""
     started: bool = False

@@ -141,17 +141,27 @@ async def _whole(reading: Reading, answer_format: Format) -> bytes:
 
 
 async def _events(reading: Reading, answer_format: Format) -> AsyncIterator[bytes]:
-    """What the client does not have yet, as server-sent events. An event's id names what the client has with it."""
+    async for chunks in chunks_of(reading, answer_format):
+        yield b"".join(event(each_id, data) for each_id, data in chunks)
+
+
+async def chunks_of(reading: Reading, answer_format: Format) -> AsyncIterator[list[tuple[str, bytes]]]:
+    """What the client does not have yet, as chunks of OpenAI's API: each with the id of its event, which names what the
+    client has with it.
+
+    Raises:
+        LockstepError: the stream has failed; everything before that has been yielded.
+    """
     request_id = reading.record.request_id
-    opening = b"".join(
-        event(event_id(request_id, reading.open_choice(index)), to_json(body))
+    opening = [
+        (event_id(request_id, reading.open_choice(index)), to_json(body))
         for index in reading.position.unopened
         for body in answer_format.opening((index,))
-    )
+    ]
     async for events in reading.events():
         inexact = reading.inexact_choices
-        data = b"".join(
-            event(
+        data = [
+            (
                 event_id(request_id, each.position),
                 answer_format.chunk(
                     each.delta,
@@ -159,9 +169,9 @@ async def _events(reading: Reading, answer_format: Format) -> AsyncIterator[byte
                 ),
             )
             for each in events
-        )
+        ]
         yield opening + data
-        opening = b""
+        opening = []
     if reading.record.style.include_usage and not reading.position.has_usage:
         body = to_json(answer_format.usage_chunk(reading.usage))
-        yield event(event_id(request_id, reading.give_usage()), body)
+        yield [(event_id(request_id, reading.give_usage()), body)]

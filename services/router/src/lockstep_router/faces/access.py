@@ -1,0 +1,86 @@
+"""Who sends a request, and what is reported of it when it ends: the same for every face.
+
+Log lines and metrics never hold keys, prompts or answers. The audit log has one line for each request that needs a key.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep_common.errors import ErrorCode, LockstepError
+
+from lockstep_router import metrics
+from lockstep_router.faces.rest.record import Record
+from lockstep_router.tenants import Access, KeyFile, Tenant
+
+logger = logging.getLogger("lockstep.router")
+audit = logging.getLogger("lockstep.audit")
+audit.setLevel(logging.INFO)  # whatever the setting `log_level` is
+
+NOBODY = Tenant("")
+"""The tenant of all requests to a router without keys."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What was called, in words of a bounded set that never come from clients."""
+
+    face: str
+    """`http`, `websocket` or `grpc`."""
+    endpoint: str
+    """The route of the REST API that does the same."""
+    method: str = "POST"
+    level: int = logging.INFO
+    """Of the access log."""
+
+
+def authenticate(keys: KeyFile, given: Sequence[bytes]) -> Access:
+    """Whose request it is.
+
+    Args:
+        keys: the router's.
+        given: the values of all `authorization` headers of the request.
+
+    Raises:
+        LockstepError: INVALID_API_KEY.
+    """
+    scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+    if scheme.lower() != b"bearer" or not key.strip():
+        raise LockstepError(ErrorCode.INVALID_API_KEY, "an API key is needed: Authorization: Bearer KEY")
+    return keys.authenticate(key.strip())
+
+
+def report(call: Call, record: Record, seconds: float, *, is_audited: bool) -> None:
+    """Log and count a request that has ended."""
+    metrics.REQUESTS.labels(call.face, call.endpoint, str(record.status)).inc()
+    metrics.REQUEST_SECONDS.labels(call.face, call.endpoint).observe(seconds)
+    logger.log(
+        call.level,
+        "request",
+        extra={
+            "request_id": record.request_id,
+            "face": call.face,
+            "method": call.method,
+            "endpoint": call.endpoint,
+            "status": record.status,
+            "duration_ms": round(seconds * 1000, 1),
+            "prompt_tokens": record.prompt_tokens,
+            "completion_tokens": record.completion_tokens,
+            "failovers": record.failovers,
+            "resumed": record.resumed,
+        },
+    )
+    if is_audited:
+        audit.info(
+            "audit",
+            extra={
+                "tenant": record.account.tenant.name,
+                "key_id": record.key_id,
+                "request_id": record.request_id,
+                "face": call.face,
+                "endpoint": call.endpoint,
+                "status": record.status,
+                "prompt_tokens": record.prompt_tokens,
+                "completion_tokens": record.completion_tokens,
+            },
+        )

@@ -1,0 +1,81 @@
+"""The sender of a call: its key, address and metadata. Keys are hashed before they are stored, and never logged."""
+
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote
+
+import grpc
+from lockstep_common.errors import LockstepError
+
+from lockstep_router.faces.access import NOBODY, authenticate
+from lockstep_router.faces.rest import identity
+from lockstep_router.faces.rest.identity import Origin
+from lockstep_router.faces.rest.record import Record
+from lockstep_router.router import Router
+
+_AUTHORIZATION = "authorization"
+_PASSED_ON = ("x-session-id", "x-request-id", "traceparent")
+ERROR_CODE = "lockstep-error-code"
+ERROR_FIELD = "lockstep-field"
+_MAX_FIELD_CHARS = 256
+
+
+def metadata_of(context: grpc.aio.ServicerContext) -> list[tuple[str, Any]]:
+    """The metadata that the client has sent."""
+    return list(context.invocation_metadata() or ())
+
+
+def identify(router: Router, metadata: list[tuple[str, Any]], record: Record) -> None:
+    """Find out whose call it is.
+
+    Raises:
+        LockstepError: INVALID_API_KEY.
+    """
+    if router.keys is None:
+        return
+    given = [str(value).encode("utf-8", "surrogateescape") for name, value in metadata if name == _AUTHORIZATION]
+    access = record.access = authenticate(router.keys, given)
+    record.account, record.key_id = router.limits.account(access.tenant), access.key_id
+
+
+def new_record(router: Router, metadata: list[tuple[str, Any]]) -> Record:
+    """The record of a call that has just arrived."""
+    return Record(identity.request_id(_headers(metadata)), router.limits.account(NOBODY))
+
+
+def origin_of(
+    router: Router, context: grpc.aio.ServicerContext, metadata: list[tuple[str, Any]], record: Record, session: str
+) -> Origin:
+    """The sender, as the rules of the REST API see it. A session in the message precedes one in the metadata."""
+    headers = dict(_headers(metadata))
+    if session:
+        headers["x-session-id"] = session
+    if router.keys is None:
+        headers |= {name: str(value) for name, value in metadata if name == _AUTHORIZATION}
+    address = address_of(context.peer()) if router.settings.anonymous_cache == "address" else ""
+    return Origin(headers, address, record.account.tenant.name)
+
+
+def address_of(peer: str) -> str:
+    """The client's address in gRPC's name of a peer (`ipv4:127.0.0.1:5000`, `ipv6:%5B::1%5D:5000`)."""
+    kind, _, rest = unquote(peer).partition(":")
+    return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
+
+
+def _headers(metadata: list[tuple[str, Any]]) -> Mapping[str, str]:
+    return {name: value for name, value in metadata if name in _PASSED_ON and isinstance(value, str)}
+
+
+async def abort(context: grpc.aio.ServicerContext, error: LockstepError) -> None:
+    """End the call with an error, as the table of errors says."""
+    trailing = [(ERROR_CODE, str(error.code))]
+    if error.field is not None:
+        trailing.append((ERROR_FIELD, _ascii(error.field)))
+    if error.retry_after_s is not None:
+        trailing.append(("retry-after", str(max(1, round(error.retry_after_s)))))
+    await context.abort(grpc.StatusCode[error.meaning.grpc_status], error.message, tuple(trailing))
+
+
+def _ascii(text: str) -> str:
+    # Values of metadata are visible ASCII.
+    return "".join(char if " " <= char <= "~" else "?" for char in text[:_MAX_FIELD_CHARS])

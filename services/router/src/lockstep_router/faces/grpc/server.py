@@ -1,0 +1,137 @@
+"""The gRPC server: its port, its limits of connections, and its end.
+
+The limits of calls are in `service` and `inbound`. Everything but health needs a key, if the router has keys.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from lockstep_common.errors import LockstepError, cannot_listen
+
+from lockstep_router.faces.grpc.caller import abort, identify, new_record
+from lockstep_router.faces.grpc.health import Health
+from lockstep_router.faces.grpc.inbound import Inbound
+from lockstep_router.faces.grpc.service import SERVICE, Inference
+from lockstep_router.faces.rest.bodies import BodyBudget
+from lockstep_router.faces.rest.parsing import Parsing
+from lockstep_router.router import Router
+from lockstep_router.settings import RouterSettings
+
+_HEALTH = "grpc.health.v1.Health"
+_OTHER_CALLS = 256
+"""Calls at a time that run no stream: health, reflection, and those that will be refused."""
+_IDLE_MS = 300_000
+_KEEPALIVE_TIMEOUT_MS = 20_000
+_MIN_PING_INTERVAL_MS = 10_000
+_AGE_GRACE_MS = 600_000
+"""A call may last this much longer than the greatest age of its connection. Then it is cut, and can be resumed."""
+_LEAST_ARRIVING = 4
+
+
+class GrpcServer:
+    """Listens on its port from the beginning, and serves from `start` to `stop`.
+
+    Args:
+        router: the router.
+        bodies: where messages count.
+        parsing: the turns of large messages.
+        credentials: of TLS; None: plain text.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, the port cannot be used.
+    """
+
+    def __init__(
+        self, router: Router, bodies: BodyBudget, parsing: Parsing, credentials: grpc.ServerCredentials | None = None
+    ) -> None:
+        settings = router.settings
+        arriving = max(_LEAST_ARRIVING, settings.max_bodies_bytes // settings.max_body_bytes)
+        inbound = Inbound(bodies, arriving, settings.body_timeout_s)
+        self._server = grpc.aio.server(
+            interceptors=(_KeyInterceptor(router),),
+            options=_options(settings),
+            maximum_concurrent_rpcs=settings.max_streams + _OTHER_CALLS,
+        )
+        self._server.add_generic_rpc_handlers((Inference(router, inbound, parsing).handler(),))
+        health_pb2_grpc.add_HealthServicer_to_server(Health(router), self._server)
+        names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self.port = self._listen(settings, credentials)
+
+    def _listen(self, settings: RouterSettings, credentials: grpc.ServerCredentials | None) -> int:
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        address = f"{host}:{settings.grpc_port}"
+        try:
+            if credentials is None:
+                port: int = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise cannot_listen("grpc_port", address, "the address is in use, or not of this machine") from error
+        return port
+
+    async def start(self) -> None:
+        """Accept connections."""
+        await self._server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept no more calls, and wait for those in progress; after the grace they are cut."""
+        await self._server.stop(grace_s)
+
+
+def _options(settings: RouterSettings) -> tuple[tuple[str, Any], ...]:
+    age_s = settings.grpc_max_connection_age_s
+    ages = (
+        ("grpc.max_connection_age_ms", int(age_s * 1000)),
+        ("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS),
+    )
+    return (
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", settings.max_body_bytes),
+        ("grpc.max_metadata_size", settings.max_header_bytes),
+        ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
+        ("grpc.max_concurrent_streams", settings.grpc_max_calls_per_connection),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
+        ("grpc.server_handshake_timeout_ms", int(settings.header_timeout_s * 1000)),
+        ("grpc.max_connection_idle_ms", _IDLE_MS),
+        # The router finds clients that have vanished, and refuses those that ping often.
+        ("grpc.keepalive_time_ms", int(settings.keepalive_interval_s * 1000) or 0x7FFFFFFF),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
+        # Windows do not grow, so that data which nobody reads takes little memory.
+        ("grpc.http2.bdp_probe", 0),
+        *(ages if age_s else ()),
+    )
+
+
+class _KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without a valid key before anything is read of them. `Inference` does so itself, and reports it."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        """The call's handler, or one that refuses it."""
+        service = handler_call_details.method.split("/")[1]
+        if service not in (_HEALTH, SERVICE):
+            metadata = list(handler_call_details.invocation_metadata or ())
+            try:
+                identify(self._router, metadata, new_record(self._router, metadata))
+            except LockstepError as error:
+                return _refusing(error)
+        return await continuation(handler_call_details)
+
+
+def _refusing(error: LockstepError) -> grpc.RpcMethodHandler:
+    async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
+        await abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,0 +1,100 @@
+"""The messages of a socket: what clients may send, strictly typed, and what they get."""
+
+from typing import Annotated, Any, Literal
+
+from lockstep_common.errors import LockstepError, invalid
+from pydantic import Field
+from pydantic_core import to_json
+
+from lockstep_router.faces.rest.fields import validate
+from lockstep_router.faces.rest.identity import MAX_TIMEOUT_S
+from lockstep_router.faces.rest.schema_base import Strict
+
+MAX_ID_CHARS = 128
+_MAX_QUOTED_CHARS = 32
+
+RequestId = Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)]
+
+
+class Generate(Strict):
+    """Begin a request: its answer comes as events with the same id."""
+
+    type: Literal["generate"]
+    id: RequestId
+    endpoint: Literal["chat.completions", "completions"]
+    body: dict[str, Any]
+    session: str | None = Field(None, min_length=1, max_length=256)
+    timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)
+
+
+class Resume(Strict):
+    """Get the answer of a request that was started before, on any face, after an event that the client has."""
+
+    type: Literal["resume"]
+    id: RequestId
+    stream: str = Field(min_length=1, max_length=256)
+    last_event_id: str | None = Field(None, min_length=1, max_length=64 << 10)
+
+
+class Cancel(Strict):
+    """End a request of this socket."""
+
+    type: Literal["cancel"]
+    id: RequestId
+
+
+class Ping(Strict):
+    """Ask for a pong."""
+
+    type: Literal["ping"]
+
+
+ClientMessage = Generate | Resume | Cancel | Ping
+_TYPES: dict[str, type[ClientMessage]] = {"generate": Generate, "resume": Resume, "cancel": Cancel, "ping": Ping}
+
+
+def client_message(data: dict[str, Any]) -> ClientMessage:
+    """The typed message.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, naming the field.
+    """
+    given = data.get("type")
+    model = _TYPES.get(given) if isinstance(given, str) else None
+    if model is None:
+        quoted = f", not {given[:_MAX_QUOTED_CHARS]!r}" if isinstance(given, str) else ""
+        raise invalid("type", f"must be one of {', '.join(_TYPES)}{quoted}")
+    return validate(model, data)
+
+
+def id_of(data: dict[str, Any]) -> str | None:
+    """The id of a message that may be invalid, to answer with."""
+    given = data.get("id")
+    return given if isinstance(given, str) and 0 < len(given) <= MAX_ID_CHARS else None
+
+
+def started(client_id: str, stream: str) -> bytes:
+    """The request has been accepted; `stream` names it for a resume."""
+    return to_json({"type": "started", "id": client_id, "stream": stream})
+
+
+def event(client_id: bytes, event_id: str, data: bytes) -> bytes:
+    """A chunk of an answer. The client's id and the chunk are JSON already."""
+    return b'{"type":"event","id":%b,"event_id":"%b","data":%b}' % (client_id, event_id.encode(), data)
+
+
+def done(client_id: str, usage: dict[str, Any]) -> bytes:
+    """The answer is complete."""
+    return to_json({"type": "done", "id": client_id, "usage": usage})
+
+
+def failed(client_id: str | None, error: LockstepError) -> bytes:
+    """A request, or a message, has failed: OpenAI's error object with the HTTP status."""
+    body = error.openai_body()["error"] | {"status": error.meaning.http_status}
+    if error.retry_after_s is not None:
+        body["retry_after_s"] = max(1, round(error.retry_after_s))
+    return to_json({"type": "error", "id": client_id, "error": body})
+
+
+PONG = to_json({"type": "pong"})
+DRAINING = to_json({"type": "draining"})

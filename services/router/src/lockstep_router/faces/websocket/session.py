@@ -1,0 +1,280 @@
+"""The requests of one socket: each is a task of its own, and what is wrong with one concerns no other."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from pydantic_core import to_json
+
+from lockstep_router.faces.access import NOBODY, Call, report
+from lockstep_router.faces.rest.bodies import Reservation
+from lockstep_router.faces.rest.completions import chat_request, chat_style, completion_request, completion_style
+from lockstep_router.faces.rest.fields import parse_object, validate
+from lockstep_router.faces.rest.identity import Origin
+from lockstep_router.faces.rest.openai_format import format_of, usage_body
+from lockstep_router.faces.rest.parsing import Parsing
+from lockstep_router.faces.rest.record import Record
+from lockstep_router.faces.rest.resumable import chunks_of, owner_of
+from lockstep_router.faces.rest.schemas import ChatCompletionRequest, CompletionRequest
+from lockstep_router.faces.websocket import messages
+from lockstep_router.faces.websocket.messages import Cancel, Generate, Ping, Resume, client_message, id_of
+from lockstep_router.faces.websocket.socket import RESTART, Message, Socket, SocketClosedError
+from lockstep_router.generation.request import GenerationRequest
+from lockstep_router.generation.style import Style
+from lockstep_router.resumption import After, Reading
+from lockstep_router.router import Router
+from lockstep_router.tenants import Access
+
+logger = logging.getLogger("lockstep.router")
+
+_STREAMS_ENDPOINT = "/v1/streams/{stream_id}"
+_ENDPOINTS = {"chat.completions": "/v1/chat/completions", "completions": "/v1/completions"}
+_PENALTY_S = 0.01
+"""Pause after a message that asks for no answer of the model, so that floods of them cost little."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who has opened the socket."""
+
+    headers: Mapping[str, str]
+    """Of the handshake, without the API key if the router has keys."""
+    address: str
+    access: Access | None
+    """What its key gave access to then; None if the router has no keys."""
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request in progress."""
+
+    client_id: str
+    record: Record
+    call: Call
+    task: asyncio.Task[None] | None = None
+    has_stream: bool = False
+    """Whether the record's id is that of its stream."""
+    is_unwanted: bool = False
+    """Whether its stream ends with it."""
+
+
+class Session:
+    """Serves one socket until it closes."""
+
+    def __init__(self, router: Router, socket: Socket, parsing: Parsing, client: Client) -> None:
+        self._router = router
+        self._socket = socket
+        self._parsing = parsing
+        self._client = client
+        self._requests: dict[str, _Request] = {}
+        self._is_draining = False
+        self._notices: set[asyncio.Task[None]] = set()
+        socket.call_on_shutdown(self._on_shutdown)
+
+    async def run(self) -> None:
+        """Serve messages until the socket closes. Its streams go on for a time, so that the client can come back."""
+        try:
+            with suppress(SocketClosedError):
+                while (message := await self._socket.receive()) is not None:
+                    await self._serve(message)
+                    del message  # a request keeps what it needs of it
+                    await asyncio.sleep(0)
+        finally:
+            requests = [request.task for request in self._requests.values() if request.task is not None]
+            ending = [*requests, *self._notices]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+
+    async def _serve(self, message: Message) -> None:
+        client_id = None
+        is_begun = False
+        try:
+            data = await self._parsing.run(
+                len(message.text), lambda: parse_object(message.text, self._router.settings.max_body_values)
+            )
+            client_id = id_of(data)
+            match client_message(data):
+                case Generate() as generate:
+                    call = Call("websocket", _ENDPOINTS[generate.endpoint], "GET")
+                    record = self._record(message.reservation)
+                    self._begin(generate.id, partial(self._generate, generate), record, call)
+                    is_begun = True
+                case Resume() as resume:
+                    call = Call("websocket", _STREAMS_ENDPOINT, "GET")
+                    self._begin(resume.id, partial(self._resume, resume), self._record(message.reservation), call)
+                    is_begun = True
+                case Cancel() as cancel:
+                    self._cancel(cancel.id)
+                case Ping():
+                    await self._socket.send(messages.PONG)
+        except LockstepError as error:
+            await self._socket.send(messages.failed(client_id, error))
+        finally:
+            if not is_begun:
+                message.reservation.release()
+        if not is_begun:
+            await asyncio.sleep(_PENALTY_S)
+
+    # Requests.
+
+    def _begin(self, client_id: str, answer: Callable[[_Request], Awaitable[None]], record: Record, call: Call) -> None:
+        """Begin a request.
+
+        Raises:
+            LockstepError: INVALID_REQUEST, its id is in use; OVERLOADED, the socket has too many.
+        """
+        if client_id in self._requests:
+            raise invalid("id", "is that of another request in progress")
+        limit = self._router.settings.websocket_max_requests
+        if len(self._requests) >= limit:
+            raise LockstepError(ErrorCode.OVERLOADED, f"this connection runs {limit} requests already")
+        request = self._requests[client_id] = _Request(client_id, record, call)
+        self._socket.note_busy(is_busy=True)
+        request.task = asyncio.create_task(self._run(request, answer))
+        request.task.add_done_callback(lambda _: self._end(request))
+
+    def _end(self, request: _Request) -> None:
+        request.record.release_body()
+        del self._requests[request.client_id]
+        if not self._requests:
+            self._socket.note_busy(is_busy=False)
+            if self._is_draining:
+                self._socket.close(RESTART, "the router is shutting down")
+
+    def _cancel(self, client_id: str) -> None:
+        request = self._requests.get(client_id)
+        if request is None:
+            raise LockstepError(ErrorCode.NOT_FOUND, "there is no such request in progress", field="id")
+        request.is_unwanted = True
+        assert request.task is not None
+        request.task.cancel()
+
+    async def _run(self, request: _Request, answer: Callable[[_Request], Awaitable[None]]) -> None:
+        """Run a request; its end is told to the client, logged and counted, whatever it is."""
+        began = time.perf_counter()
+        record, failure = request.record, None
+        try:
+            self._identify(record)
+            answering = answer(request)
+            del answer  # it holds the message, which is large and needed at the beginning only
+            await answering
+            record.status = 200
+        except LockstepError as error:
+            failure = error
+        except SocketClosedError:
+            failure = LockstepError(ErrorCode.CANCELLED, "the client has gone")
+        except asyncio.CancelledError:
+            failure = LockstepError(ErrorCode.CANCELLED, "the request was cancelled")
+        except Exception:
+            logger.exception("request failed", extra={"request_id": record.request_id})
+            failure = LockstepError(ErrorCode.INTERNAL, "something went wrong in the router")
+        if failure is not None:
+            record.status = failure.meaning.http_status
+        if request.is_unwanted and request.has_stream:
+            with suppress(LockstepError):
+                await self._router.runs.cancel(record.request_id, self._owner(record))
+        report(request.call, record, time.perf_counter() - began, is_audited=self._client.access is not None)
+        if failure is not None and self._socket.is_open:
+            with suppress(SocketClosedError):
+                await self._socket.send(messages.failed(request.client_id, failure))
+
+    def _record(self, reservation: Reservation | None = None) -> Record:
+        return Record(secrets.token_hex(12), self._router.limits.account(NOBODY), body=reservation)
+
+    def _identify(self, record: Record) -> None:
+        """Find out whose request it is now: a socket may outlive its key.
+
+        Raises:
+            LockstepError: INVALID_API_KEY.
+        """
+        if self._router.keys is None or self._client.access is None:
+            return
+        access = record.access = self._router.keys.renew(self._client.access)
+        record.account, record.key_id = self._router.limits.account(access.tenant), access.key_id
+
+    async def _generate(self, message: Generate, request: _Request) -> None:
+        record = request.record
+        await record.account.admit()
+        # A client that does not want to come back has no use for what goes on without it.
+        request.is_unwanted = message.body.get("resumable") is False
+        generation_request, style = self._generation_request(message, record)
+        starting = self._router.runs.start(generation_request, record.account, style, owner=self._owner(record))
+        del generation_request, message
+        reading = await starting
+        record.release_body()
+        record.prompt_tokens = reading.record.prompt_tokens
+        await self._answer(reading, request)
+
+    async def _resume(self, message: Resume, request: _Request) -> None:
+        record = request.record
+        record.resumed = True
+        await record.account.admit_reading()
+        given = message.last_event_id
+        after = None if given is None else After.parse(given, "last_event_id")
+        await self._answer(await self._router.runs.resume(message.stream, self._owner(record), after), request)
+
+    async def _answer(self, reading: Reading, request: _Request) -> None:
+        record, client_id = request.record, to_json(request.client_id)
+        record.request_id, request.has_stream = reading.record.request_id, True
+        with closing(reading):
+            try:
+                await self._socket.send(messages.started(request.client_id, record.request_id))
+                async for chunks in chunks_of(reading, format_of(reading.record, reading.tokenizer)):
+                    for event_id, data in chunks:
+                        await self._socket.send(messages.event(client_id, event_id, data))
+            finally:
+                record.completion_tokens = reading.delivered_tokens
+        await self._socket.send(messages.done(request.client_id, usage_body(reading.usage)))
+
+    def _generation_request(self, message: Generate, record: Record) -> tuple[GenerationRequest, Style]:
+        """The request that a message makes, and the form of its answer.
+
+        Raises:
+            LockstepError: INVALID_REQUEST, naming the field of the body.
+        """
+        settings = self._router.settings
+        if message.body.get("stream", True) is not True:
+            raise invalid("stream", "may only be true: answers over WebSocket are streams")
+        body = message.body | {"stream": True}
+        origin = self._origin(record, message.session)
+        if message.endpoint == "chat.completions":
+            chat = validate(ChatCompletionRequest, body)
+            request, style = chat_request(chat, origin, settings), chat_style(chat)
+        else:
+            completion = validate(CompletionRequest, body)
+            request, style = completion_request(completion, origin, settings), completion_style(completion)
+        if message.timeout_s is not None:
+            request = replace(request, caller=replace(request.caller, timeout_s=message.timeout_s))
+        return request, style
+
+    def _origin(self, record: Record, session: str | None = None) -> Origin:
+        headers = self._client.headers
+        if session is not None:
+            headers = {**headers, "x-session-id": session}
+        return Origin(headers, self._client.address, record.account.tenant.name)
+
+    def _owner(self, record: Record) -> str:
+        return owner_of(self._origin(record))
+
+    # The end.
+
+    def _on_shutdown(self) -> None:
+        """The router drains: no new requests. A second time: it ends."""
+        if self._is_draining or not self._requests:
+            self._socket.close(RESTART, "the router is shutting down")
+            return
+        self._is_draining = True
+        notice = asyncio.ensure_future(self._send_notice())
+        self._notices.add(notice)
+        notice.add_done_callback(self._notices.discard)
+
+    async def _send_notice(self) -> None:
+        with suppress(SocketClosedError):
+            await self._socket.send(messages.DRAINING)

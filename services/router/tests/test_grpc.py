@@ -1,0 +1,299 @@
+"""The gRPC face: one service with the rules of the REST API, within limits."""
+
+import asyncio
+import logging
+import time
+
+import grpc
+import pytest
+from google.protobuf.json_format import MessageToDict
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from key_files import KEY, OTHER_KEY, tenant, write
+from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
+from lockstep_common.errors import LockstepError
+from lockstep_common.telemetry import JsonFormatter, exposition
+from lockstep_router.faces.grpc import inbound
+from lockstep_router.faces.grpc.caller import address_of
+from lockstep_router.faces.grpc.wire import MAX_RECORDS, check_structure
+from router_cluster import eventually
+from scripted_worker import Script
+
+DESCRIPTOR = inference_pb2.GenerateRequest.DESCRIPTOR
+
+
+def request(prompt="hello world", *, max_tokens=12, seed=7, n=None, resumable=None, stop=(), **sampling):
+    return inference_pb2.GenerateRequest(
+        model="reference",
+        prompt=prompt,
+        sampling=inference_pb2.Sampling(max_tokens=max_tokens, seed=seed, **sampling),
+        user="u",
+        n=n,
+        stop=stop,
+        resumable=resumable,
+    )
+
+
+def stub_of(channel):
+    return inference_pb2_grpc.InferenceStub(channel)
+
+
+async def events_of(call):
+    return [event async for event in call]
+
+
+def text_of(events, choice=0):
+    return "".join(event.text for event in events if event.choice == choice and not event.HasField("usage"))
+
+
+async def error_of(call):
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await events_of(call)
+    trailing = dict(failed.value.trailing_metadata())
+    return failed.value.code(), trailing.get("lockstep-error-code"), trailing.get("lockstep-field")
+
+
+async def test_answer_has_text_ids_positions_and_usage(cluster):
+    async with cluster.over_grpc() as channel:
+        call = stub_of(channel).Generate(request(max_tokens=20, n=2, logprobs=2))
+        metadata = dict(await call.initial_metadata())
+        events = await events_of(call)
+    assert metadata["x-lockstep-router"] == cluster.router.settings.router_id
+    assert {event.request_id for event in events} == {metadata["x-lockstep-stream-id"]}
+    assert text_of(events) == cluster.undisturbed("hello world", 7, 20)
+    for choice in (0, 1):
+        mine = [event for event in events[:-1] if event.choice == choice]
+        ids = []
+        for event in mine:
+            assert event.index == len(ids)
+            ids.extend(event.ids)
+        assert cluster.tokenizer.decode(ids) == text_of(events, choice)
+        assert [entry.chosen.id for event in mine for entry in event.logprobs] == ids
+        assert [event.finish for event in mine if event.finish] == [inference_pb2.FINISH_REASON_LENGTH]
+    assert events[-1].usage.completion_tokens == 40
+    assert len({event.event_id for event in events}) == len(events)
+
+
+async def test_defaults_are_those_of_the_rest_api(cluster):
+    async with cluster.over_grpc() as channel:
+        message = inference_pb2.GenerateRequest(model="reference", prompt="hello")
+        assert (await events_of(stub_of(channel).Generate(message)))[-1].usage.completion_tokens == 16
+        (submit,) = [each for worker in cluster.workers for each in worker.submits]
+        assert not submit.sampling.HasField("temperature")
+        assert submit.sampling.HasField("seed")
+
+
+async def test_conversations_use_the_chat_template(cluster):
+    message = request()
+    message.conversation.messages.add(role="user", content="hi")
+    async with cluster.over_grpc() as channel:
+        events = await events_of(stub_of(channel).Generate(message))
+    response = await cluster.chat()
+    assert text_of(events) == response.json()["choices"][0]["message"]["content"]
+
+
+async def test_client_that_breaks_off_comes_back(cluster):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.01)
+    async with cluster.over_grpc() as channel:
+        call = stub_of(channel).Generate(request(max_tokens=60))
+        seen = [await anext(aiter(call)) for _ in range(5)]
+        call.cancel()
+        last = seen[-1]
+        resumed = inference_pb2.ResumeRequest(request_id=last.request_id, last_event_id=last.event_id)
+        rest = await events_of(stub_of(channel).Resume(resumed))
+        assert rest[0].index == sum(len(event.ids) for event in seen)
+        assert text_of(seen) + text_of(rest) == cluster.undisturbed("hello world", 7, 60)
+        assert rest[-1].usage.completion_tokens == 60
+        whole = await events_of(stub_of(channel).Resume(inference_pb2.ResumeRequest(request_id=last.request_id)))
+        assert text_of(whole) == cluster.undisturbed("hello world", 7, 60)
+        wrong = inference_pb2.ResumeRequest(request_id=last.request_id, last_event_id=f"{last.request_id}:99")
+        code = grpc.StatusCode.INVALID_ARGUMENT
+        assert await error_of(stub_of(channel).Resume(wrong)) == (code, "invalid_request", "last_event_id")
+        unknown = inference_pb2.ResumeRequest(request_id="r-nobody")
+        assert (await error_of(stub_of(channel).Resume(unknown)))[:2] == (
+            grpc.StatusCode.NOT_FOUND,
+            "stream_not_found",
+        )
+    assert sum(len(worker.submits) for worker in cluster.workers) == 1
+
+
+async def test_cancel_ends_the_request(cluster):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.02)
+    async with cluster.over_grpc() as channel:
+        call = stub_of(channel).Generate(request(max_tokens=200))
+        first = await anext(aiter(call))
+        await stub_of(channel).Cancel(inference_pb2.CancelRequest(request_id=first.request_id))
+        assert (await error_of(call))[:2] == (grpc.StatusCode.CANCELLED, "cancelled")
+        assert cluster.router.streams == 0
+        again = inference_pb2.ResumeRequest(request_id=first.request_id)
+        assert (await error_of(stub_of(channel).Resume(again)))[1] == "stream_not_found"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_client_that_leaves_for_good_ends_the_request(cluster, begun):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.02 if begun else 20)
+    async with cluster.over_grpc() as channel:
+        call = stub_of(channel).Generate(request(max_tokens=200, resumable=False))
+        if begun:
+            await anext(aiter(call))
+        await eventually(lambda: cluster.router.streams == 1)
+        call.cancel()
+        await eventually(lambda: cluster.router.streams == 0)
+    await eventually(lambda: sum(len(worker.cancels) for worker in cluster.workers) == 1)
+
+
+async def test_deadline_is_that_of_the_request(cluster):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.05)
+    async with cluster.over_grpc() as channel:
+        call = stub_of(channel).Generate(request(max_tokens=200), timeout=0.5)
+        assert (await error_of(call))[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+        await eventually(lambda: cluster.router.streams == 0)
+
+
+async def test_health_is_readiness_and_needs_no_key(make_cluster, tmp_path):
+    path = tmp_path / "keys.yaml"
+    write(path, tenant("search", KEY))
+    cluster = await make_cluster(1, keys_file=str(path))
+    async with cluster.over_grpc() as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "lockstep.v1.Inference"):
+            reply = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await health.Check(health_pb2.HealthCheckRequest(service="nobody"))
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+        watching = aiter(health.Watch(health_pb2.HealthCheckRequest()))
+        assert (await anext(watching)).status == health_pb2.HealthCheckResponse.SERVING
+        cluster.router.leaving = True
+        assert (await anext(watching)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def described(channel, metadata=None):
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    (reply,) = [each async for each in stub.ServerReflectionInfo(iter([asked]), metadata=metadata)]
+    return {service.name for service in reply.list_services_response.service}
+
+
+async def test_everything_else_needs_a_key(make_cluster, tmp_path, caplog):
+    path = tmp_path / "keys.yaml"
+    write(path, tenant("search", KEY), tenant("chat", OTHER_KEY, requests_per_minute=1))
+    cluster = await make_cluster(1, keys_file=str(path))
+    caplog.set_level(logging.INFO, logger="lockstep")
+    good, other = [("authorization", f"Bearer {key}") for key in (KEY, OTHER_KEY)]
+    async with cluster.over_grpc() as channel:
+        stub = stub_of(channel)
+        for metadata in ((), (("authorization", KEY),), (("authorization", "Bearer wrong"),), (good, good)):
+            code, name, _ = await error_of(stub.Generate(request(), metadata=metadata))
+            assert (code, name) == (grpc.StatusCode.UNAUTHENTICATED, "invalid_api_key")
+            with pytest.raises(grpc.aio.AioRpcError):
+                await described(channel, metadata)
+        assert not cluster.workers[0].submits
+        assert "lockstep.v1.Inference" in await described(channel, (good,))
+        events = await events_of(stub.Generate(request(), metadata=(good,)))
+        theirs = inference_pb2.ResumeRequest(request_id=events[0].request_id)
+        assert (await error_of(stub.Resume(theirs, metadata=(other,))))[1] == "stream_not_found"
+        call = stub.Generate(request(), metadata=(other,))
+        code, name, field = await error_of(call)
+        assert (code, name, field) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "rate_limit_exceeded", "requests_per_minute")
+        assert int(dict(await call.trailing_metadata())["retry-after"]) > 0
+    logged = "".join(JsonFormatter("router").format(record) for record in caplog.records)
+    assert KEY not in logged
+    audited = [record for record in caplog.records if record.name == "lockstep.audit"]
+    assert {record.face for record in audited} == {"grpc"}
+    assert [(record.tenant, record.status) for record in audited][4:] == [
+        ("search", 200),
+        ("chat", 404),
+        ("chat", 429),
+    ]
+
+
+async def test_calls_count_by_face(cluster):
+    async with cluster.over_grpc() as channel:
+        await events_of(stub_of(channel).Generate(request()))
+    await eventually(
+        lambda: (
+            'lockstep_router_requests_total{code="200",endpoint="/v1/completions",face="grpc"}' in exposition().decode()
+        )
+    )
+
+
+async def test_large_messages_are_refused(make_cluster):
+    cluster = await make_cluster(1, max_body_bytes=4096)
+    async with cluster.over_grpc() as channel:
+        code, *_ = await error_of(stub_of(channel).Generate(request("x" * 5000)))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert text_of(await events_of(stub_of(channel).Generate(request())))
+
+
+async def test_messages_that_do_not_arrive_are_given_up(make_cluster, monkeypatch):
+    monkeypatch.setattr(inbound, "_PATIENCE_S", 0.1)
+    cluster = await make_cluster(1, body_timeout_s=2, max_bodies_bytes=4 << 20, max_body_bytes=1 << 20)
+    async with cluster.over_grpc() as channel:
+        stuck = [channel.stream_stream("/lockstep.v1.Inference/Generate")() for _ in range(4)]
+        for call in stuck:
+            await call.wait_for_connection()
+        await asyncio.sleep(0.2)
+        assert text_of(await events_of(stub_of(channel).Generate(request()))), "the oldest made room"
+        found = sorted([(await error_of(call))[1] for call in stuck])
+        assert found == ["invalid_request"] * 3 + ["overloaded"]
+        assert cluster.app.state.bodies.used_bytes == 0
+
+
+async def test_slow_client_does_not_hold_others_up_and_is_cut_off(make_cluster):
+    cluster = await make_cluster(1, write_timeout_s=0.3, resume_window_s=0.1)
+    cluster.workers[0].script = Script(batch=8)
+    async with cluster.over_grpc(grpc__http2__bdp_probe=0) as channel:
+        call = stub_of(channel).Generate(request(max_tokens=200, n=16, logprobs=20))
+        await call.initial_metadata()
+        assert text_of(await events_of(stub_of(channel).Generate(request(seed=3))))
+        await eventually(lambda: cluster.router.requests == 0)
+        await eventually(lambda: cluster.router.runs.readings == 0)
+        assert (await error_of(call))[1] == "cancelled"
+
+
+async def test_message_in_the_wrong_form_is_an_error(cluster):
+    async with cluster.over_grpc() as channel:
+        raw = channel.unary_stream("/lockstep.v1.Inference/Generate")
+        for message in (b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"\x0a\x02\xff\xfe", b"\x0b\x0c"):
+            assert (await error_of(raw(message)))[1] == "invalid_request"
+        assert (await error_of(raw(b"")))[2] == "model"
+        for message in (b"", b"\x0a\x01\xff", b"\x0a\xac\x02" + b"x" * 300):
+            assert (await error_of(channel.unary_stream("/lockstep.v1.Inference/Resume")(message)))[1] == (
+                "invalid_request"
+            )
+
+
+def test_structure_is_limited_before_parsing():
+    ids = inference_pb2.GenerateRequest(prompt_ids=inference_pb2.TokenIds(ids=[1, 300, 70_000] * 100))
+    check_structure(ids.SerializeToString(), DESCRIPTOR, 300)
+    with pytest.raises(LockstepError, match="more than 299 values"):
+        check_structure(ids.SerializeToString(), DESCRIPTOR, 299)
+    many = b"\x2a\x00" * (2 << 20)  # `stop`, two million times
+    began = time.thread_time()
+    with pytest.raises(LockstepError, match=f"more than {MAX_RECORDS} fields"):
+        check_structure(many, DESCRIPTOR, 300)
+    assert time.thread_time() - began < 0.5
+    unpacked = inference_pb2.TokenIds.DESCRIPTOR
+    with pytest.raises(LockstepError, match="fields"):
+        check_structure(b"\x08\x01" * (MAX_RECORDS + 1), unpacked, 10)
+    largest = inference_pb2.GenerateRequest(model="m")
+    for _ in range(4096):
+        largest.conversation.messages.add(role="user", content="x", name="n")
+    check_structure(largest.SerializeToString(), DESCRIPTOR, 300)
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [("ipv4:10.1.2.3:5000", "10.1.2.3"), ("ipv6:%5B::1%5D:5000", "::1"), ("unix:/a", ""), ("", "")],
+)
+def test_address_of_a_peer(peer, address):
+    assert address_of(peer) == address
+
+
+def test_events_are_described_for_tools():
+    assert MessageToDict(inference_pb2.GenerateEvent(text="x", event_id="r:1")) == {"text": "x", "eventId": "r:1"}

@@ -1,0 +1,300 @@
+"""Whatever bytes come in at the WebSocket and at the gRPC port, no defect shows and no other stream notices it.
+
+`--fuzz-cases 100000` for a long run by hand.
+"""
+
+import asyncio
+import base64
+import contextlib
+import json
+import random
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import grpc
+import httpx
+import pytest
+from lockstep_api.v1 import inference_pb2
+from target import Target
+
+_AT_ONCE = 8
+_TIMEOUT_S = 20.0
+_QUIET_S = 5.0
+"""The longest silence of a well-behaved stream; each gives a token every hundredth of a second."""
+_BODY = {"model": "reference", "prompt": "hello world", "max_tokens": 4, "seed": 7}
+_MESSAGES = [
+    {"type": "generate", "id": "a", "endpoint": "completions", "body": _BODY},
+    {
+        "type": "generate",
+        "id": "b",
+        "endpoint": "chat.completions",
+        "body": {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "n": 2},
+    },
+    {"type": "resume", "id": "c", "stream": "r-1", "last_event_id": "r-1:3,f"},
+    {"type": "cancel", "id": "a"},
+    {"type": "ping"},
+]
+_ODD = [None, True, -1, 0, 1e308, 2**70, "", "a", "\x00", "\ud800", "x" * 300, [], [[]], {}, {"a": []}]
+_NOT_SENT = "Internal error from Core"
+"""What the client's own library says if the call has ended while it sends."""
+_INTERNAL = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    with Target(token_every_s=0.01, grpc=True) as running:
+        yield running
+
+
+@pytest.fixture
+def seeded(pytestconfig: pytest.Config) -> random.Random:
+    given = pytestconfig.getoption("--fuzz-seed")
+    seed = secrets.randbelow(2**32) if given is None else given
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+class Behaved:
+    """A stream that is read as it should be, under everything else."""
+
+    def __init__(self, target: Target) -> None:
+        self._url = "http://{}:{}".format(*target.address)
+        self.silence_s = 0.0
+        self.texts: list[str] = []
+        self.ended = False
+
+    async def read(self) -> None:
+        loop = asyncio.get_running_loop()
+        body = _BODY | {"max_tokens": 100_000, "stream": True, "user": "behaved"}
+        async with (
+            httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT_S) as client,
+            client.stream("POST", "/v1/completions", json=body) as response,
+        ):
+            last = loop.time()
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    self.silence_s, last = max(self.silence_s, loop.time() - last), loop.time()
+                    self.texts.append(json.loads(line[6:])["choices"][0]["text"])
+        self.ended = True
+
+
+@contextlib.asynccontextmanager
+async def behaved(target: Target) -> AsyncIterator[None]:
+    """A stream and a short request under what is done within; both are as without it."""
+    stream = Behaved(target)
+    async with httpx.AsyncClient(base_url="http://{}:{}".format(*target.address), timeout=_TIMEOUT_S) as client:
+        before = (await client.post("/v1/completions", json=_BODY)).json()["choices"]
+        reading = asyncio.create_task(stream.read())
+        async with asyncio.timeout(_TIMEOUT_S):
+            while not stream.texts:
+                await asyncio.sleep(0.01)
+        yield
+        count = len(stream.texts)
+        async with asyncio.timeout(_TIMEOUT_S):
+            while len(stream.texts) < count + 5:
+                assert not reading.done()
+                await asyncio.sleep(0.01)
+        reading.cancel()
+        assert not stream.ended
+        assert stream.silence_s < _QUIET_S
+        assert (await client.post("/v1/completions", json=_BODY)).json()["choices"] == before
+        assert (await client.get("/healthz")).status_code == 200
+    assert target.is_alive
+    assert not [line for line in target.log() if line["level"] in ("error", "critical")]
+
+
+async def run(cases: int, case: Callable[[], Awaitable[None]]) -> None:
+    """Run so many cases, some at once. They draw in turns, so that the seed makes the same cases."""
+    left = iter(range(cases))
+
+    async def runner() -> None:
+        for _ in left:
+            async with asyncio.timeout(_TIMEOUT_S):
+                await case()
+
+    await asyncio.gather(*(runner() for _ in range(_AT_ONCE)))
+
+
+def noise(draw: random.Random, most: int = 200) -> bytes:
+    return draw.randbytes(draw.randrange(most))
+
+
+def bent(draw: random.Random, data: bytes) -> bytes:
+    """The data with some bytes replaced, inserted or left out."""
+    made = bytearray(data)
+    for _ in range(draw.randrange(1, 4)):
+        at = draw.randrange(len(made) + 1)
+        match draw.randrange(3):
+            case 0:
+                made[at:at] = noise(draw, 4)
+            case 1:
+                made[at : at + draw.randrange(4)] = b""
+            case _:
+                made[at : at + 1] = draw.randbytes(1)
+    return bytes(made)
+
+
+# WebSocket.
+
+
+def handshake(draw: random.Random) -> bytes:
+    key = base64.b64encode(draw.randbytes(16))
+    return (
+        b"GET /v1/stream HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
+        b"sec-websocket-version: 13\r\nsec-websocket-key: " + key + b"\r\n\r\n"
+    )
+
+
+def frame(opcode: int, payload: bytes, *, fin: bool = True, reserved: int = 0) -> bytes:
+    size = len(payload)
+    length = bytes([0x80 | size]) if size < 126 else b"\xfe" + size.to_bytes(2)
+    return bytes([fin << 7 | reserved << 4 | opcode]) + length + bytes(4) + payload
+
+
+def odd_message(draw: random.Random) -> bytes:
+    message = json.loads(json.dumps(draw.choice(_MESSAGES)))
+    inside = message
+    while draw.random() < 0.5 and (deeper := [each for each in inside.values() if isinstance(each, dict)]):
+        inside = draw.choice(deeper)
+    if draw.random() < 0.7:
+        inside[draw.choice([*inside, "colour"]) if inside else "a"] = draw.choice(_ODD)
+    text = json.dumps(message).encode()
+    return bent(draw, text) if draw.random() < 0.3 else text
+
+
+def frames(draw: random.Random) -> bytes:
+    made = b""
+    for _ in range(draw.randrange(1, 6)):
+        match draw.randrange(6):
+            case 0 | 1 | 2:
+                made += frame(1, odd_message(draw))
+            case 3:
+                made += frame(draw.randrange(16), noise(draw), fin=draw.random() < 0.7, reserved=draw.randrange(8))
+            case 4:
+                text = odd_message(draw)
+                cut = draw.randrange(len(text) + 1)
+                made += frame(1, text[:cut], fin=False) + frame(9, b"") + frame(0, text[cut:])
+            case _:
+                made += noise(draw)
+    return bent(draw, made) if draw.random() < 0.1 else made
+
+
+async def test_bytes_of_a_websocket(target, seeded, pytestconfig, summarize) -> None:
+    cases = pytestconfig.getoption("--fuzz-cases") // 4
+    outcomes: Counter[str] = Counter()
+
+    async def case() -> None:
+        opening = handshake(seeded)
+        if seeded.random() < 0.1:
+            opening = bent(seeded, opening)
+        data, wants_answer = frames(seeded), seeded.random() < 0.5
+        reader, writer = await asyncio.open_connection(*target.address)
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            writer.write(opening)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    received = await reader.read(4096)
+            writer.write(data + (frame(8, b"\x03\xe8") if wants_answer else b""))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.3 if wants_answer else 0.02):
+                    while piece := await reader.read(1 << 16):
+                        received += piece
+        writer.transport.abort()
+        assert b'"internal"' not in received
+        outcomes[received[9:12].decode("ascii", "replace") or "nothing"] += 1
+
+    async with behaved(target):
+        await run(cases, case)
+    summarize(f"websocket: {cases} cases, answers to the handshake: {dict(outcomes)}")
+    assert outcomes["101"] > cases / 2
+
+
+# gRPC.
+
+
+def odd_request(draw: random.Random) -> bytes:
+    request = inference_pb2.GenerateRequest(model="reference", prompt="hello", user="u")
+    request.sampling.max_tokens = draw.choice([0, 1, 4, 2**32 - 1])
+    request.sampling.temperature = draw.choice([0.0, 1.0, 2.5, float("nan"), float("inf")])
+    request.sampling.logit_bias[draw.randrange(2**32)] = draw.uniform(-200, 200)
+    request.stop.extend(draw.choices(["", "a", "\x00", "x" * 300], k=draw.randrange(3)))
+    match draw.randrange(4):
+        case 0:
+            request.prompt_ids.ids.extend(draw.randrange(2**32) for _ in range(draw.randrange(5)))
+        case 1:
+            request.conversation.messages.add(role=draw.choice(["user", "robot", ""]), content="hi")
+        case 2:
+            del request.stop[:]
+            request.sampling.Clear()
+            request.sampling.max_tokens = 4
+        case _:
+            request.n = draw.choice([0, 1, 3, 2**32 - 1])
+    data = request.SerializeToString()
+    return bent(draw, data) if draw.random() < 0.5 else data
+
+
+async def test_messages_of_grpc(target, seeded, pytestconfig, summarize) -> None:
+    cases = pytestconfig.getoption("--fuzz-cases") // 4
+    statuses: Counter[str] = Counter()
+    names = ["Generate", "Generate", "Generate", "Resume", "Cancel", "Nothing"]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc_port}") as channel:
+
+        async def case() -> None:
+            name, leaves = seeded.choice(names), seeded.random() < 0.1
+            message = odd_request(seeded) if name == "Generate" else noise(seeded)
+            count = seeded.choice([0, 1, 1, 1, 1])
+            call = channel.stream_stream(f"/lockstep.v1.Inference/{name}")(iter([message] * count), timeout=10)
+            try:
+                async for _ in call:
+                    if leaves:
+                        call.cancel()
+                status = await call.code()
+            except grpc.aio.AioRpcError as error:
+                if error.details() == _NOT_SENT:
+                    return
+                status = error.code()
+            except asyncio.CancelledError:
+                if not leaves:
+                    raise
+                status = grpc.StatusCode.CANCELLED
+            assert status not in _INTERNAL, message
+            statuses[status.name] += 1
+
+        async with behaved(target):
+            await run(cases, case)
+    summarize(f"gRPC messages: {cases} cases, by status: {dict(statuses)}")
+    assert statuses["OK"]
+    assert statuses["INVALID_ARGUMENT"] > cases / 4
+
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+async def test_bytes_of_grpc(target, seeded, pytestconfig, summarize) -> None:
+    cases = pytestconfig.getoption("--fuzz-cases") // 4
+
+    async def case() -> None:
+        data = _PREFACE if seeded.random() < 0.8 else noise(seeded)
+        for _ in range(seeded.randrange(1, 6)):
+            payload = noise(seeded)
+            head = len(payload).to_bytes(3) + bytes([seeded.randrange(11), seeded.randrange(256)])
+            data += head + seeded.randrange(8).to_bytes(4) + payload
+        if seeded.random() < 0.3:
+            data = bent(seeded, data)
+        reader, writer = await asyncio.open_connection("127.0.0.1", target.grpc_port)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            writer.write(data)
+            async with asyncio.timeout(0.05):
+                while await reader.read(1 << 16):
+                    pass
+        writer.transport.abort()
+
+    async with behaved(target):
+        await run(cases, case)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc_port}") as channel:
+            message = inference_pb2.GenerateRequest(model="reference", prompt="hello").SerializeToString()
+            call = channel.unary_stream("/lockstep.v1.Inference/Generate")(message, timeout=_TIMEOUT_S)
+            assert [event async for event in call]
+    summarize(f"gRPC bytes: {cases} cases")
