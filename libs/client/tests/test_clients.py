@@ -248,6 +248,16 @@ async def test_names_with_several_addresses(make, router, monkeypatch):
     assert {headers["host"] for *_, headers in router.seen} == {f"routers.example:{server.port}"}
 
 
+async def test_proxy_of_the_environment(make, router, monkeypatch):
+    respond = router.respond
+    router.respond = lambda method, url, *rest: respond(method, url.removeprefix("http://routers.example:81"), *rest)
+    with serving(router) as server:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.port}")
+        assert text(await make("http://routers.example:81/v1").stream("chat", QUESTION, **OPTIONS)) == expected()
+        assert len(router.seen) == 1
+        assert text(await make(server.url).stream("chat", QUESTION, **OPTIONS)) == expected()
+
+
 async def test_deadline_ends_a_silent_answer(make, router):
     with serving(router, hangs=[0]) as server:
         began_s = time.monotonic()

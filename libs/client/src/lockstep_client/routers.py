@@ -73,6 +73,11 @@ class Routers:
         self._resolved_s: dict[Name, float] = {}
         self._failures: dict[Router, _Failure] = {}
 
+    def resolve_nothing(self) -> None:
+        """Leave the look-up of names to the connections."""
+        with self._lock:
+            self._names.clear()
+
     def stale_names(self) -> list[Name]:
         """The names whose addresses should be looked up now."""
         now = self._clock()

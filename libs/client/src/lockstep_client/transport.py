@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from random import Random, SystemRandom
 from typing import Any, Self
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
@@ -38,6 +39,10 @@ class _Shared:
         self.policy = policy
         self.random: Random = random or SystemRandom()
         self.routers = Routers(base_urls, avoid_s=policy.avoid_s, clock=time.monotonic, random=self.random)
+        self.is_proxied = any(map(_is_proxied, self.routers.roots))
+        """The environment names a proxy for a router: the proxy looks names up, and the client does not."""
+        if self.is_proxied:
+            self.routers.resolve_nothing()
 
     def exchange(self, request: Outgoing, policy: Policy | None) -> Exchange:
         """How a request is carried out."""
@@ -175,7 +180,9 @@ class Transport:
         random: Random | None = None,
     ) -> None:
         self._shared = _Shared(base_urls, policy, random)
-        self._client = httpx.Client(verify=verify, limits=_LIMITS, trust_env=False, headers={"User-Agent": _USER_AGENT})
+        self._client = httpx.Client(
+            verify=verify, limits=_LIMITS, trust_env=self._shared.is_proxied, headers={"User-Agent": _USER_AGENT}
+        )
 
     @property
     def policy(self) -> Policy:
@@ -341,7 +348,7 @@ class AsyncTransport:
     ) -> None:
         self._shared = _Shared(base_urls, policy, random)
         self._client = httpx.AsyncClient(
-            verify=verify, limits=_LIMITS, trust_env=False, headers={"User-Agent": _USER_AGENT}
+            verify=verify, limits=_LIMITS, trust_env=self._shared.is_proxied, headers={"User-Agent": _USER_AGENT}
         )
 
     @property
@@ -389,6 +396,14 @@ def _as_broken() -> Iterator[None]:
 def _head(response: httpx.Response) -> Head:
     headers = {name: value for name, value in response.headers.items() if name not in _NOT_GIVEN}
     return Head(response.status_code, headers)
+
+
+def _is_proxied(root: str) -> bool:
+    """Whether the environment names a proxy for a URL. This machine's loopback cannot be reached through one."""
+    url = httpx.URL(root)
+    proxies = getproxies()
+    is_local = url.host in ("localhost", "127.0.0.1", "::1")
+    return not is_local and bool(proxies.keys() & {url.scheme, "all"}) and not proxy_bypass(url.host)
 
 
 def _addresses(name: Name) -> list[str]:
