@@ -216,7 +216,7 @@ def test_an_experiment_from_its_load_to_its_outcome(lockstep, cluster: Path) -> 
 
 def test_the_load_gets_its_key_from_a_secret_that_ends_with_its_pod(lockstep, cluster: Path) -> None:
     (cluster / "key").write_text("sk-lockstep-secret\n")
-    result = lockstep(*RUN, "--api-key-file", str(cluster / "key"), timeout_s=60)
+    result = lockstep(*RUN, "--resume", "--api-key-file", str(cluster / "key"), timeout_s=60)
     assert result.returncode == 0, result.stderr
     secret = yaml.safe_load((cluster / "applied-secret-lockstep-load").read_text())
     assert base64.b64decode(secret["data"]["api-key"]) == b"sk-lockstep-secret"
@@ -225,6 +225,7 @@ def test_the_load_gets_its_key_from_a_secret_that_ends_with_its_pod(lockstep, cl
     assert owner["uid"]
     (container,) = yaml.safe_load((cluster / "applied-lockstep-load").read_text())["spec"]["containers"]
     reference = {"name": "lockstep-load", "key": "api-key"}
+    assert "--resume" in container["args"]
     assert container["env"] == [{"name": "LOCKSTEP_API_KEY", "valueFrom": {"secretKeyRef": reference}}]
     assert "sk-lockstep-secret" not in result.stdout + result.stderr
     assert left(cluster) == []

@@ -61,6 +61,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="environment variable with the load's API key, if the routers have keys (default: %(default)s)",
     )
     parser.add_argument("--api-key-file", metavar="FILE", help="file with the key, instead")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="the load's streams survive routers that die, like lockstep-client's",
+    )
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON")
 
 
@@ -82,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         clients=arguments.clients,
         image=arguments.image,
         slack=arguments.slack,
+        resume=arguments.resume,
         key=api_key(arguments.api_key_env, arguments.api_key_file),
         say=lambda sentence: notes.print(sentence, style="dim", markup=False),
     )
