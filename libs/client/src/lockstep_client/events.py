@@ -29,6 +29,15 @@ class TextPiece:
 
 
 @dataclass(frozen=True)
+class ReasoningPiece:
+    """More of what the model thinks before its answer."""
+
+    choice: int
+    text: str
+    event_id: str = ""
+
+
+@dataclass(frozen=True)
 class ToolCallPiece:
     """More of a tool call. The first piece has id and name, and each has the next part of the arguments' JSON."""
 
@@ -66,7 +75,7 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-Event = TextPiece | ToolCallPiece | Finish | Usage
+Event = TextPiece | ReasoningPiece | ToolCallPiece | Finish | Usage
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,7 @@ class Choice:
     finish_reason: str | None
     logprobs: tuple[Logprob, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,8 @@ def _choice_events(choice: Json, body: Json, event_id: str) -> list[Event]:
     text = delta.get("content") if "delta" in choice else choice.get("text")
     logprobs = _logprobs(choice.get("logprobs"))
     events: list[Event] = []
+    if delta.get("reasoning_content"):
+        events.append(ReasoningPiece(index, delta["reasoning_content"], event_id))
     if text or logprobs:
         events.append(TextPiece(index, text or "", logprobs, event_id))
     for call in delta.get("tool_calls") or ():
@@ -211,7 +223,14 @@ def _whole_choice(choice: Json) -> Choice:
         for call in message.get("tool_calls") or ()
     ]
     logprobs = _logprobs(choice.get("logprobs"))
-    return Choice(int(choice["index"]), text or "", choice.get("finish_reason"), logprobs, tuple(calls))
+    return Choice(
+        int(choice["index"]),
+        text or "",
+        choice.get("finish_reason"),
+        logprobs,
+        tuple(calls),
+        message.get("reasoning_content") or "",
+    )
 
 
 def _logprobs(given: Json | None) -> tuple[Logprob, ...]:

@@ -39,6 +39,7 @@ class ChatFields(SamplingFields, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool | None
+    reasoning_effort: str | None
 
 
 class CompletionFields(SamplingFields, total=False):
