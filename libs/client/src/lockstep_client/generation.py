@@ -32,6 +32,8 @@ STREAM_HEADER = "x-lockstep-stream-id"
 ROUTER_HEADER = "x-lockstep-router"
 
 _ENDPOINTS = ("/chat/completions", "/completions")
+_REPEATABLE = ("/tokenize", "/detokenize", "/embeddings")
+"""Endpoints that compute and change nothing."""
 _UNKNOWN_STATUSES = frozenset({400, 404, 405, 422, 501})
 """How routers answer that cannot resume a stream: they do not have it, do not have this much of it, or never resume."""
 _ELSEWHERE_TRIES = 8
@@ -339,7 +341,7 @@ def exchange_for(
     path = request.path.partition("?")[0]
     body = json_object(request.content) if request.method == "POST" and endpoint_of(path) else None
     if body is None:
-        is_repeatable = request.method in ("GET", "HEAD", "OPTIONS") or path.endswith(("/tokenize", "/detokenize"))
+        is_repeatable = request.method in ("GET", "HEAD", "OPTIONS") or path.endswith(_REPEATABLE)
         return PlainRequest(request, attempts, is_repeatable=is_repeatable)
     content = json.dumps(with_seed(body), ensure_ascii=False, separators=(",", ":")).encode()
     request = Outgoing(request.method, path, request.headers, content)
