@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := libs/api libs/common libs/engine services/router services/inference-worker tools
+PACKAGES := libs/api libs/common libs/client libs/engine services/router services/inference-worker tools
 SOURCES := libs services tools tests conftest.py
 PARALLEL_TESTS := libs services tools/tests tests/deployment tests/contract tests/conformance tests/simulation
 SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/cluster
@@ -63,7 +63,7 @@ lint: setup
 	$(BIN)/pip check --quiet
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/mypy libs/common/src libs/engine/src services/router/src services/inference-worker/src tools/src
+	$(BIN)/mypy libs/common/src libs/client/src libs/engine/src services/router/src services/inference-worker/src tools/src
 	$(BIN)/python -m lockstep_tools.repository.gen_protos --check
 
 bench: setup

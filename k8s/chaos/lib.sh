@@ -3,6 +3,7 @@
 #   NAMESPACE, RELEASE   where the release is (default: the context's namespace, lockstep)
 #   WORKER, ROUTER       pods to be disturbed (default: the first that is ready)
 #   IMAGE                the tools' image (default: beside the router's)
+#   LOCKSTEP_API_KEY     the load's key, if the routers have keys
 #   PARENT               process that runs this script; the script ends when it is gone
 set -euo pipefail
 
@@ -75,8 +76,12 @@ signal_rank() { # signal
 }
 
 # Runs the release's `lockstep` command in a pod that policies know as a load: client_pod NAME "NODES TO AVOID" ARGUMENT...
+# With LOCKSTEP_API_KEY it sends this key to the routers.
 client_pod() {
-  local name=$1 avoid=$2 router; shift 2
+  local name=$1 avoid=$2 router environment=; shift 2
+  if [[ -n ${LOCKSTEP_API_KEY:-} ]]; then
+    environment="{name: LOCKSTEP_API_KEY, valueFrom: {secretKeyRef: {name: $name, key: api-key}}}"
+  fi
   router=$(first router)
   : "${IMAGE:=$(pod_field "$router" '.spec.containers[?(@.name=="router")].image' | sed 's|/router\([:@]\)|/tools\1|')}"
   k apply -f - >/dev/null <<POD
@@ -110,6 +115,7 @@ spec:
     - name: load
       image: $IMAGE
       args: [$(printf '"%s",' "$@")]
+      env: [$environment]
       securityContext:
         allowPrivilegeEscalation: false
         readOnlyRootFilesystem: true
@@ -120,6 +126,22 @@ spec:
       volumeMounts: [{name: tmp, mountPath: /tmp}]
   volumes: [{name: tmp, emptyDir: {sizeLimit: 64Mi}}]
 POD
+  if [[ -n ${LOCKSTEP_API_KEY:-} ]]; then give_key "$name"; fi
+}
+
+# Stores LOCKSTEP_API_KEY as a Secret of a pod, which waits for it: Kubernetes deletes the Secret with the pod. The key is in no command
+# line: give_key POD
+give_key() {
+  local uid; uid=$(pod_field "$1" .metadata.uid)
+  k apply -f - >/dev/null <<SECRET
+apiVersion: v1
+kind: Secret
+metadata:
+  name: $1
+  labels: {$LABEL: $RELEASE}
+  ownerReferences: [{apiVersion: v1, kind: Pod, name: $1, uid: "$uid"}]
+data: {api-key: "$(printf %s "$LOCKSTEP_API_KEY" | base64 | tr -d '\n')"}
+SECRET
 }
 
 # The newest revision of the release, by helm.

@@ -29,7 +29,15 @@ _REQUESTS = 24
 _SECONDS_EACH = 0.5
 _APART_S = 0.01
 _MODEL = ROOT / "models/reference"
-_PARTS = ("tools", "services/router", "services/inference-worker", "libs/engine", "libs/common", "libs/api")
+_PARTS = (
+    "tools",
+    "services/router",
+    "services/inference-worker",
+    "libs/engine",
+    "libs/client",
+    "libs/common",
+    "libs/api",
+)
 _SETTINGS = {
     "LOCKSTEP_MAX_SEQS": "1",
     "LOCKSTEP_FIRST_TOKEN_DEADLINE_S": "3",

@@ -187,6 +187,7 @@ def show(kind: str, found: list[dict], output: str) -> None:
     else:
         (one,) = found
         fields = {
+            ".metadata.uid": one["metadata"].get("uid", ""),
             ".status.phase": one.get("status", {}).get("phase", ""),
             ".status.podIP": one.get("status", {}).get("podIP", ""),
             ".spec.nodeName": one.get("spec", {}).get("nodeName", ""),
@@ -206,7 +207,10 @@ def apply(namespace: str, arguments: list[str]) -> None:
     if kind == "pod":
         (STATE / f"applied-{value['metadata']['name']}").write_text(text)
         value["spec"].setdefault("nodeName", "n2")
-    store(kind, namespace if kind == "pod" else "", value)
+    value["metadata"].setdefault("uid", value["metadata"]["name"])
+    if kind == "secret":
+        (STATE / f"applied-secret-{value['metadata']['name']}").write_text(text)
+    store(kind, namespace if kind in ("pod", "secret") else "", value)
     if value["spec"].get("hostNetwork") if kind == "pod" else False:
         kubelet = [sys.executable, __file__, "kubelet", namespace, value["metadata"]["name"]]
         subprocess.run(kubelet, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
@@ -253,6 +257,8 @@ def delete(namespace: str, arguments: list[str]) -> None:
             while running.exists():
                 time.sleep(0.01)
         made.unlink(missing_ok=True)
+        if kind == "pod":
+            path_of("secret", namespace, name).unlink(missing_ok=True)  # its owner is the pod
 
 
 def execute(_: str, arguments: list[str]) -> None:

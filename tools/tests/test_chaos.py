@@ -1,11 +1,13 @@
 """Experiments without a cluster: victims, excuses, detection, outcomes, and a whole run against a scripted kubectl."""
 
+import base64
 import json
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 from lockstep_tools.chaos.experiments import EXPERIMENTS, Breaks, Victim, scripts
 from lockstep_tools.chaos.outcome import assign, conclude
 from lockstep_tools.chaos.release import ROUTER, WORKER, Pod
@@ -210,6 +212,32 @@ def test_an_experiment_from_its_load_to_its_outcome(lockstep, cluster: Path) -> 
     for line in ("image: registry/lockstep/tools:1", '"--clients=2"', "runAsNonRoot: true"):
         assert line in load
     assert left(cluster) == []
+
+
+def test_the_load_gets_its_key_from_a_secret_that_ends_with_its_pod(lockstep, cluster: Path) -> None:
+    (cluster / "key").write_text("sk-lockstep-secret\n")
+    result = lockstep(*RUN, "--resume", "--api-key-file", str(cluster / "key"), timeout_s=60)
+    assert result.returncode == 0, result.stderr
+    secret = yaml.safe_load((cluster / "applied-secret-lockstep-load").read_text())
+    assert base64.b64decode(secret["data"]["api-key"]) == b"sk-lockstep-secret"
+    (owner,) = secret["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"]) == ("Pod", "lockstep-load")
+    assert owner["uid"]
+    (container,) = yaml.safe_load((cluster / "applied-lockstep-load").read_text())["spec"]["containers"]
+    reference = {"name": "lockstep-load", "key": "api-key"}
+    assert "--resume" in container["args"]
+    assert container["env"] == [{"name": "LOCKSTEP_API_KEY", "valueFrom": {"secretKeyRef": reference}}]
+    assert "sk-lockstep-secret" not in result.stdout + result.stderr
+    assert left(cluster) == []
+
+
+@pytest.mark.parametrize("content", [None, "", "two\nlines", "é"])
+def test_a_key_file_without_a_key_is_refused(lockstep, cluster: Path, content: str | None) -> None:
+    if content is not None:
+        (cluster / "key").write_text(content)
+    result = lockstep(*RUN, "--api-key-file", str(cluster / "key"))
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert "--api-key-file" in result.stderr
 
 
 def test_a_release_that_speaks_https_is_refused_with_a_sentence(lockstep, cluster: Path) -> None:

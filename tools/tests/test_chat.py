@@ -40,12 +40,20 @@ def test_lines_become_a_conversation(server: FakeOpenAI, lockstep) -> None:
 
 
 def test_a_failed_answer_is_reported_and_not_kept(server: FakeOpenAI, lockstep) -> None:
-    refusal = Refusal(503, {"error": {"message": "no worker is ready"}})
+    refusal = Refusal(400, {"error": {"message": "the conversation is too long"}})
     server.answer = lambda number, request: refusal if number == 1 else answers(number, request)
     result = lockstep("chat", "--url", server.url, stdin="one\ntwo\n")
     assert result.returncode == 1
-    assert "no worker is ready" in result.stderr
+    assert "the conversation is too long" in result.stderr
     assert server.received[1].body["messages"] == [{"role": "user", "content": "two"}]
+
+
+def test_a_refusal_that_passes_is_not_seen(server: FakeOpenAI, lockstep) -> None:
+    refusal = Refusal(503, {"error": {"message": "no worker is ready"}})
+    server.answer = lambda number, request: refusal if number == 1 else answers(number, request)
+    result = lockstep("chat", "--url", server.url, stdin="one\n")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "answer 2, done\n", "")
+    assert server.received[0].body == server.received[1].body
 
 
 def test_what_came_before_a_failure_stays_in_the_conversation(server: FakeOpenAI, lockstep) -> None:

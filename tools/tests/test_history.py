@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 from lockstep_tools.load.endpoint import Piece
-from lockstep_tools.load.history import History, StreamRequest, violations
+from lockstep_tools.load.history import History, StreamRequest, position_of, violations
 
 TEXTS = ["It", " was", " a", " dark", " night"]
 
@@ -161,3 +161,21 @@ def test_silences() -> None:
     assert history.longest_gap_s() == 1.5
     assert history.longest_gap_s(since_s=4.6) == 0.5
     assert history.longest_gap_s(until_s=2.5) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("event_id", "choice", "position"),
+    [
+        ("r-1:4", 0, 4),
+        ("r-1:4", 1, 4),
+        ("r-1:4f", 0, 4),
+        ("r-1:4f,u", None, 4),
+        ("r-1:4,7f", 0, 4),
+        ("r-1:4,7f", 1, 7),
+        ("r-1:-,7", 0, None),
+        ("r-1:x", 0, None),
+        (None, 0, None),
+    ],
+)
+def test_positions_of_both_kinds_of_ids(event_id: str | None, choice: int | None, position: int | None) -> None:
+    assert position_of(Piece(0.0, event_id, choice)) == position

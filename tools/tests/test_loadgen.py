@@ -27,6 +27,27 @@ async def test_a_stream_becomes_a_history(server: FakeOpenAI) -> None:
     assert server.received[0].body["stream"] is True
 
 
+@pytest.mark.parametrize("kept", [1, 2, 3])
+async def test_a_stream_that_breaks_is_begun_again_and_measured_as_one(server: FakeOpenAI, kept: int) -> None:
+    sent = events(TEXTS)
+    server.answer = lambda number, request: script(sent[:kept] if number == 1 else sent, 0.01)
+    async with Endpoint(server.url, resumes=True).client() as client:
+        history = await record(client, request())
+    assert violations(history, reference="one two three four", require_ids=True) == []
+    assert len(history.spoken) == history.tokens == 4
+    assert len(server.received) == 2
+
+
+async def test_a_repeat_that_differs_is_a_failure(server: FakeOpenAI) -> None:
+    server.answer = lambda number, request: script(
+        events(TEXTS)[:2] if number == 1 else events(["other", " two", " three", " four"])
+    )
+    async with Endpoint(server.url, resumes=True).client() as client:
+        history = await record(client, request())
+    assert "stream_diverged" in (history.error or "")
+    assert history.text() == "one two"
+
+
 def lost(sent: list[Event]) -> list[Event]:
     return sent[:1] + sent[2:]
 

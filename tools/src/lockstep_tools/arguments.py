@@ -1,6 +1,7 @@
 """Argument types and groups that several commands share. Imports nothing heavy: `lockstep --help` must be quick."""
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,6 +97,24 @@ def add_endpoint(parser: argparse.ArgumentParser) -> None:
         help="environment variable that holds the API key, so that no key shows in `ps` (default: %(default)s)",
     )
     add_tls(parser)
+
+
+def api_key(variable: str, path: str | None) -> str | None:
+    """The key in a file, else in an environment variable; None if there is none.
+
+    Raises:
+        CommandError: the file has none, or cannot be read.
+    """
+    if path is None:
+        return os.environ.get(variable) or None
+    try:
+        key = Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
+        raise CommandError(f"--api-key-file {path}: {reason}", UNUSABLE) from None
+    if not key or not key.isprintable():
+        raise CommandError(f"--api-key-file {path}: it must have one line with the key", UNUSABLE)
+    return key
 
 
 def add_tls(parser: argparse.ArgumentParser) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
+from lockstep_tools.arguments import API_KEY_VARIABLE
 from lockstep_tools.chaos.experiments import Experiment, Victim, scripts
 from lockstep_tools.chaos.kubectl import run_script
 from lockstep_tools.chaos.load_pod import NAME, LoadPod
@@ -44,12 +45,20 @@ class Laboratory:
         clients: int = 8,
         image: str | None = None,
         slack: float = 1.0,
+        key: str | None = None,
+        resume: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Args: `image` is the load's (None: the tools' image beside the router's); `slack` is as in `Outcome`."""
+        """Args: `image` is the load's (None: the tools' image beside the router's), `slack` as in `Outcome`; `key` is
+        the API key of the load; with `resume` its streams survive routers that die.
+        """
         self._release = release
         self._scripts = scripts()
-        self._environment = _environment(release) | ({"IMAGE": image} if image else {})
+        self._environment = (
+            _environment(release)
+            | ({"IMAGE": image} if image else {})
+            | {API_KEY_VARIABLE: key or "", "RESUME": "--resume" if resume else ""}
+        )
         self.load = LoadPod(release.kubectl, self._scripts / "load" / "run.sh", self._environment, clients=clients)
         self.outcomes: list[Outcome] = []
         """The outcomes of the experiments so far, also of one that was interrupted after its first trial."""

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep_tools import console
-from lockstep_tools.arguments import integer, real
+from lockstep_tools.arguments import API_KEY_VARIABLE, api_key, integer, real
 from lockstep_tools.chaos.experiments import EXPERIMENTS, named
 from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.chaos.laboratory import Laboratory, clean
@@ -29,6 +29,7 @@ EXAMPLES = """\
   lockstep chaos --list
   lockstep chaos rank-kill
   lockstep chaos --clean -n serving
+  lockstep chaos router-kill --api-key-file key
   lockstep chaos pod-delete node-cut -n serving --release lockstep --times 5 --json > outcome.json"""
 
 
@@ -53,6 +54,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="allow silences of X times their limit (default: 1)",
     )
     parser.add_argument("--image", help="of the load (default: the tools' image beside the router's)")
+    parser.add_argument(
+        "--api-key-env",
+        default=API_KEY_VARIABLE,
+        metavar="VARIABLE",
+        help="environment variable with the load's API key, if the routers have keys (default: %(default)s)",
+    )
+    parser.add_argument("--api-key-file", metavar="FILE", help="file with the key, instead")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="the load's streams survive routers that die, like lockstep-client's",
+    )
     parser.add_argument("--json", action="store_true", help="print the outcomes as JSON")
 
 
@@ -74,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
         clients=arguments.clients,
         image=arguments.image,
         slack=arguments.slack,
+        resume=arguments.resume,
+        key=api_key(arguments.api_key_env, arguments.api_key_file),
         say=lambda sentence: notes.print(sentence, style="dim", markup=False),
     )
     # Like Ctrl-C: the load is removed, and the changes of a script are undone, before the command ends.

@@ -1,21 +1,21 @@
-"""`lockstep chat`: a streaming conversation in the terminal with any OpenAI endpoint."""
+"""`lockstep chat`: a streaming conversation in the terminal with any OpenAI endpoint; answers survive dying routers."""
 
 import argparse
 import asyncio
 import sys
 import time
 import uuid
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any
 
-import httpx
+from lockstep_client import AsyncLockstepClient, Event, Finish, LockstepError, Policy, TextPiece, Usage
 from rich.console import Console
 
 from lockstep_tools import console
 from lockstep_tools.arguments import add_endpoint, integer, real
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
 from lockstep_tools.load import endpoint
-from lockstep_tools.load.endpoint import EndpointError, first_model, stream
+from lockstep_tools.load.endpoint import Endpoint, EndpointError, first_model
 
 DESCRIPTION = """\
 Talk to a model. Ctrl-C stops an answer, Ctrl-D or /quit ends, /reset begins a new conversation.
@@ -41,24 +41,34 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the end of input."""
     with asyncio.Runner() as runner:
-        client = endpoint.from_arguments(arguments).client()
+        target = endpoint.from_arguments(arguments)
         try:
-            model = arguments.model or runner.run(first_model(client))
-            return Chat(arguments, model, client, runner).run()
+            model = arguments.model or runner.run(_first_model(target))
         except EndpointError as error:
             raise CommandError(error.message, UNUSABLE) from None
+        client = AsyncLockstepClient(
+            target.url, api_key=target.api_key or "", policy=Policy(timeout_s=None), verify=target.tls or True
+        )
+        try:
+            return Chat(arguments, model, client, runner).run()
         finally:
             runner.run(client.aclose())
+
+
+async def _first_model(target: Endpoint) -> str:
+    async with target.client() as client:
+        return await first_model(client)
 
 
 class Chat:
     """One terminal's conversation."""
 
     def __init__(
-        self, arguments: argparse.Namespace, model: str, client: httpx.AsyncClient, runner: asyncio.Runner
+        self, arguments: argparse.Namespace, model: str, client: AsyncLockstepClient, runner: asyncio.Runner
     ) -> None:
         self._model = model
-        self._options = {
+        self._url = arguments.url
+        self._options: dict[str, Any] = {
             name: value
             for name in ("temperature", "max_tokens", "seed")
             if (value := getattr(arguments, name)) is not None
@@ -76,7 +86,7 @@ class Chat:
         if self._interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401, PLC0415 - gives input() its line editing
-            self._remark(f"{self._model} at {self._client.base_url}: /reset begins anew, Ctrl-D ends")
+            self._remark(f"{self._model} at {self._url}: /reset begins anew, Ctrl-D ends")
         while (message := self._read()) is not None:
             if message == "/quit":
                 break
@@ -115,7 +125,7 @@ class Chat:
         except KeyboardInterrupt:
             print()
             self._remark("stopped")
-        except EndpointError as error:
+        except LockstepError as error:
             self._failed = True
             print(flush=True)
             self._notes.print(error.message, style="red", markup=False)
@@ -128,17 +138,14 @@ class Chat:
             self._messages.pop()
 
     async def _stream(self, answer: "_Answer") -> None:
-        body: dict[str, Any] = {
-            "model": self._model,
-            "messages": self._messages,
-            "stream_options": {"include_usage": True},
-            **self._options,
-        }
-        headers = {"X-Session-ID": self._session}
-        async with aclosing(stream(self._client, "/chat/completions", body, headers)) as pieces:
-            async for piece in pieces:
-                answer.add(piece)
-                print(piece.text, end="", flush=True)
+        asked = self._client.chat(
+            self._messages, model=self._model, stream=True, session=self._session, **self._options
+        )
+        async with await asked as events:
+            async for event in events:
+                answer.add(event)
+                if isinstance(event, TextPiece):
+                    print(event.text, end="", flush=True)
 
     def _remark(self, text: str) -> None:
         if self._interactive:
@@ -155,13 +162,16 @@ class _Answer:
         self._tokens: int | None = None
         self._finish: str | None = None
 
-    def add(self, piece: endpoint.Piece) -> None:
-        self.text += piece.text
-        if piece.text and self._first_s is None:
-            self._first_s = piece.at_s
-        if piece.usage:
-            self._tokens = piece.usage.get("completion_tokens")
-        self._finish = piece.finish or self._finish
+    def add(self, event: Event) -> None:
+        match event:
+            case TextPiece():
+                self.text += event.text
+                if self._first_s is None:
+                    self._first_s = time.monotonic()
+            case Usage():
+                self._tokens = event.completion_tokens
+            case Finish():
+                self._finish = event.reason
 
     def summary(self) -> str:
         """Tokens, speed, and whether the answer was cut."""

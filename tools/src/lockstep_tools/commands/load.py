@@ -54,6 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--seconds", type=real(0, 1e6), metavar="S", help="duration of the load (default: 30)")
     length.add_argument("--until-signal", action="store_true", help="until SIGTERM or Ctrl-C; running streams end well")
     parser.add_argument(
+        "--resume", action="store_true", help="streams survive routers that die, as those of lockstep-client do"
+    )
+    parser.add_argument(
         "--silence-limit",
         type=real(1, 600),
         default=30.0,
@@ -82,6 +85,7 @@ def from_arguments(arguments: argparse.Namespace) -> Endpoint:
         connect_timeout_s=_CONNECT_TIMEOUT_S,
         connect_retries=_CONNECT_RETRIES,
         silence_limit_s=arguments.silence_limit,
+        resumes=arguments.resume,
         tls=given.tls,
     )
 

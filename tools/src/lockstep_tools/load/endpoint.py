@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from lockstep_tools.failure import UNUSABLE, CommandError
+from lockstep_tools.load.resuming import ResumingTransport
 from lockstep_tools.load.sse import Decoder, ServerSentEvent
 
 CONNECT_TIMEOUT_S = 5.0
@@ -64,6 +65,8 @@ class Endpoint:
     connect_retries: int = 0
     """How often a connection that could not be made is tried again. The official client does so twice."""
     silence_limit_s: float = SILENCE_LIMIT_S
+    resumes: bool = False
+    """Whether streams survive routers that die, as those of `lockstep_client` do."""
     tls: ssl.SSLContext | None = field(default=None, repr=False)
     """TLS settings for HTTPS; the system's authorities are trusted if None."""
 
@@ -76,7 +79,6 @@ class Endpoint:
         """An HTTP client for this endpoint; the caller closes it."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-        retries = self.connect_retries
         verify = self.tls or True
         return httpx.AsyncClient(
             base_url=self.url,
@@ -86,8 +88,21 @@ class Endpoint:
             verify=verify,
             trust_env=not _is_local(self.url),
             # A client with a given transport ignores proxies from the environment.
-            transport=httpx.AsyncHTTPTransport(verify=verify, limits=limits, retries=retries) if retries else None,
+            transport=self._transport(limits),
         )
+
+    def _transport(self, limits: httpx.Limits) -> httpx.AsyncBaseTransport | None:
+        verify = self.tls or True
+        if self.resumes:
+            return ResumingTransport(
+                self.url,
+                connect_timeout_s=self.connect_timeout_s,
+                silence_limit_s=self.silence_limit_s,
+                verify=verify,
+            )
+        if self.connect_retries:
+            return httpx.AsyncHTTPTransport(verify=verify, limits=limits, retries=self.connect_retries)
+        return None
 
 
 def from_arguments(arguments: argparse.Namespace) -> Endpoint:

@@ -119,10 +119,14 @@ class History:
 
 
 def position_of(piece: Piece) -> int | None:
-    """The n of an SSE id `<request id>:<n>`: tokens of the choice delivered so far."""
+    """The tokens of the choice delivered so far, by the SSE id: `<request id>:<n>`, or of a resumable stream
+    `<request id>:<n>,<n>f`, a number for each choice, with `f` when it has its finish.
+    """
     if piece.id is None:
         return None
-    number = piece.id.rpartition(":")[2]
+    numbers = piece.id.rpartition(":")[2].split(",")
+    at = (piece.choice or 0) if len(numbers) > 1 else 0
+    number = numbers[at].removesuffix("f") if at < len(numbers) else ""
     return int(number) if number.isdecimal() else None
 
 

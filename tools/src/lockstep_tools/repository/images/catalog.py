@@ -16,7 +16,15 @@ VARIANTS = ("cpu", "cuda")
 DEV_REQUIREMENTS = ("debugpy", "watchfiles")
 """Requirements that `DEV=1` adds: reload on a change of a source file, and a debugger."""
 
-_PROJECT_FOLDERS = ("libs/api", "libs/common", "libs/engine", "services/router", "services/inference-worker", "tools")
+_PROJECT_FOLDERS = (
+    "libs/api",
+    "libs/common",
+    "libs/client",
+    "libs/engine",
+    "services/router",
+    "services/inference-worker",
+    "tools",
+)
 
 _SERVED_COMMANDS = (
     *(f"lockstep_tools.commands.{name}" for name in ("bench", "chaos", "chat", "check", "load", "status")),

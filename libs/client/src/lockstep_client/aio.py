@@ -1,0 +1,241 @@
+"""The client for asyncio. It has the methods of the blocking one."""
+
+import ssl
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from typing import Any, Literal, Self, Unpack, overload
+
+from lockstep_client.errors import LockstepError, ProtocolError, Received
+from lockstep_client.events import Answer, Event, Model, Tokens, answer_of, models_of, tokens_of
+from lockstep_client.fields import ChatFields, CompletionFields, Message, Prompt
+from lockstep_client.policy import OnLost, Policy
+from lockstep_client.requests import Requests, object_of, parse_event
+from lockstep_client.steps import Outgoing
+from lockstep_client.transport import AsyncReply, AsyncTransport
+
+
+class AsyncStream:
+    """The events of an answer. Iterate over it once; leaving the `async with` block early cancels the answer."""
+
+    def __init__(self, reply: AsyncReply) -> None:
+        self._reply = reply
+
+    @property
+    def received(self) -> Received:
+        """What has come so far."""
+        return self._reply.received
+
+    async def __aiter__(self) -> AsyncGenerator[Event, None]:
+        """The events as they come, each once, whatever happens to routers meanwhile.
+
+        Raises:
+            LockstepError: the answer cannot be completed; `received` has what came before.
+        """
+        try:
+            async for item in self._reply:
+                if isinstance(item, bytes):
+                    raise ProtocolError("the server does not stream")
+                parsed = parse_event(item)
+                if isinstance(parsed, LockstepError):
+                    parsed.received = self.received
+                    raise parsed
+                for event in parsed or ():
+                    yield event
+        finally:
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Leave the answer; the router ends it if it still runs."""
+        await self._reply.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+class AsyncLockstepClient:
+    """A client of several routers that serve the same models, for one event loop."""
+
+    def __init__(
+        self,
+        base_urls: str | Iterable[str],
+        *,
+        api_key: str | None = None,
+        policy: Policy | None = None,
+        verify: ssl.SSLContext | bool = True,
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            base_urls: of the routers, with or without /v1; a name with several addresses is several routers.
+            api_key: default: the environment variable LOCKSTEP_API_KEY, if it is set.
+            policy: limits of each request.
+            verify: TLS settings; True: the system's authorities are trusted.
+
+        Raises:
+            ValueError: an argument cannot be used.
+        """
+        self._requests = Requests(base_urls, api_key, policy or Policy())
+        self._transport = AsyncTransport(self._requests.base_urls, self._requests.policy, verify=verify)
+
+    @overload
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        model: str,
+        stream: Literal[False] = False,
+        session: str | None = None,
+        timeout_s: float | None = None,
+        extra: Mapping[str, Any] | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> Answer: ...
+    @overload
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        model: str,
+        stream: Literal[True],
+        session: str | None = None,
+        timeout_s: float | None = None,
+        on_lost: OnLost | None = None,
+        extra: Mapping[str, Any] | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> AsyncStream: ...
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        model: str,
+        stream: bool = False,
+        session: str | None = None,
+        timeout_s: float | None = None,
+        on_lost: OnLost | None = None,
+        extra: Mapping[str, Any] | None = None,
+        **fields: Unpack[ChatFields],
+    ) -> Answer | AsyncStream:
+        """Answer a conversation.
+
+        Args:
+            messages: the conversation.
+            model: its name.
+            stream: give events as they come, instead of the whole answer.
+            session: requests of one session go to one worker, whose prefix cache has the conversation.
+            timeout_s: for the whole request, instead of the policy's.
+            on_lost: instead of the policy's.
+            extra: further fields of the body.
+            **fields: OpenAI's, and those that routers take besides.
+
+        Raises:
+            LockstepError: there is no answer.
+        """
+        body = {"model": model, "messages": list(messages), **fields}
+        request = self._requests.generate("/v1/chat/completions", body, stream=stream, session=session, extra=extra)
+        return await self._answer(request, timeout_s, on_lost, stream=stream)
+
+    @overload
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        model: str,
+        stream: Literal[False] = False,
+        session: str | None = None,
+        timeout_s: float | None = None,
+        extra: Mapping[str, Any] | None = None,
+        **fields: Unpack[CompletionFields],
+    ) -> Answer: ...
+    @overload
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        model: str,
+        stream: Literal[True],
+        session: str | None = None,
+        timeout_s: float | None = None,
+        on_lost: OnLost | None = None,
+        extra: Mapping[str, Any] | None = None,
+        **fields: Unpack[CompletionFields],
+    ) -> AsyncStream: ...
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        model: str,
+        stream: bool = False,
+        session: str | None = None,
+        timeout_s: float | None = None,
+        on_lost: OnLost | None = None,
+        extra: Mapping[str, Any] | None = None,
+        **fields: Unpack[CompletionFields],
+    ) -> Answer | AsyncStream:
+        """Continue a text or token ids; the arguments are those of `chat`.
+
+        Raises:
+            LockstepError: there is no answer.
+        """
+        body = {"model": model, "prompt": prompt, **fields}
+        request = self._requests.generate("/v1/completions", body, stream=stream, session=session, extra=extra)
+        return await self._answer(request, timeout_s, on_lost, stream=stream)
+
+    async def models(self) -> list[Model]:
+        """The models that the routers serve.
+
+        Raises:
+            LockstepError: no router answers.
+        """
+        return models_of(await self._object(self._requests.get("/v1/models")))
+
+    async def tokenize(
+        self,
+        prompt: str | None = None,
+        *,
+        model: str,
+        messages: Sequence[Message] | None = None,
+        add_special_tokens: bool | None = None,
+    ) -> Tokens:
+        """The token ids of a text or of a conversation.
+
+        Raises:
+            LockstepError: they cannot be had.
+        """
+        body = {"model": model, "prompt": prompt, "messages": messages, "add_special_tokens": add_special_tokens}
+        return tokens_of(await self._object(self._requests.post("/tokenize", body)))
+
+    async def detokenize(self, tokens: Sequence[int], *, model: str) -> str:
+        """The text of token ids.
+
+        Raises:
+            LockstepError: it cannot be had.
+        """
+        body = {"model": model, "tokens": list(tokens)}
+        return str((await self._object(self._requests.post("/detokenize", body))).get("prompt"))
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        await self._transport.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _answer(
+        self, request: Outgoing, timeout_s: float | None, on_lost: OnLost | None, *, stream: bool
+    ) -> Answer | AsyncStream:
+        reply = await self._transport.send(request, self._requests.limits(timeout_s, on_lost))
+        if stream and reply.head.status < 400:
+            return AsyncStream(reply)
+        return answer_of(await _read(reply))
+
+    async def _object(self, request: Outgoing) -> dict[str, Any]:
+        return await _read(await self._transport.send(request))
+
+
+async def _read(reply: AsyncReply) -> dict[str, Any]:
+    content = [item async for item in reply if isinstance(item, bytes)]
+    return object_of(reply.head, b"".join(content))

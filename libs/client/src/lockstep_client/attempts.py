@@ -1,0 +1,206 @@
+"""The tries of one request: which router is next, how long to wait first, and when to give up."""
+
+import json
+from collections.abc import Callable
+from random import Random
+
+from lockstep_client.errors import (
+    ConnectionFailedError,
+    DeadlineExceededError,
+    LockstepError,
+    from_response,
+)
+from lockstep_client.policy import Policy
+from lockstep_client.routers import Router, Routers
+from lockstep_client.steps import BrokenError, Head, Outgoing, Pause, Resolve, Send, Steps, read_all
+
+MAX_ERROR_BYTES = 1 << 20
+TIMEOUT_HEADER = "X-Request-Timeout"
+
+_RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})
+
+
+class RefusedError(Exception):
+    """A router's answer with an error status."""
+
+    def __init__(self, head: Head, content: bytes) -> None:
+        super().__init__(f"status {head.status}")
+        self.head = head
+        self.content = content
+        self.error = from_response(head.status, head.headers, content)
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may succeed later or elsewhere."""
+        # The deadline is the client's own: no time is left. 500 is a defect, which a retry would meet again.
+        return self.head.status in _RETRYABLE_STATUSES and self.error.code != "deadline_exceeded"
+
+
+class Attempts:
+    """Rounds through the routers, with a wait before each round but the first."""
+
+    def __init__(self, routers: Routers, policy: Policy, clock: Callable[[], float], random: Random) -> None:
+        self.policy = policy
+        self.routers = routers
+        self._clock = clock
+        self._random = random
+        self._deadline_s = None if policy.timeout_s is None else clock() + policy.timeout_s
+        self._round = 0
+        self._tried: set[Router] = set()
+        self._failure: RefusedError | LockstepError | None = None
+        self._asked_s: float | None = None
+        """The shortest wait that routers have asked for in this round."""
+        self._must_wait = False
+        self._rejoined: set[Router] = set()
+
+    @property
+    def remaining_s(self) -> float | None:
+        """The time that is left; None: there is no limit."""
+        return None if self._deadline_s is None else self._deadline_s - self._clock()
+
+    @property
+    def silence_s(self) -> float:
+        """The longest wait for the next bytes: the time left is a limit too."""
+        remaining_s = self.remaining_s
+        limit_s = self.policy.silence_timeout_s
+        return limit_s if remaining_s is None else max(0.001, min(limit_s, remaining_s))
+
+    @property
+    def is_round_over(self) -> bool:
+        """Every router has been tried in this round."""
+        return self._must_wait or self.routers.pick(self._tried) is None
+
+    def check_deadline(self) -> None:
+        """Raise when no time is left.
+
+        Raises:
+            DeadlineExceededError: as it says.
+        """
+        remaining_s = self.remaining_s
+        if remaining_s is not None and remaining_s <= 0:
+            raise DeadlineExceededError(f"the answer was not complete after {self.policy.timeout_s:g} s")
+
+    def next(self, prefer: Router | None = None) -> Steps[Router]:
+        """The router to ask next: the preferred one, if it has not been tried in this round.
+
+        Raises:
+            RefusedError, LockstepError: the last failure, when there were enough tries; DeadlineExceededError.
+        """
+        self.check_deadline()
+        for name in self.routers.stale_names():
+            addresses: list[str] = yield Resolve(name)
+            self.routers.learn(name, addresses)
+        if self.is_round_over:
+            yield from self._next_round()
+        router = prefer if prefer is not None and prefer not in self._tried else self.routers.pick(self._tried)
+        assert router is not None
+        self._tried.add(router)
+        return router
+
+    def _next_round(self) -> Steps[None]:
+        self._round += 1
+        wait_s = max(self.policy.backoff(self._round, self._random), self._asked_s or 0.0)
+        remaining_s = self.remaining_s
+        is_too_long = (self._asked_s or 0.0) > self.policy.max_retry_after_s
+        if self._round > self.policy.retries or is_too_long or (remaining_s is not None and wait_s >= remaining_s):
+            assert self._failure is not None
+            raise self._failure
+        yield Pause(wait_s)
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Let every router be asked again, without a wait."""
+        self._tried.clear()
+        self._rejoined.clear()
+        self._asked_s = None
+        self._must_wait = False
+
+    def begin_repeat(self, failure: LockstepError | None) -> None:
+        """Ask every router again, for a repeat. Without a failure there is no wait: the repeat is the recovery.
+
+        Raises:
+            RefusedError, LockstepError: the last failure, when there were enough tries.
+        """
+        if failure is not None:
+            self._failure = failure
+            self._tried.update(self.routers.known())
+            return
+        self._round += 1
+        if self._round > self.policy.retries:
+            assert self._failure is not None
+            raise self._failure
+        self.begin_round()
+
+    def progressed(self) -> None:
+        """Note that there was something new: the count of rounds begins again."""
+        self._round = 0
+        self.begin_round()
+
+    def broke(self, router: Router, broken: BrokenError) -> None:
+        """Note a failed connection."""
+        self.routers.failed(router)
+        self._failure = ConnectionFailedError(f"{router}: {broken.detail}")
+
+    def refused(self, router: Router, refused: RefusedError) -> None:
+        """Note a refusal that may pass."""
+        asked_s = refused.error.retry_after_s
+        self._failure = refused
+        if asked_s is not None:
+            self._asked_s = asked_s if self._asked_s is None else min(asked_s, self._asked_s)
+        if refused.head.status == 429:
+            self._must_wait = True  # the limit is the tenant's: another router is no way around it
+            return
+        self.routers.failed(router, None if asked_s is None else min(asked_s, self.policy.max_retry_after_s))
+
+    def again(self, router: Router) -> None:
+        """Let a router be asked again in this round."""
+        self._tried.discard(router)
+
+    def rejoin(self, router: Router) -> None:
+        """Let a router whose connection broke be asked again at once, but only once in a round."""
+        if router not in self._rejoined:
+            self._rejoined.add(router)
+            self._tried.discard(router)
+
+    def timed(self, request: Outgoing) -> Outgoing:
+        """The request with the time that is left for it, so that the router ends it then."""
+        remaining_s = self.remaining_s
+        if remaining_s is None:
+            return request
+        headers = {**request.headers, TIMEOUT_HEADER: f"{max(0.001, remaining_s):.3f}"}
+        return Outgoing(request.method, request.path, headers, request.content)
+
+    def send(
+        self, request: Outgoing, *, prefer: Router | None = None, is_repeatable: bool = True
+    ) -> Steps[tuple[Router, Head]]:
+        """Ask routers until one answers.
+
+        Raises:
+            RefusedError: an answer with an error status that will not pass, or the last one.
+            LockstepError: no router answered.
+        """
+        while True:
+            router = yield from self.next(prefer)
+            try:
+                head: Head = yield Send(router, self.timed(request), self.silence_s)
+                if head.status < 400:
+                    self.routers.worked(router)
+                    return router, head
+                refused = RefusedError(head, (yield from read_all(MAX_ERROR_BYTES)))
+            except BrokenError as broken:
+                self.broke(router, broken)
+                if not is_repeatable and broken.kind != "connect":
+                    raise ConnectionFailedError(f"{router}: {broken.detail}") from None
+                continue
+            if not refused.may_pass:
+                raise refused
+            self.refused(router, refused)
+
+
+def json_object(content: bytes) -> dict[str, object] | None:
+    """The JSON object that bytes hold; None if they hold none."""
+    try:
+        body = json.loads(content)
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) else None

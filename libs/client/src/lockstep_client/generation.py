@@ -1,0 +1,356 @@
+"""Requests for answers: a stream is continued when its connection breaks, a whole answer is asked for again."""
+
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+from lockstep_client.attempts import Attempts, RefusedError, json_object
+from lockstep_client.errors import (
+    RETRYABLE_CODES,
+    ConnectionFailedError,
+    LockstepError,
+    ProtocolError,
+    Received,
+    StreamDiverged,
+    StreamLost,
+    from_body,
+)
+from lockstep_client.policy import Policy
+from lockstep_client.routers import Router, Routers
+from lockstep_client.sse import Decoder, EventTooLongError, ServerSentEvent
+from lockstep_client.steps import BrokenError, Give, Head, Outgoing, Read, Send, Steps, read_all
+from lockstep_client.transcript import DONE, DivergedError, Transcript
+
+MAX_ANSWER_BYTES = 256 << 20
+
+RESUMABLE_HEADER = "X-Lockstep-Resumable"
+KEY_HEADER = "Idempotency-Key"
+LAST_EVENT_HEADER = "Last-Event-ID"
+STREAM_HEADER = "x-lockstep-stream-id"
+ROUTER_HEADER = "x-lockstep-router"
+
+_ENDPOINTS = ("/chat/completions", "/completions")
+_REPEATABLE = ("/tokenize", "/detokenize", "/embeddings")
+"""Endpoints that compute and change nothing."""
+_UNKNOWN_STATUSES = frozenset({400, 404, 405, 422, 501})
+"""How routers answer that cannot resume a stream: they do not have it, do not have this much of it, or never resume."""
+_ELSEWHERE_TRIES = 8
+"""Connections to one address behind which another router answered than the one that has the stream."""
+
+
+def endpoint_of(path: str) -> str | None:
+    """The endpoint that generates an answer and that a path ends with; None: another one."""
+    return next((endpoint for endpoint in _ENDPOINTS if path.endswith(endpoint)), None)
+
+
+def with_seed(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The body with a seed, so that a repeat of the request gives the same tokens."""
+    return dict(body) if body.get("seed") is not None else {**body, "seed": secrets.randbelow(1 << 53)}
+
+
+def _keyed(headers: Mapping[str, str]) -> dict[str, str]:
+    names = {name.lower() for name in headers}
+    return dict(headers) if KEY_HEADER.lower() in names else {**headers, KEY_HEADER: secrets.token_urlsafe(24)}
+
+
+class WholeAnswer:
+    """A request for an answer in one piece. The same router gets it twice only with the same key: one generation."""
+
+    def __init__(self, request: Outgoing, attempts: Attempts) -> None:
+        self._request = Outgoing(request.method, request.path, _keyed(request.headers), request.content)
+        self._attempts = attempts
+
+    def run(self) -> Steps[None]:
+        """Give the head and the content of the answer, or of the refusal.
+
+        Raises:
+            LockstepError: there is no answer.
+        """
+        try:
+            head, content = yield from self._answer()
+        except RefusedError as refused:
+            head, content = refused.head, refused.content
+        yield Give(head)
+        yield Give(content)
+
+    def _answer(self) -> Steps[tuple[Head, bytes]]:
+        prefer: Router | None = None
+        while True:
+            router = yield from self._attempts.next(prefer)
+            try:
+                head: Head = yield Send(router, self._attempts.timed(self._request), self._attempts.silence_s)
+                content = yield from read_all(MAX_ANSWER_BYTES)
+            except BrokenError as broken:
+                # An answer that takes long is silent. A router that lives joins the request to the one that it has.
+                if broken.kind == "silent" and (yield from self._lives(router)):
+                    self._attempts.again(router)
+                else:
+                    self._attempts.broke(router, broken)
+                    if broken.kind == "broken":
+                        self._attempts.rejoin(router)
+                prefer = router
+                continue
+            refused = RefusedError(head, content) if head.status >= 400 else None
+            if refused is None or not refused.may_pass:
+                self._attempts.routers.worked(router)
+                return head, content
+            self._attempts.refused(router, refused)
+
+    def last_request(self) -> None:
+        """Nothing can be cancelled: the id of a whole answer is in its head."""
+
+    def _lives(self, router: Router) -> Steps[bool]:
+        self._attempts.check_deadline()
+        try:
+            head: Head = yield Send(router, Outgoing("GET", "/healthz"), self._attempts.policy.connect_timeout_s)
+            yield from read_all(1 << 16)
+        except BrokenError:
+            return False
+        return ROUTER_HEADER in head.headers
+
+
+class StreamedAnswer:
+    """A request for a stream, over as many connections as it takes. Every event is given once."""
+
+    def __init__(self, request: Outgoing, attempts: Attempts) -> None:
+        headers = {**_keyed(request.headers), RESUMABLE_HEADER: "true"}
+        self._request = Outgoing(request.method, request.path, headers, request.content)
+        endpoint = endpoint_of(request.path)
+        assert endpoint is not None
+        self._streams_path = request.path.removesuffix(endpoint) + "/streams/"
+        self._attempts = attempts
+        self._transcript = Transcript()
+        self._router: Router | None = None
+        self._router_id: str | None = None
+        """The name by which the router that has the stream calls itself."""
+        self._stream_id: str | None = None
+        self._last_event_id = ""
+        self._run_events = 0
+        """Events of this run of the stream: a repeat begins another one."""
+        self._has_head = False
+        self._is_over = False
+
+    @property
+    def received(self) -> Received:
+        """What has been given so far."""
+        return Received(self._transcript.texts, self._transcript.events, self._stream_id, self._last_event_id or None)
+
+    def run(self) -> Steps[None]:
+        """Give the head, and each event of the stream once, `[DONE]` included.
+
+        Raises:
+            LockstepError: with what has been received.
+        """
+        try:
+            yield from self._run()
+        except DivergedError:
+            raise StreamDiverged(
+                "the repeat of the stream on another router differs from what had been received", received=self.received
+            ) from None
+        except LockstepError as error:
+            error.received = self.received if self._has_head else None
+            raise
+        except RefusedError as refused:
+            if self._has_head:
+                refused.error.received = self.received
+                raise refused.error from None
+            yield Give(refused.head)
+            yield Give(refused.content)
+
+    def last_request(self) -> tuple[Router, Outgoing] | None:
+        """What cancels the stream, if it may still run; None if there is nothing to cancel."""
+        if self._is_over or self._stream_id is None or self._router is None:
+            return None
+        return self._router, Outgoing("DELETE", self._streams_path + self._stream_id, self._credentials())
+
+    def _run(self) -> Steps[None]:
+        router, head = yield from self._attempts.send(self._request)
+        while True:
+            self._note(router, head)
+            if not self._has_head:
+                self._has_head = True
+                yield Give(head)
+            if not head.headers.get("content-type", "").startswith("text/event-stream"):
+                yield from _pass_through()
+                self._is_over = True
+                return
+            try:
+                yield from self._relay()
+                return
+            except BrokenError as broken:
+                self._attempts.broke(router, broken)
+            except _FailedError as failed:
+                router, head = yield from self._begin_again(failed.error)
+                continue
+            router, head = yield from self._continue(router)
+
+    def _note(self, router: Router, head: Head) -> None:
+        self._router = router
+        self._router_id = head.headers.get(ROUTER_HEADER)
+        self._stream_id = head.headers.get(STREAM_HEADER) or self._stream_id
+
+    def _relay(self) -> Steps[None]:
+        """Give the events of one connection.
+
+        Raises:
+            BrokenError: it ended before the answer did.
+            _FailedError: the stream failed in the router, and may succeed elsewhere.
+        """
+        decoder = Decoder()
+        while (chunk := (yield Read())) is not None:
+            self._attempts.check_deadline()
+            try:
+                events = decoder.feed(chunk)
+            except EventTooLongError as error:
+                raise ProtocolError(str(error)) from None
+            for event in events:
+                new = self._take(event)
+                if new is not None:
+                    self._attempts.progressed()
+                    yield Give(new)
+                if self._is_over:
+                    return
+        raise BrokenError("broken", "the stream ended before its end mark")
+
+    def _take(self, event: ServerSentEvent) -> ServerSentEvent | None:
+        if event.data == DONE:
+            self._transcript.check_end()
+            self._is_over = True
+            return event
+        body = json_object(event.data.encode())
+        if body is None:
+            raise ProtocolError("the stream has an event that is no JSON object")
+        if "error" in body:
+            error = from_body(body, None)
+            if error.code in RETRYABLE_CODES and self._attempts.policy.on_lost == "restart":
+                raise _FailedError(error)
+            self._is_over = True
+            return event
+        new = self._transcript.pass_on(event, body)
+        self._run_events += 1
+        if event.id:
+            self._last_event_id = event.id
+            self._stream_id = self._stream_id or event.id.rpartition(":")[0] or None
+        return new
+
+    def _continue(self, origin: Router) -> Steps[tuple[Router, Head]]:
+        """The rest of the stream, after its connection broke."""
+        self._attempts.rejoin(origin)
+        if self._stream_id is not None:
+            resumed = yield from self._resume(origin)
+            if resumed is not None:
+                return resumed
+        elif not self._run_events:
+            # Nothing came: with the same key the same router joins the request to the one that it has.
+            return (yield from self._attempts.send(self._request, prefer=origin))
+        return (yield from self._begin_again(None))
+
+    def _begin_again(self, failure: LockstepError | None) -> Steps[tuple[Router, Head]]:
+        if self._attempts.policy.on_lost == "error":
+            raise StreamLost("the connection broke, and no router can continue the stream")
+        self._attempts.begin_repeat(failure)
+        self._transcript.start_over()
+        self._stream_id, self._last_event_id, self._run_events = None, "", 0
+        return (yield from self._attempts.send(self._request))
+
+    def _resume(self, origin: Router) -> Steps[tuple[Router, Head] | None]:
+        """The rest of the stream from a router that has it; None: no router has it.
+
+        Raises:
+            RefusedError, LockstepError: no router answered, or the client may not read the stream any more.
+        """
+        assert self._stream_id is not None
+        # A new connection each time: behind one address there may be several routers.
+        headers = {**self._credentials(), "Connection": "close", "Accept": "text/event-stream"}
+        if self._last_event_id:
+            headers[LAST_EVENT_HEADER] = self._last_event_id
+        request = Outgoing("GET", self._streams_path + self._stream_id, headers)
+        unknown = elsewhere = 0
+        while not (unknown and self._attempts.is_round_over):
+            router = yield from self._attempts.next(origin)
+            try:
+                head: Head = yield Send(router, request, self._attempts.silence_s)
+                if head.status < 400:
+                    self._attempts.routers.worked(router)
+                    return router, head
+                refused = RefusedError(head, (yield from read_all(1 << 20)))
+            except BrokenError as broken:
+                self._attempts.broke(router, broken)
+                continue
+            if refused.may_pass:
+                self._attempts.refused(router, refused)
+            elif head.status not in _UNKNOWN_STATUSES:
+                raise refused
+            else:
+                unknown += 1
+                is_another = head.headers.get(ROUTER_HEADER) != self._router_id
+                if router == origin and is_another and elsewhere < _ELSEWHERE_TRIES:
+                    elsewhere += 1
+                    self._attempts.again(router)
+        return None
+
+    def _credentials(self) -> dict[str, str]:
+        return {name: value for name, value in self._request.headers.items() if name.lower() == "authorization"}
+
+
+class _FailedError(Exception):
+    """A stream that failed in the router, in a way that may pass."""
+
+    def __init__(self, error: LockstepError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class PlainRequest:
+    """Any other request. Its answer is given as it comes."""
+
+    def __init__(self, request: Outgoing, attempts: Attempts, *, is_repeatable: bool) -> None:
+        self._request = request
+        self._attempts = attempts
+        self._is_repeatable = is_repeatable
+
+    def run(self) -> Steps[None]:
+        """Give the head and the content of the answer, or of the refusal.
+
+        Raises:
+            LockstepError: no router answered.
+        """
+        try:
+            _, head = yield from self._attempts.send(self._request, is_repeatable=self._is_repeatable)
+        except RefusedError as refused:
+            yield Give(refused.head)
+            yield Give(refused.content)
+            return
+        yield Give(head)
+        yield from _pass_through()
+
+    def last_request(self) -> None:
+        """Nothing runs on."""
+
+
+Exchange = WholeAnswer | StreamedAnswer | PlainRequest
+
+
+def exchange_for(
+    request: Outgoing, routers: Routers, policy: Policy, clock: Callable[[], float], random: Random
+) -> Exchange:
+    """The way in which a request is carried out, by its method, path and body."""
+    attempts = Attempts(routers, policy, clock, random)
+    path = request.path.partition("?")[0]
+    body = json_object(request.content) if request.method == "POST" and endpoint_of(path) else None
+    if body is None:
+        is_repeatable = request.method in ("GET", "HEAD", "OPTIONS") or path.endswith(_REPEATABLE)
+        return PlainRequest(request, attempts, is_repeatable=is_repeatable)
+    content = json.dumps(with_seed(body), ensure_ascii=False, separators=(",", ":")).encode()
+    request = Outgoing(request.method, path, request.headers, content)
+    return StreamedAnswer(request, attempts) if body.get("stream") else WholeAnswer(request, attempts)
+
+
+def _pass_through() -> Steps[None]:
+    try:
+        while (chunk := (yield Read())) is not None:
+            yield Give(chunk)
+    except BrokenError as broken:
+        raise ConnectionFailedError(broken.detail) from None

@@ -1,0 +1,151 @@
+"""The routers that a client knows: their addresses, and which of them failed lately.
+
+A name with several addresses is several routers. All methods may be called from several threads.
+"""
+
+import ipaddress
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from random import Random
+from threading import Lock
+from urllib.parse import urlsplit
+
+MAX_ROUTERS = 256
+_MAX_AVOID_S = 60.0
+_DNS_TTL_S = 10.0
+
+
+@dataclass(frozen=True)
+class Router:
+    """One address of one base URL; without an address the name is resolved by the connection."""
+
+    root: str
+    """The base URL without /v1 and without a slash at its end."""
+    address: str | None = None
+
+    def __str__(self) -> str:
+        return self.root if self.address is None else f"{self.root} ({self.address})"
+
+
+@dataclass(frozen=True)
+class Name:
+    """A host name to resolve."""
+
+    host: str
+    port: int
+
+
+@dataclass
+class _Failure:
+    until_s: float
+    count: int
+
+
+def root_of(base_url: str) -> str:
+    """A base URL without /v1.
+
+    Raises:
+        ValueError: it is not an http(s) URL, or it has a user or password.
+    """
+    parts = urlsplit(base_url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("base_urls must be http(s) URLs such as http://127.0.0.1:8000/v1")
+    if parts.username or parts.password:
+        raise ValueError("base_urls must not contain a user or password")
+    return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+class Routers:
+    """The known routers, and a bounded memory of their failures."""
+
+    def __init__(self, base_urls: Iterable[str], *, avoid_s: float, clock: Callable[[], float], random: Random) -> None:
+        self.roots = tuple(dict.fromkeys(root_of(url) for url in base_urls))
+        if not self.roots:
+            raise ValueError("base_urls must name at least one router")
+        if len(self.roots) > MAX_ROUTERS:
+            raise ValueError(f"base_urls must not name more than {MAX_ROUTERS} routers")
+        self._avoid_s = avoid_s
+        self._clock = clock
+        self._random = random
+        self._lock = Lock()
+        self._names = {root: name for root in self.roots if (name := _name_of(root)) is not None}
+        self._addresses: dict[Name, tuple[str, ...]] = {}
+        self._resolved_s: dict[Name, float] = {}
+        self._failures: dict[Router, _Failure] = {}
+
+    def resolve_nothing(self) -> None:
+        """Leave the look-up of names to the connections."""
+        with self._lock:
+            self._names.clear()
+
+    def stale_names(self) -> list[Name]:
+        """The names whose addresses should be looked up now."""
+        now = self._clock()
+        with self._lock:
+            return [
+                name
+                for name in dict.fromkeys(self._names.values())
+                if now - self._resolved_s.get(name, float("-inf")) >= _DNS_TTL_S
+            ]
+
+    def learn(self, name: Name, addresses: Iterable[str]) -> None:
+        """Note what a look-up gave; none: the addresses known before stay."""
+        found = tuple(dict.fromkeys(addresses))[:MAX_ROUTERS]
+        with self._lock:
+            self._resolved_s[name] = self._clock()
+            if found:
+                self._addresses[name] = found
+                known = set(self._all())
+                self._failures = {router: each for router, each in self._failures.items() if router in known}
+
+    def known(self) -> list[Router]:
+        """All routers."""
+        with self._lock:
+            return self._all()
+
+    def pick(self, tried: Collection[Router]) -> Router | None:
+        """A router that has not been tried, at random; one that failed lately only if there is no other."""
+        with self._lock:
+            now = self._clock()
+            left = [router for router in self._all() if router not in tried]
+            well = [router for router in left if not self._is_avoided(router, now)]
+            if well:
+                return self._random.choice(well)
+            return min(left, key=lambda router: self._failures[router].until_s, default=None)
+
+    def failed(self, router: Router, for_s: float | None = None) -> None:
+        """Avoid a router for a time; the default grows with each failure in a row."""
+        with self._lock:
+            count = self._failures[router].count + 1 if router in self._failures else 1
+            avoid_s = min(_MAX_AVOID_S, self._avoid_s * 2.0 ** min(count - 1, 16)) if for_s is None else for_s
+            if router in self._all():
+                self._failures[router] = _Failure(self._clock() + avoid_s, count)
+
+    def worked(self, router: Router) -> None:
+        """Forget the failures of a router."""
+        with self._lock:
+            self._failures.pop(router, None)
+
+    def _is_avoided(self, router: Router, now: float) -> bool:
+        failure = self._failures.get(router)
+        return failure is not None and failure.until_s > now
+
+    def _all(self) -> list[Router]:
+        return [
+            Router(root, address)
+            for root in self.roots
+            for address in (self._addresses.get(self._names[root], (None,)) if root in self._names else (None,))
+        ]
+
+
+def _name_of(root: str) -> Name | None:
+    """The host name of a URL; None for an address and for this machine, which need no look-up."""
+    parts = urlsplit(root)
+    host = parts.hostname or ""
+    if host == "localhost":
+        return None
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return Name(host, parts.port or (443 if parts.scheme == "https" else 80))
+    return None

@@ -1,0 +1,405 @@
+"""A router as its clients see it: answers are a function of (prompt, seed), kept for those who come back.
+
+`FakeRouter` is without a network. `Network` gives it one without sockets, whose connections break at chosen bytes;
+`serving` gives it a real one.
+"""
+
+import contextlib
+import json
+import random
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+
+from lockstep_client.generation import exchange_for
+from lockstep_client.routers import Routers
+from lockstep_client.steps import BrokenError, Give, Head, Outgoing, Pause, Read, Resolve, Send
+
+WORDS = [
+    "Ein",
+    " naïve",
+    " café",
+    " 漢字",
+    " 🙂",
+    " \u2028",
+    " the",
+    " of",
+    "\n",
+    ' "quoted"',
+    " end",
+    " data:",
+    ".",
+]
+
+
+def tokens_of(prompt, seed, count):
+    """The tokens of an answer."""
+    return random.Random(f"{prompt}/{seed}").choices(WORDS, k=count)
+
+
+def text_of(prompt, seed, count):
+    return "".join(tokens_of(prompt, seed, count))
+
+
+@dataclass
+class Kept:
+    """An answer that clients can come back to."""
+
+    events: list
+    """(id, data) pairs."""
+    key: str | None
+
+
+@dataclass(eq=False)
+class FakeRouter:
+    name: str = "router-0"
+    tokens_per_event: int = 1
+    salt: str = ""
+    """Another salt gives other tokens."""
+    resumes: bool = True
+    line_end: str = "\n"
+    refusals: list = field(default_factory=list)
+    """Responses (status, headers, body) for the next requests."""
+    error_after: tuple | None = None
+    """(events, error): the next streams fail so."""
+    kept: dict = field(default_factory=dict)
+    generations: list = field(default_factory=list)
+    """The bodies of the requests that began a generation."""
+    seen: list = field(default_factory=list)
+    """(method, path, headers) of all requests."""
+
+    def respond(self, method, path, headers, content):
+        """Status, headers and body."""
+        headers = {name.lower(): value for name, value in headers.items()}
+        self.seen.append((method, path, headers))
+        if self.refusals:
+            status, more, body = self.refusals.pop(0)
+            return status, {"x-lockstep-router": self.name, **more}, body
+        route = getattr(self, f"_{method.lower()}")
+        status, more, body = route(path, headers, content)
+        return status, {"x-lockstep-router": self.name, **more}, body
+
+    def forget(self):
+        """As after a restart."""
+        self.kept.clear()
+
+    def _get(self, path, headers, _):
+        if path == "/healthz":
+            return 200, {"content-type": "application/json"}, b'{"status":"ok"}'
+        if path == "/v1/models":
+            models = {"data": [{"id": "reference", "created": 7, "max_model_len": 2048}]}
+            return 200, {"content-type": "application/json"}, json.dumps(models).encode()
+        stream_id = path.removeprefix("/v1/streams/")
+        if stream_id not in self.kept or not self.resumes:
+            return error(404, "stream_not_found" if self.resumes else "not_found", "there is no such stream")
+        return self._events(stream_id, headers.get("last-event-id"))
+
+    def _delete(self, path, headers, _):
+        self.kept.pop(path.removeprefix("/v1/streams/"), None)
+        return 200, {}, b"{}"
+
+    def _post(self, path, headers, content):
+        body = json.loads(content)
+        if path == "/tokenize":
+            return 200, {}, json.dumps({"tokens": [1, 2, 3], "count": 3, "max_model_len": 2048}).encode()
+        if path == "/detokenize":
+            return 200, {}, json.dumps({"prompt": "abc"}).encode()
+        key = headers.get("idempotency-key")
+        known = [stream_id for stream_id, kept in self.kept.items() if key and kept.key == key]
+        stream_id = known[0] if known else self._generate(path, body, key)
+        if body.get("stream"):
+            return self._events(stream_id, headers.get("last-event-id"))
+        return 200, {"x-lockstep-stream-id": stream_id}, self._whole(path, body).encode()
+
+    def _generate(self, path, body, key):
+        self.generations.append(body)
+        stream_id = f"r-{self.name}-{len(self.generations)}"
+        self.kept[stream_id] = Kept(list(self._make(stream_id, path, body)), key)
+        return stream_id
+
+    def _prompt(self, body):
+        return self.salt + json.dumps(body.get("messages") or body.get("prompt"))
+
+    def _make(self, stream_id, path, body):
+        is_chat = path.endswith("/chat/completions")
+        choices, count = body.get("n") or 1, body["max_tokens"]
+        kind = "chat.completion.chunk" if is_chat else "text_completion"
+        head = {
+            "id": f"cmpl-{stream_id}",
+            "object": kind,
+            "created": 1000 + len(self.generations),
+            "model": "reference",
+        }
+        given = ["-"] * choices
+
+        def event(index, text, tokens, position, finish=None, role=None):
+            given[index] = position
+            choice = {"index": index, "finish_reason": finish, "logprobs": None}
+            if tokens and body.get("logprobs"):
+                choice["logprobs"] = logprobs(is_chat, tokens)
+            if is_chat:
+                choice["delta"] = ({"role": role} if role else {}) | ({} if text is None else {"content": text})
+            else:
+                choice["text"] = text or ""
+            return f"{stream_id}:{','.join(given)}", json.dumps(head | {"choices": [choice]}, ensure_ascii=False)
+
+        if is_chat:
+            for index in range(choices):
+                yield event(index, "", [], "0", role="assistant")
+        for first in range(0, count, self.tokens_per_event):
+            for index in range(choices):
+                tokens = tokens_of(self._prompt(body), body["seed"] + index, count)[
+                    first : first + self.tokens_per_event
+                ]
+                yield event(index, "".join(tokens), tokens, str(min(count, first + self.tokens_per_event)))
+        for index in range(choices):
+            yield event(index, None, [], f"{count}f", finish="length")
+        if (body.get("stream_options") or {}).get("include_usage"):
+            usage = {"prompt_tokens": 5, "completion_tokens": count * choices, "total_tokens": 5 + count * choices}
+            yield f"{stream_id}:{','.join(given)},u", json.dumps(head | {"choices": [], "usage": usage})
+
+    def _events(self, stream_id, after):
+        kept = self.kept[stream_id]
+        ids = [event_id for event_id, _ in kept.events]
+        if after is not None and after not in ids:
+            return error(400, "invalid_request", "Last-Event-ID is no event of this stream", "Last-Event-ID")
+        first = 0 if after is None else ids.index(after) + 1
+        end = self.line_end
+        parts = [f": keep-alive{end}{end}"]
+        events = kept.events if self.error_after is None else kept.events[: self.error_after[0]]
+        parts += [f"id: {event_id}{end}data: {data}{end}{end}" for event_id, data in events[first:]]
+        if self.error_after is None:
+            parts.append(f"data: [DONE]{end}{end}")
+        else:
+            parts.append(f"data: {json.dumps({'error': self.error_after[1]})}{end}{end}")
+            self.error_after = None
+            self.kept.pop(stream_id)
+        headers = {"content-type": "text/event-stream; charset=utf-8", "x-lockstep-stream-id": stream_id}
+        return 200, headers, "".join(parts).encode()
+
+    def _whole(self, path, body):
+        is_chat = path.endswith("/chat/completions")
+        count = body["max_tokens"]
+        choices = []
+        for index in range(body.get("n") or 1):
+            text = text_of(self._prompt(body), body["seed"] + index, count)
+            content = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+            choices.append({"index": index, "finish_reason": "length", "logprobs": None} | content)
+        usage = {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count}
+        kind = "chat.completion" if is_chat else "text_completion"
+        head = {"id": "cmpl-1", "object": kind, "created": 1, "model": "reference"}
+        return json.dumps(head | {"choices": choices, "usage": usage})
+
+
+def logprobs(is_chat, tokens):
+    if is_chat:
+        entries = [{"token": t, "logprob": -0.5, "bytes": list(t.encode()), "top_logprobs": []} for t in tokens]
+        return {"content": entries, "refusal": None}
+    offsets = [7] * len(tokens)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [-0.5] * len(tokens),
+        "top_logprobs": [{t: -0.5} for t in tokens],
+        "text_offset": offsets,
+    }
+
+
+def error(status, code, message, param=None):
+    body = {"error": {"message": message, "type": "t", "param": param, "code": code}}
+    return status, {"content-type": "application/json"}, json.dumps(body).encode()
+
+
+class Clock:
+    """A clock that moves when the client waits."""
+
+    def __init__(self):
+        self.now_s = 100.0
+        self.pauses = []
+
+    def __call__(self):
+        return self.now_s
+
+    def pause(self, seconds):
+        self.pauses.append(seconds)
+        self.now_s += seconds
+
+
+class Network:
+    """Carries out an exchange's steps without sockets. `cuts` are the bytes of a body after which connections break."""
+
+    def __init__(self, routers, cuts=(), *, chunk_bytes=None):
+        self.routers = routers
+        """By root; None: nobody listens."""
+        self.cuts = list(cuts)
+        self.chunk_bytes = chunk_bytes
+        self.clock = Clock()
+        self.addresses = {}
+        self.sent = []
+        """(router, method) of each request that reached one."""
+        self.silences = 0
+        """Requests whose answers do not come."""
+        self._body = None
+
+    def request(self, path, body, policy, *, headers=None, seed=1):
+        """The outputs of a request: the head, then its content."""
+        content = b"" if body is None else json.dumps(body).encode()
+        request = Outgoing("GET" if body is None else "POST", path, headers or {}, content)
+        chance = random.Random(seed)
+        routers = Routers(self.routers, avoid_s=policy.avoid_s, clock=self.clock, random=chance)
+        self.exchange = exchange_for(request, routers, policy, self.clock, chance)
+        return self.run(self.exchange.run())
+
+    def run(self, steps):
+        result = broken = None
+        while True:
+            try:
+                step = steps.throw(broken) if broken else steps.send(result)
+            except StopIteration:
+                return
+            result = broken = None
+            if isinstance(step, Give):
+                yield step.value
+                continue
+            try:
+                result = self._carry_out(step)
+            except BrokenError as error:
+                broken = error
+
+    def _carry_out(self, step):
+        match step:
+            case Send():
+                return self._send(step)
+            case Read():
+                return self._read()
+            case Pause():
+                return self.clock.pause(step.seconds)
+            case Resolve():
+                return self.addresses.get(step.name.host, [])
+
+    def _send(self, step):
+        router = self.routers.get(step.router.address or step.router.root)
+        if router is None:
+            raise BrokenError("connect", "no connection")
+        request = step.request
+        self.sent.append((router, request.method))
+        if self.silences and request.path != "/healthz":
+            self.silences -= 1
+            self.clock.pause(step.silence_s)
+            raise BrokenError("silent", "silent")
+        status, headers, body = router.respond(request.method, request.path, request.headers, request.content)
+        cut = self.cuts.pop(0) if self.cuts and request.path != "/healthz" else None
+        self._is_cut = cut is not None and cut < len(body)
+        self._body = body[:cut] if self._is_cut else body
+        return Head(status, headers)
+
+    def _read(self):
+        if self._body:
+            size = self.chunk_bytes or len(self._body)
+            chunk, self._body = self._body[:size], self._body[size:]
+            return chunk
+        if self._is_cut:
+            raise BrokenError("broken", "reset")
+        return None
+
+
+@dataclass
+class Server:
+    """A fake router on a port."""
+
+    router: FakeRouter
+    port: int
+    cuts: list
+    """Bytes of the next bodies after which the connection is reset; None: not."""
+    hangs: list
+    """Bytes of the next bodies after which nothing more comes; None: not."""
+    closing: threading.Event
+    listener: socket.socket
+    connections: set = field(default_factory=set)
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def refuse(self):
+        """Take no further connections."""
+        self.closing.set()
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+    def kill(self):
+        """As SIGKILL looks from outside."""
+        self.refuse()
+        for connection in list(self.connections):
+            reset(connection)
+
+
+def reset(connection):
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+@contextlib.contextmanager
+def serving(router, *, cuts=(), hangs=(), port=0, host="127.0.0.1"):
+    listener = socket.create_server((host, port))
+    server = Server(router, listener.getsockname()[1], list(cuts), list(hangs), threading.Event(), listener)
+    threading.Thread(target=_accept, args=(server,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def _accept(server):
+    while not server.closing.is_set():
+        try:
+            connection, _ = server.listener.accept()
+        except OSError:
+            return
+        server.connections.add(connection)
+        threading.Thread(target=_serve, args=(server, connection), daemon=True).start()
+
+
+def _serve(server, connection):
+    try:
+        with connection.makefile("rb") as reader:
+            while (line := reader.readline()).strip():
+                method, path, _ = line.decode().split(" ", 2)
+                headers = {}
+                while name := reader.readline().decode().strip():
+                    name, _, value = name.partition(":")
+                    headers[name.strip()] = value.strip()
+                lengths = [value for name, value in headers.items() if name.lower() == "content-length"]
+                content = reader.read(int(lengths[0])) if lengths else b""
+                if not _respond(server, connection, server.router.respond(method, path, headers, content)):
+                    return
+    except (OSError, ValueError):
+        pass
+    finally:
+        server.connections.discard(connection)
+        reset(connection)
+
+
+def _respond(server, connection, response):
+    status, headers, body = response
+    is_stream = headers.get("content-type", "").startswith("text/event-stream")
+    cut = server.cuts.pop(0) if server.cuts else None
+    hang = server.hangs.pop(0) if server.hangs else None
+    length = "transfer-encoding: chunked" if is_stream else f"content-length: {len(body)}"
+    head = [f"HTTP/1.1 {status} X", length, *(f"{name}: {value}" for name, value in headers.items())]
+    connection.sendall(("\r\n".join(head) + "\r\n\r\n").encode())
+    part = body if cut is None and hang is None else body[: cut if hang is None else hang]
+    if is_stream:
+        part = b"%x\r\n%b\r\n" % (len(part), part) if part else b""
+        connection.sendall(part + (b"0\r\n\r\n" if cut is None and hang is None else b""))
+    else:
+        connection.sendall(part)
+    if hang is not None:
+        server.closing.wait(30)
+    elif cut is not None:
+        time.sleep(0)  # the client may read what was sent before the reset
+    return cut is None and hang is None

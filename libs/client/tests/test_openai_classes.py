@@ -1,0 +1,156 @@
+"""The drop-ins: everything of the official client works, and answers survive."""
+
+import json
+
+import openai
+import pytest
+from fake_router import FakeRouter, error, serving, text_of
+from lockstep_client import Policy, StreamLost
+from lockstep_client.openai import AsyncOpenAI, OpenAI, error_of
+from pydantic import BaseModel
+
+POLICY = Policy(backoff_s=0.01, timeout_s=30.0)
+QUESTION = [{"role": "user", "content": "hi"}]
+FIELDS = {"model": "reference", "messages": QUESTION, "max_tokens": 8, "seed": 3}
+EXPECTED = text_of(json.dumps(QUESTION), 3, 8)
+
+
+def text(chunks):
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+@pytest.fixture
+def router():
+    return FakeRouter()
+
+
+def make(server, **options):
+    return OpenAI(base_url=[server.url, "http://127.0.0.1:9/v1"], api_key="k", policy=POLICY, **options)
+
+
+@pytest.mark.parametrize("cut", [0, 400, 401, 999])
+def test_stream_survives(router, cut):
+    with serving(router, cuts=[cut, 50]) as server:
+        chunks = list(make(server).chat.completions.create(**FIELDS, stream=True))
+    assert text(chunks) == EXPECTED
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert len(router.generations) == 1
+
+
+@pytest.mark.parametrize("cut", [0, 400, 401, 999])
+async def test_async_stream_survives(router, cut):
+    with serving(router, cuts=[cut, 50]) as server:
+        async with AsyncOpenAI(base_url=server.url, api_key="k", policy=POLICY) as client:
+            stream = await client.chat.completions.create(**FIELDS, stream=True)
+            assert text([chunk async for chunk in stream]) == EXPECTED
+            answer = await client.chat.completions.create(**FIELDS)
+            assert answer.choices[0].message.content == EXPECTED
+
+
+def test_repeat_on_another_router_is_seamless():
+    first, second = FakeRouter("first", resumes=False), FakeRouter("second", 3, resumes=False)
+    with serving(first, cuts=[900]) as one, serving(second, cuts=[900]) as two:
+        client = OpenAI(base_url=[one.url, two.url], api_key="k", policy=POLICY)
+        chunks = list(client.chat.completions.create(**FIELDS, stream=True))
+    assert text(chunks) == EXPECTED
+    assert len({(chunk.id, chunk.created) for chunk in chunks}) == 1
+
+
+def test_whole_answer_survives(router):
+    with serving(router, cuts=[30]) as server:
+        assert make(server).completions.create(model="reference", prompt="x", max_tokens=4, seed=1).choices[0].text
+    assert len(router.generations) == 1
+
+
+def test_raw_and_streaming_responses(router):
+    with serving(router, cuts=[None, 500]) as server:
+        client = make(server)
+        raw = client.chat.completions.with_raw_response.create(**FIELDS)
+        assert raw.headers["x-lockstep-router"] == "router-0"
+        assert raw.parse().choices[0].message.content == EXPECTED
+        with client.chat.completions.with_streaming_response.create(**FIELDS, stream=True) as response:
+            assert text(list(response.parse())) == EXPECTED
+        assert [model.id for model in client.models.list()] == ["reference"]
+
+
+def test_stream_helper_and_parse(router):
+    class Reply(BaseModel):
+        word: str
+
+    with serving(router, cuts=[500]) as server:
+        client = make(server)
+        with client.chat.completions.stream(**FIELDS) as stream:
+            assert "".join(event.delta for event in stream if event.type == "content.delta") == EXPECTED
+            assert stream.current_completion_snapshot.choices[0].message.content == EXPECTED
+        router._whole = lambda path, body: json.dumps(
+            {
+                "id": "c",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "m",
+                "choices": [
+                    {
+                        "index": 0,
+                        "finish_reason": "stop",
+                        "message": {"role": "assistant", "content": '{"word": "yes"}'},
+                    }
+                ],
+            }
+        )
+        parsed = client.chat.completions.parse(**FIELDS, response_format=Reply)
+        assert parsed.choices[0].message.parsed == Reply(word="yes")
+
+
+def test_options_make_a_client_with_the_same_transport(router):
+    with serving(router, cuts=[500]) as server:
+        client = make(server).with_options(timeout=5.0)
+        assert text(client.chat.completions.create(**FIELDS, stream=True)) == EXPECTED
+
+
+def test_leaving_a_stream_cancels_it(router):
+    with serving(router) as server, make(server).chat.completions.create(**FIELDS, stream=True) as stream:
+        next(stream)
+        stream.close()
+        assert [method for method, *_ in router.seen] == ["POST", "DELETE"]
+
+
+def test_errors_have_the_official_classes(router):
+    router.refusals = [error(404, "model_not_found", "no model"), error(503, "overloaded", "full")]
+    with serving(router) as server:
+        client = OpenAI(base_url=server.url, api_key="k", policy=Policy(retries=0))
+        with pytest.raises(openai.NotFoundError, match="no model"):
+            client.chat.completions.create(**FIELDS)
+        with pytest.raises(openai.InternalServerError, match="full"):
+            client.chat.completions.create(**FIELDS)
+        url = server.url
+    with pytest.raises(openai.APIConnectionError) as failed:
+        OpenAI(base_url=url, api_key="k", policy=Policy(retries=0)).chat.completions.create(**FIELDS)
+    assert error_of(failed.value).code == "connection_failed"
+
+
+def test_lost_stream_is_an_official_error_with_what_came(router):
+    router.resumes = False
+    with serving(router, cuts=[900]) as server:
+        client = OpenAI(base_url=server.url, api_key="k", policy=Policy(on_lost="error"))
+        chunks = []
+        with pytest.raises(openai.APIConnectionError) as failed:
+            chunks.extend(client.chat.completions.create(**FIELDS, stream=True))
+        lost = error_of(failed.value)
+    assert isinstance(lost, StreamLost)
+    assert EXPECTED.startswith(lost.received.texts[0])
+
+
+def test_timeout_of_the_official_client_holds(router):
+    with serving(router, hangs=[0] * 50) as server, pytest.raises(openai.APITimeoutError):
+        OpenAI(base_url=server.url, api_key="k", timeout=0.3).chat.completions.create(**FIELDS)
+
+
+def test_router_list_from_the_environment(router, monkeypatch):
+    with serving(router) as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", f"{server.url}, http://127.0.0.1:9/v1")
+        assert (
+            OpenAI(api_key="k", policy=POLICY).chat.completions.create(**FIELDS).choices[0].message.content == EXPECTED
+        )
+    monkeypatch.delenv("OPENAI_BASE_URL")
+    with pytest.raises(ValueError, match="base_url"):
+        OpenAI(api_key="k")

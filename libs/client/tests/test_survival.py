@@ -1,0 +1,400 @@
+"""A stream whose connections break anywhere gives what the undisturbed one gives: nothing lost, doubled or changed."""
+
+import itertools
+import json
+import random
+from dataclasses import replace
+
+import fake_router
+import pytest
+from fake_router import Clock, FakeRouter, Network, error, text_of, tokens_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lockstep_client import (
+    ConnectionFailedError,
+    DeadlineExceededError,
+    LockstepError,
+    Policy,
+    ProtocolError,
+    StreamDiverged,
+    StreamLost,
+)
+from lockstep_client.routers import Routers
+from lockstep_client.sse import Decoder, ServerSentEvent
+from lockstep_client.steps import Head
+
+A, B = "http://10.0.0.1", "http://10.0.0.2"
+POLICY = Policy()
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+QUESTION = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "seed": 3}
+CHAT_BODY = QUESTION | {"stream": True, "n": 2, "logprobs": True, "stream_options": {"include_usage": True}}
+TEXT_BODY = {"model": "reference", "prompt": "hi", "max_tokens": 5, "seed": 3, "stream": True}
+BODIES = {CHAT: CHAT_BODY, TEXT: TEXT_BODY}
+STRIDES = {CHAT: 37, TEXT: 1}
+"""Bytes between two cuts: every byte of the short stream, and of the long one all parts of an event in turn."""
+
+
+def history(outputs):
+    """For each choice its roles, text, tokens with log probabilities and finishes; the usages and the end marks."""
+    head, *events = outputs
+    assert head.status == 200
+    choices, usages, ends, heads = {}, [], [], set()
+    for event in events:
+        assert isinstance(event, ServerSentEvent)
+        if event.data == "[DONE]":
+            ends.append(event.data)
+            continue
+        body = json.loads(event.data)
+        heads.add((body["id"], body["created"]))
+        usages += [body["usage"]] if body.get("usage") else []
+        for choice in body["choices"]:
+            roles, text, tokens, finishes = choices.setdefault(choice["index"], ([], [], [], []))
+            delta = choice.get("delta", choice)
+            roles += [delta["role"]] if "role" in delta else []
+            text.append(delta.get("content", delta.get("text")) or "")
+            listed = choice.get("logprobs") or {}
+            tokens += [entry["token"] for entry in listed.get("content", ())] + listed.get("tokens", [])
+            finishes += [choice["finish_reason"]] if choice.get("finish_reason") else []
+    assert len(heads) == 1
+    return {index: (r, "".join(t), k, f) for index, (r, t, k, f) in choices.items()}, usages, ends
+
+
+def undisturbed(path):
+    return history(Network({A: FakeRouter()}).request(path, BODIES[path], POLICY))
+
+
+def length(path, **changes):
+    router = FakeRouter(**changes)
+    return len(router.respond("POST", path, {}, json.dumps(BODIES[path]).encode())[2])
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_cut_at_every_byte_is_resumed(path, line_end):
+    expected = undisturbed(path)
+    for cut in range(0, length(path, line_end=line_end), STRIDES[path] + 10 * (line_end == "\r\n")):
+        router = FakeRouter(line_end=line_end)
+        network = Network({A: router}, [cut])
+        assert history(network.request(path, BODIES[path], POLICY)) == expected, cut
+        assert len(router.generations) == 1, cut
+        assert len(network.sent) == 2, cut
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("tokens_per_event", [1, 4])
+def test_cut_at_every_byte_is_repeated_elsewhere(path, tokens_per_event):
+    """The router dies with the connection; the other one never heard of the stream and groups tokens otherwise."""
+    expected = undisturbed(path)
+    for cut in range(0, length(path), STRIDES[path] + 10 * (tokens_per_event > 1)):
+        first, second = FakeRouter("first"), FakeRouter("second", tokens_per_event)
+        network = Network({A: first, B: second}, [cut])
+        outputs = network.request(path, BODIES[path], POLICY, seed=cut)
+        died = None
+        given_outputs = []
+        for output in outputs:
+            given_outputs.append(output)
+            if died is None:
+                died = A if network.sent[0][0] is first else B
+                network.routers[died] = None
+        assert history(given_outputs) == expected, cut
+        keys = {
+            headers["idempotency-key"]
+            for router in (first, second)
+            for method, _, headers in router.seen
+            if method == "POST"
+        }
+        assert len(keys) == 1
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    cuts=st.lists(st.one_of(st.none(), st.integers(0, 3000)), max_size=12),
+    path=st.sampled_from([CHAT, TEXT]),
+    chunk_bytes=st.integers(1, 200),
+    forgets=st.booleans(),
+    group=st.integers(1, 5),
+    seed=st.integers(0, 100),
+)
+def test_any_number_of_cuts(cuts, path, chunk_bytes, forgets, group, seed):
+    first, second = FakeRouter("first"), FakeRouter("second", group)
+    network = Network({A: first, B: second}, cuts, chunk_bytes=chunk_bytes)
+    outputs = []
+    for output in network.request(path, BODIES[path], replace(POLICY, retries=50), seed=seed):
+        outputs.append(output)
+        if forgets and len(outputs) % 5 == 4:
+            first.forget()
+    assert history(outputs) == undisturbed(path)
+
+
+def test_lost_stream_is_a_typed_error_with_what_came():
+    first, second = FakeRouter("first"), FakeRouter("second")
+    network = Network({A: first, B: second}, [900])
+    outputs = network.request(TEXT, TEXT_BODY, replace(POLICY, on_lost="error"))
+    assert isinstance(next(outputs), Head)
+    first.resumes = second.resumes = False
+    with pytest.raises(StreamLost) as lost:
+        list(outputs)
+    received = lost.value.received
+    assert received.events > 1
+    assert received.texts == {0: "".join(tokens_of(json.dumps("hi"), 3, 5)[: received.events])}
+    assert received.stream_id in received.last_event_id
+    assert received.texts[0] not in repr(lost.value) + repr(received)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_repeat_that_differs_is_refused(path):
+    first, second = FakeRouter("router"), FakeRouter("router", salt="other")
+    network = Network({A: first, B: second}, [length(path) - 100])
+    outputs = network.request(path, BODIES[path], POLICY)
+    next(outputs)
+    origin = network.sent[0][0]
+    network.routers[A if origin is first else B] = None
+    with pytest.raises(StreamDiverged) as diverged:
+        list(outputs)
+    assert diverged.value.received.texts[0]
+
+
+def test_repeat_that_ends_early_is_refused():
+    first, second = FakeRouter("router"), FakeRouter("router")
+    network = Network({A: first, B: second}, [length(TEXT) - 400])
+    outputs = network.request(TEXT, TEXT_BODY, POLICY)
+    next(outputs)
+    origin, other = (A, second) if network.sent[0][0] is first else (B, first)
+    network.routers[origin] = None
+    make = other._make
+    other._make = lambda stream_id, path, body: make(stream_id, path, body | {"max_tokens": 2})
+    with pytest.MonkeyPatch.context() as patch:
+        tokens = fake_router.tokens_of
+        patch.setattr(fake_router, "tokens_of", lambda prompt, seed, count: tokens(prompt, seed, 5)[:count])
+        with pytest.raises(StreamDiverged):
+            list(outputs)
+
+
+def test_seed_is_drawn_once_and_sent_to_every_router():
+    first, second = FakeRouter("first"), FakeRouter("second")
+    body = {name: value for name, value in TEXT_BODY.items() if name != "seed"}
+    network = Network({A: first, B: second}, [700])
+    outputs = network.request(TEXT, body, POLICY)
+    collected = [next(outputs)]
+    network.routers[A if network.sent[0][0] is first else B] = None
+    collected += list(outputs)
+    (one,), (two,) = first.generations, second.generations
+    assert one == two
+    text = text_of(json.dumps("hi"), one["seed"], 5)
+    assert history(collected)[0][0][1] == text
+
+
+def test_stream_that_fails_for_a_time_is_repeated():
+    draining = {"message": "shutting down", "code": "draining"}
+    router = FakeRouter(error_after=(3, draining))
+    network = Network({A: router})
+    assert history(network.request(TEXT, TEXT_BODY, POLICY)) == undisturbed(TEXT)
+    assert len(router.generations) == 2
+    assert network.clock.pauses
+
+
+def test_stream_that_fails_for_good_reports_it():
+    router = FakeRouter(error_after=(3, {"message": "bad", "code": "internal"}))
+    *_, last = Network({A: router}).request(TEXT, TEXT_BODY, POLICY)
+    assert json.loads(last.data)["error"]["code"] == "internal"
+    assert len(router.seen) == 1
+
+
+@pytest.mark.parametrize("status", [502, 503, 504, 429])
+def test_refusals_that_pass_are_waited_out(status):
+    router = FakeRouter(refusals=[error(status, "x", "later")] * 2)
+    network = Network({A: router})
+    assert history(network.request(CHAT, CHAT_BODY, POLICY)) == undisturbed(CHAT)
+    assert len(network.clock.pauses) == 2
+    assert network.clock.pauses[0] <= POLICY.backoff_s
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_retry_after_is_honoured(status):
+    refusal = (status, {"retry-after": "7"}, b"{}")
+    network = Network({A: FakeRouter(refusals=[refusal])})
+    assert history(network.request(CHAT, CHAT_BODY, POLICY)) == undisturbed(CHAT)
+    assert network.clock.pauses == [7.0]
+
+
+def test_retry_after_that_is_too_long_fails_at_once():
+    network = Network({A: FakeRouter(refusals=[(429, {"retry-after": "3600"}, b"{}")] * 2)})
+    head, _ = network.request(CHAT, CHAT_BODY, POLICY)
+    assert (head.status, head.headers["retry-after"]) == (429, "3600")
+    assert network.clock.pauses == []
+
+
+def test_overloaded_router_is_left_for_another_at_once():
+    refusing, other = FakeRouter(refusals=[(503, {"retry-after": "5"}, b"{}")] * 9), FakeRouter("other")
+    network = Network({A: refusing, B: other})
+    for number in range(6):
+        assert history(network.request(CHAT, CHAT_BODY, POLICY, seed=number)) == undisturbed(CHAT)
+    assert network.clock.pauses == []
+
+
+def test_client_errors_are_not_retried():
+    for status, code in (
+        (400, "invalid_request"),
+        (401, "invalid_api_key"),
+        (404, "model_not_found"),
+        (422, "x"),
+        (500, "internal"),
+    ):
+        network = Network(
+            {
+                A: FakeRouter(refusals=[error(status, code, "no")] * 2),
+                B: FakeRouter(refusals=[error(status, code, "no")] * 2),
+            }
+        )
+        head, content = network.request(CHAT, CHAT_BODY, POLICY)
+        assert (head.status, json.loads(content)["error"]["code"]) == (status, code)
+        assert len(network.sent) == 1
+
+
+def test_tries_are_bounded_and_jittered():
+    network = Network({A: None, B: None})
+    with pytest.raises(ConnectionFailedError):
+        list(network.request(CHAT, CHAT_BODY, POLICY))
+    pauses = network.clock.pauses
+    assert len(pauses) == POLICY.retries
+    limits = [POLICY.backoff_s * 2**n for n in range(POLICY.retries)]
+    assert all(0 <= pause <= limit for pause, limit in zip(pauses, limits, strict=True))
+    assert len(set(pauses)) == len(pauses)
+
+
+def test_connection_that_always_breaks_ends():
+    network = Network({A: FakeRouter()}, itertools.repeat(20, 1000))
+    with pytest.raises(ConnectionFailedError):
+        list(network.request(CHAT, CHAT_BODY, POLICY))
+    assert len(network.sent) <= 2 * (POLICY.retries + 1)
+
+
+def test_deadline_ends_everything():
+    network = Network({A: None})
+    with pytest.raises((DeadlineExceededError, ConnectionFailedError)):
+        list(network.request(CHAT, CHAT_BODY, replace(POLICY, timeout_s=1.0, retries=1000)))
+    assert network.clock.now_s <= 101.0
+
+
+def test_deadline_is_told_to_the_router():
+    router = FakeRouter()
+    list(Network({A: router}).request(CHAT, CHAT_BODY, replace(POLICY, timeout_s=30.0)))
+    assert 29 < float(router.seen[0][2]["x-request-timeout"]) <= 30
+
+
+def test_silent_stream_is_resumed():
+    router = FakeRouter()
+    network = Network({A: router})
+    network.silences = 1
+    assert history(network.request(CHAT, CHAT_BODY, POLICY)) == undisturbed(CHAT)
+    assert network.clock.now_s >= 100 + POLICY.silence_timeout_s
+
+
+def test_whole_answer_joins_its_generation_on_a_router_that_lives():
+    router = FakeRouter()
+    network = Network({A: router, B: FakeRouter("other")}, [40])
+    _, content = network.request(TEXT, TEXT_BODY | {"stream": False}, POLICY)
+    assert json.loads(content)["choices"][0]["text"] == text_of(json.dumps("hi"), 3, 5)
+    assert {each for each, _ in network.sent} == {network.sent[0][0]}
+    assert len(network.sent[0][0].generations) == 1
+
+
+def test_whole_answer_that_takes_long_is_waited_for():
+    router = FakeRouter()
+    network = Network({A: router})
+    network.silences = 8
+    _, content = network.request(TEXT, TEXT_BODY | {"stream": False}, POLICY)
+    assert json.loads(content)["choices"]
+    assert network.clock.pauses == [POLICY.silence_timeout_s] * 8
+    assert len(router.generations) == 1
+
+
+def test_whole_answer_of_a_dead_router_comes_from_another():
+    first, second = FakeRouter("first"), FakeRouter("second")
+    network = Network({A: first, B: second}, [40])
+    network.routers[A] = None
+    _, content = network.request(TEXT, TEXT_BODY | {"stream": False}, POLICY)
+    assert json.loads(content)["choices"][0]["text"] == text_of(json.dumps("hi"), 3, 5)
+
+
+def test_failed_routers_are_avoided():
+    clock = Clock()
+    routers = Routers([A, B], avoid_s=5.0, clock=clock, random=random.Random(1))
+    bad = next(each for each in routers.known() if each.root == A)
+    for avoid_s in (5.0, 10.0, 20.0):
+        routers.failed(bad)
+        clock.pause(avoid_s - 0.1)
+        assert {routers.pick(()).root for _ in range(50)} == {B}
+        clock.pause(0.2)
+        assert {routers.pick(()).root for _ in range(50)} == {A, B}
+    routers.failed(bad)
+    routers.worked(bad)
+    assert {routers.pick(()).root for _ in range(50)} == {A, B}
+
+
+def test_addresses_of_a_name_are_routers():
+    first, second = FakeRouter("first"), FakeRouter("second")
+    network = Network({"http://routers.example:8000": None})
+    outputs = network.request(CHAT, CHAT_BODY, POLICY)
+    network.addresses["routers.example"] = ["10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.3"]
+    network.routers = {"10.0.0.1": None, "10.0.0.2": second, "10.0.0.3": first}
+    network.cuts = [300]
+    collected = [next(outputs)]
+    network.routers = {
+        name: None if router is network.sent[0][0] else router for name, router in network.routers.items()
+    }
+    assert history(collected + list(outputs)) == undisturbed(CHAT)
+    assert len(first.generations) == len(second.generations) == 1
+
+
+def test_stream_behind_one_address_of_several_routers_is_found():
+    """A service in front of two routers: connections go to either."""
+    first, second = FakeRouter("first"), FakeRouter("second")
+    network = Network({A: first}, [600])
+    outputs = network.request(TEXT, TEXT_BODY, POLICY)
+    collected = [next(outputs)]
+    turns = iter([second, second, second, first])
+    network.routers = _Turns(turns)
+    collected += list(outputs)
+    assert history(collected) == undisturbed(TEXT)
+    assert not second.generations
+    assert len(first.generations) == 1
+
+
+class _Turns(dict):
+    def __init__(self, turns):
+        self._turns = turns
+
+    def get(self, _):
+        return next(self._turns)
+
+
+def test_key_that_is_revoked_ends_the_stream():
+    router = FakeRouter()
+    network = Network({A: router}, [600])
+    outputs = network.request(TEXT, TEXT_BODY, POLICY)
+    next(outputs)
+    router.refusals = [error(401, "invalid_api_key", "no")]
+    with pytest.raises(LockstepError, match="no") as refused:
+        list(outputs)
+    assert refused.value.code == "invalid_api_key"
+    assert refused.value.received.events
+
+
+def test_resumption_sends_the_credentials_and_nothing_else_of_the_request():
+    router = FakeRouter()
+    headers = {"Authorization": "Bearer secret", "X-Session-ID": "s"}
+    network = Network({A: router}, [600])
+    list(network.request(TEXT, TEXT_BODY, POLICY, headers=headers))
+    method, _, sent = router.seen[1]
+    assert method == "GET"
+    assert sent["authorization"] == "Bearer secret"
+    assert "x-session-id" not in sent
+    assert sent["last-event-id"].startswith("r-")
+
+
+def test_event_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr("lockstep_client.generation.Decoder", lambda: Decoder(max_event_bytes=100))
+    with pytest.raises(ProtocolError, match="longer than 100 bytes"):
+        list(Network({A: FakeRouter()}, chunk_bytes=30).request(TEXT, TEXT_BODY, POLICY))
