@@ -50,11 +50,23 @@ class Stream:
     """One stream of tokens, independent of the worker that it runs on.
 
     `run` drives it as a task; cancelling that task cancels the stream on its worker. `take` returns the updates that
-    have arrived; `on_arrival` is called whenever there are more.
+    have arrived.
+
+    Args:
+        journal: the stream's journal.
+        workers: those that may run it.
+        settings: of the router.
+        on_arrival: called whenever there are more updates to take.
+        on_update: called with each update while none waits; True: it is taken, and does not wait. It must not raise.
     """
 
     def __init__(
-        self, journal: Journal, workers: Workers, settings: RouterSettings, on_arrival: Callable[[], None]
+        self,
+        journal: Journal,
+        workers: Workers,
+        settings: RouterSettings,
+        on_arrival: Callable[[], None],
+        on_update: Callable[[worker_pb2.StreamTokens], bool] = lambda _: False,
     ) -> None:
         self.journal = journal
         self.failovers = 0
@@ -63,6 +75,7 @@ class Stream:
         self._facts = RequestFacts(journal.session, journal.stream_id, journal.tenant, journal.prompt_ids)
         self._settings = settings
         self._on_arrival = on_arrival
+        self._on_update = on_update
         self._arrived: deque[worker_pb2.StreamTokens] = deque()
         self.unread_tokens = 0
         """Tokens that have arrived since the last `take`."""
@@ -195,6 +208,8 @@ class Stream:
             if self._attempt.tokens == len(update.ids):
                 self._note_numerics()
             self._suspects.note_progress(self.journal.stream_id, self._attempt.tokens)
+        if not self._arrived and self._on_update(update):
+            return
         self._arrived.append(update)
         self.unread_tokens += len(update.ids)
         # Each log probability takes as much memory as a token, or more.

@@ -13,10 +13,11 @@ import httptools
 from lockstep_common.errors import ErrorCode, LockstepError
 from pydantic_core import to_json
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from lockstep_router import metrics
+from lockstep_router.faces.rest.channel import EXTENSION
 
 _MAX_HEADERS = 128
 _SLICE_BYTES = 16 << 10
@@ -138,6 +139,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._max_late_bytes = _MAX_LATE_BYTES
         self._may_keep_alive = False
         """Whether the connection may be used again after the current request."""
+        self._response: _Response | None = None
 
     def evict(self) -> None:
         """Close the connection because the server is full."""
@@ -163,6 +165,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._is_admitted = False
             self._open_connections.forget(self, self._client_address)
         super().connection_lost(exc)
+        if self._response is not None:
+            self._response.note_lost()
         # Uvicorn's timer would keep this object, with the last request's body, until the time for keep-alive is over.
         self._unset_keepalive_if_required()
 
@@ -227,7 +231,9 @@ class BoundedProtocol(HttpToolsProtocol):
         # Until the body is complete, a response announces that the connection closes: the rest is not read.
         self._may_keep_alive = self.cycle.keep_alive
         self.cycle.keep_alive = False
+        self._response = _Response(self, self.cycle)
         self.cycle.transport = cast("asyncio.Transport", _ResponseTransport(self))
+        self.scope.setdefault("extensions", {})[EXTENSION] = cast("dict[object, object]", self._response)
 
     def on_body(self, body: bytes) -> None:
         """Pass on a piece of the body."""
@@ -318,6 +324,47 @@ class BoundedProtocol(HttpToolsProtocol):
         ]
         self.transport.write(b"".join(head) + body)
         self.transport.close()
+
+
+class _Response:
+    """The channel of one answer; see `channel.Channel`."""
+
+    def __init__(self, connection: BoundedProtocol, cycle: RequestResponseCycle) -> None:
+        self._connection = connection
+        self._cycle = cycle
+        self._on_lost: Callable[[], None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the body has begun, and more of it can be written without waiting for the client."""
+        cycle = self._cycle
+        # An answer in chunks: the headers of others name the length, so they are not written in pieces.
+        return cycle.chunked_encoding is True and not (
+            cycle.flow.write_paused or cycle.response_complete or cycle.disconnected
+        )
+
+    def write(self, data: bytes) -> None:
+        """Send a chunk. Uvicorn's `send` writes the same bytes."""
+        self._connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Call a function, once, if the client leaves before the answer is complete."""
+        if self._cycle.disconnected:
+            on_lost()
+            return
+        self._on_lost = on_lost
+        # A large body may have stopped the reading, and only a connection that is read shows that its client leaves.
+        self._cycle.flow.resume_reading()
+
+    def unwatch(self) -> None:
+        """Do not call it any more."""
+        self._on_lost = None
+
+    def note_lost(self) -> None:
+        """The connection has ended."""
+        on_lost, self._on_lost = self._on_lost, None
+        if on_lost is not None and not self._cycle.response_complete:
+            on_lost()
 
 
 class _ResponseTransport:
