@@ -52,7 +52,7 @@ class Attempt:
         journal: the stream's journal.
         now: the awake clock's time, in seconds.
         deadlines: the attempt's time limits.
-        deliver: called with every update that has tokens or a finish reason.
+        deliver: called with every update that has tokens or a finish reason, and with its number of tokens.
         on_start: called when the worker begins to run the stream.
         on_wait: called when the worker has preempted the stream.
     """
@@ -63,7 +63,7 @@ class Attempt:
         *,
         now: float,
         deadlines: Deadlines,
-        deliver: Callable[[worker_pb2.StreamTokens], None],
+        deliver: Callable[[worker_pb2.StreamTokens, int], None],
         on_start: Callable[[], None],
         on_wait: Callable[[], None],
     ) -> None:
@@ -92,14 +92,17 @@ class Attempt:
 
     def on_tokens(self, update: worker_pb2.StreamTokens, now: float) -> None:
         """Take the next tokens; drop and count what does not continue the journal."""
-        if self.is_over:
+        if self.over.done():
             metrics.DROPPED_FRAMES.labels("late").inc()
             return
         acceptance = self._journal.accept(update)
-        match acceptance:
-            case Acceptance.ACCEPTED:
+        if acceptance is Acceptance.ACCEPTED:
+            self._progress_at = now
+            if not self.is_running:
                 self._note_running(now)
-                self._take(update)
+            self._take(update)
+            return
+        match acceptance:
             case Acceptance.STALE_ATTEMPT | Acceptance.DUPLICATE:
                 metrics.DROPPED_FRAMES.labels(acceptance.value).inc()
             case Acceptance.GAP | Acceptance.MALFORMED:
@@ -125,12 +128,13 @@ class Attempt:
             self._on_start()
 
     def _take(self, update: worker_pb2.StreamTokens) -> None:
-        self.tokens += len(update.ids)
+        count = len(update.ids)
+        self.tokens += count
         if self._journal.is_full and not update.finish:
             update.finish = inference_pb2.FINISH_REASON_LENGTH
         if update.finish:
             self._end(Finished())
-        self._deliver(update)
+        self._deliver(update, count)
 
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
         """Note that the worker does not run the stream: it moves to another worker, or the client gets the error."""

@@ -92,8 +92,8 @@ class Stream:
         self._trial_at = 0.0  # event loop's time; the stream's next trial does not begin earlier
         self._last_lost: Lost | None = None
         self._activity = "it waited for a worker"
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        self._loop = asyncio.get_running_loop()
+        now = self._loop.time()
         self._arrived_at = now if journal.arrived_at is None else journal.arrived_at
         self._deadline_at = None if journal.timeout_s is None else self._arrived_at + journal.timeout_s
         self._stalled_at = self._arrived_at  # when the stream last began to wait
@@ -201,24 +201,25 @@ class Stream:
         self._activity = f"it waited for its next turn on worker {self.journal.worker_id!r}"
         self._stalled_at = asyncio.get_running_loop().time()
 
-    def _deliver(self, update: worker_pb2.StreamTokens) -> None:
-        assert self._attempt is not None
-        if update.ids:
-            self._measure(len(update.ids))
-            if self._attempt.tokens == len(update.ids):
+    def _deliver(self, update: worker_pb2.StreamTokens, tokens: int) -> None:
+        attempt = self._attempt
+        assert attempt is not None
+        if tokens:
+            self._measure(tokens)
+            if attempt.tokens == tokens:
                 self._note_numerics()
-            self._suspects.note_progress(self.journal.stream_id, self._attempt.tokens)
+            self._suspects.note_progress(self.journal.stream_id, attempt.tokens)
         if not self._arrived and self._on_update(update):
             return
         self._arrived.append(update)
-        self.unread_tokens += len(update.ids)
+        self.unread_tokens += tokens
         # Each log probability takes as much memory as a token, or more.
         unread = self.unread_tokens * (1 + self.journal.logprobs_per_token)
         if unread > self._settings.max_unread_tokens and not update.finish:
             # The client reads more slowly than the worker computes. A pause works like a failover: the attempt stops
             # here, and the next one continues from the journal when the client has caught up.
             self._caught_up.clear()
-            self._attempt.lose(Loss.SLOW_CLIENT)
+            attempt.lose(Loss.SLOW_CLIENT)
         self._on_arrival()
 
     def _note_numerics(self) -> None:
@@ -240,7 +241,7 @@ class Stream:
             )
 
     def _measure(self, tokens: int) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         metrics.GENERATED_TOKENS.inc(tokens)
         if self._token_at is None:
             metrics.FIRST_TOKEN_SECONDS.observe(now - self._arrived_at)

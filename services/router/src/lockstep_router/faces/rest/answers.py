@@ -73,6 +73,9 @@ async def answer_text(router: Router, model: str, ids: list[int], record: Record
         await client.reply(json_reply({"prompt": text}))
 
 
+_NO_MARK: Body = {}
+
+
 class _Whole:
     """Collects an answer that is sent in one piece."""
 
@@ -104,7 +107,10 @@ class _Events:
 
     def take(self, delta: Delta) -> None:
         """Write a delta to the client."""
-        self._client.write_events(self.of((delta,)))
+        data = event(f"{self._request_id}:{delta.tokens}", self._chunk(delta))
+        if self._opening:
+            data, self._opening = self._opening + data, b""
+        self._client.write_events(data)
 
     def of(self, deltas: Iterable[Delta]) -> bytes:
         """The next deltas as events."""
@@ -118,8 +124,9 @@ class _Events:
         return event(f"{self._request_id}:{usage.completion_tokens}", to_json(self._format.usage_chunk(usage)))
 
     def _chunk(self, delta: Delta) -> bytes:
-        is_inexact = delta.finish_reason is not None and delta.index in self._generation.inexact_choices
-        return self._format.chunk(delta, inexact_mark(is_inexact=is_inexact))
+        if delta.finish_reason is None:
+            return self._format.chunk(delta, _NO_MARK)
+        return self._format.chunk(delta, inexact_mark(is_inexact=delta.index in self._generation.inexact_choices))
 
 
 async def _written(generation: Generation, events: _Events, *, include_usage: bool) -> AsyncIterator[bytes]:
