@@ -192,12 +192,49 @@ class LiveReply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the computation until it ends or the client disconnects."""
-        client = Client(send, self._record, self._settings, channel_of(scope))
+        channel = channel_of(scope)
+        client = Client(send, self._record, self._settings, channel)
+        if channel is None:
+            await self._run_beside(client, receive)
+        else:
+            await self._run_on(client, channel)
+
+    async def _run_on(self, client: Client, channel: Channel) -> None:
+        """Run in this task, which is cancelled if the connection ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        has_left = False
+
+        def leave() -> None:
+            nonlocal has_left
+            if not has_left:
+                has_left = True
+                # The unfinished answer makes the server close the connection.
+                self._record.status = CLIENT_DISCONNECTED_STATUS
+                task.cancel()
+
+        def on_stuck() -> None:
+            self._note_stuck()
+            leave()
+
+        client.watch(on_stuck)
+        channel.watch(leave)
+        try:
+            await self._run(client)
+        except asyncio.CancelledError:
+            if not has_left or task.uncancel():
+                raise  # the server itself ends the task
+        finally:
+            channel.unwatch()
+            await client.stop()
+
+    async def _run_beside(self, client: Client, receive: Receive) -> None:
+        """Run in a task beside one that reads the connection: all that ASGI knows."""
         answering = asyncio.ensure_future(self._run(client))
         disconnect = asyncio.ensure_future(_wait_disconnect(receive))
 
         def on_stuck() -> None:
-            logger.warning("client does not read", extra={"request_id": self._record.request_id})
+            self._note_stuck()
             disconnect.cancel()
 
         client.watch(on_stuck)
@@ -213,6 +250,9 @@ class LiveReply(Response):
             await asyncio.gather(answering, disconnect, return_exceptions=True)
         if not answering.cancelled():
             answering.result()
+
+    def _note_stuck(self) -> None:
+        logger.warning("client does not read", extra={"request_id": self._record.request_id})
 
     async def _run(self, client: Client) -> None:
         try:
