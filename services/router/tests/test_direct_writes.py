@@ -6,7 +6,7 @@ import re
 
 import httpx
 import pytest
-from lockstep_router.faces.rest.connections import _Response
+from lockstep_router.faces.rest.connections import BoundedProtocol, _Response
 from router_cluster import events_of, eventually
 from scripted_worker import Script, token_at
 
@@ -177,3 +177,44 @@ async def test_failure_while_writing_ends_its_own_stream_only(make_cluster, monk
     assert written
     assert len(cluster.workers[0].submits) == 2, "the link to the worker stays"
     assert cluster.router.failovers == 0
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Everything that connections send, by system call."""
+    pieces = []
+    made = BoundedProtocol.connection_made
+
+    class Recorder:
+        def __init__(self, transport):
+            self._transport = transport
+
+        def write(self, data):
+            pieces.append(data)
+            self._transport.write(data)
+
+        def __getattr__(self, name):
+            return getattr(self._transport, name)
+
+    monkeypatch.setattr(BoundedProtocol, "connection_made", lambda self, transport: made(self, Recorder(transport)))
+    return pieces
+
+
+async def test_head_and_first_event_leave_together(make_cluster, sent):
+    cluster = await make_cluster(1)
+    cluster.workers[0].script = Script(delay_s=0.002)
+    async with cluster.over_http() as client:
+        await client.post("/v1/completions", json=TEXT)
+    assert sent[0].startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"\r\n\r\n" in sent[0]
+    assert b"data: {" in sent[0]
+    assert not any(b"HTTP/1.1" in piece for piece in sent[1:])
+
+
+async def test_whole_answer_is_sent_at_once(make_cluster, sent):
+    cluster = await make_cluster(1)
+    async with cluster.over_http() as client:
+        response = await client.post("/v1/completions", json=TEXT | {"stream": False})
+    assert response.json()["choices"][0]["text"] == cluster.undisturbed("hello world", 7, 40)
+    assert len(sent) == 1
+    assert sent[0].endswith(response.content)

@@ -28,7 +28,7 @@ async def answer(router: Router, request: GenerationRequest, style: Style, recor
         del request
         record.release_body()
         async with router.run(prepared, record.account, is_collected=not style.stream) as generation:
-            record.prompt_tokens = generation.usage.prompt_tokens
+            record.prompt_tokens = prepared.prompt_tokens
             answer_format = make_format(style, record.request_id, prepared)
             try:
                 if style.stream:

@@ -231,8 +231,9 @@ class BoundedProtocol(HttpToolsProtocol):
         # Until the body is complete, a response announces that the connection closes: the rest is not read.
         self._may_keep_alive = self.cycle.keep_alive
         self.cycle.keep_alive = False
-        self._response = _Response(self, self.cycle)
-        self.cycle.transport = cast("asyncio.Transport", _ResponseTransport(self))
+        transport = _ResponseTransport(self, self.cycle)
+        self._response = _Response(self.cycle, transport)
+        self.cycle.transport = cast("asyncio.Transport", transport)
         self.scope.setdefault("extensions", {})[EXTENSION] = cast("dict[object, object]", self._response)
 
     def on_body(self, body: bytes) -> None:
@@ -329,9 +330,9 @@ class BoundedProtocol(HttpToolsProtocol):
 class _Response:
     """The channel of one answer; see `channel.Channel`."""
 
-    def __init__(self, connection: BoundedProtocol, cycle: RequestResponseCycle) -> None:
-        self._connection = connection
+    def __init__(self, cycle: RequestResponseCycle, transport: "_ResponseTransport") -> None:
         self._cycle = cycle
+        self._transport = transport
         self._on_lost: Callable[[], None] | None = None
 
     @property
@@ -345,7 +346,7 @@ class _Response:
 
     def write(self, data: bytes) -> None:
         """Send a chunk. Uvicorn's `send` writes the same bytes."""
-        self._connection.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def watch(self, on_lost: Callable[[], None]) -> None:
         """Call a function, once, if the client leaves before the answer is complete."""
@@ -368,14 +369,32 @@ class _Response:
 
 
 class _ResponseTransport:
-    """What a response is written to. Closing it lets the connection drop the rest of the body first."""
+    """What a response is written to. Closing it lets the connection drop the rest of the body first.
 
-    def __init__(self, connection: BoundedProtocol) -> None:
+    The head waits for the first piece of the body, for one turn of the event loop at most: together they are sent in
+    one system call.
+    """
+
+    def __init__(self, connection: BoundedProtocol, cycle: RequestResponseCycle) -> None:
         self._connection = connection
+        self._cycle = cycle
+        self._head: bytes | None = None
+        """The head while it waits; empty afterwards."""
 
     def write(self, data: bytes) -> None:
         """Send."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif self._head is None and self._cycle.response_started:
+            self._head = data
+            self._connection.loop.call_soon(self._send_head)
+            return
         self._connection.transport.write(data)
+
+    def _send_head(self) -> None:
+        head, self._head = self._head, b""
+        if head and not self._connection.transport.is_closing():
+            self._connection.transport.write(head)
 
     def is_closing(self) -> bool:
         """Whether nothing more can be sent."""
@@ -383,6 +402,7 @@ class _ResponseTransport:
 
     def close(self) -> None:
         """The response is complete, or cannot be completed."""
+        self._send_head()
         if self._connection.cycle.response_complete:
             self._connection.end_response()
         else:
