@@ -95,6 +95,8 @@ class _Events:
         self._generation = generation
         self._format = answer_format
         self._request_id = request_id
+        self._id = b"id: %b:" % request_id.encode()
+        """How each event begins."""
         self._client = client
         indices = range(len(generation.prepared.journals))
         self._opening = b"".join(event(f"{request_id}:0", to_json(body)) for body in answer_format.opening(indices))
@@ -107,14 +109,14 @@ class _Events:
 
     def take(self, delta: Delta) -> None:
         """Write a delta to the client."""
-        data = event(f"{self._request_id}:{delta.tokens}", self._chunk(delta))
+        data = b"%b%d\ndata: %b\n\n" % (self._id, delta.tokens, self._chunk(delta))
         if self._opening:
             data, self._opening = self._opening + data, b""
         self._client.write_events(data)
 
     def of(self, deltas: Iterable[Delta]) -> bytes:
         """The next deltas as events."""
-        data = b"".join([event(f"{self._request_id}:{delta.tokens}", self._chunk(delta)) for delta in deltas])
+        data = b"".join([b"%b%d\ndata: %b\n\n" % (self._id, delta.tokens, self._chunk(delta)) for delta in deltas])
         opening, self._opening = self._opening, b""
         return opening + data
 
