@@ -52,7 +52,7 @@ class Attempt:
         journal: the stream's journal.
         now: the awake clock's time, in seconds.
         deadlines: the attempt's time limits.
-        deliver: called with every update that has tokens or a finish reason, and with its number of tokens.
+        deliver: called with every update that has tokens or a finish reason.
         on_start: called when the worker begins to run the stream.
         on_wait: called when the worker has preempted the stream.
     """
@@ -63,7 +63,7 @@ class Attempt:
         *,
         now: float,
         deadlines: Deadlines,
-        deliver: Callable[[worker_pb2.StreamTokens, int], None],
+        deliver: Callable[[worker_pb2.StreamTokens], None],
         on_start: Callable[[], None],
         on_wait: Callable[[], None],
     ) -> None:
@@ -128,13 +128,12 @@ class Attempt:
             self._on_start()
 
     def _take(self, update: worker_pb2.StreamTokens) -> None:
-        count = len(update.ids)
-        self.tokens += count
+        self.tokens += len(update.ids)
         if self._journal.is_full and not update.finish:
             update.finish = inference_pb2.FINISH_REASON_LENGTH
         if update.finish:
             self._end(Finished())
-        self._deliver(update, count)
+        self._deliver(update)
 
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
         """Note that the worker does not run the stream: it moves to another worker, or the client gets the error."""

@@ -201,8 +201,8 @@ class Stream:
         self._activity = f"it waited for its next turn on worker {self.journal.worker_id!r}"
         self._stalled_at = asyncio.get_running_loop().time()
 
-    def _deliver(self, update: worker_pb2.StreamTokens, tokens: int) -> None:
-        attempt = self._attempt
+    def _deliver(self, update: worker_pb2.StreamTokens) -> None:
+        attempt, tokens = self._attempt, len(update.ids)
         assert attempt is not None
         if tokens:
             self._measure(tokens)
