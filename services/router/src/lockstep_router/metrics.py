@@ -3,6 +3,8 @@
 from lockstep_common.telemetry import REGISTRY
 from prometheus_client import Counter, Gauge, Histogram
 
+from lockstep_router.tallies import Distribution, Tally
+
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 
@@ -48,20 +50,20 @@ LIMITS_STORAGE_FAILURES = Counter(
     "Operations of the storage of limits that failed or took too long.",
     registry=REGISTRY,
 )
-FIRST_TOKEN_SECONDS = Histogram(
+FIRST_TOKEN_SECONDS = Distribution(
     "lockstep_router_time_to_first_token_seconds",
     "From a request's arrival to the first token of each of its streams.",
     buckets=_SECONDS,
     registry=REGISTRY,
 )
-INTER_TOKEN_SECONDS = Histogram(
+INTER_TOKEN_SECONDS = Distribution(
     "lockstep_router_inter_token_latency_seconds",
     "Between two deliveries of tokens to one stream, failovers included.",
     buckets=_SECONDS,
     registry=REGISTRY,
 )
-PROMPT_TOKENS = Counter("lockstep_router_prompt_tokens", "Tokens of accepted prompts.", registry=REGISTRY)
-GENERATED_TOKENS = Counter("lockstep_router_generated_tokens", "Tokens accepted from workers.", registry=REGISTRY)
+PROMPT_TOKENS = Tally("lockstep_router_prompt_tokens", "Tokens of accepted prompts.", registry=REGISTRY)
+GENERATED_TOKENS = Tally("lockstep_router_generated_tokens", "Tokens accepted from workers.", registry=REGISTRY)
 STREAMS = Gauge("lockstep_router_streams", "Streams in progress.", registry=REGISTRY)
 FAILOVERS = Counter(
     "lockstep_router_failovers",
@@ -121,7 +123,7 @@ HEDGED_CONNECTS = Counter(
     "Further attempts to connect to a worker because the first one took long or failed.",
     registry=REGISTRY,
 )
-WAIT_SECONDS = Histogram(
+WAIT_SECONDS = Distribution(
     "lockstep_router_wait_seconds",
     "From a stream's arrival to its start on a worker.",
     buckets=_SECONDS,

@@ -25,9 +25,9 @@ class TokenEntry:
     text_offset: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delta:
-    """The new part of a choice."""
+    """The new part of a choice. Nobody changes one; it is not frozen because that makes it slow to create."""
 
     index: int
     text: str
@@ -60,6 +60,7 @@ class Choice:
         self.is_finished = False
         self._parser = None if parsing is None else parsing.parser(stream_id)
         self._parts: list[Part] = []
+        self._is_plain = not stops and self._parser is None
         self._detokenizer = Detokenizer(tokenizer, frozenset() if parsing is None else parsing.visible_ids(tokenizer))
         self._stop_strings = StopStrings(stops)
         self._decoded_chars = 0
@@ -77,6 +78,13 @@ class Choice:
             return None
         if self.cached_tokens is None:
             self.cached_tokens = update.cached_tokens
+        if self._is_plain and len(update.ids) == 1 and not (update.finish or update.logprobs):
+            # Most updates: what follows gives the same for them.
+            self.tokens += 1
+            text = self._detokenizer.step(update.ids[0])
+            self._decoded_chars += len(text)
+            self._given_chars += len(text)
+            return Delta(self.index, text, self.tokens) if text else None
         text = "".join(self._feed_token(update, index) for index in range(len(update.ids)))
         finish_reason = "stop" if self._has_ended else None
         if finish_reason is None and update.finish:

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import Protocol, Self
 
 from lockstep_api.v1 import worker_pb2
 
@@ -18,6 +19,17 @@ _BYTES_OF_A_LOGPROB = 150
 
 Observer = Callable[[Choice, Sequence[worker_pb2.StreamTokens], Sequence[Delta]], None]
 """Called with what a choice was fed at once, and with the deltas that this gave."""
+
+
+class Sink(Protocol):
+    """Takes deltas at once, in the call that brings a stream's tokens: no task is woken for them."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes the next delta."""
+
+    def take(self, delta: Delta) -> None:
+        """Take a delta. What it raises ends the generation."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,12 @@ class Generation:
             Choice(index, prepared.tokenizer, prepared.stops, prepared.parsing, journal.stream_id)
             for index, journal in enumerate(prepared.journals)
         ]
-        self._streams = [Stream(journal, workers, settings, self._arrival.set) for journal in prepared.journals]
+        self._streams = [
+            Stream(journal, workers, settings, self._arrival.set, partial(self._give, index))
+            for index, journal in enumerate(prepared.journals)
+        ]
+        self._sink: Sink | None = None
+        """Takes deltas now; None: they wait for `deltas`."""
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: BaseException | None = None
 
@@ -108,14 +125,22 @@ class Generation:
             reasoning_tokens=sum(choice.reasoning_tokens for choice in self._choices),
         )
 
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
+    async def deltas(self, sink: Sink | None = None) -> AsyncIterator[list[Delta]]:
         """The deltas of all choices, as they arrive.
+
+        Args:
+            sink: while all that was yielded is used, it gets further deltas, and they are not yielded. What arrives
+                while it is not ready is yielded again, before the sink gets more.
 
         Raises:
             LockstepError: one of the streams cannot continue; its deltas have been yielded before.
         """
         while not all(choice.is_finished for choice in self._choices):
-            await self._arrival.wait()
+            self._sink = sink
+            try:
+                await self._arrival.wait()
+            finally:
+                self._sink = None
             self._arrival.clear()
             # Read before the updates are taken, so that a stream's last deltas are yielded before its failure.
             failure = self._failure
@@ -129,6 +154,29 @@ class Generation:
         if not task.cancelled() and task.exception() is not None:
             self._failure = self._failure or task.exception()
             self._arrival.set()
+
+    def _give(self, index: int, update: worker_pb2.StreamTokens) -> bool:
+        """Feed an update that has just arrived to its choice and the sink; False if it has to wait for `deltas`."""
+        sink = self._sink
+        if sink is None or self._arrival.is_set() or not sink.is_ready:
+            return False
+        choice = self._choices[index]
+        try:
+            delta = choice.feed(update)
+            if delta is not None:
+                sink.take(delta)
+        except Exception as error:
+            # The caller is the worker's link, which other streams share. `deltas` raises it.
+            self._failure = self._failure or error
+            self._arrival.set()
+            return True
+        if choice.is_finished:
+            if not update.finish:
+                # The worker does not know stop strings and would continue.
+                self._tasks[index].cancel()
+            if all(each.is_finished for each in self._choices):
+                self._arrival.set()
+        return True
 
     def _advance(self, index: int) -> list[Delta]:
         choice = self._choices[index]

@@ -94,14 +94,17 @@ class Attempt:
 
     def on_tokens(self, update: worker_pb2.StreamTokens, now: float) -> None:
         """Take the next tokens; drop and count what does not continue the journal."""
-        if self.is_over:
+        if self.over.done():
             metrics.DROPPED_FRAMES.labels("late").inc()
             return
         acceptance = self._journal.accept(update)
-        match acceptance:
-            case Acceptance.ACCEPTED:
+        if acceptance is Acceptance.ACCEPTED:
+            self._progress_at = now
+            if not self.is_running:
                 self._note_running(now)
-                self._take(update)
+            self._take(update)
+            return
+        match acceptance:
             case Acceptance.STALE_ATTEMPT | Acceptance.DUPLICATE:
                 metrics.DROPPED_FRAMES.labels(acceptance.value).inc()
             case Acceptance.GAP | Acceptance.MALFORMED:

@@ -53,6 +53,14 @@ class Journal:
     """`numerics` of the worker that gave the first token; empty: unknown; None: there is no token yet."""
     is_inexact: bool = False
     """Whether a later attempt gave tokens with other, or unknown, numerics."""
+    max_tokens: int = field(init=False)
+    logprobs_per_token: int = field(init=False)
+    """Log probabilities that come with each token: the token's own and those of alternatives; 0 if none do."""
+
+    def __post_init__(self) -> None:
+        # Read for each token; fields of a message are slow to read.
+        self.max_tokens = self.sampling.max_tokens
+        self.logprobs_per_token = self.sampling.logprobs + 1 if self.sampling.HasField("logprobs") else 0
 
     def next_submit(self, worker_id: str, *, arrived_s: float = 0.0, deadline_s: float = 0.0) -> worker_pb2.Submit:
         """Begin the next attempt and return the Submit that continues after the last emitted id.
@@ -82,27 +90,27 @@ class Journal:
         """Append the update's ids if they are exactly the next ones of the current attempt."""
         if update.attempt != self.attempt:
             return Acceptance.STALE_ATTEMPT
-        count = len(update.ids)
-        if (count or update.finish) and update.position > len(self.emitted_ids):
-            return Acceptance.GAP
-        if (count or update.finish) and update.position < len(self.emitted_ids):
-            return Acceptance.DUPLICATE if count else Acceptance.MALFORMED
-        if len(self.emitted_ids) + count > self.sampling.max_tokens or not self._is_well_formed(update):
+        ids, finish = update.ids, update.finish
+        count, end = len(ids), len(self.emitted_ids)
+        if count or finish:
+            position = update.position
+            if position > end:
+                return Acceptance.GAP
+            if position < end:
+                return Acceptance.DUPLICATE if count else Acceptance.MALFORMED
+        lacks_logprobs = self.logprobs_per_token and len(update.logprobs) != count
+        is_other = self.embeds and (count or bool(update.embedding) != bool(finish))
+        if end + count > self.max_tokens or finish not in _FINISH_REASONS or lacks_logprobs or is_other:
             return Acceptance.MALFORMED
-        if not count and not update.finish:
+        if not count and not finish:
             return Acceptance.EMPTY
-        self.emitted_ids.extend(update.ids)
+        self.emitted_ids.extend(ids)
         return Acceptance.ACCEPTED
 
     @property
     def is_full(self) -> bool:
         """Whether the stream has max_tokens tokens."""
-        return len(self.emitted_ids) >= self.sampling.max_tokens
-
-    @property
-    def logprobs_per_token(self) -> int:
-        """Log probabilities that come with each token: the token's own and those of alternatives; 0 if none do."""
-        return self.sampling.logprobs + 1 if self.sampling.HasField("logprobs") else 0
+        return len(self.emitted_ids) >= self.max_tokens
 
     @property
     def has_grammar(self) -> bool:
@@ -128,10 +136,3 @@ class Journal:
         made.update(sampling.SerializeToString(deterministic=True))
         made.update(array("I", self.prompt_ids).tobytes())
         return made.digest()
-
-    def _is_well_formed(self, update: worker_pb2.StreamTokens) -> bool:
-        if update.finish not in _FINISH_REASONS:
-            return False
-        if self.embeds:
-            return not update.ids and bool(update.embedding) == bool(update.finish)
-        return not self.sampling.HasField("logprobs") or len(update.logprobs) == len(update.ids)

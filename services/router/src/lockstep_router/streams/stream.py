@@ -51,11 +51,23 @@ class Stream:
     """One stream of tokens, independent of the worker that it runs on.
 
     `run` drives it as a task; cancelling that task cancels the stream on its worker. `take` returns the updates that
-    have arrived; `on_arrival` is called whenever there are more.
+    have arrived.
+
+    Args:
+        journal: the stream's journal.
+        workers: those that may run it.
+        settings: of the router.
+        on_arrival: called whenever there are more updates to take.
+        on_update: called with each update while none waits; True: it is taken, and does not wait. It must not raise.
     """
 
     def __init__(
-        self, journal: Journal, workers: Workers, settings: RouterSettings, on_arrival: Callable[[], None]
+        self,
+        journal: Journal,
+        workers: Workers,
+        settings: RouterSettings,
+        on_arrival: Callable[[], None],
+        on_update: Callable[[worker_pb2.StreamTokens], bool] = lambda _: False,
     ) -> None:
         self.journal = journal
         self.failovers = 0
@@ -64,6 +76,7 @@ class Stream:
         self._facts = RequestFacts(journal.session, journal.stream_id, journal.tenant, journal.prompt_ids)
         self._settings = settings
         self._on_arrival = on_arrival
+        self._on_update = on_update
         self._arrived: deque[worker_pb2.StreamTokens] = deque()
         self.unread_tokens = 0
         """Tokens that have arrived since the last `take`."""
@@ -83,8 +96,8 @@ class Stream:
         self._trial_at = 0.0  # event loop's time; the stream's next trial does not begin earlier
         self._last_lost: Lost | None = None
         self._activity = "it waited for a worker"
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+        self._loop = asyncio.get_running_loop()
+        now = self._loop.time()
         self._arrived_at = now if journal.arrived_at is None else journal.arrived_at
         self._deadline_at = None if journal.timeout_s is None else self._arrived_at + journal.timeout_s
         self._stalled_at = self._arrived_at  # when the stream last began to wait
@@ -201,24 +214,27 @@ class Stream:
         self._stalled_at = asyncio.get_running_loop().time()
 
     def _deliver(self, update: worker_pb2.StreamTokens) -> None:
-        assert self._attempt is not None
-        if update.ids:
-            self._measure(len(update.ids))
-            if self._attempt.tokens == len(update.ids):
+        attempt, tokens = self._attempt, len(update.ids)
+        assert attempt is not None
+        if tokens:
+            self._measure(tokens)
+            if attempt.tokens == tokens:
                 self._note_first_token(update.cached_tokens)
                 self._note_numerics()
-            self._suspects.note_progress(self.journal.stream_id, self._attempt.tokens)
-        if not self._is_proved and (update.finish or self._attempt.tokens >= PROOF_TOKENS):
+            self._suspects.note_progress(self.journal.stream_id, attempt.tokens)
+        if not self._is_proved and (update.finish or attempt.tokens >= PROOF_TOKENS):
             self._prove()
+        if not self._arrived and self._on_update(update):
+            return
         self._arrived.append(update)
-        self.unread_tokens += len(update.ids)
+        self.unread_tokens += tokens
         # Each log probability takes as much memory as a token, or more.
         unread = self.unread_tokens * (1 + self.journal.logprobs_per_token)
         if unread > self._settings.max_unread_tokens and not update.finish:
             # The client reads more slowly than the worker computes. A pause works like a failover: the attempt stops
             # here, and the next one continues from the journal when the client has caught up.
             self._caught_up.clear()
-            self._attempt.lose(Loss.SLOW_CLIENT)
+            attempt.lose(Loss.SLOW_CLIENT)
         self._on_arrival()
 
     def _note_numerics(self) -> None:
@@ -268,7 +284,7 @@ class Stream:
             self._blamed.append(link)
 
     def _measure(self, tokens: int) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._loop.time()
         metrics.GENERATED_TOKENS.inc(tokens)
         if self._token_at is None:
             metrics.FIRST_TOKEN_SECONDS.observe(now - self._arrived_at)

@@ -1,12 +1,13 @@
 """Runs a request and writes its answer to the client, in one piece or as server-sent events."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from pydantic_core import to_json
 
 from lockstep_router.faces.rest.openai_format import Body, Format, make_format
 from lockstep_router.faces.rest.record import Record
 from lockstep_router.faces.rest.replies import Client, event, json_reply
+from lockstep_router.generation.choices import Delta
 from lockstep_router.generation.generation import Generation
 from lockstep_router.generation.request import GenerationRequest, PromptSource
 from lockstep_router.generation.style import Style
@@ -27,13 +28,14 @@ async def answer(router: Router, request: GenerationRequest, style: Style, recor
         del request
         record.release_body()
         async with router.run(prepared, record.account, is_collected=not style.stream) as generation:
-            record.prompt_tokens = generation.usage.prompt_tokens
+            record.prompt_tokens = prepared.prompt_tokens
             answer_format = make_format(style, record.request_id, prepared)
             try:
                 if style.stream:
-                    await client.reply_events(_events(generation, answer_format, style, record.request_id))
+                    events = _Events(generation, answer_format, record.request_id, client)
+                    await client.reply_events(_written(generation, events, include_usage=style.include_usage))
                     return
-                async for deltas in generation.deltas():
+                async for deltas in generation.deltas(_Whole(answer_format)):
                     for delta in deltas:
                         answer_format.add(delta)
             finally:
@@ -71,27 +73,71 @@ async def answer_text(router: Router, model: str, ids: list[int], record: Record
         await client.reply(json_reply({"prompt": text}))
 
 
-async def _events(generation: Generation, answer_format: Format, style: Style, request_id: str) -> AsyncIterator[bytes]:
-    """The answer as server-sent events. An event's id is the request's id and its choice's number of tokens so far."""
-    indices = range(len(generation.prepared.journals))
-    opening = b"".join(event(f"{request_id}:0", to_json(body)) for body in answer_format.opening(indices))
-    async for deltas in generation.deltas():
+_NO_MARK: Body = {}
+
+
+class _Whole:
+    """Collects an answer that is sent in one piece."""
+
+    is_ready = True
+
+    def __init__(self, answer_format: Format) -> None:
+        self.take = answer_format.add
+
+
+class _Events:
+    """An answer as server-sent events. An event's id is the request's id and its choice's number of tokens so far.
+
+    As the sink of a generation it writes events to a client that keeps up.
+    """
+
+    def __init__(self, generation: Generation, answer_format: Format, request_id: str, client: Client) -> None:
+        self._generation = generation
+        self._format = answer_format
+        self._request_id = request_id
+        self._id = b"id: %b:" % request_id.encode()
+        """How each event begins."""
+        self._client = client
+        indices = range(len(generation.prepared.journals))
+        self._opening = b"".join(event(f"{request_id}:0", to_json(body)) for body in answer_format.opening(indices))
+        """What precedes the first delta."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the client takes the next event now."""
+        return self._client.takes_events
+
+    def take(self, delta: Delta) -> None:
+        """Write a delta to the client."""
+        data = b"%b%d\ndata: %b\n\n" % (self._id, delta.tokens, self._chunk(delta))
+        if self._opening:
+            data, self._opening = self._opening + data, b""
+        self._client.write_events(data)
+
+    def of(self, deltas: Iterable[Delta]) -> bytes:
+        """The next deltas as events."""
+        data = b"".join([b"%b%d\ndata: %b\n\n" % (self._id, delta.tokens, self._chunk(delta)) for delta in deltas])
+        opening, self._opening = self._opening, b""
+        return opening + data
+
+    def usage(self) -> bytes:
+        """The event that ends an answer with its usage."""
+        usage = self._generation.usage
+        return event(f"{self._request_id}:{usage.completion_tokens}", to_json(self._format.usage_chunk(usage)))
+
+    def _chunk(self, delta: Delta) -> bytes:
+        if delta.finish_reason is None:
+            return self._format.chunk(delta, _NO_MARK)
+        return self._format.chunk(delta, inexact_mark(is_inexact=delta.index in self._generation.inexact_choices))
+
+
+async def _written(generation: Generation, events: _Events, *, include_usage: bool) -> AsyncIterator[bytes]:
+    """The events that are not written as soon as their tokens arrive."""
+    async for deltas in generation.deltas(events):
         # All deltas that have arrived go out in one write: a client that keeps up gets each token separately.
-        inexact = generation.inexact_choices
-        data = b"".join(
-            event(
-                f"{request_id}:{delta.tokens}",
-                answer_format.chunk(
-                    delta, inexact_mark(is_inexact=bool(delta.finish_reason) and delta.index in inexact)
-                ),
-            )
-            for delta in deltas
-        )
-        yield opening + data
-        opening = b""
-    if style.include_usage:
-        usage = generation.usage
-        yield event(f"{request_id}:{usage.completion_tokens}", to_json(answer_format.usage_chunk(usage)))
+        yield events.of(deltas)
+    if include_usage:
+        yield events.usage()
 
 
 def inexact_mark(*, is_inexact: bool) -> Body:

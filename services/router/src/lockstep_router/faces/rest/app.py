@@ -19,7 +19,7 @@ from lockstep_router.faces.rest.completions import (
     completion_style,
     conversation,
 )
-from lockstep_router.faces.rest.direct_routes import DirectRoutes
+from lockstep_router.faces.rest.direct_routes import Application, DirectRoutes
 from lockstep_router.faces.rest.embeddings import EmbeddingBody, answer_embeddings, embedding_request
 from lockstep_router.faces.rest.fields import Model, parse
 from lockstep_router.faces.rest.identity import Origin
@@ -54,7 +54,7 @@ from lockstep_router.router import Router
 
 def create_app(router: Router) -> FastAPI:
     """The ASGI application of a router."""
-    app = FastAPI(
+    app = Application(
         title="Lockstep",
         description="OpenAI-compatible API of the Lockstep router.",
         docs_url=None,  # the documentation pages load scripts from other hosts
@@ -69,8 +69,7 @@ def create_app(router: Router) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     _add_generation(app)
     routes = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
-    app.add_middleware(DirectRoutes, routes=routes)
-    app.add_middleware(AccessMiddleware, router=router)  # the last one is the outermost
+    app.entry = AccessMiddleware(DirectRoutes(app.inner, routes), router)
     _add_streams(app)
     _add_models(app)
     _add_tokens(app)

@@ -14,11 +14,12 @@ import httptools
 from lockstep_common.errors import ErrorCode, LockstepError
 from pydantic_core import to_json
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from lockstep_router import metrics
-from lockstep_router.faces.websocket.handshake import EXTENSION
+from lockstep_router.faces.rest import channel
+from lockstep_router.faces.websocket import handshake
 from lockstep_router.faces.websocket.socket import Socket
 
 _MAX_HEADERS = 128
@@ -143,6 +144,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Whether the connection may be used again after the current request."""
         self._socket: Socket | None = None
         """What the connection was given to."""
+        self._response: _Response | None = None
 
     def evict(self) -> None:
         """Close the connection because the server is full."""
@@ -201,6 +203,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._is_admitted = False
             self._open_connections.forget(self, self._client_address)
         super().connection_lost(exc)
+        if self._response is not None:
+            self._response.note_lost()
         # Uvicorn's timer would keep this object, with the last request's body, until the time for keep-alive is over.
         self._unset_keepalive_if_required()
 
@@ -263,13 +267,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self._refuse_framing()
             raise _NotServedError
         if self.parser.should_upgrade():
-            self.scope["extensions"] = cast("dict[str, dict[object, object]]", {EXTENSION: self})
+            self.scope["extensions"] = cast("dict[str, dict[object, object]]", {handshake.EXTENSION: self})
         super().on_headers_complete()
         self._open_connections.wait(self)
         # Until the body is complete, a response announces that the connection closes: the rest is not read.
         self._may_keep_alive = self.cycle.keep_alive
         self.cycle.keep_alive = False
-        self.cycle.transport = cast("asyncio.Transport", _ResponseTransport(self))
+        transport = _ResponseTransport(self, self.cycle)
+        self._response = _Response(self.cycle, transport)
+        self.cycle.transport = cast("asyncio.Transport", transport)
+        self.scope.setdefault("extensions", {})[channel.EXTENSION] = cast("dict[object, object]", self._response)
 
     def on_body(self, body: bytes) -> None:
         """Pass on a piece of the body."""
@@ -365,15 +372,74 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-class _ResponseTransport:
-    """What a response is written to. Closing it lets the connection drop the rest of the body first."""
+class _Response:
+    """The channel of one answer; see `channel.Channel`."""
 
-    def __init__(self, connection: BoundedProtocol) -> None:
+    def __init__(self, cycle: RequestResponseCycle, transport: "_ResponseTransport") -> None:
+        self._cycle = cycle
+        self._transport = transport
+        self._on_lost: Callable[[], None] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the body has begun, and more of it can be written without waiting for the client."""
+        cycle = self._cycle
+        # An answer in chunks: the headers of others name the length, so they are not written in pieces.
+        return cycle.chunked_encoding is True and not (
+            cycle.flow.write_paused or cycle.response_complete or cycle.disconnected
+        )
+
+    def write(self, data: bytes) -> None:
+        """Send a chunk. Uvicorn's `send` writes the same bytes."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def watch(self, on_lost: Callable[[], None]) -> None:
+        """Call a function, once, if the client leaves before the answer is complete."""
+        if self._cycle.disconnected:
+            on_lost()
+            return
+        self._on_lost = on_lost
+        # A large body may have stopped the reading, and only a connection that is read shows that its client leaves.
+        self._cycle.flow.resume_reading()
+
+    def unwatch(self) -> None:
+        """Do not call it any more."""
+        self._on_lost = None
+
+    def note_lost(self) -> None:
+        """The connection has ended."""
+        on_lost, self._on_lost = self._on_lost, None
+        if on_lost is not None and not self._cycle.response_complete:
+            on_lost()
+
+
+class _ResponseTransport:
+    """What a response is written to. Closing it lets the connection drop the rest of the body first.
+
+    The head waits for the first piece of the body, for one turn of the event loop at most: together they are sent in
+    one system call.
+    """
+
+    def __init__(self, connection: BoundedProtocol, cycle: RequestResponseCycle) -> None:
         self._connection = connection
+        self._cycle = cycle
+        self._head: bytes | None = None
+        """The head while it waits; empty afterwards."""
 
     def write(self, data: bytes) -> None:
         """Send."""
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif self._head is None and self._cycle.response_started:
+            self._head = data
+            self._connection.loop.call_soon(self._send_head)
+            return
         self._connection.transport.write(data)
+
+    def _send_head(self) -> None:
+        head, self._head = self._head, b""
+        if head and not self._connection.transport.is_closing():
+            self._connection.transport.write(head)
 
     def is_closing(self) -> bool:
         """Whether nothing more can be sent."""
@@ -381,6 +447,7 @@ class _ResponseTransport:
 
     def close(self) -> None:
         """The response is complete, or cannot be completed."""
+        self._send_head()
         if self._connection.cycle.response_complete:
             self._connection.end_response()
         else:

@@ -10,6 +10,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from lockstep_router.faces.rest.channel import Channel, channel_of
 from lockstep_router.faces.rest.record import Record
 from lockstep_router.settings import RouterSettings
 
@@ -51,10 +52,17 @@ class Client:
     Nothing is sent before the first bytes of the answer exist, so that an earlier failure gets an HTTP status. The
     exception is a stream that has nothing to send for `keepalive_interval_s`: the client gets the headers and a
     comment, and another comment after each further interval, because proxies cut silent connections.
+
+    Args:
+        send: the ASGI server's.
+        record: of the request.
+        settings: of the router.
+        channel: of the answer, if its server has one.
     """
 
-    def __init__(self, send: Send, record: Record, settings: RouterSettings) -> None:
+    def __init__(self, send: Send, record: Record, settings: RouterSettings, channel: Channel | None = None) -> None:
         self._send = send
+        self._channel = channel
         self._record = record
         self._write_timeout_s = settings.write_timeout_s
         self._keepalive_s = settings.keepalive_interval_s
@@ -94,6 +102,20 @@ class Client:
         if not self._is_started:
             await self._begin_events()
         await self._put(_body(end, more=False))
+
+    @property
+    def takes_events(self) -> bool:
+        """Whether the answer has begun and more events can be written at once with `write_events`."""
+        channel = self._channel
+        return self._is_started and self._comment is None and channel is not None and channel.is_open
+
+    def write_events(self, data: bytes) -> None:
+        """Write events as they come, without waiting: only if `takes_events`, and while `reply_events` waits for its
+        next ones.
+        """
+        assert self._channel is not None
+        self._written_at = self._loop.time()
+        self._channel.write(data)
 
     async def _begin_events(self) -> None:
         self._is_started = True
@@ -168,14 +190,51 @@ class LiveReply(Response):
         self._record = record
         self._settings = settings
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the computation until it ends or the client disconnects."""
-        client = Client(send, self._record, self._settings)
+        channel = channel_of(scope)
+        client = Client(send, self._record, self._settings, channel)
+        if channel is None:
+            await self._run_beside(client, receive)
+        else:
+            await self._run_on(client, channel)
+
+    async def _run_on(self, client: Client, channel: Channel) -> None:
+        """Run in this task, which is cancelled if the connection ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        has_left = False
+
+        def leave() -> None:
+            nonlocal has_left
+            if not has_left:
+                has_left = True
+                # The unfinished answer makes the server close the connection.
+                self._record.status = CLIENT_DISCONNECTED_STATUS
+                task.cancel()
+
+        def on_stuck() -> None:
+            self._note_stuck()
+            leave()
+
+        client.watch(on_stuck)
+        channel.watch(leave)
+        try:
+            await self._run(client)
+        except asyncio.CancelledError:
+            if not has_left or task.uncancel():
+                raise  # the server itself ends the task
+        finally:
+            channel.unwatch()
+            await client.stop()
+
+    async def _run_beside(self, client: Client, receive: Receive) -> None:
+        """Run in a task beside one that reads the connection: all that ASGI knows."""
         answering = asyncio.ensure_future(self._run(client))
         disconnect = asyncio.ensure_future(_wait_disconnect(receive))
 
         def on_stuck() -> None:
-            logger.warning("client does not read", extra={"request_id": self._record.request_id})
+            self._note_stuck()
             disconnect.cancel()
 
         client.watch(on_stuck)
@@ -191,6 +250,9 @@ class LiveReply(Response):
             await asyncio.gather(answering, disconnect, return_exceptions=True)
         if not answering.cancelled():
             answering.result()
+
+    def _note_stuck(self) -> None:
+        logger.warning("client does not read", extra={"request_id": self._record.request_id})
 
     async def _run(self, client: Client) -> None:
         try:
