@@ -43,7 +43,7 @@ def test_no_request_causes_an_error_of_the_router(address, pytestconfig, summari
     print(f"seed {seed}")
     operations = [found.ok() for found in described(address).get_all_operations()]
     taking = [operation for operation in operations if operation.body]
-    assert len(taking) == 5
+    assert len(taking) == 6
     cases = pytestconfig.getoption("--fuzz-cases") // len(taking)
     statuses: Counter[int] = Counter()
     session = requests.Session()

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from random import Random
 
@@ -267,11 +267,15 @@ class World:
 
     def _on_prepared(self, prepared: Prepared, histories: list[History]) -> None:
         if self.mutation.journal is not Journal:
-            prepared.journals[:] = [self.mutation.journal(**vars(each)) for each in prepared.journals]
+            prepared.journals[:] = [self._mutated(each) for each in prepared.journals]
         for journal, history in zip(prepared.journals, histories, strict=True):
             history.stream_id = journal.stream_id
             self._streams[journal.stream_id] = history
             self.kernel.trace("stream", history.name, journal.stream_id)
+
+    def _mutated(self, journal: Journal) -> Journal:
+        given = [each.name for each in fields(journal) if each.init]
+        return self.mutation.journal(**{name: getattr(journal, name) for name in given})
 
     def kill_router(self, index: int) -> None:
         """End a router process at once. Its clients' connections break, and some clients ask again."""
