@@ -108,7 +108,7 @@ def test_what_is_not_json_is_refused(http: httpx.Client) -> None:
 
 def test_unknown_paths_and_methods_have_openais_shape(client: openai.OpenAI, http: httpx.Client) -> None:
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model=MODEL, input="hi")
+        client.moderations.create(model=MODEL, input="hi")
     response = http.get("/completions")
     assert response.status_code == 405
     assert response.json()["error"]["code"] == "method_not_allowed"

@@ -51,7 +51,9 @@ def events(texts: Sequence[str], *, chat: bool = False, logprobs: bool = False, 
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish if number == len(texts) else None}
         choice |= {"delta": {"content": text}} if chat else {"text": text}
         if logprobs:
-            choice["logprobs"] = {"content": [{"token": text}]} if chat else {"tokens": [text]}
+            entry = {"token": text, "logprob": -0.5, "bytes": None, "top_logprobs": []}
+            plain = {"tokens": [text], "token_logprobs": [-0.5]}
+            choice["logprobs"] = {"content": [entry]} if chat else plain
         found.append(Event({"choices": [choice], "usage": None}, f"cmpl-1:{number}"))
     usage = {"prompt_tokens": 5, "completion_tokens": len(texts), "total_tokens": 5 + len(texts)}
     return [*found, Event({"choices": [], "usage": usage}, f"cmpl-1:{len(texts)}"), Event("[DONE]")]
