@@ -9,7 +9,7 @@ SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/cluster
 JOBS ?= $(shell nproc | awk '{print $$1 < 4 ? $$1 : 4}')
 MODEL ?= models/reference
 
-.PHONY: setup demo serve check test test-slow test-bits lint bench proto lock wheels images push model-image chart chart-docs manifests clean
+.PHONY: setup demo serve check test test-slow test-bits lint bench proto lock wheels images push model-image chart chart-docs api-docs manifests clean
 
 setup: .venv/ready
 
@@ -97,6 +97,9 @@ chart: setup
 chart-docs: setup
 	$(BIN)/python -m lockstep_tools.repository.chart_schema
 	helm-docs --chart-search-root charts/lockstep --sort-values-order file --log-level warning
+
+api-docs: setup
+	$(BIN)/python -m lockstep_tools.repository.api_docs
 
 manifests: setup
 	$(BIN)/python -m lockstep_tools.repository.manifests $(ARGS)
