@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 
+import pytest
 from harness import Router
 from implementations import REAL, Implementation, submit
 from lockstep_api.v1 import worker_pb2
@@ -64,6 +65,7 @@ async def test_a_rank_killed_while_the_ranks_start_is_replaced_too(worker: Imple
             pass
 
 
+@pytest.mark.slow
 async def test_a_killed_zygote_costs_an_epoch_and_no_more(worker: Implementation) -> None:
     router, _ = await worker.greeted()
     status = await router.status(READY)

@@ -1,7 +1,7 @@
 """Whatever one client does, the others' streams continue, /healthz and new requests are answered, nothing is left over.
 
 On a machine that is slower in calm, just before the attack, the limits in time are longer, up to four times. Other work
-on the machine can only make the times longer, so an attack that misses one of them is tried once more.
+on the machine can only make the times longer, so an attack that misses one of them is tried again, twice at most.
 `tools/bench/hostile.py` measures how far below the limits the figures are.
 """
 
@@ -22,7 +22,7 @@ _CALM_HEALTHZ_P99_S = 0.01
 _MAX_SLOWNESS = 4.0
 
 
-_TRIES = 2
+_TRIES = 3
 
 
 @pytest.mark.parametrize("name", list(names()))
@@ -46,7 +46,7 @@ def test_attack_is_not_noticed(scene: Scene, name: str, summarize) -> None:
         late = too_late(outcome, slowness)
         if not late:
             return
-    pytest.fail(f"too late in both tries: {', '.join(late)}")
+    pytest.fail(f"too late in every try: {', '.join(late)}")
 
 
 def too_late(outcome: Outcome, slowness: float) -> list[str]:

@@ -1,15 +1,13 @@
-"""Workers that hang or are slow: new streams avoid them while they do, and return afterwards."""
+"""Workers that hang: new streams avoid them while they do, and return afterwards."""
 
 import asyncio
 import os
 import signal
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 from lockstep_tools.load.endpoint import Endpoint
-from lockstep_tools.load.generator import Traffic, record
+from lockstep_tools.load.generator import record
 from lockstep_tools.load.history import History, StreamRequest
 from machine import left_since, traces, wait_for
 from serving import Serve
@@ -75,51 +73,3 @@ async def test_new_streams_avoid_a_worker_whose_rank_hangs(system: System) -> No
     system.until_ready(_LONG_S)
     await asyncio.to_thread(wait_for, lambda: not problems(system, own), "it is well again", _LONG_S)
     assert await served_by(system, "hang") == own
-
-
-class SlowedRank:
-    """Stops a rank most of the time."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.is_set():
-            os.kill(self._pid, signal.SIGSTOP)
-            time.sleep(0.2)
-            os.kill(self._pid, signal.SIGCONT)
-            time.sleep(0.01)
-
-
-async def test_new_streams_avoid_a_slow_worker_and_return(system: System) -> None:
-    system.until_ready(_LONG_S)
-    own = await served_by(system, "slow")
-
-    def make(number: int) -> StreamRequest:
-        return request(f"session {number}", 150)
-
-    async with Traffic(Endpoint(system.api), make, clients=4) as traffic:
-        await traffic.streaming(timeout_s=_LONG_S)
-        await asyncio.sleep(8.0)  # both workers' times are known
-        assert "slow" not in problems(system, own)
-        with SlowedRank(system.worker(own)["ranks"][1]["pid"]):
-            await asyncio.to_thread(wait_for, lambda: "slow" in problems(system, own), "it is slow", _LONG_S)
-            await asyncio.to_thread(
-                system.until, lambda all_: not all_[own]["running"], "its streams have ended", _LONG_S
-            )
-            for _ in range(3):
-                await stream(system, "slow", 5)
-            assert not system.worker(own)["running"]
-        await asyncio.to_thread(wait_for, lambda: "slow" not in problems(system, own), "it is tried again", 2 * _LONG_S)
-        traffic.stop()
-    assert all(history.error is None for history in traffic.histories)
-    assert await served_by(system, "slow") == own

@@ -92,6 +92,7 @@ def test_a_stream_resumed_at_any_position_equals_the_unbroken_one(engine, unbrok
     assert outputs_of(engine, PARAMS[name], ids) == ([], [], finish)
 
 
+@pytest.mark.slow
 def test_one_rank_and_other_streams_change_nothing(unbroken):
     with Engine(MODEL, threads=1, max_batch_tokens=64) as alone:
         free = alone.generate_ids([TEXT], FREE)[0]
@@ -103,6 +104,7 @@ def test_one_rank_and_other_streams_change_nothing(unbroken):
     assert together[4][-1].finish is FinishReason.LENGTH
 
 
+@pytest.mark.slow
 def test_preempted_streams_give_the_same_tokens(unbroken):
     with Engine(MODEL, threads=1, kv_memory_bytes=24 * 16 * 5 * 2 * 256 * 4, kv_compression="none") as small:
         params = [replace(each, logprobs=None) for each in (GREEDY, SEEDED)] * 4
@@ -112,6 +114,7 @@ def test_preempted_streams_give_the_same_tokens(unbroken):
         assert status.free_blocks == status.total_blocks == 24
 
 
+@pytest.mark.slow
 def test_with_overlap_streams_are_the_same(unbroken):
     with Engine(MODEL, threads=1, overlap=True) as ahead:
         ids = ahead.generate_ids([TEXT] * 3, [GREEDY, FREE, SEEDED])

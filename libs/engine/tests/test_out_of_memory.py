@@ -231,6 +231,7 @@ async def test_a_request_that_a_rank_has_no_memory_for_ends_alone(start):
         await engine.close()
 
 
+@pytest.mark.slow
 async def test_a_rank_out_of_memory_between_collectives_says_so_and_the_group_restarts(start):
     engine = await start("forward")
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)

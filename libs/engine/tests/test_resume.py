@@ -99,6 +99,7 @@ def test_a_second_turn_computes_only_new_tokens(engine):
     assert second[0].cached_tokens == (len(first) + 19) // 16 * 16
 
 
+@pytest.mark.slow
 async def test_a_killed_rank_fails_its_streams_and_the_group_restarts():
     import os  # noqa: PLC0415
     import signal  # noqa: PLC0415
@@ -136,6 +137,7 @@ async def test_a_killed_rank_fails_its_streams_and_the_group_restarts():
         await engine.close()
 
 
+@pytest.mark.slow
 async def test_a_stopped_rank_is_found_named_and_replaced():
     import os  # noqa: PLC0415
     import signal  # noqa: PLC0415

@@ -14,6 +14,9 @@ from lockstep_router.settings import RouterSettings
 from lockstep_router.streams import Stream
 from lockstep_router.workers import Workers
 
+_STARTED_AT_ONCE = 8
+"""Streams that are started without a pause: other requests have their turn before the next ones."""
+
 _BYTES_OF_A_LOGPROB = 150
 """Memory of one token's log probability, about: as a message before it is taken, or as JSON in a whole answer."""
 
@@ -73,9 +76,16 @@ class Generation:
         self._failure: BaseException | None = None
 
     async def __aenter__(self) -> Self:
-        self._tasks = [asyncio.create_task(stream.run()) for stream in self._streams]
-        for task in self._tasks:
-            task.add_done_callback(self._note_end)
+        try:
+            for stream in self._streams:
+                task = asyncio.create_task(stream.run())
+                task.add_done_callback(self._note_end)
+                self._tasks.append(task)
+                if len(self._tasks) % _STARTED_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
