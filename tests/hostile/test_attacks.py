@@ -1,7 +1,7 @@
 """Whatever one client does, the others' streams continue, /healthz and new requests are answered, nothing is left over.
 
 On a machine that is slower in calm, just before the attack, the limits in time are longer, up to four times. Other work
-on the machine can only make the times longer, so an attack that misses one of them is tried again, twice at most.
+on the machine can only make the times longer, so of three tries the best one counts for the narrower limit of /healthz.
 `tools/bench/hostile.py` measures how far below the limits the figures are.
 """
 
@@ -12,7 +12,8 @@ from trial import Outcome, Scene, attack, calm
 SECONDS = 2.0
 _CALM_S = 1.0
 _SILENCE_S = 1.0
-_HEALTHZ_P99_S = 0.15  # the goal is 0.1: memory that is returned after large bodies stops the process for about as long
+_HEALTHZ_P99_S = 0.2
+_BEST_HEALTHZ_P99_S = 0.15  # the goal is 0.1, which is not reached each time on two shared cores
 _FIRST_TOKEN_S = 2.0
 _MEMORY_PEAK_BYTES = 768 << 20
 _MEMORY_LEFT_BYTES = 100 << 20
@@ -20,8 +21,6 @@ _VANISHED_S = 1.0
 _CALM_SILENCE_S = 0.1  # two tokens at 20 a second
 _CALM_HEALTHZ_P99_S = 0.01
 _MAX_SLOWNESS = 4.0
-
-
 _TRIES = 3
 
 
@@ -43,10 +42,10 @@ def test_attack_is_not_noticed(scene: Scene, name: str, summarize) -> None:
         assert not outcome.failures
         assert outcome.memory_peak_bytes < _MEMORY_PEAK_BYTES
         assert outcome.memory_left_bytes < _MEMORY_LEFT_BYTES
-        late = too_late(outcome, slowness)
-        if not late:
+        assert too_late(outcome, slowness) == []
+        if outcome.healthz_p99_s < _BEST_HEALTHZ_P99_S * slowness:
             return
-    pytest.fail(f"too late in every try: {', '.join(late)}")
+    pytest.fail("/healthz was late in every try")
 
 
 def too_late(outcome: Outcome, slowness: float) -> list[str]:

@@ -124,7 +124,10 @@ async def test_what_cannot_be_is_refused_by_name(embedder, fields, field):
 
 async def test_a_model_without_embeddings_is_named(cluster):
     error = (await embed(cluster, "a")).json()["error"]
-    assert (error["param"], error["message"]) == ("model", "model 'reference' gives no embeddings")
+    assert (error["param"], error["message"]) == (
+        "model",
+        "model 'reference' gives no embeddings (see the workers' setting embeddings)",
+    )
 
 
 async def test_an_answer_has_a_limit(cluster):

@@ -187,7 +187,7 @@ def _nothing() -> None:
 def _check_size(request: EmbeddingRequest, card: worker_pb2.ModelCard) -> int | None:
     """The wanted size; None: that of the model's vectors."""
     if not card.HasField("embedding"):
-        raise invalid("model", f"{card.name!r} gives no embeddings")
+        raise invalid("model", f"{card.name!r} gives no embeddings (see the workers' setting embeddings)")
     offered, wanted = card.embedding, request.dimensions
     size = offered.size if wanted is None else wanted
     if size != offered.size and not (size in offered.dimensions or (offered.any_dimension and size < offered.size)):
