@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
 from threading import Lock, Thread
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lockstep_common.errors import cannot_listen
 from lockstep_common.telemetry import METRICS_CONTENT_TYPE, exposition
@@ -57,6 +57,27 @@ class Reports:
     """The service's state as JSON types; without it there is no `/status`."""
 
 
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a management request."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+class Answers(Protocol):
+    """Makes the answer to each path. It is called in many threads."""
+
+    def of(self, path: str, *, is_stranger: bool) -> Answer:
+        """The answer to a GET.
+
+        Args:
+            path: with or without a query.
+            is_stranger: the client has to show a certificate for more than health, and has not.
+        """
+
+
 class Heartbeat:
     """When a loop last ran. `run` is a task of that loop; the age may be read in any thread."""
 
@@ -92,23 +113,39 @@ async def managed(
     Raises:
         LockstepError: INVALID_REQUEST, the address cannot be listened on.
     """
+    async with (
+        reporting(reports, liveness_timeout_s=liveness_timeout_s) as answers,
+        served(host, port, answers, tls=tls) as own_port,
+    ):
+        yield own_port
+
+
+@asynccontextmanager
+async def reporting(reports: Reports, *, liveness_timeout_s: float) -> AsyncIterator[Answers]:
+    """The answers about the running loop, without a port; arguments as for `managed`."""
     heartbeat = Heartbeat()
     beating = asyncio.create_task(heartbeat.run())
     try:
-        server = _Server(host, port, _Answers(asyncio.get_running_loop(), reports, heartbeat, liveness_timeout_s), tls)
-        thread = Thread(target=server.serve_forever, args=(_POLL_S,), name="management", daemon=True)
-        thread.start()
-        try:
-            yield server.port
-        finally:
-            await asyncio.to_thread(server.shutdown)
-            server.server_close()
+        yield _OwnAnswers(asyncio.get_running_loop(), reports, heartbeat, liveness_timeout_s)
     finally:
         beating.cancel()
 
 
-class _Answers:
-    """Makes the answer to each path: status, content type and body."""
+@asynccontextmanager
+async def served(host: str, port: int, answers: Answers, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    """Serve management requests with these answers; yields the port. Arguments and errors as for `managed`."""
+    server = _Server(host, port, answers, tls)
+    thread = Thread(target=server.serve_forever, args=(_POLL_S,), name="management", daemon=True)
+    thread.start()
+    try:
+        yield server.port
+    finally:
+        await asyncio.to_thread(server.shutdown)
+        server.server_close()
+
+
+class _OwnAnswers:
+    """Answers about a loop of this process."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, reports: Reports, heartbeat: Heartbeat, liveness_timeout_s: float
@@ -118,44 +155,39 @@ class _Answers:
         self._heartbeat = heartbeat
         self._liveness_timeout_s = liveness_timeout_s
 
-    def of(self, path: str, *, is_stranger: bool) -> tuple[int, str, bytes]:
-        """The answer to a GET.
-
-        Args:
-            path: with or without a query.
-            is_stranger: the client has to show a certificate for more than health, and has not.
-        """
+    def of(self, path: str, *, is_stranger: bool) -> Answer:
+        """The answer to a GET."""
         match path.partition("?")[0]:
             case "/healthz":
                 return self._healthz()
             case "/readyz":
                 return self._readyz()
             case _ if is_stranger:
-                return _json(403, {"error": "a client certificate is needed"})
+                return needs_certificate()
             case "/metrics":
-                return 200, METRICS_CONTENT_TYPE, exposition()
+                return Answer(200, METRICS_CONTENT_TYPE, exposition())
             case "/status" if self._reports.status is not None:
                 return self._status(self._reports.status)
-        return _json(404, {"error": "not found"})
+        return not_found()
 
-    def _healthz(self) -> tuple[int, str, bytes]:
+    def _healthz(self) -> Answer:
         age_s = self._heartbeat.age_s
         if age_s <= self._liveness_timeout_s:
-            return _json(200, {"status": "alive"})
-        return _json(503, {"status": f"the serving loop has not run for {age_s:.1f} s"})
+            return as_json(200, {"status": "alive"})
+        return as_json(503, {"status": f"the serving loop has not run for {age_s:.1f} s"})
 
-    def _readyz(self) -> tuple[int, str, bytes]:
+    def _readyz(self) -> Answer:
         try:
             reason = self._ask(self._reports.unready)
         except _NoAnswerError as error:
             reason = str(error)
-        return _json(200, {"status": "ready"}) if reason is None else _json(503, {"status": reason})
+        return as_json(200, {"status": "ready"}) if reason is None else as_json(503, {"status": reason})
 
-    def _status(self, status: Callable[[], Any]) -> tuple[int, str, bytes]:
+    def _status(self, status: Callable[[], Any]) -> Answer:
         try:
-            return _json(200, self._ask(status))
+            return as_json(200, self._ask(status))
         except _NoAnswerError as error:
-            return _json(503, {"error": str(error)})
+            return as_json(503, {"error": str(error)})
 
     def _ask(self, function: Callable[[], Value]) -> Value:
         """Call a function in the serving loop, whose state no other thread may read."""
@@ -184,8 +216,19 @@ class _NoAnswerError(Exception):
     """The serving loop does not answer."""
 
 
-def _json(status: int, value: Any) -> tuple[int, str, bytes]:
-    return status, "application/json", json.dumps(value, separators=(",", ":")).encode()
+def as_json(status: int, value: Any) -> Answer:
+    """An answer that is JSON."""
+    return Answer(status, "application/json", json.dumps(value, separators=(",", ":")).encode())
+
+
+def needs_certificate() -> Answer:
+    """The answer to strangers."""
+    return as_json(403, {"error": "a client certificate is needed"})
+
+
+def not_found() -> Answer:
+    """The answer for other paths."""
+    return as_json(404, {"error": "not found"})
 
 
 class _Server(ThreadingMixIn, TCPServer):
@@ -196,7 +239,7 @@ class _Server(ThreadingMixIn, TCPServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, answers: _Answers, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, host: str, port: int, answers: Answers, tls: ssl.SSLContext | None) -> None:
         self.answers = answers
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._tls = tls
@@ -297,13 +340,13 @@ class _Handler(BaseHTTPRequestHandler):
         connection = self.connection
         self.server.note_request(connection)
         is_stranger = isinstance(connection, ssl.SSLSocket) and not connection.getpeercert(binary_form=True)
-        status, content_type, body = self.server.answers.of(self.path, is_stranger=is_stranger)
-        self.send_response(status)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(body)))
+        answer = self.server.answers.of(self.path, is_stranger=is_stranger)
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.content_type)
+        self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
         if with_body:
-            self.wfile.write(body)
+            self.wfile.write(answer.body)
 
     def version_string(self) -> str:
         """The `Server` header, which names neither Python nor its version."""

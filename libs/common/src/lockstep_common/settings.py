@@ -4,6 +4,7 @@ defaults, in this order of priority.
 Unknown keys are errors in every source. `--help` is the reference.
 """
 
+import logging
 import os
 import re
 import sys
@@ -29,6 +30,8 @@ USAGE_EXIT_CODE = 2
 
 def fail(message: str, termination_log: str | None = None) -> NoReturn:
     """End the process with exit code 2 and one sentence, on stderr and as the container's termination message."""
+    for handler in logging.root.handlers:
+        handler.flush()  # lines that wait would follow the sentence
     print(message, file=sys.stderr)
     leave_message(message, termination_log)
     raise SystemExit(USAGE_EXIT_CODE)

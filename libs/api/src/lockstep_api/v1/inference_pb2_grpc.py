@@ -27,7 +27,9 @@ if _version_not_supported:
 
 class InferenceStub:
     """Generates text from text; served by the router. A call's deadline is the request's. Errors have a status of gRPC and, as trailing
-    metadata, `lockstep-error-code`, `lockstep-field` (named as in the REST API) and `retry-after` in seconds.
+    metadata, `lockstep-error-code`, `lockstep-http-status` (of the same error in the REST API), `lockstep-field` (named as there) and
+    `retry-after` in seconds. Calls may have these metadata of the REST API: `authorization`, `x-session-id`, `x-request-id`, `traceparent`,
+    and, with Generate, `idempotency-key`.
     """
 
     def __init__(self, channel):
@@ -51,15 +53,38 @@ class InferenceStub:
                 request_serializer=lockstep__api_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
                 response_deserializer=lockstep__api_dot_v1_dot_inference__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_stream(
+                '/lockstep.v1.Inference/Embed',
+                request_serializer=lockstep__api_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_inference__pb2.EmbedEvent.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/lockstep.v1.Inference/Tokenize',
+                request_serializer=lockstep__api_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/lockstep.v1.Inference/Detokenize',
+                request_serializer=lockstep__api_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.ListModels = channel.unary_unary(
+                '/lockstep.v1.Inference/ListModels',
+                request_serializer=lockstep__api_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
     """Generates text from text; served by the router. A call's deadline is the request's. Errors have a status of gRPC and, as trailing
-    metadata, `lockstep-error-code`, `lockstep-field` (named as in the REST API) and `retry-after` in seconds.
+    metadata, `lockstep-error-code`, `lockstep-http-status` (of the same error in the REST API), `lockstep-field` (named as there) and
+    `retry-after` in seconds. Calls may have these metadata of the REST API: `authorization`, `x-session-id`, `x-request-id`, `traceparent`,
+    and, with Generate, `idempotency-key`.
     """
 
     def Generate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Generates the answers to one or several prompts.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -73,6 +98,34 @@ class InferenceServicer:
 
     def Cancel(self, request, context):
         """Ends a request and forgets its answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Turns texts into vectors. They come in any order, then the usage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Turns a prompt or a conversation into token ids.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Turns token ids into text.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListModels(self, request, context):
+        """Every model that a worker has reported, also while its workers are away.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -96,6 +149,26 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=lockstep__api_dot_v1_dot_inference__pb2.CancelRequest.FromString,
                     response_serializer=lockstep__api_dot_v1_dot_inference__pb2.CancelResponse.SerializeToString,
             ),
+            'Embed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=lockstep__api_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_inference__pb2.EmbedEvent.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=lockstep__api_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=lockstep__api_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'ListModels': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListModels,
+                    request_deserializer=lockstep__api_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'lockstep.v1.Inference', rpc_method_handlers)
@@ -106,7 +179,9 @@ def add_InferenceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Inference:
     """Generates text from text; served by the router. A call's deadline is the request's. Errors have a status of gRPC and, as trailing
-    metadata, `lockstep-error-code`, `lockstep-field` (named as in the REST API) and `retry-after` in seconds.
+    metadata, `lockstep-error-code`, `lockstep-http-status` (of the same error in the REST API), `lockstep-field` (named as there) and
+    `retry-after` in seconds. Calls may have these metadata of the REST API: `authorization`, `x-session-id`, `x-request-id`, `traceparent`,
+    and, with Generate, `idempotency-key`.
     """
 
     @staticmethod
@@ -180,6 +255,114 @@ class Inference:
             '/lockstep.v1.Inference/Cancel',
             lockstep__api_dot_v1_dot_inference__pb2.CancelRequest.SerializeToString,
             lockstep__api_dot_v1_dot_inference__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/lockstep.v1.Inference/Embed',
+            lockstep__api_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_inference__pb2.EmbedEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Inference/Tokenize',
+            lockstep__api_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Inference/Detokenize',
+            lockstep__api_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListModels(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Inference/ListModels',
+            lockstep__api_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,8 +25,10 @@ if _version_not_supported:
     )
 
 
-class StateStub:
-    """Missing associated documentation comment in .proto file."""
+class JournalStub:
+    """The journals of resumable streams: enough to continue each on any worker from any router. One router writes to a stream; its epoch
+    says so. An epoch that is lower than the stream's is stale, whoever has it.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -34,189 +36,148 @@ class StateStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.OpenStream = channel.unary_unary(
-                '/lockstep.v1.State/OpenStream',
-                request_serializer=lockstep__api_dot_v1_dot_state__pb2.OpenStreamRequest.SerializeToString,
-                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.OpenStreamResponse.FromString,
+        self.Append = channel.unary_unary(
+                '/lockstep.v1.Journal/Append',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.AppendRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.AppendResponse.FromString,
                 _registered_method=True)
-        self.AppendTokens = channel.unary_unary(
-                '/lockstep.v1.State/AppendTokens',
-                request_serializer=lockstep__api_dot_v1_dot_state__pb2.AppendTokensRequest.SerializeToString,
-                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.AppendTokensResponse.FromString,
+        self.Read = channel.unary_unary(
+                '/lockstep.v1.Journal/Read',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.ReadRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.ReadResponse.FromString,
                 _registered_method=True)
-        self.ReadStream = channel.unary_unary(
-                '/lockstep.v1.State/ReadStream',
-                request_serializer=lockstep__api_dot_v1_dot_state__pb2.ReadStreamRequest.SerializeToString,
-                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.ReadStreamResponse.FromString,
+        self.Take = channel.unary_unary(
+                '/lockstep.v1.Journal/Take',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.TakeRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.ReadResponse.FromString,
                 _registered_method=True)
-        self.CloseStream = channel.unary_unary(
-                '/lockstep.v1.State/CloseStream',
-                request_serializer=lockstep__api_dot_v1_dot_state__pb2.CloseStreamRequest.SerializeToString,
-                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.CloseStreamResponse.FromString,
+        self.Trim = channel.unary_unary(
+                '/lockstep.v1.Journal/Trim',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.TrimRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.TrimResponse.FromString,
                 _registered_method=True)
-        self.AcquireLease = channel.unary_unary(
-                '/lockstep.v1.State/AcquireLease',
-                request_serializer=lockstep__api_dot_v1_dot_state__pb2.AcquireLeaseRequest.SerializeToString,
-                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.AcquireLeaseResponse.FromString,
+        self.Claim = channel.unary_unary(
+                '/lockstep.v1.Journal/Claim',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.ClaimRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.ClaimResponse.FromString,
                 _registered_method=True)
-        self.ReleaseLease = channel.unary_unary(
-                '/lockstep.v1.State/ReleaseLease',
-                request_serializer=lockstep__api_dot_v1_dot_state__pb2.ReleaseLeaseRequest.SerializeToString,
-                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.ReleaseLeaseResponse.FromString,
+        self.Release = channel.unary_unary(
+                '/lockstep.v1.Journal/Release',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.ReleaseClaimRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.ReleaseClaimResponse.FromString,
                 _registered_method=True)
-        self.PutSession = channel.unary_unary(
-                '/lockstep.v1.State/PutSession',
-                request_serializer=lockstep__api_dot_v1_dot_state__pb2.PutSessionRequest.SerializeToString,
-                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.PutSessionResponse.FromString,
-                _registered_method=True)
-        self.GetSession = channel.unary_unary(
-                '/lockstep.v1.State/GetSession',
-                request_serializer=lockstep__api_dot_v1_dot_state__pb2.GetSessionRequest.SerializeToString,
-                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.GetSessionResponse.FromString,
-                _registered_method=True)
-        self.PutBlock = channel.unary_unary(
-                '/lockstep.v1.State/PutBlock',
-                request_serializer=lockstep__api_dot_v1_dot_state__pb2.PutBlockRequest.SerializeToString,
-                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.PutBlockResponse.FromString,
-                _registered_method=True)
-        self.GetBlock = channel.unary_unary(
-                '/lockstep.v1.State/GetBlock',
-                request_serializer=lockstep__api_dot_v1_dot_state__pb2.GetBlockRequest.SerializeToString,
-                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.GetBlockResponse.FromString,
+        self.LookUpClaim = channel.unary_unary(
+                '/lockstep.v1.Journal/LookUpClaim',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.LookUpClaimRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.ClaimResponse.FromString,
                 _registered_method=True)
 
 
-class StateServicer:
-    """Missing associated documentation comment in .proto file."""
+class JournalServicer:
+    """The journals of resumable streams: enough to continue each on any worker from any router. One router writes to a stream; its epoch
+    says so. An epoch that is lower than the stream's is stale, whoever has it.
+    """
 
-    def OpenStream(self, request, context):
-        """The journal of a stream: enough to continue it on any worker from any router.
+    def Append(self, request, context):
+        """Writes to many streams; each by itself, completely or not at all. Repeats change nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def AppendTokens(self, request, context):
+    def Read(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReadStream(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CloseStream(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def AcquireLease(self, request, context):
-        """Who may write to a stream. A lease that has lapsed can be taken; its epoch then fences the former owner.
+    def Take(self, request, context):
+        """Reads a stream to continue it: the stream gets a higher epoch, in the same operation, so that nobody else appends after what was read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ReleaseLease(self, request, context):
+    def Trim(self, request, context):
+        """Forgets streams.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Claim(self, request, context):
+        """Gives an idempotency key to a request, unless another one has it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def PutSession(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetSession(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PutBlock(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetBlock(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+    def LookUpClaim(self, request, context):
+        """Which request has an idempotency key.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
 
-def add_StateServicer_to_server(servicer, server):
+def add_JournalServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'OpenStream': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenStream,
-                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.OpenStreamRequest.FromString,
-                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.OpenStreamResponse.SerializeToString,
+            'Append': grpc.unary_unary_rpc_method_handler(
+                    servicer.Append,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.AppendRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.AppendResponse.SerializeToString,
             ),
-            'AppendTokens': grpc.unary_unary_rpc_method_handler(
-                    servicer.AppendTokens,
-                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.AppendTokensRequest.FromString,
-                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.AppendTokensResponse.SerializeToString,
+            'Read': grpc.unary_unary_rpc_method_handler(
+                    servicer.Read,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.ReadRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.ReadResponse.SerializeToString,
             ),
-            'ReadStream': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReadStream,
-                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.ReadStreamRequest.FromString,
-                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.ReadStreamResponse.SerializeToString,
+            'Take': grpc.unary_unary_rpc_method_handler(
+                    servicer.Take,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.TakeRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.ReadResponse.SerializeToString,
             ),
-            'CloseStream': grpc.unary_unary_rpc_method_handler(
-                    servicer.CloseStream,
-                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.CloseStreamRequest.FromString,
-                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.CloseStreamResponse.SerializeToString,
+            'Trim': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trim,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.TrimRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.TrimResponse.SerializeToString,
             ),
-            'AcquireLease': grpc.unary_unary_rpc_method_handler(
-                    servicer.AcquireLease,
-                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.AcquireLeaseRequest.FromString,
-                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.AcquireLeaseResponse.SerializeToString,
+            'Claim': grpc.unary_unary_rpc_method_handler(
+                    servicer.Claim,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.ClaimRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.ClaimResponse.SerializeToString,
             ),
-            'ReleaseLease': grpc.unary_unary_rpc_method_handler(
-                    servicer.ReleaseLease,
-                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.ReleaseLeaseRequest.FromString,
-                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.ReleaseLeaseResponse.SerializeToString,
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.ReleaseClaimRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.ReleaseClaimResponse.SerializeToString,
             ),
-            'PutSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.PutSession,
-                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.PutSessionRequest.FromString,
-                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.PutSessionResponse.SerializeToString,
-            ),
-            'GetSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetSession,
-                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.GetSessionRequest.FromString,
-                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.GetSessionResponse.SerializeToString,
-            ),
-            'PutBlock': grpc.unary_unary_rpc_method_handler(
-                    servicer.PutBlock,
-                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.PutBlockRequest.FromString,
-                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.PutBlockResponse.SerializeToString,
-            ),
-            'GetBlock': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetBlock,
-                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.GetBlockRequest.FromString,
-                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.GetBlockResponse.SerializeToString,
+            'LookUpClaim': grpc.unary_unary_rpc_method_handler(
+                    servicer.LookUpClaim,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.LookUpClaimRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.ClaimResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'lockstep.v1.State', rpc_method_handlers)
+            'lockstep.v1.Journal', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('lockstep.v1.State', rpc_method_handlers)
+    server.add_registered_method_handlers('lockstep.v1.Journal', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class State:
-    """Missing associated documentation comment in .proto file."""
+class Journal:
+    """The journals of resumable streams: enough to continue each on any worker from any router. One router writes to a stream; its epoch
+    says so. An epoch that is lower than the stream's is stale, whoever has it.
+    """
 
     @staticmethod
-    def OpenStream(request,
+    def Append(request,
             target,
             options=(),
             channel_credentials=None,
@@ -229,9 +190,9 @@ class State:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/lockstep.v1.State/OpenStream',
-            lockstep__api_dot_v1_dot_state__pb2.OpenStreamRequest.SerializeToString,
-            lockstep__api_dot_v1_dot_state__pb2.OpenStreamResponse.FromString,
+            '/lockstep.v1.Journal/Append',
+            lockstep__api_dot_v1_dot_state__pb2.AppendRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.AppendResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -243,7 +204,7 @@ class State:
             _registered_method=True)
 
     @staticmethod
-    def AppendTokens(request,
+    def Read(request,
             target,
             options=(),
             channel_credentials=None,
@@ -256,9 +217,9 @@ class State:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/lockstep.v1.State/AppendTokens',
-            lockstep__api_dot_v1_dot_state__pb2.AppendTokensRequest.SerializeToString,
-            lockstep__api_dot_v1_dot_state__pb2.AppendTokensResponse.FromString,
+            '/lockstep.v1.Journal/Read',
+            lockstep__api_dot_v1_dot_state__pb2.ReadRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.ReadResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -270,7 +231,7 @@ class State:
             _registered_method=True)
 
     @staticmethod
-    def ReadStream(request,
+    def Take(request,
             target,
             options=(),
             channel_credentials=None,
@@ -283,9 +244,9 @@ class State:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/lockstep.v1.State/ReadStream',
-            lockstep__api_dot_v1_dot_state__pb2.ReadStreamRequest.SerializeToString,
-            lockstep__api_dot_v1_dot_state__pb2.ReadStreamResponse.FromString,
+            '/lockstep.v1.Journal/Take',
+            lockstep__api_dot_v1_dot_state__pb2.TakeRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.ReadResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -297,7 +258,7 @@ class State:
             _registered_method=True)
 
     @staticmethod
-    def CloseStream(request,
+    def Trim(request,
             target,
             options=(),
             channel_credentials=None,
@@ -310,9 +271,9 @@ class State:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/lockstep.v1.State/CloseStream',
-            lockstep__api_dot_v1_dot_state__pb2.CloseStreamRequest.SerializeToString,
-            lockstep__api_dot_v1_dot_state__pb2.CloseStreamResponse.FromString,
+            '/lockstep.v1.Journal/Trim',
+            lockstep__api_dot_v1_dot_state__pb2.TrimRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.TrimResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -324,7 +285,7 @@ class State:
             _registered_method=True)
 
     @staticmethod
-    def AcquireLease(request,
+    def Claim(request,
             target,
             options=(),
             channel_credentials=None,
@@ -337,9 +298,393 @@ class State:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/lockstep.v1.State/AcquireLease',
+            '/lockstep.v1.Journal/Claim',
+            lockstep__api_dot_v1_dot_state__pb2.ClaimRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.ClaimResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Journal/Release',
+            lockstep__api_dot_v1_dot_state__pb2.ReleaseClaimRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.ReleaseClaimResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LookUpClaim(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Journal/LookUpClaim',
+            lockstep__api_dot_v1_dot_state__pb2.LookUpClaimRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.ClaimResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class SessionsStub:
+    """Which worker serves a session.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Bind = channel.unary_unary(
+                '/lockstep.v1.Sessions/Bind',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.BindRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.SessionResponse.FromString,
+                _registered_method=True)
+        self.LookUp = channel.unary_unary(
+                '/lockstep.v1.Sessions/LookUp',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.LookUpSessionRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.SessionResponse.FromString,
+                _registered_method=True)
+        self.Touch = channel.unary_unary(
+                '/lockstep.v1.Sessions/Touch',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.TouchSessionRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.SessionResponse.FromString,
+                _registered_method=True)
+        self.Expire = channel.unary_unary(
+                '/lockstep.v1.Sessions/Expire',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.ExpireSessionRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.ExpireSessionResponse.FromString,
+                _registered_method=True)
+
+
+class SessionsServicer:
+    """Which worker serves a session.
+    """
+
+    def Bind(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LookUp(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Touch(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Expire(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_SessionsServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Bind': grpc.unary_unary_rpc_method_handler(
+                    servicer.Bind,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.BindRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.SessionResponse.SerializeToString,
+            ),
+            'LookUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.LookUp,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.LookUpSessionRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.SessionResponse.SerializeToString,
+            ),
+            'Touch': grpc.unary_unary_rpc_method_handler(
+                    servicer.Touch,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.TouchSessionRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.SessionResponse.SerializeToString,
+            ),
+            'Expire': grpc.unary_unary_rpc_method_handler(
+                    servicer.Expire,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.ExpireSessionRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.ExpireSessionResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'lockstep.v1.Sessions', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('lockstep.v1.Sessions', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Sessions:
+    """Which worker serves a session.
+    """
+
+    @staticmethod
+    def Bind(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Sessions/Bind',
+            lockstep__api_dot_v1_dot_state__pb2.BindRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LookUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Sessions/LookUp',
+            lockstep__api_dot_v1_dot_state__pb2.LookUpSessionRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Touch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Sessions/Touch',
+            lockstep__api_dot_v1_dot_state__pb2.TouchSessionRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Expire(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Sessions/Expire',
+            lockstep__api_dot_v1_dot_state__pb2.ExpireSessionRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.ExpireSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class LeasesStub:
+    """Who may act for a name: one life of a router or a worker. Epochs fence: each grant has a higher one than all before it, also after
+    the store has lost its memory, as far as its clock does not go back.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Acquire = channel.unary_unary(
+                '/lockstep.v1.Leases/Acquire',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.AcquireLeaseRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.LeaseResponse.FromString,
+                _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/lockstep.v1.Leases/Renew',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.RenewLeaseRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.LeaseResponse.FromString,
+                _registered_method=True)
+        self.Release = channel.unary_unary(
+                '/lockstep.v1.Leases/Release',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.ReleaseLeaseRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.LeaseResponse.FromString,
+                _registered_method=True)
+        self.LookUp = channel.unary_unary(
+                '/lockstep.v1.Leases/LookUp',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.LookUpLeaseRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.LeaseResponse.FromString,
+                _registered_method=True)
+
+
+class LeasesServicer:
+    """Who may act for a name: one life of a router or a worker. Epochs fence: each grant has a higher one than all before it, also after
+    the store has lost its memory, as far as its clock does not go back.
+    """
+
+    def Acquire(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Release(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LookUp(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_LeasesServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Acquire': grpc.unary_unary_rpc_method_handler(
+                    servicer.Acquire,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.AcquireLeaseRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.LeaseResponse.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.RenewLeaseRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.LeaseResponse.SerializeToString,
+            ),
+            'Release': grpc.unary_unary_rpc_method_handler(
+                    servicer.Release,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.ReleaseLeaseRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.LeaseResponse.SerializeToString,
+            ),
+            'LookUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.LookUp,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.LookUpLeaseRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.LeaseResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'lockstep.v1.Leases', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('lockstep.v1.Leases', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Leases:
+    """Who may act for a name: one life of a router or a worker. Epochs fence: each grant has a higher one than all before it, also after
+    the store has lost its memory, as far as its clock does not go back.
+    """
+
+    @staticmethod
+    def Acquire(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Leases/Acquire',
             lockstep__api_dot_v1_dot_state__pb2.AcquireLeaseRequest.SerializeToString,
-            lockstep__api_dot_v1_dot_state__pb2.AcquireLeaseResponse.FromString,
+            lockstep__api_dot_v1_dot_state__pb2.LeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -351,7 +696,7 @@ class State:
             _registered_method=True)
 
     @staticmethod
-    def ReleaseLease(request,
+    def Renew(request,
             target,
             options=(),
             channel_credentials=None,
@@ -364,9 +709,36 @@ class State:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/lockstep.v1.State/ReleaseLease',
+            '/lockstep.v1.Leases/Renew',
+            lockstep__api_dot_v1_dot_state__pb2.RenewLeaseRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.LeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Release(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Leases/Release',
             lockstep__api_dot_v1_dot_state__pb2.ReleaseLeaseRequest.SerializeToString,
-            lockstep__api_dot_v1_dot_state__pb2.ReleaseLeaseResponse.FromString,
+            lockstep__api_dot_v1_dot_state__pb2.LeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -378,7 +750,7 @@ class State:
             _registered_method=True)
 
     @staticmethod
-    def PutSession(request,
+    def LookUp(request,
             target,
             options=(),
             channel_credentials=None,
@@ -391,9 +763,9 @@ class State:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/lockstep.v1.State/PutSession',
-            lockstep__api_dot_v1_dot_state__pb2.PutSessionRequest.SerializeToString,
-            lockstep__api_dot_v1_dot_state__pb2.PutSessionResponse.FromString,
+            '/lockstep.v1.Leases/LookUp',
+            lockstep__api_dot_v1_dot_state__pb2.LookUpLeaseRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.LeaseResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -404,8 +776,91 @@ class State:
             metadata,
             _registered_method=True)
 
+
+class KvStub:
+    """Cold blocks of KV cache, by their content's hash.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.LookUp = channel.unary_unary(
+                '/lockstep.v1.Kv/LookUp',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.LookUpBlocksRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.LookUpBlocksResponse.FromString,
+                _registered_method=True)
+        self.Put = channel.stream_unary(
+                '/lockstep.v1.Kv/Put',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.PutBlocksRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.PutBlocksResponse.FromString,
+                _registered_method=True)
+        self.Get = channel.unary_stream(
+                '/lockstep.v1.Kv/Get',
+                request_serializer=lockstep__api_dot_v1_dot_state__pb2.GetBlocksRequest.SerializeToString,
+                response_deserializer=lockstep__api_dot_v1_dot_state__pb2.GetBlocksResponse.FromString,
+                _registered_method=True)
+
+
+class KvServicer:
+    """Cold blocks of KV cache, by their content's hash.
+    """
+
+    def LookUp(self, request, context):
+        """How many blocks of a chain, from its beginning, are there for all the heads asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Put(self, request_iterator, context):
+        """Blocks one after the other: a header, then its bytes in any number of messages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Get(self, request, context):
+        """The blocks that are there, in the order asked for, in the same form.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_KvServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'LookUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.LookUp,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.LookUpBlocksRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.LookUpBlocksResponse.SerializeToString,
+            ),
+            'Put': grpc.stream_unary_rpc_method_handler(
+                    servicer.Put,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.PutBlocksRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.PutBlocksResponse.SerializeToString,
+            ),
+            'Get': grpc.unary_stream_rpc_method_handler(
+                    servicer.Get,
+                    request_deserializer=lockstep__api_dot_v1_dot_state__pb2.GetBlocksRequest.FromString,
+                    response_serializer=lockstep__api_dot_v1_dot_state__pb2.GetBlocksResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'lockstep.v1.Kv', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('lockstep.v1.Kv', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Kv:
+    """Cold blocks of KV cache, by their content's hash.
+    """
+
     @staticmethod
-    def GetSession(request,
+    def LookUp(request,
             target,
             options=(),
             channel_credentials=None,
@@ -418,9 +873,9 @@ class State:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/lockstep.v1.State/GetSession',
-            lockstep__api_dot_v1_dot_state__pb2.GetSessionRequest.SerializeToString,
-            lockstep__api_dot_v1_dot_state__pb2.GetSessionResponse.FromString,
+            '/lockstep.v1.Kv/LookUp',
+            lockstep__api_dot_v1_dot_state__pb2.LookUpBlocksRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.LookUpBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -432,7 +887,7 @@ class State:
             _registered_method=True)
 
     @staticmethod
-    def PutBlock(request,
+    def Put(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -442,12 +897,12 @@ class State:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
+        return grpc.experimental.stream_unary(
+            request_iterator,
             target,
-            '/lockstep.v1.State/PutBlock',
-            lockstep__api_dot_v1_dot_state__pb2.PutBlockRequest.SerializeToString,
-            lockstep__api_dot_v1_dot_state__pb2.PutBlockResponse.FromString,
+            '/lockstep.v1.Kv/Put',
+            lockstep__api_dot_v1_dot_state__pb2.PutBlocksRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.PutBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -459,7 +914,7 @@ class State:
             _registered_method=True)
 
     @staticmethod
-    def GetBlock(request,
+    def Get(request,
             target,
             options=(),
             channel_credentials=None,
@@ -469,12 +924,12 @@ class State:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
-            '/lockstep.v1.State/GetBlock',
-            lockstep__api_dot_v1_dot_state__pb2.GetBlockRequest.SerializeToString,
-            lockstep__api_dot_v1_dot_state__pb2.GetBlockResponse.FromString,
+            '/lockstep.v1.Kv/Get',
+            lockstep__api_dot_v1_dot_state__pb2.GetBlocksRequest.SerializeToString,
+            lockstep__api_dot_v1_dot_state__pb2.GetBlocksResponse.FromString,
             options,
             channel_credentials,
             insecure,

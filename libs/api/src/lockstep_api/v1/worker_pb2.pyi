@@ -8,6 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Suspicion(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SUSPICION_NONE: _ClassVar[Suspicion]
+    SUSPICION_SUSPECTED: _ClassVar[Suspicion]
+    SUSPICION_ON_TRIAL: _ClassVar[Suspicion]
+
 class StreamPhase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     STREAM_PHASE_UNSPECIFIED: _ClassVar[StreamPhase]
@@ -29,6 +35,9 @@ class RankState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     RANK_STATE_STARTING: _ClassVar[RankState]
     RANK_STATE_READY: _ClassVar[RankState]
     RANK_STATE_DEAD: _ClassVar[RankState]
+SUSPICION_NONE: Suspicion
+SUSPICION_SUSPECTED: Suspicion
+SUSPICION_ON_TRIAL: Suspicion
 STREAM_PHASE_UNSPECIFIED: StreamPhase
 STREAM_PHASE_WAITING: StreamPhase
 STREAM_PHASE_RUNNING: StreamPhase
@@ -44,16 +53,18 @@ RANK_STATE_READY: RankState
 RANK_STATE_DEAD: RankState
 
 class RouterFrame(_message.Message):
-    __slots__ = ("hello", "submit", "cancel", "several")
+    __slots__ = ("hello", "submit", "cancel", "several", "prefix_watch")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     SEVERAL_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_WATCH_FIELD_NUMBER: _ClassVar[int]
     hello: RouterHello
     submit: Submit
     cancel: Cancel
     several: RouterFrames
-    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., several: _Optional[_Union[RouterFrames, _Mapping]] = ...) -> None: ...
+    prefix_watch: PrefixWatch
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., several: _Optional[_Union[RouterFrames, _Mapping]] = ..., prefix_watch: _Optional[_Union[PrefixWatch, _Mapping]] = ...) -> None: ...
 
 class RouterFrames(_message.Message):
     __slots__ = ("frames",)
@@ -68,7 +79,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "attempt", "prompt_ids", "emitted_ids", "sampling", "deadline_s", "tenant", "priority", "traceparent", "arrived_s", "embed")
+    __slots__ = ("stream_id", "attempt", "prompt_ids", "emitted_ids", "sampling", "deadline_s", "tenant", "priority", "traceparent", "arrived_s", "embed", "handle", "suspicion")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +91,8 @@ class Submit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_S_FIELD_NUMBER: _ClassVar[int]
     EMBED_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SUSPICION_FIELD_NUMBER: _ClassVar[int]
     stream_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -91,7 +104,9 @@ class Submit(_message.Message):
     traceparent: str
     arrived_s: float
     embed: bool
-    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., arrived_s: _Optional[float] = ..., embed: _Optional[bool] = ...) -> None: ...
+    handle: int
+    suspicion: Suspicion
+    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., arrived_s: _Optional[float] = ..., embed: _Optional[bool] = ..., handle: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("stream_id", "attempt")
@@ -101,21 +116,29 @@ class Cancel(_message.Message):
     attempt: int
     def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
+class PrefixWatch(_message.Message):
+    __slots__ = ("max_blocks",)
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    max_blocks: int
+    def __init__(self, max_blocks: _Optional[int] = ...) -> None: ...
+
 class WorkerFrame(_message.Message):
-    __slots__ = ("epoch", "hello", "tokens", "status", "rejected", "phases")
+    __slots__ = ("epoch", "hello", "tokens", "status", "rejected", "phases", "prefix_report")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     PHASES_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_REPORT_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     hello: Hello
     tokens: Tokens
     status: Status
     rejected: Rejected
     phases: Phases
-    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., phases: _Optional[_Union[Phases, _Mapping]] = ...) -> None: ...
+    prefix_report: PrefixReport
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., phases: _Optional[_Union[Phases, _Mapping]] = ..., prefix_report: _Optional[_Union[PrefixReport, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("worker_id", "incarnation", "model", "accepts_several")
@@ -171,6 +194,28 @@ class Embedding(_message.Message):
     any_dimension: bool
     def __init__(self, size: _Optional[int] = ..., dimensions: _Optional[_Iterable[int]] = ..., any_dimension: _Optional[bool] = ...) -> None: ...
 
+class PrefixReport(_message.Message):
+    __slots__ = ("number", "snapshot", "added", "removed", "hot_window")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    HOT_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    snapshot: bool
+    added: _containers.RepeatedScalarFieldContainer[int]
+    removed: _containers.RepeatedScalarFieldContainer[int]
+    hot_window: HotWindow
+    def __init__(self, number: _Optional[int] = ..., snapshot: _Optional[bool] = ..., added: _Optional[_Iterable[int]] = ..., removed: _Optional[_Iterable[int]] = ..., hot_window: _Optional[_Union[HotWindow, _Mapping]] = ...) -> None: ...
+
+class HotWindow(_message.Message):
+    __slots__ = ("first", "last")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    last: int
+    def __init__(self, first: _Optional[int] = ..., last: _Optional[int] = ...) -> None: ...
+
 class TokenizerRequest(_message.Message):
     __slots__ = ("digest",)
     DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -190,10 +235,16 @@ class TokenizerFiles(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., tokenizer_json: _Optional[bytes] = ..., tokenizer_config_json: _Optional[bytes] = ..., chat_template: _Optional[str] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("streams",)
+    __slots__ = ("streams", "handles", "positions", "ids")
     STREAMS_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
     streams: _containers.RepeatedCompositeFieldContainer[StreamTokens]
-    def __init__(self, streams: _Optional[_Iterable[_Union[StreamTokens, _Mapping]]] = ...) -> None: ...
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    positions: _containers.RepeatedScalarFieldContainer[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, streams: _Optional[_Iterable[_Union[StreamTokens, _Mapping]]] = ..., handles: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StreamTokens(_message.Message):
     __slots__ = ("stream_id", "attempt", "position", "ids", "logprobs", "finish", "cached_tokens", "embedding")
@@ -244,7 +295,7 @@ class RankHealth(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[RankState, str]] = ..., steps: _Optional[int] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("state", "reason", "queued", "running", "free_blocks", "total_blocks", "tokens_per_s", "steps", "ranks", "pid", "step_deadline_s", "free_seqs", "queue_wait_s", "queue_wait_per_request_s", "queue_waits_s")
+    __slots__ = ("state", "reason", "queued", "running", "free_blocks", "total_blocks", "tokens_per_s", "steps", "ranks", "pid", "step_deadline_s", "free_seqs", "queue_wait_s", "queue_wait_per_request_s", "queue_waits_s", "received", "lost")
     class QueueWaitsSEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -267,6 +318,8 @@ class Status(_message.Message):
     QUEUE_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_WAIT_PER_REQUEST_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_WAITS_S_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     reason: str
     queued: int
@@ -282,7 +335,19 @@ class Status(_message.Message):
     queue_wait_s: float
     queue_wait_per_request_s: float
     queue_waits_s: _containers.ScalarMap[int, float]
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankHealth, _Mapping]]] = ..., pid: _Optional[int] = ..., step_deadline_s: _Optional[float] = ..., free_seqs: _Optional[int] = ..., queue_wait_s: _Optional[float] = ..., queue_wait_per_request_s: _Optional[float] = ..., queue_waits_s: _Optional[_Mapping[int, float]] = ...) -> None: ...
+    received: int
+    lost: LostBatch
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., tokens_per_s: _Optional[float] = ..., steps: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankHealth, _Mapping]]] = ..., pid: _Optional[int] = ..., step_deadline_s: _Optional[float] = ..., free_seqs: _Optional[int] = ..., queue_wait_s: _Optional[float] = ..., queue_wait_per_request_s: _Optional[float] = ..., queue_waits_s: _Optional[_Mapping[int, float]] = ..., received: _Optional[int] = ..., lost: _Optional[_Union[LostBatch, _Mapping]] = ...) -> None: ...
+
+class LostBatch(_message.Message):
+    __slots__ = ("streams", "suspected", "on_trial")
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    SUSPECTED_FIELD_NUMBER: _ClassVar[int]
+    ON_TRIAL_FIELD_NUMBER: _ClassVar[int]
+    streams: int
+    suspected: int
+    on_trial: int
+    def __init__(self, streams: _Optional[int] = ..., suspected: _Optional[int] = ..., on_trial: _Optional[int] = ...) -> None: ...
 
 class Rejected(_message.Message):
     __slots__ = ("stream_id", "attempt", "code", "message", "field", "retry_after_s", "retryable")

@@ -1,0 +1,86 @@
+"""Mutual TLS of gRPC servers: credentials that follow files, and the check of peers.
+
+It is for services that have gRPC among their dependencies: this package has not.
+"""
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+
+from lockstep_common.tls import Certificates, has_identity
+
+logger = logging.getLogger("lockstep.tls")
+
+_BEHAVIOURS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Credentials that follow the files: each handshake uses the newest certificates."""
+    given = certificates.current()
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(given.key, given.cert)], root_certificates=given.ca)
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal given
+        newest = certificates.current()
+        if newest is given:
+            return None
+        given = newest
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)
+
+
+class PeerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Accepts calls only from peers whose certificate is for one of these identities.
+
+    Args:
+        identities: DNS names or URIs.
+        refusal: what others are told.
+        on_refusal: called for each call that is refused.
+    """
+
+    def __init__(self, identities: Sequence[str], refusal: str, on_refusal: Callable[[], None]) -> None:
+        self._identities = identities
+        self._refusal = refusal
+        self._on_refusal = on_refusal
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        """The method's handler, preceded by the check of the peer."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        checked = {name: self._checked(getattr(handler, name)) for name in _BEHAVIOURS if getattr(handler, name)}
+        return handler._replace(**checked)
+
+    def _checked(self, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.isasyncgenfunction(behaviour):
+
+            async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+                await self._check(context)
+                async for response in behaviour(request, context):
+                    yield response
+
+            return generate
+
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            await self._check(context)
+            return await behaviour(request, context)
+
+        return call
+
+    async def _check(self, context: grpc.aio.ServicerContext) -> None:
+        shown = context.auth_context().get("x509_pem_cert", ())
+        if len(shown) == 1 and any(has_identity(shown[0], identity) for identity in self._identities):
+            return
+        self._on_refusal()
+        logger.debug("peer refused", extra={"peer": context.peer()})
+        await context.abort(grpc.StatusCode.PERMISSION_DENIED, self._refusal)

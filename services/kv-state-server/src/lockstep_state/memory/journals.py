@@ -1,0 +1,136 @@
+"""Journals of streams in memory. Streams that run are never evicted; those that have ended are, the oldest first."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lockstep_api.v1 import state_pb2
+from lockstep_api.v1.state_pb2 import WriteResult
+
+from lockstep_state import results
+from lockstep_state.backend import Limits, StoredStream, Take, Write
+from lockstep_state.logs import Log
+from lockstep_state.memory.shelf import ENTRY_BYTES, Entry, Room, Shelf
+
+_LOG_BYTES = 300
+"""Memory of one choice without its tokens, about."""
+
+
+@dataclass
+class Stream:
+    """One stream."""
+
+    record: bytes
+    owner: str
+    epoch: int
+    logs: list[Log]
+    seal: bytes | None = None
+
+
+class Journals:
+    """The streams.
+
+    Args:
+        room: where they count.
+        limits: of a stream and of a tenant.
+        clock: gives seconds.
+    """
+
+    def __init__(self, room: Room, limits: Limits, clock: Callable[[], float]) -> None:
+        self._room = room
+        self._limits = limits
+        self.running: Shelf[Stream] = Shelf("running", room, clock, counts_streams=True)
+        self.ended: Shelf[Stream] = Shelf("ended", room, clock, counts_streams=True)
+
+    def append(self, write: Write) -> WriteResult:
+        """Write to one stream, completely or not at all."""
+        entry = self._find(write.key)
+        if entry is None:
+            return self._open(write)
+        stream = entry.value
+        if write.epoch < stream.epoch:
+            return results.stale(stream.epoch)
+        if write.opening is not None and write.opening.record != stream.record:
+            return results.plain(state_pb2.WRITE_OUTCOME_CONFLICT)
+        refused = results.refusal(stream.logs, write.pieces) or results.seal_refusal(stream.logs, stream.seal, write)
+        if refused is None:
+            refused = self._grow(entry, write)
+        return refused or results.ok(stream.epoch)
+
+    def read(self, key: str, take: Take | None) -> StoredStream | None:
+        """A stream; with `take` under a higher epoch."""
+        entry = self._find(key)
+        if entry is None:
+            return None
+        stream = entry.value
+        if take is not None:
+            stream.epoch += 1
+            stream.owner = take.owner
+            (self.running if stream.seal is None else self.ended).grow(key, 0, take.ttl_s)
+        return StoredStream(stream.record, stream.logs, stream.seal, stream.epoch, stream.owner)
+
+    def trim(self, key: str) -> bool:
+        """Forget a stream; whether there was one."""
+        return (self.running.take(key) or self.ended.take(key)) is not None
+
+    def _find(self, key: str) -> Entry[Stream] | None:
+        return self.running.find(key) or self.ended.find(key)
+
+    def _open(self, write: Write) -> WriteResult:
+        opening = write.opening
+        if opening is None:
+            return results.plain(state_pb2.WRITE_OUTCOME_UNKNOWN)
+        logs = [Log() for _ in range(opening.choices)]
+        refused = results.refusal(logs, write.pieces)
+        if refused is not None:
+            return refused
+        tally = self._room.tally(write.tenant)
+        size_bytes = ENTRY_BYTES + len(opening.record) + _LOG_BYTES * opening.choices
+        if tally.streams >= self._limits.tenant_streams or tally.size_bytes + size_bytes > self._limits.tenant_bytes:
+            return results.plain(state_pb2.WRITE_OUTCOME_FULL)
+        refused = self._refuse_size(size_bytes + _growth_bytes(logs, write), 0)
+        if refused is not None:
+            return refused
+        stream = Stream(opening.record, opening.owner, write.epoch, logs)
+        self.running.put(write.key, stream, size_bytes, write.tenant, write.ttl_s)
+        self._apply(stream, write, _growth_bytes(logs, write))
+        return results.ok(stream.epoch)
+
+    def _grow(self, entry: Entry[Stream], write: Write) -> WriteResult | None:
+        growth = _growth_bytes(entry.value.logs, write) if entry.value.seal is None else 0
+        refused = self._refuse_size(growth, entry.size_bytes)
+        if refused is None:
+            self._apply(entry.value, write, growth)
+        return refused
+
+    def _refuse_size(self, growth_bytes: int, size_bytes: int) -> WriteResult | None:
+        if size_bytes + growth_bytes > self._limits.stream_bytes:
+            return results.plain(state_pb2.WRITE_OUTCOME_TOO_LARGE)
+        if growth_bytes and not self._room.make(growth_bytes):
+            return results.plain(state_pb2.WRITE_OUTCOME_FULL)
+        return None
+
+    def _apply(self, stream: Stream, write: Write, growth: int) -> None:
+        stream.epoch = write.epoch
+        if stream.seal is not None:
+            return  # a repeat: what is kept after the end is kept as long as it was to be
+        for piece in write.pieces:
+            log = stream.logs[piece.choice]
+            if log.is_news(piece):
+                log.add(log.rest(piece))
+        self.running.grow(write.key, growth, write.ttl_s)
+        if write.seal is not None:
+            stream.seal = write.seal
+            entry = self.running.take(write.key)
+            assert entry is not None
+            self.ended.put(write.key, stream, entry.size_bytes, entry.tenant, write.ttl_s)
+
+
+def _growth_bytes(logs: Sequence[Log], write: Write) -> int:
+    seal = 0 if write.seal is None else len(write.seal)
+    return seal + sum(_piece_bytes(logs[piece.choice], piece) for piece in write.pieces)
+
+
+def _piece_bytes(log: Log, piece: state_pb2.Piece) -> int:
+    fresh = max(0, piece.position + len(piece.ids) - len(log.ids))
+    logprobs = sum(each.ByteSize() + 40 for each in piece.logprobs[len(piece.logprobs) - fresh :]) if fresh else 0
+    return 4 * fresh + logprobs

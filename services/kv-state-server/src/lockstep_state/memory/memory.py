@@ -1,0 +1,163 @@
+"""The backend in memory. Its operations run in the event loop without a pause, which makes them atomic."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from lockstep_api.v1 import state_pb2
+
+from lockstep_state import metrics
+from lockstep_state.backend import Binding, Block, Lease, Limits, StoredStream, Take, Write
+from lockstep_state.errors import full
+from lockstep_state.memory.journals import Journals
+from lockstep_state.memory.leases import Leases
+from lockstep_state.memory.shelf import ENTRY_BYTES, Room, Shelf
+
+_EXPIRE_EVERY_S = 1.0
+
+
+def _wall_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class MemoryBackend:
+    """Everything in memory. Blocks are evicted first, then streams that have ended, then names; then calls are refused.
+
+    Args:
+        max_bytes: of everything together, about.
+        limits: of a stream and of a tenant.
+        clock: gives seconds.
+        wall_ms: gives milliseconds since 1970.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+        wall_ms: Callable[[], int] = _wall_ms,
+    ) -> None:
+        self._limits = limits
+        self._room = Room(max_bytes)
+        metrics.MEMORY_LIMIT_BYTES.set(max_bytes)
+        self._journals = Journals(self._room, limits, clock)
+        self._leases = Leases(self._room, clock, wall_ms)
+        self._blocks: Shelf[bytes] = Shelf("blocks", self._room, clock)
+        self._names: Shelf[Binding] = Shelf("names", self._room, clock)
+        evictable = (self._blocks, self._journals.ended, self._names)
+        self._room.evict_from(cast("Sequence[Shelf[object]]", evictable))
+
+    @property
+    def unready(self) -> str | None:
+        """Never."""
+        return None
+
+    @property
+    def used_bytes(self) -> int:
+        """Approximate memory of everything."""
+        return self._room.used_bytes
+
+    async def append(self, writes: Sequence[Write]) -> list[state_pb2.WriteResult]:
+        """See `Backend`."""
+        return [self._journals.append(write) for write in writes]
+
+    async def read(self, key: str, take: Take | None = None) -> StoredStream | None:
+        """See `Backend`."""
+        return self._journals.read(key, take)
+
+    async def trim(self, tenant: str, keys: Sequence[str]) -> int:  # noqa: ARG002
+        """See `Backend`."""
+        return sum(map(self._journals.trim, keys))
+
+    async def bind(self, key: str, binding: Binding, ttl_s: float, expected: bytes | None) -> tuple[bool, Binding]:
+        """See `Backend`."""
+        entry = self._names.find(key)
+        now = Binding(b"") if entry is None else entry.value
+        if expected is not None and now.target not in (expected, binding.target):
+            return False, now
+        size_bytes = ENTRY_BYTES + len(binding.target) + len(binding.note)
+        if not self._room.make(size_bytes):
+            raise full()
+        self._names.put(key, binding, size_bytes, "", ttl_s)
+        return True, binding
+
+    async def bound(self, key: str, touch_s: float | None = None) -> Binding | None:
+        """See `Backend`."""
+        entry = self._names.find(key)
+        if entry is None:
+            return None
+        if touch_s is not None:
+            self._names.grow(key, 0, touch_s)
+        return entry.value
+
+    async def unbind(self, key: str, target: bytes | None) -> bool:
+        """See `Backend`."""
+        entry = self._names.find(key)
+        if entry is None or target not in (None, entry.value.target):
+            return False
+        self._names.take(key)
+        return True
+
+    async def acquire(self, key: str, owner: str, ttl_s: float) -> tuple[bool, Lease]:
+        """See `Backend`."""
+        return self._leases.acquire(key, owner, ttl_s)
+
+    async def renew(self, key: str, owner: str, epoch: int, ttl_s: float) -> tuple[bool, Lease]:
+        """See `Backend`."""
+        return self._leases.renew(key, owner, epoch, ttl_s)
+
+    async def release(self, key: str, owner: str, epoch: int) -> tuple[bool, Lease]:
+        """See `Backend`."""
+        return self._leases.release(key, owner, epoch)
+
+    async def lease(self, key: str) -> Lease:
+        """See `Backend`."""
+        return self._leases.look_up(key)
+
+    async def put(self, blocks: Sequence[Block]) -> list[bool]:
+        """See `Backend`."""
+        return [self._put(block) for block in blocks]
+
+    async def get(self, keys: Sequence[str]) -> list[bytes | None]:
+        """See `Backend`."""
+        entries = map(self._blocks.find, keys)
+        return [None if entry is None else entry.value for entry in entries]
+
+    async def sizes(self, keys: Sequence[str]) -> list[int]:
+        """See `Backend`."""
+        entries = map(self._blocks.find, keys)
+        return [0 if entry is None else len(entry.value) for entry in entries]
+
+    async def discard(self, tenant: str, keys: Sequence[str]) -> None:  # noqa: ARG002
+        """See `Backend`."""
+        for key in keys:
+            self._blocks.take(key)
+
+    async def run(self) -> None:
+        """Forget what has expired, once a second."""
+        while True:
+            self.expire()
+            await asyncio.sleep(_EXPIRE_EVERY_S)
+
+    def expire(self) -> None:
+        """Forget what has expired."""
+        for shelf in (self._journals.running, self._journals.ended, self._blocks, self._names, self._leases.shelf):
+            shelf.expire()
+            metrics.ENTRIES.labels(shelf.name).set(len(shelf))
+        metrics.MEMORY_BYTES.set(self._room.used_bytes)
+
+    async def close(self) -> None:
+        """Nothing is to be closed."""
+
+    def _put(self, block: Block) -> bool:
+        size_bytes = ENTRY_BYTES + len(block.value)
+        old = self._blocks.find(block.key)
+        others = self._room.tally(block.tenant).size_bytes - (old.size_bytes if old else 0)
+        if others + size_bytes > self._limits.tenant_bytes:
+            return False
+        self._blocks.take(block.key)
+        if not self._room.make(size_bytes):
+            return False
+        self._blocks.put(block.key, block.value, size_bytes, block.tenant, block.ttl_s)
+        return True

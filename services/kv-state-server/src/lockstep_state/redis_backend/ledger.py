@@ -1,0 +1,49 @@
+"""What each tenant has in Redis: a reservation for each stream and block. It may be more than there is, not much less.
+
+A stream and its tenant are in different slots of a cluster, so one follows the other: reservations are made before
+anything is stored, and end by themselves when their time is over.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lockstep_state.backend import Limits
+from lockstep_state.redis_backend import scripts
+from lockstep_state.redis_backend.store import Command, Store
+
+Item = tuple[str, str, str, int, float]
+"""`s` for a stream or `b` for a block, tenant, key, bytes (-1: it is gone), seconds."""
+
+_LASTS = 1.5
+"""Reservations last longer than what they are for: those of streams are renewed in half of its time."""
+
+
+class Ledger:
+    """The reservations.
+
+    Args:
+        store: where they are.
+        limits: of each tenant.
+    """
+
+    def __init__(self, store: Store, limits: Limits) -> None:
+        self._store = store
+        self._limits = limits
+
+    async def reserve(self, items: Sequence[Item]) -> list[Any]:
+        """Whether there is room for each item, or a `LockstepError`."""
+        limits = (self._limits.tenant_bytes, self._limits.tenant_streams)
+        return await self._store.many("reserve", [self._command(item, limits) for item in items])
+
+    async def note(self, items: Sequence[Item]) -> None:
+        """Note what is there already. If this fails, the reservation that is there ends later."""
+        await self._store.many("reserve", [self._command(item, ("", "")) for item in items])
+
+    async def forget(self, kind: str, tenant: str, keys: Sequence[str]) -> None:
+        """Note that these are gone."""
+        await self.note([(kind, tenant, key, -1, 0.0) for key in keys])
+
+    def _command(self, item: Item, limits: tuple[int | str, int | str]) -> Command:
+        kind, tenant, key, size_bytes, ttl_s = item
+        keys = (self._store.key("tenant", tenant, ":ends"), self._store.key("tenant", tenant, ":bytes"))
+        return Command(keys, (f"{kind}:{key}", size_bytes, int(ttl_s * 1000 * _LASTS), *limits), scripts.LEDGER)

@@ -1,0 +1,160 @@
+"""The Journal service."""
+
+from collections.abc import Sequence
+
+from google.protobuf.message import DecodeError
+from lockstep_api.v1 import inference_pb2, state_pb2, state_pb2_grpc
+from lockstep_common.errors import ErrorCode, LockstepError, invalid
+
+from lockstep_state import metrics
+from lockstep_state.backend import Backend, Binding, Opening, StoredStream, Take, Write
+from lockstep_state.keys import Kind, key_of
+from lockstep_state.logs import Log
+from lockstep_state.services.calls import unary
+from lockstep_state.services.checks import (
+    SCHEMA,
+    Times,
+    check_count,
+    check_epoch,
+    check_fingerprint,
+    check_name,
+    check_pieces,
+    check_record,
+)
+from lockstep_state.settings import StateSettings
+
+_INVALID = state_pb2.WRITE_OUTCOME_INVALID
+
+
+class Journal(state_pb2_grpc.JournalServicer):
+    """Journals of streams, and idempotency keys."""
+
+    def __init__(self, backend: Backend, settings: StateSettings) -> None:
+        self._backend = backend
+        self._times = Times(settings.ttl_s, settings.max_ttl_s)
+        self.timeout_s = settings.call_timeout_s
+        self._max_batch = settings.max_batch
+
+    @unary("Journal.Append")
+    async def Append(self, request: state_pb2.AppendRequest) -> state_pb2.AppendResponse:  # noqa: N802
+        """Write to streams."""
+        check_count("writes", len(request.writes), self._max_batch)
+        return state_pb2.AppendResponse(results=await self._append(request.writes))
+
+    @unary("Journal.Read")
+    async def Read(self, request: state_pb2.ReadRequest) -> state_pb2.ReadResponse:  # noqa: N802
+        """A stream from positions on."""
+        key = _stream_key(request.tenant, request.stream_id)
+        return _response(await self._backend.read(key), request.positions)
+
+    @unary("Journal.Take")
+    async def Take(self, request: state_pb2.TakeRequest) -> state_pb2.ReadResponse:  # noqa: N802
+        """A stream, to continue it under a higher epoch."""
+        key = _stream_key(request.tenant, request.stream_id)
+        take = Take(check_name("owner", request.owner), self._times.check("ttl_s", request.ttl_s))
+        return _response(await self._backend.read(key, take), ())
+
+    @unary("Journal.Trim")
+    async def Trim(self, request: state_pb2.TrimRequest) -> state_pb2.TrimResponse:  # noqa: N802
+        """Forget streams."""
+        check_count("stream_ids", len(request.stream_ids), self._max_batch)
+        keys = [_stream_key(request.tenant, each) for each in request.stream_ids]
+        return state_pb2.TrimResponse(trimmed=await self._backend.trim(key_of(Kind.TENANT, request.tenant), keys))
+
+    @unary("Journal.Claim")
+    async def Claim(self, request: state_pb2.ClaimRequest) -> state_pb2.ClaimResponse:  # noqa: N802
+        """Give an idempotency key to a request."""
+        target = check_name("request_id", request.request_id).encode()
+        binding = Binding(target, check_fingerprint("fingerprint", request.fingerprint))
+        ttl_s = self._times.check("ttl_s", request.ttl_s)
+        done, now = await self._backend.bind(_claim_key(request.tenant, request.key), binding, ttl_s, b"")
+        return state_pb2.ClaimResponse(granted=done, request_id=now.target.decode(), fingerprint=now.note)
+
+    @unary("Journal.Release")
+    async def Release(self, request: state_pb2.ReleaseClaimRequest) -> state_pb2.ReleaseClaimResponse:  # noqa: N802
+        """Free an idempotency key."""
+        target = check_name("request_id", request.request_id).encode()
+        done = await self._backend.unbind(_claim_key(request.tenant, request.key), target)
+        return state_pb2.ReleaseClaimResponse(released=done)
+
+    @unary("Journal.LookUpClaim")
+    async def LookUpClaim(self, request: state_pb2.LookUpClaimRequest) -> state_pb2.ClaimResponse:  # noqa: N802
+        """The request that has an idempotency key."""
+        now = await self._backend.bound(_claim_key(request.tenant, request.key))
+        if now is None:
+            return state_pb2.ClaimResponse()
+        return state_pb2.ClaimResponse(request_id=now.target.decode(), fingerprint=now.note)
+
+    async def _append(self, writes: Sequence[state_pb2.StreamWrite]) -> list[state_pb2.WriteResult]:
+        results: list[state_pb2.WriteResult] = []
+        valid: dict[str, tuple[int, Write]] = {}
+        for at, each in enumerate(writes):
+            results.append(state_pb2.WriteResult(outcome=_INVALID))
+            try:
+                write = self._write(each)
+                if write.key in valid:
+                    raise invalid("stream_id", "is in the batch twice")
+                valid[write.key] = at, write
+            except LockstepError as error:
+                results[at].field = error.field or ""
+        done = await self._backend.append([write for _, write in valid.values()])
+        for (at, _), result in zip(valid.values(), done, strict=True):
+            results[at] = result
+        for result in results:
+            metrics.WRITES.labels(state_pb2.WriteOutcome.Name(result.outcome).removeprefix("WRITE_OUTCOME_")).inc()
+        return results
+
+    def _write(self, write: state_pb2.StreamWrite) -> Write:
+        check_pieces(write)
+        opening = None
+        if write.HasField("record"):
+            check_record(write.record)
+            record = write.record.SerializeToString(deterministic=True)
+            opening = Opening(record, len(write.record.choices), check_name("owner", write.owner))
+        return Write(
+            tenant=key_of(Kind.TENANT, write.tenant),
+            key=_stream_key(write.tenant, write.stream_id),
+            epoch=check_epoch("epoch", write.epoch),
+            ttl_s=self._times.check("ttl_s", write.ttl_s),
+            opening=opening,
+            pieces=tuple(write.pieces),
+            seal=write.seal.SerializeToString() if write.HasField("seal") else None,
+        )
+
+
+def _stream_key(tenant: str, stream_id: str) -> str:
+    check_name("tenant", tenant)
+    return key_of(Kind.STREAM, tenant, check_name("stream_id", stream_id).encode())
+
+
+def _claim_key(tenant: str, key: str) -> str:
+    check_name("tenant", tenant)
+    return key_of(Kind.CLAIM, tenant, check_name("key", key).encode())
+
+
+def _response(stored: StoredStream | None, positions: Sequence[int]) -> state_pb2.ReadResponse:
+    try:
+        record = None if stored is None else state_pb2.StreamRecord.FromString(stored.record)
+    except DecodeError:
+        record = None
+    if stored is None or record is None or record.schema != SCHEMA:
+        raise LockstepError(ErrorCode.STREAM_NOT_FOUND, "there is no such stream")
+    froms = [*positions, *[0] * len(stored.logs)]
+    logs = [_log(log, position) for log, position in zip(stored.logs, froms, strict=False)]
+    response = state_pb2.ReadResponse(record=record, logs=logs, epoch=stored.epoch, owner=stored.owner)
+    if stored.seal is not None:
+        response.seal.ParseFromString(stored.seal)
+    return response
+
+
+def _log(log: Log, position: int) -> state_pb2.ChoiceLog:
+    begin = min(position, len(log.ids))
+    return state_pb2.ChoiceLog(
+        position=begin,
+        ids=log.ids[begin:],
+        logprobs=[inference_pb2.Logprobs.FromString(each) for each in log.logprobs[begin:]],
+        finish=inference_pb2.FinishReason.Name(log.finish),
+        cached_tokens=log.cached_tokens,
+        inexact=log.inexact,
+        numerics=log.numerics,
+    )

@@ -1,0 +1,230 @@
+"""What every backend does with journals of streams."""
+
+import asyncio
+from array import array
+
+import pytest
+from backends import TTL_S, eventually, piece
+from lockstep_api.v1 import inference_pb2, state_pb2
+from lockstep_state.backend import Limits, Opening, Take
+from lockstep_state.memory import MemoryBackend
+
+OK = state_pb2.WRITE_OUTCOME_OK
+STALE = state_pb2.WRITE_OUTCOME_STALE
+UNKNOWN = state_pb2.WRITE_OUTCOME_UNKNOWN
+GAP = state_pb2.WRITE_OUTCOME_GAP
+CONFLICT = state_pb2.WRITE_OUTCOME_CONFLICT
+SEALED = state_pb2.WRITE_OUTCOME_SEALED
+FULL = state_pb2.WRITE_OUTCOME_FULL
+TOO_LARGE = state_pb2.WRITE_OUTCOME_TOO_LARGE
+STOP = inference_pb2.FINISH_REASON_STOP
+
+
+def logprobs(*ids):
+    return [inference_pb2.Logprobs(chosen=inference_pb2.TokenLogprob(id=each, logprob=-0.5)) for each in ids]
+
+
+async def tokens(kept, name="stream"):
+    stored = await kept.backend.read(kept.key(name))
+    return [list(log.ids) for log in stored.logs]
+
+
+async def test_stream_is_read_as_it_was_written(kept):
+    pieces = [piece(0, 0, 5, 6, logprobs=logprobs(5, 6), cached_tokens=2), piece(1, 0, 7, inexact=True, finish=STOP)]
+    assert (await kept.open(pieces=pieces)).outcome == OK
+    assert (await kept.append(pieces=[piece(0, 2, 8, logprobs=logprobs(8), cached_tokens=2)])).outcome == OK
+    assert (await kept.append(pieces=[piece(0, 3, finish=STOP, cached_tokens=2)], seal=b"end")).outcome == OK
+    stored = await kept.backend.read(kept.key())
+    assert (stored.record, stored.seal, stored.epoch, stored.owner) == (b"record", b"end", 1, "router-1")
+    first, second = stored.logs
+    assert (first.ids, first.finish, first.cached_tokens, first.inexact) == (array("I", [5, 6, 8]), STOP, 2, False)
+    assert first.logprobs == [each.SerializeToString() for each in logprobs(5, 6, 8)]
+    assert (second.ids, second.finish, second.inexact) == (array("I", [7]), STOP, True)
+
+
+async def test_unknown_stream_takes_nothing(kept):
+    assert (await kept.append(pieces=[piece(0, 0, 5)])).outcome == UNKNOWN
+    assert (await kept.append(seal=b"end")).outcome == UNKNOWN
+    assert await kept.backend.read(kept.key()) is None
+    assert await kept.backend.read(kept.key(), Take("other", TTL_S)) is None
+
+
+async def test_repeats_change_nothing(kept):
+    first = {"pieces": [piece(0, 0, 5, 6), piece(1, 0, 9)]}
+    for _ in range(3):
+        assert (await kept.open(**first)).outcome == OK
+    for pieces in ([piece(0, 1, 6, 7)], [piece(0, 0, 5, 6, 7)], [piece(0, 2, 7)]):
+        assert (await kept.append(pieces=pieces)).outcome == OK
+    assert await tokens(kept) == [[5, 6, 7], [9]]
+    for _ in range(2):
+        assert (await kept.append(pieces=[piece(0, 3, 8, finish=STOP)], seal=b"end")).outcome == OK
+    assert (await kept.append(pieces=[piece(0, 4, finish=STOP)])).outcome == OK
+    assert await tokens(kept) == [[5, 6, 7, 8], [9]]
+
+
+async def test_gap_names_what_is_there(kept):
+    await kept.open(pieces=[piece(0, 0, 5)])
+    result = await kept.append(pieces=[piece(1, 0, 7), piece(0, 3, 8)])
+    assert (result.outcome, result.choice, result.length) == (GAP, 0, 1)
+    assert await tokens(kept) == [[5], []], "a write is done completely or not at all"
+
+
+async def test_other_tokens_are_a_conflict(kept):
+    await kept.open(pieces=[piece(0, 0, 5, 6)])
+    assert (await kept.append(pieces=[piece(0, 1, 7)])).outcome == CONFLICT
+    assert (await kept.append(pieces=[piece(0, 0, 5, 7, 8)])).outcome == CONFLICT
+    assert (await kept.append(pieces=[piece(2, 0, 5)])).outcome == CONFLICT
+    assert (await kept.append(opening=Opening(b"another", 2, "r"))).outcome == CONFLICT
+    assert await tokens(kept) == [[5, 6], []]
+
+
+async def test_nothing_follows_the_end_of_a_choice(kept):
+    await kept.open(pieces=[piece(0, 0, 5, finish=STOP)])
+    assert (await kept.append(pieces=[piece(0, 1, 6)])).outcome == CONFLICT
+    assert (await kept.append(pieces=[piece(0, 1, finish=inference_pb2.FINISH_REASON_LENGTH)])).outcome == CONFLICT
+    assert (await kept.append(pieces=[piece(1, 0, 6, 7)])).outcome == OK
+    assert (await kept.append(pieces=[piece(1, 0, 6, finish=STOP)])).outcome == CONFLICT, "tokens follow that end"
+
+
+async def test_sealed_stream_takes_nothing_new(kept):
+    await kept.open(pieces=[piece(0, 0, 5)], seal=b"end")
+    assert (await kept.append(pieces=[piece(0, 1, 6)])).outcome == SEALED
+    assert (await kept.append(seal=b"other")).outcome == SEALED
+    assert (await kept.append(pieces=[piece(0, 0, 5)], seal=b"end")).outcome == OK
+    assert (await kept.append()).outcome == OK
+    assert (await kept.backend.read(kept.key())).seal == b"end"
+
+
+async def test_taking_fences_the_former_writer(kept):
+    await kept.open(pieces=[piece(0, 0, 5)])
+    taken = await kept.backend.read(kept.key(), Take("router-2", TTL_S))
+    assert (taken.epoch, taken.owner) == (2, "router-2")
+    stale = await kept.append(pieces=[piece(0, 1, 6)])
+    assert (stale.outcome, stale.epoch) == (STALE, 2)
+    assert (await kept.append(pieces=[piece(0, 0, 5)])).outcome == STALE, "repeats are fenced, too"
+    assert (await kept.append(epoch=2, pieces=[piece(0, 1, 7)])).outcome == OK
+    assert await tokens(kept) == [[5, 7], []]
+    assert (await kept.backend.read(kept.key())).epoch == 2
+
+
+async def test_a_higher_epoch_that_the_store_has_forgotten_counts(kept):
+    await kept.open()
+    assert (await kept.append(epoch=7, pieces=[piece(0, 0, 5)])).outcome == OK
+    assert (await kept.append(epoch=6)).outcome == STALE
+
+
+async def test_of_many_that_take_one_stream_each_has_its_own_epoch(kept):
+    await kept.open()
+    taken = await asyncio.gather(*(kept.backend.read(kept.key(), Take(f"r{n}", TTL_S)) for n in range(8)))
+    assert sorted(each.epoch for each in taken) == list(range(2, 10))
+
+
+async def test_batch_has_an_outcome_for_each_write(kept):
+    await kept.open("open", pieces=[piece(0, 0, 1)])
+    writes = [
+        kept.write("open", pieces=[piece(0, 1, 2)]),
+        kept.write("unknown", pieces=[piece(0, 0, 1)]),
+        kept.write("new", opening=Opening(b"record", 1, "r"), pieces=[piece(0, 0, 3)]),
+    ]
+    results = await kept.backend.append(writes)
+    assert [each.outcome for each in results] == [OK, UNKNOWN, OK]
+    assert await tokens(kept, "open") == [[1, 2], []]
+    assert await tokens(kept, "new") == [[3]]
+
+
+async def test_batch_of_many_streams(kept):
+    writes = [kept.write(f"s{n}", opening=Opening(b"record", 1, "r"), pieces=[piece(0, 0, n)]) for n in range(90)]
+    assert {each.outcome for each in await kept.backend.append(writes * 3)} == {OK}
+    assert await tokens(kept, "s89") == [[89]]
+
+
+async def test_trimmed_stream_is_gone(kept):
+    await kept.open("one")
+    await kept.open("two")
+    assert await kept.backend.trim(kept.tenant, [kept.key("one"), kept.key("none")]) == 1
+    assert await kept.backend.read(kept.key("one")) is None
+    assert await kept.backend.read(kept.key("two")) is not None
+    assert (await kept.open("one", choices=1)).outcome == OK
+
+
+async def test_stream_expires(kept):
+    await kept.open(pieces=[piece(0, 0, 1)], ttl_s=0.3)
+
+    async def is_gone():
+        return await kept.backend.read(kept.key()) is None
+
+    await eventually(is_gone)
+    assert (await kept.append(pieces=[piece(0, 1, 2)])).outcome == UNKNOWN
+
+
+async def test_a_write_without_content_prolongs(kept):
+    await kept.open(ttl_s=0.4)
+    await kept.append(ttl_s=TTL_S)
+    await asyncio.sleep(0.8)
+    assert await kept.backend.read(kept.key()) is not None
+
+
+async def test_sealed_stream_is_kept_as_long_as_the_seal_says(kept):
+    await kept.open()
+    await kept.append(seal=b"end", ttl_s=0.3)
+    await kept.append(seal=b"end", ttl_s=TTL_S)
+
+    async def is_gone():
+        return await kept.backend.read(kept.key()) is None
+
+    await eventually(is_gone)
+
+
+async def test_stream_has_a_greatest_size(kept):
+    await kept.open()
+    assert (await kept.append(pieces=[piece(0, 0, *range(60_000, 90_000))])).outcome == TOO_LARGE
+    assert await tokens(kept) == [[], []]
+    assert (await kept.append("large", opening=Opening(bytes(70_000), 1, "r"))).outcome == TOO_LARGE
+    assert await kept.backend.read(kept.key("large")) is None
+
+
+async def test_tenant_has_so_many_streams(kept):
+    for number in range(100):
+        assert (await kept.open(f"s{number}")).outcome == OK
+    assert (await kept.open("one more")).outcome == FULL
+    assert (await kept.open("s7")).outcome == OK, "a repeat is no new stream"
+    assert (await kept.append("s7", pieces=[piece(0, 0, 1)])).outcome == OK, "what is open goes on"
+    await kept.backend.trim(kept.tenant, [kept.key("s3")])
+    assert (await kept.open("one more")).outcome == OK
+    other = kept.write("other", tenant=f"{kept.tenant}-other", opening=Opening(b"record", 1, "r"))
+    assert (await kept.backend.append([other]))[0].outcome == OK
+
+
+async def test_tenant_has_so_many_bytes(kept):
+    opened = [await kept.append(f"s{n}", opening=Opening(bytes(60_000), 1, "r")) for n in range(20)]
+    outcomes = [each.outcome for each in opened]
+    assert outcomes.count(OK) == 17
+    assert set(outcomes[17:]) == {FULL}
+
+
+async def test_streams_that_have_expired_do_not_count(kept):
+    for number in range(100):
+        await kept.open(f"s{number}", ttl_s=0.5)
+
+    async def has_room():
+        return (await kept.open("one more")).outcome == OK
+
+    await eventually(has_room)
+
+
+@pytest.mark.parametrize("kind", ["memory"])
+async def test_memory_is_bounded(kept, kind):
+    """Streams that have ended make room, the oldest first; those that run do not."""
+    kept.backend = MemoryBackend(300_000, Limits(64 << 10, 1 << 30, 1000))
+    await kept.append("runs", opening=Opening(bytes(60_000), 1, "r"))
+    for number in range(20):
+        opening = Opening(bytes(60_000), 1, "r")
+        assert (await kept.append(f"s{number}", opening=opening, seal=b"end")).outcome == OK
+    assert kept.backend.used_bytes <= 300_000
+    kept_streams = [n for n in range(20) if await kept.backend.read(kept.key(f"s{n}")) is not None]
+    assert kept_streams == [17, 18, 19]
+    assert await kept.backend.read(kept.key("runs")) is not None
+    for number in range(4):
+        await kept.append(f"t{number}", opening=Opening(bytes(60_000), 1, "r"))
+    assert (await kept.append("more", opening=Opening(bytes(60_000), 1, "r"))).outcome == FULL
+    kept.backend.expire()

@@ -1,0 +1,61 @@
+"""What is special of the backend in memory: it stays as small as it says."""
+
+import tracemalloc
+
+import pytest
+from backends import TTL_S
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_state.backend import Binding, Limits, Opening, Write
+from lockstep_state.memory import MemoryBackend
+
+LIMITS = Limits(stream_bytes=1 << 20, tenant_bytes=1 << 30, tenant_streams=1000)
+
+
+async def test_what_is_replaced_and_removed_leaves_nothing():
+    """Not even the reminders of when it would have expired."""
+    backend = MemoryBackend(64 << 20, LIMITS)
+    _, lease = await backend.acquire("lease", "a", TTL_S)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(20_000):
+            await backend.renew("lease", "a", lease.epoch, TTL_S)
+            await backend.bind("name", Binding(b"a"), TTL_S, None)
+            await backend.bind(f"name-{number}", Binding(b"a"), TTL_S, None)
+            await backend.unbind(f"name-{number}", None)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 200_000
+    backend.expire()
+    assert await backend.bound("name") is not None
+
+
+async def test_what_was_replaced_expires_at_its_new_time():
+    now = 0.0
+    backend = MemoryBackend(64 << 20, LIMITS, clock=lambda: now)
+    for number in range(1000):
+        for ttl_s in (500.0, 100.0, 300.0 + number):
+            await backend.bind(f"name-{number}", Binding(b"a"), ttl_s, None)
+    full_bytes = backend.used_bytes
+    now = 299.0
+    backend.expire()
+    assert backend.used_bytes == full_bytes
+    now = 300.0 + 500
+    backend.expire()
+    assert backend.used_bytes == full_bytes * 499 // 1000
+    now = 1e6
+    backend.expire()
+    assert backend.used_bytes == 0
+
+
+async def test_lease_without_room_is_refused_as_full_and_not_as_held():
+    backend = MemoryBackend(1 << 20, LIMITS)
+    size = (1 << 20) - 1000  # streams that run are not evicted
+    (result,) = await backend.append([Write("t", "s", 1, TTL_S, Opening(bytes(size), 1, "r"))])
+    assert result.outcome == 1
+    with pytest.raises(LockstepError) as caught:
+        await backend.acquire("lease", "a", TTL_S)
+    assert caught.value.code is ErrorCode.OVERLOADED
+    await backend.trim("t", ["s"])
+    assert (await backend.acquire("lease", "a", TTL_S))[0]

@@ -1,0 +1,73 @@
+"""Redis with an ACL user, with TLS, and what it holds of private data."""
+
+import pytest
+import redis
+from authority import Authority, Mounted
+from backends import SECRET
+from redis_server import RedisServer, free_port
+from state_serving import served
+from test_journal_service import OK, append_one, piece, reading, record
+from test_kv_service import STORED, get, header, key, put
+from test_names_service import acquire, bind, renew, worker_of
+
+RIGHTS = "+@read +@write +@scripting +@connection +time"  # as the README says
+
+
+async def use_all(client):
+    """Something of each service."""
+    assert (await append_one(client, record=record(), pieces=[piece(0, 0, 5)])).outcome == OK
+    assert list((await reading(client)).logs[0].ids) == [5]
+    assert (await bind(client, "private-worker")).bound
+    assert await worker_of(client) == "private-worker"
+    lease = await acquire(client, "a")
+    assert (await renew(client, "a", lease.epoch)).granted
+    content = b"private-content"
+    assert await put(client, (header("a", content), content)) == [STORED]
+    assert await get(client, key("a")) == {0: content}
+
+
+@pytest.fixture
+def password_file(tmp_path):
+    path = tmp_path / "password"
+    path.write_text("a-password\n")
+    return str(path)
+
+
+async def test_user_with_the_rights_of_the_readme_is_enough(tmp_path, password_file):
+    user = f"--user state on >a-password ~own:* {RIGHTS}".split()
+    server = RedisServer(tmp_path / "redis", None, *user)
+    login = {"store_username": "state", "store_password_file": password_file, "store_prefix": "own:"}
+    try:
+        async with served(tmp_path, store=server.address, **login) as client:
+            await use_all(client)
+    finally:
+        server.kill()
+
+
+async def test_encrypted_values_and_hashed_keys_show_nothing(tmp_path, redis_server):
+    path = tmp_path / "keys"
+    path.write_text(f"{SECRET.hex()}\n")
+    options = {"store": redis_server.address, "store_prefix": "sealed:", "encryption_key_file": str(path)}
+    async with served(tmp_path, **options) as client:
+        await use_all(client)
+        with redis.Redis.from_url(redis_server.address) as server:
+            names = list(server.scan_iter("sealed:*"))
+            everything = b"".join([*names, *map(server.dump, names)])
+    assert len(names) >= 5
+    for private in (b"private", client.tenant.encode(), b"reference"):
+        assert private not in everything
+
+
+async def test_redis_with_mutual_tls(tmp_path):
+    authority = Authority()
+    theirs = Mounted(tmp_path / "theirs", authority, "localhost")
+    ours = Mounted(tmp_path / "ours", authority, "state.test")
+    port = free_port(most=55000)
+    files = ["--tls-cert-file", theirs.cert, "--tls-key-file", theirs.key, "--tls-ca-cert-file", ours.ca]
+    server = RedisServer(tmp_path / "redis", None, "--tls-port", str(port), *files)
+    options = {"store": f"rediss://localhost:{port}/0", "store_ca": ours.ca}
+    try:
+        async with served(tmp_path, **options, store_cert=ours.cert, store_key=ours.key) as client:
+            await use_all(client)
+    finally:
+        server.kill()

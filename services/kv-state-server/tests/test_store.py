@@ -1,0 +1,211 @@
+"""What counts as a failure of Redis, what closes the breaker again, and what is done with answers that are none."""
+
+import asyncio
+import contextlib
+import random
+import time
+
+import pytest
+import redis
+from backends import LIMITS, PATIENCE_S, TTL_S, eventually, keep
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_state.backend import Binding, Block, Opening
+from lockstep_state.redis_backend import RedisBackend, RedisOptions
+from lockstep_state.values import Values
+from redis_server import RedisCluster
+from tcp_proxy import TcpProxy
+
+UNAVAILABLE = ErrorCode.UNAVAILABLE
+SHORT_S = 0.1
+
+
+@pytest.fixture
+async def proxy(redis_server):
+    async with TcpProxy(redis_server.port) as proxy:
+        yield proxy
+
+
+def behind(proxy, **options):
+    values = {"timeout_s": SHORT_S, "batch_timeout_s": PATIENCE_S, "probe_s": 0.05}
+    return keep("redis", f"redis://127.0.0.1:{proxy.port}/0", values | options)
+
+
+async def failing(kept):
+    """The error of a small operation."""
+    with pytest.raises(LockstepError) as caught:
+        await kept.backend.bound(kept.key())
+    return caught.value
+
+
+async def test_waiting_for_others_does_not_open_the_breaker(proxy):
+    async with behind(proxy, connections=1) as kept:
+        assert await kept.backend.get([kept.key()]) == [None]
+        proxy.silence()
+        batch = asyncio.create_task(kept.backend.get([kept.key()]))
+        await asyncio.sleep(0)
+        for _ in range(5):
+            assert (await failing(kept)).code is UNAVAILABLE
+        assert kept.backend.unready is None
+        proxy.pass_on()
+        assert await batch == [None]
+
+
+async def test_a_process_that_stood_still_does_not_open_the_breaker(proxy):
+    async with behind(proxy, breaker_failures=1) as kept:
+        assert await kept.backend.bound(kept.key()) is None
+        asking = [asyncio.create_task(kept.backend.bound(kept.key())) for _ in range(5)]
+        await asyncio.sleep(0)
+        time.sleep(5 * SHORT_S)
+        await asyncio.gather(*asking, return_exceptions=True)
+        assert kept.backend.unready is None
+
+
+async def test_late_answers_of_batches_do_not_hide_failures_of_small_operations(proxy):
+    async with behind(proxy, breaker_failures=4) as kept:
+        assert await kept.backend.bound(kept.key()) is None
+        proxy.delay_s = (SHORT_S, SHORT_S)
+        for _ in range(50):  # two rounds, but failures while this process itself is stalled do not count
+            await asyncio.gather(failing(kept), failing(kept))
+            if kept.backend.unready is not None:
+                break
+            await kept.backend.get([kept.key()])
+        assert kept.backend.unready is not None
+
+
+async def test_late_answers_of_probes_do_not_close_the_breaker(proxy):
+    async with behind(proxy, breaker_failures=1) as kept:
+        assert await kept.backend.bound(kept.key()) is None
+        proxy.delay_s = (SHORT_S, SHORT_S)
+        await failing(kept)
+        assert kept.backend.unready is not None
+        opened = proxy.connections
+        await eventually(lambda: _is(proxy.connections > opened + 3))  # it is probed again and again
+        assert kept.backend.unready is not None
+        proxy.delay_s = (0.0, 0.0)
+        await eventually(lambda: _is(kept.backend.unready is None))
+        assert await kept.backend.bound(kept.key()) is None
+
+
+async def test_a_batch_waits_for_one_timeout_and_not_for_one_of_each_part(proxy):
+    async with behind(proxy, batch_timeout_s=0.5, breaker_failures=100) as kept:
+        assert await kept.backend.bound(kept.key()) is None
+        proxy.silence()
+        began = time.monotonic()
+        results = await kept.backend.append([kept.write(f"s{number}") for number in range(256 * 40)])
+        assert time.monotonic() - began < 0.5 * 40 / 2
+        assert len(results) == 256 * 40
+        proxy.pass_on()
+
+
+@pytest.mark.parametrize("answer", [b":abc\r\n", b"\0\1\2\3", b"*1\r\n$-5\r\n", b"$9999999999\r\n", b""])
+async def test_answers_that_cannot_be_read_are_typed_and_probed_on(answer):
+    async def serve(reader, writer):
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1 << 16):
+                writer.write(answer)
+                if not answer:
+                    break
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    address = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+    options = {"timeout_s": 0.5, "batch_timeout_s": 0.5, "probe_s": 0.01}
+    async with server, keep("redis", address, options) as kept:
+        for _ in range(5):
+            assert (await failing(kept)).code is UNAVAILABLE
+            result = await kept.open()
+            assert result.outcome == 10  # UNAVAILABLE
+        assert kept.backend.unready is not None
+        await asyncio.sleep(0.1)  # some probes, which must not end it: `keep` would not notice
+
+
+async def test_probing_ends_when_it_is_cancelled():
+    """At whatever moment: otherwise the process would not end while Redis is away."""
+
+    async def serve(reader, writer):
+        with contextlib.suppress(ConnectionError):
+            await reader.read(1 << 16)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    options = RedisOptions(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0", timeout_s=0.5, probe_s=0.0)
+    rng = random.Random(1)
+    async with server:
+        for _ in range(40):
+            backend = RedisBackend(options, Values(), LIMITS)
+            for _ in range(options.breaker_failures):
+                with pytest.raises(LockstepError):
+                    await backend.bound("key")
+            running = asyncio.create_task(backend.run())
+            await asyncio.sleep(rng.random() * 0.01)
+            running.cancel()
+            done, _ = await asyncio.wait({running}, timeout=PATIENCE_S)
+            assert done
+            await backend.close()
+
+
+@pytest.mark.parametrize("kind", ["redis"])
+@pytest.mark.parametrize("other", ["set", "rpush", "sadd", "hset"])
+async def test_keys_of_another_type_are_as_absent(kept, kind, redis_server, other):
+    """Somebody else has written them; what is ours takes their place."""
+    with redis.Redis(port=redis_server.port) as server:
+
+        def spoil(*kinds):
+            for part in kinds:
+                for name in list(server.scan_iter(f"lockstep:{part}:*{kept.tenant}*")):
+                    server.delete(name)
+                    values = ("x", "y") if other == "hset" else ("x",)
+                    getattr(server, other)(name, *values)
+
+        await kept.open()
+        await kept.backend.put([Block(kept.tenant, kept.key("b"), b"value", TTL_S)])
+        await kept.backend.bind(kept.key("n"), Binding(b"one"), TTL_S, None)
+        _, lease = await kept.backend.acquire(kept.key("l"), "a", TTL_S)
+        spoil("stream", "block", "name", "lease", "tenant")
+        assert await kept.backend.read(kept.key()) is None
+        assert await kept.backend.get([kept.key("b")]) == [None]
+        assert await kept.backend.bound(kept.key("n")) is None
+        spoil("stream", "block", "name", "lease", "tenant")
+        assert (await kept.append(opening=Opening(b"record", 1, "r"))).outcome == 1
+        assert await kept.backend.put([Block(kept.tenant, kept.key("b"), b"value", TTL_S)]) == [True]
+        assert await kept.backend.bind(kept.key("n"), Binding(b"two"), TTL_S, b"") == (True, Binding(b"two"))
+        done, second = await kept.backend.acquire(kept.key("l"), "b", TTL_S)
+        assert done
+        assert second.epoch > lease.epoch
+        assert await kept.backend.get([kept.key("b")]) == [b"value"]
+
+
+@pytest.mark.slow
+async def test_cluster_that_was_silent_or_gone_is_used_again(tmp_path):
+    """More calls than there are connections end at their timeouts, and none of the connections is lost."""
+    cluster = RedisCluster(tmp_path / "cluster")
+    options = {"timeout_s": 0.3, "batch_timeout_s": 0.6, "probe_s": 0.1, "connections": 4}
+    try:
+        async with keep("cluster", cluster.address, options, LIMITS) as kept:
+
+            async def works():
+                try:
+                    return (await kept.open()).outcome == 1 and await kept.backend.bound(kept.key()) is None
+                except LockstepError:
+                    return False
+
+            await eventually(works)
+            for _ in range(3):
+                cluster.each("freeze")
+                for _ in range(10):
+                    await asyncio.gather(*(failing(kept) for _ in range(4)))
+                cluster.each("thaw")
+                await eventually(works)
+            cluster.each("kill")
+            for _ in range(5):
+                assert (await failing(kept)).code is UNAVAILABLE
+            cluster.each("start")
+            await asyncio.sleep(0.5)  # empty nodes, without slots: typed, and the probing goes on
+            assert (await failing(kept)).code is UNAVAILABLE
+    finally:
+        cluster.each("thaw")
+        cluster.kill()
+
+
+async def _is(condition):
+    return condition
