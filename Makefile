@@ -2,14 +2,16 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := libs/api libs/common libs/client libs/engine services/router services/inference-worker tools
+PACKAGES := libs/api libs/common libs/client libs/engine services/router services/inference-worker services/kv-state-server tools
 SOURCES := libs services tools tests conftest.py
-PARALLEL_TESTS := libs services tools/tests tests/deployment tests/contract tests/conformance tests/simulation
+# The longest tests first, so that no process is left with them at the end.
+PARALLEL_TESTS := tests/simulation libs services tools/tests tests/deployment tests/contract tests/conformance
 SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/cluster
-JOBS ?= $(shell nproc | awk '{print $$1 < 4 ? $$1 : 4}')
+# Tests wait about as long as they compute.
+JOBS ?= $(shell nproc | awk '{jobs = $$1 * 3 / 2; print jobs < 4 ? int(jobs) : 4}')
 MODEL ?= models/reference
 
-.PHONY: setup demo serve check test test-slow test-bits lint bench proto lock wheels images push model-image chart chart-docs api-docs manifests clean
+.PHONY: setup demo serve check test test-slow test-bits test-strangers lint bench proto lock wheels images push model-image chart chart-docs api-docs manifests clean
 
 setup: .venv/ready
 
@@ -59,11 +61,20 @@ test-bits: setup
 	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS)
 	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 $(BITS)
 
+# Other projects' clients, in an environment of their own, against systems that run in .venv.
+test-strangers: setup .venv-strangers/ready
+	.venv-strangers/bin/pytest --confcutdir=tests/strangers $(or $(ARGS),tests/strangers)
+
+.venv-strangers/ready: requirements-strangers.lock
+	$(PYTHON) -m venv .venv-strangers
+	.venv-strangers/bin/pip install --quiet --no-deps --require-hashes -r requirements-strangers.lock
+	touch $@
+
 lint: setup
 	$(BIN)/pip check --quiet
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/mypy libs/common/src libs/client/src libs/engine/src services/router/src services/inference-worker/src tools/src
+	$(BIN)/mypy libs/common/src libs/client/src libs/engine/src services/router/src services/inference-worker/src services/kv-state-server/src tools/src
 	$(BIN)/python -m lockstep_tools.repository.gen_protos --check
 
 bench: setup
@@ -105,6 +116,6 @@ manifests: setup
 	$(BIN)/python -m lockstep_tools.repository.manifests $(ARGS)
 
 clean:
-	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-strangers build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +

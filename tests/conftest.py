@@ -20,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--restarts", type=int, default=3, help="starts and stops of a stack (default: %(default)s)")
     group.addoption("--chaos-seed", type=int, default=None, help="seed of the random choices (default: a new one)")
     group.addoption("--fuzz-cases", type=int, default=1000, help="requests from the schema (default: %(default)s)")
+    group.addoption("--fuzz-seconds", type=float, default=None, help="instead of so many cases, where doors are fuzzed")
     group.addoption("--fuzz-seed", type=int, default=None, help="of these requests (default: a new one)")
     group.addoption("--times", type=int, default=1, help="trials of each experiment (default: %(default)s)")
     simulation = parser.getgroup("lockstep", "simulation (tests/simulation)")

@@ -1,7 +1,8 @@
 # Sourced by every experiment: the release, its pods, pods that act on it, and the record of what has to be undone.
 # Needs kubectl and nothing else.
 #   NAMESPACE, RELEASE   where the release is (default: the context's namespace, lockstep)
-#   WORKER, ROUTER       pods to be disturbed (default: the first that is ready)
+#   WORKER, ROUTER, STATE, REDIS
+#                        pods to be disturbed (default: the first that is ready)
 #   IMAGE                the tools' image (default: beside the router's)
 #   LOCKSTEP_API_KEY     the load's key, if the routers have keys
 #   PARENT               process that runs this script; the script ends when it is gone
@@ -44,7 +45,7 @@ remembered() {
   k get configmap "$RECORD" --ignore-not-found -o go-template='{{range $key, $value := .data}}{{$key}} {{$value}}{{"\n"}}{{end}}'
 }
 
-# The first ready pod of a component: router or inference-worker.
+# The first ready pod of a component: router, inference-worker, kv-state-server or redis.
 first() {
   k get pods -l "app.kubernetes.io/instance=$RELEASE,app.kubernetes.io/component=$1" \
     -o jsonpath='{range .items[*]}{.metadata.name} {.status.conditions[?(@.type=="Ready")].status}{"\n"}{end}' |
@@ -76,14 +77,22 @@ signal_rank() { # signal
 }
 
 # Runs the release's `lockstep` command in a pod that policies know as a load: client_pod NAME "NODES TO AVOID" ARGUMENT...
-# With LOCKSTEP_API_KEY it sends this key to the routers.
+# With LOCKSTEP_API_KEY it sends this key to the routers. With TLS it trusts the routers' authority, and shows the routers' own certificate,
+# as their status wants one.
 client_pod() {
-  local name=$1 avoid=$2 router environment=; shift 2
+  local name=$1 avoid=$2 router environment= service secrets= tls=/etc/lockstep-tls; shift 2
   if [[ -n ${LOCKSTEP_API_KEY:-} ]]; then
     environment="{name: LOCKSTEP_API_KEY, valueFrom: {secretKeyRef: {name: $name, key: api-key}}}"
   fi
   router=$(first router)
   : "${IMAGE:=$(pod_field "$router" '.spec.containers[?(@.name=="router")].image' | sed 's|/router\([:@]\)|/tools\1|')}"
+  service=($(api_service))
+  local own; own=$(secret_of "$router" tls)
+  if [[ -n $own ]]; then
+    local http; http=$(secret_of "$router" http-tls)
+    secrets="{secret: {name: $own}}, {secret: {name: ${http:-$own}, items: [{key: ca.crt, path: http-ca.crt}]}}"
+    set -- "$@" --ca-file=$tls/ca.crt --ca-file=$tls/http-ca.crt --client-cert=$tls/tls.crt --client-key=$tls/tls.key
+  fi
   k apply -f - >/dev/null <<POD
 apiVersion: v1
 kind: Pod
@@ -101,6 +110,7 @@ spec:
   enableServiceLinks: false
   terminationGracePeriodSeconds: 60
   imagePullSecrets: [$(pod_field "$router" '.spec.imagePullSecrets[*]' | sed 's/} {/}, {/g')]
+  hostAliases: [{ip: "${service[2]}", hostnames: ["${service[1]}"]}]
   affinity:
     nodeAffinity:
       requiredDuringSchedulingIgnoredDuringExecution:
@@ -123,8 +133,8 @@ spec:
       resources:
         requests: {cpu: 100m, memory: 96Mi}
         limits: {memory: 512Mi}
-      volumeMounts: [{name: tmp, mountPath: /tmp}]
-  volumes: [{name: tmp, emptyDir: {sizeLimit: 64Mi}}]
+      volumeMounts: [{name: tmp, mountPath: /tmp}, {name: tls, mountPath: $tls, readOnly: true}]
+  volumes: [{name: tmp, emptyDir: {sizeLimit: 64Mi}}, {name: tls, projected: {sources: [$secrets]}}]
 POD
   if [[ -n ${LOCKSTEP_API_KEY:-} ]]; then give_key "$name"; fi
 }
@@ -147,24 +157,32 @@ SECRET
 # The newest revision of the release, by helm.
 revision() { helm status "$RELEASE" -n "$NAMESPACE" -o yaml | sed -n 's/^version: //p'; }
 
-# The API's address by cluster IP: a load that cannot resolve names would not test the release.
-api_url() { plain_url 'lockstep.dev/service!=management' http tls.http.enabled /v1; }
-
-# The address of the routers' status, likewise.
-management_url() { plain_url lockstep.dev/service=management management tls.management; }
-
-# The address of a Service of the routers. No certificate names a cluster IP, so HTTPS is refused: plain_url SELECTOR PORT VALUE [PATH]
-# Call it in an assignment: only there does bash end a script whose `$(…)` fails.
-plain_url() {
-  local selector="app.kubernetes.io/instance=$RELEASE,app.kubernetes.io/component=router,$1" found
-  found=$(k get service -l "$selector" \
-    -o jsonpath="{.items[0].spec.ports[?(@.name==\"$2\")].appProtocol}://{.items[0].spec.clusterIP}:{.items[0].spec.ports[?(@.name==\"$2\")].port}") || return 1
-  if [[ $found == https:* ]]; then
-    echo "the routers' port $2 speaks HTTPS, and experiments speak plain HTTP: upgrade the release with $3=false to run them" >&2
-    return 1
-  fi
-  echo "http${found#http}${4:-}"
+# The API's address, by the name that the routers' certificate has. `client_pod` gives this name its cluster IP: a load that had to ask a
+# DNS server would not test the release. Call it in an assignment: only there does bash end a script whose `$(…)` fails.
+api_url() {
+  local found; found=$(api_service) || return 1
+  set -- $found
+  echo "$1://$2:$4/v1"
 }
+
+# The address of the routers' status, by cluster IP. Its certificate has the same name as the API's.
+management_url() {
+  local found; found=$(routers_service lockstep.dev/service=management management) || return 1
+  set -- $found
+  echo "$1://$3:$4"
+}
+
+api_service() { routers_service 'lockstep.dev/service!=management' http; }
+
+# A Service of the routers, as SCHEME NAME CLUSTER-IP NUMBER: routers_service SELECTOR PORT
+routers_service() {
+  local selector="app.kubernetes.io/instance=$RELEASE,app.kubernetes.io/component=router,$1" item='.items[0]' port
+  port="$item.spec.ports[?(@.name==\"$2\")]"
+  k get service -l "$selector" -o jsonpath="{$port.appProtocol} {$item.metadata.name}.$NAMESPACE.svc {$item.spec.clusterIP} {$port.port}"
+}
+
+# The Secret of a pod's volume, or nothing: secret_of POD VOLUME
+secret_of() { pod_field "$1" ".spec.volumes[?(@.name==\"$2\")].secret.secretName"; }
 
 # Drops packets in a node's own network namespace for SECONDS, then lets them pass again: drop NODE SECONDS "MATCH" "MATCH"
 # A MATCH is what iptables takes between `-t mangle -I` and `-j`; DEV in it is the node's way out. The mangle table comes before
@@ -251,5 +269,64 @@ spec:
           sleep $seconds & wait
       volumeMounts: [{name: host, mountPath: /host}]
   volumes: [{name: host, hostPath: {path: /}}]
+POD
+}
+
+# Stops the processes of a container for SECONDS, then lets them continue: freeze POD CONTAINER SECONDS
+# A pod on its node does it: inside of a container the kernel ignores SIGSTOP for the first process.
+freeze() {
+  local pod=$1 container=$2 seconds=$3 name="stop-$OWN-$1" id said
+  id=$(pod_field "$pod" ".status.containerStatuses[?(@.name==\"$container\")].containerID")
+  [[ -n $id ]] || { echo "container $container of $pod does not run" >&2; return 1; }
+  need_cutters
+  : "${IMAGE:=$(pod_field "$(first router)" '.spec.containers[?(@.name=="router")].image')}"
+  remember "stop.$pod" "$container"
+  freezer_pod "$name" "$(pod_field "$pod" .spec.nodeName)" "$IMAGE" "${id##*/}" "$seconds"
+  ended "$CUTTERS" "$name"
+  said=$(kubectl -n "$CUTTERS" logs "$name")
+  echo "$said"
+  [[ $said == *continued* ]] || { echo "$pod was not stopped, or does not continue" >&2; return 1; }
+  forget "stop.$pod"
+  kubectl -n "$CUTTERS" delete pod "$name" --wait=false >/dev/null
+}
+
+# Runs a privileged pod on a node that stops the processes of a container: freezer_pod NAME NODE IMAGE CONTAINER-ID SECONDS
+# If it finds them stopped, it lets them continue and does nothing more: its container was killed, and the kubelet has started it again.
+freezer_pod() {
+  local name=$1 node=$2 image=$3 id=$4 seconds=$5
+  kubectl -n "$CUTTERS" apply -f - >/dev/null <<POD
+apiVersion: v1
+kind: Pod
+metadata:
+  name: $name
+  labels: {$LABEL: $RELEASE, $RELEASE_NAMESPACE: $NAMESPACE}
+spec:
+  nodeName: $node
+  restartPolicy: OnFailure
+  activeDeadlineSeconds: $((seconds + PATIENCE_S))
+  hostPID: true
+  automountServiceAccountToken: false
+  terminationGracePeriodSeconds: 30
+  tolerations: [{operator: Exists}]
+  containers:
+    - name: stop
+      image: $image
+      imagePullPolicy: IfNotPresent
+      securityContext: {privileged: true, runAsUser: 0}
+      command: [/bin/sh, -ec]
+      args:
+        - |
+          processes=
+          for each in \$(grep -ls "$id" /proc/[0-9]*/cgroup); do each=\${each#/proc/}; processes="\$processes \${each%/cgroup}"; done
+          [ -n "\$processes" ] || { echo "no process of the container is on this node"; exit 0; }
+          undo() { kill -CONT \$processes; date "+continued %s.%N"; }
+          for each in \$processes; do
+            if grep -qs "^State:[[:space:]]*T" "/proc/\$each/status"; then undo; exit 0; fi
+          done
+          trap undo EXIT
+          trap 'exit 1' TERM INT
+          kill -STOP \$processes
+          date "+fault %s.%N"
+          sleep $seconds & wait
 POD
 }

@@ -14,16 +14,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from helm import Installation, install
+from helm import SMALL_QUEUES, Installation, install
 from kube import Namespaces, Report
 
 _HERE = Path(__file__).parent
 _NEEDED = ("KUBECONFIG", "LOCKSTEP_IMAGES")
 _REPORT = "LOCKSTEP_CLUSTER_REPORT"
 _skipped: list[str] = []
-
-# A queue that a hundred clients can fill and eight clients cannot, even with one worker missing.
-SMALL_QUEUES = {"modelDefaults": {"settings": {"max_seqs": 16, "max_queue": 16}}}
 
 
 def pytest_configure(config: pytest.Config) -> None:

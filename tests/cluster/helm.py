@@ -11,11 +11,14 @@ from typing import Any
 
 import yaml
 from lockstep_tools.chaos.kubectl import Kubectl
-from lockstep_tools.chaos.release import Release
+from lockstep_tools.chaos.release import Release, of
 from machine import wait_for
 
 CHART = Path(__file__).parents[2] / "charts/lockstep"
 NAME = "lockstep"
+
+# A queue that a hundred clients can fill and eight clients cannot, even with one worker missing.
+SMALL_QUEUES = {"modelDefaults": {"settings": {"max_seqs": 16, "max_queue": 16}}}
 
 _READY_S = 180.0
 
@@ -40,6 +43,22 @@ class Installation:
         """Change some values, and wait until it is ready."""
         helm("upgrade", NAME, str(CHART), "-n", self.namespace, "--reuse-values", "-f", "-", stdin=json.dumps(values))
         self.await_whole()
+
+    def addresses(self, component: str) -> dict[str, str]:
+        """The IP address of each pod of a component, by the pod's name."""
+        pods = of(self.release.pods(), component)
+        return {pod.name: self.kubectl.json("get", "pod", pod.name)["status"]["podIP"] for pod in pods}
+
+    def managed(self, router: str, path: str) -> str:
+        """What a router's management port answers, to a process in its pod: policies keep others away."""
+        code = "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=30).read().decode())"
+        url = f"http://127.0.0.1:8001/{path}"
+        return self.kubectl.run("exec", router, "-c", "router", "--", "python", "-c", code, url)
+
+    def status(self, router: str) -> dict[str, Any]:
+        """A router's /status."""
+        found: dict[str, Any] = json.loads(self.managed(router, "status"))
+        return found
 
     def await_whole(self) -> None:
         wait_for(self.release.is_settled, f"release in {self.namespace} is ready", _READY_S, every_s=1.0)

@@ -2,6 +2,8 @@
 
 import json
 import secrets
+import subprocess
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -10,6 +12,7 @@ from machine import wait_for
 
 _PREFIX = "lockstep-test"
 _RUN = secrets.token_hex(2)
+_INSIDE = Path(__file__).parent / "inside"
 
 Json = dict[str, Any]
 
@@ -41,6 +44,11 @@ class Namespaces:
         self._made.append(name)
         kubectl.run("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
         return kubectl
+
+
+def image_of(kubectl: Kubectl, pod: str) -> str:
+    """The image of a pod's only container: it has Python, and it is on a node already."""
+    return str(kubectl.json("get", "pod", pod)["spec"]["containers"][0]["image"])
 
 
 class Visitor:
@@ -83,6 +91,26 @@ class Visitor:
         )
         found = json.loads(self.kubectl.run("exec", *self.where, "--", "python", "-c", code, json.dumps(targets)))
         return dict(zip(targets, found, strict=True))
+
+    def runs(self, script: str, within_s: float = 300.0, **given: Any) -> Any:
+        """What a script of `inside` prints in this pod, which is JSON."""
+        return json.loads(self.kubectl.run("exec", *self.command(script, **given), timeout_s=within_s))
+
+    def starts(self, script: str, **given: Any) -> subprocess.Popen[str]:
+        """A script of `inside` that runs beside the test."""
+        return self.kubectl.start("exec", *self.command(script, **given))
+
+    def command(self, script: str, **given: Any) -> list[str]:
+        """The arguments of `kubectl exec`."""
+        return [*self.where, "--", "python", "-c", (_INSIDE / f"{script}.py").read_text(), json.dumps(given)]
+
+
+class Insider(Visitor):
+    """A pod of a release itself, from which connections are tried."""
+
+    def __init__(self, kubectl: Kubectl, pod: str, container: str) -> None:
+        self.kubectl = kubectl
+        self.where = (pod, "-c", container)
 
 
 def apply(kubectl: Kubectl, entry: Json) -> None:

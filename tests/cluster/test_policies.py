@@ -2,7 +2,7 @@
 
 import pytest
 from helm import Installation
-from kube import Namespaces, Visitor
+from kube import Insider, Namespaces, Visitor
 from lockstep_tools.chaos.release import ROUTER, WORKER, of
 
 HTTP, GRPC = 8000, 9000
@@ -55,16 +55,8 @@ def test_workers_and_routers_reach_only_each_other(served: Installation, open_se
     router, worker = of(served.release.pods(), ROUTER)[0], of(served.release.pods(), WORKER)[0]
     others = targets(open_served, WORKER, GRPC) + targets(open_served, ROUTER, HTTP)
     ours = targets(served, WORKER, GRPC)
-    inside = Insider(served, router.name, "router")
+    inside = Insider(served.kubectl, router.name, "router")
     reached = inside.reaches(*ours, *others)
     assert {target for target, taken in reached.items() if taken} == set(ours)
-    reached = Insider(served, worker.name, "worker").reaches(*targets(served, ROUTER, HTTP), *others)
+    reached = Insider(served.kubectl, worker.name, "worker").reaches(*targets(served, ROUTER, HTTP), *others)
     assert not any(reached.values())
-
-
-class Insider(Visitor):
-    """A pod of the release itself, from which connections are tried."""
-
-    def __init__(self, installation: Installation, pod: str, container: str) -> None:
-        self.kubectl = installation.kubectl
-        self.where = (pod, "-c", container)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import grpc
 import httpx
 from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
+from lockstep_client.grpc_messages import generate_message
 from websocket_client import SocketClient, socket_of
 
 REST, SSE, WEBSOCKET, GRPC = "rest", "sse", "websocket", "grpc"
@@ -16,7 +17,11 @@ NAMES = (REST, SSE, WEBSOCKET, GRPC)
 STREAMED = (SSE, WEBSOCKET, GRPC)
 PATHS = {"text": "/v1/completions", "chat": "/v1/chat/completions"}
 _ENDPOINTS = {"text": "completions", "chat": "chat.completions"}
-_FINISHES = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
+_FINISHES = {
+    inference_pb2.FINISH_REASON_STOP: "stop",
+    inference_pb2.FINISH_REASON_LENGTH: "length",
+    inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 
 Body = dict[str, Any]
 
@@ -38,8 +43,11 @@ class Answer:
     finishes: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     """Of the chosen tokens."""
-    usage: tuple[int, int, int] | None = None
-    """Prompt, completion and cached tokens."""
+    reasoning: dict[int, str] = field(default_factory=dict)
+    calls: dict[int, list[list[str]]] = field(default_factory=dict)
+    """Id, name and arguments of each."""
+    usage: tuple[int, int, int, int] | None = None
+    """Prompt, completion, cached and reasoning tokens."""
     stream: str = ""
     last_event_id: str = ""
     events: int = 0
@@ -52,10 +60,24 @@ class Answer:
             assert index not in self.finishes, "a choice ends once"
             self.finishes[index] = finish
 
+    def add_call(self, choice: int, call: int, given: tuple[str | None, str | None, str | None]) -> None:
+        """Append a piece of a call: its id, name and arguments."""
+        calls = self.calls.setdefault(choice, [])
+        if call == len(calls):
+            calls.append(["", "", ""])
+        calls[call] = [known + (piece or "") for known, piece in zip(calls[call], given, strict=True)]
+
     def add_choice(self, choice: Body) -> None:
         """Append a choice of OpenAI's format, or a piece of it."""
         chat = choice.get("message") or choice.get("delta")
         text = choice["text"] if chat is None else chat.get("content") or ""
+        index = choice["index"]
+        if chat and chat.get("reasoning_content"):
+            self.reasoning[index] = self.reasoning.get(index, "") + chat["reasoning_content"]
+        for number, call in enumerate((chat or {}).get("tool_calls") or ()):
+            function = call["function"]
+            given = call.get("id"), function.get("name"), function.get("arguments")
+            self.add_call(index, call.get("index", number), given)
         logprobs = choice.get("logprobs") or {}
         columns = logprobs.get("token_logprobs") or [each["logprob"] for each in logprobs.get("content") or []]
         self.add(choice["index"], text, choice["finish_reason"], columns)
@@ -63,14 +85,15 @@ class Answer:
     def take_usage(self, usage: Body) -> None:
         """Note OpenAI's usage."""
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        self.usage = (usage["prompt_tokens"], usage["completion_tokens"], cached)
+        reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
+        self.usage = (usage["prompt_tokens"], usage["completion_tokens"], cached, reasoning)
 
 
 class Face(Protocol):
     """One client of one face."""
 
-    def ask(self, kind: str, body: Body, key: str | None = None) -> AsyncIterator[Answer]:
-        """The answer so far, again and again; the client leaves when the iteration is left.
+    def ask(self, kind: str, body: Body, key: str | None = None, name: str = "") -> AsyncIterator[Answer]:
+        """The answer so far, again and again; `name` is an idempotency key. Who leaves the iteration leaves the answer.
 
         Raises:
             FailureError: the request has failed.
@@ -78,6 +101,9 @@ class Face(Protocol):
 
     def resume(self, stream: str, last_event_id: str, key: str | None = None) -> AsyncIterator[Answer]:
         """The same for what comes after an event."""
+
+    async def cancel(self, name: str, key: str | None = None) -> None:
+        """End the request with an idempotency key."""
 
 
 async def whole(answers: AsyncIterator[Answer]) -> Answer:
@@ -94,8 +120,13 @@ async def part(answers: AsyncIterator[Answer], events: int) -> Answer:
     raise AssertionError("the answer has fewer events")
 
 
-def _headers(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"authorization": f"Bearer {key}"}
+def _headers(key: str | None, name: str = "") -> dict[str, str]:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    return headers | ({"idempotency-key": name} if name else {})
+
+
+async def _cancel_over_http(client: httpx.AsyncClient, name: str, key: str | None) -> None:
+    _raise_for(await client.delete("/v1/streams", headers=_headers(key, name)))
 
 
 def _raise_for(response: httpx.Response) -> None:
@@ -110,9 +141,9 @@ class Rest:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
 
-    async def ask(self, kind: str, body: Body, key: str | None = None) -> AsyncIterator[Answer]:
+    async def ask(self, kind: str, body: Body, key: str | None = None, name: str = "") -> AsyncIterator[Answer]:
         body = {name: value for name, value in body.items() if name != "resumable"}
-        response = await self._client.post(PATHS[kind], json=body, headers=_headers(key))
+        response = await self._client.post(PATHS[kind], json=body, headers=_headers(key, name))
         _raise_for(response)
         answer = Answer(events=1)
         for choice in response.json()["choices"]:
@@ -124,6 +155,9 @@ class Rest:
         raise NotImplementedError
         yield Answer()
 
+    async def cancel(self, name: str, key: str | None = None) -> None:
+        await _cancel_over_http(self._client, name, key)
+
 
 class Sse:
     """Server-sent events."""
@@ -131,9 +165,10 @@ class Sse:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
 
-    async def ask(self, kind: str, body: Body, key: str | None = None) -> AsyncIterator[Answer]:
+    async def ask(self, kind: str, body: Body, key: str | None = None, name: str = "") -> AsyncIterator[Answer]:
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
-        async with self._client.stream("POST", PATHS[kind], json=body, headers=_headers(key)) as response:
+        headers = _headers(key, name)
+        async with self._client.stream("POST", PATHS[kind], json=body, headers=headers) as response:
             async for answer in self._read(response):
                 yield answer
 
@@ -142,6 +177,9 @@ class Sse:
         async with self._client.stream("GET", f"/v1/streams/{stream}", headers=headers) as response:
             async for answer in self._read(response):
                 yield answer
+
+    async def cancel(self, name: str, key: str | None = None) -> None:
+        await _cancel_over_http(self._client, name, key)
 
     async def _read(self, response: httpx.Response) -> AsyncIterator[Answer]:
         if response.status_code != 200:
@@ -177,9 +215,10 @@ class WebSocket:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
 
-    async def ask(self, kind: str, body: Body, key: str | None = None) -> AsyncIterator[Answer]:
+    async def ask(self, kind: str, body: Body, key: str | None = None, name: str = "") -> AsyncIterator[Answer]:
         body = body | {"stream_options": {"include_usage": True}}  # for those who resume it over REST
         message = {"type": "generate", "id": "x", "endpoint": _ENDPOINTS[kind], "body": body}
+        message |= {"idempotency_key": name} if name else {}
         async for answer in self._run(message, key):
             yield answer
 
@@ -187,6 +226,14 @@ class WebSocket:
         message = {"type": "resume", "id": "x", "stream": stream}
         async for answer in self._run(message | ({"last_event_id": last_event_id} if last_event_id else {}), key):
             yield answer
+
+    async def cancel(self, name: str, key: str | None = None) -> None:
+        async with socket_of(self._client, headers=_headers(key)) as socket:
+            await socket.send(type="cancel", idempotency_key=name)
+            answer = await anext(aiter(socket.all()))
+        if answer["type"] == "error":
+            raise FailureError(answer["error"]["code"], answer["error"]["param"])
+        assert (answer["type"], answer["idempotency_key"]) == ("cancelled", name)
 
     async def _run(self, message: Body, key: str | None) -> AsyncIterator[Answer]:
         async with socket_of(self._client, headers=_headers(key)) as socket:
@@ -219,17 +266,26 @@ class WebSocket:
 class Grpc:
     """Calls on one channel."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self._stub = inference_pb2_grpc.InferenceStub(channel)
+    def __init__(self, channel: grpc.aio.Channel, address: str = "") -> None:
+        self.stub = inference_pb2_grpc.InferenceStub(channel)
+        self.address = address
 
-    async def ask(self, kind: str, body: Body, key: str | None = None) -> AsyncIterator[Answer]:
-        async for answer in self._read(self._stub.Generate(message_of(kind, body), metadata=_metadata(key))):
+    async def ask(self, kind: str, body: Body, key: str | None = None, name: str = "") -> AsyncIterator[Answer]:
+        message = generate_message(body, is_chat=kind == "chat")
+        metadata = _metadata(key) + ((("idempotency-key", name),) if name else ())
+        async for answer in self._read(self.stub.Generate(message, metadata=metadata)):
             yield answer
 
     async def resume(self, stream: str, last_event_id: str, key: str | None = None) -> AsyncIterator[Answer]:
         message = inference_pb2.ResumeRequest(request_id=stream, last_event_id=last_event_id)
-        async for answer in self._read(self._stub.Resume(message, metadata=_metadata(key))):
+        async for answer in self._read(self.stub.Resume(message, metadata=_metadata(key))):
             yield answer
+
+    async def cancel(self, name: str, key: str | None = None) -> None:
+        try:
+            await self.stub.Cancel(inference_pb2.CancelRequest(idempotency_key=name), metadata=_metadata(key))
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error) from None
 
     async def _read(self, call: grpc.aio.UnaryStreamCall) -> AsyncIterator[Answer]:
         answer = Answer()
@@ -239,45 +295,30 @@ class Grpc:
                 answer.events += 1
                 if event.HasField("usage"):
                     usage = event.usage
-                    answer.usage = (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+                    answer.usage = (
+                        usage.prompt_tokens,
+                        usage.completion_tokens,
+                        usage.cached_tokens,
+                        usage.reasoning_tokens,
+                    )
                 else:
+                    if event.reasoning:
+                        answer.reasoning[event.choice] = answer.reasoning.get(event.choice, "") + event.reasoning
+                    for piece in event.tool_calls:
+                        answer.add_call(event.choice, piece.index, (piece.id, piece.name, piece.arguments))
                     logprobs = [each.chosen.logprob for each in event.logprobs]
                     answer.add(event.choice, event.text, _FINISHES.get(event.finish), logprobs)
                 yield answer
         except grpc.aio.AioRpcError as error:
-            trailing = dict(error.trailing_metadata() or ())
-            raise FailureError(trailing["lockstep-error-code"], trailing.get("lockstep-field")) from None
+            raise _failure(error) from None
         finally:
             call.cancel()
 
 
+def _failure(error: grpc.aio.AioRpcError) -> FailureError:
+    trailing = dict(error.trailing_metadata() or ())
+    return FailureError(trailing["lockstep-error-code"], trailing.get("lockstep-field"))
+
+
 def _metadata(key: str | None) -> tuple[tuple[str, str], ...]:
     return tuple(_headers(key).items())
-
-
-def message_of(kind: str, body: Body) -> inference_pb2.GenerateRequest:
-    """A body as the message of a gRPC client that means the same."""
-    sampling = {name: body[name] for name in inference_pb2.Sampling.DESCRIPTOR.fields_by_name if name in body}
-    if "logit_bias" in sampling:
-        sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
-    if kind == "chat":
-        sampling.pop("logprobs", None)
-        if body.get("logprobs"):
-            sampling["logprobs"] = body.get("top_logprobs", 0)
-    stop = body.get("stop", ())
-    message = inference_pb2.GenerateRequest(
-        model=body["model"],
-        sampling=inference_pb2.Sampling(**sampling),
-        stop=[stop] if isinstance(stop, str) else stop,
-        n=body.get("n"),
-        user=body.get("user", ""),
-        resumable=body.get("resumable"),
-    )
-    if kind == "chat":
-        messages = [inference_pb2.ChatMessage(**each) for each in body["messages"]]
-        message.conversation.CopyFrom(inference_pb2.Conversation(messages=messages))
-    elif isinstance(body["prompt"], str):
-        message.prompt = body["prompt"]
-    else:
-        message.prompt_ids.CopyFrom(inference_pb2.TokenIds(ids=body["prompt"]))
-    return message

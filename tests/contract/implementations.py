@@ -78,7 +78,7 @@ def submit(
 @contextlib.asynccontextmanager
 async def double(path: Path) -> AsyncIterator[Implementation]:
     """The scripted worker of the router's tests."""
-    worker = ScriptedWorker("w0", path, script=Script(delay_s=_STEP_S, says_phase=True), heartbeat_s=0.1)
+    worker = ScriptedWorker("w0", path, script=Script(delay_s=_STEP_S, says_phase=True, caches=True), heartbeat_s=0.1)
     await worker.start()
 
     async def lose_rank(_: Router) -> None:

@@ -1,104 +1,33 @@
 """What holds for the router's faces alike: REST, server-sent events, WebSocket and gRPC."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import grpc
-import httpx
 import pytest
 from faces import (
     GRPC,
     NAMES,
     REST,
-    SSE,
     STREAMED,
     WEBSOCKET,
     Answer,
     Body,
     Face,
     FailureError,
-    Grpc,
-    Rest,
-    Sse,
-    WebSocket,
     part,
     whole,
 )
 from key_files import KEY, OTHER_KEY, tenant, write
 from lockstep_common.errors import MEANINGS, ErrorCode
-from lockstep_router.faces.rest.app import create_app
-from lockstep_router.router import Router
-from lockstep_router.settings import RouterSettings
-from lockstep_router.text.tokenizer import Tokenizer
-from router_cluster import Cluster, eventually
-from scripted_worker import Script, ScriptedWorker, tokenizer_files
+from router_cluster import eventually
+from scripted_worker import Script
+from systems import Make, System, slow
 
 TEXT: Body = {"model": "reference", "prompt": "hello world", "max_tokens": 20, "seed": 7, "user": "u"}
 CHAT: Body = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "seed": 7}
 MAX_STREAMS = 4
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(tokenizer_files())
-
-
-class System(Cluster):
-    """A router with scripted workers, and a client of each face."""
-
-    faces: dict[str, Face]
-
-
-Make = Callable[..., Awaitable[System]]
-
-
-@pytest.fixture
-async def make(tmp_path: Path, tokenizer: Tokenizer) -> AsyncIterator[Make]:
-    async with contextlib.AsyncExitStack() as stack:
-
-        async def make(workers: int = 2, **settings: Any) -> System:
-            started = []
-            for index in range(workers):
-                worker = ScriptedWorker(f"w{index}", tmp_path / f"w{index}.sock")
-                started.append(await worker.start())
-                stack.push_async_callback(worker.kill)
-            router = Router(
-                RouterSettings(
-                    workers=[worker.target for worker in started],
-                    grpc_port=0,
-                    heartbeat_timeout_s=1.0,
-                    backoff_initial_s=0.02,
-                    backoff_max_s=0.1,
-                    **settings,
-                )
-            )
-            await stack.enter_async_context(router)
-            system = System(router, create_app(router), started, None, tokenizer)
-            client: httpx.AsyncClient = await stack.enter_async_context(system.over_http())
-            channel: grpc.aio.Channel = await stack.enter_async_context(system.over_grpc())
-            system.faces = {
-                REST: Rest(client),
-                SSE: Sse(client),
-                WEBSOCKET: WebSocket(client),
-                GRPC: Grpc(channel),
-            }
-            await eventually(lambda: len(router.workers.ready()) == workers)
-            return system
-
-        yield make
-
-
-@pytest.fixture
-async def system(make: Make) -> System:
-    return await make()
-
-
-def slow(system: System, delay_s: float = 0.02) -> None:
-    for worker in system.workers:
-        worker.script = Script(delay_s=delay_s)
 
 
 # Answers.
@@ -324,7 +253,7 @@ async def test_stream_of_one_face_is_resumed_on_another(system: System, first: s
     assert whole_answer.texts[0] == system.undisturbed("hello world", 7, 40)
     assert rest.finishes == {0: "length", 1: "length"}
     prompt_tokens = len(system.tokenizer.encode("hello world"))
-    assert rest.usage == whole_answer.usage == (prompt_tokens, 80, 0)
+    assert rest.usage == whole_answer.usage == (prompt_tokens, 80, 0, 0)
     assert sum(len(worker.submits) for worker in system.workers) == 2
 
 

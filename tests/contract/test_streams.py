@@ -36,6 +36,40 @@ async def all_ids(router: Router, message: worker_pb2.Submit) -> list[int]:
     return [token for frame in [each async for each in frames_of(router, message.stream_id)] for token in frame.ids]
 
 
+async def test_tokens_of_an_attempt_with_a_handle_may_come_in_columns(worker: Implementation) -> None:
+    router, _ = await worker.greeted()
+    expected = await all_ids(router, submit("plain", max_tokens=20))
+    message = submit("named", max_tokens=20)
+    message.handle = 7
+    await router.send(submit=message)
+    ids: list[int] = []
+    in_columns, is_over = 0, False
+    while not is_over:
+        tokens = (await router.next("tokens")).tokens
+        for handle, position, token in zip(tokens.handles, tokens.positions, tokens.ids, strict=True):
+            assert handle == 7
+            assert position == len(ids)
+            ids.append(token)
+            in_columns += 1
+        for frame in tokens.streams:
+            assert frame.stream_id == "named"
+            assert frame.position == len(ids)
+            ids += frame.ids
+            is_over = bool(frame.finish)
+    assert ids == expected
+    assert in_columns > 10, "most tokens need no message of their own"
+
+
+async def test_columns_are_for_tokens_with_nothing_else_to_say(worker: Implementation) -> None:
+    router, _ = await worker.greeted()
+    message = submit("s", max_tokens=8, logprobs=1)
+    message.handle = 7
+    await router.send(submit=message)
+    frames = [frame async for frame in frames_of(router, "s")]
+    assert all(len(frame.logprobs) == len(frame.ids) for frame in frames)
+    assert not any(each.tokens.handles for each in router.seen)
+
+
 async def test_hello_comes_first_and_describes_the_model(worker: Implementation) -> None:
     router = worker.router()
     hello = await router.greet()

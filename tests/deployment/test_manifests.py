@@ -93,6 +93,27 @@ def test_gpu_has_the_example_instead_of_the_reference_model():
 
 
 @needs_kubectl
+def test_state_is_the_base_with_a_state_server_that_routers_know():
+    base, documents = build("base"), build("overlays/state")
+    added = {(each["kind"], each["metadata"]["name"]) for each in documents} - {
+        (each["kind"], each["metadata"]["name"]) for each in base
+    }
+    kinds = ("ConfigMap", "Deployment", "NetworkPolicy", "Service", "ServiceAccount")
+    assert added == {(kind, "lockstep-state") for kind in kinds}
+    assert len(documents) == len(base) + len(added)
+    settings = yaml.safe_load(of_kind(documents, "ConfigMap")["lockstep-router"]["data"]["config.yaml"])
+    assert settings["state_server"] == "lockstep-state.lockstep.svc:9100"
+    policies = of_kind(documents, "NetworkPolicy")
+    for name in ("lockstep-router", "lockstep-worker"):
+        assert [9100] in [[port["port"] for port in rule["ports"]] for rule in policies[name]["spec"]["egress"]]
+
+
+def test_only_documents_that_differ_are_patches():
+    before = {"a": "---\nkind: A\n---\nkind: B\n"}
+    assert manifests.changed(before, {"a": "---\nkind: A\n---\nkind: B\nmore: 1\n"}) == "---\nkind: B\nmore: 1\n"
+
+
+@needs_kubectl
 def test_observability_is_wired_to_the_chart():
     documents = build("observability")
     assert set(of_kind(documents, "Deployment")) == {"prometheus", "grafana", "otel-collector"}
@@ -162,11 +183,11 @@ def test_tokens_of_observability_live_an_hour_and_grafana_has_none():
 
 
 @needs_kubectl
-@pytest.mark.parametrize("service", ["router", "inference-worker"])
+@pytest.mark.parametrize("service", ["router", "inference-worker", "kv-state-server"])
 def test_images_expose_the_ports_of_their_pods(service):
     dockerfile = (ROOT / "services" / service / "Dockerfile").read_text()
     (exposed,) = (line.split()[1:] for line in dockerfile.splitlines() if line.startswith("EXPOSE "))
-    for container in containers(build("base")):
+    for container in containers(build("overlays/state")):
         if f"/{service}:" in container["image"]:
             assert exposed == [str(port["containerPort"]) for port in container["ports"]]
             return

@@ -65,7 +65,7 @@ def all_configurations():
 
 
 def test_profiles():
-    assert [profile["name"] for profile in load()["profiles"]] == ["cpu", "gpu", "debug"]
+    assert [profile["name"] for profile in load()["profiles"]] == ["cpu", "gpu", "debug", "state"]
     for profile in load()["profiles"]:
         assert set(profile) <= KEYS["profile"]
         assert all(set(patch) <= KEYS["patch"] for patch in profile["patches"])
@@ -180,7 +180,8 @@ def test_ports_are_forwarded_to_what_the_chart_makes(config):
 
 def test_images_for_development_heed_what_the_debug_profile_sets():
     values = yaml.safe_load((ROOT / "k8s/skaffold/debug.yaml").read_text())
-    for options, image in ((values["router"], "router"), (values["modelDefaults"], "inference-worker")):
+    services = {"router": "router", "modelDefaults": "inference-worker", "state": "kv-state-server"}
+    for options, image in ((values[key], image) for key, image in services.items()):
         (variable,) = options["env"]
         _, _, dev = (ROOT / catalog.IMAGES[image].project / "Dockerfile").read_text().partition("FROM runtime AS dev")
         assert f"exec python ${variable['name']} -m lockstep_" in dev
@@ -190,7 +191,8 @@ def test_images_for_development_heed_what_the_debug_profile_sets():
 def test_a_reload_has_no_drain():
     """What ends a process for its reload has to be over before watchfiles kills it, after 20 s."""
     values = yaml.safe_load((ROOT / "k8s/skaffold/development.yaml").read_text())
-    for options in (values["router"], values["modelDefaults"]):
+    values |= yaml.safe_load((ROOT / "k8s/skaffold/state.yaml").read_text())
+    for options in (values["router"], values["modelDefaults"], values["state"]):
         assert sum(options["settings"].values()) <= 5
 
 

@@ -30,7 +30,12 @@ def made(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("service", "identity"), [("router", "lockstep-router.serving.svc"), ("worker", "lockstep-workers.serving.svc")]
+    ("service", "identity"),
+    [
+        ("router", "lockstep-router.serving.svc"),
+        ("worker", "lockstep-workers.serving.svc"),
+        ("state", "lockstep-state.serving.svc"),
+    ],
 )
 def test_documented_commands_make_usable_certificates(made: Path, service: str, identity: str) -> None:
     files = TlsFiles(*(str(made / name) for name in (f"{service}.crt", f"{service}.key", "ca.crt")))

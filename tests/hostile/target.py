@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +27,7 @@ class Target:
         script: runs the workers, with the arguments of `workers.py`.
         workers: their number.
         grpc: whether the router serves gRPC too, which older checkouts cannot.
+        flags: further ones of the router.
     """
 
     def __init__(
@@ -37,11 +39,12 @@ class Target:
         script: Path = _WORKERS,
         workers: int = 2,
         grpc: bool = False,
+        flags: Sequence[str] = (),
     ) -> None:
         self._tree = tree
         self._script = script
         self._count = workers
-        self._flags = ["--port", "0", *(["--grpc-port", "0"] if grpc else [])]
+        self._flags = ["--port", "0", *(["--grpc-port", "0"] if grpc else []), *flags]
         self._pace = [str(token_every_s), *([str(max_tokens)] if max_tokens else [])]
         self._directory = tempfile.TemporaryDirectory(prefix="ls-")
         self._workers: subprocess.Popen[str] | None = None
@@ -88,6 +91,12 @@ class Target:
     def is_alive(self) -> bool:
         """Whether the router has not ended."""
         return self._router is not None and self._router.poll() is None
+
+    @property
+    def router_pid(self) -> int:
+        """The router's process."""
+        assert self._router is not None
+        return self._router.pid
 
     def memory_bytes(self) -> int:
         """What the router has of the machine's memory."""

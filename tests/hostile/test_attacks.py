@@ -1,7 +1,8 @@
 """Whatever one client does, the others' streams continue, /healthz and new requests are answered, nothing is left over.
 
 On a machine that is slower in calm, just before the attack, the limits in time are longer, up to four times. Other work
-on the machine can only make the times longer, so of three tries the best one counts for the narrower limit of /healthz.
+on the machine can only make the times longer, so of three tries the best one counts for the limit of /healthz, and the
+others have twice as long.
 `tools/bench/hostile.py` measures how far below the limits the figures are.
 """
 
@@ -13,7 +14,7 @@ SECONDS = 2.0
 _CALM_S = 1.0
 _SILENCE_S = 1.0
 _HEALTHZ_P99_S = 0.2
-_BEST_HEALTHZ_P99_S = 0.15  # the goal is 0.1, which is not reached each time on two shared cores
+_BEST_HEALTHZ_P99_S = 0.1
 _FIRST_TOKEN_S = 2.0
 _MEMORY_PEAK_BYTES = 768 << 20
 _MEMORY_LEFT_BYTES = 100 << 20

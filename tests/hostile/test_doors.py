@@ -1,14 +1,17 @@
 """Whatever bytes come in at the WebSocket and at the gRPC port, no defect shows and no other stream notices it.
 
-`--fuzz-cases 100000` for a long run by hand.
+`--fuzz-cases 100000` or `--fuzz-seconds 600` for a long run by hand. A seed makes the same cases again, but with
+`--fuzz-seconds` the machine's speed decides how many.
 """
 
 import asyncio
 import base64
 import contextlib
+import itertools
 import json
 import random
 import secrets
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
@@ -61,6 +64,8 @@ class Behaved:
     def __init__(self, target: Target) -> None:
         self._url = "http://{}:{}".format(*target.address)
         self.silence_s = 0.0
+        self.silent_at_s = 0.0
+        """When the longest silence ended, on the wall clock as in the router's log."""
         self.texts: list[str] = []
         self.ended = False
 
@@ -74,7 +79,9 @@ class Behaved:
             last = loop.time()
             async for line in response.aiter_lines():
                 if line.startswith("data: "):
-                    self.silence_s, last = max(self.silence_s, loop.time() - last), loop.time()
+                    if loop.time() - last > self.silence_s:
+                        self.silence_s, self.silent_at_s = loop.time() - last, time.time()
+                    last = loop.time()
                     self.texts.append(json.loads(line[6:])["choices"][0]["text"])
         self.ended = True
 
@@ -97,23 +104,35 @@ async def behaved(target: Target) -> AsyncIterator[None]:
                 await asyncio.sleep(0.01)
         reading.cancel()
         assert not stream.ended
-        assert stream.silence_s < _QUIET_S
+        warned = [line for line in target.log() if line["level"] == "warning"]
+        assert stream.silence_s < _QUIET_S, (stream.silent_at_s, warned[-20:])
         assert (await client.post("/v1/completions", json=_BODY)).json()["choices"] == before
         assert (await client.get("/healthz")).status_code == 200
     assert target.is_alive
     assert not [line for line in target.log() if line["level"] in ("error", "critical")]
 
 
-async def run(cases: int, case: Callable[[], Awaitable[None]]) -> None:
-    """Run so many cases, some at once. They draw in turns, so that the seed makes the same cases."""
-    left = iter(range(cases))
+async def run(config: pytest.Config, case: Callable[[], Awaitable[None]]) -> int:
+    """Run cases, some at once, as many or as long as the options say; returns how many.
+
+    They draw in turns, so that the seed makes the same cases.
+    """
+    count, seconds = config.getoption("--fuzz-cases") // 4, config.getoption("--fuzz-seconds")
+    end_s = float("inf") if seconds is None else time.monotonic() + seconds
+    left = iter(range(count)) if seconds is None else itertools.count()
+    done = 0
 
     async def runner() -> None:
+        nonlocal done
         for _ in left:
+            if time.monotonic() > end_s:
+                return
             async with asyncio.timeout(_TIMEOUT_S):
                 await case()
+            done += 1
 
     await asyncio.gather(*(runner() for _ in range(_AT_ONCE)))
+    return done
 
 
 def noise(draw: random.Random, most: int = 200) -> bytes:
@@ -181,7 +200,6 @@ def frames(draw: random.Random) -> bytes:
 
 
 async def test_bytes_of_a_websocket(target, seeded, pytestconfig, summarize) -> None:
-    cases = pytestconfig.getoption("--fuzz-cases") // 4
     outcomes: Counter[str] = Counter()
 
     async def case() -> None:
@@ -206,7 +224,7 @@ async def test_bytes_of_a_websocket(target, seeded, pytestconfig, summarize) -> 
         outcomes[received[9:12].decode("ascii", "replace") or "nothing"] += 1
 
     async with behaved(target):
-        await run(cases, case)
+        cases = await run(pytestconfig, case)
     summarize(f"websocket: {cases} cases, answers to the handshake: {dict(outcomes)}")
     assert outcomes["101"] > cases / 2
 
@@ -220,7 +238,22 @@ def odd_request(draw: random.Random) -> bytes:
     request.sampling.temperature = draw.choice([0.0, 1.0, 2.5, float("nan"), float("inf")])
     request.sampling.logit_bias[draw.randrange(2**32)] = draw.uniform(-200, 200)
     request.stop.extend(draw.choices(["", "a", "\x00", "x" * 300], k=draw.randrange(3)))
-    match draw.randrange(4):
+    match draw.randrange(7):
+        case 4:
+            json_text = draw.choice(["", "{}", "[]", "[" * 1000, '{"a":1e999}', '{"type":"object"}', "\ufeff{}"])
+            request.conversation.messages.add(role="user", content="hi", content_parts=["a"] * draw.randrange(2))
+            request.conversation.tools.add(name=draw.choice(["f", "", "a b"]), parameters=json_text)
+            request.conversation.tool_choice.mode = draw.choice([0, 1, 3, 77])  # type: ignore[assignment]
+            request.conversation.chat_template_kwargs[draw.choice(["", "x"])].number = draw.choice([0.5, float("nan")])
+            request.response_format.json_schema.schema = json_text
+        case 5:
+            request.prompts.texts.extend(draw.choices(["", "a"], k=draw.randrange(70)))
+            request.best_of = draw.choice([0, 1, 2**32 - 1])
+            request.structured_outputs.choice.texts.extend(draw.choices(["", "a"], k=draw.randrange(3)))
+        case 6:
+            request.prompt_id_lists.lists.add(ids=draw.choices([0, 2**32 - 1], k=draw.randrange(3)))
+            request.echo = True
+            request.suffix = draw.choice(["", "x"])
         case 0:
             request.prompt_ids.ids.extend(draw.randrange(2**32) for _ in range(draw.randrange(5)))
         case 1:
@@ -235,15 +268,30 @@ def odd_request(draw: random.Random) -> bytes:
     return bent(draw, data) if draw.random() < 0.5 else data
 
 
+def odd_other(draw: random.Random, name: str) -> bytes:
+    """A message of another call than Generate."""
+    if name == "Embed":
+        data = inference_pb2.EmbedRequest(
+            model="reference", texts=inference_pb2.Texts(texts=["a", ""]), dimensions=draw.choice([0, 4, 2**32 - 1])
+        ).SerializeToString()
+    elif name == "Tokenize":
+        data = inference_pb2.TokenizeRequest(model="reference", prompt=draw.choice(["", "a"])).SerializeToString()
+    elif name == "Detokenize":
+        ids = draw.choices([0, 5, 2**32 - 1], k=draw.randrange(4))
+        data = inference_pb2.DetokenizeRequest(model="reference", tokens=ids).SerializeToString()
+    else:
+        return noise(draw)
+    return bent(draw, data) if draw.random() < 0.5 else data
+
+
 async def test_messages_of_grpc(target, seeded, pytestconfig, summarize) -> None:
-    cases = pytestconfig.getoption("--fuzz-cases") // 4
     statuses: Counter[str] = Counter()
-    names = ["Generate", "Generate", "Generate", "Resume", "Cancel", "Nothing"]
+    names = [*["Generate"] * 4, "Embed", "Tokenize", "Detokenize", "ListModels", "Resume", "Cancel", "Nothing"]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc_port}") as channel:
 
         async def case() -> None:
             name, leaves = seeded.choice(names), seeded.random() < 0.1
-            message = odd_request(seeded) if name == "Generate" else noise(seeded)
+            message = odd_request(seeded) if name == "Generate" else odd_other(seeded, name)
             count = seeded.choice([0, 1, 1, 1, 1])
             call = channel.stream_stream(f"/lockstep.v1.Inference/{name}")(iter([message] * count), timeout=10)
             try:
@@ -263,7 +311,7 @@ async def test_messages_of_grpc(target, seeded, pytestconfig, summarize) -> None
             statuses[status.name] += 1
 
         async with behaved(target):
-            await run(cases, case)
+            cases = await run(pytestconfig, case)
     summarize(f"gRPC messages: {cases} cases, by status: {dict(statuses)}")
     assert statuses["OK"]
     assert statuses["INVALID_ARGUMENT"] > cases / 4
@@ -273,7 +321,6 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 async def test_bytes_of_grpc(target, seeded, pytestconfig, summarize) -> None:
-    cases = pytestconfig.getoption("--fuzz-cases") // 4
 
     async def case() -> None:
         data = _PREFACE if seeded.random() < 0.8 else noise(seeded)
@@ -292,7 +339,7 @@ async def test_bytes_of_grpc(target, seeded, pytestconfig, summarize) -> None:
         writer.transport.abort()
 
     async with behaved(target):
-        await run(cases, case)
+        cases = await run(pytestconfig, case)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc_port}") as channel:
             message = inference_pb2.GenerateRequest(model="reference", prompt="hello").SerializeToString()
             call = channel.unary_stream("/lockstep.v1.Inference/Generate")(message, timeout=_TIMEOUT_S)

@@ -79,6 +79,12 @@ class Serve:
         self.system = System(match[1], match[2])
         return self
 
+    def routers(self) -> list[str]:
+        """The addresses of several routers, without /v1."""
+        match = re.search(r"^routers +(\S.*)$", self.output, re.MULTILINE)
+        assert match is not None
+        return [url.removesuffix("/v1") for url in match[1].split(", ")]
+
     def interrupt(self, *signals: signal.Signals) -> None:
         """Signals as a terminal or a supervisor sends them."""
         for number in signals:

@@ -60,7 +60,9 @@ async def test_new_streams_avoid_a_worker_whose_rank_hangs(system: System) -> No
     system.until_ready(_LONG_S)
     own = await served_by(system, "hang")
     epoch = system.worker(own)["epoch"]
-    running = asyncio.create_task(stream(system, "hang", system.tokens_lasting(4.0)))
+    tokens = system.tokens_lasting(4.0)  # runs on either worker, and would be taken for the stream
+    await asyncio.to_thread(system.until_idle)
+    running = asyncio.create_task(stream(system, "hang", tokens))
     worker = await asyncio.to_thread(system.serving, _LONG_S)
     assert worker["id"] == own
     os.kill(worker["ranks"][1]["pid"], signal.SIGSTOP)

@@ -40,6 +40,30 @@ def test_right_histories_are_right(right):
     assert check_stream(right, RULES) == []
 
 
+@pytest.mark.parametrize("code", ["stream_not_found", "draining", "cancelled", "connection_failed", "stream_diverged"])
+def test_errors_of_resumable_streams_need_an_explanation(code):
+    failed = history(end=Kind.ERROR, value=code, given=3)
+    assert kinds(failed) == {"unexplained error"}
+    failed.explained.add(code)
+    assert kinds(failed) == set()
+
+
+def test_a_client_that_reconnects_may_be_silent_for_longer():
+    quiet = history()
+    quiet.events[-1] = replace(quiet.events[-1], at=20.0)
+    assert kinds(quiet) == {"silence"}
+    quiet.patience_s = 10.0
+    assert kinds(quiet) == set()
+
+
+def test_a_client_may_notice_its_timeout_late():
+    late = history(end=Kind.ERROR, value="deadline_exceeded", timeout_s=4.0)
+    late.events[-1] = replace(late.events[-1], at=9.5)
+    assert kinds(late) == {"late"}
+    late.tardy_s = 6.0
+    assert kinds(late) == set()
+
+
 def test_several_tokens_in_one_event_are_right():
     merged = history()
     text = "".join(map(text_of, IDS[:3]))

@@ -1,13 +1,17 @@
 """The simulation finds a broken product: each mutation breaks one rule of the protocol and is found within few seeds.
 
 Journals are doubles that accept too much; the transport loses, repeats or changes what the rules depend on; routers
-forget to clean up.
+forget to clean up. Resumable streams are lost, kept, doubled or generated twice by changed `Runs`, stores and answers.
 """
 
+import re
+import time
 from dataclasses import replace
 
 import pytest
 from lockstep_api.v1 import worker_pb2
+from lockstep_router.journals import MemoryJournalStore
+from lockstep_router.resumption import After, Runs
 from lockstep_router.router import Router
 from lockstep_router.streams.journal import Acceptance, Journal
 from simulated.plan import Scale, make_plan
@@ -77,6 +81,125 @@ class RouterThatLosesCount(Router):
         super()._count(max(streams, 0))
 
 
+class RouterWithOtherRuns(Router):
+    """Its resumable streams break a rule."""
+
+    runs_class = Runs
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.runs = self.runs_class(self, self.journals, self._note_requests)
+
+
+def with_runs(runs):
+    return type(f"RouterWith{runs.__name__}", (RouterWithOtherRuns,), {"runs_class": runs})
+
+
+class RunsThatRepeatAToken(Runs):
+    """Who comes back gets the last token again."""
+
+    step = -1
+
+    async def resume(self, request_id, owner, account, after=None):
+        if after is not None and (found := re.fullmatch(r"([1-9]\d*)", after.position)):
+            position = int(found[1]) + self.step
+            try:
+                after = After(after.request_id, str(position), after.field)
+                return await super().resume(request_id, owner, account, after)
+            except Exception:
+                pass
+        return await super().resume(request_id, owner, account, after)
+
+
+class RunsThatSkipAToken(RunsThatRepeatAToken):
+    step = 1
+
+
+class RunsThatIgnoreKeys(Runs):
+    async def start(self, request, account, style, *, owner, key=None, after=None):
+        return await super().start(request, account, style, owner=owner)
+
+
+class RunsThatIgnoreCancels(Runs):
+    async def cancel(self, request_id, owner):
+        pass
+
+
+class RunsThatForgetWhoHasEnded(Runs):
+    """Streams that have ended cannot be resumed."""
+
+    async def resume(self, request_id, owner, account, after=None):
+        if request_id not in self._runs:
+            request_id = "r-unknown"
+        after = None if after is None else replace(after, request_id=request_id)
+        return await super().resume(request_id, owner, account, after)
+
+
+class RouterThatCutsStreamsOff(Router):
+    """The drain leaves streams that outlast it as they are."""
+
+    async def _end_all(self):
+        pass
+
+
+class StoreThatNeverForgets(MemoryJournalStore):
+    def expire(self):
+        pass
+
+
+class StoreThatKeepsKeys(MemoryJournalStore):
+    """Idempotency keys outlive their streams."""
+
+    def _release(self, request_id):
+        pass
+
+
+class StoreThatLosesTheEnd(MemoryJournalStore):
+    """What is read of a stream that has ended lacks its last token."""
+
+    async def read(self, request_id):
+        stored = await super().read(request_id)
+        if stored is not None and stored.outcome is not None and stored.logs[0].ids:
+            log = replace(stored.logs[0], ids=stored.logs[0].ids[:-1])
+            stored = replace(stored, logs=[log, *stored.logs[1:]])
+        return stored
+
+
+def with_store(store_class):
+    return lambda settings, loop: store_class(
+        settings.max_resumable_streams, settings.max_resumable_bytes, clock=loop.time
+    )
+
+
+def by_the_wall_clock(settings, _):
+    # Not `time.time` itself: the simulation replaces that one.
+    return MemoryJournalStore(
+        settings.max_resumable_streams,
+        settings.max_resumable_bytes,
+        clock=lambda: time.time(),  # noqa: PLW0108
+    )
+
+
+def end_twice(piece):
+    """The last event of a choice comes twice."""
+    return [piece, piece] if b'"finish_reason":"' in piece else [piece]
+
+
+def forget_end(piece):
+    """No stream has its finish."""
+    return [re.sub(rb'"finish_reason":"[a-z]+"', b'"finish_reason":null', piece)]
+
+
+def untyped(piece):
+    """Errors lose their codes."""
+    return [re.sub(rb'"code":"[a-z_]+"', b'"code":null', piece)]
+
+
+def change_text(piece):
+    """Some tokens are other ones on their way to the client."""
+    return [piece.replace(b'"text":"1', b'"text":"2')]
+
+
 ENDLESS = {"heartbeat_timeout_s": 1e6, "first_token_deadline_s": 1e6, "inter_token_deadline_s": 1e6}
 
 
@@ -139,6 +262,9 @@ WRONG = {"wrong tokens"}
 STUCK = {"silence", "no end", "unexplained error"}
 MISCHIEF = ("mischief",)
 MOVES = ("lose ranks", "crash", "reset")
+CLIENTS = ("reset clients", "cut clients", "kill router")
+DRAINS = ("drain router",)
+CLOCKS = ("router clock",)
 SILENCES = ("stop", "lose node", "cut down")
 
 MUTATIONS = {
@@ -157,10 +283,47 @@ MUTATIONS = {
     "silence is not noticed": (SILENCES, lambda: Mutation(settings=ENDLESS), STUCK),
     "suspects are never forgotten": (MOVES, lambda: Mutation(router=RouterThatForgetsSuspects), {"leak"}),
     "streams are counted wrongly": (MOVES, lambda: Mutation(router=RouterThatLosesCount), {"leak"}),
+    "a resumed stream repeats a token": (CLIENTS, lambda: Mutation(router=with_runs(RunsThatRepeatAToken)), WRONG),
+    "a resumed stream skips a token": (CLIENTS, lambda: Mutation(router=with_runs(RunsThatSkipAToken)), WRONG),
+    "keys are ignored": (CLIENTS, lambda: Mutation(router=with_runs(RunsThatIgnoreKeys)), {"generated twice"}),
+    "cancels are ignored": (
+        CLIENTS,
+        lambda: Mutation(router=with_runs(RunsThatIgnoreCancels)),
+        {"runs on", "kept too long"},
+    ),
+    "ended streams are forgotten": (
+        CLIENTS,
+        lambda: Mutation(router=with_runs(RunsThatForgetWhoHasEnded)),
+        {"lost", "unexplained error"},
+    ),
+    "orphans run on": (CLIENTS, lambda: Mutation(settings={"resume_window_s": 1e4}), {"runs on", "kept too long"}),
+    "orphans end too soon": (
+        CLIENTS,
+        lambda: Mutation(settings={"resume_window_s": 0.01}),
+        {"lost", "unexplained error"},
+    ),
+    "ended streams are kept": (CLIENTS, lambda: Mutation(store=with_store(StoreThatNeverForgets)), {"leak"}),
+    "keys are kept": (CLIENTS, lambda: Mutation(store=with_store(StoreThatKeepsKeys)), {"leak"}),
+    "the store loses ends": (CLIENTS, lambda: Mutation(store=with_store(StoreThatLosesTheEnd)), WRONG | {"early end"}),
+    "the wall clock is used": (
+        CLOCKS,
+        lambda: Mutation(store=by_the_wall_clock),
+        {"lost", "unexplained error", "leak"},
+    ),
+    "answers end twice": (CLIENTS, lambda: Mutation(answer=end_twice), {"several ends"}),
+    "answers have no finish": (CLIENTS, lambda: Mutation(answer=forget_end), {"no end"}),
+    "errors have no code": (DRAINS, lambda: Mutation(answer=untyped), {"untyped error", "unexplained error"}),
+    "text changes on its way": (CLIENTS, lambda: Mutation(answer=change_text), WRONG),
+    "the drain cuts streams off": (
+        DRAINS,
+        lambda: Mutation(router=RouterThatCutsStreamsOff),
+        {"cut by the drain"},
+    ),
 }
 """The faults that provoke it, the mutation, and the kinds of violations of which one must be found."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_found(name):
     kinds, make, wanted = MUTATIONS[name]
@@ -173,17 +336,17 @@ def test_mutation_is_found(name):
     pytest.fail(f"not found with seeds 0 to {_SEEDS - 1}")
 
 
-@pytest.mark.parametrize("kinds", [MISCHIEF, MOVES, SILENCES])
+@pytest.mark.parametrize("kinds", [MISCHIEF, MOVES, SILENCES, CLIENTS, DRAINS, CLOCKS])
 def test_without_a_mutation_nothing_is_found(kinds):
-    found = [outcome.violations for outcome in outcomes(0, 200, replace(_SCALE, kinds=kinds)) if outcome.violations]
+    found = [outcome.violations for outcome in outcomes(0, 60, replace(_SCALE, kinds=kinds)) if outcome.violations]
     assert found == []
 
 
 def test_explanation_names_the_seed_and_a_smaller_plan():
     mutation = Mutation(journal=JournalThatSwapsTokens)
-    outcome = World(make_plan(1, _SCALE), mutation).run()
+    outcome = World(make_plan(3, _SCALE), mutation).run()
     text = explain(outcome, _SCALE, mutation)
-    assert "seed 1:" in text
+    assert "seed 3:" in text
     assert "smallest plan: 1 requests, 0 faults" in text
     assert "wrong tokens: r" in text
     assert " submit worker-" in text

@@ -61,7 +61,9 @@ def test_journals_are_freed():
         world.on_idle = partial(note_held, alive, held)
         # Dead routers are part of the world until its end, and what they held is with them.
         world.plan = world.plan.without(
-            faults=frozenset(n for n, fault in enumerate(world.plan.faults) if fault.kind == "kill router")
+            faults=frozenset(
+                n for n, fault in enumerate(world.plan.faults) if fault.kind in ("kill router", "drain router")
+            )
         )
         assert world.run().violations == []
     assert len(alive) > 100
@@ -72,6 +74,18 @@ def test_same_seed_gives_the_same_trace():
     first, again = (World(make_plan(5)).run() for _ in range(2))
     assert first.trace_hash == again.trace_hash
     assert World(make_plan(6)).run().trace_hash != first.trace_hash
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_wall_clocks_of_routers_change_nothing(seed):
+    """Every client sees the same at the same moments, however their clocks jump."""
+    scale = Scale(requests=40, kinds=("router clock",), visits=0.8)
+    jumping = make_plan(seed, scale)
+    assert jumping.faults
+    calm = jumping.without(faults=frozenset(range(len(jumping.faults))))
+    first, second = World(jumping).run(), World(calm).run()
+    assert first.violations == second.violations == []
+    assert [each.events for each in first.histories] == [each.events for each in second.histories]
 
 
 def test_trace_does_not_depend_on_the_process():

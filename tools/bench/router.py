@@ -1,131 +1,178 @@
-"""What the router costs: its CPU time for each streamed token and each request, in this checkout and in an older one.
+"""What a router costs: this checkout's, an older one's and those of other projects, before the same scripted backend.
 
-The router serves a scripted worker that gives all streams a token in each step. The two checkouts take turns, so that a
-noisy machine slows both alike; read the ratio. CPU time is the process's own, so what the worker and the clients need
-does not count, and neither does waiting for a core.
+All sides take turns in each round, so that a noisy machine slows all alike; read the ratios. CPU time is that of a
+router's own processes: what backends and clients need does not count, and neither does waiting for a core. Rates and
+delays depend on who else uses the machine. `direct` has no router: clients talk to the backend of the others, and its
+delays are taken from theirs. Lockstep's backend speaks its own protocol, and gives the same tokens at the same pace.
 
-A stream's cost is that of its request plus that of its tokens: the first is measured with requests of one token.
+`router.py --against b8a0a07 --peers PYTHON --save` takes about ten minutes; `--quick` only shows that all of it runs.
+The revision is one of this repository's, or a folder with a checkout. PYTHON is the interpreter of a virtual
+environment with `peers.txt`:
 
-`router.py --before CHECKOUT --save`. The checkout needs no build.
+    python -m venv build/peers
+    build/peers/bin/pip install --only-binary :all: --compile -r tools/bench/peers.txt
+
+A router of another project that does not start is left out, and the output says why.
 """
 
 import argparse
-import asyncio
-import json
-import statistics
+import contextlib
+import subprocess
 import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from measure import ROOT, machine, save, table
+import uvloop
+from measure import ROOT, machine, save
+from router_measure import (
+    PACED_STEP_S,
+    QUICK,
+    SLOW_STEP_S,
+    STEP_S,
+    TOKENS,
+    Extent,
+    costs,
+    memory,
+    raise_file_limit,
+    rates,
+    step_cost,
+)
+from router_sides import Side, Trees, names, running
+from router_tables import (
+    cost_table,
+    medians_of,
+    memory_table,
+    process_table,
+    rate_tables,
+    step_table,
+    without_nan,
+)
 
-sys.path.insert(0, str(ROOT / "tests/hostile"))
+_SOURCES = ("services/router", "libs", "models/reference")
 
-from target import Target
-
-_WORKER = Path(__file__).with_name("router_worker.py")
-_STREAMS = 64
-_TOKENS = 128
-_STEP_S = 0.01
-"""Of the worker: 64 streams at 100 tokens a second, as of a small model on a GPU."""
-_REQUESTS = 16
-"""Connections that send requests of one token."""
+Found = TypeVar("Found")
 
 
-class Load:
-    """Connections that send the same request again and again."""
-
-    def __init__(self, port: int, connections: int, *, stream: bool, tokens: int) -> None:
-        self._port = port
-        self._connections = connections
-        body = {"model": "reference", "prompt": "It was a dark night, and", "max_tokens": tokens, "stream": stream}
-        content = json.dumps(body | {"ignore_eos": True}).encode()
-        self._request = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\n"
-            b"content-length: " + str(len(content)).encode() + b"\r\n\r\n" + content
+@contextlib.contextmanager
+def checkout(revision: str | None) -> Iterator[Path | None]:
+    """The sources of a revision: of a folder, or of this repository's history, in a folder of its own."""
+    if revision is None or Path(revision).is_dir():
+        yield None if revision is None else Path(revision).resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="ls-") as folder:
+        archive = subprocess.run(
+            ["git", "archive", "--format=tar", revision, "--", *_SOURCES], cwd=ROOT, capture_output=True, check=False
         )
-        self._last_id = b":%d\ndata: " % tokens
-        self.answered = 0
-        """Complete answers since the start."""
+        if archive.returncode:
+            sys.exit(f"--against {revision}: no folder and no revision: {archive.stderr.decode().strip()}")
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        yield Path(folder)
 
-    async def run(self) -> None:
-        """Send requests until this is cancelled."""
-        await asyncio.gather(*(self._repeat() for _ in range(self._connections)))
 
-    async def _repeat(self) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 24)
+class Bench:
+    """Runs measurements on sides, and leaves out those of other projects that fail."""
+
+    def __init__(self, trees: Trees, extent: Extent) -> None:
+        self.extent = extent
+        self.problems: dict[str, str] = {}
+        """Of sides that are left out."""
+        self._trees = trees
+
+    def run(self, name: str, step_s: float, measure: Callable[[Side, Extent], Awaitable[Found]]) -> Found | None:
+        """What `measure` finds on a side that is started for it; None: the side is left out."""
+        if name in self.problems:
+            return None
         try:
-            while True:
-                writer.write(self._request)
-                head = await reader.readuntil(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 200"), head
-                if b"content-length" in head.lower():
-                    length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-                    await reader.readexactly(length)
-                else:
-                    data = await reader.readuntil(b"\r\n0\r\n\r\n")
-                    assert self._last_id in data, data[-400:]
-                    assert b"[DONE]" in data, data[-200:]
-                self.answered += 1
-        finally:
-            writer.close()
+            with running(name, step_s, self._trees) as side:
+                found = uvloop.run(measure(side, self.extent))  # type: ignore[arg-type]
+        except Exception as error:
+            if name.startswith("lockstep") or name in ("before", "direct"):
+                raise
+            self.problems[name] = f"{type(error).__name__}: {error}"
+            print(f"{name} is left out: {self.problems[name]}", flush=True)
+            return None
+        print(name, _rounded(found), flush=True)
+        return found
+
+    def rounds(
+        self, sides: list[str], count: int, step_s: float, measure: Callable[[Side, Extent], Awaitable[Found]]
+    ) -> dict[str, list[Found]]:
+        """What it finds in each round on each side."""
+        found: dict[str, list[Found]] = {name: [] for name in sides}
+        for _ in range(count):
+            for name in sides:
+                if (each := self.run(name, step_s, measure)) is not None:
+                    found[name].append(each)
+        return found
 
 
-async def spent(target: Target, load: Load, seconds: float) -> tuple[float, int]:
-    """The router's CPU seconds, and the answers, during a stretch of the load."""
-    running = asyncio.create_task(load.run())
-    try:
-        await asyncio.wait({running}, timeout=1.0)  # warm
-        cpu_s, answered = target.cpu_s(), load.answered
-        await asyncio.wait({running}, timeout=seconds)
-        assert not running.done(), running.exception()
-        return target.cpu_s() - cpu_s, load.answered - answered
-    finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+def _rounded(found: Any) -> dict[str, float]:
+    figures = found.get("costs", found)
+    return {name: round(value, 2) for name, value in figures.items()}
 
 
-async def measure(tree: Path, seconds: float) -> dict[str, float]:
-    """The costs in one checkout, in microseconds of CPU time."""
-    with Target(tree, token_every_s=_STEP_S, script=_WORKER, workers=1) as target:
-        _, port = target.address
-        cpu_s, requests = await spent(target, Load(port, _REQUESTS, stream=False, tokens=1), seconds)
-        request_s = cpu_s / requests
-        cpu_s, streams = await spent(target, Load(port, _STREAMS, stream=True, tokens=_TOKENS), seconds)
-        token_s = (cpu_s / streams - request_s) / _TOKENS
-    return {"request_us": 1e6 * request_s, "token_us": 1e6 * token_s}
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", metavar="REVISION", help="an older revision, or a folder with its checkout")
+    parser.add_argument("--peers", type=Path, metavar="PYTHON", help="with the other routers")
+    parser.add_argument("--processes", type=int, default=2, help="measure Lockstep with so many too (default: 2)")
+    parser.add_argument("--rounds", type=int, default=1, help="of rates and delays (default: %(default)s)")
+    parser.add_argument("--cost-rounds", type=int, default=5, help="of CPU time (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each load (default: %(default)s)")
+    parser.add_argument("--idle", type=int, default=10_000, help="idle connections; 0: no memory (default: 10000)")
+    parser.add_argument("--only", nargs="+", help="sides besides direct and lockstep (default: all)")
+    parser.add_argument("--only-costs", action="store_true", help="measure CPU time alone")
+    parser.add_argument("--quick", action="store_true", help="a smoke test of everything; its figures mean nothing")
+    parser.add_argument("--save", action="store_true", help="into docs/bench")
+    arguments = parser.parse_args()
+    if arguments.peers is not None and not arguments.peers.exists():
+        parser.error(f"--peers: there is no {arguments.peers}")
+    return arguments
 
 
 def main() -> None:
     """Measure and print; `--save` into docs/bench."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="an older checkout")
-    parser.add_argument("--rounds", type=int, default=5, help="of each checkout (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each load (default: %(default)s)")
-    parser.add_argument("--save", action="store_true", help="into docs/bench")
-    arguments = parser.parse_args()
-    trees = {"before": arguments.before.resolve(), "after": ROOT} if arguments.before else {"after": ROOT}
-    about = machine() | {"streams": _STREAMS, "tokens": _TOKENS, "requests_at_once": _REQUESTS}
-    rounds: dict[str, list[dict[str, float]]] = {side: [] for side in trees}
-    for _ in range(arguments.rounds):
-        for side, tree in trees.items():
-            rounds[side].append(asyncio.run(measure(tree, arguments.seconds)))
-            print(side, {name: round(value, 1) for name, value in rounds[side][-1].items()}, flush=True)
-    median: dict[str, dict[str, float]] = {
-        side: {name: statistics.median(each[name] for each in results) for name in ("token_us", "request_us")}
-        for side, results in rounds.items()
-    }
-    header: list[Any] = ["CPU time of the router, µs", *trees, *(["ratio"] if len(trees) > 1 else [])]
-    rows = []
-    for name, title in (("token_us", "a streamed token"), ("request_us", "a request of one token")):
-        values = [median[side][name] for side in trees]
-        rows.append(
-            [title, *(f"{value:.1f}" for value in values), *([f"{values[0] / values[-1]:.2f}"] * (len(values) > 1))]
-        )
-    text = table(header, rows)
+    arguments = _arguments()
+    most = raise_file_limit()
+    extent = QUICK if arguments.quick else Extent(seconds=arguments.seconds, idle=arguments.idle)
+    if extent.idle > most:
+        print(f"only {most} idle connections: the limit of open files allows no more", flush=True)
+        extent = replace(extent, idle=most)
+    cost_rounds = 1 if arguments.quick else arguments.cost_rounds
+    about = machine() | {"tokens": TOKENS, "step_s": STEP_S, "seconds": extent.seconds, "against": arguments.against}
+    with checkout(arguments.against) as before:
+        trees = Trees(before, arguments.peers.absolute() if arguments.peers else None)
+        sides = names(trees, arguments.processes)
+        if arguments.only:
+            sides = [side for side in sides if side in ("direct", "lockstep", *arguments.only)]
+        bench = Bench(trees, extent)
+        own = [name for name in sides if name.startswith("lockstep") or name == "before"]
+        # Few sides take turns, so that the compared ones are measured within seconds.
+        found_costs: dict[str, list[dict[str, float]]] = bench.rounds(own, cost_rounds, STEP_S, costs)
+        parts = [cost_table(found_costs), process_table(found_costs)]
+        steps = bench.rounds(own, max(1, cost_rounds // 2), PACED_STEP_S, step_cost)
+        parts.append(step_table(steps))
+        report: dict[str, Any] = {"machine": about, "costs": found_costs, "steps": steps}
+        if not arguments.only_costs:
+            others = bench.rounds([name for name in sides[1:] if name not in own], 1, STEP_S, costs)
+            if others:
+                parts.append(cost_table({"lockstep": found_costs["lockstep"]} | others))
+            rounds = bench.rounds(sides, 1 if arguments.quick else arguments.rounds, STEP_S, rates)
+            parts.append(rate_tables({name: medians_of(each) for name, each in rounds.items()}))
+            memories = {}
+            for name in sides[1:] if extent.idle else ():
+                if (each := bench.run(name, SLOW_STEP_S, memory)) is not None:
+                    memories[name] = each
+            parts.append(memory_table(memories))
+            report |= {"other_costs": others, "rounds": rounds, "memory": memories}
+    parts += [f"{name} is left out: it did not run." for name in bench.problems]
+    text = "\n\n".join(part for part in parts if part)
     print(f"\n{text}")
     if arguments.save:
-        save("router", {"machine": about, "rounds": rounds}, text)
+        save("router", without_nan(report | {"problems": bench.problems}), text)
 
 
 if __name__ == "__main__":

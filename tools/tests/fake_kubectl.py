@@ -179,8 +179,8 @@ def show(kind: str, found: list[dict], output: str) -> None:
     elif "range .items" in output:
         print("\n".join(f"{each['metadata']['name']} True" for each in found))
     elif "clusterIP" in output:
-        scheme = "https" if flaw() == "management over TLS" and '"management"' in output else "http"
-        print(f"{scheme}://10.96.0.1:8000")
+        scheme = "https" if flaw() == "TLS" else "http"
+        print(f"{scheme} lockstep-router.serving.svc 10.96.0.1 8000")
     elif "managed-by" in output:
         for each in found:
             print(each["metadata"]["name"], each["metadata"].get("labels", {}).get("app.kubernetes.io/managed-by", ""))
@@ -193,6 +193,8 @@ def show(kind: str, found: list[dict], output: str) -> None:
             ".spec.nodeName": one.get("spec", {}).get("nodeName", ""),
             ".spec.unschedulable": str(one.get("unschedulable", False)).lower(),
             "image": "registry/lockstep/router:1",
+            '"tls"': "lockstep-router-tls" if flaw() == "TLS" else "",
+            '"http-tls"': "",
         }
         print(next((value for name, value in fields.items() if name in output), "lockstep"), end="")
 

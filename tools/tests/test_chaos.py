@@ -211,6 +211,7 @@ def test_an_experiment_from_its_load_to_its_outcome(lockstep, cluster: Path) -> 
     load = (cluster / "applied-lockstep-load").read_text()
     for line in ("image: registry/lockstep/tools:1", '"--clients=2"', "runAsNonRoot: true"):
         assert line in load
+    assert "ca-file" not in load
     assert left(cluster) == []
 
 
@@ -240,12 +241,19 @@ def test_a_key_file_without_a_key_is_refused(lockstep, cluster: Path, content: s
     assert "--api-key-file" in result.stderr
 
 
-def test_a_release_that_speaks_https_is_refused_with_a_sentence(lockstep, cluster: Path) -> None:
-    (cluster / "flaw").write_text("management over TLS")
+def test_the_load_asks_a_release_with_tls_by_the_name_in_its_certificate(lockstep, cluster: Path) -> None:
+    (cluster / "flaw").write_text("TLS")
     result = lockstep(*RUN, timeout_s=60)
-    assert result.returncode == 1
-    assert "the routers' port management speaks HTTPS, and experiments speak plain HTTP" in result.stderr
-    assert "tls.management=false" in result.stderr
+    assert result.returncode == 0, result.stderr
+    spec = yaml.safe_load((cluster / "applied-lockstep-load").read_text())["spec"]
+    assert spec["hostAliases"] == [{"ip": "10.96.0.1", "hostnames": ["lockstep-router.serving.svc"]}]
+    (container,) = spec["containers"]
+    urls = ["--url=https://lockstep-router.serving.svc:8000/v1", "--management-url=https://10.96.0.1:8000"]
+    files = ["--ca-file=/etc/lockstep-tls/ca.crt", "--client-cert=/etc/lockstep-tls/tls.crt"]
+    assert set(urls + files) < set(container["args"])
+    own, http = spec["volumes"][1]["projected"]["sources"]
+    assert own == {"secret": {"name": "lockstep-router-tls"}}
+    assert http["secret"]["name"] == "lockstep-router-tls"
     assert left(cluster) == []
 
 

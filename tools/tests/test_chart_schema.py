@@ -3,6 +3,7 @@ import re
 from typing import Annotated, Literal
 
 import lockstep_router.metrics
+import lockstep_state.metrics
 import lockstep_worker.metrics
 import pytest
 import yaml
@@ -99,6 +100,7 @@ def test_settings_of_the_services_have_descriptions(service: str):
 
 def test_alerts_and_dashboards_use_existing_metrics():
     assert lockstep_router.metrics
+    assert lockstep_state.metrics
     assert lockstep_worker.metrics
     exported = {sample for metric in REGISTRY.collect() for sample in sample_names(metric.name, metric.type)}
     files = [*(CHART / "rules").glob("*.yaml"), *(CHART / "dashboards").glob("*.json")]
@@ -106,7 +108,7 @@ def test_alerts_and_dashboards_use_existing_metrics():
     asked = {
         name
         for path in (*files, scaled)
-        for name in re.findall(r"\blockstep_(?:router|worker)_\w+", path.read_text())
+        for name in re.findall(r"\blockstep_(?:router|worker|state)_\w+", path.read_text())
     }  # fmt: skip
     assert len(files) == 3
     assert asked

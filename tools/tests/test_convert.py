@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+pytestmark = pytest.mark.slow
+
 REFERENCE = Path(__file__).parents[2] / "models/reference"
 TEXT = "It was 7 o'clock; the Queen's  \"croquet\" went on,\n\tand on: naïve 象."
 SHAPE = {

@@ -299,7 +299,10 @@ def test_copying_a_file_out_leaves_no_container(builder, programs):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["build", "--only", "redis"], "image 'redis': there are only router, inference-worker, tools"),
+        (
+            ["build", "--only", "redis"],
+            "image 'redis': there are only router, inference-worker, kv-state-server, tools",
+        ),
         (["build", "--image", "x:1"], "--image names one image, say which with --only"),
         (["push"], "push: a registry is needed"),
         (["model", "--model", "models/reference", "--name", "Llama"], "NAME 'Llama': only a-z"),

@@ -2,7 +2,7 @@
 
 import pytest
 import routing
-from lockstep_router.policies.prefix_aware import BLOCK_TOKENS
+from lockstep_common.prefix_keys import BLOCK_TOKENS
 from routing import Ask, SimulatedWorker, conversations, spread
 
 
@@ -28,6 +28,15 @@ def test_conversations_keep_their_prefixes_where_a_policy_has_affinity() -> None
         policy: conversations(policy, named=False, seconds=20).figures() for policy in ("sticky", "prefix_aware")
     }
     assert unnamed["prefix_aware"]["hit_rate"] > unnamed["sticky"]["hit_rate"] + 0.1
+
+
+def test_reports_make_expectations_right_that_are_guesses_without_them() -> None:
+    told, guessed = (
+        conversations("prefix_aware", named=False, seats=8, seconds=20, reports_blocks=reports).figures()
+        for reports in (True, False)
+    )
+    assert told["wrong_share"] < guessed["wrong_share"]
+    assert told["hit_rate"] > guessed["hit_rate"] - 0.02
 
 
 def test_same_seed_gives_the_same_figures_and_another_seed_others() -> None:
@@ -61,6 +70,7 @@ def test_tables_have_a_cell_for_each_heading(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         routing, "conversations", lambda policy, named=True, **rest: conversations(policy, named=named, seconds=2)
     )
-    ((side, results),) = routing.measured()
-    assert len(routing.spread_row(side, results)) == len(routing.SPREAD)
-    assert len(routing.turns_row(side, results)) == len(routing.TURNS)
+    (side,) = routing.sides()
+    name, results = side[0], {part: routing.measured_part(side, part) for part in routing.PARTS}
+    assert len(routing.spread_row(name, results)) == len(routing.SPREAD)
+    assert len(routing.turns_row(name, results)) == len(routing.TURNS)

@@ -51,6 +51,43 @@ def test_a_stack_comes_up_and_leaves_nothing(stubs: Path, model: str) -> None:
         pass
 
 
+def test_routers_share_a_state_server(stubs: Path, model: str) -> None:
+    events: list[str] = []
+    with Stack(StackSettings(model, routers=3), on_event=events.append) as stack:
+        seen: list[dict[str, str]] = []
+        stack.wait_ready(30, on_status=lambda states: seen.append(dict(states)))
+        assert list(seen[-1]) == ["router", "router 2", "router 3", "state server", "w0"]
+        assert len({*stack.ports, *stack.management_ports}) == 6
+        pids = stack.router_pids
+        flags = [psutil.Process(pid).cmdline() for pid in pids if pid is not None]
+        (target,) = {word for each in flags for word in each if word.startswith("--state-server=unix:")}
+        assert Path(target.removeprefix("--state-server=unix:")).is_socket()
+        os.kill(pids[1] or 0, signal.SIGKILL)
+        wait_until(lambda: stack.router_pids[1] not in (None, pids[1]))
+        stack.wait_ready(10)
+        assert stack.router_pids[::2] == pids[::2]
+    assert events == ["router 2 was killed by SIGKILL; starting it again"]
+
+
+def test_one_router_has_no_state_server_unless_asked_for(stubs: Path, model: str) -> None:
+    assert StackSettings(model).store is None
+    assert StackSettings(model, state="redis://localhost:1/0").store == "redis://localhost:1/0"
+    with Stack(StackSettings(model)) as stack:
+        stack.wait_ready(10)
+        assert not [word for word in psutil.Process(stack.router_pid).cmdline() if "state" in word]
+
+
+def test_routers_get_ports_in_steps(stubs: Path, model: str) -> None:
+    first = 24_000 + os.getpid() % 4000 * 2
+    with Stack(StackSettings(model, routers=2, port=first)) as stack:
+        assert stack.ports == [first, first + 2]
+    with (
+        pytest.raises(CommandError, match="another router's port"),
+        Stack(StackSettings(model, routers=2, port=first, management_port=first + 2)),
+    ):
+        pass
+
+
 def test_a_killed_worker_comes_back(stubs: Path, model: str) -> None:
     events: list[str] = []
     with Stack(StackSettings(model, workers=2), on_event=events.append) as stack:

@@ -25,6 +25,10 @@ while read -r key value; do
         ended "$CUTTERS" "undo-$OWN-$node"
         echo "$node: no rule is left"
       fi ;;
+    stop.*)
+      # Whatever became of the process, a new pod runs.
+      k delete pod "$node" --ignore-not-found --grace-period=0 --force >/dev/null 2>&1
+      echo "deleted pod $node, which may have been stopped" ;;
     revision)
       if (($(revision) > value)); then
         helm rollback "$RELEASE" "$value" -n "$NAMESPACE" --wait --timeout "${PATIENCE_S}s" >/dev/null

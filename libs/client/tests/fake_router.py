@@ -59,6 +59,8 @@ class FakeRouter:
     salt: str = ""
     """Another salt gives other tokens."""
     resumes: bool = True
+    tells_usage: bool = True
+    """Whether the last finish has the usage that follows it."""
     line_end: str = "\n"
     refusals: list = field(default_factory=list)
     """Responses (status, headers, body) for the next requests."""
@@ -116,11 +118,12 @@ class FakeRouter:
     def _generate(self, path, body, key):
         self.generations.append(body)
         stream_id = f"r-{self.name}-{len(self.generations)}"
-        self.kept[stream_id] = Kept(list(self._make(stream_id, path, body)), key)
+        make = self._make_response if path.endswith("/responses") else self._make
+        self.kept[stream_id] = Kept(list(make(stream_id, path, body)), key)
         return stream_id
 
     def _prompt(self, body):
-        return self.salt + json.dumps(body.get("messages") or body.get("prompt"))
+        return self.salt + json.dumps(body.get("messages") or body.get("prompt") or body.get("input"))
 
     def _make(self, stream_id, path, body):
         is_chat = path.endswith("/chat/completions")
@@ -133,6 +136,8 @@ class FakeRouter:
             "model": "reference",
         }
         given = ["-"] * choices
+        usage = {"prompt_tokens": 5, "completion_tokens": count * choices, "total_tokens": 5 + count * choices}
+        wants_usage = (body.get("stream_options") or {}).get("include_usage")
 
         def event(index, text, tokens, position, finish=None, role=None):
             given[index] = position
@@ -143,7 +148,9 @@ class FakeRouter:
                 choice["delta"] = ({"role": role} if role else {}) | ({} if text is None else {"content": text})
             else:
                 choice["text"] = text or ""
-            return f"{stream_id}:{','.join(given)}", json.dumps(head | {"choices": [choice]}, ensure_ascii=False)
+            more = {"lockstep": {"usage": usage}} if finish and index == choices - 1 and self.tells_usage else {}
+            chunk = head | {"choices": [choice]} | (more if wants_usage else {})
+            return f"{stream_id}:{','.join(given)}", json.dumps(chunk, ensure_ascii=False)
 
         if is_chat:
             for index in range(choices):
@@ -156,9 +163,37 @@ class FakeRouter:
                 yield event(index, "".join(tokens), tokens, str(min(count, first + self.tokens_per_event)))
         for index in range(choices):
             yield event(index, None, [], f"{count}f", finish="length")
-        if (body.get("stream_options") or {}).get("include_usage"):
-            usage = {"prompt_tokens": 5, "completion_tokens": count * choices, "total_tokens": 5 + count * choices}
+        if wants_usage:
             yield f"{stream_id}:{','.join(given)},u", json.dumps(head | {"choices": [], "usage": usage})
+
+    def _make_response(self, stream_id, _, body):
+        tokens = tokens_of(self._prompt(body), body["seed"], body["max_output_tokens"])
+        head = {"id": f"resp_{stream_id}", "created_at": 1000 + len(self.generations), "model": "reference"}
+        done = []
+        number = 0
+
+        def event(kind, **fields):
+            nonlocal number
+            data = {"type": f"response.{kind}"} | fields | {"sequence_number": number}
+            number += 1
+            return f"{stream_id}:{number}s{number}", json.dumps(data, ensure_ascii=False)
+
+        for kind in ("created", "in_progress"):
+            yield event(kind, response=head | {"output": [], "status": "in_progress"})
+        for index, kind in enumerate(("message", "function_call")):
+            item = {"id": f"item_{stream_id}_{index}", "type": kind}
+            item |= {"call_id": f"call_{stream_id}", "name": "look"} if kind == "function_call" else {}
+            name = "output_text" if kind == "message" else "function_call_arguments"
+            place = {"output_index": index, "item_id": item["id"]}
+            yield event("output_item.added", output_index=index, item=item | {"status": "in_progress"})
+            for first in range(0, len(tokens), self.tokens_per_event):
+                yield event(f"{name}.delta", **place, delta="".join(tokens[first : first + self.tokens_per_event]))
+            text = "".join(tokens)
+            yield event(f"{name}.done", **place, text=text)
+            done.append(item | {"status": "completed", "text": text})
+            yield event("output_item.done", output_index=index, item=done[-1])
+        usage = {"input_tokens": 5, "output_tokens": 2 * len(tokens), "total_tokens": 5 + 2 * len(tokens)}
+        yield event("completed", response=head | {"output": done, "status": "completed", "usage": usage})
 
     def _events(self, stream_id, after):
         kept = self.kept[stream_id]
@@ -169,17 +204,26 @@ class FakeRouter:
         end = self.line_end
         parts = [f": keep-alive{end}{end}"]
         events = kept.events if self.error_after is None else kept.events[: self.error_after[0]]
-        parts += [f"id: {event_id}{end}data: {data}{end}{end}" for event_id, data in events[first:]]
-        if self.error_after is None:
-            parts.append(f"data: [DONE]{end}{end}")
-        else:
-            parts.append(f"data: {json.dumps({'error': self.error_after[1]})}{end}{end}")
+        is_response = '"type": "response.' in events[0][1]
+        for event_id, data in events[first:]:
+            parts += [f"event: {json.loads(data)['type']}{end}"] if is_response else []
+            parts.append(f"id: {event_id}{end}data: {data}{end}{end}")
+        if self.error_after is not None:
+            body = self.error_after[1]
+            failed = {"type": "response.failed", "response": {"error": body, "lockstep": {"code": body["code"]}}}
+            data = json.dumps(failed if is_response else {"error": body})
+            parts.append(f"data: {data}{end}{end}")
             self.error_after = None
             self.kept.pop(stream_id)
+        elif not is_response:
+            parts.append(f"data: [DONE]{end}{end}")
         headers = {"content-type": "text/event-stream; charset=utf-8", "x-lockstep-stream-id": stream_id}
         return 200, headers, "".join(parts).encode()
 
     def _whole(self, path, body):
+        if path.endswith("/responses"):
+            *_, (_, data) = self._make_response("r-whole", path, body)
+            return json.dumps(json.loads(data)["response"])
         is_chat = path.endswith("/chat/completions")
         count = body["max_tokens"]
         choices = []

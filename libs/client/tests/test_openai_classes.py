@@ -101,6 +101,11 @@ def test_stream_helper_and_parse(router):
         assert parsed.choices[0].message.parsed == Reply(word="yes")
 
 
+def test_addresses_of_grpc_are_refused():
+    with pytest.raises(ValueError, match="http"):
+        OpenAI(base_url="grpc://host:1", api_key="k")
+
+
 def test_options_make_a_client_with_the_same_transport(router):
     with serving(router, cuts=[500]) as server:
         client = make(server).with_options(timeout=5.0)

@@ -30,8 +30,10 @@ TEXT = "/v1/completions"
 QUESTION = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "seed": 3}
 CHAT_BODY = QUESTION | {"stream": True, "n": 2, "logprobs": True, "stream_options": {"include_usage": True}}
 TEXT_BODY = {"model": "reference", "prompt": "hi", "max_tokens": 5, "seed": 3, "stream": True}
-BODIES = {CHAT: CHAT_BODY, TEXT: TEXT_BODY}
-STRIDES = {CHAT: 37, TEXT: 1}
+RESPONSES = "/v1/responses"
+RESPONSE_BODY = {"model": "reference", "input": "hi", "max_output_tokens": 4, "seed": 3, "stream": True}
+BODIES = {CHAT: CHAT_BODY, TEXT: TEXT_BODY, RESPONSES: RESPONSE_BODY}
+STRIDES = {CHAT: 37, TEXT: 1, RESPONSES: 7}
 """Bytes between two cuts: every byte of the short stream, and of the long one all parts of an event in turn."""
 
 
@@ -39,6 +41,8 @@ def history(outputs):
     """For each choice its roles, text, tokens with log probabilities and finishes; the usages and the end marks."""
     head, *events = outputs
     assert head.status == 200
+    if events[0].type.startswith("response."):
+        return response_history(events)
     choices, usages, ends, heads = {}, [], [], set()
     for event in events:
         assert isinstance(event, ServerSentEvent)
@@ -60,6 +64,39 @@ def history(outputs):
     return {index: (r, "".join(t), k, f) for index, (r, t, k, f) in choices.items()}, usages, ends
 
 
+IDS = ("id", "call_id", "created_at")
+
+
+def response_history(events):
+    """The events of a response without ids, which stay the same, and with texts joined: a repeat may cut them."""
+    bodies = [json.loads(event.data) for event in events]
+    assert [event.type for event in events] == [body["type"] for body in bodies]
+    assert [body.pop("sequence_number") for body in bodies] == list(range(len(bodies)))
+    ids = {}
+    for body in bodies:
+        response = body.get("response") or {}
+        items = [*enumerate(response.get("output", ())), (body.get("output_index"), body.get("item") or {})]
+        given = [(None, response), *items]
+        given = [((index, name), each.pop(name)) for index, each in given for name in IDS if name in each]
+        given += [((body["output_index"], "id"), body.pop("item_id"))] if "item_id" in body else []
+        for place, value in given:
+            assert ids.setdefault(place, value) == value, place
+    joined = []
+    for body in bodies:
+        if joined and "delta" in body and joined[-1]["type"] == body["type"]:
+            joined[-1]["delta"] += body["delta"]
+        else:
+            joined.append(body)
+    return joined
+
+
+def after_finish(path, body):
+    """The bytes of a stream up to the end of what completes its answer."""
+    mark = b'"response.completed"' if path == RESPONSES else b'"finish_reason": "length"'
+    at = body.rindex(mark)
+    return at + min(body[at:].index(end) + len(end) for end in (b"\n\n", b"\r\n\r\n") if end in body[at:])
+
+
 def undisturbed(path):
     return history(Network({A: FakeRouter()}).request(path, BODIES[path], POLICY))
 
@@ -69,19 +106,20 @@ def length(path, **changes):
     return len(router.respond("POST", path, {}, json.dumps(BODIES[path]).encode())[2])
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
 def test_cut_at_every_byte_is_resumed(path, line_end):
     expected = undisturbed(path)
+    body = FakeRouter(line_end=line_end).respond("POST", path, {}, json.dumps(BODIES[path]).encode())[2]
     for cut in range(0, length(path, line_end=line_end), STRIDES[path] + 10 * (line_end == "\r\n")):
         router = FakeRouter(line_end=line_end)
         network = Network({A: router}, [cut])
         assert history(network.request(path, BODIES[path], POLICY)) == expected, cut
         assert len(router.generations) == 1, cut
-        assert len(network.sent) == 2, cut
+        assert len(network.sent) == (1 if cut >= after_finish(path, body) else 2), cut
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
 @pytest.mark.parametrize("tokens_per_event", [1, 4])
 def test_cut_at_every_byte_is_repeated_elsewhere(path, tokens_per_event):
     """The router dies with the connection; the other one never heard of the stream and groups tokens otherwise."""
@@ -98,6 +136,10 @@ def test_cut_at_every_byte_is_repeated_elsewhere(path, tokens_per_event):
                 died = A if network.sent[0][0] is first else B
                 network.routers[died] = None
         assert history(given_outputs) == expected, cut
+        # An answer is not computed again for its end mark or its usage.
+        origin = network.sent[0][0]
+        is_complete = cut >= after_finish(path, origin._events(next(iter(origin.kept)), None)[2])
+        assert len(first.generations) + len(second.generations) == (1 if is_complete else 2), cut
         keys = {
             headers["idempotency-key"]
             for router in (first, second)
@@ -110,7 +152,7 @@ def test_cut_at_every_byte_is_repeated_elsewhere(path, tokens_per_event):
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     cuts=st.lists(st.one_of(st.none(), st.integers(0, 3000)), max_size=12),
-    path=st.sampled_from([CHAT, TEXT]),
+    path=st.sampled_from([CHAT, TEXT, RESPONSES]),
     chunk_bytes=st.integers(1, 200),
     forgets=st.booleans(),
     group=st.integers(1, 5),
@@ -142,10 +184,56 @@ def test_lost_stream_is_a_typed_error_with_what_came():
     assert received.texts[0] not in repr(lost.value) + repr(received)
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("tokens_per_event", [1, 3])
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1], [2]]])
+def test_usage_is_waited_for_only_if_no_finish_has_it(prompt, tokens_per_event):
+    """Cut between the last finish and the end mark, for each number of choices, by a router that forgets."""
+    fields = TEXT_BODY | {"prompt": prompt, "n": 2}
+    choices = 4 if prompt in (["a", "b"], [[1], [2]]) else 2
+    for wants_usage in (False, True):
+        body = fields | ({"stream_options": {"include_usage": True}} if wants_usage else {})
+        for tells_usage in (False, True):
+            router = FakeRouter(tokens_per_event=tokens_per_event, tells_usage=tells_usage)
+            router._make = _with_choices(router, choices)
+            content = router.respond("POST", TEXT, {}, json.dumps(body).encode())[2]
+            expected = history(Network({A: router}).request(TEXT, body, POLICY))
+            router.generations.clear()
+            network = Network({A: router}, [after_finish(TEXT, content)])
+            outputs = []
+            for output in network.request(TEXT, body, POLICY):
+                outputs.append(output)
+                router.forget()
+            assert history(outputs) == expected
+            assert len(router.generations) == (2 if wants_usage and not tells_usage else 1)
+            assert len(expected[0]) == choices
+
+
+def _with_choices(router, choices):
+    make = router._make
+    return lambda stream_id, path, body: make(stream_id, path, body | {"n": choices})
+
+
+def test_complete_answer_needs_no_router_that_may_be_lost():
+    content = FakeRouter().respond("POST", TEXT, {}, json.dumps(TEXT_BODY).encode())[2]
+    network = Network({A: FakeRouter()}, [after_finish(TEXT, content)])
+    outputs = network.request(TEXT, TEXT_BODY, replace(POLICY, on_lost="error"))
+    collected = [next(outputs)]
+    network.routers[A] = None
+    assert history([*collected, *outputs]) == undisturbed(TEXT)
+    assert network.clock.pauses == []
+
+
+def test_failure_after_the_last_finish_is_none():
+    router = FakeRouter(error_after=(TEXT_BODY["max_tokens"] + 1, {"message": "shutting down", "code": "draining"}))
+    assert history(Network({A: router}).request(TEXT, TEXT_BODY, POLICY)) == undisturbed(TEXT)
+    assert len(router.generations) == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
 def test_repeat_that_differs_is_refused(path):
     first, second = FakeRouter("router"), FakeRouter("router", salt="other")
-    network = Network({A: first, B: second}, [length(path) - 100])
+    body = FakeRouter("router").respond("POST", path, {}, json.dumps(BODIES[path]).encode())[2]
+    network = Network({A: first, B: second}, [after_finish(path, body) - 100])
     outputs = network.request(path, BODIES[path], POLICY)
     next(outputs)
     origin = network.sent[0][0]
@@ -185,19 +273,75 @@ def test_seed_is_drawn_once_and_sent_to_every_router():
     assert history(collected)[0][0][1] == text
 
 
-def test_stream_that_fails_for_a_time_is_repeated():
+@pytest.mark.parametrize("path", [TEXT, RESPONSES])
+def test_stream_that_fails_for_a_time_is_repeated(path):
     draining = {"message": "shutting down", "code": "draining"}
-    router = FakeRouter(error_after=(3, draining))
+    router = FakeRouter(error_after=(5, draining))
     network = Network({A: router})
-    assert history(network.request(TEXT, TEXT_BODY, POLICY)) == undisturbed(TEXT)
+    assert history(network.request(path, BODIES[path], POLICY)) == undisturbed(path)
     assert len(router.generations) == 2
     assert network.clock.pauses
 
 
-def test_stream_that_fails_for_good_reports_it():
+class Leaving(FakeRouter):
+    """A router that leaves its streams to another one when they fail."""
+
+    peer = None
+
+    def _events(self, stream_id, after):
+        kept, fails = self.kept[stream_id], self.error_after is not None
+        response = super()._events(stream_id, after)
+        if fails:
+            self.peer.kept[stream_id] = kept
+            self.peer.error_after = None
+        return response
+
+
+@pytest.mark.parametrize("on_lost", ["restart", "error"])
+@pytest.mark.parametrize("code", ["draining", "unavailable"])
+def test_stream_that_another_router_continues_is_resumed_there(code, on_lost):
+    routers = [Leaving(name, error_after=(3, {"message": "no more", "code": code})) for name in ("first", "second")]
+    routers[0].peer, routers[1].peer = reversed(routers)
+    network = Network(dict(zip((A, B), routers, strict=True)))
+    policy = replace(POLICY, on_lost=on_lost)
+    assert history(network.request(TEXT, TEXT_BODY, policy)) == undisturbed(TEXT)
+    assert sum(len(router.generations) for router in routers) == 1
+    assert [method for _, method in network.sent] == ["POST", "GET"]
+    assert not network.clock.pauses
+
+
+def test_failure_without_anything_new_is_not_resumed_again():
+    """A stream that has failed where it ran gives its failure again."""
+    router = FakeRouter(error_after=(3, {"message": "waited too long", "code": "unavailable"}))
+    events = router._events
+
+    def keep(stream_id, after):
+        kept, error_after = router.kept[stream_id], router.error_after
+        response = events(stream_id, after)
+        if len(router.generations) == 1:
+            kept.key = None  # the key of a stream that has failed is free
+            router.kept[stream_id], router.error_after = kept, error_after
+        return response
+
+    router._events = keep
+    network = Network({A: router})
+    assert history(network.request(TEXT, TEXT_BODY, POLICY)) == undisturbed(TEXT)
+    assert [method for _, method in network.sent][:3] == ["POST", "GET", "POST"]
+
+
+def test_failure_is_given_to_who_wants_no_repeat():
+    router = FakeRouter(error_after=(3, {"message": "no more", "code": "draining"}))
+    *_, last = Network({A: router}).request(TEXT, TEXT_BODY, replace(POLICY, on_lost="error"))
+    assert json.loads(last.data)["error"]["code"] == "draining"
+    assert len(router.generations) == 1
+
+
+@pytest.mark.parametrize("path", [TEXT, RESPONSES])
+def test_stream_that_fails_for_good_reports_it(path):
     router = FakeRouter(error_after=(3, {"message": "bad", "code": "internal"}))
-    *_, last = Network({A: router}).request(TEXT, TEXT_BODY, POLICY)
-    assert json.loads(last.data)["error"]["code"] == "internal"
+    *_, last = Network({A: router}).request(path, BODIES[path], POLICY)
+    body = json.loads(last.data)
+    assert body.get("response", body)["error"]["code"] == "internal"
     assert len(router.seen) == 1
 
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep_client import Answer, Finish, ReasoningPiece, TextPiece, ToolCallPiece
+from lockstep_client.channels import DivergedError
 from lockstep_client.events import answer_of, events_of
 from lockstep_client.sse import ServerSentEvent
-from lockstep_client.transcript import DivergedError, Transcript
+from lockstep_client.transcript import Transcript
 
 THOUGHT, ANSWER, ARGUMENTS = "I shall look.", "Here it is: 🙂", '{"city": "Köln"}'
 

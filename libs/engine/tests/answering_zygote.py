@@ -48,7 +48,8 @@ def main() -> None:
 def serve(rank: int, control: socket.socket, mailbox: Mailbox) -> None:
     control.send(encode_control(Loaded(PoolSizes(8), {})))
     control.recv(MESSAGE_BYTES)
-    control.send(encode_control(Ready(deterministic=True, device="cpu", dtype="float32")))
+    pace = {"step_s": 1.0 + rank, "token_s": 0.5}
+    control.send(encode_control(Ready(deterministic=True, device="cpu", dtype="float32", **pace)))
     while doorbell := control.recv(MESSAGE_BYTES):
         plan = decode_plan(mailbox.get_plan(decode_doorbell(doorbell)))
         if plan.token_ids[0] == HANGS:

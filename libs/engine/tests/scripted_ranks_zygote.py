@@ -3,6 +3,7 @@
 import socket
 import sys
 import time
+from functools import partial
 
 from lockstep_engine import zygote
 from lockstep_engine.blocks import PoolSizes
@@ -22,13 +23,16 @@ from scripted_ranks import ScriptedRanks
 BLOCKS = PoolSizes(12, 12)
 
 
-def run_rank(spec, control, mailbox_fd, *_):
+def run_rank(spec, control, mailbox_fd, *_, step_s=0.0, token_s=0.0, holds=False):
+    """A rank that reports this pace; with `holds` it never ends a step."""
     mailbox = Mailbox(mailbox_fd, spec.config.tp, *message_sizes(spec))
     control.send(encode_control(Loaded(BLOCKS, {})))
     sizes = decode_rank_message(control.recv(MAX_CONTROL_BYTES)).blocks
     ranks = ScriptedRanks(sizes, spec.config.hot_window, spec.config.max_batch_tokens, spec.config.max_seqs)
-    control.send(encode_control(Ready(True, "cpu", "float32")))
+    control.send(encode_control(Ready(True, "cpu", "float32", step_s=step_s, token_s=token_s)))
     while doorbell := control.recv(MAX_CONTROL_BYTES):
+        if holds:
+            time.sleep(3600)
         step = decode_doorbell(doorbell)
         result = ranks.execute(decode_plan(mailbox.get_plan(step)))
         mailbox.steps[spec.rank] += 1
@@ -39,7 +43,11 @@ def run_rank(spec, control, mailbox_fd, *_):
             control.send(doorbell)
 
 
-if __name__ == "__main__":
+def main(**ranks):
     driver = socket.socket(fileno=int(sys.argv[1]))
     driver.send(ZYGOTE_READY)
-    zygote.serve(driver, run_rank)
+    zygote.serve(driver, partial(run_rank, **ranks))
+
+
+if __name__ == "__main__":
+    main()

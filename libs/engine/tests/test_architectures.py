@@ -39,8 +39,39 @@ SAMPLING = RowSampling(
 MARGIN = 5e-4
 """Between the best two logits of a greedy token: otherwise which is the best is a matter of rounding."""
 
+COMMON = {
+    *(
+        "llama",
+        "llama-grouped-untied",
+        "llama-odd-heads",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+    ),
+    *(
+        "gemma2",
+        "gemma3_text",
+        "phi3",
+        "gpt2",
+        "gpt_oss",
+        "falcon-alibi",
+        "bloom",
+        "deepseek_v2",
+        "deepseek_v3",
+        "olmo2",
+    ),
+    *("cohere2", "glm4_moe", "granite"),
+}
+"""The most used ones, which have every mechanism between them; `make test-slow` runs the others."""
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.tps])
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in COMMON else pytest.mark.slow) for name, case in CASES.items() if case.tps],
+)
 def test_logits_and_greedy_tokens_equal_transformers(tmp_path, name):
     case = CASES[name]
     path, reference = make(name, tmp_path)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from lockstep_engine.blocks import BlockPool, extend_keys, root_digest
+from lockstep_common.prefix_keys import root_digest
+from lockstep_engine.blocks import BlockPool, extend_keys
 from lockstep_engine.config import BLOCK_SIZE
 
 

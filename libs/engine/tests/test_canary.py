@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import make
 from in_process import InProcessGroup
+from lockstep_engine.canary import pace_of
 from lockstep_engine.config import HotWindow
 from lockstep_engine.kernels import cpu
 from lockstep_engine.sampling import Sampler
@@ -34,6 +35,22 @@ def measure(path, tp=1, **options):
 
 def test_same_numerics_have_the_same_fingerprint(checkpoint):
     assert measure(checkpoint) == measure(checkpoint)
+
+
+def test_the_pace_of_steps_is_measured(checkpoint):
+    pace = InProcessGroup(checkpoint, 1).measure().pace
+    assert 0 < pace.step_s + pace.token_s < 60
+    assert 0 <= pace.token_s <= pace.step_s + pace.token_s
+
+
+@pytest.mark.parametrize(
+    ("one_s", "all_s", "step_s", "token_s"),
+    [(1.0, 11.0, 0.9, 0.1), (1.0, 0.5, 1.0, 0.0), (0.1, 1000.0, 0.0, 0.1)],
+)
+def test_the_pace_explains_both_steps(one_s, all_s, step_s, token_s):
+    """Of one token and of 101."""
+    pace = pace_of(one_s, all_s, 101)
+    assert (pace.step_s, pace.token_s) == (pytest.approx(step_s), pytest.approx(token_s))
 
 
 def test_weights_dtype_split_and_compression_are_told_apart(checkpoint, tmp_path):
@@ -95,6 +112,7 @@ def test_what_torch_takes_of_the_cpu_does_not_change_it(checkpoint):
             check=True,
         ).stdout
         for capability, mode in (("default", "COMPATIBLE"), ("avx2", "AVX2"), ("avx512", "AUTO,STRICT"))
+        if capability in ("default", *builds_here())  # torch does not look whether the CPU has what the variable names
     }
     assert set(measured.values()) == {f"{measure(checkpoint)} {draws()}\n"}
 

@@ -14,6 +14,8 @@ from lockstep_common.errors import LockstepError
 from lockstep_engine import Engine, Request, SamplingParams
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 
+pytestmark = pytest.mark.slow
+
 MODEL = Path(__file__).parents[3] / "models/reference"
 TEXT = "It was a dark night, and the wind rose. " * 5
 NARROW = HotWindow(sink=1, size=1)

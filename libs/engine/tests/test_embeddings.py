@@ -144,7 +144,7 @@ def reference_of(model, ids, pooling):
     [
         ("llama-grouped-untied", "mean", 1),
         ("llama-grouped-untied", "last", 2),
-        ("gpt2", "mean", 2),
+        pytest.param("gpt2", "mean", 2, marks=pytest.mark.slow),
     ],
 )
 def test_embeddings_equal_transformers_and_do_not_depend_on_the_batch(tmp_path: Path, architecture, pooling, tp):

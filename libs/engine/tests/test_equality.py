@@ -15,7 +15,7 @@ def checkpoint(request, tmp_path_factory):
     return make(request.param, tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_logits_and_greedy_tokens_equal_transformers(checkpoint, tp):
     path, reference = checkpoint
     torch.manual_seed(1)

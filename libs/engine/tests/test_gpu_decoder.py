@@ -15,6 +15,8 @@ from lockstep_engine.models import build_model
 from lockstep_engine.weights import load_weights
 from triton_device import DEVICE, GPU, SWEEP
 
+pytestmark = pytest.mark.slow
+
 PROMPT, MORE = 15, 3
 WIDTH = 2
 

@@ -13,6 +13,8 @@ from lockstep_engine.graphs import (
     graph_sizes,
 )
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

@@ -24,7 +24,7 @@ class Listener:
 
     def __init__(self):
         self.starting = False
-        self.ready = False
+        self.ready = None
         self.lost = []
         self.results = []
 
@@ -32,7 +32,7 @@ class Listener:
         self.lost.append((reason, self.starting))
 
     def on_ready(self, blocks, ready):
-        self.ready = True
+        self.ready = ready
 
     def on_result(self, result):
         self.results.append((result.step, result.token_ids))
@@ -109,6 +109,7 @@ async def test_the_deadline_of_a_step_begins_when_the_one_before_it_has_ended(gr
             await ranks.start()
             while not listener.ready:
                 await asyncio.sleep(0.01)
+            assert (listener.ready.step_s, listener.ready.token_s) == (2.0, 0.5), "the pace of the slowest rank"
             ranks.execute(plan(1, takes_ms=4000), WAIT_S)
             ranks.execute(plan(2, takes_ms=0), 3.0)
             assert ranks.in_flight == 2

@@ -1,6 +1,8 @@
 """A model directory is read correctly, or refused with one sentence that names the cause."""
 
 import json
+import os
+import pickle
 
 import pytest
 from handmade import safetensors_bytes, write_model
@@ -22,6 +24,16 @@ def refusal(path, **settings):
     assert str(path) in caught.value.message
     assert "\n" not in caught.value.message
     return caught.value.message
+
+
+class Trap:
+    """Its pickle makes a directory when it is read."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
 
 
 class TestContents:
@@ -129,6 +141,16 @@ class TestRefusals:
     @pytest.mark.parametrize("others", [[], ["pytorch_model.bin"]])
     def test_no_weights(self, tmp_path, others):
         assert "no *.safetensors file" in refusal(write_model(tmp_path, files=others))
+
+    def test_a_pickle_beside_the_weights_is_not_read(self, tmp_path):
+        """Whoever loads it makes a directory."""
+        path = write_model(tmp_path / "model")
+        for name in ("pytorch_model.bin", "model.pt", "consolidated.pth", "training_args.bin"):
+            (path / name).write_bytes(pickle.dumps(Trap(str(tmp_path / "sprung"))))
+        inspect(path)
+        assert not (tmp_path / "sprung").exists()
+        pickle.loads((path / "model.pt").read_bytes())
+        assert (tmp_path / "sprung").exists()
 
     def test_an_index_that_names_a_missing_file(self, tmp_path):
         path = write_model(tmp_path, files=["one.safetensors"])

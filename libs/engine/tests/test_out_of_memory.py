@@ -14,6 +14,8 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import AsyncEngine, EngineConfig, Request, SamplingParams
 from scripted_ranks import EOS, VOCAB, expected_ids, words
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parent
 MODEL = TESTS.parents[2] / "models/reference"
 ENGINE = str(Path(lockstep_engine.__file__).parent)

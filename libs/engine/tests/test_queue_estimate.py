@@ -168,3 +168,92 @@ def test_a_request_waits_for_queued_ones_of_its_class_and_of_higher_ones():
         estimate.add(name, 0, 10, reaches_limit=True, priority=priority)
     waits = {each: estimate.waits(places=1, is_full=True, now=15.0, priority=each)[0] for each in (-1, 0, 1)}
     assert waits == {1: 5.0 + 10.0, 0: 5.0 + 30.0, -1: 5.0 + 40.0}
+
+
+def calibrated(step_s=0.5, token_s=0.25):
+    """An estimate that knows the pace of the ranks' self-test and nothing else."""
+    estimate = QueueEstimate()
+    estimate.calibrate(step_s, token_s)
+    return estimate
+
+
+def forced(estimate, name, limit, prompt_tokens=4, **fields):
+    """A request of which it is known how long its answer becomes."""
+    estimate.add(name, 0, limit, reaches_limit=True, prompt_tokens=prompt_tokens, **fields)
+
+
+def test_before_the_first_tokens_the_self_test_is_the_measure():
+    estimate = calibrated()
+    forced(estimate, "a", 10)
+    estimate.start("a", 100.0)
+    each_s = 4 * 0.25 + 10 * (0.5 + 0.25)
+    assert estimate.waits(places=1, is_full=True, now=101.0) == (each_s - 1.0, each_s)
+    for number in range(1, 200):
+        forced(estimate, str(number), 10)
+        assert estimate.waits(places=1, is_full=True, now=101.0)[0] == pytest.approx((number + 1) * each_s - 1.0)
+
+
+def test_requests_that_run_together_share_the_steps():
+    estimate = calibrated()
+    for number in range(8):
+        forced(estimate, str(number), 10)
+    each_s = 4 * 0.25 + 10 * (0.5 + 4 * 0.25)
+    wait_s, per_request_s = estimate.waits(places=4, is_full=True, now=0.0)
+    assert (wait_s, per_request_s) == (2 * each_s, each_s / 4)
+
+
+def test_long_prompts_are_expected_to_take_longer():
+    estimate = calibrated()
+    forced(estimate, "long", 1, prompt_tokens=400)
+    forced(estimate, "embeds", 1, prompt_tokens=40, embeds=True)
+    assert estimate.waits(places=1, is_full=True, now=0.0)[0] == 400 * 0.25 + 0.75 + 40 * 0.25
+
+
+def test_the_first_tokens_replace_the_self_test():
+    estimate = calibrated()
+    forced(estimate, "a", 10)
+    estimate.start("a", 0.0)
+    estimate.progress("a", 1, 3.0)  # its prompt took three seconds
+    forced(estimate, "b", 10)
+    for tokens in range(2, 6):
+        estimate.progress("a", tokens, 3.0 + 2.0 * (tokens - 1))
+    assert estimate.waits(places=1, is_full=True, now=11.0)[0] == (3.0 + 10 * 2.0 - 11.0) + (4 * 0.25 + 10 * 2.0)
+    estimate.end("a", 10, 20.0)
+    assert estimate.has_measured
+    assert estimate.waits(places=1, is_full=True, now=20.0)[0] == 20.0
+
+
+def test_answers_of_unknown_length_count_as_what_the_running_ones_have_had():
+    """Refusing a request that would not have waited is worse than letting one wait."""
+    estimate = calibrated()
+    estimate.add("a", 0, 10_000, reaches_limit=False, prompt_tokens=4)
+    estimate.start("a", 0.0)
+    queue(estimate, 10, limit=10_000)
+    waits = [estimate.waits(places=1, is_full=True, now=0.0)[0]]
+    for tokens in range(1, 40):
+        estimate.progress("a", tokens, float(tokens))
+        waits.append(estimate.waits(places=1, is_full=True, now=float(tokens))[0])
+    assert waits[0] == 1.0 + 11 * 0.75
+    assert waits[1:] == sorted(waits[1:])
+    assert waits[-1] == pytest.approx(10 * 39.0, abs=1.5)
+
+
+def test_tokens_of_earlier_attempts_are_computed_again_but_do_not_come_again():
+    estimate = calibrated()
+    estimate.add("moved", 16, 20, reaches_limit=True, prompt_tokens=20)
+    estimate.start("moved", 0.0)
+    assert estimate.waits(places=1, is_full=True, now=0.0)[0] == 20 * 0.25 + 4 * 0.75
+    estimate.progress("moved", 16, 1.0)
+    estimate.progress("moved", 17, 2.0)
+    estimate.progress("moved", 18, 5.0)
+    assert estimate.waits(places=1, is_full=True, now=5.0)[0] == 2.0 + 4 * 3.0 - 5.0
+    estimate.progress("nobody", 3, 5.0)
+
+
+def test_a_worker_without_a_pace_estimates_as_soon_as_tokens_come():
+    estimate = QueueEstimate()
+    forced(estimate, "a", 100)
+    estimate.start("a", 0.0)
+    estimate.progress("a", 1, 1.0)
+    estimate.progress("a", 3, 2.0)
+    assert estimate.waits(places=1, is_full=True, now=2.0)[0] == 1.0 + 100 * 0.5 - 2.0

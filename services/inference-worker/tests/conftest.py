@@ -4,14 +4,14 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, os.path.dirname(__file__))
 
-from harness import tokenizer_json
+from harness import Served, make_settings, served, tokenizer_json
 
 
 @pytest.fixture
@@ -30,3 +30,10 @@ def socket_path() -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix="lockstep-")
     yield f"{directory}/s"
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+async def worker(model_dir: Path, socket_path: str) -> AsyncIterator[Served]:
+    """A worker with a scripted engine."""
+    async with served(make_settings(model_dir, socket_path)) as running:
+        yield running

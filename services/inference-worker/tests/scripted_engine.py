@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.prefix_keys import BLOCK_TOKENS, prefix_keys
 from lockstep_engine import (
     EmbeddingInfo,
     EngineConfig,
@@ -21,6 +22,7 @@ from lockstep_engine import (
     Output,
     Phase,
     PhaseChange,
+    PrefixChanges,
     RankStatus,
     Request,
     TokenLogprob,
@@ -109,6 +111,11 @@ class ScriptedEngine:
         self._reason = ""
         self._epoch = 1
         self._steps = 0
+        self.notes_prefixes = False
+        self.snapshots = 0
+        """How often all blocks were listed."""
+        self._cached: dict[int, None] = {}
+        self._changes = PrefixChanges()
         self._may_start = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
 
@@ -169,6 +176,17 @@ class ScriptedEngine:
             grammar_engine=self.grammar_engine,
         )
 
+    def note_prefixes(self, *, wanted: bool) -> None:
+        self.notes_prefixes, self._changes = wanted, PrefixChanges()
+
+    def take_prefix_changes(self) -> PrefixChanges:
+        changes, self._changes = self._changes, PrefixChanges()
+        return changes
+
+    def newest_prefixes(self, limit: int) -> list[int]:
+        self.snapshots += 1
+        return list(self._cached)[:limit]
+
     async def close(self) -> None:
         self.closed = True
         if self.close_error is not None:
@@ -196,6 +214,7 @@ class ScriptedEngine:
                     (token_at(request.prompt_ids, position),),
                     logprobs=_logprobs(request, position),
                     finish=FinishReason.LENGTH if done else None,
+                    cached_tokens=self._cache(request) if position == len(request.emitted_ids) else 0,
                 )
             )
             self.emitted[request_id] += 1
@@ -208,6 +227,27 @@ class ScriptedEngine:
         self._steps += 1
         self._on_outputs(self._steps, outputs)
 
+    def change_prefixes(self, added: Sequence[int] = (), removed: Sequence[int] = ()) -> None:
+        """Gain and lose blocks of the prefix cache."""
+        self._cached |= dict.fromkeys(added)
+        for key in removed:
+            self._cached.pop(key, None)
+        if self.notes_prefixes:
+            before = self._changes
+            self._changes = PrefixChanges((*before.added, *added), (*before.removed, *removed), before.is_complete)
+
+    def _cache(self, request: Request) -> int:
+        """Cache a prompt; returns how many of its tokens were cached before."""
+        keys = prefix_keys(request.tenant, request.prompt_ids, len(request.prompt_ids))
+        found = next((count for count, key in enumerate(keys) if key not in self._cached), len(keys))
+        self.change_prefixes(keys[found:])
+        return BLOCK_TOKENS * found
+
+    def lose_prefixes(self) -> None:
+        """Begin again with an empty prefix cache."""
+        self._cached.clear()
+        self._changes = PrefixChanges(is_complete=False)
+
     def change_phase(self, request_id: str, phase: Phase) -> None:
         """Report that a request runs or waits, from the event loop, as the engine does."""
         asyncio.get_running_loop().call_soon(self._on_phases, [PhaseChange(request_id, phase)])
@@ -217,6 +257,7 @@ class ScriptedEngine:
         error = LockstepError(ErrorCode.WORKER_LOST, reason)
         lost = [Output(request_id, self.emitted[request_id], (), error=error) for request_id in self.requests]
         self.requests.clear()
+        self.lose_prefixes()
         self._turn(EngineState.RESTARTING, reason)
         self._on_outputs(self._steps, lost)
         self._epoch += 1

@@ -3,16 +3,9 @@
 import dataclasses
 import struct
 
-import pytest
-from harness import make_settings, served, submit, until
+from harness import submit, until
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from scripted_engine import CONTEXT_LENGTH
-
-
-@pytest.fixture
-async def worker(model_dir, socket_path):
-    async with served(make_settings(model_dir, socket_path)) as running:
-        yield running
 
 
 def embed(stream_id="e", **fields):

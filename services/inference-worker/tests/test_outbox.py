@@ -47,6 +47,16 @@ async def test_a_status_does_not_overtake_the_hello_of_its_epoch():
     assert await drained(outbox) == [status(7, epoch=1), hello(2), status(0, epoch=2)]
 
 
+async def test_a_status_of_another_state_does_not_overtake_what_came_before():
+    outbox = Outbox(10)
+    ready, lost = status(7), status(7)
+    lost.status.state = worker_pb2.WORKER_STATE_RESTARTING
+    outbox.put_status(ready)
+    outbox.put(tokens(1))
+    outbox.put_status(lost)
+    assert await drained(outbox) == [ready, tokens(1), lost]
+
+
 async def test_a_status_that_was_taken_is_not_changed():
     outbox = Outbox(10)
     frames = outbox.frames()

@@ -1,5 +1,6 @@
 """What every store of journals does. A backend's tests subclass `JournalStoreContract` and make the store."""
 
+import contextlib
 from array import array
 
 import pytest
@@ -12,11 +13,11 @@ STOP = inference_pb2.FINISH_REASON_STOP
 KEEP_S = 10.0
 
 
-def record(request_id="r-1", choices=2, prompt=(1, 2, 3)):
+def record(request_id="r-1", choices=2, prompt=(1, 2, 3), tenant="tenant"):
     samplings = [inference_pb2.Sampling(max_tokens=8, seed=seed, logprobs=1) for seed in range(choices)]
     return Record(
         request_id=request_id,
-        owner="tenant",
+        owner=tenant,
         model="reference",
         digest="model-1",
         tokenizer_digest="tokenizer-1",
@@ -26,7 +27,7 @@ def record(request_id="r-1", choices=2, prompt=(1, 2, 3)):
         prompts=(array("I", prompt),),
         prefixes=("",),
         choices=tuple(ChoiceRecord(f"s-{index}", sampling) for index, sampling in enumerate(samplings)),
-        tenant="tenant",
+        tenant=tenant,
         session="session:1",
         deadline_at=1_700_000_100.5,
     )
@@ -124,6 +125,32 @@ class JournalStoreContract:
         assert await store.claim("key", Claim("r-1", b"body")) is None
         assert await store.claim("key", Claim("r-2", b"other")) == Claim("r-1", b"body")
         assert await store.claim("other key", Claim("r-3", b"body")) is None
+
+    async def test_key_tells_its_stream(self, store):
+        assert await store.find("key") is None
+        await store.claim("key", Claim("r-1", b"body"))
+        assert await store.find("key") == Claim("r-1", b"body")
+        await store.release("r-1")
+        assert await store.find("key") is None
+
+    async def test_tenant_that_fills_the_store_pushes_out_its_own_streams(self, store, advance):
+        """Those of others stay, whichever limit it hits: with many streams, with large ones, with growing ones."""
+        await store.open(record("small", tenant="small"))
+        await store.seal("small", Outcome(), KEEP_S)
+        for n in range(50):
+            with contextlib.suppress(LockstepError):
+                await store.open(record(f"many-{n}", tenant="greedy"))
+                await store.seal(f"many-{n}", Outcome(), KEEP_S)
+        for n in range(8):
+            with contextlib.suppress(LockstepError):
+                await store.open(record(f"large-{n}", prompt=[1] * 100_000, tenant="greedy"))
+                await store.seal(f"large-{n}", Outcome(), KEEP_S)
+        with contextlib.suppress(LockstepError):
+            await store.open(record("growing", tenant="greedy"))
+            for n in range(8):
+                store.append("growing", Piece(0, n * 100_000, [5] * 100_000))
+        await advance(0)
+        assert await store.read("small") is not None
 
     async def test_released_key_is_free_and_its_stream_stays(self, store):
         await store.claim("key", Claim("r-1", b"body"))

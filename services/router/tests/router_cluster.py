@@ -48,6 +48,8 @@ class Cluster:
         self.tokenizer = tokenizer
         self.connections = set()
         """Of the server of `over_http`."""
+        self.grpc_address = ""
+        """Of the server of `over_grpc`."""
 
     def worker_of(self, session):
         """The worker that the session's streams go to, and the others."""
@@ -79,9 +81,10 @@ class Cluster:
         """A channel to a real gRPC server; the router's setting `grpc_port` is 0."""
         server = GrpcServer(self.router, self.app.state.bodies, self.app.state.parsing)
         await server.start()
+        self.grpc_address = f"127.0.0.1:{server.port}"
         given = [(name.replace("__", "."), value) for name, value in options.items()]
         try:
-            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options=given) as channel:
+            async with grpc.aio.insecure_channel(self.grpc_address, options=given) as channel:
                 yield channel
         finally:
             await server.stop(0)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+from lockstep_common.prefix_keys import prefix_keys
 from xxhash import xxh64_intdigest
 
 REPOSITORY = Path(__file__).parents[3]
@@ -69,8 +70,10 @@ class Script:
     skip_at: int | None = None
     noise: bool = False
     batch: int = 1
+    columns: bool = True
     token: Callable = token_at
     cached_tokens: int = 0
+    caches: bool = False  # prompts, and reports the blocks
     poison: Callable = lambda submit: False
     poison_after: int = 3  # tokens of a poisonous stream's attempt after which the ranks die
     end_position: int | None = None  # of an end without ids
@@ -146,6 +149,8 @@ class ScriptedWorker:
     silent: bool = False
     deaf: bool = False
     accepts_several: bool = True
+    reports_prefixes: bool = True
+    watches: list = field(default_factory=list)
     submits: list = field(default_factory=list)
     cancels: list = field(default_factory=list)
     tokenizer_calls: int = 0
@@ -158,6 +163,8 @@ class ScriptedWorker:
         self.seats = Seats(self.max_seqs)
         self._server = None
         self.connections = set()
+        self.lost = None
+        self.cached = {}  # keys of blocks, in the order in which they came
 
     @property
     def connected(self):
@@ -193,6 +200,7 @@ class ScriptedWorker:
         await self.kill()
         self.incarnation = time.time_ns()
         self.epoch = 1
+        self.cached.clear()
         return await self.start()
 
     def break_connections(self):
@@ -207,13 +215,33 @@ class ScriptedWorker:
         """Change state or epoch as the supervisor does: at once, with a new Hello for a new epoch."""
         if epoch is not None:
             self.epoch = epoch
+            self.cached.clear()
             self.broadcast(self.hello())
+            for connection in self.connections:
+                if connection.watches:
+                    connection.report(snapshot=True)
         if state is not None:
             self.state = state
-        self.broadcast(self.status())
+        for connection in self.connections:
+            connection.outbox.put_nowait(self.status(connection.received))
+
+    def change_prefixes(self, added=(), removed=()):
+        """Gain and lose cached blocks, and tell the routers that want to know."""
+        for key in removed:
+            self.cached.pop(key, None)
+        self.cached |= dict.fromkeys(added)
+        for connection in self.connections:
+            if connection.watches:
+                connection.report(added=added, removed=removed)
+
+    def cached_tokens(self, submit):
+        """How much of a prompt is cached."""
+        keys = prefix_keys(submit.tenant, submit.prompt_ids, len(submit.prompt_ids))
+        return 16 * next((count for count, key in enumerate(keys) if key not in self.cached), len(keys))
 
     def lose_ranks(self, message="rank 1 died"):
         """As the supervisor does: restarting, every live stream rejected, then the next epoch."""
+        self.lost = self.batch() if self.script.says_phase else None
         self.announce(state=worker_pb2.WORKER_STATE_RESTARTING)
         for connection in self.connections:
             connection.reject_all(worker_pb2.Rejected(code="worker_lost", message=message, retryable=True))
@@ -230,7 +258,16 @@ class ScriptedWorker:
         hello.accepts_several = self.accepts_several
         return worker_pb2.WorkerFrame(epoch=self.epoch, hello=hello)
 
-    def status(self):
+    def batch(self):
+        """What the ranks run now."""
+        suspicions = [submit.suspicion for connection in self.connections for submit in connection.running.values()]
+        return worker_pb2.LostBatch(
+            streams=len(suspicions),
+            suspected=sum(each != worker_pb2.SUSPICION_NONE for each in suspicions),
+            on_trial=suspicions.count(worker_pb2.SUSPICION_ON_TRIAL),
+        )
+
+    def status(self, received=0):
         ranks = [
             worker_pb2.RankHealth(rank=rank, pid=1000 + rank, state=worker_pb2.RANK_STATE_READY, steps=self.steps)
             for rank in range(2)
@@ -249,6 +286,8 @@ class ScriptedWorker:
             steps=self.steps,
             ranks=ranks,
             pid=999,
+            received=received,
+            lost=self.lost if self.state == worker_pb2.WORKER_STATE_RESTARTING else None,
         )
         return worker_pb2.WorkerFrame(epoch=self.epoch, status=status)
 
@@ -261,6 +300,23 @@ class _Connection:
         self.broken = asyncio.Event()
         self.tasks = {}
         self.attempts = {}
+        self.received = 0
+        self.running = {}
+        self.watches = False
+        self.reports = 0
+
+    def report(self, **fields):
+        """Send a report about cached blocks."""
+        self.reports += 1
+        report = worker_pb2.PrefixReport(number=self.reports, **fields)
+        self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch, prefix_report=report))
+
+    def watch(self, watch):
+        self.worker.watches.append(watch)
+        if self.worker.reports_prefixes:
+            self.watches = True
+            newest = list(self.worker.cached)[-watch.max_blocks :]
+            self.report(snapshot=True, added=newest)
 
     def put(self, frame):
         if not self.worker.silent:
@@ -269,7 +325,7 @@ class _Connection:
     async def heartbeat(self):
         while True:
             self.worker.steps += self.worker.steps_advance
-            self.put(self.worker.status())
+            self.put(self.worker.status(self.received))
             await asyncio.sleep(self.worker.heartbeat_s)
 
     async def read(self, requests):
@@ -288,10 +344,13 @@ class _Connection:
         match frame.WhichOneof("frame"):
             case "submit":
                 self.worker.submits.append(frame.submit)
+                self.received += 1
                 task = asyncio.create_task(self.stream(frame.submit))
                 task.add_done_callback(_complain)
                 self.tasks[frame.submit.stream_id] = task
                 self.attempts[frame.submit.stream_id] = frame.submit.attempt
+            case "prefix_watch":
+                self.watch(frame.prefix_watch)
             case "cancel":
                 self.worker.cancels.append(frame.cancel)
                 if task := self.tasks.pop(frame.cancel.stream_id, None):
@@ -313,7 +372,7 @@ class _Connection:
         change = worker_pb2.StreamPhaseChange(stream_id=submit.stream_id, attempt=submit.attempt, phase=phase)
         self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch, phases=worker_pb2.Phases(streams=[change])))
 
-    def tokens(self, submit, position, ids, finish=0, *, epoch=None, attempt=None):
+    def tokens(self, submit, position, ids, finish=0, *, epoch=None, attempt=None, cached_tokens=0):
         wants = submit.sampling.HasField("logprobs")
         logprobs = (
             [_logprobs(token_id, submit.sampling.logprobs, self.worker.script.logprob) for token_id in ids]
@@ -327,13 +386,17 @@ class _Connection:
             ids=ids,
             logprobs=logprobs,
             finish=finish,
-            cached_tokens=self.worker.script.cached_tokens,
+            cached_tokens=cached_tokens,
         )
-        self.put(
-            worker_pb2.WorkerFrame(
-                epoch=self.worker.epoch if epoch is None else epoch, tokens=worker_pb2.Tokens(streams=[frame])
-            )
-        )
+        tokens = worker_pb2.Tokens()
+        says_more = len(ids) != 1 or finish or logprobs or cached_tokens
+        if self.worker.script.columns and submit.handle and attempt is None and not says_more:
+            tokens.handles.append(submit.handle)
+            tokens.positions.append(position)
+            tokens.ids.extend(ids)
+        else:
+            tokens.streams.append(frame)
+        self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch if epoch is None else epoch, tokens=tokens))
 
     async def stream(self, submit):
         seats = self.worker.seats
@@ -342,8 +405,11 @@ class _Connection:
             self.worker.on_start(submit, [entry[-1] for entry in seats.waiting])
             if self.worker.script.says_phase:
                 self.phase(submit, worker_pb2.STREAM_PHASE_RUNNING)
+            self.running[submit.stream_id] = submit
             await self.generate(submit)
         finally:
+            if self.running.get(submit.stream_id) is submit:
+                del self.running[submit.stream_id]
             seats.leave()
 
     def embed(self, submit):
@@ -369,6 +435,7 @@ class _Connection:
             return
         prompt_ids, seed = list(submit.prompt_ids), submit.sampling.seed
         position = first = len(submit.emitted_ids)
+        cached_tokens = self.worker.cached_tokens(submit) if script.caches else script.cached_tokens
         limit = submit.sampling.max_tokens
         end = limit if script.stop_after is None else min(limit, script.stop_after)
         finish = inference_pb2.FINISH_REASON_LENGTH if end == limit else inference_pb2.FINISH_REASON_STOP
@@ -385,7 +452,11 @@ class _Connection:
             if script.skip_at == given:
                 position += count
                 continue
-            self.tokens(submit, position, ids, finish if position + count == end else 0)
+            self.tokens(submit, position, ids, finish if position + count == end else 0, cached_tokens=cached_tokens)
+            if script.caches and not given:
+                keys = prefix_keys(submit.tenant, submit.prompt_ids, len(submit.prompt_ids))
+                self.worker.change_prefixes([key for key in keys if key not in self.worker.cached])
+                cached_tokens = 0
             position += count
             await asyncio.sleep(0)
         self.worker.ended_streams += 1

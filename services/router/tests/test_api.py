@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.telemetry import exposition
+from lockstep_router.faces.openai.format import ChatFormat, CompletionFormat, Head
 from lockstep_router.faces.rest.access import AccessMiddleware
 from lockstep_router.faces.rest.app import create_app
-from lockstep_router.faces.rest.openai_format import ChatFormat, CompletionFormat, Head
 from lockstep_router.generation.choices import Delta, TokenEntry
 from lockstep_router.status import status_body
 from pydantic_core import to_json

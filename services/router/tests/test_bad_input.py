@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lockstep_common.errors import LockstepError
-from lockstep_router.faces.rest.fields import parse
-from lockstep_router.faces.rest.schemas import (
+from lockstep_router.faces.openai.fields import parse
+from lockstep_router.faces.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -331,6 +331,8 @@ async def test_harmless_fields_are_ignored(cluster):
     plain = await cluster.chat()
     assert (await cluster.chat(**ignored, **empty)).json()["choices"] == plain.json()["choices"]
     assert (await cluster.complete(suffix=None, best_of=1)).status_code == 200
+    sent_back = {"role": "assistant", "content": "yes", "provider_specific_fields": {"refusal": None}}
+    assert (await cluster.chat(messages=[sent_back])).status_code == 200
 
 
 async def test_every_request_has_an_id(cluster):

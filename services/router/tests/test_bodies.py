@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_router.faces.rest.bodies import BodyBudget
-from lockstep_router.faces.rest.fields import parse
-from lockstep_router.faces.rest.json_structure import (
+from lockstep_router.faces.bodies import BodyBudget
+from lockstep_router.faces.openai.fields import parse
+from lockstep_router.faces.openai.json_structure import (
     MAX_CONTAINERS,
     MAX_DEPTH,
     MAX_PAIRS,
@@ -18,7 +18,7 @@ from lockstep_router.faces.rest.json_structure import (
     _without_escapes,
     check_structure,
 )
-from lockstep_router.faces.rest.schemas import MAX_MESSAGES, ChatCompletionRequest, CompletionRequest
+from lockstep_router.faces.openai.schemas import MAX_MESSAGES, ChatCompletionRequest, CompletionRequest
 from lockstep_router.memory import MemoryTrimmer
 from router_cluster import eventually
 from starlette.requests import Request

@@ -5,6 +5,7 @@ import contextlib
 import json
 
 import pytest
+from lockstep_router import server
 from lockstep_router.faces.rest import connections
 from router_cluster import eventually
 from scripted_worker import Script
@@ -217,3 +218,29 @@ async def eventually_answered(client):
     async with asyncio.timeout(30):
         while (await client.get("/healthz")).status_code != 200:
             await asyncio.sleep(0.01)
+
+
+async def test_line_ends_between_requests_keep_no_connection_open(make_cluster, monkeypatch):
+    monkeypatch.setattr(server, "_KEEP_ALIVE_S", 0.3)
+    cluster = await make_cluster(1)
+    async with cluster.over_http() as client, connection(client, HEALTH) as (reader, writer):
+        assert b"200 OK" in await reader.readuntil(b"}")
+        writer.write(b"\r\n")
+        assert await all_of(reader) == b""
+
+
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/v1/completions?a=b"], ids=["direct", "through ASGI"])
+async def test_trailers_are_no_headers(cluster, path):
+    head = b"POST %s HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n" % path
+    body = b"%x\r\n%s\r\n0\r\nX-Session-ID: %s\r\n\r\n" % (len(BODY), BODY, b"s" * 2000)
+    async with cluster.over_http() as client, connection(client, head + body) as (reader, _):
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n"), "a header like this would be refused"
+
+
+async def test_bad_framing_in_the_heads_own_segment_is_refused_and_nothing_runs(cluster):
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with cluster.over_http() as client:
+        answer = await answer_to(client, head + b"zz\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert error_of(answer)["code"] == "invalid_request"
+    assert not cluster.workers[0].submits

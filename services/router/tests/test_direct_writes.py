@@ -6,7 +6,10 @@ import re
 
 import httpx
 import pytest
-from lockstep_router.faces.rest.connections import BoundedProtocol, _Response
+from lockstep_api.v1 import worker_pb2
+from lockstep_router.faces.rest.connections import BoundedProtocol
+from lockstep_router.faces.rest.response_channel import ResponseChannel
+from lockstep_router.lanes import Outlet
 from router_cluster import events_of, eventually
 from scripted_worker import Script, token_at
 
@@ -20,20 +23,43 @@ USAGE = {"stream_options": {"include_usage": True}}
 def written(monkeypatch):
     """Every piece that is written at once."""
     pieces = []
-    write = _Response.write
+    write = ResponseChannel.write
 
     def counting(self, data):
         pieces.append(data)
         write(self, data)
 
-    monkeypatch.setattr(_Response, "write", counting)
+    monkeypatch.setattr(ResponseChannel, "write", counting)
     return pieces
+
+
+@pytest.fixture
+def pushed(monkeypatch):
+    """Every event that a lane sends. `pushed.send` may be replaced: called with how to send, and with the event."""
+
+    class Pushed(list):
+        @staticmethod
+        def send(really, event):
+            return really(event)
+
+    events = Pushed()
+    made = Outlet.__init__
+
+    def observed(self, *parts, send, send_later):
+        def observing(event):
+            events.append(event)
+            return events.send(send, event)
+
+        made(self, *parts, send=observing, send_later=send_later)
+
+    monkeypatch.setattr(Outlet, "__init__", observed)
+    return events
 
 
 def set_open(monkeypatch, is_open):
     """Decide anew for each write whether the channel is open."""
-    really = _Response.is_open.fget
-    monkeypatch.setattr(_Response, "is_open", property(lambda self: is_open() and really(self)))
+    really = ResponseChannel.is_open.fget
+    monkeypatch.setattr(ResponseChannel, "is_open", property(lambda self: is_open() and really(self)))
 
 
 async def streamed(client, path, body):
@@ -68,8 +94,17 @@ CASES = {
     "several tokens at once": ("/v1/chat/completions", CHAT | USAGE, {"batch": 7}),
     "the worker's own end": ("/v1/chat/completions", CHAT | USAGE, {"stop_after": 9}),
     "frames that are dropped": ("/v1/completions", TEXT | USAGE, {"noise": True}),
+    "tokens without columns": ("/v1/completions", TEXT | USAGE, {"columns": False}),
     "cached tokens": ("/v1/chat/completions", CHAT | USAGE, {"cached_tokens": 2}),
 }
+
+
+LANES = [
+    ("/v1/completions", TEXT),
+    ("/v1/chat/completions", CHAT),
+    ("/v1/completions", TEXT | {"echo": True}),
+    ("/v1/completions", TEXT | {"model": "reference", "user": "100 %d of %b"}),
+]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -157,17 +192,147 @@ async def test_comments_do_not_come_between_the_parts_of_an_event(make_cluster, 
     assert text == cluster.undisturbed("hello world", 7, 40)
 
 
-async def test_failure_while_writing_ends_its_own_stream_only(make_cluster, monkeypatch, written):
+@pytest.mark.parametrize(("path", "more"), LANES)
+async def test_lane_sends_the_same_bytes(make_cluster, pushed, path, more):
+    cluster = await make_cluster(1)
+    cluster.workers[0].script = Script(delay_s=0.002)
+    waking, direct = await both_ways(cluster, path, more | USAGE | {"max_tokens": 120})
+    assert direct == waking
+    # Not the first, the last, the proof that the worker is well, and numbers with a digit more; and few have no text.
+    assert 100 < len(pushed) < 117
+
+
+async def test_lane_of_a_connection_with_tls_sends_the_same_bytes(make_cluster, monkeypatch, pushed):
+    made = BoundedProtocol.__init__
+    monkeypatch.setattr(BoundedProtocol, "__init__", lambda *args, **more: made(*args, **more | {"wire": None}))
+    cluster = await make_cluster(1)
+    cluster.workers[0].script = Script(delay_s=0.002)
+    waking, direct = await both_ways(cluster, "/v1/chat/completions", CHAT | USAGE)
+    assert direct == waking
+    assert pushed
+
+
+async def test_lane_gives_way_to_parts_of_characters(make_cluster, pushed):
+    cluster = await make_cluster(1)
+    cluster.workers[0].script = Script(delay_s=0.002, token=bytes_of_characters)
+    waking, direct = await both_ways(cluster, "/v1/completions", TEXT | USAGE | {"max_tokens": 120})
+    assert direct == waking
+    assert pushed
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_lane_of_a_connection_that_takes_little_sends_the_same_bytes(make_cluster, pushed, seed):
+    rng = random.Random(seed)
+
+    def send(really, event):
+        if rng.random() < 0.3:
+            raise BlockingIOError
+        return really(event[: rng.randrange(1, len(event))] if rng.random() < 0.3 else event)
+
+    pushed.send = send
+    cluster = await make_cluster(1)
+    cluster.workers[0].script = Script(delay_s=0.002)
+    waking, direct = await both_ways(cluster, "/v1/completions", TEXT | USAGE | {"max_tokens": 120})
+    assert direct == waking, f"seed {seed}"
+    assert len(pushed) > 40
+
+
+async def test_lane_carries_a_stream_over_a_move(make_cluster, pushed):
+    cluster = await make_cluster(2)
+    own, (other,) = cluster.worker_of("user:u")
+    other.script = Script(delay_s=0.002)
+
+    def restart():
+        own.script = Script(delay_s=0.002, skip_at=11)
+
+    waking, direct = await both_ways(cluster, "/v1/completions", TEXT | USAGE, restart=restart)
+    assert direct == waking
+    assert cluster.router.failovers >= 1
+    assert b":5\n" in b"".join(pushed)
+    assert b":35\n" in b"".join(pushed)
+
+
+async def test_lane_does_not_open_before_the_role_is_sent(make_cluster, pushed):
+    cluster = await make_cluster(1, keepalive_interval_s=0.1)
+
+    def first_ones_without_text(prompt_ids, seed, position):
+        script.delay_s = 0.002
+        return token_at(prompt_ids, seed, position) if position > 2 else 0
+
+    script = cluster.workers[0].script = Script(delay_s=0.3, token=first_ones_without_text)
+    async with cluster.over_http() as client:
+        response = await client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 30})
+    assert response.text.startswith(": keep-alive")
+    roles = ["role" in data["choices"][0]["delta"] for _, data in events_of(response)[:-1]]
+    assert roles[0]
+    assert not any(roles[1:])
+    assert pushed
+
+
+async def test_columns_of_different_lengths_end_the_connection(make_cluster):
+    cluster = await make_cluster(1)
+    worker = cluster.workers[0]
+    worker.broadcast(worker_pb2.WorkerFrame(epoch=1, tokens=worker_pb2.Tokens(handles=[1], positions=[0])))
+    await eventually(lambda: not worker.connected)
+    await eventually(lambda: worker.connected)
+
+
+async def test_columns_of_unknown_streams_are_dropped(make_cluster):
+    cluster = await make_cluster(1)
+    frame = worker_pb2.Tokens(handles=[77], positions=[0], ids=[5])
+    cluster.workers[0].broadcast(worker_pb2.WorkerFrame(epoch=1, tokens=frame))
+    response = await cluster.complete()
+    assert response.json()["choices"][0]["text"] == cluster.undisturbed("hello world", 7, 12)
+
+
+async def test_client_that_leaves_ends_a_stream_that_a_lane_carries(make_cluster, pushed):
+    cluster = await make_cluster(1)
+    worker = cluster.workers[0]
+    worker.script = Script(delay_s=0.01)
+    async with (
+        cluster.over_http() as client,
+        client.stream("POST", "/v1/completions", json=TEXT | {"max_tokens": 200}) as response,
+    ):
+        async for _ in response.aiter_lines():
+            if len(pushed) > 5:
+                break
+    await eventually(lambda: len(worker.cancels) == 1)
+    await eventually(lambda: cluster.router.streams == 0)
+    (link,) = cluster.router.workers.links
+    assert not link.lanes
+
+
+async def test_failure_of_a_lane_ends_its_own_stream_only(make_cluster, pushed):
     cluster = await make_cluster(1)
     cluster.workers[0].script = Script(delay_s=0.005)
-    write = _Response.write
+
+    def send(really, event):
+        if b"id: broken:20\n" in event:
+            raise RuntimeError("a defect")
+        return really(event)
+
+    pushed.send = send
+    async with cluster.over_http() as client:
+        sound = asyncio.create_task(client.post("/v1/completions", json=TEXT))
+        with pytest.raises(httpx.RemoteProtocolError):
+            await client.post("/v1/completions", json=TEXT, headers={"X-Request-ID": "broken"})
+        text = "".join(data["choices"][0]["text"] for _, data in events_of(await sound)[:-1])
+    assert text == cluster.undisturbed("hello world", 7, 40)
+    assert len(cluster.workers[0].submits) == 2, "the link to the worker stays"
+    assert cluster.router.failovers == 0
+
+
+async def test_failure_while_writing_ends_its_own_stream_only(make_cluster, monkeypatch, written):
+    cluster = await make_cluster(1)
+    cluster.workers[0].script = Script(delay_s=0.005, columns=False)
+    write = ResponseChannel.write
 
     def failing(self, data):
         if b"id: broken:20\n" in data:
             raise RuntimeError("a defect")
         write(self, data)
 
-    monkeypatch.setattr(_Response, "write", failing)
+    monkeypatch.setattr(ResponseChannel, "write", failing)
     async with cluster.over_http() as client:
         sound = asyncio.create_task(client.post("/v1/completions", json=TEXT))
         with pytest.raises(httpx.RemoteProtocolError):
@@ -181,22 +346,15 @@ async def test_failure_while_writing_ends_its_own_stream_only(make_cluster, monk
 
 @pytest.fixture
 def sent(monkeypatch):
-    """Everything that connections send, by system call."""
+    """Everything that connections send, by call."""
     pieces = []
-    made = BoundedProtocol.connection_made
+    send = BoundedProtocol.send
 
-    class Recorder:
-        def __init__(self, transport):
-            self._transport = transport
+    def recording(self, data):
+        pieces.append(data)
+        send(self, data)
 
-        def write(self, data):
-            pieces.append(data)
-            self._transport.write(data)
-
-        def __getattr__(self, name):
-            return getattr(self._transport, name)
-
-    monkeypatch.setattr(BoundedProtocol, "connection_made", lambda self, transport: made(self, Recorder(transport)))
+    monkeypatch.setattr(BoundedProtocol, "send", recording)
     return pieces
 
 

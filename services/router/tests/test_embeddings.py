@@ -207,6 +207,19 @@ async def test_a_client_that_leaves_cancels_its_texts(embedder):
     assert embedder.router.streams == 0
 
 
+async def test_texts_that_outlast_the_drain_get_a_typed_error(make_cluster):
+    embedder = await give_embeddings(await make_cluster(drain_timeout_s=0.05))
+    for worker in embedder.workers:
+        worker.script = Script(hang_after=0)
+    running = asyncio.create_task(embed(embedder, ["one", "two"]))
+    await eventually(lambda: embedder.router.streams == 2)
+    async with asyncio.timeout(30):
+        await embedder.router.leave()
+    answer = await running
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "draining")
+    await eventually(lambda: embedder.router.streams == 0)
+
+
 async def test_generations_and_embeddings_share_a_worker(embedder):
     embedding, text = await asyncio.gather(embed(embedder, ["a"] * 30), embedder.complete())
     assert len(embedding.json()["data"]) == 30

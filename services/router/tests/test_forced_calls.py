@@ -75,7 +75,7 @@ async def test_a_named_function_once(make_cluster, name):
     weather, add = (form.format(*call) for call in (("weather", PARIS), ("add", ANY)))
     says(cluster, ONE[name].format(weather))
     choice = {"type": "function", "function": {"name": "weather"}}
-    takes, _ = await grammar_of(cluster, tool_choice=choice, parallel_tool_calls=False)
+    takes, _ = await grammar_of(cluster, tool_choice=choice)
     assert takes(ONE[name].format(weather))
     assert not takes(ONE[name].format(add))
     assert not takes(two.format(weather, weather))
@@ -106,6 +106,18 @@ async def test_reasoning_comes_first(make_cluster, name):
     assert takes(call)
 
 
+async def test_a_form_of_the_text_has_no_say_in_a_call(make_cluster):
+    """instructor sends both."""
+    cluster = await make(make_cluster, "hermes")
+    call = FORMS["hermes"][0].format("weather", PARIS)
+    says(cluster, call)
+    choice = {"type": "function", "function": {"name": "weather"}}
+    takes, answer = await grammar_of(cluster, tool_choice=choice, response_format={"type": "json_object"})
+    assert takes(call)
+    assert not takes(PARIS)
+    assert answer["message"]["tool_calls"][0]["function"]["arguments"] == PARIS
+
+
 async def test_auto_leaves_the_model_free(make_cluster):
     cluster = await make(make_cluster, "hermes")
     says(cluster, "Yes.")
@@ -131,6 +143,7 @@ async def test_a_form_of_the_answer_takes_the_place_of_reasoning(make_cluster):
     ("fields", "param"),
     [
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}, "tool_choice": "required"}, "structured_outputs.regex"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]}
             | {"tool_choice": "required"},

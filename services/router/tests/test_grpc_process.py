@@ -64,6 +64,27 @@ async def test_certificates_of_https_and_the_drain_hold_for_grpc(tmp_path):
         await worker.kill()
 
 
+async def test_call_that_outlasts_the_drain_ends_with_a_typed_error(tmp_path):
+    worker = await ScriptedWorker("w0", tmp_path / "w0.sock", script=Script(hang_after=2)).start()
+    process = await start("--workers", worker.target, "--port", "0", "--grpc-port", "0", "--drain-timeout-s", "0.2")
+    try:
+        address = f"127.0.0.1:{(await listening(process))['grpc_port']}"
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = inference_pb2_grpc.InferenceStub(channel).Generate(REQUEST, timeout=60, wait_for_ready=True)
+            await anext(aiter(call))
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "shutting down" in caught.value.details()
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await worker.kill()
+
+
 async def test_port_in_use_ends_the_process():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -1,8 +1,8 @@
 """The session comes from header, user or key, in this order, and keys are never stored."""
 
 import pytest
-from lockstep_router.faces.rest import identity
-from lockstep_router.faces.rest.identity import Origin
+from lockstep_router.faces import identity
+from lockstep_router.faces.identity import Origin
 
 
 def test_session_comes_from_header_then_user_then_key():

@@ -10,7 +10,8 @@ import pytest
 from key_files import KEY, OTHER_KEY, SECOND_KEY, bearer, digest, tenant, write, write_text
 from lockstep_common.errors import LockstepError
 from lockstep_common.telemetry import JsonFormatter, exposition
-from lockstep_router.faces.rest import app, bodies
+from lockstep_router.faces import bodies
+from lockstep_router.faces.rest import generating
 from lockstep_router.tenants import KeyFile, key_file
 from router_cluster import eventually
 from router_process import start
@@ -337,13 +338,13 @@ async def test_no_key_and_no_text_is_logged_exported_or_passed_on(guarded, caplo
     wrong = "canary-of-a-wrong-key"
     guarded.fail_after(2)
     seen = []
-    origin = app._origin
+    origin_of = generating.origin_of
 
-    def note(request):
-        seen.append(repr(request.scope["headers"]))
-        return origin(request)
+    def note(scope, fields, record, router):
+        seen.append(repr(scope["headers"]) + repr(fields))
+        return origin_of(scope, fields, record, router)
 
-    monkeypatch.setattr(app, "_origin", note)
+    monkeypatch.setattr(generating, "origin_of", note)
     async with guarded.over_http() as client:
         for key in (KEY, wrong):
             for body in (BODY | {"prompt": text}, BODY | {"prompt": text, "max_tokens": text}, {text: text}):

@@ -27,15 +27,27 @@ async def worker(tmp_path):
     await made.kill()
 
 
+class Ignoring:
+    """A stream that nothing matters to."""
+
+    def deliver(self, update):
+        pass
+
+    def note_start(self):
+        pass
+
+    def note_wait(self):
+        pass
+
+
 def new_attempt(journal):
     """An attempt that nothing comes of."""
     return Attempt(
         journal,
         now=0.0,
-        deadlines=Deadlines(first_token_s=30, inter_token_s=30, first_wait_s=30, next_wait_s=30),
-        deliver=lambda _: None,
-        on_start=lambda: None,
-        on_wait=lambda: None,
+        deadlines=Deadlines(first_token_s=30, inter_token_s=30, next_wait_s=30),
+        first_wait_s=30,
+        events=Ignoring(),
     )
 
 

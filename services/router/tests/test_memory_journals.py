@@ -88,6 +88,28 @@ async def test_growing_streams_take_the_room_of_finished_ones(store):
     assert await readable(store) == ["r-1"]
 
 
+async def test_tenants_share_the_room_evenly(store):
+    """Whoever comes later gets its share of what the greedy one has; the greedy one gets no more of it back."""
+    for n in range(4):
+        await finish(store, f"r-{n}", tenant="greedy")
+    await finish(store, "r-4", tenant="late")
+    await finish(store, "r-5", tenant="late")
+    assert await readable(store) == ["r-2", "r-3", "r-4", "r-5"]
+    await finish(store, "r-6", tenant="greedy")
+    assert await readable(store) == ["r-3", "r-4", "r-5", "r-6"]
+
+
+async def test_tenant_whose_streams_run_gets_no_room_of_a_smaller_one(store):
+    await finish(store, "r-0", tenant="small")
+    for n in range(1, 4):
+        await store.open(record(f"r-{n}", tenant="greedy"))
+    with pytest.raises(LockstepError):
+        await store.open(record("r-4", tenant="greedy"))
+    assert await readable(store) == ["r-0", "r-1", "r-2", "r-3"]
+    await store.open(record("r-5", tenant="third"))
+    assert await readable(store) == ["r-1", "r-2", "r-3", "r-5"]
+
+
 async def test_memory_that_others_need_is_freed(store):
     for n in range(3):
         await finish(store, f"r-{n}", prompt=[1] * 10_000)

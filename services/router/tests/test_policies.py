@@ -9,9 +9,9 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lockstep_common.prefix_keys import BLOCK_TOKENS
 from lockstep_router import metrics
 from lockstep_router.policies import Policy, RequestFacts, WorkerFacts, imbalance, make_policy, rank
-from lockstep_router.policies.prefix_aware import BLOCK_TOKENS, PrefixIndex, block_hashes
 from lockstep_router.policies.weighted import weighted_score
 from lockstep_router.settings import RouterSettings
 from lockstep_router.status import status_body
@@ -303,24 +303,35 @@ def prompt(*words):
     return [ord(word) * 1000 + at for word in words for at in range(10 * BLOCK_TOKENS)] + [1]
 
 
-def sent_to(policy, worker, ids, tenant="t"):
-    policy.note_sent(RequestFacts("session:other", tenant=tenant, prompt_ids=ids), worker)
+class Cached:
+    """The blocks of one prompt."""
+
+    def __init__(self, ids, tenant="t"):
+        self.keys = RequestFacts("", tenant=tenant, prompt_ids=ids).prefix_keys
+
+    def known(self, keys):
+        return next(
+            (n for n, (own, key) in enumerate(zip(self.keys, keys, strict=False)) if own != key), len(self.keys)
+        )
 
 
 def test_stream_goes_where_its_prefix_is():
-    policy, workers = make("prefix_aware"), idle()
     own = rank("session:x", WORKERS)[0]
-    other = next(worker for worker in workers if worker.worker_id != own)
-    sent_to(policy, other, prompt("a", "b"))
-    assert choose(policy, "session:x", workers, tenant="t", prompt_ids=prompt("a", "b", "c")) == other.worker_id
+    other = next(worker for worker in WORKERS if worker != own)
+    workers = [WorkerFacts(w, blocks=Cached(prompt("a", "b")) if w == other else None) for w in WORKERS]
+    policy = make("prefix_aware")
+    assert choose(policy, "session:x", workers, tenant="t", prompt_ids=prompt("a", "b", "c")) == other
     assert choose(policy, "session:x", workers, tenant="t", prompt_ids=prompt("c", "a", "b")) == own
     assert choose(policy, "session:x", workers, tenant="other", prompt_ids=prompt("a", "b", "c")) == own
 
 
 def test_longest_prefix_wins_and_less_than_half_counts_for_nothing():
-    policy, workers = make("prefix_aware"), idle(["w0", "w1", "w2"])
-    sent_to(policy, workers[1], prompt("a"))
-    sent_to(policy, workers[2], prompt("a", "b"))
+    workers = [
+        WorkerFacts("w0"),
+        WorkerFacts("w1", blocks=Cached(prompt("a"))),
+        WorkerFacts("w2", blocks=Cached(prompt("a", "b"))),
+    ]
+    policy = make("prefix_aware")
     for number in range(20):
         session = f"session:{number}"
         own = rank(session, ["w0", "w1", "w2"])[0]
@@ -330,43 +341,25 @@ def test_longest_prefix_wins_and_less_than_half_counts_for_nothing():
 
 def test_loaded_worker_loses_its_prefixes_streams():
     policy = make("prefix_aware", load_bound=1.5)
-    sent_to(policy, WorkerFacts("w0"), prompt("a"))
     for running, expected in ((17, "w0"), (18, "w1")):
-        workers = [WorkerFacts("w0", running=running), WorkerFacts("w1", running=5)]
+        workers = [
+            WorkerFacts("w0", running=running, blocks=Cached(prompt("a"))),
+            WorkerFacts("w1", running=5),
+        ]
         assert choose(policy, "session:x", workers, tenant="t", prompt_ids=prompt("a")) == expected
 
 
-@pytest.mark.parametrize("life", [("target", 1, 3), ("target", 2, 1), ("elsewhere", 1, 2)])
-def test_worker_in_another_life_has_no_prefixes(life):
-    index, blocks = PrefixIndex(100), block_hashes(RequestFacts("", prompt_ids=prompt("a")))
-    index.add(WorkerFacts("w0", ("target", 1, 2)), blocks)
-    assert index.known(WorkerFacts("w0", ("target", 1, 2)), blocks) == len(blocks) == 10
-    assert index.known(WorkerFacts("w0", life), blocks) == 0
-
-
-def test_index_is_bounded_and_drops_the_ends_of_the_least_recently_used():
-    index, worker = PrefixIndex(25), WorkerFacts("w0")
-    old, used, new = (block_hashes(RequestFacts("", prompt_ids=prompt(word))) for word in "abc")
-    for blocks in (old, used, old, new):
-        index.add(worker, blocks)
-    assert len(index) == 25
-    assert [index.known(worker, blocks) for blocks in (old, used, new)] == [10, 5, 10]
-
-
-def test_blocks_are_whole_and_leave_out_the_last_token():
-    counts = {length: len(block_hashes(RequestFacts("", prompt_ids=[7] * length))) for length in (1, 16, 17, 33, 10**5)}
-    assert counts == {1: 0, 16: 0, 17: 1, 33: 2, 10**5: 256}
-
-
-def test_hash_of_a_block_depends_on_all_tokens_before_it():
-    first, second = (block_hashes(RequestFacts("", prompt_ids=[start, *range(64)])) for start in (1, 2))
-    assert not set(first) & set(second)
+def test_only_policies_that_use_prefixes_say_so():
+    assert [name for name in BUILT_IN if make(name).uses_prefixes] == ["prefix_aware"]
+    assert not make("prefix_aware").notes_sent
 
 
 # Policies of other packages.
 
 
 class LastOne(Policy):
+    uses_prefixes = True
+
     def __init__(self):
         self.sent = []
 
@@ -406,6 +399,7 @@ def installed(tmp_path, monkeypatch):
 def test_policy_of_another_package_chooses(installed):
     installed(mine="foreign_policies:LastOne")
     policy = make("mine", policy="mine")
+    assert policy.uses_prefixes
     assert choose(policy, "session:x", idle()) == "w7"
     policy.note_sent(RequestFacts("session:x"), WorkerFacts("w7"))
     assert policy._policy.sent == ["w7"]
@@ -464,23 +458,13 @@ def test_settings_name_a_policy_for_each_model():
 
 async def test_router_uses_the_models_policy_and_shows_it(make_cluster):
     cluster = await make_cluster(3, policy="hybrid", model_policies={"reference": "round_robin"})
-    before = metrics.PICKS.labels("round_robin")._value.get()
+    before = metrics.PICKS.labels("round_robin").value
     for _ in range(6):
         assert (await cluster.complete()).status_code == 200
     assert [len(worker.submits) for worker in cluster.workers] == [2, 2, 2]
-    assert metrics.PICKS.labels("round_robin")._value.get() == before + 6
+    assert metrics.PICKS.labels("round_robin").value == before + 6
     (model,) = status_body(cluster.router)["models"]
     assert model["policy"] == "round_robin"
-
-
-async def test_turns_of_an_unnamed_session_meet_on_one_worker(make_cluster):
-    cluster = await make_cluster(3, policy="prefix_aware", prefix_index_blocks=1024)
-    conversation = [20 + at % 40 for at in range(240)]
-    for turn in range(1, 7):
-        # A burst of requests on idle workers would be spread.
-        await eventually(lambda: all(link.facts.requests < 3 for link in cluster.router.workers.ready()))
-        assert (await cluster.complete(conversation[: 40 * turn], user=None)).status_code == 200
-    assert sorted(len(worker.submits) for worker in cluster.workers) == [0, 0, 6]
 
 
 async def test_imbalance_is_measured_for_models_with_ready_workers(make_cluster):

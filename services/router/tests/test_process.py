@@ -29,7 +29,7 @@ async def test_serves_drains_and_leaves(worker):
     process = await start("--workers", worker.target, "--port", "0")
     try:
         port = await port_of(process)
-        worker.script = Script(delay_s=0.02)
+        worker.script = Script(delay_s=0.06)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
             body = {"model": "reference", "prompt": "hello", "max_tokens": 40, "seed": 1}
             running = asyncio.create_task(
@@ -102,6 +102,20 @@ async def test_drain_after_the_lame_duck_closes_connections_too(worker):
                 await asyncio.sleep(0.05)
         assert (refused.json()["error"]["code"], refused.headers["connection"]) == ("draining", "close")
         assert (await running).status_code == 200
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"resumable": True}])
+async def test_stream_that_outlasts_the_drain_ends_with_a_typed_error(worker, fields):
+    worker.script = Script(hang_after=2)
+    async with serving(worker, "--drain-timeout-s", "0.2") as (process, client):
+        await readyz(client, 200)
+        async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True} | fields) as stream:
+            lines = aiter(stream.aiter_lines())
+            await anext(lines)
+            process.send_signal(signal.SIGTERM)
+            data = [line async for line in lines if line.startswith("data: ")]
+        assert json.loads(data[-1].removeprefix("data: "))["error"]["code"] == "draining"
         assert await asyncio.wait_for(process.wait(), 30) == 0
 
 

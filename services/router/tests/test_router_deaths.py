@@ -3,13 +3,18 @@
 import asyncio
 import contextlib
 import socket
+from contextlib import AsyncExitStack
+from functools import partial
 
 import pytest
 from lockstep_client import AsyncLockstepClient, Finish, Policy, StreamDiverged, StreamLost, TextPiece, Usage
 from lockstep_client.openai import AsyncOpenAI
+from lockstep_router.text.tokenizer import Tokenizer
 from router_cluster import Cluster, eventually
 from router_process import listening, start
 from scripted_worker import Script, ScriptedWorker
+from test_responses import ASK, CALLS, WEATHER
+from tool_models import ids_of, model_of
 
 TOKENS = 40
 FIELDS = {"model": "reference", "prompt": "hello world", "max_tokens": TOKENS, "seed": 7}
@@ -45,7 +50,7 @@ class Routers:
 @pytest.fixture
 async def routers(tmp_path):
     worker = await ScriptedWorker("w0", tmp_path / "w0.sock", script=Script(delay_s=0.02)).start()
-    async with contextlib.AsyncExitStack() as stack:
+    async with AsyncExitStack() as stack:
         yield Routers(worker, stack)
     await worker.kill()
 
@@ -136,6 +141,110 @@ async def test_official_client_survives(routers, expected):
     assert len(routers.worker.submits) == 2
 
 
+async def test_killed_router_after_the_last_finish_costs_no_repeat(routers):
+    """The client knows the usage by then."""
+    doomed, _ = await routers.start(), await routers.start()
+    chat = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
+    async with AsyncExitStack() as stack:
+        through, cut = await stack.enter_async_context(relay(doomed, until=b'"length"'))
+        client = await stack.enter_async_context(AsyncLockstepClient([through, *routers.urls], policy=POLICY))
+        prefer(client._transport, through)
+        stream = await stack.enter_async_context(await client.chat(**chat, stream=True))
+        events = []
+        async for event in stream:
+            events.append(event)
+            if isinstance(event, Finish):
+                await routers.kill(doomed)
+                cut()
+    assert [type(each) for each in events[-2:]] == [Finish, Usage]
+    assert events[-1].completion_tokens == 5
+    assert events[-1].prompt_tokens == len(routers.worker.submits[0].prompt_ids)
+    assert len(routers.worker.submits) == 1
+
+
+@contextlib.asynccontextmanager
+async def thinking(tmp_path):
+    """Router processes on a worker that thinks, speaks and calls a function."""
+    worker = await ScriptedWorker("w0", tmp_path / "thinks.sock", **model_of("thinking")).start()
+    ids = ids_of(Tokenizer(model_of("thinking")["files"]), f"Hm, 漢字.</think>I look. {CALLS}")
+    worker.script = Script(token=lambda _prompt, _seed, at: ids[at], stop_after=len(ids), delay_s=0.01)
+    try:
+        async with AsyncExitStack() as stack:
+            yield Routers(worker, stack)
+    finally:
+        await worker.kill()
+
+
+def without_ids(response):
+    """What of a response must not depend on which router gives it."""
+    body = response.model_dump(mode="json", exclude={"id", "created_at"})
+    for item in body["output"]:
+        for name in ("id", "call_id", "parsed_arguments"):
+            item.pop(name, None)
+        for part in item.get("content") or ():
+            part.pop("parsed", None)
+    return body
+
+
+async def streamed(client, after, die):
+    """The events and the last response of a stream during which something happens."""
+    events = []
+    async with client.responses.stream(**ASK, tools=[WEATHER]) as stream:
+        async for event in stream:
+            events.append(event)
+            if len(events) == after:
+                await die()
+        final = await stream.get_final_response()
+    numbers = [event.sequence_number for event in events if event.sequence_number is not None]
+    assert numbers == list(range(len(numbers)))
+    for index, item in enumerate(final.output):
+        named = [each for each in events if getattr(each, "output_index", None) == index and hasattr(each, "item_id")]
+        assert {each.item_id for each in named} == {item.id}
+    return [(event.type, getattr(event, "delta", None)) for event in events], final
+
+
+@pytest.mark.slow
+async def test_responses_of_the_official_client_survive(tmp_path):
+    async with thinking(tmp_path) as routers:
+        doomed = await routers.start()
+
+        async def nothing():
+            pass
+
+        async with AsyncOpenAI(base_url=doomed, api_key="k", policy=POLICY) as client:
+            expected, undisturbed = await streamed(client, 0, nothing)
+        submits = len(routers.worker.submits)
+        assert [item.type for item in undisturbed.output] == ["reasoning", "message", "function_call", "function_call"]
+        for after in (1, 5, 12, len(expected) - 3):
+            async with (
+                relay(doomed) as (through, cut),
+                AsyncOpenAI(base_url=through, api_key="k", policy=POLICY) as client,
+            ):
+
+                async def die(cut=cut):
+                    cut()
+
+                events, final = await streamed(client, after, die)
+            assert events == expected
+            assert without_ids(final) == without_ids(undisturbed)
+        assert len(routers.worker.submits) == submits + 4
+        await routers.start()
+        for after in (12, len(expected) - 8):
+            async with AsyncOpenAI(base_url=routers.urls, api_key="k", policy=POLICY) as client:
+                prefer(client._client._transport._transport, doomed)
+                events, final = await streamed(client, after, partial(routers.kill, doomed))
+            assert events == expected
+            assert without_ids(final) == without_ids(undisturbed)
+            doomed, _ = routers.urls[-1], await routers.start()
+        async with relay(doomed) as (through, cut), AsyncOpenAI(base_url=through, api_key="k", policy=POLICY) as client:
+            submits = len(routers.worker.submits)
+            asking = asyncio.create_task(client.responses.create(**ASK, tools=[WEATHER]))
+            await eventually(lambda: len(routers.worker.submits) > submits)
+            cut()
+            assert without_ids(await asking) == without_ids(undisturbed)
+        assert len(routers.worker.submits) == submits + 1
+
+
 async def test_leaving_cancels_in_the_worker(routers):
     async with AsyncLockstepClient(await routers.start(), policy=POLICY) as client:
         async with await client.complete(**FIELDS, stream=True) as stream:
@@ -166,14 +275,20 @@ def prefer(transport, url):
 
 
 @contextlib.asynccontextmanager
-async def relay(url):
-    """Connections to a router that can be cut: gives its URL and what cuts all of them."""
+async def relay(url, until=None):
+    """Connections to a router that can be cut: gives its URL and what cuts all of them. They pass nothing on after the
+    event with the bytes `until`.
+    """
     port = int(url.rpartition(":")[2].removesuffix("/v1"))
     writers = set()
 
     async def pump(reader, writer):
         with contextlib.suppress(OSError):
-            while data := await reader.read(4096):
+            while data := await reader.read(1 << 16):
+                if until is not None and (at := data.find(until)) >= 0:
+                    writer.write(data[: data.index(b"\n\n", at) + 2])
+                    await writer.drain()
+                    await asyncio.Event().wait()
                 writer.write(data)
                 await writer.drain()
         writer.close()

@@ -5,10 +5,11 @@ import asyncio
 import pytest
 from lockstep_api.v1 import worker_pb2
 from lockstep_router.workers.outbox import Outbox
+from lockstep_router.workers.wire import cancel_frame, several_frames, submit_frame
 
 
 def cancel(number, padding=0):
-    return worker_pb2.RouterFrame(cancel=worker_pb2.Cancel(stream_id=f"{number}{'x' * padding}", attempt=number))
+    return cancel_frame(worker_pb2.Cancel(stream_id=f"{number}{'x' * padding}", attempt=number))
 
 
 async def taken(outbox, *, several):
@@ -17,7 +18,7 @@ async def taken(outbox, *, several):
     while True:
         try:
             async with asyncio.timeout(0.01):
-                message = await outbox.take(several=several)
+                message = worker_pb2.RouterFrame.FromString(await outbox.take(several=several))
         except TimeoutError:
             return messages
         frames = message.several.frames if message.HasField("several") else [message]
@@ -53,3 +54,24 @@ async def test_a_lone_frame_is_sent_as_it_is():
     outbox = Outbox(2)
     outbox.put(cancel(1))
     assert await outbox.take(several=True) == cancel(1)
+
+
+async def test_a_cancelled_taker_takes_nothing():
+    outbox = Outbox(2)
+    taker = asyncio.create_task(outbox.take(several=True))
+    await asyncio.sleep(0)
+    outbox.put(cancel(1))
+    taker.cancel()
+    await asyncio.gather(taker, return_exceptions=True)
+    outbox.put(cancel(2))
+    assert await taken(outbox, several=True) == [[1, 2]]
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 300, 20_000, 3_000_000])
+def test_frames_are_those_of_protobuf(size):
+    submit = worker_pb2.Submit(stream_id="s", attempt=1, prompt_ids=range(size), arrived_s=-0.5)
+    request = worker_pb2.Cancel(stream_id="x" * size, attempt=2)
+    frames = [worker_pb2.RouterFrame(submit=submit), worker_pb2.RouterFrame(cancel=request)]
+    assert [submit_frame(submit), cancel_frame(request)] == [frame.SerializeToString() for frame in frames]
+    several = worker_pb2.RouterFrame(several=worker_pb2.RouterFrames(frames=frames))
+    assert several_frames([submit_frame(submit), cancel_frame(request)]) == several.SerializeToString()

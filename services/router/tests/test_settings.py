@@ -53,6 +53,10 @@ def test_wrong_file_ends_the_process(content, monkeypatch, tmp_path, capsys):
         (["--workers", "a:1", "--port", "99999"], "port"),
         (["--workers", "a:1", "--log-level", "loud"], "log_level"),
         (["--workers", "a:1", "--inter-token-deadline-s", "0"], "inter_token_deadline_s"),
+        (["--workers", "a:1", "--state-server", "nowhere"], "state_server"),
+        (["--workers", "a:1", "--state-server", "host:0"], "state_server"),
+        (["--workers", "a:1", "--state-identity", "state.test"], "state_identity"),
+        (["--workers", "a:1", "--state-timeout-s", "0"], "state_timeout_s"),
     ],
 )
 def test_wrong_settings_end_the_process(flags, sentence, capsys):

@@ -63,13 +63,13 @@ async def test_client_that_leaves_before_the_first_token_cancels_its_request(clu
 async def test_client_that_leaves_a_whole_answer_cancels_it(cluster):
     slow(cluster)
     worker, _ = cluster.worker_of("user:u")
-    before = metrics.REQUESTS.labels("http", "/v1/completions", "499")._value.get()
+    before = metrics.REQUESTS.labels("http", "/v1/completions", "499").value
     async with cluster.over_http() as client:
         asking = asyncio.create_task(client.post("/v1/completions", json=BODY))
         await eventually(lambda: worker.submits)
         asking.cancel()
         await assert_left_clean(cluster)
-    assert metrics.REQUESTS.labels("http", "/v1/completions", "499")._value.get() == before + 1
+    assert metrics.REQUESTS.labels("http", "/v1/completions", "499").value == before + 1
 
 
 async def test_client_that_leaves_while_no_worker_is_there_is_forgotten(make_cluster):
@@ -247,17 +247,25 @@ async def test_draining_router_finishes_and_takes_nothing_new(cluster):
 
 
 async def test_drain_has_an_end(make_cluster):
+    """What outlasts it gets a typed error: whole answers, streams and resumable streams."""
     cluster = await make_cluster(drain_timeout_s=0.05)
     for worker in cluster.workers:
-        worker.script = Script(hang_after=0)
-    running = asyncio.create_task(cluster.complete())
-    await eventually(lambda: cluster.router.streams == 1)
+        worker.script = Script(hang_after=1)
+    bodies = ({}, {"n": 2}, {"stream": True}, {"stream": True, "n": 2}, {"stream": True, "resumable": True})
+    running = [asyncio.create_task(cluster.complete(**body)) for body in bodies]
+    await eventually(lambda: cluster.router.streams == 7)
     async with asyncio.timeout(30):
         await cluster.router.leave()
-    assert cluster.router.streams == 1, "the drain ended because the stream did"
-    assert not running.done()
-    running.cancel()
+    answers = await asyncio.gather(*running)
+    for body, answer in zip(bodies, answers, strict=True):
+        if "stream" not in body:
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "draining"
+        else:
+            last = answer.text.strip().rpartition("data: ")[2]
+            assert json.loads(last)["error"]["code"] == "draining", body
     await eventually(lambda: cluster.router.streams == 0)
+    assert cluster.router.runs.running == 0
 
 
 async def test_failure_in_the_middle_cannot_be_taken_for_the_end(cluster):

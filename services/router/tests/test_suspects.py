@@ -3,8 +3,15 @@
 import asyncio
 import math
 import random
+from dataclasses import dataclass, replace
 
+import httpx
 import pytest
+from lockstep_api.v1 import worker_pb2
+from lockstep_router.faces.rest.app import create_app
+from lockstep_router.router import Router
+from lockstep_router.settings import RouterSettings
+from lockstep_router.workers.evidence import Evidence
 from lockstep_router.workers.suspects import Suspects
 from router_cluster import eventually
 from scripted_worker import Script
@@ -71,6 +78,19 @@ async def test_streams_beside_the_poison_are_spared(make_cluster, workers):
         assert text_of(response) == cluster.undisturbed(prompt, 7, 100)
     deaths = sum(worker.deaths for worker in cluster.workers)
     assert deaths <= 2 + 2 + 3, "two until it is tried, a quarter and a quarter of that, three alone"
+
+
+async def test_stream_on_trial_keeps_away_from_a_worker_that_is_ejected_for_its_faults(make_cluster):
+    """Its death there would show nothing about the stream."""
+    cluster = await make_cluster(3)
+    for worker in cluster.workers:
+        worker.script = poisoned(cluster, "poison")
+    broken = cluster.router.workers.links[0]
+    broken.health.breaker.eject("test", cluster.router.workers.clock.now())
+    response = await cluster.complete("poison", max_tokens=100)
+    assert error_of(response)["code"] == "request_quarantined"
+    assert [worker.deaths for worker in cluster.workers if worker.target == broken.target] == [0]
+    assert sum(worker.deaths for worker in cluster.workers) == 3
 
 
 async def test_poison_in_the_queue_of_a_dead_worker_is_not_suspected(make_cluster):
@@ -287,10 +307,10 @@ async def test_copies_of_a_quarantined_request_are_refused_too(make_cluster, cap
     assert len(found) <= 2, "one for each worker"
 
 
-async def test_streams_of_other_routers_on_a_worker_that_dies_are_noticed(make_cluster):
+async def test_streams_of_other_routers_on_a_worker_that_cannot_tell_what_it_ran_are_noticed(make_cluster):
     cluster = await make_cluster(1)
     (worker,) = cluster.workers
-    worker.script = poisoned(cluster, "poison")
+    worker.script = replace(poisoned(cluster, "poison"), says_phase=False)
     worker.seats.running = 5
     deaths = []
     note = cluster.router.workers.suspects.note_death
@@ -300,3 +320,101 @@ async def test_streams_of_other_routers_on_a_worker_that_dies_are_noticed(make_c
     assert response.status_code == 422
     assert "9 workers in a row died" in error_of(response)["message"]
     assert deaths == [True] * 9
+
+
+# What a worker tells of its death.
+
+NONE, SUSPECTED, ON_TRIAL = worker_pb2.Suspicion.values()
+
+
+@dataclass
+class Sent:
+    stream_id: str
+    is_running: bool = True
+
+
+def evidence(**suspicions):
+    made = Evidence()
+    for stream_id, suspicion in suspicions.items():
+        made.note_sent(stream_id, suspicion)
+    return made
+
+
+def lost(streams, suspected=0, on_trial=0, received=9):
+    batch = worker_pb2.LostBatch(streams=streams, suspected=suspected, on_trial=on_trial)
+    return worker_pb2.Status(received=received, lost=batch)
+
+
+@pytest.mark.parametrize(
+    ("suspicion", "status", "suspects", "has_others"),
+    [
+        (NONE, lost(1), ("a",), False),
+        (NONE, lost(2), ("a",), True),
+        (SUSPECTED, lost(2, 2), ("a",), True),
+        (NONE, lost(2, 1, 1), (), True),
+        (ON_TRIAL, lost(1, 1, 1), ("a",), False),
+        (ON_TRIAL, lost(5, 1, 1), ("a",), False),
+        (ON_TRIAL, lost(5, 2, 1), ("a",), True),
+        (ON_TRIAL, lost(5, 2, 2), ("a",), True),
+    ],
+)
+def test_worker_tells_whose_streams_its_ranks_ran(suspicion, status, suspects, has_others):
+    death = evidence(a=suspicion).of_death([Sent("a")], status, running_of_others=False)
+    assert death.stream_ids == suspects
+    assert death.has_others is has_others
+    assert death.is_explained is not bool(suspects)
+    assert death.is_certain
+
+
+def test_stream_that_the_ranks_did_not_run_is_no_suspect():
+    death = evidence(a=NONE).of_death([Sent("a", is_running=False)], lost(1), running_of_others=True)
+    assert death.stream_ids == ()
+
+
+def test_stream_that_the_worker_has_not_got_is_no_certain_suspect():
+    made = evidence(a=NONE, b=NONE)
+    waiting = [Sent("a", is_running=False), Sent("b", is_running=False)]
+    of_first = made.of_death(waiting, worker_pb2.Status(received=1), running_of_others=False)
+    assert (of_first.stream_ids, of_first.is_certain) == (("a",), True)
+    of_none = made.of_death(waiting, worker_pb2.Status(), running_of_others=False)
+    assert (of_none.stream_ids, of_none.is_certain) == (("a", "b"), False)
+    made.begin()
+    made.note_sent("b", NONE)
+    again = made.of_death([Sent("b", is_running=False)], worker_pb2.Status(received=1), running_of_others=False)
+    assert (again.stream_ids, again.is_certain) == (("b",), True), "each connection counts from 1"
+
+
+@pytest.mark.parametrize(("companions", "is_guilty"), [("new", True), ("cleared", True), ("suspected", False)])
+def test_companion_that_was_in_a_death_before_takes_certainty_from_the_stream_on_trial(companions, is_guilty):
+    suspects = Suspects(3, lambda: None)
+    for number in range(3):
+        if companions != "new":
+            suspects.note_death(LIVES[0], [f"companion {number}"])
+        if companions == "cleared":
+            suspects.note_progress(f"companion {number}", 32)
+    for number in range(2):
+        suspects.note_death(LIVES[0], ["tried", f"other {number}"])
+    for number in range(3):
+        suspects.note_death(LIVES[0], ["tried", f"companion {number}"])
+    assert suspects.deaths_alone("tried") == 3
+    assert suspects.is_guilty("tried") is is_guilty
+
+
+async def test_poison_of_one_router_does_not_quarantine_a_stream_of_another(make_cluster):
+    """Both routers see each death of the worker that they share; only one of them has the cause."""
+    first = await make_cluster(1)
+    (worker,) = first.workers
+    worker.script = poisoned(first, "poison")
+    async with (
+        Router(RouterSettings(workers=[worker.target], backoff_initial_s=0.02)) as other,
+        httpx.AsyncClient(transport=httpx.ASGITransport(app=create_app(other)), base_url="http://other") as client,
+    ):
+        await eventually(lambda: len(other.workers.ready()) == 1)
+        bystander = asyncio.create_task(first.complete("innocent", max_tokens=240))
+        await eventually(lambda: worker.seats.running == 1)
+        body = {"model": "reference", "prompt": "poison", "max_tokens": 100}
+        guilty = await client.post("/v1/completions", json=body, timeout=60)
+        assert error_of(guilty)["code"] == "request_quarantined"
+        assert text_of(await bystander) == first.undisturbed("innocent", 7, 240)
+    suspicions = {submit.suspicion for submit in worker.submits}
+    assert suspicions == {NONE, SUSPECTED, ON_TRIAL}

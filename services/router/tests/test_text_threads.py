@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 from lockstep_common.errors import ErrorCode, LockstepError
@@ -65,31 +64,26 @@ async def test_texts_of_clients_that_have_left_do_not_count(threads):
     await running
 
 
-async def test_many_medium_prompts_of_one_request_leave_the_loop_free(cluster):
-    loop = asyncio.get_running_loop()
+async def test_many_medium_prompts_of_one_request_leave_the_loop_free(cluster, monkeypatch):
+    """Each is short enough for the event loop, all of them are not."""
     prompts = [f"{index} " + "hello <|world " * 70 for index in range(64)]
-    longest = 0.0
-
-    async def watch():
-        nonlocal longest
-        while True:
-            began = loop.time()
-            await asyncio.sleep(0.001)
-            longest = max(longest, loop.time() - began)
-
-    began = time.perf_counter()
-    for prompt in prompts:
-        cluster.tokenizer.encode(prompt)
-    alone = time.perf_counter() - began
+    expected = [cluster.tokenizer.encode(prompt) for prompt in prompts]
+    assert all(len(prompt) <= INLINE_CHARS for prompt in prompts)
     card = next(iter(cluster.router.workers.models.values()))
     card.context_length = 1 << 20
-    watching = asyncio.create_task(watch())
+    encode, threads_used = cluster.tokenizer.encode, []
+
+    def recorded(*args, **options):
+        threads_used.append(threading.get_ident())
+        return encode(*args, **options)
+
+    monkeypatch.setattr(cluster.tokenizer, "encode", recorded)
     encoded = await cluster.router.encoder.encode_all(
         [TextPrompt(prompt) for prompt in prompts], cluster.tokenizer, card
     )
-    watching.cancel()
-    assert [prompt.ids for prompt in encoded] == [cluster.tokenizer.encode(prompt) for prompt in prompts]
-    assert longest < max(0.05, alone / 2)
+    assert [prompt.ids for prompt in encoded] == expected
+    assert len(threads_used) == len(prompts)
+    assert threading.get_ident() not in threads_used
 
 
 async def test_tokenizing_ends_with_its_client_and_counts_as_a_request(make_cluster):

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from router_cluster import eventually
 from router_process import BODY, listening, start
 from scripted_worker import Script, ScriptedWorker
+from state_server import StateServer
 
 
 @pytest.fixture
@@ -55,6 +56,36 @@ async def routed(tmp_path: Path, mounted: Mounted, worker_credentials: grpc.Serv
 async def test_worker_with_the_right_name_is_used(tmp_path, authority, mounted):
     async with routed(tmp_path, mounted, credentials(authority, WORKER)) as (router, _):
         await eventually(router.workers.ready)
+
+
+@pytest.mark.parametrize("name", ["state.test", "impostor.test"])
+async def test_state_server_needs_a_certificate_for_its_name(tmp_path, authority, mounted, name):
+    server = await StateServer(tmp_path / "state", credentials=credentials(authority, name)).start()
+    worker = await ScriptedWorker("w0", tmp_path / "w0.sock", credentials=credentials(authority, WORKER)).start()
+    settings = RouterSettings(
+        workers=[worker.target],
+        state_server=server.target,
+        state_identity="state.test",
+        state_timeout_s=1.0,
+        **mounted.settings(WORKER),
+    )
+    tls = RouterTls.load(settings)
+    async with tls.watched(), Router(settings, dial=tls.dial, dial_state=tls.dial_state) as router:
+        client = router.mirrored.client
+        if name == "state.test":
+            assert await router.journals.find("tenant/key") is None
+            assert server.backend.calls == ["bound"]
+        else:
+            while not client.requests.is_open:
+                await router.journals.find("tenant/key")
+            assert not server.backend.calls
+    await server.kill()
+    await worker.kill()
+
+
+def test_state_server_with_tls_needs_a_name(mounted):
+    with pytest.raises(ValidationError, match="state_identity"):
+        RouterSettings(workers=["a:1"], state_server="b:2", **mounted.settings(WORKER))
 
 
 @pytest.mark.parametrize("impostor", ["another name", "another authority", "expired", "plain text"])

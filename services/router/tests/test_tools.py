@@ -1,7 +1,7 @@
 """Tools and reasoning in chat completions: what the model is told, and what is made of its answer."""
 
 import pytest
-from lockstep_router.faces.rest.json_structure import MAX_DEPTH
+from lockstep_router.faces.openai.json_structure import MAX_DEPTH
 from router_cluster import events_of, eventually
 from tool_models import ids_of, model_of, prompt_of, says
 

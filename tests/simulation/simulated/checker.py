@@ -13,6 +13,8 @@ from simulated.history import TERMINAL, History, Kind
 from simulated.model import ids_of
 
 TYPED = frozenset(map(str, ErrorCode))
+CLIENT_CODES = frozenset({"connection_failed", "stream_lost", "stream_diverged", "protocol_error"})
+"""Errors that clients find themselves."""
 NEVER = frozenset(
     {
         ErrorCode.INTERNAL,
@@ -27,9 +29,13 @@ NEVER = frozenset(
         ErrorCode.PAYLOAD_TOO_LARGE,
         ErrorCode.RESOURCE_EXHAUSTED,
         ErrorCode.DRAINING,
+        ErrorCode.STREAM_NOT_FOUND,
+        ErrorCode.IDEMPOTENCY_KEY_REUSED,
     }
 )
-"""Errors that no fault of the simulation explains: every request is valid, and every router that drains is gone."""
+"""Errors that no fault of the workers explains: every request is valid. What happened to a client explains some:
+its router drained, its stream was cancelled, or it came back too late.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,9 +63,6 @@ class Rules:
     allowed_errors: frozenset[ErrorCode]
     """Errors that the faults explain. The error of a timeout, and the quarantine of a request that kills workers, are
     always explained."""
-    poisoned_routers: frozenset[str] = frozenset()
-    """Routers with a request that kills workers. No router sees the streams of the others, so an innocent stream of
-    another router may be quarantined: about one in 10,000 streams of such simulations."""
 
 
 def check(histories: list[History], rules: Rules) -> list[Violation]:
@@ -132,7 +135,10 @@ def _describe(got: list[int], expected: tuple[int, ...]) -> str:
 def _check_error(history: History, rules: Rules) -> list[Violation]:
     found = []
     for event in history.events:
-        if event.kind is not Kind.ERROR:
+        if event.kind is not Kind.ERROR or event.value in history.explained:
+            continue
+        if event.value in CLIENT_CODES:
+            found.append(Violation("unexplained error", history.name, event.value, event.at))
             continue
         if event.value not in TYPED:
             found.append(Violation("untyped error", history.name, event.value, event.at))
@@ -141,7 +147,7 @@ def _check_error(history: History, rules: Rules) -> list[Violation]:
         if code is ErrorCode.DEADLINE_EXCEEDED and history.timeout_s is not None:
             is_allowed = event.at >= history.arrived_at + history.timeout_s - rules.deadline_slack_s
         elif code is ErrorCode.REQUEST_QUARANTINED:
-            is_allowed = history.is_poison or bool(rules.poisoned_routers - {history.router})
+            is_allowed = history.is_poison
         else:
             is_allowed = code in rules.allowed_errors and code not in NEVER
         if not is_allowed:
@@ -155,12 +161,13 @@ def _check_times(history: History, rules: Rules) -> list[Violation]:
     longest_s, at = max(((later - earlier, later) for earlier, later in pairwise(times)), default=(0.0, 0.0))
     if times != sorted(times):
         found.append(Violation("time runs back", history.name, "", times[0]))
-    if longest_s - history.paused_s > rules.longest_silence_s:
-        limit = f"{rules.longest_silence_s:.1f} s are allowed"
+    allowed_s = rules.longest_silence_s + history.patience_s
+    if longest_s - history.paused_s > allowed_s:
+        limit = f"{allowed_s:.1f} s are allowed"
         found.append(Violation("silence", history.name, f"{longest_s:.2f} s, {limit}", at))
     ended_at = history.ended_at
     if history.timeout_s is not None and ended_at is not None:
-        late_s = ended_at - history.arrived_at - history.timeout_s - history.paused_s
+        late_s = ended_at - history.arrived_at - history.timeout_s - history.paused_s - history.tardy_s
         if late_s > rules.deadline_slack_s:
             found.append(Violation("late", history.name, f"{late_s:.2f} s after its timeout", ended_at))
     return found

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing
 from random import Random
+from typing import TYPE_CHECKING
 
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.errors import LockstepError
@@ -19,6 +20,9 @@ from simulated import model
 from simulated.history import TERMINAL, Event, History, Kind
 from simulated.kernel import Kernel
 from simulated.plan import Request
+
+if TYPE_CHECKING:
+    from simulated.processes import RouterProcess
 
 TENANT = Tenant("simulated")
 
@@ -59,13 +63,15 @@ class Client:
         kernel: Kernel,
         request: Request,
         histories: list[History],
-        on_prepared: Callable[[Prepared, list[History]], None],
+        on_prepared: Callable[["Client", Prepared], None],
         on_end: Callable[[], None],
     ) -> None:
         self.request = request
         self.histories = histories
         self.is_done = False
         """Whether all its streams have ended."""
+        self.process: RouterProcess | None = None
+        self.task: asyncio.Task[None] | None = None
         self._on_end = on_end
         self._kernel = kernel
         self._on_prepared = on_prepared
@@ -87,6 +93,11 @@ class Client:
         """The client is gone, if it has not got an end before."""
         self._end(Kind.LEFT)
 
+    def explain(self, code: str) -> None:
+        """Note an error that is explained by what happens to its router."""
+        for history in self.histories:
+            history.explained.add(code)
+
     def lose_connection(self) -> None:
         """The router has died."""
         self._end(Kind.BROKEN)
@@ -95,7 +106,7 @@ class Client:
         account = router.limits.account(TENANT)
         with router.admitted(account):
             prepared = await router.prepare(self._generation_request(), account)
-            self._on_prepared(prepared, self.histories)
+            self._on_prepared(self, prepared)
             async with router.run(prepared, account) as generation:
                 await self._read(generation)
 

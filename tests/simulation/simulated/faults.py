@@ -15,10 +15,11 @@ WORKER_FAULTS = (
     "wall clock",
 )
 PATH_FAULTS = ("cut up", "cut down", "cut both", "flap", "reset", "half-open worker", "half-open router", "delay")
-ROUTER_FAULTS = ("kill router", "freeze router")
+ROUTER_FAULTS = ("kill router", "freeze router", "drain router", "router clock")
+CLIENT_FAULTS = ("reset clients", "cut clients")
 DISCOVERY_FAULTS = ("discover nothing", "discover some", "discovery fails")
 
-KINDS = (*WORKER_FAULTS, *PATH_FAULTS, *ROUTER_FAULTS, *DISCOVERY_FAULTS)
+KINDS = (*WORKER_FAULTS, *PATH_FAULTS, *ROUTER_FAULTS, *CLIENT_FAULTS, *DISCOVERY_FAULTS)
 
 
 USUAL = (*KINDS, "mischief", "mischief")
@@ -67,7 +68,7 @@ def choose_faults(
     faults = []
     for _ in range(rng.randint(*count)):
         kind = rng.choice(kinds)
-        first = 1 if spare_first and kind not in ROUTER_FAULTS and kind not in DISCOVERY_FAULTS else 0
+        first = 1 if spare_first and kind in (*WORKER_FAULTS, *PATH_FAULTS) else 0
         faults.append(
             Fault(
                 at=0.5 + rng.random() * (window_s - 0.5),

@@ -47,6 +47,12 @@ class History:
     """Seconds that the client itself did not read."""
     stream_id: str = ""
     router: str = ""
+    explained: set[str] = field(default_factory=set)
+    """Codes of errors that what happened to this client explains."""
+    patience_s: float = 0.0
+    """Time that its client takes to come back after its connection broke; the silence may be so much longer."""
+    tardy_s: float = 0.0
+    """How much later than the request's timeout its client may notice it."""
     usage: int | None = None
     """Tokens that the router counted for the whole answer, if this is its only stream and it has finished."""
     events: list[Event] = field(default_factory=list)

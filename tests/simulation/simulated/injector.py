@@ -139,6 +139,28 @@ def _kill_router(world: "World", fault: Fault) -> None:
         world.kernel.after(fault.seconds, partial(world.start_router, fault.router))
 
 
+def _drain_router(world: "World", fault: Fault) -> None:
+    """SIGTERM: it drains and ends. Its successor has its name and starts some time after."""
+    process = world.routers[fault.router]
+    if process is not None and process.router is not None and not process.is_leaving:
+        world.drain_router(fault.router, then_s=fault.seconds)
+
+
+def _jump_router(world: "World", fault: Fault) -> None:
+    """The wall clock of a router's machine jumps, in either direction: nothing may depend on it."""
+    process = world.routers[fault.router]
+    if process is not None:
+        process.loop.wall_offset_s += (fault.lottery - 0.5) * 7200
+
+
+def _reset_clients(world: "World", fault: Fault) -> None:
+    world.wire.reset(fault.router)
+
+
+def _cut_clients(world: "World", fault: Fault) -> None:
+    world.wire.cut(fault.router, fault.seconds)
+
+
 def _freeze_router(world: "World", fault: Fault) -> None:
     """The process is stopped, or its machine is suspended: its clock jumps when it goes on."""
     process = world.routers[fault.router]
@@ -187,6 +209,10 @@ _ACTIONS = {
     "delay": _delay,
     "kill router": _kill_router,
     "freeze router": _freeze_router,
+    "drain router": _drain_router,
+    "router clock": _jump_router,
+    "reset clients": _reset_clients,
+    "cut clients": _cut_clients,
     "discover nothing": partial(_discover, some=False),
     "discover some": partial(_discover, some=True),
     "discovery fails": _fail_discovery,

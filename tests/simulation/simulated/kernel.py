@@ -134,6 +134,8 @@ class ProcessLoop(asyncio.BaseEventLoop):
         self._frozen_until = 0.0
         self.frozen_s = 0.0
         """Seconds that it was frozen, in all."""
+        self.wall_offset_s = 0.0
+        """How far the wall clock of its machine is off."""
         self.is_dead = False
         self.complaints: list[str] = []
         """Exceptions that nobody has handled."""

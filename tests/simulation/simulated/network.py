@@ -448,11 +448,11 @@ class Call:
         self._channel = channel
         self._connection: Connection | None = None
 
-    async def write(self, frame: worker_pb2.RouterFrame) -> None:
+    async def write(self, message: bytes) -> None:
         if self._connection is None:
             host = await self._channel.reach()
             self._connection = Connection(self._channel.network, self._channel.loop, host)
-        await self._connection.write(frame)
+        await self._connection.write(worker_pb2.RouterFrame.FromString(message))
 
     async def read(self) -> Any:
         assert self._connection is not None

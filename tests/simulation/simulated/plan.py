@@ -7,6 +7,7 @@ from lockstep_router.settings import RouterSettings
 
 from simulated import model, worker
 from simulated.faults import USUAL, Fault, choose_faults
+from simulated.visits import Visit, choose_visit
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Request:
     leaves_after_s: float | None = None
     retries: bool = False
     """It asks again, another router, when its connection breaks."""
+    visit: Visit | None = None
+    """Its stream is resumable, and it reads over HTTP."""
 
     @property
     def is_poison(self) -> bool:
@@ -78,6 +81,8 @@ class Scale:
     """Of faults, to choose from."""
     longest_s: float = 6.0
     """Longest time until a fault is over."""
+    visits: float = 0.35
+    """Share of the requests whose streams are resumable."""
 
 
 USUAL_SCALE = Scale()
@@ -134,6 +139,10 @@ def _settings(rng: Random) -> dict[str, object]:
         "max_unread_tokens": rng.choice((8, 64, 4096)),
         "exact_failover": rng.choice(("prefer", "strict")),
         "prefix_index_blocks": 1024,
+        "resume_window_s": rng.choice((0.5, 1.0, 2.0)),
+        "lame_duck_s": rng.choice((0.0, 0.3)),
+        "drain_timeout_s": rng.choice((0.2, 1.0, 3.0)),
+        "keepalive_interval_s": 1.0,
     }
 
 
@@ -158,7 +167,15 @@ def _request(rng: Random, number: int, scale: Scale, *, has_poison: bool) -> Req
     )
     if has_poison and rng.random() < 0.03:
         return replace(request, prompt_ids=(model.POISON_ID, *prompt), max_tokens=max(8, max_tokens), choices=1)
-    return _with_habits(rng, request)
+    return _with_visit(rng, _with_habits(rng, request), scale.visits)
+
+
+def _with_visit(rng: Random, request: Request, share: float) -> Request:
+    """Let a client use HTTP and come back; then it has no habits that are for other clients alone."""
+    if rng.random() >= share:
+        return request
+    visit = choose_visit(rng, request.max_tokens)
+    return replace(request, visit=visit, pause_s=0.0, leaves_after_tokens=None, leaves_after_s=None)
 
 
 def _with_habits(rng: Random, request: Request) -> Request:

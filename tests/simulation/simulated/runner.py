@@ -118,9 +118,13 @@ def explain(outcome: Outcome, scale: Scale = USUAL_SCALE, mutation: Mutation | N
 def trace_of(outcome: Outcome, violation: Violation) -> list[str]:
     """The lines of the trace that belong to a violation: those of its stream, and all faults."""
     names = {violation.subject, violation.subject.partition("#")[0]}
-    names |= {each.stream_id for each in outcome.histories if each.name == violation.subject and each.stream_id}
+    request = violation.subject.partition("#")[0].partition(".")[0].rstrip("~")
+    parts = [line.split() for line in outcome.lines]
+    names |= {each[3] for each in parts if each[1] == "stream" and each[2].split("#")[0].split(".")[0] == request}
     always = {"fault", "ranks", "keepalive", "worker", "overflow"}
     lines = [
         line for line in outcome.lines if not always.isdisjoint(line.split()[1:2]) or not names.isdisjoint(line.split())
     ]
-    return lines[-_MAX_LINES:]
+    if len(lines) <= _MAX_LINES:
+        return lines
+    return [*lines[: _MAX_LINES // 3], "…", *lines[-2 * _MAX_LINES // 3 :]]

@@ -103,6 +103,10 @@ class Worker:
         self.slowness = 1.0
         self.connections: dict[Connection, float] = {}
         """With the moment at which each RouterHello arrived."""
+        self.received: dict[Connection, int] = {}
+        """Submits that have arrived on each."""
+        self.lost: worker_pb2.LostBatch | None = None
+        """What the ranks ran when they were lost, while they are started again."""
         self.live: dict[tuple[int, str], Live] = {}
         self.running: list[Live] = []
         self.waiting: list[Live] = []
@@ -114,7 +118,7 @@ class Worker:
         """Seconds that a stream takes, on average."""
         self._step: Event | None = None
         self._step_began_at = 0.0
-        self._sent: list[worker_pb2.WorkerFrame] = []
+        self._sent: list[tuple[Connection, worker_pb2.WorkerFrame]] = []
         """Some frames of the past, which mischief sends again."""
         self._beat()
 
@@ -122,14 +126,16 @@ class Worker:
 
     def on_hello(self, connection: Connection, _hello: worker_pb2.RouterHello) -> None:
         self.connections[connection] = self.kernel.now
+        self.received[connection] = 0
         connection.send(self._hello())
-        connection.send(self._status())
+        connection.send(self._status(connection))
 
     def on_frame(self, connection: Connection, frame: worker_pb2.RouterFrame) -> None:
         if connection not in self.connections:
             return
         match frame.WhichOneof("frame"):
             case "submit":
+                self.received[connection] += 1
                 self._submit(connection, frame.submit)
             case "cancel":
                 live = self.live.get((id(connection), frame.cancel.stream_id))
@@ -138,6 +144,7 @@ class Worker:
 
     def on_end(self, connection: Connection) -> None:
         if self.connections.pop(connection, None) is not None:
+            del self.received[connection]
             for live in [each for each in self.live.values() if each.connection is connection]:
                 self._remove(live)
 
@@ -164,6 +171,12 @@ class Worker:
         self.is_hung = False
         self._end_step()
         self.state = worker_pb2.WORKER_STATE_RESTARTING
+        suspicions = [live.submit.suspicion for live in self.running]
+        self.lost = worker_pb2.LostBatch(
+            streams=len(suspicions),
+            suspected=sum(each != worker_pb2.SUSPICION_NONE for each in suspicions),
+            on_trial=suspicions.count(worker_pb2.SUSPICION_ON_TRIAL),
+        )
         tells_first = self.rng.random() < 0.5  # the status and the rejections come in either order
         if tells_first:
             self._publish()
@@ -215,7 +228,7 @@ class Worker:
         self._publish()
 
     def _be_ready(self) -> None:
-        self.state = worker_pb2.WORKER_STATE_READY
+        self.state, self.lost = worker_pb2.WORKER_STATE_READY, None
         self._publish()
 
     def _hang_up(self) -> None:
@@ -307,6 +320,7 @@ class Worker:
 
     def _ensure_step(self) -> None:
         if self._step is None and (self.running or self.waiting):
+            self._start_waiting()
             self._step_began_at = self.kernel.now
             self._step = self._later(self.plan.step_s * self.slowness * self.rng.uniform(0.8, 1.2), self._finish_step)
 
@@ -325,26 +339,27 @@ class Worker:
             return
         self._step = None
         self.steps += 1
-        self._start_waiting()
         updates: dict[Connection, list[worker_pb2.StreamTokens]] = {}
         phases: dict[Connection, list[worker_pb2.StreamPhaseChange]] = {}
         for live in list(self.running):
             self._compute(live, updates, phases)
             if self.state != worker_pb2.WORKER_STATE_READY:
                 return  # the stream has killed the ranks
-        for connection, changes in phases.items():
-            connection.send(worker_pb2.WorkerFrame(epoch=self.epoch, phases=worker_pb2.Phases(streams=changes)))
+        self._send_phases(phases)
         for connection, streams in updates.items():
             self._send_tokens(connection, streams)
         self._ensure_step()
 
     def _start_waiting(self) -> None:
         if self.waiting and len(self.running) < self.plan.max_seqs:
+            phases: dict[Connection, list[worker_pb2.StreamPhaseChange]] = {}
             self.waiting.sort(key=lambda live: live.turn)
             while self.waiting and len(self.running) < self.plan.max_seqs:
                 live = self.waiting.pop(0)
                 live.began_at = self.kernel.now
                 self.running.append(live)
+                self._note_phase(live, worker_pb2.STREAM_PHASE_RUNNING, phases)
+            self._send_phases(phases)
 
     def _compute(
         self,
@@ -389,6 +404,10 @@ class Worker:
             worker_pb2.StreamPhaseChange(stream_id=live.submit.stream_id, attempt=live.submit.attempt, phase=phase)
         )
 
+    def _send_phases(self, phases: dict[Connection, list[worker_pb2.StreamPhaseChange]]) -> None:
+        for connection, changes in phases.items():
+            connection.send(worker_pb2.WorkerFrame(epoch=self.epoch, phases=worker_pb2.Phases(streams=changes)))
+
     def _send_tokens(self, connection: Connection, streams: list[worker_pb2.StreamTokens]) -> None:
         mischief, rng = self.mischief, self.rng
         frame = worker_pb2.WorkerFrame(epoch=self.epoch, tokens=worker_pb2.Tokens(streams=streams))
@@ -407,10 +426,27 @@ class Worker:
             self._send_wrong(connection, victim, epoch=self.epoch - 1, attempt=victim.attempt)
         if rng.random() < mischief.malformed and live is not None:
             self._send_wrong(connection, victim, epoch=self.epoch, attempt=victim.attempt, finish=77)
+        if self.accepts_several:  # like columns, not known to older workers
+            self._use_columns(connection, frame.tokens)
         connection.send(frame)
         if rng.random() < mischief.twice:
-            self._sent = [*self._sent[-3:], frame]
-            connection.send(rng.choice(self._sent))
+            self._sent = [*self._sent[-3:], (connection, frame)]
+            # Handles name other attempts on other connections, and no network takes frames from one to another.
+            connection.send(rng.choice([past for sent_on, past in self._sent if sent_on is connection]))
+
+    def _use_columns(self, connection: Connection, tokens: worker_pb2.Tokens) -> None:
+        """Write streams that have one new token and nothing else to say as columns."""
+        others = []
+        for each in tokens.streams:
+            live = self.live.get((id(connection), each.stream_id))
+            if live is None or each.finish or len(each.ids) != 1:
+                others.append(each)
+                continue
+            tokens.handles.append(live.submit.handle)
+            tokens.positions.append(each.position)
+            tokens.ids.extend(each.ids)
+        del tokens.streams[:]
+        tokens.streams.extend(others)
 
     def _send_wrong(
         self, connection: Connection, like: worker_pb2.StreamTokens, *, epoch: int, attempt: int, finish: int = 0
@@ -430,16 +466,15 @@ class Worker:
 
     def _publish(self) -> None:
         if self.connections and not self.is_stopped:
-            frame = self._status()
             for connection in list(self.connections):
-                connection.send(frame)
+                connection.send(self._status(connection))
 
     def _hello(self) -> worker_pb2.WorkerFrame:
         hello = worker_pb2.Hello(worker_id=self.worker_id, incarnation=self.incarnation, model=self.card)
         hello.accepts_several = self.accepts_several
         return worker_pb2.WorkerFrame(epoch=self.epoch, hello=hello)
 
-    def _status(self) -> worker_pb2.WorkerFrame:
+    def _status(self, connection: Connection) -> worker_pb2.WorkerFrame:
         per_request_s = self._mean_s / self.plan.max_seqs
         free = max(0, self.plan.max_seqs - len(self.running) - len(self.waiting))
         status = worker_pb2.Status(
@@ -454,5 +489,7 @@ class Worker:
             total_blocks=100,
             steps=self.steps,
             pid=1,
+            received=self.received[connection],
+            lost=self.lost,
         )
         return worker_pb2.WorkerFrame(epoch=self.epoch, status=status)

@@ -1,38 +1,45 @@
-"""One simulation: the routers, workers, network, faults and clients of a plan, and the checks that look inside."""
+"""One simulation: the routers, workers, network, faults and clients of a plan."""
 
 import asyncio
+import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from random import Random
 
 from lockstep_common.errors import ErrorCode
-from lockstep_router.discovery import Report, WorkerAddress
+from lockstep_router.discovery import WorkerAddress
 from lockstep_router.generation.preparation import Prepared
-from lockstep_router.router import Router
+from lockstep_router.generation.sampling import derive_seed
 from lockstep_router.settings import RouterSettings
 from lockstep_router.streams.journal import Journal
 
 from simulated import checker, injector
 from simulated.checker import Rules, Violation
-from simulated.clients import TENANT, Client, open_histories
+from simulated.clients import Client, open_histories
 from simulated.history import History, Kind
+from simulated.inside import Inside, Streamed
 from simulated.kernel import Kernel, ProcessLoop
+from simulated.model import Expected
+from simulated.mutation import Mutation
 from simulated.network import KEEPALIVE_S, Network
 from simulated.plan import Plan, Request, settings_of
-from simulated.worker import STEP_DEADLINE_S, Live, Mischief, Worker
+from simulated.processes import RouterProcess
+from simulated.visitors import PATIENCE_S, SILENCE_S, Visitor
+from simulated.wire import VANISHED_S, Exchange, Wire
+from simulated.worker import STEP_DEADLINE_S, Mischief, Worker
 
-_SETTLE_S = 90.0
+__all__ = ["Mutation", "Outcome", "World", "summarize"]
+
+_SETTLE_S = 150.0
 """After the last fault and the last request: by then every stream must have ended."""
 
 _IDLE_S = 3.0
-"""After the last stream: by then routers and workers must hold nothing of any stream."""
+"""After the last stream, and the time for which routers wait for clients: by then nothing of any stream is held."""
 
 _AUDIT_EVERY_S = 0.5
-
-STOPS_WITHIN_S = 0.5
-"""After a stream's end, or the begin of a later attempt: workers that can be reached must have stopped by then."""
 
 _STEP_MARGIN_S = 2.0
 """Time that routers give a worker after its own deadline for a step."""
@@ -40,16 +47,8 @@ _STEP_MARGIN_S = 2.0
 _BASE_NS = 1_700_000_000 * 10**9
 """Wall time at the beginning."""
 
-
-@dataclass(frozen=True)
-class Mutation:
-    """A change of the product or of the transport that the checks must find. The default changes nothing."""
-
-    journal: type[Journal] = Journal
-    to_worker: Callable[[object], list[object]] = lambda frame: [frame]
-    to_router: Callable[[object], list[object]] = lambda frame: [frame]
-    router: type[Router] = Router
-    settings: dict[str, object] = field(default_factory=dict)
+_REPEATS_S = 60.0
+"""Time in which the client library finds another router and gets there what it has already."""
 
 
 @dataclass(frozen=True)
@@ -66,59 +65,6 @@ class Outcome:
     longest_silence_s: float
 
 
-class ScriptedDiscovery:
-    """A discovery that reports what it is told."""
-
-    def __init__(self, addresses: frozenset[WorkerAddress]) -> None:
-        self.addresses = addresses
-        self.report: Report | None = None
-
-    async def run(self, report: Report) -> None:
-        self.report = report
-        report.update(self.addresses)
-        await asyncio.Event().wait()
-
-    def set(self, addresses: frozenset[WorkerAddress]) -> None:
-        self.addresses = addresses
-        if self.report is not None:
-            self.report.update(addresses)
-
-
-class RouterProcess:
-    """One router process with its event loop."""
-
-    def __init__(self, world: "World", index: int, life: int) -> None:
-        self.index = index
-        self.name = f"router-{index}"
-        rng = Random(f"{world.plan.seed}/{self.name}/{life}")
-        self.loop = ProcessLoop(world.kernel, self.name, clock_offset=float(rng.randrange(1, 1 << 20)))
-        self.discovery = ScriptedDiscovery(world.addresses())
-        self.router: Router | None = None
-        self.clients: list[Client] = []
-        self._leaving: asyncio.Event = asyncio.Event()
-        self._serving = self.loop.spawn(self._serve(world, rng))
-
-    async def _serve(self, world: "World", rng: Random) -> None:
-        settings = settings_of(world.plan, self.name).model_copy(update=world.mutation.settings)
-        dial = world.network.dial
-        async with world.mutation.router(
-            settings, self.discovery, lambda target, _: dial(self.loop, target), rng
-        ) as router:
-            self.router = router
-            await self._leaving.wait()
-
-    def call(self, action: Callable[[], object]) -> None:
-        """Run something in the process."""
-        self.loop.call_soon(action)
-
-    def leave(self) -> None:
-        self.loop.call_soon(self._leaving.set)
-
-    @property
-    def has_left(self) -> bool:
-        return self._serving.done()
-
-
 class World:
     """Everything of one simulation."""
 
@@ -132,6 +78,17 @@ class World:
             to_worker=self.mutation.to_worker,
             to_router=self.mutation.to_router,
         )
+        self.client_loop = ProcessLoop(self.kernel, "clients", 0.0)
+        self.wire = Wire(
+            self.kernel,
+            Random(f"{plan.seed}/wire"),
+            self.client_loop,
+            self.mutation.request,
+            self.mutation.answer,
+            self._on_unfinished,
+        )
+        self.inside = Inside(self)
+        self.window_s = settings_of(plan, "router").resume_window_s
         self.wall_offset_ns = [0] * len(plan.workers)
         self.workers: list[Worker] = []
         self.old_workers: list[Worker] = []
@@ -139,15 +96,13 @@ class World:
         self.routers: list[RouterProcess | None] = [None] * plan.routers
         self.dead_routers: list[RouterProcess] = []
         self.histories: list[History] = []
-        self.violations: list[Violation] = []
         self.counts: Counter[str] = Counter()
         self.on_idle: Callable[[], object] = lambda: None
         """Called when every stream has ended and the routers still run."""
         self._starts: Counter[str] = Counter()
-        self._streams: dict[str, History] = {}
-        """By stream id."""
-        self._newest: dict[str, tuple[int, float]] = {}
-        """The newest attempt of each stream that any worker got, and when."""
+        self._by_seed = {
+            derive_seed(request.seed, choice): request for request in plan.requests for choice in range(request.choices)
+        }
         self._open = len(plan.requests)
         """Requests that have not ended, those that have not begun included."""
 
@@ -169,7 +124,7 @@ class World:
             wall_ns,
             self.plan.workers[index],
             Mischief(),
-            on_submit=self._on_submit,
+            on_submit=self.inside.on_submit,
         )
         self.network.hosts[started.target] = started
         if index < len(self.workers):
@@ -200,6 +155,26 @@ class World:
         Raises:
             Stuck: time stands still.
         """
+        with self._wall_clock():
+            self._begin()
+            try:
+                self._run()
+                trace_hash = self.kernel.trace_hash
+                self._stop()
+            finally:
+                self._bury()
+        violations = self.inside.violations + checker.check(self.histories, self._rules())
+        return Outcome(
+            self.plan.seed,
+            violations,
+            self.histories,
+            trace_hash,
+            self.counts,
+            tuple(self.kernel.lines),
+            max((_silence_s(each) for each in self.histories), default=0.0),
+        )
+
+    def _begin(self) -> None:
         for index in range(len(self.plan.workers)):
             self.start_worker(index)
         for index in range(self.plan.routers):
@@ -209,28 +184,43 @@ class World:
         for fault in self.plan.faults:
             self.kernel.at(fault.at, lambda fault=fault: injector.inject(self, fault))  # type: ignore[misc]
         self.kernel.after(_AUDIT_EVERY_S, self._audit)
+
+    def _run(self) -> None:
+        self.kernel.run_until(lambda: not self._open, self.plan.window_s + _SETTLE_S)
+        calm_at = max((fault.at + fault.seconds for fault in self.plan.faults), default=0.0)
+        # Streams that were left run on for a window, and their answers are kept for another one.
+        calm_s = VANISHED_S + 2 * self.window_s + _IDLE_S
+        self.kernel.run_for(max(0.0, calm_at - self.kernel.now) + calm_s)
+        # A worker learns of the end of a half-open connection by its keepalive.
+        self.kernel.run_until(self._is_idle, self.kernel.now + KEEPALIVE_S)
+        self.inside.check_idle()
+        self.on_idle()
+
+    @contextmanager
+    def _wall_clock(self) -> Iterator[None]:
+        """Let `time.time` tell what the wall clock of the running process's machine shows."""
+        real = time.time
+
+        def show() -> float:
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                return real()
+            offset_s = loop.wall_offset_s if isinstance(loop, ProcessLoop) else 0.0
+            return _BASE_NS / 1e9 + self.kernel.now + offset_s
+
+        time.time = show
         try:
-            self.kernel.run_until(lambda: not self._open, self.plan.window_s + _SETTLE_S)
-            calm_at = max((fault.at + fault.seconds for fault in self.plan.faults), default=0.0)
-            self.kernel.run_for(max(0.0, calm_at - self.kernel.now) + _IDLE_S)
-            # A worker learns of the end of a half-open connection by its keepalive.
-            self.kernel.run_until(self._is_idle, self.kernel.now + KEEPALIVE_S)
-            self._check_idle()
-            self.on_idle()
-            trace_hash = self.kernel.trace_hash
-            self._stop()
+            yield
         finally:
-            self._bury()
-        self.violations += checker.check(self.histories, self._rules())
-        return Outcome(
-            self.plan.seed,
-            self.violations,
-            self.histories,
-            trace_hash,
-            self.counts,
-            tuple(self.kernel.lines),
-            max((_silence_s(each) for each in self.histories), default=0.0),
-        )
+            time.time = real
+
+    def _audit(self) -> None:
+        self.kernel.after(_AUDIT_EVERY_S, self._audit)
+        self.inside.audit()
+
+    def _is_idle(self) -> bool:
+        return not any(worker.live for worker in (*self.workers, *self.old_workers) if worker.is_listening)
 
     def _note_end(self) -> None:
         self._open -= 1
@@ -240,38 +230,97 @@ class World:
         if not living:
             self.kernel.after(0.2, lambda: self._start(request, tries))
             return
-        process = living[int(request.lottery * len(living))]
+        # Most clients know which routers are ready.
+        ready = [each for each in living if not each.is_leaving]
+        candidates = ready if ready and request.lottery * 1e3 % 1 < 0.9 else living
+        process = candidates[int(request.lottery * len(candidates))]
+        self.kernel.trace("request", request.name, process.name)
+        if request.visit is not None:
+            visitor = Visitor(self, request, process.index, self._note_end)
+            self.client_loop.spawn(visitor.run())
+            return
+        self._start_direct(request, tries, process)
+
+    def _start_direct(self, request: Request, tries: int, process: RouterProcess) -> None:
         histories = open_histories(request, f"{request.name}#{tries}", self.kernel.now)
-        for history in histories:
-            history.router = process.name
         self.histories += histories
         client = Client(self.kernel, request, histories, self._on_prepared, self._note_end)
+        client.process = process
         process.clients.append(client)
-        self.kernel.trace("request", request.name, process.name)
-        task: list[asyncio.Task[None]] = []
+        if process.is_leaving:
+            client.explain(ErrorCode.DRAINING)
 
         def begin() -> None:
             if process.loop.is_dead:
                 return
-            assert process.router is not None
-            task.append(asyncio.ensure_future(client.converse(process.router)))
+            if process.router is None or process.has_left:
+                client.lose_connection()
+                return
+            client.task = asyncio.ensure_future(client.converse(process.router))
             # A task that is cancelled before its first step runs none of its code.
-            task[0].add_done_callback(lambda _: client.leave())
+            client.task.add_done_callback(lambda _: client.leave())
 
         def leave() -> None:
-            task[0].cancel()
+            if client.task is not None:
+                client.task.cancel()
 
         process.call(begin)
         if request.leaves_after_s is not None:
             self.kernel.after(request.leaves_after_s, lambda: process.call(leave))
 
-    def _on_prepared(self, prepared: Prepared, histories: list[History]) -> None:
+    def open_readers(self, request: Request, suffix: str) -> list[History]:
+        """The histories of one more reader of a resumable stream."""
+        histories = open_histories(request, f"{request.name}{suffix}#0", self.kernel.now)
+        visit = request.visit
+        assert visit is not None
+        patience_s = 2 * SILENCE_S + PATIENCE_S + (_REPEATS_S if visit.kind == "library" else 0.0)
+        for history in histories:
+            history.patience_s = patience_s
+        self.histories += histories
+        return histories
+
+    # Streams.
+
+    def _on_prepared(self, client: Client, prepared: Prepared) -> None:
+        """Note the streams of a client that reads them without HTTP."""
+        self._mutate(prepared)
+        assert client.process is not None
+        for journal, history in zip(prepared.journals, client.histories, strict=True):
+            history.stream_id = journal.stream_id
+            self._add(journal, history.name, history.expected, client.request, client.process, history)
+
+    def on_prepared(self, process: RouterProcess, prepared: Prepared) -> None:
+        """Note the streams of a request over HTTP."""
+        request = self._by_seed.get(prepared.journals[0].sampling.seed)
+        if request is None or request.visit is None:
+            return
+        self._mutate(prepared)
+        for journal, history in zip(prepared.journals, open_histories(request, request.name, 0.0), strict=True):
+            self._add(journal, history.name, history.expected, request, process, None)
+
+    def _add(
+        self,
+        journal: Journal,
+        name: str,
+        expected: Expected,
+        request: Request,
+        process: RouterProcess,
+        history: History | None,
+    ) -> None:
+        arrived_at = self.kernel.now - (process.loop.time() - (journal.arrived_at or process.loop.time()))
+        self.inside.streams[journal.stream_id] = Streamed(
+            name, journal.stream_id, expected, bool(request.stops), arrived_at, process, request.name, history
+        )
+        self.kernel.trace("stream", name, journal.stream_id)
+
+    def stream_of(self, process: RouterProcess, request_id: str, index: int) -> Streamed | None:
+        """A choice of a resumable stream."""
+        track = process.tracks.by_id.get(request_id)
+        return None if track is None else self.inside.streams.get(track.stream_ids[index])
+
+    def _mutate(self, prepared: Prepared) -> None:
         if self.mutation.journal is not Journal:
             prepared.journals[:] = [self._mutated(each) for each in prepared.journals]
-        for journal, history in zip(prepared.journals, histories, strict=True):
-            history.stream_id = journal.stream_id
-            self._streams[journal.stream_id] = history
-            self.kernel.trace("stream", history.name, journal.stream_id)
 
     def _mutated(self, journal: Journal) -> Journal:
         given = [each.name for each in fields(journal) if each.init]
@@ -286,116 +335,68 @@ class World:
         process.loop.kill()
         for connection in self.network.of(process.name):
             connection.end_by_router()
+        for exchange in self.wire.of(index):
+            exchange.die()
         for client in process.clients:
             if not client.is_done:
                 client.lose_connection()
                 if client.request.retries:
                     self._retry(client)
 
+    def drain_router(self, index: int, *, then_s: float) -> None:
+        """Let a router process drain and end, as on SIGTERM, and start the next one some time after that."""
+        process = self.routers[index]
+        assert process is not None
+        for client in process.clients:
+            client.explain(ErrorCode.DRAINING)
+
+        def end() -> None:
+            if self.routers[index] is not process:
+                return
+            self.kernel.trace("drained", process.name)
+            self.routers[index] = None
+            self.dead_routers.append(process)
+            self.kernel.after(0.1, lambda: self.inside.check_left(process))
+            self.kernel.after(then_s, lambda: self.start_router(index))
+
+        process.on_end(end)
+        process.drain()
+
+    def on_drained(self, process: RouterProcess) -> None:
+        """The drain is over: what has no end is cut off."""
+        self.inside.check_drained(process)
+        for client in process.clients:
+            if not client.is_done:
+                client.lose_connection()
+                if client.task is not None:
+                    client.task.cancel()
+        for exchange in self.wire.of(process.index):
+            exchange.cut_off()
+
+    def _on_unfinished(self, exchange: Exchange) -> None:
+        self.inside.report("broken off", exchange.subject, "its router ended the answer before its end")
+
     def _retry(self, client: Client) -> None:
         self._open += 1
         tries = int(client.histories[0].name.partition("#")[2].partition(".")[0]) + 1
         self.kernel.after(0.1, lambda: self._start(client.request, tries))
 
-    # What must hold inside.
-
-    def _report(self, kind: str, subject: str, detail: str) -> None:
-        if not any((each.kind, each.subject) == (kind, subject) for each in self.violations):
-            self.violations.append(Violation(kind, subject, detail, self.kernel.now))
-
-    def _on_submit(self, live: Live, worker: Worker) -> None:
-        submit, connection = live.submit, live.connection
-        self.kernel.trace("submit", worker.worker_id, submit.stream_id, submit.attempt, len(submit.emitted_ids))
-        self.counts["attempts"] += 1
-        self.counts["resumed"] += submit.attempt > 1
-        history = self._streams.get(submit.stream_id)
-        if history is None:
-            self._report("unknown stream", worker.worker_id, submit.stream_id)
-            return
-        newest, _ = self._newest.get(submit.stream_id, (0, 0.0))
-        if submit.attempt > newest:
-            self._newest[submit.stream_id] = (submit.attempt, self.kernel.now)
-        emitted = tuple(submit.emitted_ids)
-        if not history.has_stops and emitted != history.expected.ids[: len(emitted)]:
-            self._report("wrong tokens", history.name, f"attempt {submit.attempt} continues other tokens")
-        delivered = max((event.tokens for event in history.events), default=0)
-        # A Submit may arrive after that of a later attempt.
-        if len(emitted) < delivered and submit.attempt >= newest:
-            self._report(
-                "begins again", history.name, f"attempt {submit.attempt} has {len(emitted)} of {delivered} tokens"
-            )
-        hello_took_s = worker.connections[connection] - connection.hello_sent_at
-        drift_s = abs(live.arrived_at - history.arrived_at)
-        slack_s = hello_took_s + 0.1 + sum(each.loop.frozen_s for each in self.living_routers())
-        if drift_s > slack_s:
-            self._report("seniority", history.name, f"its arrival is {drift_s:.2f} s off on {worker.worker_id}")
-
-    def _audit(self) -> None:
-        """Find streams that workers compute for nobody."""
-        self.kernel.after(_AUDIT_EVERY_S, self._audit)
-        for worker in (*self.workers, *self.old_workers):
-            if worker.is_listening and not worker.is_stopped:
-                for live in worker.live.values():
-                    self._audit_stream(worker, live)
-
-    def _audit_stream(self, worker: Worker, live: Live) -> None:
-        history, submit = self._streams[live.submit.stream_id], live.submit
-        newest, newest_at = self._newest[submit.stream_id]
-        unwanted_at = newest_at if submit.attempt < newest else history.ended_at
-        if unwanted_at is None:
-            return
-        router = live.connection.router
-        up = self.network.path(router, worker.target)
-        process = self.routers[int(router.partition("-")[2])]
-        is_frozen = process is not None and process.loop.is_frozen
-        if up.is_cut or up.jitter_s > STOPS_WITHIN_S / 10 or is_frozen or not live.connection.can_reach_worker:
-            return
-        since = max(unwanted_at, up.healed_at, worker.thawed_at, process.loop.thawed_at if process is not None else 0.0)
-        if self.kernel.now - since > STOPS_WITHIN_S:
-            detail = f"{worker.worker_id} runs attempt {submit.attempt} of {submit.stream_id} for nobody"
-            self._report("runs on", history.name, detail)
-
-    def _is_idle(self) -> bool:
-        return not any(worker.live for worker in (*self.workers, *self.old_workers) if worker.is_listening)
-
-    def _check_idle(self) -> None:
-        for process in self.living_routers():
-            router, name = process.router, process.name
-            assert router is not None
-            counts = router.workers.suspects.counts
-            held = {
-                "requests": router.requests,
-                "streams": router.streams,
-                "attempts": sum(link.has_streams for link in router.workers.links),
-                "suspected": counts["suspected"],
-                "tried": counts["tried"],
-                "tenant's streams": router.limits.streams_of(TENANT),
-            }
-            for what, number in held.items():
-                if number:
-                    self._report("leak", name, f"{number} {what} after the last stream")
-            tasks = len(process.loop.pending)
-            most = 3 + 3 * len(router.workers.links)
-            if tasks > most:
-                self._report("leak", name, f"{tasks} tasks with {len(router.workers.links)} links")
-            for complaint in process.loop.complaints:
-                self._report("exception", name, complaint)
-        for worker in (*self.workers, *self.old_workers):
-            if worker.is_listening and worker.live:
-                self._report("leak", worker.worker_id, f"{len(worker.live)} streams after the last stream")
-
     def _stop(self) -> None:
-        for process in self.living_routers():
+        living = self.living_routers()
+        for process in living:
             process.leave()
-        if not self.kernel.run_until(lambda: all(each.has_left for each in self.living_routers()), self.kernel.now + 5):
-            self._report("leak", "router", "does not end")
-        for process in self.living_routers():
-            if process.loop.pending:
-                self._report("leak", process.name, f"{len(process.loop.pending)} tasks after its end")
+        if not self.kernel.run_until(lambda: all(each.has_left for each in living), self.kernel.now + 5):
+            self.inside.report("leak", "router", "does not end")
+        for process in living:
+            self.inside.check_left(process)
+        if self.client_loop.pending or self.client_loop.complaints:
+            detail = f"{len(self.client_loop.pending)} tasks, {self.client_loop.complaints[:1]}"
+            self.inside.report("leak", "clients", detail)
 
     def _bury(self) -> None:
         for process in (*self.living_routers(), *self.dead_routers):
             process.loop.bury()
+        self.client_loop.bury()
 
     def _rules(self) -> Rules:
         settings = settings_of(self.plan, "router")
@@ -403,8 +404,7 @@ class World:
         allowed = {ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED, ErrorCode.WORKER_LOST}
         if self.plan.has_sanctuary:
             allowed = set()
-        poisoned = frozenset(history.router for history in self.histories if history.is_poison)
-        return Rules(longest_silence(settings, self.plan) + frozen_s, 0.2 + frozen_s, frozenset(allowed), poisoned)
+        return Rules(longest_silence(settings, self.plan) + frozen_s, 0.2 + frozen_s, frozenset(allowed))
 
 
 def longest_silence(settings: RouterSettings, plan: Plan) -> float:

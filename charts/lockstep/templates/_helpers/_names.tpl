@@ -45,3 +45,18 @@
 {{- $account := .Values.worker.serviceAccount -}}
 {{- default (ternary (include "lockstep.worker.name" .) "default" $account.create) $account.name -}}
 {{- end -}}
+
+{{/* The state server. */}}
+{{- define "lockstep.state.name" -}}
+{{- printf "%s-state" (include "lockstep.fullname" .) -}}
+{{- end -}}
+
+{{/* The bundled Redis. */}}
+{{- define "lockstep.redis.name" -}}
+{{- printf "%s-redis" (include "lockstep.fullname" .) -}}
+{{- end -}}
+
+{{- define "lockstep.state.serviceAccountName" -}}
+{{- $account := .Values.state.serviceAccount -}}
+{{- default (ternary (include "lockstep.state.name" .) "default" $account.create) $account.name -}}
+{{- end -}}

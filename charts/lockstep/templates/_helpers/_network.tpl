@@ -11,3 +11,12 @@
     {{- toYaml . | nindent 4 }}
   {{- end }}
 {{- end -}}
+
+{{/* Routers and workers reach the state server. */}}
+{{- define "lockstep.egressToState" -}}
+- ports: [{port: 9100}]
+  to:
+    - podSelector:
+        matchLabels:
+          {{- include "lockstep.selectorLabels" (dict "root" . "component" "kv-state-server") | nindent 10 }}
+{{- end -}}

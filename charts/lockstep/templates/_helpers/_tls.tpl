@@ -8,6 +8,10 @@
 {{- .Values.tls.worker.secretName | default (printf "%s-tls" (include "lockstep.worker.name" .)) -}}
 {{- end -}}
 
+{{- define "lockstep.tls.state.secret" -}}
+{{- .Values.tls.state.secretName | default (printf "%s-tls" (include "lockstep.state.name" .)) -}}
+{{- end -}}
+
 {{/* What a router's certificate is for, as workers check it: a DNS name or a URI. */}}
 {{- define "lockstep.tls.router.identity" -}}
 {{- .Values.tls.router.identity | default (printf "%s.%s.svc" (include "lockstep.router.name" .) .Release.Namespace) -}}
@@ -16,6 +20,11 @@
 {{/* What a worker's certificate is for, as routers check it: a DNS name. */}}
 {{- define "lockstep.tls.worker.identity" -}}
 {{- .Values.tls.worker.identity | default (printf "%s.%s.svc" (include "lockstep.workers.name" .) .Release.Namespace) -}}
+{{- end -}}
+
+{{/* What the state server's certificate is for, as routers check it: a DNS name. */}}
+{{- define "lockstep.tls.state.identity" -}}
+{{- .Values.tls.state.identity | default (printf "%s.%s.svc" (include "lockstep.state.name" .) .Release.Namespace) -}}
 {{- end -}}
 
 {{/* Whether clients speak HTTPS to routers; whether kubelets and Prometheus do to all. Empty or not. */}}
@@ -27,7 +36,7 @@
 {{- and .Values.tls.enabled .Values.tls.management | ternary "true" "" -}}
 {{- end -}}
 
-{{/* The settings that both services have. Takes (root, settings, peer); changes the settings. */}}
+{{/* The settings that all services have. Takes (root, settings, peer); changes the settings. */}}
 {{- define "lockstep.tls.settings" -}}
 {{- if .root.Values.tls.enabled -}}
 {{- $_ := set .settings "tls_cert" "/etc/lockstep-tls/tls.crt" -}}

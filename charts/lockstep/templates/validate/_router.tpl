@@ -9,15 +9,20 @@ router.autoscaling: minReplicas {{ .minReplicas }} is more than maxReplicas {{ .
 router.autoscaling counts in router.resources.requests.cpu, which is not set
 {{- end -}}
 {{- end -}}
-{{- with $router.httpRoute -}}
+{{- range $route := list "httpRoute" "grpcRoute" -}}
+{{- with get $router $route -}}
 {{- if .enabled -}}
 {{- if not ($.Capabilities.APIVersions.Has "gateway.networking.k8s.io/v1") }}
-router.httpRoute.enabled: the cluster has no gateway.networking.k8s.io/v1; install the Gateway API first (with `helm template`: --api-versions gateway.networking.k8s.io/v1)
+router.{{ $route }}.enabled: the cluster has no gateway.networking.k8s.io/v1; install the Gateway API first (with `helm template`: --api-versions gateway.networking.k8s.io/v1)
 {{- end -}}
 {{- if not .parentRefs }}
-router.httpRoute.parentRefs is empty: the route needs a Gateway
+router.{{ $route }}.parentRefs is empty: the route needs a Gateway
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and $router.grpcRoute.enabled (not $router.service.grpcPort) }}
+router.grpcRoute.enabled: without router.service.grpcPort there is no gRPC
 {{- end -}}
 {{- include "lockstep.validate.router.memory" . -}}
 {{- $here := dict "root" . "at" "router" "options" $router "owned" "router" -}}

@@ -15,5 +15,8 @@ tls.certManager.enabled: the cluster has no cert-manager.io/v1; install cert-man
 {{- if contains "://" .worker.identity }}
 tls.worker.identity: {{ .worker.identity }} is a URI, and routers can check DNS names only
 {{- end -}}
+{{- if contains "://" .state.identity }}
+tls.state.identity: {{ .state.identity }} is a URI, and routers can check DNS names only
+{{- end -}}
 {{- end -}}
 {{- end -}}

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 from lockstep_client.errors import (
@@ -52,6 +53,8 @@ class Attempts:
         """The shortest wait that routers have asked for in this round."""
         self._must_wait = False
         self._rejoined: set[Router] = set()
+        self.last_router: Router | None = None
+        """The one that was asked last."""
 
     @property
     def remaining_s(self) -> float | None:
@@ -95,6 +98,7 @@ class Attempts:
         router = prefer if prefer is not None and prefer not in self._tried else self.routers.pick(self._tried)
         assert router is not None
         self._tried.add(router)
+        self.last_router = router
         return router
 
     def _next_round(self) -> Steps[None]:
@@ -152,6 +156,11 @@ class Attempts:
             return
         self.routers.failed(router, None if asked_s is None else min(asked_s, self.policy.max_retry_after_s))
 
+    def avoid(self, router: Router) -> None:
+        """Ask a router no more in this round, unless it is the only one."""
+        if any(each != router and each not in self._tried for each in self.routers.known()):
+            self._tried.add(router)
+
     def again(self, router: Router) -> None:
         """Let a router be asked again in this round."""
         self._tried.discard(router)
@@ -168,7 +177,7 @@ class Attempts:
         if remaining_s is None:
             return request
         headers = {**request.headers, TIMEOUT_HEADER: f"{max(0.001, remaining_s):.3f}"}
-        return Outgoing(request.method, request.path, headers, request.content)
+        return replace(request, headers=headers)
 
     def send(
         self, request: Outgoing, *, prefer: Router | None = None, is_repeatable: bool = True

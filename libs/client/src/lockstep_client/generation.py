@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 from lockstep_client.attempts import Attempts, RefusedError, json_object
+from lockstep_client.channels import DivergedError
 from lockstep_client.errors import (
     RETRYABLE_CODES,
     ConnectionFailedError,
@@ -15,13 +16,15 @@ from lockstep_client.errors import (
     Received,
     StreamDiverged,
     StreamLost,
-    from_body,
 )
 from lockstep_client.policy import Policy
+from lockstep_client.response_transcript import ResponseTranscript
 from lockstep_client.routers import Router, Routers
 from lockstep_client.sse import Decoder, EventTooLongError, ServerSentEvent
-from lockstep_client.steps import BrokenError, Give, Head, Outgoing, Read, Send, Steps, read_all
-from lockstep_client.transcript import DONE, DivergedError, Transcript
+from lockstep_client.steps import BrokenError, Chunk, Give, Head, Outgoing, Read, Send, Steps, read_all
+from lockstep_client.transcript import DONE, Transcript
+
+AnyTranscript = Transcript | ResponseTranscript
 
 MAX_ANSWER_BYTES = 256 << 20
 
@@ -31,11 +34,13 @@ LAST_EVENT_HEADER = "Last-Event-ID"
 STREAM_HEADER = "x-lockstep-stream-id"
 ROUTER_HEADER = "x-lockstep-router"
 
-_ENDPOINTS = ("/chat/completions", "/completions")
+_ENDPOINTS = ("/chat/completions", "/completions", "/responses")
 _REPEATABLE = ("/tokenize", "/detokenize", "/embeddings")
 """Endpoints that compute and change nothing."""
 _UNKNOWN_STATUSES = frozenset({400, 404, 405, 422, 501})
 """How routers answer that cannot resume a stream: they do not have it, do not have this much of it, or never resume."""
+_CONTINUED_CODES = frozenset({"draining", "unavailable"})
+"""Failures of a router after which another one may continue the stream."""
 _ELSEWHERE_TRIES = 8
 """Connections to one address behind which another router answered than the one that has the stream."""
 
@@ -50,6 +55,23 @@ def with_seed(body: Mapping[str, Any]) -> dict[str, Any]:
     return dict(body) if body.get("seed") is not None else {**body, "seed": secrets.randbelow(1 << 53)}
 
 
+def _streams_path(request: Outgoing) -> str:
+    """The path of the streams beside that of a request for an answer."""
+    endpoint = endpoint_of(request.path)
+    assert endpoint is not None
+    return request.path.removesuffix(endpoint) + "/streams"
+
+
+def _cancel_by_key(request: Outgoing) -> Outgoing:
+    """What ends the generation of a request whose id is not known."""
+    headers = {name: value for name, value in request.headers.items() if name.lower() == KEY_HEADER.lower()}
+    return Outgoing("DELETE", _streams_path(request), _credentials(request) | headers)
+
+
+def _credentials(request: Outgoing) -> dict[str, str]:
+    return {name: value for name, value in request.headers.items() if name.lower() == "authorization"}
+
+
 def _keyed(headers: Mapping[str, str]) -> dict[str, str]:
     names = {name.lower() for name in headers}
     return dict(headers) if KEY_HEADER.lower() in names else {**headers, KEY_HEADER: secrets.token_urlsafe(24)}
@@ -61,6 +83,7 @@ class WholeAnswer:
     def __init__(self, request: Outgoing, attempts: Attempts) -> None:
         self._request = Outgoing(request.method, request.path, _keyed(request.headers), request.content)
         self._attempts = attempts
+        self._is_over = False
 
     def run(self) -> Steps[None]:
         """Give the head and the content of the answer, or of the refusal.
@@ -72,6 +95,7 @@ class WholeAnswer:
             head, content = yield from self._answer()
         except RefusedError as refused:
             head, content = refused.head, refused.content
+        self._is_over = True
         yield Give(head)
         yield Give(content)
 
@@ -98,8 +122,12 @@ class WholeAnswer:
                 return head, content
             self._attempts.refused(router, refused)
 
-    def last_request(self) -> None:
-        """Nothing can be cancelled: the id of a whole answer is in its head."""
+    def last_request(self) -> tuple[Router, Outgoing] | None:
+        """What cancels the answer, if it may still be generated: the id of a whole answer is in its head, so its key
+        names it. None if there is nothing to cancel.
+        """
+        router = self._attempts.last_router
+        return None if self._is_over or router is None else (router, _cancel_by_key(self._request))
 
     def _lives(self, router: Router) -> Steps[bool]:
         self._attempts.check_deadline()
@@ -114,19 +142,19 @@ class WholeAnswer:
 class StreamedAnswer:
     """A request for a stream, over as many connections as it takes. Every event is given once."""
 
-    def __init__(self, request: Outgoing, attempts: Attempts) -> None:
+    def __init__(self, request: Outgoing, attempts: Attempts, transcript: AnyTranscript) -> None:
         headers = {**_keyed(request.headers), RESUMABLE_HEADER: "true"}
         self._request = Outgoing(request.method, request.path, headers, request.content)
-        endpoint = endpoint_of(request.path)
-        assert endpoint is not None
-        self._streams_path = request.path.removesuffix(endpoint) + "/streams/"
+        self._streams_path = _streams_path(request)
         self._attempts = attempts
-        self._transcript = Transcript()
+        self._transcript = transcript
         self._router: Router | None = None
         self._router_id: str | None = None
         """The name by which the router that has the stream calls itself."""
         self._stream_id: str | None = None
         self._last_event_id = ""
+        self._failed_at = -1
+        """The number of events that had been given when the stream last failed."""
         self._run_events = 0
         """Events of this run of the stream: a repeat begins another one."""
         self._has_head = False
@@ -138,7 +166,7 @@ class StreamedAnswer:
         return Received(self._transcript.texts, self._transcript.events, self._stream_id, self._last_event_id or None)
 
     def run(self) -> Steps[None]:
-        """Give the head, and each event of the stream once, `[DONE]` included.
+        """Give the head, and each event of the stream once, `[DONE]` included if it has one.
 
         Raises:
             LockstepError: with what has been received.
@@ -161,9 +189,12 @@ class StreamedAnswer:
 
     def last_request(self) -> tuple[Router, Outgoing] | None:
         """What cancels the stream, if it may still run; None if there is nothing to cancel."""
-        if self._is_over or self._stream_id is None or self._router is None:
+        router = self._router or self._attempts.last_router
+        if self._is_over or router is None:
             return None
-        return self._router, Outgoing("DELETE", self._streams_path + self._stream_id, self._credentials())
+        if self._stream_id is None:
+            return router, _cancel_by_key(self._request)
+        return router, Outgoing("DELETE", f"{self._streams_path}/{self._stream_id}", _credentials(self._request))
 
     def _run(self) -> Steps[None]:
         router, head = yield from self._attempts.send(self._request)
@@ -181,10 +212,20 @@ class StreamedAnswer:
                 return
             except BrokenError as broken:
                 self._attempts.broke(router, broken)
+                failure = None
             except _FailedError as failed:
-                router, head = yield from self._begin_again(failed.error)
+                failure = failed
+            if (ending := self._transcript.ending()) is not None:
+                self._is_over = True
+                yield from map(Give, ending)
+                return
+            if failure is None:
+                router, head = yield from self._continue(router)
                 continue
-            router, head = yield from self._continue(router)
+            recovered = yield from self._recover(router, failure)
+            if recovered is None:
+                return
+            router, head = recovered
 
     def _note(self, router: Router, head: Head) -> None:
         self._router = router
@@ -201,11 +242,7 @@ class StreamedAnswer:
         decoder = Decoder()
         while (chunk := (yield Read())) is not None:
             self._attempts.check_deadline()
-            try:
-                events = decoder.feed(chunk)
-            except EventTooLongError as error:
-                raise ProtocolError(str(error)) from None
-            for event in events:
+            for event in _events(decoder, chunk):
                 new = self._take(event)
                 if new is not None:
                     self._attempts.progressed()
@@ -222,18 +259,35 @@ class StreamedAnswer:
         body = json_object(event.data.encode())
         if body is None:
             raise ProtocolError("the stream has an event that is no JSON object")
+        error = self._transcript.failure(body)
+        if error is not None and error.code in RETRYABLE_CODES:
+            raise _FailedError(error, event)
         if "error" in body:
-            error = from_body(body, None)
-            if error.code in RETRYABLE_CODES and self._attempts.policy.on_lost == "restart":
-                raise _FailedError(error)
             self._is_over = True
             return event
         new = self._transcript.pass_on(event, body)
+        self._is_over = self._transcript.is_last(body)
         self._run_events += 1
         if event.id:
             self._last_event_id = event.id
             self._stream_id = self._stream_id or event.id.rpartition(":")[0] or None
         return new
+
+    def _recover(self, origin: Router, failed: "_FailedError") -> Steps[tuple[Router, Head] | None]:
+        """The rest of a stream that failed in a way that may pass: from a router that continues it, or from a repeat.
+        None: the caller wants no repeat, and has been given the failure.
+        """
+        is_news, self._failed_at = self._failed_at != self._transcript.events, self._transcript.events
+        if failed.error.code in _CONTINUED_CODES and self._stream_id is not None and is_news:
+            self._attempts.avoid(origin)
+            resumed = yield from self._resume(origin)
+            if resumed is not None:
+                return resumed
+        if self._attempts.policy.on_lost == "error":
+            self._is_over = True
+            yield Give(failed.event)
+            return None
+        return (yield from self._begin_again(failed.error))
 
     def _continue(self, origin: Router) -> Steps[tuple[Router, Head]]:
         """The rest of the stream, after its connection broke."""
@@ -263,15 +317,15 @@ class StreamedAnswer:
         """
         assert self._stream_id is not None
         # A new connection each time: behind one address there may be several routers.
-        headers = {**self._credentials(), "Connection": "close", "Accept": "text/event-stream"}
+        headers = {**_credentials(self._request), "Connection": "close", "Accept": "text/event-stream"}
         if self._last_event_id:
             headers[LAST_EVENT_HEADER] = self._last_event_id
-        request = Outgoing("GET", self._streams_path + self._stream_id, headers)
+        request = Outgoing("GET", f"{self._streams_path}/{self._stream_id}", headers, continues=self._request)
         unknown = elsewhere = 0
         while not (unknown and self._attempts.is_round_over):
             router = yield from self._attempts.next(origin)
             try:
-                head: Head = yield Send(router, request, self._attempts.silence_s)
+                head: Head = yield Send(router, self._attempts.timed(request), self._attempts.silence_s)
                 if head.status < 400:
                     self._attempts.routers.worked(router)
                     return router, head
@@ -291,16 +345,14 @@ class StreamedAnswer:
                     self._attempts.again(router)
         return None
 
-    def _credentials(self) -> dict[str, str]:
-        return {name: value for name, value in self._request.headers.items() if name.lower() == "authorization"}
-
 
 class _FailedError(Exception):
     """A stream that failed in the router, in a way that may pass."""
 
-    def __init__(self, error: LockstepError) -> None:
+    def __init__(self, error: LockstepError, event: ServerSentEvent) -> None:
         super().__init__(error.message)
         self.error = error
+        self.event = event
 
 
 class PlainRequest:
@@ -345,12 +397,25 @@ def exchange_for(
         return PlainRequest(request, attempts, is_repeatable=is_repeatable)
     content = json.dumps(with_seed(body), ensure_ascii=False, separators=(",", ":")).encode()
     request = Outgoing(request.method, path, request.headers, content)
-    return StreamedAnswer(request, attempts) if body.get("stream") else WholeAnswer(request, attempts)
+    if not body.get("stream"):
+        return WholeAnswer(request, attempts)
+    is_response = endpoint_of(path) == "/responses"
+    return StreamedAnswer(request, attempts, ResponseTranscript() if is_response else Transcript.of(body))
+
+
+def _events(decoder: Decoder, chunk: Chunk) -> list[ServerSentEvent]:
+    if not isinstance(chunk, bytes):
+        return chunk
+    try:
+        return decoder.feed(chunk)
+    except EventTooLongError as error:
+        raise ProtocolError(str(error)) from None
 
 
 def _pass_through() -> Steps[None]:
     try:
         while (chunk := (yield Read())) is not None:
-            yield Give(chunk)
+            for each in (chunk,) if isinstance(chunk, bytes) else chunk:
+                yield Give(each)
     except BrokenError as broken:
         raise ConnectionFailedError(broken.detail) from None

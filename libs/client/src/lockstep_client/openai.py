@@ -19,6 +19,7 @@ from lockstep_client.attempts import json_object
 from lockstep_client.errors import DeadlineExceededError, LockstepError
 from lockstep_client.generation import endpoint_of
 from lockstep_client.policy import Policy
+from lockstep_client.routers import is_grpc
 from lockstep_client.steps import Head, Outgoing
 from lockstep_client.transport import AsyncReply, AsyncTransport, Content, Reply, Transport
 
@@ -154,6 +155,8 @@ def _urls(base_url: str | httpx2.URL | Iterable[str] | None) -> list[str]:
     urls = [str(base_url)] if isinstance(base_url, str | httpx2.URL) else [str(url) for url in base_url]
     if not urls:
         raise ValueError(f"base_url must name at least one router, or {BASE_URL_VARIABLE} must")
+    if any(map(is_grpc, urls)):
+        raise ValueError("base_url must be http(s) URLs: the official client knows no other")
     return urls
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 MAX_ROUTERS = 256
 _MAX_AVOID_S = 60.0
 _DNS_TTL_S = 10.0
+_GRPC_SCHEMES = ("grpc", "grpcs")
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,21 @@ def root_of(base_url: str) -> str:
     """A base URL without /v1.
 
     Raises:
-        ValueError: it is not an http(s) URL, or it has a user or password.
+        ValueError: it is no URL of a known scheme, or it has a user or password; one of gRPC has no port, or a path.
     """
     parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("base_urls must be http(s) URLs such as http://127.0.0.1:8000/v1")
+    if parts.scheme not in ("http", "https", *_GRPC_SCHEMES) or not parts.hostname:
+        raise ValueError("base_urls must be URLs such as http://127.0.0.1:8000/v1 or grpc://127.0.0.1:9000")
     if parts.username or parts.password:
         raise ValueError("base_urls must not contain a user or password")
+    if parts.scheme in _GRPC_SCHEMES and (parts.port is None or parts.path.rstrip("/") not in ("", "/v1")):
+        raise ValueError("base_urls of gRPC must have a port and no path, as grpc://127.0.0.1:9000")
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def is_grpc(root: str) -> bool:
+    """Whether a router is spoken to over gRPC."""
+    return urlsplit(root).scheme in _GRPC_SCHEMES
 
 
 class Routers:

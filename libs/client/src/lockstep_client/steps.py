@@ -12,6 +12,11 @@ from lockstep_client.sse import ServerSentEvent
 
 T = TypeVar("T")
 
+Chunk: TypeAlias = bytes | list[ServerSentEvent]
+"""A part of a response's content: bytes over HTTP; over gRPC the bytes of a whole answer, or events, none at all if
+nothing has come but the router lives.
+"""
+
 
 @dataclass(frozen=True)
 class Outgoing:
@@ -22,6 +27,8 @@ class Outgoing:
     """From the root of the server, with the query."""
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     content: bytes = field(default=b"", repr=False)
+    continues: "Outgoing | None" = field(default=None, repr=False)
+    """The request whose answer it continues."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +54,13 @@ class Send:
 
     router: Router
     request: Outgoing
-    silence_s: float | None
+    silence_s: float
     """The longest wait for the next bytes."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """The next bytes of the response; None at its end. Raises `BrokenError`."""
+    """The next `Chunk` of the response; None at its end. Raises `BrokenError`."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ def read_all(limit_bytes: int) -> Steps[bytes]:
     """
     content = bytearray()
     while (chunk := (yield Read())) is not None:
-        content += chunk
+        content += chunk if isinstance(chunk, bytes) else b"".join(event.encode() for event in chunk)
         if len(content) > limit_bytes:
             raise BrokenError("broken", f"the response is longer than {limit_bytes} bytes")
     return bytes(content)

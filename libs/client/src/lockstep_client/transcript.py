@@ -6,9 +6,10 @@ compared and cut by itself: texts by characters, lists of log probabilities by e
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
+from lockstep_client.channels import DivergedError, Entries, Text
+from lockstep_client.errors import LockstepError, from_body
 from lockstep_client.sse import ServerSentEvent
 
 DONE = "[DONE]"
@@ -18,84 +19,43 @@ _TEXTS = frozenset({"text", "content", "refusal", "reasoning", "reasoning_conten
 _OWN = frozenset({"id", "created", "system_fingerprint"})
 """Fields that a repeat may have other values for: it keeps the first ones."""
 
+_CONTENT = frozenset({"choices", "usage", "lockstep"})
+
 Path = tuple[object, ...]
-
-
-class DivergedError(Exception):
-    """A repeat differs from what has been given."""
-
-
-@dataclass
-class _Text:
-    """A field whose pieces are joined."""
-
-    given: list[str] = field(default_factory=list)
-    repeated: str = ""
-    """What was given before the repeat began."""
-    position: int = 0
-
-    def take(self, piece: str) -> str:
-        """The part of a piece that is new."""
-        known = self.repeated[self.position : self.position + len(piece)]
-        if not piece.startswith(known):
-            raise DivergedError
-        self.position += len(known)
-        new = piece[len(known) :]
-        if new:
-            self.given.append(new)
-        return new
-
-    def start_over(self) -> None:
-        self.repeated = "".join(self.given)
-        self.given = [self.repeated]
-        self.position = 0
-
-    @property
-    def is_behind(self) -> bool:
-        return self.position < len(self.repeated)
-
-
-@dataclass
-class _Entries:
-    """A list to which events append."""
-
-    given: list[object] = field(default_factory=list)
-    """What identifies each entry."""
-    repeated: int = 0
-    position: int = 0
-
-    def take(self, entries: list[Any]) -> list[Any]:
-        """The entries that are new."""
-        known = min(len(entries), self.repeated - self.position)
-        keys = [_key(entry) for entry in entries]
-        if keys[:known] != self.given[self.position : self.position + known]:
-            raise DivergedError
-        self.position += known
-        self.given += keys[known:]
-        return entries[known:]
-
-    def start_over(self) -> None:
-        self.repeated = len(self.given)
-        self.position = 0
-
-    @property
-    def is_behind(self) -> bool:
-        return self.position < self.repeated
 
 
 class Transcript:
     """Passes the events of a stream on, and those of its repeats without what has been given."""
 
-    def __init__(self) -> None:
+    def __init__(self, choices: int | None = None, *, wants_usage: bool = False) -> None:
+        """Begin with nothing.
+
+        Args:
+            choices: of the answer; None: unknown.
+            wants_usage: whether the answer ends with its usage.
+        """
+        self._choices = choices
+        self._wants_usage = wants_usage
+        self._usage: object = None
+        """What a finish has told of the usage that follows it."""
         self.events = 0
         """Events that have been passed on."""
-        self._texts: dict[Path, _Text] = {}
-        self._entries: dict[Path, _Entries] = {}
+        self._texts: dict[Path, Text] = {}
+        self._entries: dict[Path, Entries] = {}
         self._once: dict[Path, object] = {}
         self._head: dict[str, Any] = {}
+        self._frame: dict[str, Any] = {}
+        """What all chunks have alike."""
         self._has_usage = False
         self._is_repeat = False
         self._is_new = False
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any]) -> Self:
+        """That of the answer to a request with this body."""
+        options = body.get("stream_options")
+        wants_usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        return cls(_choices_of(body), wants_usage=wants_usage)
 
     @property
     def texts(self) -> dict[int, str]:
@@ -119,9 +79,13 @@ class Transcript:
             DivergedError: it repeats something that was different.
         """
         self._is_new = False
+        extras = body.get("lockstep")
+        if isinstance(extras, dict) and extras.get("usage"):
+            self._usage = extras["usage"]
         given = {**body, **self._own(body)}
         choices = body.get("choices")
         if isinstance(choices, list):
+            self._frame = self._frame or {name: given[name] for name in given if name not in _CONTENT}
             given["choices"] = [self._choice(choice) for choice in choices if isinstance(choice, dict)]
         if body.get("usage"):
             self._is_new |= not self._has_usage
@@ -136,6 +100,27 @@ class Transcript:
         self.events += 1
         return ServerSentEvent(json.dumps(given, ensure_ascii=False, separators=(",", ":")), event.id, event.type)
 
+    def failure(self, body: Mapping[str, Any]) -> LockstepError | None:
+        """The failure that an event reports."""
+        return from_body(body, None) if "error" in body else None
+
+    def is_last(self, body: Mapping[str, Any]) -> bool:  # noqa: ARG002 - the end mark is no chunk
+        """Whether a chunk ends the stream."""
+        return False
+
+    def ending(self) -> list[ServerSentEvent] | None:
+        """What is missing of an answer whose choices are all complete: the usage and the end mark; None if more is."""
+        finished = sum(path[1:] == ("finish_reason",) for path in self._once)
+        if self._choices is None or finished < self._choices:
+            return None
+        events = [ServerSentEvent(DONE)]
+        if self._wants_usage and not self._has_usage:
+            if self._usage is None:
+                return None
+            chunk = {**self._frame, "choices": [], "usage": self._usage}
+            events.insert(0, ServerSentEvent(json.dumps(chunk, ensure_ascii=False, separators=(",", ":"))))
+        return events
+
     def check_end(self) -> None:
         """Check that a repeat has had everything that was given.
 
@@ -145,7 +130,7 @@ class Transcript:
         if any(channel.is_behind for channel in self._channels()):
             raise DivergedError
 
-    def _channels(self) -> Iterator[_Text | _Entries]:
+    def _channels(self) -> Iterator[Text | Entries]:
         yield from self._texts.values()
         yield from self._entries.values()
 
@@ -171,7 +156,7 @@ class Transcript:
         return taken if any(isinstance(value, list) and value for value in taken.values()) else None
 
     def _list(self, path: Path, entries: list[Any]) -> list[Any]:
-        new = self._entries.setdefault(path, _Entries()).take(entries)
+        new = self._entries.setdefault(path, Entries()).take(entries)
         self._is_new |= bool(new)
         return new
 
@@ -198,7 +183,7 @@ class Transcript:
         return self._text if name in _TEXTS and isinstance(value, str) else self._sent_once
 
     def _text(self, path: Path, piece: str) -> str:
-        new = self._texts.setdefault(path, _Text()).take(piece)
+        new = self._texts.setdefault(path, Text()).take(piece)
         self._is_new |= bool(new)
         return new
 
@@ -229,8 +214,9 @@ class Transcript:
 _GIVEN = object()
 
 
-def _key(entry: Any) -> object:
-    """What must be equal in an entry of a repeat: the token. Its log probability is computed anew."""
-    if isinstance(entry, dict):
-        return entry.get("token")
-    return entry if isinstance(entry, str) else None
+def _choices_of(body: Mapping[str, Any]) -> int | None:
+    """The number of choices that a request asks for; None: it asks for none that could be."""
+    number, prompts = body.get("n") or 1, body.get("prompt")
+    if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int):
+        return number * len(prompts) if isinstance(number, int) else None
+    return number if isinstance(number, int) else None

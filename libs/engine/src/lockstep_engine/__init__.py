@@ -9,6 +9,7 @@ from lockstep_engine.embedding_config import EmbeddingInfo
 from lockstep_engine.engine import AsyncEngine, EngineState, EngineStatus, RankStatus
 from lockstep_engine.model_config import ModelInfo
 from lockstep_engine.offline import Engine
+from lockstep_engine.prefix_log import PrefixChanges
 from lockstep_engine.request import (
     FinishReason,
     Grammar,
@@ -39,6 +40,7 @@ __all__ = [
     "Output",
     "Phase",
     "PhaseChange",
+    "PrefixChanges",
     "PromptLogprobs",
     "PromptScores",
     "RankStatus",

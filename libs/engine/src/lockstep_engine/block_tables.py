@@ -9,14 +9,18 @@ next plan, and a block that is released when a plan is made can be allocated for
 in flight.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from itertools import chain, islice, zip_longest
 from typing import NamedTuple
 
 import numpy as np
+from lockstep_common.prefix_keys import compressed_key, key_of, keys_of
 from numpy.typing import NDArray
 
 from lockstep_engine.blocks import BlockKey, BlockPool, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
+from lockstep_engine.prefix_log import PrefixChanges, PrefixLog
 from lockstep_engine.sequence import Sequence
 
 _NONE = -1
@@ -55,6 +59,7 @@ class BlockTables:
         max_seqs: most sequences that run at once.
         context_length: most tokens of a sequence.
         tenant_share: part of each pool that one tenant's running sequences may hold.
+        logs: note which blocks the two pools gain and lose.
     """
 
     def __init__(
@@ -64,9 +69,10 @@ class BlockTables:
         max_seqs: int,
         context_length: int,
         tenant_share: float = 1.0,
+        logs: tuple[PrefixLog, PrefixLog] | None = None,
     ) -> None:
-        self.hot = BlockPool(sizes.hot)
-        self.cold = BlockPool(sizes.cold)
+        self._logs = logs or (PrefixLog(), PrefixLog())
+        self.hot, self.cold = BlockPool(sizes.hot, self._logs[0]), BlockPool(sizes.cold, self._logs[1])
         self.compressed = 0
         """Blocks that have been compressed since the start."""
         self._hot_window = hot_window
@@ -97,6 +103,25 @@ class BlockTables:
         """Raise AssertionError unless both pools are consistent."""
         self.hot.check()
         self.cold.check()
+
+    def take_changes(self) -> PrefixChanges:
+        """What the pools have gained and lost since the last call."""
+        hot, cold = self._logs[0].take(self.hot.holds, key_of), self._logs[1].take(self.cold.holds, _cold_key_of)
+        return PrefixChanges(hot.added + cold.added, hot.removed + cold.removed, hot.is_complete and cold.is_complete)
+
+    def newest(self, running: Iterable[Sequence], limit: int) -> list[int]:
+        """Keys of the blocks that are known by their digests: those in use, then those that are evicted last.
+
+        The blocks before each of them are among them, unless `limit` cuts the two pools at different places.
+        """
+        in_use = [
+            key.digest for key in islice(chain.from_iterable(each.keys[: each.remembered] for each in running), limit)
+        ]
+        hot, cold = (keys_of(pool.newest(in_use, limit)) for pool in (self.hot, self.cold))
+        if not cold:
+            return hot
+        in_turn = zip_longest(hot, map(compressed_key, cold))
+        return [key for pair in in_turn for key in pair if key is not None][:limit]
 
     def needs(self, tokens: int) -> Needs:
         """Most blocks that a sequence holds until it has `tokens` tokens. The last token needs no KV."""
@@ -333,3 +358,7 @@ class BlockTables:
         block = pool.find(key)
         assert block is not None
         return block
+
+
+def _cold_key_of(digest: bytes) -> int:
+    return compressed_key(key_of(digest))

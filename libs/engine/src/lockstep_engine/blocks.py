@@ -9,15 +9,17 @@ A block is in exactly one state:
 A digest in `_by_digest` always names a block whose contents are that chain of tokens.
 """
 
-import hashlib
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import msgspec
 import numpy as np
+from lockstep_common.prefix_keys import block_digest, root_digest
 
 from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.prefix_log import PrefixLog
 
 
 class PoolSizes(msgspec.Struct, array_like=True, frozen=True):
@@ -37,18 +39,13 @@ class BlockKey:
     """int32, little endian. Compared on a hit, so that a collision of digests is a miss."""
 
 
-def root_digest(tenant: str) -> bytes:
-    """The parent digest of a tenant's first blocks: tenants never share blocks."""
-    return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"lockstep-prefix").digest()
-
-
 def extend_keys(keys: list[BlockKey], tokens: Sequence[int], tenant: str) -> None:
     """Append to `keys` the keys of those full blocks of `tokens` that it lacks."""
     parent = keys[-1].digest if keys else root_digest(tenant)
     for index in range(len(keys), len(tokens) // BLOCK_SIZE):
         block = tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
         data = np.asarray(block, dtype="<i4").tobytes()
-        digest = hashlib.blake2b(parent + data, digest_size=16).digest()
+        digest = block_digest(parent, data)
         keys.append(BlockKey(digest, parent, data))
         parent = digest
 
@@ -56,10 +53,15 @@ def extend_keys(keys: list[BlockKey], tokens: Sequence[int], tenant: str) -> Non
 class BlockPool:
     """Allocates block numbers in O(1), and keeps the contents of freed full blocks: the least recently used block is
     evicted first.
+
+    Args:
+        total: number of blocks.
+        log: notes the blocks that become known by their keys, and that are evicted.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, log: PrefixLog | None = None) -> None:
         self.total = total
+        self._log = log or PrefixLog()
         self._references = [0] * total
         self._keys: list[BlockKey | None] = [None] * total
         self._by_digest: dict[bytes, int] = {}
@@ -121,6 +123,19 @@ class BlockPool:
         if key.digest not in self._by_digest and self._keys[block] is None:
             self._by_digest[key.digest] = block
             self._keys[block] = key
+            self._log.note(key.digest)
+
+    def holds(self, digest: bytes) -> bool:
+        """Whether a block has the contents with this digest."""
+        return digest in self._by_digest
+
+    def newest(self, in_use: Sequence[bytes], limit: int) -> list[bytes]:
+        """Digests of at most `limit` blocks: those of `in_use` that are known here, then those of cached blocks, the
+        one that is evicted last first.
+        """
+        found = list(dict.fromkeys(filter(self.holds, in_use)))
+        cached = islice(chain(reversed(self._cached), reversed(self._evict_first)), max(0, limit - len(found)))
+        return found[:limit] + [key.digest for key in map(self._keys.__getitem__, cached) if key is not None]
 
     def release(self, blocks: Sequence[int], *, evict_first: bool = False) -> None:
         """Give back a sequence's blocks. The last of them are evicted first, because the beginning of a text is shared
@@ -154,6 +169,7 @@ class BlockPool:
         if key is not None:
             del self._by_digest[key.digest]
             self._keys[block] = None
+            self._log.note(key.digest)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one state."""

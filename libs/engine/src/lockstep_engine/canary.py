@@ -1,12 +1,13 @@
-"""A rank's self-test at its start: it measures the rank's numerics and names them by a fingerprint.
+"""A rank's self-test at its start: it measures the rank's numerics and names them by a fingerprint, and its pace.
 
 It computes a fixed text as one chunk, token by token and beside neighbours. Where a token's logits have the same bits
 each time, the rank is deterministic on this machine, and a hash of these logits is its numerics fingerprint: workers
 with equal fingerprints continue each other's streams exactly. It never decides how the rank computes.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
@@ -28,6 +29,14 @@ _FINGERPRINT_BYTES = 16
 
 
 @dataclass(frozen=True)
+class StepPace:
+    """How long a step takes, about: `step_s`, and `token_s` more for each of its tokens."""
+
+    step_s: float
+    token_s: float
+
+
+@dataclass(frozen=True)
 class Numerics:
     """Result of the self-test."""
 
@@ -35,6 +44,8 @@ class Numerics:
     """Whether a token's logits did not depend on what else the step computed."""
     fingerprint: str
     """Hexadecimal. Equal fingerprints mean equal logits, to the bit. Empty: unknown."""
+    pace: StepPace = field(compare=False)
+    """Of the steps of the self-test."""
 
 
 def measure(
@@ -57,16 +68,30 @@ def measure(
     last = np.arange(max(0, count - CANARY_ROWS), count)  # across the boundary of a block
     expected = forward(ids, layout_of_one(cache, 0, count, hot, cold), last).clone()
     same = True
+    alone_s: list[float] = []
     for positions in _compositions(last, neighbours=neighbours):
         layout = _beside(layout_of_one(cache, position, 1, hot, cold) for position in positions)
+        began = time.perf_counter()
         logits = forward(ids[positions], layout, np.arange(len(positions)))
+        # The comparison waits for the device.
         same &= torch.equal(logits, expected[[position - last[0] for position in positions]])
+        alone_s += [time.perf_counter() - began] if len(positions) == 1 else []
+    # Once more for its time: the first one has also allocated, selected and compiled things.
+    layout, began = layout_of_one(cache, 0, count, hot, cold), time.perf_counter()
+    torch.equal(forward(ids, layout, last), expected)
+    pace = pace_of(min(alone_s), time.perf_counter() - began, count)
     cache.clear(torch.from_numpy(hot.astype(np.int64)).to(device))
     if not same:
-        return Numerics(deterministic=False, fingerprint="")
+        return Numerics(deterministic=False, fingerprint="", pace=pace)
     digest = blake2b(description.encode(), digest_size=_FINGERPRINT_BYTES)
     digest.update(expected.contiguous().view(torch.uint8).cpu().numpy().tobytes())
-    return Numerics(deterministic=True, fingerprint=digest.hexdigest())
+    return Numerics(deterministic=True, fingerprint=digest.hexdigest(), pace=pace)
+
+
+def pace_of(one_s: float, all_s: float, count: int) -> StepPace:
+    """The pace that explains the times of a step with one token and of one with `count`."""
+    token_s = min(one_s, max(0.0, (all_s - one_s) / (count - 1)))
+    return StepPace(step_s=one_s - token_s, token_s=token_s)
 
 
 def _compositions(last: NDArray[np.int64], *, neighbours: bool) -> Iterator[list[int]]:

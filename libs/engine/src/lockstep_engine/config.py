@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from lockstep_common.errors import invalid
+from lockstep_common.prefix_keys import BLOCK_TOKENS
 
-BLOCK_SIZE = 16
+BLOCK_SIZE = BLOCK_TOKENS
 """Tokens in a block of KV cache."""
 
 

@@ -65,6 +65,9 @@ class Ready(msgspec.Struct, tag=True):
     fingerprint: str = ""
     """Fingerprint of the rank's numerics (see `canary`): the same on every rank of a deterministic group; empty:
     unknown."""
+    step_s: float = 0.0
+    """How long a step took in the self-test, without `token_s` for each of its tokens; both 0: unknown."""
+    token_s: float = 0.0
 
 
 class StartFailed(msgspec.Struct, tag=True):

@@ -27,6 +27,7 @@ from lockstep_engine.group import RUN_ZYGOTE, GroupSettings, RankGroup
 from lockstep_engine.mailbox import MAX_IN_FLIGHT
 from lockstep_engine.model_config import ModelInfo, inspect_model
 from lockstep_engine.plan import Result, message_sizes
+from lockstep_engine.prefix_log import PrefixChanges
 from lockstep_engine.queue_estimate import QueueEstimate
 from lockstep_engine.request import Grammar, Output, Phase, PhaseChange, Request
 from lockstep_engine.scheduler import Limits, Scheduler, no_memory
@@ -108,7 +109,8 @@ class EngineStatus:
     free_seqs: int = 0
     """Number of requests that could start now."""
     queue_wait_s: float = 0.0
-    """Estimate: how long one more request would wait before it runs; 0 also while nothing has been measured."""
+    """Estimate: how long one more request would wait before it runs; 0 also if nothing was measured, not even by the
+    ranks' self-test."""
     queue_waits_s: Mapping[int, float] = field(default_factory=dict)
     """The same estimate for requests of each priority."""
     queue_wait_per_request_s: float = 0.0
@@ -253,6 +255,7 @@ class AsyncEngine:
                     reaches_limit=sampling.ignore_eos,
                     embeds=request.embeds,
                     priority=request.priority,
+                    prompt_tokens=len(request.prompt_ids) + len(request.emitted_ids),
                 )
             else:
                 asyncio.get_running_loop().call_soon(self._on_outputs, self._steps, [only_output])
@@ -318,6 +321,18 @@ class AsyncEngine:
             grammar_engine=self._compiler.name,
         )
 
+    def note_prefixes(self, *, wanted: bool) -> None:
+        """Begin or stop to note what `take_prefix_changes` returns."""
+        self._scheduler.note_prefixes(wanted=wanted)
+
+    def take_prefix_changes(self) -> PrefixChanges:
+        """What the prefix cache has gained and lost since the last call."""
+        return self._scheduler.take_prefix_changes()
+
+    def newest_prefixes(self, limit: int) -> list[int]:
+        """Keys of at most `limit` blocks of the prefix cache, those that are kept longest first."""
+        return self._scheduler.newest_prefixes(limit)
+
     async def close(self) -> None:
         """Kill the ranks and wait for them. Requests that were running get no further output."""
         self._closing = True
@@ -345,6 +360,7 @@ class AsyncEngine:
         self._depth = MAX_IN_FLIGHT if overlap else 1
         self._steps = 0
         self._timing = _Timing()
+        self._queue.calibrate(ready.step_s, ready.token_s)
         if self._group is not None:
             logger.info(
                 "ranks are ready",
@@ -367,7 +383,7 @@ class AsyncEngine:
         if outputs:
             self._emitted.append((time.monotonic(), sum(len(each.ids) for each in outputs)))
             self._drop_old_counts()
-            self._note_ends(outputs)
+            self._note_outputs(outputs)
             self._on_outputs(self._steps, outputs)
             self._scheduler.delivered()
         self._report_phases()
@@ -417,13 +433,15 @@ class AsyncEngine:
         if changes:
             self._on_phases(changes)
 
-    def _note_ends(self, outputs: list[Output]) -> None:
+    def _note_outputs(self, outputs: list[Output]) -> None:
         now = time.monotonic()
         for output in outputs:
             if output.error is not None:
                 self._queue.drop([output.request_id])
             elif output.finish is not None:
                 self._queue.end(output.request_id, output.position + len(output.ids), now)
+            elif not self._queue.has_measured:
+                self._queue.progress(output.request_id, output.position + len(output.ids), now)
 
     def _fail_requests(self, reason: str) -> None:
         """Give every unfinished request its last output: an error that says it can be continued elsewhere."""
@@ -509,7 +527,7 @@ class AsyncEngine:
         at once, because the caller of `submit` may not know of its request yet.
         """
         if ended:
-            self._note_ends(ended)
+            self._note_outputs(ended)
             self._on_outputs(self._steps, ended)
         self._fill_pipeline()
         self._report_phases()

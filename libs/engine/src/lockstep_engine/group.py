@@ -359,11 +359,15 @@ class RankGroup:
                 self._lose(message.message, rank)
 
     def _common_ready(self, last: Ready) -> Ready:
-        """The message for the group: it is deterministic only if each rank is and all have the same fingerprint."""
-        measured = {(each.ready.deterministic, each.ready.fingerprint) for each in self.ranks if each.ready is not None}
-        if len(measured) == 1:
-            return last
-        return msgspec.structs.replace(last, deterministic=False, fingerprint="")
+        """The message for the group: it is deterministic only if each rank is and all have the same fingerprint, and it
+        has the pace of the slowest.
+        """
+        all_ready = [each.ready for each in self.ranks if each.ready is not None]
+        slowest = max(all_ready, key=lambda ready: ready.step_s + ready.token_s)
+        common = msgspec.structs.replace(last, step_s=slowest.step_s, token_s=slowest.token_s)
+        if len({(ready.deterministic, ready.fingerprint) for ready in all_ready}) == 1:
+            return common
+        return msgspec.structs.replace(common, deterministic=False, fingerprint="")
 
     def _blocks(self) -> PoolSizes:
         known = [each.blocks for each in self.ranks if each.blocks is not None]

@@ -3,10 +3,14 @@
 A request is expected to give as many tokens as the last ones did on average, or its own limit if that is less or if it
 ignores the end of text, each in the mean time of a token. That time includes what a request needs for its prompt and
 for the others in its batch.
+
+Before the first request has ended, tokens are expected to come as they do in the running ones or, before those have
+any, at the pace of the ranks' self-test. How long answers are that end by themselves is not known then: they count with
+what the running ones have had so far, so that the estimate is rather too short, and nobody is refused without need.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 _WEIGHT = 0.2
@@ -22,8 +26,15 @@ class _Entry:
     reaches_limit: bool
     embeds: bool = False
     priority: int = 0
+    prompt_tokens: int = 0
+    """Tokens that are computed before its first new one."""
     started_at: float | None = None
     """None until it runs for the first time."""
+    tokens: int = 0
+    """New ones, while no request has ended."""
+    first_at: float = 0.0
+    last_at: float = 0.0
+    """When the first and the last one of these came."""
 
 
 class QueueEstimate:
@@ -37,20 +48,46 @@ class QueueEstimate:
         """Mean number of tokens of a request."""
         self._embedding_s = 0.0
         """Mean time of an embedding; 0 while none has ended."""
+        self._step_s = self._prompt_token_s = 0.0
+        """Pace of the ranks' self-test; 0: unknown."""
+
+    def calibrate(self, step_s: float, token_s: float) -> None:
+        """Take the pace that the ranks have measured: a step takes `step_s`, and `token_s` for each of its tokens."""
+        self._step_s, self._prompt_token_s = step_s, token_s
+
+    @property
+    def has_measured(self) -> bool:
+        """Whether a request has ended: the progress of others is not needed any more."""
+        return self._token_s > 0
 
     def add(
-        self, request_id: str, emitted: int, limit: int, *, reaches_limit: bool, embeds: bool = False, priority: int = 0
+        self,
+        request_id: str,
+        emitted: int,
+        limit: int,
+        *,
+        reaches_limit: bool,
+        embeds: bool = False,
+        priority: int = 0,
+        prompt_tokens: int = 0,
     ) -> None:
         """A request is queued: `emitted` tokens are from earlier attempts, `limit` is the most it may have in all. One
         that embeds has none.
         """
-        self._entries[request_id] = _Entry(emitted, limit, reaches_limit, embeds, priority)
+        self._entries[request_id] = _Entry(emitted, limit, reaches_limit, embeds, priority, prompt_tokens)
 
     def start(self, request_id: str, now: float) -> None:
         """A request runs. When it starts again after a preemption, its first start counts."""
         entry = self._entries.get(request_id)
         if entry is not None and entry.started_at is None:
             entry.started_at = now
+
+    def progress(self, request_id: str, length: int, now: float) -> None:
+        """A request has `length` tokens, those from earlier attempts included. Only until `has_measured`."""
+        entry = self._entries.get(request_id)
+        if entry is not None and length > entry.emitted:
+            entry.first_at, entry.last_at = entry.first_at if entry.tokens else now, now
+            entry.tokens = length - entry.emitted
 
     def end(self, request_id: str, length: int, now: float) -> None:
         """A request has all its tokens: `length`, those from earlier attempts included."""
@@ -79,7 +116,7 @@ class QueueEstimate:
         """The wait of one more request, and what each further request adds to it.
 
         Each queued request takes the place of the running one that is expected to end first. Both are 0 while nothing
-        has been measured.
+        has been measured, not even by the ranks' self-test.
 
         Args:
             places: number of requests that can run at once.
@@ -88,21 +125,10 @@ class QueueEstimate:
             priority: of the further request; queued ones of lower priority do not run before it.
         """
         started = [(entry, now - entry.started_at) for entry in self._entries.values() if entry.started_at is not None]
-        # Before the first request has ended, the running ones are the measure.
-        measured_s = self._tokens * self._token_s or self._embedding_s
-        mean_s = measured_s or (sum(ran_s for _, ran_s in started) / len(started) if started else 0.0)
         places = max(1, places)
+        mean_s, expected_s = self._expectation(started, places)
         if not is_full:
             return 0.0, mean_s / places
-
-        def expected_s(entry: _Entry) -> float:
-            if entry.embeds:
-                return self._embedding_s
-            if not self._token_s:
-                return mean_s
-            longest_s = (entry.limit - entry.emitted) * self._token_s
-            return longest_s if entry.reaches_limit else min(mean_s, longest_s)
-
         left_s = [max(0.0, expected_s(entry) - ran_s) for entry, ran_s in started]
         free_at = left_s[:places] + [0.0] * (places - len(left_s))
         heapq.heapify(free_at)
@@ -112,3 +138,42 @@ class QueueEstimate:
         for needed_s in (*left_s[places:], *map(expected_s, queued)):
             heapq.heapreplace(free_at, free_at[0] + needed_s)
         return free_at[0], mean_s / places
+
+    def _expectation(self, started: list[tuple[_Entry, float]], places: int) -> tuple[float, Callable[[_Entry], float]]:
+        """The mean time of a request, and what gives that of a certain one."""
+        pace_s = 0.0 if self._token_s else self._first_pace(started, places)
+        if pace_s:
+            length = max(1.0, sum(entry.tokens for entry, _ in started) / max(1, len(started)))
+
+            def guessed_s(entry: _Entry) -> float:
+                prompt_s = entry.prompt_tokens * self._prompt_token_s
+                if entry.embeds:
+                    return self._embedding_s or prompt_s
+                if entry.tokens and entry.started_at is not None:
+                    prompt_s = entry.first_at - entry.started_at
+                longest = entry.limit - entry.emitted
+                return prompt_s + pace_s * (longest if entry.reaches_limit else min(length, longest))
+
+            return sum(map(guessed_s, self._entries.values())) / max(1, len(self._entries)), guessed_s
+        measured_s = self._tokens * self._token_s or self._embedding_s
+        # Without any pace the running ones are the measure.
+        mean_s = measured_s or (sum(ran_s for _, ran_s in started) / len(started) if started else 0.0)
+
+        def expected_s(entry: _Entry) -> float:
+            if entry.embeds:
+                return self._embedding_s
+            if not self._token_s:
+                return mean_s
+            longest_s = (entry.limit - entry.emitted) * self._token_s
+            return longest_s if entry.reaches_limit else min(mean_s, longest_s)
+
+        return mean_s, expected_s
+
+    def _first_pace(self, started: list[tuple[_Entry, float]], places: int) -> float:
+        """Time of a token before a request has ended; 0: unknown."""
+        intervals = sum(entry.tokens - 1 for entry, _ in started if entry.tokens)
+        if intervals:
+            return sum(entry.last_at - entry.first_at for entry, _ in started) / intervals
+        # One step gives each running request a token.
+        together = min(places, max(1, len(self._entries)))
+        return self._step_s + together * self._prompt_token_s

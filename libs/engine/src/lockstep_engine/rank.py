@@ -182,6 +182,8 @@ class Rank:
                 device=str(self._device),
                 dtype=str(self._dtype).removeprefix("torch."),
                 fingerprint=numerics.fingerprint if self._deterministic else "",
+                step_s=numerics.pace.step_s,
+                token_s=numerics.pace.token_s,
             ),
         )
 

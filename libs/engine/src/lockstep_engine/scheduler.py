@@ -28,6 +28,7 @@ from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.constraint import Constraint
 from lockstep_engine.draws import uniform
 from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, StepLogprobs
+from lockstep_engine.prefix_log import PrefixChanges, PrefixLog
 from lockstep_engine.request import (
     FinishReason,
     Logprobs,
@@ -77,6 +78,7 @@ class Scheduler:
     def __init__(self, limits: Limits, eos_ids: Iterable[int], sizes: PoolSizes) -> None:
         self._limits = limits
         self._eos_ids = frozenset(eos_ids)
+        self._prefix_logs = (PrefixLog(), PrefixLog())
         self.blocks = self._new_blocks(sizes)
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -251,6 +253,19 @@ class Scheduler:
         phases, self._phases = self._phases, {}
         return [PhaseChange(request_id, phase) for request_id, phase in phases.items() if request_id in self._by_id]
 
+    def note_prefixes(self, *, wanted: bool) -> None:
+        """Begin or stop to note what the prefix cache gains and loses."""
+        for log in self._prefix_logs:
+            log.turn(on=wanted)
+
+    def take_prefix_changes(self) -> PrefixChanges:
+        """What the prefix cache has gained and lost since the last call, while that is noted."""
+        return self.blocks.take_changes()
+
+    def newest_prefixes(self, limit: int) -> list[int]:
+        """Keys of blocks that the prefix cache has, those that are kept longest first."""
+        return self.blocks.newest(self._running, limit)
+
     def shed(self, seen: int) -> list[Output]:
         """Recover from a MemoryError while a plan was made or sent: end the request being scheduled, and compute all
         others again in empty pools. The state that the failed plan left behind is inconsistent, so none of it is kept.
@@ -326,7 +341,11 @@ class Scheduler:
 
     def _new_blocks(self, sizes: PoolSizes) -> BlockTables:
         limits = self._limits
-        return BlockTables(sizes, limits.hot_window, limits.max_seqs, limits.context_length, limits.tenant_share)
+        for log in self._prefix_logs:
+            log.lose()
+        return BlockTables(
+            sizes, limits.hot_window, limits.max_seqs, limits.context_length, limits.tenant_share, self._prefix_logs
+        )
 
     def _check_capacity(self, request: Request) -> None:
         answer = 0 if request.embeds else request.sampling.max_tokens

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from lockstep_common.garbage import spare_existing_objects
 from lockstep_common.lifecycle import die_with_parent, name_process, outlive_parent
 
 from lockstep_engine.control import (
@@ -53,6 +54,7 @@ def main(load: Callable[[], RunRank] = _load) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends when the driver says so, or is gone
     run_rank = load()
+    spare_existing_objects()  # in the ranks too, and it leaves their memory shared with this process
     with contextlib.suppress(ConnectionError):  # the driver is gone
         control.send(ZYGOTE_READY)
         outlive_parent()  # the kernel watches the driver's thread; from here on the socket's end is enough

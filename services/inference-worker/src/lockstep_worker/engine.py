@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from lockstep_engine import EmbeddingInfo, EngineConfig, EngineStatus, Output, PhaseChange, Request
+from lockstep_engine import EmbeddingInfo, EngineConfig, EngineStatus, Output, PhaseChange, PrefixChanges, Request
 
 OnOutputs = Callable[[int, list[Output]], None]
 """Called once for each step, with the step's number and its outputs."""
@@ -60,6 +60,15 @@ class EngineLike(Protocol):
 
     def status(self) -> EngineStatus:
         """The state of ranks, queue and blocks now."""
+
+    def note_prefixes(self, *, wanted: bool) -> None:
+        """Begin or stop to note what `take_prefix_changes` returns."""
+
+    def take_prefix_changes(self) -> PrefixChanges:
+        """What the prefix cache has gained and lost since the last call."""
+
+    def newest_prefixes(self, limit: int) -> list[int]:
+        """Keys of at most `limit` blocks of the prefix cache, those that are kept longest first."""
 
     async def close(self) -> None:
         """Stop the ranks, also if `start` was cancelled before it returned."""

@@ -48,6 +48,12 @@ STRANGERS = Counter(
     registry=REGISTRY,
 )
 OVERFLOWS = Counter("lockstep_worker_overflows_total", "Routers disconnected for reading too slowly", registry=REGISTRY)
+PREFIX_KEYS = Counter(
+    "lockstep_worker_prefix_keys_total", "News of cached blocks sent to routers that want them", registry=REGISTRY
+)
+PREFIX_SNAPSHOTS = Counter(
+    "lockstep_worker_prefix_snapshots_total", "Times that a router was told of cached blocks anew", registry=REGISTRY
+)
 EVENTS = Counter(
     "lockstep_worker_events_total",
     "Events of the pod, by outcome: posted, failed, or dropped because the queue was full",

@@ -8,10 +8,11 @@ from lockstep_api.v1 import worker_pb2
 
 
 class Outbox:
-    """A bounded queue of frames. For each epoch at most one Status waits: a newer one replaces it at its place.
+    """A bounded queue of frames. A Status that waits is replaced at its place by a newer one of its epoch and state.
 
     Keeping the place prevents that a backlog delays the heartbeat. A Status of another epoch is appended, so that it
-    never overtakes the Hello of its epoch.
+    never overtakes the Hello of its epoch; and so is one of another state, so that the loss of the ranks never
+    overtakes the news of what they ran.
     """
 
     def __init__(self, limit: int) -> None:
@@ -25,13 +26,18 @@ class Outbox:
         ends, because a router must never see a gap.
         """
 
+    @property
+    def waiting(self) -> int:
+        """Number of frames that wait."""
+        return len(self._cells)
+
     def put(self, frame: worker_pb2.WorkerFrame) -> None:
         """Append a frame."""
         self._append([frame])
 
     def put_status(self, frame: worker_pb2.WorkerFrame) -> None:
         """Append a Status, or replace the one of the same epoch that still waits."""
-        if self._status is not None and self._status[0].epoch == frame.epoch:
+        if self._status is not None and _kind(self._status[0]) == _kind(frame):
             self._status[0] = frame
         else:
             self._status = [frame]
@@ -64,3 +70,7 @@ class Outbox:
             return
         self._cells.append(cell)
         self._wake.set()
+
+
+def _kind(frame: worker_pb2.WorkerFrame) -> tuple[int, worker_pb2.WorkerState]:
+    return frame.epoch, frame.status.state

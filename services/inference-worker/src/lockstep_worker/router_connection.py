@@ -12,6 +12,8 @@ class RouterConnection:
         self.number = number
         """Number of the Serve RPC in this process: a router that reconnects gets a new one."""
         self.router_id = router_id
+        self.received = 0
+        """Submits that have arrived."""
         self.greeted_at = time.monotonic()
         """When its RouterHello arrived, on the clock of `time.monotonic`: `Submit.arrived_s` is relative to this."""
         self.outbox = Outbox(outgoing_frames)

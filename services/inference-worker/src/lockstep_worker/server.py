@@ -15,6 +15,9 @@ from grpc_reflection.v1alpha import reflection
 from lockstep_api.v1 import worker_pb2_grpc
 from lockstep_common import lifecycle, telemetry
 from lockstep_common.errors import LockstepError, cannot_listen
+from lockstep_common.garbage import spare_existing_objects
+from lockstep_common.grpc_tls import server_credentials
+from lockstep_common.listening import claim
 from lockstep_common.management import Reports, managed
 from lockstep_common.protocol import MAX_MESSAGE_BYTES
 from lockstep_common.settings import fail
@@ -23,14 +26,13 @@ from lockstep_common.tls import Certificates
 from lockstep_common.watched_files import watched
 from lockstep_engine import AsyncEngine
 
-from lockstep_worker import address
 from lockstep_worker.engine import EngineFactory
 from lockstep_worker.health import READINESS, Health
 from lockstep_worker.notices import Notice, posting
 from lockstep_worker.service import WorkerService
 from lockstep_worker.settings import WorkerSettings
 from lockstep_worker.shared_memory import check_shared_memory
-from lockstep_worker.tls import PeerInterceptor, load_certificates, management_context, server_credentials
+from lockstep_worker.tls import check_peers, load_certificates, management_context
 from lockstep_worker.worker import Worker
 
 _OPTIONS = (
@@ -132,7 +134,7 @@ def _ignore(_: Notice) -> None:
 async def _serve(worker: Worker, stop: asyncio.Event) -> None:
     """Return when `stop` is set and the worker is drained, or when the engine has failed."""
     start, beat, stopped, failed = tasks = [
-        asyncio.create_task(work) for work in (worker.start(), worker.beat(), stop.wait(), worker.failed.wait())
+        asyncio.create_task(work) for work in (_start(worker), worker.beat(), stop.wait(), worker.failed.wait())
     ]
     try:
         await asyncio.wait((beat, stopped, failed), return_when=asyncio.FIRST_COMPLETED)
@@ -146,6 +148,11 @@ async def _serve(worker: Worker, stop: asyncio.Event) -> None:
         await asyncio.gather(start, beat, return_exceptions=True)
 
 
+async def _start(worker: Worker) -> None:
+    await worker.start()
+    spare_existing_objects()
+
+
 async def _close(worker: Worker) -> None:
     """Close the engine. If that fails, the ranks still die with this process."""
     try:
@@ -157,8 +164,8 @@ async def _close(worker: Worker) -> None:
 
 def _listen(worker: Worker, settings: WorkerSettings, certificates: Certificates | None) -> grpc.aio.Server:
     listen = settings.listen
-    address.claim(listen)
-    interceptors = () if certificates is None else (PeerInterceptor(settings.peer_identity or ""),)
+    claim(listen)
+    interceptors = () if certificates is None else (check_peers(settings),)
     server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
     worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(worker), server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(Health(worker), server)

@@ -84,6 +84,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 self._worker.submit(connection, frame.submit)
             case "cancel":
                 self._worker.cancel(connection, frame.cancel)
+            case "prefix_watch":
+                self._worker.watch_prefixes(connection, frame.prefix_watch)
             case "hello":
                 raise LockstepError(ErrorCode.INVALID_REQUEST, "RouterHello must be the first frame and comes once")
             # A frame of a kind that this version does not know is ignored.

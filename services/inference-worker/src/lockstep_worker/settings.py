@@ -110,6 +110,11 @@ class WorkerSettings(PodSettings):
         30, ge=0, description="After SIGTERM, time for running streams to end by themselves."
     )
     status_interval_s: float = Field(0.1, gt=0, le=10, description="Between heartbeats to the routers.")
+    prefix_report_bytes_per_s: int = Field(
+        262_144,
+        ge=0,
+        description="To each router whose policy wants them, reports of the blocks in the prefix cache; 0: none.",
+    )
     max_routers: int = Field(16, ge=1, description="Routers connected at once.")
     outgoing_frames: int = Field(1024, ge=8, description="Frames waiting for one router; one more ends its connection.")
     kubernetes_events: bool = Field(False, description="Post Events of the pod when ranks are lost and come back.")

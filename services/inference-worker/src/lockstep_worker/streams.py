@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from lockstep_api.v1 import worker_pb2
+
 from lockstep_worker.router_connection import RouterConnection
 
 
@@ -15,6 +17,12 @@ class LiveStream:
     stream_id: str
     attempt: int
     trace: str = ""
+    handle: int = 0
+    """The attempt's name in columns of tokens; 0: it has none."""
+    suspicion: worker_pb2.Suspicion = worker_pb2.SUSPICION_NONE
+    """Its router's, that it makes workers die."""
+    is_running: bool = False
+    """Whether the ranks compute it, as the engine has last reported."""
     deadline: asyncio.TimerHandle | None = field(default=None, repr=False)
 
     @property

@@ -3,6 +3,7 @@ the name of its field.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
@@ -196,7 +197,26 @@ def status_message(status: EngineStatus, state: worker_pb2.WorkerState, reason: 
     )
 
 
-def stream_tokens(stream_id: str, attempt: int, output: Output) -> worker_pb2.StreamTokens:
+def lost_batch(suspicions: Iterable[worker_pb2.Suspicion]) -> worker_pb2.LostBatch:
+    """What the ranks ran when they were lost, from the suspicion against each stream."""
+    counts = Counter(suspicions)
+    on_trial = counts[worker_pb2.SUSPICION_ON_TRIAL]
+    suspected = on_trial + counts[worker_pb2.SUSPICION_SUSPECTED]
+    return worker_pb2.LostBatch(streams=counts.total(), suspected=suspected, on_trial=on_trial)
+
+
+def add_tokens(tokens: worker_pb2.Tokens, stream_id: str, attempt: int, handle: int, output: Output) -> None:
+    """Add one stream's tokens of one step to the step's message: as columns, if its handle and its tokens allow it."""
+    says_more = output.logprobs or output.finish or output.cached_tokens or output.embedding is not None
+    if handle and len(output.ids) == 1 and not says_more:
+        tokens.handles.append(handle)
+        tokens.positions.append(output.position)
+        tokens.ids.append(output.ids[0])
+    else:
+        tokens.streams.append(_stream_tokens(stream_id, attempt, output))
+
+
+def _stream_tokens(stream_id: str, attempt: int, output: Output) -> worker_pb2.StreamTokens:
     """The message with one stream's tokens of one step."""
     return worker_pb2.StreamTokens(
         stream_id=stream_id,

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from lockstep_common.trace_context import parse_traceparent
-from lockstep_engine import EngineState, EngineStatus, Output, PhaseChange
+from lockstep_engine import EngineState, EngineStatus, Output, Phase, PhaseChange
 
 from lockstep_worker import metrics, translate
 from lockstep_worker.engine import EngineFactory, EngineLike
 from lockstep_worker.notices import Notice, RankHistory
+from lockstep_worker.prefix_reports import PrefixReporter
 from lockstep_worker.router_connection import RouterConnection
 from lockstep_worker.sampling_defaults import load_sampling_defaults
 from lockstep_worker.settings import WorkerSettings
@@ -55,9 +56,14 @@ class Worker:
         self._connections = itertools.count(1)
         self._streams = StreamTable()
         self._meter = metrics.StatusMeter()
+        self._prefixes = PrefixReporter(
+            self.engine, settings.prefix_report_bytes_per_s, settings.engine_config().hot_window
+        )
         status = self.engine.status()
         self._history = RankHistory(status, notify)
         self._state = status.state
+        self._lost = worker_pb2.LostBatch()
+        """What the ranks ran when they were last lost."""
         self._epoch = status.epoch
         self._hello = self._make_hello(status)
         self._starting = True
@@ -92,9 +98,11 @@ class Worker:
         self.publish()
 
     async def beat(self) -> None:
-        """Send the status to every router each `status_interval_s`."""
+        """Every `status_interval_s`, send the status to all routers, and news of the prefix cache to those that ask."""
         while True:
             self.publish()
+            for router, report in self._prefixes.reports(time.monotonic()):
+                router.outbox.put(self._frame(prefix_report=report))
             await asyncio.sleep(self._settings.status_interval_s)
 
     async def drain(self) -> None:
@@ -139,7 +147,7 @@ class Worker:
         self._routers[router.number] = router
         self._no_routers.clear()
         router.outbox.put(self._frame(hello=self._hello))
-        router.outbox.put_status(self._status)
+        self._put_status(router)
         logger.info("router connected", extra={"router": router_id, "connection": router.number})
         return router
 
@@ -148,6 +156,7 @@ class Worker:
         streams = self._streams.of(router)
         for stream in streams:
             self._cancel(stream)
+        self._prefixes.forget(router)
         if router.outbox.overflowed.is_set():
             metrics.OVERFLOWS.inc()
         del self._routers[router.number]
@@ -161,6 +170,7 @@ class Worker:
     def submit(self, router: RouterConnection, submit: worker_pb2.Submit) -> None:
         """Submit a stream to the engine, or reject it with the reason."""
         metrics.SUBMITTED.inc()
+        router.received += 1
         try:
             self._admit(router, submit)
         except LockstepError as error:
@@ -176,10 +186,15 @@ class Worker:
         if stream is not None and stream.attempt == cancel.attempt:
             self._cancel(stream)
 
+    def watch_prefixes(self, router: RouterConnection, watch: worker_pb2.PrefixWatch) -> None:
+        """Report to a router what the prefix cache holds, from its next heartbeat on."""
+        self._prefixes.watch(router, watch.max_blocks)
+
     def _admit(self, router: RouterConnection, submit: worker_pb2.Submit) -> None:
         translate.check_attempt(submit)
         self._supersede(router, submit)
-        stream = LiveStream(router, submit.stream_id, submit.attempt, parse_traceparent(submit.traceparent))
+        trace = parse_traceparent(submit.traceparent)
+        stream = LiveStream(router, submit.stream_id, submit.attempt, trace, submit.handle, submit.suspicion)
         request = translate.engine_request(submit, stream.request_id, self.engine.model, router.greeted_at)
         if self._draining:
             raise LockstepError(ErrorCode.DRAINING, "the worker is going down")
@@ -232,7 +247,7 @@ class Worker:
     # -- the engine's callbacks ----------------------------------------------------------------------------------------
 
     def _on_outputs(self, _step: int, outputs: list[Output]) -> None:
-        batches: dict[RouterConnection, list[worker_pb2.StreamTokens]] = {}
+        batches: dict[RouterConnection, worker_pb2.Tokens] = {}
         failures: list[tuple[LiveStream, LockstepError]] = []
         emitted = 0
         for output in outputs:
@@ -240,8 +255,9 @@ class Worker:
             if stream is None:
                 continue  # cancelled while the step ran
             if output.ids or output.finish:
-                batch = batches.setdefault(stream.router, [])
-                batch.append(translate.stream_tokens(stream.stream_id, stream.attempt, output))
+                if (batch := batches.get(stream.router)) is None:
+                    batch = batches[stream.router] = worker_pb2.Tokens()
+                translate.add_tokens(batch, stream.stream_id, stream.attempt, stream.handle, output)
                 emitted += len(output.ids)
             if output.finish or output.error:
                 self._streams.remove(stream)
@@ -249,7 +265,7 @@ class Worker:
             if output.error:
                 failures.append((stream, output.error))
         for router, batch in batches.items():
-            router.outbox.put(self._frame(tokens=worker_pb2.Tokens(streams=batch)))
+            router.outbox.put(self._frame(tokens=batch))
         for stream, error in failures:
             self._reject(stream.router, stream.stream_id, stream.attempt, error)
         if emitted:
@@ -261,6 +277,7 @@ class Worker:
         for change in changes:
             stream = self._streams.by_request(change.request_id)
             if stream is not None:
+                stream.is_running = change.phase is Phase.RUNNING
                 batch = batches.setdefault(stream.router, [])
                 batch.append(translate.phase_change(stream.stream_id, stream.attempt, change.phase))
         for router, batch in batches.items():
@@ -278,13 +295,23 @@ class Worker:
                 router.outbox.put(self._frame(hello=hello))
         self._status = self._frame(status=self._make_status(status))
         for router in self._routers.values():
-            router.outbox.put_status(self._status)
+            self._put_status(router)
         self._meter.observe(status, ready=self.ready, routers=len(self._routers), streams=len(self._streams))
+
+    def _put_status(self, router: RouterConnection) -> None:
+        """Send the worker's status, with what the router alone may know."""
+        frame = worker_pb2.WorkerFrame()
+        frame.CopyFrom(self._status)
+        frame.status.received = router.received
+        router.outbox.put_status(frame)
 
     def _note_change(self, status: EngineStatus) -> None:
         if status.state is not self._state:
             fields = {"state": str(status.state), "epoch": status.epoch, "reason": status.reason}
             logger.info("engine %s", status.state, extra=fields)
+            if self._state is EngineState.READY:
+                # The engine reports the loss of its ranks before it ends the requests.
+                self._lost = translate.lost_batch(each.suspicion for each in self._streams if each.is_running)
         self._state = status.state
         # During the start, `start` reports failures: unlike the status it knows whether another start may help.
         if status.state is EngineState.FAILED and not self._starting and self.failure is None:
@@ -305,9 +332,16 @@ class Worker:
         status: worker_pb2.Status | None = None,
         rejected: worker_pb2.Rejected | None = None,
         phases: worker_pb2.Phases | None = None,
+        prefix_report: worker_pb2.PrefixReport | None = None,
     ) -> worker_pb2.WorkerFrame:
         return worker_pb2.WorkerFrame(
-            epoch=self._epoch, hello=hello, tokens=tokens, status=status, rejected=rejected, phases=phases
+            epoch=self._epoch,
+            hello=hello,
+            tokens=tokens,
+            status=status,
+            rejected=rejected,
+            phases=phases,
+            prefix_report=prefix_report,
         )
 
     def _make_hello(self, status: EngineStatus) -> worker_pb2.Hello:
@@ -325,4 +359,7 @@ class Worker:
             state = worker_pb2.WORKER_STATE_DRAINING
         elif status.state is EngineState.STARTING and not reason:
             reason = f"loading: {status.loading:.0%}"
-        return translate.status_message(status, state, reason, self._pid)
+        message = translate.status_message(status, state, reason, self._pid)
+        if status.state is EngineState.RESTARTING:
+            message.lost.CopyFrom(self._lost)
+        return message

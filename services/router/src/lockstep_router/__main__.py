@@ -4,6 +4,6 @@ from lockstep_common.lifecycle import end_on_sigterm
 
 if __name__ == "__main__":
     end_on_sigterm()
-    from lockstep_router.server import main
+    from lockstep_router.processes import main
 
     main()

@@ -3,19 +3,19 @@
 from lockstep_common.telemetry import REGISTRY
 from prometheus_client import Counter, Gauge, Histogram
 
-from lockstep_router.tallies import Distribution, Tally
+from lockstep_router.tallies import Distribution, Distributions, Tallies, Tally
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _GAP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 
-REQUESTS = Counter(
+REQUESTS = Tallies(
     "lockstep_router_requests",
     "Answered requests, by face (`http`, `websocket`, `grpc`) and the REST endpoint that does the same; 499: the "
     "client disconnected.",
     ["face", "endpoint", "code"],
     registry=REGISTRY,
 )
-REQUEST_SECONDS = Histogram(
+REQUEST_SECONDS = Distributions(
     "lockstep_router_request_duration_seconds",
     "From a request's arrival to the end of its answer.",
     ["face", "endpoint"],
@@ -64,7 +64,7 @@ INTER_TOKEN_SECONDS = Distribution(
 )
 PROMPT_TOKENS = Tally("lockstep_router_prompt_tokens", "Tokens of accepted prompts.", registry=REGISTRY)
 GENERATED_TOKENS = Tally("lockstep_router_generated_tokens", "Tokens accepted from workers.", registry=REGISTRY)
-STREAMS = Gauge("lockstep_router_streams", "Streams in progress.", registry=REGISTRY)
+STREAMS = Tally("lockstep_router_streams", "Streams in progress.", registry=REGISTRY, is_gauge=True)
 FAILOVERS = Counter(
     "lockstep_router_failovers",
     "Times that a stream left its worker to continue on another one, by reason.",
@@ -89,10 +89,39 @@ QUEUE_REFUSALS = Counter(
     "Requests refused at once because their estimated wait was longer than their limit.",
     registry=REGISTRY,
 )
-PICKS = Counter(
+PICKS = Tallies(
     "lockstep_router_picks",
     "Attempts of streams sent to a worker, by the policy that chose it.",
     ["policy"],
+    registry=REGISTRY,
+)
+PREFIX_INDEX_BLOCKS = Gauge(
+    "lockstep_router_prefix_index_blocks",
+    "Cached blocks of a model's workers that this router knows or guesses, for its policy.",
+    ["model"],
+    registry=REGISTRY,
+)
+PREFIX_REPORTS = Counter(
+    "lockstep_router_prefix_reports", "Reports of workers about their cached blocks.", registry=REGISTRY
+)
+PREFIX_SNAPSHOTS = Counter(
+    "lockstep_router_prefix_snapshots",
+    "Times that a worker was asked for all of its cached blocks: at the `start` of a connection, after a `gap` in its "
+    "reports, or because its room in the index was `full`.",
+    ["reason"],
+    registry=REGISTRY,
+)
+PREFIX_PREDICTED_TOKENS = Counter(
+    "lockstep_router_prefix_predicted_tokens",
+    "Tokens of prompts that were expected to be cached on the worker that was chosen.",
+    registry=REGISTRY,
+)
+PREFIX_CACHED_TOKENS = Counter(
+    "lockstep_router_prefix_cached_tokens", "Tokens of the same prompts that were cached there.", registry=REGISTRY
+)
+PREFIX_WRONG_TOKENS = Counter(
+    "lockstep_router_prefix_wrong_tokens",
+    "Difference of the two for each prompt, whichever was larger.",
     registry=REGISTRY,
 )
 POLICY_FAILURES = Counter(
@@ -145,6 +174,53 @@ RESUMES = Counter(
 IDEMPOTENT_JOINS = Counter(
     "lockstep_router_idempotent_joins",
     "Requests that got the answer of an earlier one with the same idempotency key.",
+    registry=REGISTRY,
+)
+TAKEOVERS = Counter(
+    "lockstep_router_takeovers",
+    "Streams of other routers that were asked for here: they were `continued`, were `finished` and are given again, "
+    "there was none (`not_found`), the state server did not answer (`away`), or the router `refused`.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+STREAMS_TAKEN = Counter(
+    "lockstep_router_streams_taken", "Streams of this router that another router has taken over.", registry=REGISTRY
+)
+JOURNAL_LAG_SECONDS = Gauge(
+    "lockstep_router_journal_lag_seconds",
+    "Age of the oldest tokens of resumable streams that the state server does not have yet.",
+    registry=REGISTRY,
+)
+JOURNAL_WRITE_SECONDS = Histogram(
+    "lockstep_router_journal_write_seconds",
+    "From a change of a resumable stream until the state server had it.",
+    buckets=(0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 15, 60),
+    registry=REGISTRY,
+)
+JOURNAL_WRITES = Counter(
+    "lockstep_router_journal_writes",
+    "Writes to streams in the state server, by outcome; `dropped`: the stream had left this router's memory before.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+STATE_CLAIMS = Counter(
+    "lockstep_router_state_claims",
+    "Idempotency keys asked for at the state server: `granted`, another request has it (`known`), or it did not answer "
+    "and the key holds on this router only (`away`).",
+    ["outcome"],
+    registry=REGISTRY,
+)
+STATE_FAILURES = Counter(
+    "lockstep_router_state_failures",
+    "Failed calls of the state server, by status of gRPC.",
+    ["status"],
+    registry=REGISTRY,
+)
+STATE_BREAKER = Gauge(
+    "lockstep_router_state_breaker_open",
+    "1 while the state server is not called, because it did not answer: calls that `requests` of clients wait for, and "
+    "those of the `mirror` of the journals.",
+    ["calls"],
     registry=REGISTRY,
 )
 DETACHED_STREAMS = Gauge(

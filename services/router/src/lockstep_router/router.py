@@ -27,7 +27,7 @@ from lockstep_router.generation.generation import Generation, Observer
 from lockstep_router.generation.preparation import Prepared, bytes_of, prepare
 from lockstep_router.generation.prompts import Prompt, PromptEncoder, check_ids
 from lockstep_router.generation.request import GenerationRequest, PromptSource
-from lockstep_router.journals import MemoryJournalStore
+from lockstep_router.journals import JournalStore, MemoryJournalStore, MirroredJournalStore
 from lockstep_router.memory import MemoryTrimmer
 from lockstep_router.output import ModelFormats
 from lockstep_router.resumption import Runs
@@ -44,6 +44,9 @@ logger = logging.getLogger("lockstep.router")
 _MEASURE_EVERY_S = 0.1
 """Interval for measuring the journals of all streams; between two measurements new prompts are added."""
 
+FAREWELL_S = 1.0
+"""Longest wait until clients have got the error of streams that have outlasted the drain."""
+
 _MAX_EMBEDDING_STREAMS = 16
 """Most texts of one request that are computed at a time: the workers' queues are for all clients."""
 
@@ -57,6 +60,8 @@ class Router:
         discovery: Discovery | None = None,
         dial: Dial = dial_plain,
         rng: Random | None = None,
+        journals: JournalStore | None = None,
+        dial_state: Dial = dial_plain,
     ) -> None:
         """Make a router.
 
@@ -65,6 +70,9 @@ class Router:
             discovery: where it finds workers; None: as the settings say.
             dial: opens a channel to a worker.
             rng: its source of randomness; None: the system's.
+            journals: keeps the journals of resumable requests; None: this process's memory, and the state server if the
+                settings name one.
+            dial_state: opens a channel to the state server.
 
         Raises:
             LockstepError: INVALID_REQUEST, the file of API keys or of a password cannot be used.
@@ -101,7 +109,10 @@ class Router:
         self._idle = asyncio.Event()
         self._idle.set()
         self._watching = AsyncExitStack()
-        self.journals = MemoryJournalStore(settings.max_resumable_streams, settings.max_resumable_bytes)
+        own = MemoryJournalStore(settings.max_resumable_streams, settings.max_resumable_bytes)
+        self.mirrored = None if journals is not None else _mirrored(own, settings, dial_state)
+        """The journals, if they are mirrored in a state server; None: they are not."""
+        self.journals: JournalStore = journals or self.mirrored or own
         self.runs = Runs(self, self.journals, self._note_requests)
         """Resumable requests: faces start, resume and cancel them here."""
 
@@ -109,12 +120,16 @@ class Router:
         if self.keys is not None:
             await self._watching.enter_async_context(watched(self.keys))
         self.workers.start()
+        if self.mirrored is not None:
+            self.mirrored.start()
         self.runs.begin()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._watching.aclose()
         await self.runs.stop()
+        if self.mirrored is not None:
+            await self.mirrored.close()
         await self.workers.stop()
         self._threads.stop()
         self.memory.stop()
@@ -204,9 +219,18 @@ class Router:
             field = "n" if request.kept_per_prompt is None else "best_of"
             raise invalid(field, f"times the number of prompts is {streams}; a request may have {limit} answers")
         account.expect(streams)
-        with self._counting_prompts() as count:
-            max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
-            return await prepare(request, self.workers, self.encoder, max_wait_s, count, priority)
+        counting = _CountingPrompts(self)
+        try:
+            return await prepare(
+                request,
+                self.workers,
+                self.encoder,
+                self.settings.max_queue_wait_s,
+                counting.add,
+                account.tenant.priority,
+            )
+        finally:
+            counting.end()
 
     async def prepare_embedding(self, request: EmbeddingRequest, account: Account) -> PreparedEmbedding:
         """Turn a request for embeddings into streams that are ready to run. The request is not needed afterwards.
@@ -215,35 +239,21 @@ class Router:
             LockstepError: as for `prepare`.
         """
         account.expect(1)
-        with self._counting_prompts() as count:
-            max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
-            return await prepare_embedding(request, self.workers, self.encoder, max_wait_s, count, priority)
-
-    @contextmanager
-    def _counting_prompts(self) -> Iterator[Callable[[Prompt], None]]:
-        """Count prompts that are token ids already, of a request that is not prepared yet."""
-        counted = 0
-
-        def count(prompt: Prompt) -> None:
-            nonlocal counted
-            self._check_room(bytes_of(prompt))
-            counted += bytes_of(prompt)
-            self._preparing_bytes += bytes_of(prompt)
-
+        counting = _CountingPrompts(self)
         try:
-            yield count
+            max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
+            return await prepare_embedding(request, self.workers, self.encoder, max_wait_s, counting.add, priority)
         finally:
-            self._preparing_bytes -= counted
+            counting.end()
 
-    @asynccontextmanager
-    async def run(
+    def run(
         self,
         prepared: Prepared,
         account: Account,
         *,
         is_collected: bool = False,
         observe: Observer | None = None,
-    ) -> AsyncIterator[Generation]:
+    ) -> "_Run":
         """Run a request's streams. Leaving the context cancels those that still run.
 
         Args:
@@ -253,24 +263,10 @@ class Router:
             observe: called with everything that its streams gain.
 
         Raises:
-            LockstepError: OVERLOADED, there are too many streams, or their journals are too large;
-                RATE_LIMIT_EXCEEDED or RESOURCE_EXHAUSTED, a limit of the tenant.
+            LockstepError: when the context is entered. OVERLOADED, there are too many streams, or their journals are
+                too large; RATE_LIMIT_EXCEEDED or RESOURCE_EXHAUSTED, a limit of the tenant.
         """
-        self._check_room(prepared.prompt_bytes)
-        await account.charge_prompts(prepared.prompt_tokens)
-        self._journals_bytes += prepared.prompt_bytes
-        metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
-        # The request itself holds one stream already.
-        with self._running(len(prepared.journals)), account.holding(len(prepared.journals) - 1):
-            async with Generation(
-                prepared, self.workers, self.settings, is_collected=is_collected, observe=observe
-            ) as generation:
-                self._generations.add(generation)
-                try:
-                    yield generation
-                finally:
-                    self._generations.discard(generation)
-                    account.charge_answers(generation.usage.completion_tokens)
+        return _Run(self, prepared, account, is_collected=is_collected, observe=observe)
 
     @asynccontextmanager
     async def embedding(self, prepared: PreparedEmbedding, account: Account) -> AsyncIterator[Embedding]:
@@ -293,26 +289,14 @@ class Router:
             finally:
                 self._generations.discard(embedding)
 
-    @contextmanager
-    def admitted(self, account: Account) -> Iterator[None]:
+    def admitted(self, account: Account) -> "_Admission":
         """Count a request for tokens as in progress, from before it is prepared until its answer is written.
 
         Raises:
-            LockstepError: DRAINING, no new requests are accepted; OVERLOADED, there are too many requests;
-                RATE_LIMIT_EXCEEDED, there are too many of the tenant.
+            LockstepError: when the context is entered. DRAINING, no new requests are accepted; OVERLOADED, there are
+                too many requests; RATE_LIMIT_EXCEEDED, there are too many of the tenant.
         """
-        if self.draining:
-            raise LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1)
-        if self.requests >= self.settings.max_streams:
-            raise self._overloaded()
-        with account.holding(1):
-            self.requests += 1
-            self._note_requests()
-            try:
-                yield
-            finally:
-                self.requests -= 1
-                self._note_requests()
+        return _Admission(self, account)
 
     def _note_requests(self) -> None:
         if self.requests or self.runs.readings:
@@ -327,8 +311,6 @@ class Router:
         Raises:
             LockstepError: OVERLOADED, there are too many streams.
         """
-        if self.streams + streams > self.settings.max_streams:
-            raise self._overloaded()
         self._count(streams)
         try:
             yield
@@ -336,7 +318,8 @@ class Router:
             self._count(-streams)
 
     async def leave(self, *, on_drain: Callable[[], None] = lambda: None) -> None:
-        """Shut down: lame duck for `lame_duck_s`, then drain for at most `drain_timeout_s`.
+        """Shut down: lame duck for `lame_duck_s`, then drain for at most `drain_timeout_s`. Requests that are still in
+        progress then get the error DRAINING, and a moment to pass it on.
 
         `on_drain` is called between the two: from then on no connection may be used for another request.
         """
@@ -351,6 +334,18 @@ class Router:
             async with asyncio.timeout(self.settings.drain_timeout_s):
                 await self._idle.wait()
         except TimeoutError:
+            await self._end_all()
+
+    async def _end_all(self) -> None:
+        """End what is in progress with a typed error, and wait until clients have it, but not long."""
+        logger.warning("requests have outlasted the drain", extra={"streams": self.streams})
+        self.runs.end()
+        for generation in list(self._generations):
+            generation.fail(LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1))
+        try:
+            async with asyncio.timeout(FAREWELL_S):
+                await self._idle.wait()
+        except TimeoutError:
             pass
 
     def _check_room(self, wanted: int) -> None:
@@ -361,18 +356,140 @@ class Router:
             self._journals_bytes = sum(generation.journal_bytes for generation in self._generations)
         others = self._journals_bytes + self._preparing_bytes + wanted
         excess = others + self.journals.size_bytes - self.settings.max_journals_bytes
-        if excess > 0:
-            self.journals.shrink(excess)
+        if excess <= 0:
+            return
+        self.journals.shrink(excess)
         if others + self.journals.size_bytes > self.settings.max_journals_bytes:
             raise LockstepError(
                 ErrorCode.OVERLOADED, "the journals of this router's streams take all their memory", retry_after_s=1
             )
 
     def _count(self, streams: int) -> None:
+        if streams > 0 and self.streams + streams > self.settings.max_streams:
+            raise self._overloaded()
         self.streams += streams
-        metrics.STREAMS.set(self.streams)
+        metrics.STREAMS.value = self.streams
 
     def _overloaded(self) -> LockstepError:
         return LockstepError(
             ErrorCode.OVERLOADED, f"this router runs {self.settings.max_streams} streams already", retry_after_s=1
         )
+
+
+def _mirrored(own: MemoryJournalStore, settings: RouterSettings, dial: Dial) -> MirroredJournalStore | None:
+    if not settings.state_server:
+        return None
+    return MirroredJournalStore(
+        own,
+        settings.state_server,
+        dial,
+        owner=settings.router_id,
+        window_s=settings.resume_window_s,
+        timeout_s=settings.state_timeout_s,
+        max_lag_s=settings.state_max_lag_s,
+    )
+
+
+# Written as classes: a context manager of `contextlib` costs a few microseconds, and each request has several.
+
+
+class _Admission:
+    """A request for tokens in progress."""
+
+    def __init__(self, router: Router, account: Account) -> None:
+        self._router = router
+        self._account = account
+
+    def __enter__(self) -> None:
+        router = self._router
+        if router.draining:
+            raise LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1)
+        if router.requests >= router.settings.max_streams:
+            raise router._overloaded()
+        self._account.hold(1)
+        router.requests += 1
+        if router.requests == 1:
+            router._note_requests()
+
+    def __exit__(self, *_: object) -> None:
+        self._router.requests -= 1
+        if not self._router.requests:
+            self._router._note_requests()
+        self._account.give_back(1)
+
+
+class _CountingPrompts:
+    """Counts prompts that are token ids already, of a request that is not prepared yet."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._counted = 0
+
+    def add(self, prompt: Prompt) -> None:
+        """Count one."""
+        size = bytes_of(prompt)
+        self._router._check_room(size)
+        self._counted += size
+        self._router._preparing_bytes += size
+
+    def end(self) -> None:
+        """The request is prepared, or never will be."""
+        self._router._preparing_bytes -= self._counted
+
+
+class _Run:
+    """A request's streams, which run while the context is entered."""
+
+    def __init__(
+        self, router: Router, prepared: Prepared, account: Account, *, is_collected: bool, observe: Observer | None
+    ) -> None:
+        self._router = router
+        self._prepared = prepared
+        self._account = account
+        self._is_collected = is_collected
+        self._observe = observe
+        self._generation: Generation | None = None
+
+    async def __aenter__(self) -> Generation:
+        router, prepared, account = self._router, self._prepared, self._account
+        router._check_room(prepared.prompt_bytes)
+        if prepared.begun is None:  # otherwise another router has counted them
+            if account.tenant.tokens_per_minute is not None:
+                await account.charge_prompts(prepared.prompt_tokens)
+            metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
+        router._journals_bytes += prepared.prompt_bytes
+        streams = len(prepared.journals)
+        router._count(streams)
+        try:
+            account.hold(streams - 1)  # the request itself holds one stream already
+            try:
+                generation = Generation(
+                    prepared, router.workers, router.settings, is_collected=self._is_collected, observe=self._observe
+                )
+                if not generation.runs_alone:
+                    await generation.__aenter__()
+            except BaseException:
+                account.give_back(streams - 1)
+                raise
+        except BaseException:
+            router._count(-streams)
+            raise
+        self._generation = generation
+        router._generations.add(generation)
+        return generation
+
+    async def __aexit__(self, *error: object) -> None:
+        router, generation = self._router, self._generation
+        assert generation is not None
+        streams = len(self._prepared.journals)
+        try:
+            router._generations.discard(generation)
+            if self._account.tenant.tokens_per_minute is not None:
+                # The router that began it has charged for what it gave.
+                begun = sum(len(log.ids) for log in self._prepared.begun or ())
+                self._account.charge_answers(max(0, generation.completion_tokens - begun))
+            if not generation.runs_alone:
+                await generation.__aexit__(*error)
+        finally:
+            self._account.give_back(streams - 1)
+            router._count(-streams)

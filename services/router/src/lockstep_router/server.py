@@ -2,13 +2,12 @@
 
 import asyncio
 import logging
-import os
 import resource
 import socket
 import ssl
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -18,16 +17,18 @@ import uvloop
 from fastapi import FastAPI
 from lockstep_common import telemetry
 from lockstep_common.errors import LockstepError
-from lockstep_common.lifecycle import name_process, obey_parent, stop_event
+from lockstep_common.garbage import spare_existing_objects
+from lockstep_common.lifecycle import name_process, stop_event
 from lockstep_common.management import Reports, managed
 from lockstep_common.settings import fail
 from lockstep_common.termination import leave_message
 
 from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.faces.rest.app import create_app
-from lockstep_router.faces.rest.connections import BoundedProtocol, ConnectionLimits, Connections
+from lockstep_router.faces.rest.connections import BoundedProtocol
 from lockstep_router.faces.rest.listener import Listener
-from lockstep_router.router import Router
+from lockstep_router.faces.rest.open_connections import ConnectionLimits, Connections
+from lockstep_router.router import FAREWELL_S, Router
 from lockstep_router.settings import RouterSettings
 from lockstep_router.status import status_body
 from lockstep_router.tls import RouterTls
@@ -36,6 +37,7 @@ logger = logging.getLogger("lockstep.router")
 
 _BACKLOG = 2048
 _CLOSE_TIMEOUT_S = 1
+_RECEIVE_BUFFER_BYTES = 64 << 10
 _SWITCH_INTERVAL_S = 0.0005
 """Longest time for which a thread that works on text keeps Python's global lock from the event loop. Python's default
 is ten times as long, and each busy thread adds it once.
@@ -46,6 +48,10 @@ _KEEP_ALIVE_S = 75
 """Timeout for idle connections, longer than that of clients and proxies (httpx 5 s, nginx and AWS's load balancers
 60 s). If clients close first, no connection closes under a new request.
 """
+
+
+Reporting = Callable[[RouterSettings, Reports, RouterTls], AbstractAsyncContextManager[int | None]]
+OnListening = Callable[[dict[str, object]], None]
 
 
 class Server(uvicorn.Server):
@@ -62,13 +68,14 @@ class Server(uvicorn.Server):
         assert isinstance(config, HttpConfig)
         assert sockets is not None
 
-        def make_protocol(on_connected: Callable[[], None]) -> BoundedProtocol:
+        def make_protocol(on_connected: Callable[[], None], wire: socket.socket | None) -> BoundedProtocol:
             return BoundedProtocol(
                 config,
                 self.server_state,
                 self.lifespan.state,
                 open_connections=config.open_connections,
                 on_connected=on_connected,
+                wire=wire,
             )
 
         timeout_s = config.open_connections.limits.header_timeout_s
@@ -78,18 +85,38 @@ class Server(uvicorn.Server):
         self.started = True
 
 
-def main() -> None:
-    """The process's entry point."""
-    obey_parent()
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # the links log lost connections themselves
-    settings = RouterSettings.load("lockstep-router")
+def _on_port(settings: RouterSettings, reports: Reports, tls: RouterTls) -> AbstractAsyncContextManager[int]:
+    """Reports on the management port; yields it."""
+    return managed(
+        settings.management_host,
+        settings.management_port,
+        reports,
+        liveness_timeout_s=settings.liveness_timeout_s,
+        tls=tls.management_context,
+    )
+
+
+def _log_listening(fields: dict[str, object]) -> None:
+    logger.info("listening", extra=fields)
+
+
+def run(
+    settings: RouterSettings, *, reporting: Reporting = _on_port, on_listening: OnListening = _log_listening
+) -> None:
+    """Run a router in this process until a signal.
+
+    Args:
+        settings: its settings.
+        reporting: a context in which its reports are given.
+        on_listening: called with the addresses as soon as clients can connect.
+    """
     name_process("router")
     telemetry.setup("router", level=settings.log_level)
     listener = bind(settings)
     raise_file_limit(settings)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
-        uvloop.run(serve(settings, listener))
+        uvloop.run(serve(settings, listener, reporting, on_listening))
     except LockstepError as error:
         fail(error.message, settings.termination_log)
     except Exception as error:
@@ -109,7 +136,10 @@ def raise_file_limit(settings: RouterSettings) -> None:
 
 
 def bind(settings: RouterSettings) -> socket.socket:
-    """The listening socket; ends the process with one sentence if the address cannot be bound."""
+    """The bound socket; ends the process with one sentence if the address cannot be bound.
+
+    It listens, unless other processes share the port: they get all connections until this one can serve them.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -117,8 +147,13 @@ def bind(settings: RouterSettings) -> socket.socket:
         # Accepted sockets inherit the timeout: the kernel closes a connection whose peer does not acknowledge data, so
         # that a closed connection does not linger with a full buffer.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.write_timeout_s * 1000))
+        # They inherit this too: what the kernel takes from a client at a time, and so the longest single read.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
+        if settings.processes > 1:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((settings.host, settings.port))
-        listener.listen(_BACKLOG)
+        if settings.processes == 1:
+            listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         fail(f"cannot listen on {settings.host}:{settings.port}: {error.strerror or error}", settings.termination_log)
@@ -157,6 +192,8 @@ def http_config(router: Router, tls: ssl.SSLContext | None = None) -> HttpConfig
         max_connections_per_client=settings.max_connections_per_client,
         max_header_bytes=settings.max_header_bytes,
         header_timeout_s=settings.header_timeout_s,
+        dropped_bytes_per_s=settings.bodies_bytes_per_s,
+        keep_alive_s=_KEEP_ALIVE_S,
     )
     connections = Connections(limits)
     # Uvicorn calls this object as it calls its own protocol classes.
@@ -191,20 +228,25 @@ def close_after_answers(server: uvicorn.Server) -> None:
         connection.shutdown()
 
 
-async def serve(settings: RouterSettings, listener: socket.socket) -> None:
+async def _until_ready(router: Router) -> None:
+    """Wait until the router is ready, or has had the time for it: then clients learn why it is not."""
+    until = asyncio.get_running_loop().time() + router.settings.connect_timeout_s
+    while router.unready is not None and await router.workers.wait_change(until):
+        pass
+
+
+async def serve(
+    settings: RouterSettings, listener: socket.socket, reporting: Reporting, on_listening: OnListening
+) -> None:
     """Serve on the socket until SIGTERM or SIGINT, then drain."""
     stop = stop_event()
     tls = RouterTls.load(settings)
-    router = Router(settings, dial=tls.dial)
+    router = Router(settings, dial=tls.dial, dial_state=tls.dial_state)
     reports = Reports(unready=lambda: router.unready, status=lambda: status_body(router))
-    managing = managed(
-        settings.management_host,
-        settings.management_port,
-        reports,
-        liveness_timeout_s=settings.liveness_timeout_s,
-        tls=tls.management_context,
-    )
-    async with managing as management_port, tls.watched(), router:
+    async with reporting(settings, reports, tls) as management_port, tls.watched(), router:
+        if settings.processes > 1:
+            await _until_ready(router)
+            listener.listen(_BACKLOG)
         config = http_config(router, tls.http_context)
         server, calls = Server(config), grpc_server(config, router, tls.grpc_credentials)
         if calls is not None:
@@ -214,7 +256,8 @@ async def serve(settings: RouterSettings, listener: socket.socket) -> None:
         fields = {"host": host, "port": port, "management_port": management_port, "discovery": settings.discovery}
         if calls is not None:
             fields["grpc_port"] = calls.port
-        logger.info("listening", extra=fields)
+        spare_existing_objects()
+        on_listening(fields)
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         ending: list[asyncio.Task[None]] = []
@@ -222,7 +265,8 @@ async def serve(settings: RouterSettings, listener: socket.socket) -> None:
         def on_drain() -> None:
             close_after_answers(server)
             if calls is not None:
-                ending.append(asyncio.create_task(calls.stop(settings.drain_timeout_s)))
+                # Calls that outlast the drain get the router's error first.
+                ending.append(asyncio.create_task(calls.stop(settings.drain_timeout_s + FAREWELL_S)))
 
         if stop.is_set():
             await router.leave(on_drain=on_drain)

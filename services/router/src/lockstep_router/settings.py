@@ -6,7 +6,7 @@ import socket
 from typing import Annotated, Any, Literal
 
 from lockstep_common.address import check_target, is_unix
-from lockstep_common.settings import UNQUOTED, PodSettings
+from lockstep_common.settings import UNQUOTED
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_settings import NoDecode
@@ -14,6 +14,7 @@ from pydantic_settings import NoDecode
 from lockstep_router.output.formats import OFF, TOOL_FORMATS
 from lockstep_router.output.reasoning import REASONING_FORMATS
 from lockstep_router.policies import check_policy
+from lockstep_router.state_settings import StateServerSettings
 from lockstep_router.tenants.shared_storage import MEMORY, check_address
 
 DiscoveryKind = Literal["static", "dns", "kubernetes"]
@@ -30,7 +31,7 @@ def default_router_id(given: dict[str, Any]) -> str:
     return given.get("pod_name") or f"{socket.gethostname()}-{os.getpid()}"
 
 
-class RouterSettings(PodSettings):
+class RouterSettings(StateServerSettings):
     """The settings of one router process. Times are in seconds."""
 
     peer_identity_may_be_uri = False  # gRPC checks a server's certificate for DNS names only
@@ -48,6 +49,13 @@ class RouterSettings(PodSettings):
         ge=0,
         le=65535,
         description="Port of the gRPC API on the same address; 0 picks a free one and logs it; no gRPC if not set.",
+    )
+    processes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes that share the ports, each with limits, resumable streams and idempotency keys of its "
+        "own, as if it were another router; more than one for several cores of one machine.",
     )
     grpc_max_calls_per_connection: int = Field(
         128, ge=1, le=4096, description="Calls at a time on one gRPC connection; clients wait with further ones."
@@ -141,7 +149,10 @@ class RouterSettings(PodSettings):
         "the largest that still arrives is 503.",
     )
     bodies_bytes_per_s: int = Field(
-        64 << 20, ge=1 << 20, description="Rate at which bodies above 64 KiB are read together; their clients wait."
+        64 << 20,
+        ge=1 << 20,
+        description="Rate at which bodies above 64 KiB are read together; their clients wait. What refused bodies have "
+        "left is dropped at the same rate.",
     )
     body_timeout_s: float = Field(30.0, gt=0, description="A request's body must have arrived by then.")
     write_timeout_s: float = Field(60.0, gt=0, description="A client that reads nothing for this long is cut off.")
@@ -203,8 +214,8 @@ class RouterSettings(PodSettings):
     max_resumable_streams: int = Field(
         1024,
         ge=1,
-        description="Resumable requests that run or are kept; beyond, those that ended first are forgotten, or new "
-        "ones are 503.",
+        description="Resumable requests that run or are kept; beyond, the tenant with the most loses those that ended "
+        "first, or new ones are 503.",
     )
     max_resumable_bytes: int = Field(
         256 << 20,
@@ -326,7 +337,8 @@ class RouterSettings(PodSettings):
         131_072,
         ge=1024,
         le=1 << 24,
-        description="Blocks of 16 tokens in the index of each model with `prefix_aware`, at about 180 bytes each.",
+        description="Blocks of 16 tokens in the index of each model with `prefix_aware`, shared by its workers, at "
+        "up to 140 bytes each.",
     )
     lame_duck_s: float = Field(
         0.0, ge=0, description="After SIGTERM, new requests are still served for this long, though /readyz says 503."

@@ -32,6 +32,7 @@ def status_body(router: Router) -> dict[str, Any]:
                 "kept": router.journals.kept,
                 "bytes": router.journals.size_bytes,
             },
+            "state": _state(router),
             "suspects": dict(router.workers.suspects.counts),
         },
         "discovery": {
@@ -54,6 +55,20 @@ def status_body(router: Router) -> dict[str, Any]:
             for card in router.workers.models.values()
         ],
         "workers": [_worker(link, router.workers.clock.now()) for link in router.workers.links],
+    }
+
+
+def _state(router: Router) -> dict[str, Any] | None:
+    """How the journals are mirrored; None: they are not."""
+    if router.mirrored is None:
+        return None
+    client, mirror = router.mirrored.client, router.mirrored.mirror
+    return {
+        "server": client.target,
+        "reachable": not client.mirror.is_open,
+        "used_by_requests": not client.requests.is_open,
+        "streams": len(mirror.entries),
+        "lag_s": round(mirror.lag_s, 3),
     }
 
 
@@ -80,6 +95,7 @@ def _worker(link: Link, now: float) -> dict[str, Any]:
         "model": link.card.name if link.card is not None else "",
         "tp": link.card.tp if link.card is not None else 0,
         "health": link.health.describe(now),
+        "prefixes": link.prefixes.describe(),
         "ranks": [
             {
                 "rank": rank.rank,

@@ -1,4 +1,4 @@
-"""Metrics of the path that each token takes: plain numbers, turned into Prometheus' samples when they are read.
+"""Metrics that each token or each request changes: plain numbers, turned into Prometheus' samples when they are read.
 
 The client library's own metrics take a lock for each change, which costs more than the rest of what is counted. Only
 the event loop's thread changes these.
@@ -9,26 +9,31 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 
 class Tally(Collector):
-    """A counter without labels.
+    """A counter, or a gauge, without labels.
 
     Args:
         name: the metric's name, without `_total`.
         documentation: one sentence.
         registry: shows it.
+        is_gauge: whether its value can also be set.
     """
 
-    def __init__(self, name: str, documentation: str, *, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, name: str, documentation: str, *, registry: CollectorRegistry | None = None, is_gauge: bool = False
+    ) -> None:
         self.value = 0
         self._name = name
         self._documentation = documentation
+        self._is_gauge = is_gauge
         self._created = time.time()
-        registry.register(self)
+        if registry is not None:
+            registry.register(self)
 
     def inc(self, amount: int = 1) -> None:
         """Count."""
@@ -36,7 +41,46 @@ class Tally(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The present value."""
-        yield CounterMetricFamily(self._name, self._documentation, float(self.value), created=self._created)
+        if self._is_gauge:
+            yield GaugeMetricFamily(self._name, self._documentation, float(self.value))
+        else:
+            yield CounterMetricFamily(self._name, self._documentation, float(self.value), created=self._created)
+
+    def add_to(self, family: CounterMetricFamily, labels: Sequence[str]) -> None:
+        """Add the present value to those of a metric with labels."""
+        family.add_metric(labels, float(self.value), created=self._created)
+
+
+class Tallies(Collector):
+    """A counter with labels, whose values are few.
+
+    Args:
+        name: the metric's name, without `_total`.
+        documentation: one sentence.
+        names: of the labels.
+        registry: shows it.
+    """
+
+    def __init__(self, name: str, documentation: str, names: Sequence[str], *, registry: CollectorRegistry) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._names = names
+        self._tallies: dict[tuple[str, ...], Tally] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> Tally:
+        """The counter of these labels."""
+        tally = self._tallies.get(values)
+        if tally is None:
+            tally = self._tallies[values] = Tally(self._name, self._documentation)
+        return tally
+
+    def collect(self) -> Iterator[Metric]:
+        """The present values."""
+        family = CounterMetricFamily(self._name, self._documentation, labels=self._names)
+        for values, tally in list(self._tallies.items()):
+            tally.add_to(family, values)
+        yield family
 
 
 class Distribution(Collector):
@@ -49,26 +93,77 @@ class Distribution(Collector):
         registry: shows it.
     """
 
-    def __init__(self, name: str, documentation: str, *, buckets: Sequence[float], registry: CollectorRegistry) -> None:
+    def __init__(
+        self, name: str, documentation: str, *, buckets: Sequence[float], registry: CollectorRegistry | None = None
+    ) -> None:
         self._name = name
         self._documentation = documentation
         self._bounds = tuple(map(float, buckets))
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
         self._created = time.time()
-        registry.register(self)
+        if registry is not None:
+            registry.register(self)
 
-    def observe(self, value: float) -> None:
-        """Count a value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count a value, several times if it came so often."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += count * value
 
     def collect(self) -> Iterator[Metric]:
         """The present counts, each with those of the smaller buckets."""
+        family = HistogramMetricFamily(self._name, self._documentation)
+        self.add_to(family, (), {})
+        yield family
+
+    def add_to(self, family: HistogramMetricFamily, values: Sequence[str], labels: dict[str, str]) -> None:
+        """Add the present counts to those of a metric with labels."""
         count, buckets = 0, []
-        for bound, values in zip((*self._bounds, float("inf")), self._counts, strict=True):
-            count += values
+        for bound, counted in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            count += counted
             buckets.append((floatToGoString(bound), float(count)))  # type: ignore[no-untyped-call]
-        family = HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)
-        family.add_sample(f"{self._name}_created", {}, self._created)
+        family.add_metric(values, buckets=buckets, sum_value=self._sum)
+        family.add_sample(f"{self._name}_created", labels, self._created)
+
+
+class Distributions(Collector):
+    """A histogram with labels, whose values are few.
+
+    Args:
+        name: the metric's name.
+        documentation: one sentence.
+        names: of the labels.
+        buckets: as for `Distribution`.
+        registry: shows it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        documentation: str,
+        names: Sequence[str],
+        *,
+        buckets: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._names = names
+        self._buckets = buckets
+        self._distributions: dict[tuple[str, ...], Distribution] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> Distribution:
+        """The histogram of these labels."""
+        distribution = self._distributions.get(values)
+        if distribution is None:
+            distribution = Distribution(self._name, self._documentation, buckets=self._buckets)
+            self._distributions[values] = distribution
+        return distribution
+
+    def collect(self) -> Iterator[Metric]:
+        """The present counts."""
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self._names)
+        for values, distribution in list(self._distributions.items()):
+            distribution.add_to(family, values, dict(zip(self._names, values, strict=True)))
         yield family

@@ -1,7 +1,7 @@
-"""The router's certificates: for clients over HTTPS, and for workers, which accept no other peers.
+"""The router's certificates: for clients over HTTPS, and for workers and the state server, which accept no other peers.
 
 Without certificates in the settings both sides use plain text. A worker has to show a certificate for
-`peer_identity`; gRPC checks that in the handshake, before the first byte.
+`peer_identity`, the state server one for `state_identity`; gRPC checks that in the handshake, before the first byte.
 """
 
 import ssl
@@ -31,6 +31,7 @@ class RouterTls:
     workers: Certificates | None
     http: Certificates | None
     peer_identity: str
+    state_identity: str
     verify_clients: bool
     manage: bool
 
@@ -51,16 +52,24 @@ class RouterTls:
             files = TlsFiles(settings.http_tls_cert, settings.http_tls_key, settings.http_tls_client_ca)
             http = Certificates("http", files, names)
         verify_clients = settings.http_tls_client_ca is not None
-        return cls(workers, http, settings.peer_identity or "", verify_clients, settings.management_tls)
+        peer_identity, state_identity = settings.peer_identity or "", settings.state_identity or ""
+        return cls(workers, http, peer_identity, state_identity, verify_clients, settings.management_tls)
 
     def dial(self, target: str, options: tuple[tuple[str, object], ...]) -> grpc.aio.Channel:
         """A channel to a worker, with the newest certificates."""
+        return self._dial(target, options, self.peer_identity)
+
+    def dial_state(self, target: str, options: tuple[tuple[str, object], ...]) -> grpc.aio.Channel:
+        """A channel to the state server, with the newest certificates."""
+        return self._dial(target, options, self.state_identity)
+
+    def _dial(self, target: str, options: tuple[tuple[str, object], ...], identity: str) -> grpc.aio.Channel:
         if self.workers is None:
             return dial_plain(target, options)
         material = self.workers.current()
         credentials = grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
         # Workers are dialled by IP address, and their certificates hold names only.
-        named = (*options, ("grpc.ssl_target_name_override", self.peer_identity))
+        named = (*options, ("grpc.ssl_target_name_override", identity))
         return grpc.aio.secure_channel(target, credentials, options=named)
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from lockstep_tools.chaos.release import REDIS, STATE
 from lockstep_tools.failure import UNUSABLE, CommandError
 
 _SCRIPTS = Path("k8s/chaos")
@@ -19,6 +20,8 @@ class Victim(StrEnum):
     NODE = "a worker's node"
     LINK = "a worker and a router"
     ROUTER = "a router"
+    STATE = "the state server"
+    REDIS = "the bundled Redis"
     ALL_WORKERS = "all workers"
     ALL_ROUTERS = "all routers"
     ALL = "everything"
@@ -48,6 +51,8 @@ class Experiment:
     refuses: bool = False
     """Requests may be refused with 429 or 503 and a Retry-After."""
     needs: str = "kubectl"
+    component: str = ""
+    """The component that the release has to have, beside routers and workers."""
 
 
 EXPERIMENTS = {
@@ -63,6 +68,10 @@ EXPERIMENTS = {
         Experiment("worker-rollout", "every worker is replaced, one at a time", Victim.ALL_WORKERS, 1.0, renews=True),
         Experiment("router-rollout", "every router is replaced", Victim.ALL_ROUTERS, 1.0),
         Experiment("router-kill", "a router is deleted without grace", Victim.ROUTER, 1.0, breaks=Breaks.OF_THE_ROUTER),
+        Experiment("state-kill", "a state server is deleted without grace", Victim.STATE, 1.0, component=STATE),
+        Experiment("redis-kill", "the bundled Redis is deleted without grace", Victim.REDIS, 1.0, component=REDIS),
+        Experiment("redis-stop", "the bundled Redis is stopped and continues", Victim.REDIS, 1.0, component=REDIS),
+        Experiment("redis-full", "Redis has reached its maxmemory", Victim.REDIS, 1.0, component=REDIS),
         Experiment("fill-queue", "more streams than may run and wait", Victim.NOBODY, 5.0, refuses=True),
         Experiment("upgrade", "helm upgrade, and helm rollback", Victim.ALL, 1.0, renews=True, needs="kubectl, helm"),
     )

@@ -1,18 +1,20 @@
 """A release, a load on it, and experiments on both, one after the other. The command and the cluster's tests use it."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 from lockstep_tools.arguments import API_KEY_VARIABLE
-from lockstep_tools.chaos.experiments import Experiment, Victim, scripts
+from lockstep_tools.chaos.experiments import Breaks, Experiment, Victim, scripts
 from lockstep_tools.chaos.kubectl import run_script
 from lockstep_tools.chaos.load_pod import NAME, LoadPod
 from lockstep_tools.chaos.outcome import Outcome, assign, conclude
 from lockstep_tools.chaos.placement import place_on_two_nodes
-from lockstep_tools.chaos.release import WORKER, Release, of
+from lockstep_tools.chaos.release import STATE, WORKER, Release, of
 from lockstep_tools.chaos.trial import Trial, run_trial
+from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.load.comparison import compare
 from lockstep_tools.load.history import History
 
@@ -29,6 +31,21 @@ def clean(release: Release, say: Callable[[str], None]) -> bool:
     for line in output.splitlines():
         say(f"left by an interrupted run: {line}")
     return bool(output)
+
+
+def lacks(experiment: Experiment, components: Set[str]) -> bool:
+    """Whether a release with these components cannot have this experiment."""
+    return bool(experiment.component) and experiment.component not in components
+
+
+def expected(experiment: Experiment, components: Set[str], *, resume: bool) -> Experiment:
+    """The experiment for a release with these components.
+
+    Clients that resume find their streams at another router if there is a state server: then none may break.
+    """
+    if resume and STATE in components and experiment.breaks is Breaks.OF_THE_ROUTER:
+        return replace(experiment, breaks=Breaks.NONE)
+    return experiment
 
 
 def _environment(release: Release) -> dict[str, str]:
@@ -53,6 +70,7 @@ class Laboratory:
         the API key of the load; with `resume` its streams survive routers that die.
         """
         self._release = release
+        self._resume = resume
         self._scripts = scripts()
         self._environment = (
             _environment(release)
@@ -95,8 +113,12 @@ class Laboratory:
         """Run the experiment `times` times.
 
         Raises:
-            CommandError: a script failed, or something took too long.
+            CommandError: a script failed, something took too long, or the release lacks what the experiment disturbs.
         """
+        components = {pod.component for pod in self._release.require()}
+        if lacks(experiment, components):
+            raise CommandError(f"{experiment.name}: the release has no {experiment.component}", UNUSABLE)
+        experiment = expected(experiment, components, resume=self._resume)
         trials: list[Trial] = []
         try:
             for number in range(times):

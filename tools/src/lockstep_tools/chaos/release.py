@@ -9,7 +9,7 @@ from typing import Any
 from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.failure import UNUSABLE, CommandError
 
-ROUTER, WORKER = "router", "inference-worker"
+ROUTER, WORKER, STATE, REDIS = "router", "inference-worker", "kv-state-server", "redis"
 
 _INSTANCE = "app.kubernetes.io/instance"
 _COMPONENT = "app.kubernetes.io/component"
@@ -39,8 +39,8 @@ class Release:
         self.kubectl = kubectl
 
     def pods(self) -> list[Pod]:
-        """Its routers and workers, as they are now."""
-        selector = f"{_INSTANCE}={self.name},{_COMPONENT} in ({ROUTER},{WORKER})"
+        """Its routers and workers, its state servers and its bundled Redis if it has them, as they are now."""
+        selector = f"{_INSTANCE}={self.name},{_COMPONENT} in ({ROUTER},{WORKER},{STATE},{REDIS})"
         return [_pod(item) for item in self.kubectl.json("get", "pods", "-l", selector)["items"]]
 
     def controllers(self) -> list[Mapping[str, Any]]:

@@ -23,7 +23,7 @@ _FAULT = re.compile(r"^fault ([0-9.]+)$", re.MULTILINE)
 _BURST = re.compile(r"^burst (.*)$", re.MULTILINE)
 _NOTICED = ("stream leaves worker", "worker is silent")
 """The messages that a router logs when a worker's streams have to move."""
-_NOTHING_TO_NOTICE = (Victim.NOBODY, Victim.ROUTER, Victim.ALL_ROUTERS)
+_NOTHING_TO_NOTICE = (Victim.NOBODY, Victim.ROUTER, Victim.ALL_ROUTERS, Victim.STATE, Victim.REDIS)
 _DYING_S = 3.0
 """The longest time for which a killed router takes requests, if no stream shows when it died."""
 _NOTICE_S = 1.0

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from lockstep_tools import console
 from lockstep_tools.arguments import API_KEY_VARIABLE, api_key, integer, real
-from lockstep_tools.chaos.experiments import EXPERIMENTS, named
+from lockstep_tools.chaos.experiments import EXPERIMENTS, Experiment, named
 from lockstep_tools.chaos.kubectl import Kubectl
-from lockstep_tools.chaos.laboratory import Laboratory, clean
+from lockstep_tools.chaos.laboratory import Laboratory, clean, lacks
 from lockstep_tools.chaos.outcome import Outcome
 from lockstep_tools.chaos.release import Release
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
@@ -36,7 +36,10 @@ EXAMPLES = """\
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument(
-        "names", metavar="NAME", nargs="*", help="experiments, run one after the other; `all` for all of them"
+        "names",
+        metavar="NAME",
+        nargs="*",
+        help="experiments, run one after the other; `all` for all that the release can have",
     )
     parser.add_argument("--list", action="store_true", help="show the experiments")
     parser.add_argument("--clean", action="store_true", help="undo what interrupted runs have left, and nothing else")
@@ -77,10 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if not arguments.names and not arguments.clean:
         raise CommandError("name an experiment; `lockstep chaos --list` shows them", UNUSABLE)
-    experiments = [named(name) for name in (EXPERIMENTS if arguments.names == ["all"] else arguments.names)]
+    is_all = arguments.names == ["all"]
+    experiments = [named(name) for name in (EXPERIMENTS if is_all else arguments.names)]
     release = Release(arguments.release, Kubectl(arguments.namespace))
     if arguments.clean:
         return _clean(release, out)
+    experiments = _possible(experiments, release, is_all=is_all)
     notes = console.notes()
     laboratory = Laboratory(
         release,
@@ -101,6 +106,15 @@ def run(arguments: argparse.Namespace) -> int:
     finally:  # also after an interruption: what has been found is shown
         _show(laboratory, out, notes, as_json=arguments.json)
     return 0 if all(outcome.holds for outcome in laboratory.outcomes) and not laboratory.problems else FAILED
+
+
+def _possible(experiments: Sequence[Experiment], release: Release, *, is_all: bool) -> list[Experiment]:
+    """Those that the release can have; one that was asked for by its name is not left out."""
+    components = {pod.component for pod in release.require()}
+    impossible = [each for each in experiments if lacks(each, components)]
+    if impossible and not is_all:
+        raise CommandError(f"{impossible[0].name}: the release has no {impossible[0].component}", UNUSABLE)
+    return [each for each in experiments if each not in impossible]
 
 
 def _clean(release: Release, out: Console) -> int:

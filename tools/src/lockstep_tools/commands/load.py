@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -103,7 +102,7 @@ async def _load(arguments: argparse.Namespace, target: Endpoint) -> int:
         _print(logbook.to_line(logbook.STREAM, history, offset_s))
 
     async with (
-        _watching_status(arguments.management_url, target.tls),
+        _watching_status(arguments.management_url, target),
         Traffic(target, with_sessions(requests), clients=arguments.clients, on_end=ended) as traffic,
     ):
         with contextlib.suppress(TimeoutError):
@@ -129,11 +128,11 @@ async def _await_model(target: Endpoint, wait_s: float) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _watching_status(url: str | None, tls: ssl.SSLContext | None) -> AsyncIterator[None]:
+async def _watching_status(url: str | None, target: Endpoint) -> AsyncIterator[None]:
     if url is None:
         yield
         return
-    task = asyncio.create_task(_watch_status(checked_url(url), tls))
+    task = asyncio.create_task(_watch_status(checked_url(url), target))
     try:
         yield
     finally:
@@ -141,16 +140,19 @@ async def _watching_status(url: str | None, tls: ssl.SSLContext | None) -> Async
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _watch_status(root: str, tls: ssl.SSLContext | None) -> None:
+async def _watch_status(root: str, target: Endpoint) -> None:
     """Write a line whenever what a router reports of its workers changes."""
+    # Routers show one certificate at both ports, and the address of this one need not be in it.
+    extensions = {"sni_hostname": httpx.URL(target.url).host}
     reported: dict[str, Any] = {}
     fresh = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(
-        verify=tls or True, timeout=_STATUS_TIMEOUT_S, limits=fresh, trust_env=False
+        verify=target.tls or True, timeout=_STATUS_TIMEOUT_S, limits=fresh, trust_env=False
     ) as client:
         while True:
             with contextlib.suppress(httpx.HTTPError, ValueError, KeyError):
-                body = (await client.get(f"{root}/status")).raise_for_status().json()
+                answer = await client.get(f"{root}/status", extensions=extensions)
+                body = answer.raise_for_status().json()
                 router, workers = body["router"]["id"], _lives(body["workers"])
                 if reported.get(router) != workers:
                     reported[router] = workers

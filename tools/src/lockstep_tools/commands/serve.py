@@ -1,4 +1,4 @@
-"""`lockstep serve`: runs a router and workers on this machine until Ctrl-C."""
+"""`lockstep serve`: runs routers, workers and a state server on this machine until Ctrl-C."""
 
 import argparse
 import json
@@ -27,6 +27,7 @@ Ctrl-C lets running streams end for a few seconds, a second Ctrl-C does not."""
 EXAMPLES = """\
   lockstep serve models/reference
   lockstep serve /models/llama --workers 2 --tp 2 --port 9000
+  lockstep serve --routers 2 --state redis://localhost:6379/0
   lockstep serve /models/llama --device cuda --dtype bfloat16 --kv-memory 20Gi"""
 
 
@@ -40,6 +41,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--management-port",
         type=integer(0, 65535),
         help="of health, metrics, status, on 127.0.0.1; 0: any free one (default: the one after --port, if free)",
+    )
+    parser.add_argument(
+        "--router-processes",
+        type=integer(1, 64),
+        default=1,
+        metavar="N",
+        help="processes of the router, which share its port (default: 1)",
+    )
+    parser.add_argument(
+        "--routers",
+        type=integer(1, 16),
+        default=1,
+        metavar="N",
+        help="routers, on --port, --port + 2 and so on: clients continue their streams on any of them (default: 1)",
+    )
+    parser.add_argument(
+        "--state",
+        metavar="STORE",
+        help="run a state server for the routers, which keeps streams in its `memory` or in Redis: redis://host:port/0 "
+        "(default: memory if there are several routers, else none)",
     )
     parser.add_argument("--name", help="served model name (default: the directory's)")
     add_engine(parser)
@@ -62,6 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         management_port=arguments.management_port,
+        router_processes=arguments.router_processes,
+        routers=arguments.routers,
+        state=arguments.state,
         name=arguments.name,
         device=arguments.device,
         dtype=arguments.dtype,
@@ -136,6 +160,7 @@ def _introduce(stack: Stack) -> None:
     rows = {
         "API": f"{stack.url}/v1",
         "manage": f"{stack.management_url} (/status, /metrics)",
+        **({"routers": ", ".join(f"{url}/v1" for url in stack.urls)} if len(stack.urls) > 1 else {}),
         "model": f"{name} ({settings.model})",
         "workers": f"{workers}; {settings.tp} rank{'s' * (settings.tp > 1)} each",
         "try": f"curl {stack.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",

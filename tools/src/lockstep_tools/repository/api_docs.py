@@ -1,4 +1,4 @@
-"""Write the generated parts of `docs/api.md` from the router's OpenAPI document and the table of errors.
+"""Write the generated parts of `docs/api.md` from the OpenAPI document, the proto file and the table of errors.
 
 `--check` fails when they differ. A part stands between `<!-- NAME -->` and `<!-- end of NAME -->`; the rest of the
 document is written by hand.
@@ -17,6 +17,8 @@ from lockstep_common.errors import MEANINGS
 from lockstep_router.faces.rest.app import create_app
 from lockstep_router.router import Router
 from lockstep_router.settings import RouterSettings
+
+from lockstep_tools.repository.grpc_docs import service
 
 DOCUMENT = Path(__file__).resolve().parents[4] / "docs/api.md"
 
@@ -84,7 +86,8 @@ def errors() -> str:
 def complete(text: str) -> str:
     """The document with its generated parts up to date."""
     api = document()
-    for name, part in {"endpoints": endpoints(api), "bodies": bodies(api), "errors": errors()}.items():
+    parts = {"endpoints": endpoints(api), "bodies": bodies(api), "grpc": service(), "errors": errors()}
+    for name, part in parts.items():
         found = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
         text = found.sub(partial(_replace, part), text)
     return text

@@ -15,10 +15,15 @@ from typing import Any, get_args
 import yaml
 from lockstep_common.settings import ServiceSettings
 from lockstep_router.settings import RouterSettings
+from lockstep_state.settings import StateSettings
 from lockstep_worker.settings import Bytes, WorkerSettings
 
 CHART = Path(__file__).resolve().parents[4] / "charts/lockstep"
-SERVICES: dict[str, type[ServiceSettings]] = {"router": RouterSettings, "worker": WorkerSettings}
+SERVICES: dict[str, type[ServiceSettings]] = {
+    "router": RouterSettings,
+    "worker": WorkerSettings,
+    "state": StateSettings,
+}
 """Settings classes by their names in `owned-settings.yaml` and in the schema's definitions."""
 
 _OF_A_MODEL = ("name", "servedName", "source")

@@ -1,9 +1,11 @@
-"""`python -m lockstep_tools.repository.lock`: writes requirements.lock and requirements-cuda.lock, with hashes.
+"""`python -m lockstep_tools.repository.lock`: writes requirements.lock, requirements-cuda.lock and
+requirements-strangers.lock, with hashes.
 
 pip-compile resolves, and takes the hashes of every file of a version from pip's own index. torch is the exception: its
 release has a CPU build (`+cpu`, on PyTorch's index or a local folder) and others on PyPI, under one version. The lock
 names the version without the build and has the hashes of all of them, so that any index may serve it. What PyPI's build
-for Linux (CUDA) needs beyond the rest is in a file of its own.
+for Linux (CUDA) needs beyond the rest is in a file of its own. So are other projects' clients, which have an
+environment of their own: their versions have nothing to do with the rest.
 """
 
 import json
@@ -19,6 +21,7 @@ from lockstep_tools.repository.images.locks import CUDA_LOCK, LOCK
 
 _ROOT = Path(__file__).resolve().parents[4]
 _SOURCE = "requirements.in"
+_STRANGERS_SOURCE, _STRANGERS_LOCK = "requirements-strangers.in", "requirements-strangers.lock"
 _COMPILE = (
     *("--quiet", "--generate-hashes", "--strip-extras", "--allow-unsafe", "--no-header"),
     *("--no-emit-index-url", "--no-emit-find-links", "--no-emit-trusted-host"),
@@ -31,7 +34,7 @@ _TIMEOUT_S = 1800
 
 
 def main() -> int:
-    """Write both files."""
+    """Write the files."""
     try:
         text = compiled(_SOURCE, (_ROOT / LOCK).read_text())
         found = _TORCH.search(text)
@@ -41,6 +44,8 @@ def main() -> int:
         sums = set(re.findall(r"[0-9a-f]{64}", found[3])) | torch_sums(version)
         (_ROOT / LOCK).write_text(text.replace(found[0], torch_entry(version, sums)))
         (_ROOT / CUDA_LOCK).write_text(cuda_entries(version, text))
+        strangers = _ROOT / _STRANGERS_LOCK
+        strangers.write_text(compiled(_STRANGERS_SOURCE, strangers.read_text()))
     except CommandError as error:
         print(f"lock: {error.message}", file=sys.stderr)
         return error.exit_code

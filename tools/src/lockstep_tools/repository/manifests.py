@@ -1,6 +1,6 @@
 """`python -m lockstep_tools.repository.manifests [--check]`: writes the files of `k8s/` that come from the chart.
 
-The chart is the only source of manifests. Kustomize's base and its GPU overlay are renderings of it, and the
+The chart is the only source of manifests. Kustomize's base and its overlays are renderings of it, and the
 observability stack uses the chart's rules and dashboards; this writes all of them, or says which have drifted.
 """
 
@@ -22,6 +22,7 @@ RELEASE = "lockstep"
 _HEADER = "# Rendered from charts/lockstep by `make manifests`. Change the chart, not this file.\n"
 _SOURCE = re.compile(r"^# Source: lockstep/templates/([^/\n]+)/[^\n]*\n", re.MULTILINE)
 _GPU_VALUES = CHART / "examples/llama-3-8b.yaml"
+_STATE = "kv-state-server"
 _HELM_TIMEOUT_S = 60
 
 
@@ -60,6 +61,10 @@ def rendered(root: Path) -> dict[Path, str]:
     files = {Path(f"k8s/base/{folder}.yaml"): text for folder, text in split(_template(root)).items()}
     worker = split(_template(root, "--values", str(_GPU_VALUES)))["inference-worker"]
     files[Path("k8s/overlays/gpu/model.yaml")] = _HEADER + only_model(worker)
+    with_state = split(_template(root, "--set", "state.enabled=true"))
+    files[Path("k8s/overlays/state/state.yaml")] = with_state.pop(_STATE)
+    base = {folder: files[Path(f"k8s/base/{folder}.yaml")] for folder in with_state}
+    files[Path("k8s/overlays/state/patches.yaml")] = _HEADER + changed(base, with_state)
     for path in sorted((root / CHART / "dashboards").iterdir()):
         files[Path(f"k8s/observability/dashboards/{path.name}")] = path.read_text()
     for path in sorted((root / CHART / "rules").iterdir()):
@@ -81,8 +86,13 @@ def split(text: str) -> dict[str, str]:
 
 def only_model(text: str) -> str:
     """Those of the workers' documents that belong to one model, not to all."""
-    documents = re.split(r"^---\n", text, flags=re.MULTILINE)
-    return _join([document.strip() for document in documents if "lockstep.dev/model:" in document])
+    return _join([document for document in _documents(text) if "lockstep.dev/model:" in document])
+
+
+def changed(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """The documents that are not the same before and after, as they are after: patches of a kustomization."""
+    known = {document for text in before.values() for document in _documents(text)}
+    return _join([each for _, text in sorted(after.items()) for each in _documents(text) if each not in known])
 
 
 def stale(root: Path, files: Mapping[Path, str]) -> list[Path]:
@@ -90,6 +100,12 @@ def stale(root: Path, files: Mapping[Path, str]) -> list[Path]:
     folders = ("k8s/observability/rules", "k8s/observability/dashboards")
     found = [path.relative_to(root) for folder in folders for path in sorted((root / folder).glob("*"))]
     return [path for path in found if path not in files]
+
+
+def _documents(text: str) -> list[str]:
+    """The documents of a rendered file, without its header."""
+    found = re.split(r"^---\n", text.removeprefix(_HEADER), flags=re.MULTILINE)
+    return [document.strip() for document in found if document.strip()]
 
 
 def _join(documents: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""A router and its workers as child processes of this machine, on Unix sockets in a private directory.
+"""Routers, their workers and their state server as child processes of this machine; sockets are in a private directory.
 
 `lockstep serve`, the demo, the bench and the integration tests start the system with it.
 """
@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 import httpx
+from lockstep_common.address import join_host_port
 from lockstep_common.errors import LockstepError
 
 from lockstep_tools.arguments import cores
@@ -23,6 +24,9 @@ from lockstep_tools.serving.processes import Supervisor
 from lockstep_tools.serving.status import READY, fetch, state_of
 
 ROUTER = "router"
+STATE_SERVER = "state server"
+MEMORY = "memory"
+"""What the state server keeps is in its memory."""
 
 _DRAIN_S = 5.0  # time for running streams to end
 _GRACE_S = 8.0  # time for processes to end: the drain, and the end of ranks after it
@@ -44,6 +48,16 @@ class StackSettings:
     """The router's port; 0: any free one."""
     management_port: int | None = None
     """The router's management port, on the loopback interface; when None the one after `port`, or any free one."""
+    router_processes: int = 1
+    """Processes of each router, which share its port."""
+    routers: int = 1
+    """Routers, which share a state server if there are several. They have the ports `port`, `port` + 2 and so on, or
+    any free ones if `port` is 0.
+    """
+    state: str | None = None
+    """What the routers' state server keeps is in its `memory`, or in Redis at this address; None: there is no state
+    server, unless there are several routers.
+    """
     name: str | None = None
     """Served model name; the directory's base name when None."""
     device: str = "auto"
@@ -54,6 +68,11 @@ class StackSettings:
     """KV cache of a rank, e.g. 512Mi."""
     max_context: int | None = None
     log_level: str = "error"
+
+    @property
+    def store(self) -> str | None:
+        """Where the state server keeps everything; None: there is no state server."""
+        return self.state or (MEMORY if self.routers > 1 else None)
 
     @property
     def rank_threads(self) -> int:
@@ -87,8 +106,9 @@ class Stack:
             on_event: called with a message for each death, on a thread.
         """
         self.settings = settings
-        self.port = settings.port
-        self.management_port = settings.management_port or 0
+        self.ports = [settings.port]
+        """Of the routers."""
+        self.management_ports = [settings.management_port or 0]
         self._output = output
         self._on_event = on_event
         self._directory: SocketDirectory | None = None
@@ -104,15 +124,35 @@ class Stack:
         self.stop(0.0 if kind is not None else _GRACE_S)
 
     @property
+    def port(self) -> int:
+        """The port of the first router."""
+        return self.ports[0]
+
+    @property
+    def management_port(self) -> int:
+        """The management port of the first router."""
+        return self.management_ports[0]
+
+    @property
     def url(self) -> str:
-        """The router's address as clients on this machine use it, without /v1."""
+        """The first router's address as clients on this machine use it, without /v1."""
+        return self.urls[0]
+
+    @property
+    def urls(self) -> list[str]:
+        """The routers' addresses as clients on this machine use them, without /v1."""
         host = _WILDCARDS.get(self.settings.host, self.settings.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return [f"http://{join_host_port(host, port)}" for port in self.ports]
 
     @property
     def management_url(self) -> str:
-        """The address of the router's health, metrics and status."""
-        return f"http://{_LOOPBACK}:{self.management_port}"
+        """The address of the first router's health, metrics and status."""
+        return self.management_urls[0]
+
+    @property
+    def management_urls(self) -> list[str]:
+        """The same of all routers."""
+        return [f"http://{_LOOPBACK}:{port}" for port in self.management_ports]
 
     @property
     def started(self) -> bool:
@@ -131,8 +171,17 @@ class Stack:
 
     @property
     def router_pid(self) -> int | None:
-        """The router's process id, None while it is down."""
+        """The first router's process id, None while it is down."""
         return self._running.pid(ROUTER)
+
+    @property
+    def router_pids(self) -> list[int | None]:
+        """The process id of each router, None while it is down."""
+        return [self._running.pid(name) for name in self._router_names]
+
+    @property
+    def _router_names(self) -> list[str]:
+        return [ROUTER, *(f"{ROUTER} {number}" for number in range(2, self.settings.routers + 1))]
 
     @property
     def exit_code(self) -> int | None:
@@ -151,16 +200,19 @@ class Stack:
             CommandError: the model or the port cannot be used. Nothing has been started then.
         """
         check_model(self.settings)
-        self.port = free_port(self.settings.host, self.settings.port)
-        self.management_port = self._choose_management_port()
+        self._choose_ports()
         self._directory = SocketDirectory()
         self._supervisor = Supervisor(self._stages(self._directory.path), output=self._output, on_event=self._on_event)
         self._supervisor.start()
 
     def status(self) -> dict[str, Any] | None:
-        """The router's status (GET /status); None while it does not answer."""
+        """The first router's status (GET /status); None while it does not answer."""
+        return self._status(self.management_url)
+
+    @staticmethod
+    def _status(management_url: str) -> dict[str, Any] | None:
         with httpx.Client(timeout=2.0, trust_env=False) as client, suppress(CommandError):
-            return fetch(client, self.management_url)
+            return fetch(client, management_url)
         return None
 
     def wait_ready(
@@ -214,41 +266,84 @@ class Stack:
         return self._supervisor
 
     def _states(self) -> dict[str, str]:
-        status = self.status()
-        states = {ROUTER: "starting" if status is None else READY} | dict.fromkeys(self.worker_ids, "starting")
-        for worker in (status or {}).get("workers", []):
-            if worker.get("id") in states:
-                reason = worker.get("reason")
-                state = state_of(worker)
-                states[worker["id"]] = f"{state} ({reason})" if reason and state != READY else state
-        return states
+        states = {}
+        workers: dict[str, str] = dict.fromkeys(self.worker_ids, READY)
+        for name, url in zip(self._router_names, self.management_urls, strict=True):
+            status = self._status(url)
+            states[name] = "starting" if status is None else READY
+            seen = {each.get("id"): each for each in (status or {}).get("workers", [])}
+            for worker in self.worker_ids:
+                if workers[worker] == READY:  # what the first router says that cannot use it
+                    workers[worker] = _described(seen.get(worker))
+        if self.settings.store is not None:
+            states[STATE_SERVER] = READY if os.path.exists(self._state_socket) else "starting"
+        return states | workers
 
-    def _choose_management_port(self) -> int:
-        if self.settings.management_port is not None:
-            return free_port(_LOOPBACK, self.settings.management_port)
-        if 0 < self.settings.port < _MOST_PORT:
+    @property
+    def _state_socket(self) -> str:
+        assert self._directory is not None
+        return f"{self._directory.path}/state.sock"
+
+    def _choose_ports(self) -> None:
+        """Find a port and a management port for each router.
+
+        Raises:
+            CommandError: one that was asked for is taken.
+        """
+        wanted, management = self.settings.port, self.settings.management_port
+        self.ports, self.management_ports = [], []
+        for step in range(0, 2 * self.settings.routers, 2):
+            port = self._free_port(self.settings.host, wanted + step if wanted else 0)
+            self.ports.append(port)
+            if management is not None:
+                self.management_ports.append(self._free_port(_LOOPBACK, management + step if management else 0))
+            else:
+                self.management_ports.append(self._port_beside(port if wanted else _MOST_PORT))
+
+    def _free_port(self, host: str, port: int) -> int:
+        while (found := free_port(host, port)) in (*self.ports, *self.management_ports):
+            if port:
+                raise CommandError(f"cannot listen on {host}:{port}: it is another router's port", UNUSABLE)
+        return found
+
+    def _port_beside(self, port: int) -> int:
+        """The port after another one, or any free one."""
+        if port < _MOST_PORT:
             with suppress(CommandError):
-                return free_port(_LOOPBACK, self.port + 1)
-        while (port := free_port(_LOOPBACK, 0)) == self.port:
-            pass
-        return port
+                return self._free_port(_LOOPBACK, port + 1)
+        return self._free_port(_LOOPBACK, 0)
 
     def _stages(self, directory: str) -> list[dict[str, list[str]]]:
-        """Commands in the order in which they end. The router ends first: so its streams can end."""
+        """Commands in the order in which they end. Routers end first: so their streams can end."""
         sockets = {worker: f"unix:{directory}/{worker}.sock" for worker in self.worker_ids}
-        router = _command(
-            "lockstep_router",
-            {
-                "host": self.settings.host,
-                "port": self.port,
-                "management-port": self.management_port,
-                "workers": ",".join(sockets.values()),
-                "drain-timeout-s": _DRAIN_S,
-                "log-level": self.settings.log_level,
-            },
-        )
-        workers = {f"worker {worker}": self._worker(worker, target) for worker, target in sockets.items()}
-        return [{ROUTER: router}, workers]
+        routers = {
+            name: _command(
+                "lockstep_router",
+                {
+                    "host": self.settings.host,
+                    "port": port,
+                    "management-port": management_port,
+                    "workers": ",".join(sockets.values()),
+                    "processes": self.settings.router_processes,
+                    "state-server": None if self.settings.store is None else f"unix:{self._state_socket}",
+                    "drain-timeout-s": _DRAIN_S,
+                    "log-level": self.settings.log_level,
+                },
+            )
+            for name, port, management_port in zip(self._router_names, self.ports, self.management_ports, strict=True)
+        }
+        others = {f"worker {worker}": self._worker(worker, target) for worker, target in sockets.items()}
+        if self.settings.store is not None:
+            others[STATE_SERVER] = _command(
+                "lockstep_state",
+                {
+                    "listen": f"unix:{self._state_socket}",
+                    "store": self.settings.store,
+                    "management-port": 0,
+                    "log-level": self.settings.log_level,
+                },
+            )
+        return [routers, others]
 
     def _worker(self, worker: str, target: str) -> list[str]:
         settings = self.settings
@@ -268,6 +363,14 @@ class Stack:
             "log-level": settings.log_level,
         }
         return _command("lockstep_worker", flags)
+
+
+def _described(worker: Mapping[str, Any] | None) -> str:
+    """The state of a worker as a router reports it."""
+    if worker is None:
+        return "starting"
+    state, reason = state_of(worker), worker.get("reason")
+    return f"{state} ({reason})" if reason and state != READY else state
 
 
 def _command(module: str, flags: Mapping[str, object]) -> list[str]:

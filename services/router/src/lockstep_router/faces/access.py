@@ -5,12 +5,14 @@ Log lines and metrics never hold keys, prompts or answers. The audit log has one
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.telemetry import log_line
 
 from lockstep_router import metrics
-from lockstep_router.faces.rest.record import Record
+from lockstep_router.faces.record import Record
+from lockstep_router.tallies import Distribution, Tally
 from lockstep_router.tenants import Access, KeyFile, Tenant
 
 logger = logging.getLogger("lockstep.router")
@@ -21,7 +23,7 @@ NOBODY = Tenant("")
 """The tenant of all requests to a router without keys."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """What was called, in words of a bounded set that never come from clients."""
 
@@ -32,6 +34,19 @@ class Call:
     method: str = "POST"
     level: int = logging.INFO
     """Of the access log."""
+    _answers: dict[int, Tally] = field(default_factory=dict)
+    """Counters of its answers, by the status."""
+    _seconds: Distribution | None = None
+
+    def count(self, status: int, seconds: float) -> None:
+        """Count an answer."""
+        answers = self._answers.get(status)
+        if answers is None:
+            answers = self._answers[status] = metrics.REQUESTS.labels(self.face, self.endpoint, str(status))
+        answers.value += 1
+        if self._seconds is None:
+            self._seconds = metrics.REQUEST_SECONDS.labels(self.face, self.endpoint)
+        self._seconds.observe(seconds)
 
 
 def authenticate(keys: KeyFile, given: Sequence[bytes]) -> Access:
@@ -52,12 +67,12 @@ def authenticate(keys: KeyFile, given: Sequence[bytes]) -> Access:
 
 def report(call: Call, record: Record, seconds: float, *, is_audited: bool) -> None:
     """Log and count a request that has ended."""
-    metrics.REQUESTS.labels(call.face, call.endpoint, str(record.status)).inc()
-    metrics.REQUEST_SECONDS.labels(call.face, call.endpoint).observe(seconds)
-    logger.log(
+    call.count(record.status, seconds)
+    log_line(
+        logger,
         call.level,
         "request",
-        extra={
+        {
             "request_id": record.request_id,
             "face": call.face,
             "method": call.method,
@@ -71,9 +86,11 @@ def report(call: Call, record: Record, seconds: float, *, is_audited: bool) -> N
         },
     )
     if is_audited:
-        audit.info(
+        log_line(
+            audit,
+            logging.INFO,
             "audit",
-            extra={
+            {
                 "tenant": record.account.tenant.name,
                 "key_id": record.key_id,
                 "request_id": record.request_id,

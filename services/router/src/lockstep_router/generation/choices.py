@@ -8,7 +8,7 @@ from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_router.generation.parsing import Parsing
 from lockstep_router.output import Content, OutputParser, Part
 from lockstep_router.text.detokenizer import Detokenizer
-from lockstep_router.text.stop_strings import StopStrings
+from lockstep_router.text.stop_strings import NO_STOP_STRINGS, StopStrings
 from lockstep_router.text.tokenizer import Tokenizer
 
 _FINISH_REASONS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
@@ -42,6 +42,16 @@ class Delta:
 class Choice:
     """Turns one stream's updates into text: a pure function of the ids, whichever workers they come from."""
 
+    tokens = 0
+    reasoning_tokens = 0
+    cached_tokens: int | None = None
+    """Cached tokens of the prompt, as the first attempt reported them."""
+    logprob = 0.0
+    """Sum of its tokens' log probabilities, if these are known."""
+    is_finished = False
+    _decoded_chars = 0
+    _given_chars = 0
+
     def __init__(
         self,
         index: int,
@@ -51,20 +61,13 @@ class Choice:
         stream_id: str = "",
     ) -> None:
         self.index = index
-        self.tokens = 0
-        self.reasoning_tokens = 0
-        self.cached_tokens: int | None = None
-        """Cached tokens of the prompt, as the first attempt reported them."""
-        self.logprob = 0.0
-        """Sum of its tokens' log probabilities, if these are known."""
-        self.is_finished = False
         self._parser = None if parsing is None else parsing.parser(stream_id)
         self._parts: list[Part] = []
         self._is_plain = not stops and self._parser is None
-        self._detokenizer = Detokenizer(tokenizer, frozenset() if parsing is None else parsing.visible_ids(tokenizer))
-        self._stop_strings = StopStrings(stops)
-        self._decoded_chars = 0
-        self._given_chars = 0
+        self._detokenizer = (
+            Detokenizer(tokenizer) if parsing is None else Detokenizer(tokenizer, parsing.visible_ids(tokenizer))
+        )
+        self._stop_strings = StopStrings(stops) if stops else NO_STOP_STRINGS
         self._waiting: deque[TokenEntry] = deque()  # tokens whose text is held back
 
     @property
@@ -72,16 +75,29 @@ class Choice:
         """The mean log probability of its tokens, if these are known."""
         return self.logprob / max(1, self.tokens)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether what it gives next is the plain text of the next token, if that has one for itself."""
+        return self._is_plain and self._detokenizer.is_whole and not self.is_finished
+
+    def skip_to(self, tokens: int) -> None:
+        """Go to the state after so many tokens, of which others have given the text: `is_plain` holds before."""
+        self.tokens = tokens
+        self._detokenizer.skip()
+
     def feed(self, update: worker_pb2.StreamTokens) -> Delta | None:
         """Take an update's tokens; None if the client gets nothing new, or the choice is finished."""
         if self.is_finished:
             return None
         if self.cached_tokens is None:
             self.cached_tokens = update.cached_tokens
-        if self._is_plain and len(update.ids) == 1 and not (update.finish or update.logprobs):
+        if self._is_plain and len(update.ids) == 1 and not (update.logprobs or self._waiting):
             # Most updates: what follows gives the same for them.
             self.tokens += 1
             text = self._detokenizer.step(update.ids[0])
+            if update.finish:
+                self.is_finished = True
+                return Delta(self.index, text + self._detokenizer.flush(), self.tokens, _FINISH_REASONS[update.finish])
             self._decoded_chars += len(text)
             self._given_chars += len(text)
             return Delta(self.index, text, self.tokens) if text else None

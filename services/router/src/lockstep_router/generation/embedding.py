@@ -130,6 +130,13 @@ class Embedding:
         self._workers = workers
         self._settings = settings
         self._streams = streams
+        self._failed: asyncio.Future[None] | None = None
+        """Gets the error that ends it, while it runs."""
+
+    def fail(self, error: LockstepError) -> None:
+        """End it with an error."""
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
 
     @property
     def journal_bytes(self) -> int:
@@ -144,11 +151,14 @@ class Embedding:
         """
         waiting = iter(enumerate(self._prepared.journals))
         tasks = [asyncio.create_task(self._run_some(waiting, take)) for _ in range(self._streams)]
+        self._failed = failed = asyncio.get_running_loop().create_future()
+        all_done = asyncio.gather(*tasks)
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
+            await asyncio.wait((all_done, failed), return_when=asyncio.FIRST_COMPLETED)
+            (failed if failed.done() else all_done).result()
         finally:
+            failed.cancel()
+            all_done.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -205,6 +215,7 @@ def _check_length(source: PromptSource, prompt: Prompt, card: worker_pb2.ModelCa
     if len(prompt.ids) > card.context_length:
         raise LockstepError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"the text has {len(prompt.ids)} tokens, but the model's context is {card.context_length} tokens",
+            f"the text has {len(prompt.ids)} tokens, but this model's maximum context length is"
+            f" {card.context_length} tokens",
             field=source.field,
         )

@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from lockstep_api.v1 import worker_pb2
+from lockstep_common.errors import LockstepError
 
 from lockstep_router.generation.choices import Choice, Delta
 from lockstep_router.generation.preparation import BYTES_OF_AN_ID, Prepared
+from lockstep_router.lanes import Lane, Outlet
 from lockstep_router.settings import RouterSettings
 from lockstep_router.streams import Stream
 from lockstep_router.workers import Workers
@@ -19,6 +21,9 @@ _STARTED_AT_ONCE = 8
 
 _BYTES_OF_A_LOGPROB = 150
 """Memory of one token's log probability, about: as a message before it is taken, or as JSON in a whole answer."""
+
+_RESTORED_AT_ONCE = 256
+"""Tokens of a continued stream that are turned into text without a pause."""
 
 Observer = Callable[[Choice, Sequence[worker_pb2.StreamTokens], Sequence[Delta]], None]
 """Called with what a choice was fed at once, and with the deltas that this gave."""
@@ -34,10 +39,31 @@ class Sink(Protocol):
     def take(self, delta: Delta) -> None:
         """Take a delta. What it raises ends the generation."""
 
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether everything that it took has been sent."""
 
-@dataclass(frozen=True)
+    def outlet(self) -> Outlet | None:
+        """Where the texts of an only choice's tokens may be sent past `take`, while it is ready and caught up; None:
+        nowhere.
+        """
+
+
+class _Taking:
+    """A sink that is always ready."""
+
+    is_ready = is_caught_up = True
+
+    def __init__(self, take: Callable[[Delta], None]) -> None:
+        self.take = take
+
+    def outlet(self) -> None:
+        """There is no client to write to."""
+
+
+@dataclass(slots=True)
 class Usage:
-    """Tokens that a request took."""
+    """Tokens that a request took. Nobody changes one."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -48,6 +74,13 @@ class Usage:
 
 class Generation:
     """Runs the streams of a request while its context is entered. Leaving the context cancels running streams."""
+
+    _sink: Sink | None = None
+    """Takes deltas now; None: they wait for `deltas`."""
+    _lane: Lane | None = None
+    _collecting: asyncio.Task[Any] | None = None
+    """The task of `collect`, while the only stream runs in it and is wanted."""
+    _failure: BaseException | None = None
 
     def __init__(
         self,
@@ -70,15 +103,17 @@ class Generation:
             Stream(journal, workers, settings, self._arrival.set, partial(self._give, index))
             for index, journal in enumerate(prepared.journals)
         ]
-        self._sink: Sink | None = None
-        """Takes deltas now; None: they wait for `deltas`."""
         self._tasks: list[asyncio.Task[None]] = []
-        self._failure: BaseException | None = None
+        self.runs_alone = is_collected and len(self._streams) == 1
+        """Whether its only stream runs in the task of `collect`: then there is nothing to enter or to leave."""
 
     async def __aenter__(self) -> Self:
+        if self.runs_alone:
+            return self
         try:
-            for stream in self._streams:
-                task = asyncio.create_task(stream.run())
+            await self._restore()
+            for stream, choice in zip(self._streams, self._choices, strict=True):
+                task = asyncio.create_task(_nothing() if choice.is_finished else stream.run())
                 task.add_done_callback(self._note_end)
                 self._tasks.append(task)
                 if len(self._tasks) % _STARTED_AT_ONCE == 0:
@@ -88,10 +123,33 @@ class Generation:
             raise
         return self
 
+    async def _restore(self) -> None:
+        """Bring the choices to where another router has left them."""
+        for choice, begun in zip(self._choices, self.prepared.begun or (), strict=False):
+            tokens, count = begun.ids, len(begun.ids)
+            for first in range(0, count or bool(begun.finish), _RESTORED_AT_ONCE):
+                end = min(first + _RESTORED_AT_ONCE, count)
+                choice.feed(
+                    worker_pb2.StreamTokens(
+                        ids=tokens[first:end],
+                        logprobs=begun.logprobs[first:end],
+                        finish=begun.finish if end == count else 0,  # type: ignore[arg-type]
+                        cached_tokens=begun.cached_tokens,
+                    )
+                )
+                await asyncio.sleep(0)
+            if choice.is_finished and self._observe is not None:
+                self._observe(choice, (), ())
+
     async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not self._tasks:
+            return
+        running = [task for task in self._tasks if not task.done()]
+        if running:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        self._lane = None  # it refers to this object: only the garbage collector would free both
 
     @property
     def journal_bytes(self) -> int:
@@ -106,12 +164,13 @@ class Generation:
     @property
     def failovers(self) -> int:
         """Number of times that one of the streams moved to another worker."""
-        return sum(stream.failovers for stream in self._streams)
+        streams = self._streams
+        return streams[0].failovers if len(streams) == 1 else sum([stream.failovers for stream in streams])
 
     @property
     def inexact_choices(self) -> frozenset[int]:
         """The choices that were continued with other, or unknown, numerics than they began with."""
-        return frozenset(index for index, stream in enumerate(self._streams) if stream.journal.is_inexact)
+        return frozenset([index for index, stream in enumerate(self._streams) if stream.journal.is_inexact])
 
     @property
     def best_choices(self) -> list[int]:
@@ -125,15 +184,60 @@ class Generation:
         return best
 
     @property
+    def completion_tokens(self) -> int:
+        """Tokens of all answers so far."""
+        choices = self._choices
+        return choices[0].tokens if len(choices) == 1 else sum([choice.tokens for choice in choices])
+
+    @property
     def usage(self) -> Usage:
         """The tokens used so far. Each prompt counts once, whatever its number of choices."""
+        if len(self._choices) == 1:
+            (only,) = self._choices
+            return Usage(self.prepared.prompt_tokens, only.tokens, only.cached_tokens or 0, only.reasoning_tokens)
         firsts = range(0, len(self._streams), self.prepared.choices_per_prompt)
         return Usage(
             prompt_tokens=self.prepared.prompt_tokens,
-            completion_tokens=sum(choice.tokens for choice in self._choices),
-            cached_tokens=sum(self._choices[index].cached_tokens or 0 for index in firsts),
-            reasoning_tokens=sum(choice.reasoning_tokens for choice in self._choices),
+            completion_tokens=self.completion_tokens,
+            cached_tokens=sum([self._choices[index].cached_tokens or 0 for index in firsts]),
+            reasoning_tokens=sum([choice.reasoning_tokens for choice in self._choices]),
         )
+
+    async def collect(self, take: Callable[[Delta], None]) -> None:
+        """Call `take` with all deltas of an answer that is collected; `deltas` is for the others.
+
+        Raises:
+            LockstepError: one of the streams cannot continue.
+        """
+        sink = _Taking(take)
+        if self.runs_alone:
+            await self._collect_alone(sink)
+            return
+        async for deltas in self.deltas(sink):
+            for delta in deltas:
+                take(delta)
+
+    async def _collect_alone(self, sink: Sink) -> None:
+        task = self._collecting = asyncio.current_task()
+        assert task is not None
+        self._sink = sink
+        try:
+            await self._streams[0].run()
+        except asyncio.CancelledError:
+            if self._collecting is not None or task.uncancel():
+                raise
+        finally:
+            self._sink = self._collecting = None
+        if self._failure is not None:
+            raise self._failure
+
+    def _stop(self, index: int) -> None:
+        """End a stream of which no more is wanted."""
+        if not self.runs_alone:
+            self._tasks[index].cancel()
+        elif self._collecting is not None:
+            task, self._collecting = self._collecting, None
+            task.cancel()
 
     async def deltas(self, sink: Sink | None = None) -> AsyncIterator[list[Delta]]:
         """The deltas of all choices, as they arrive.
@@ -151,6 +255,8 @@ class Generation:
                 await self._arrival.wait()
             finally:
                 self._sink = None
+                if self._lane is not None:
+                    self._lane.close()
             self._arrival.clear()
             # Read before the updates are taken, so that a stream's last deltas are yielded before its failure.
             failure = self._failure
@@ -159,6 +265,12 @@ class Generation:
                 yield gained
             if failure is not None:
                 raise failure
+
+    def fail(self, error: LockstepError) -> None:
+        """End it: what reads it gets the error, after the deltas that have arrived."""
+        self._note_failure(error)
+        if self.runs_alone:
+            self._stop(0)
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
@@ -176,17 +288,45 @@ class Generation:
             if delta is not None:
                 sink.take(delta)
         except Exception as error:
-            # The caller is the worker's link, which other streams share. `deltas` raises it.
-            self._failure = self._failure or error
-            self._arrival.set()
+            self._note_failure(error)
+            if self.runs_alone:
+                self._stop(index)
             return True
         if choice.is_finished:
             if not update.finish:
                 # The worker does not know stop strings and would continue.
-                self._tasks[index].cancel()
-            if all(each.is_finished for each in self._choices):
+                self._stop(index)
+            if len(self._choices) == 1 or all(each.is_finished for each in self._choices):
                 self._arrival.set()
+        elif len(self._choices) == 1 and choice.is_plain and sink.is_caught_up:
+            self._open_lane(sink)
         return True
+
+    def _open_lane(self, sink: Sink) -> None:
+        """Let a lane take the only choice's next tokens, if the sink has a place for it."""
+        (choice,), (stream,) = self._choices, self._streams
+        if self._lane is None:
+            outlet = sink.outlet()
+            if outlet is None:
+                return
+            emitted_ids, pieces = stream.journal.emitted_ids, self.prepared.tokenizer.pieces
+            self._lane = Lane(emitted_ids, pieces, outlet, on_close=self._note_pushed, on_failure=self._note_failure)
+        if choice.tokens == len(stream.journal.emitted_ids):
+            stream.open_lane(self._lane)
+
+    def _note_pushed(self) -> None:
+        """Note what the lane has taken."""
+        (choice,), (stream,) = self._choices, self._streams
+        assert self._lane is not None
+        tokens = len(stream.journal.emitted_ids)
+        if tokens > choice.tokens:
+            choice.skip_to(tokens)
+            stream.note_pushed(self._lane.at)
+
+    def _note_failure(self, error: Exception) -> None:
+        # It was raised in a call of the worker's link, which other streams share. `deltas` raises it.
+        self._failure = self._failure or error
+        self._arrival.set()
 
     def _advance(self, index: int) -> list[Delta]:
         choice = self._choices[index]
@@ -198,3 +338,7 @@ class Generation:
             # The worker does not know stop strings and would continue.
             self._tasks[index].cancel()
         return deltas
+
+
+async def _nothing() -> None:
+    """In the place of a stream that has all its tokens."""

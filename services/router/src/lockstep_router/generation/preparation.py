@@ -6,7 +6,7 @@ It never chooses a worker: each stream does that for itself, again for each atte
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
@@ -23,10 +23,13 @@ from lockstep_router.workers import Workers
 BYTES_OF_AN_ID = 36
 """Memory of one token id in a list: the reference and the integer."""
 
+_FORMS_OF_TEXT = frozenset({"response_format", "text.format"})
+"""Fields whose grammar is about an answer's text alone: it has no say where the answer must be calls."""
 
-@dataclass(frozen=True)
+
+@dataclass
 class Prepared:
-    """A request that fits its model."""
+    """A request that fits its model. Nobody changes one."""
 
     card: worker_pb2.ModelCard
     tokenizer: Tokenizer
@@ -39,16 +42,21 @@ class Prepared:
     """None: the answers' text is content alone."""
     kept_per_prompt: int | None = None
     """As in the request."""
+    begun: list[worker_pb2.StreamTokens] | None = None
+    """What each choice has already, if another router began the request; None: it begins here."""
 
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of all prompts together."""
-        return sum(len(prompt.ids) for prompt in self.prompts)
+    prompt_tokens: int = field(init=False)
+    """Tokens of all prompts together."""
+    prompt_bytes: int = field(init=False)
+    """Approximate memory of all prompts together."""
 
-    @property
-    def prompt_bytes(self) -> int:
-        """Approximate memory of all prompts together."""
-        return sum(map(bytes_of, self.prompts))
+    def __post_init__(self) -> None:
+        if len(self.prompts) == 1:
+            (only,) = self.prompts
+            self.prompt_tokens, self.prompt_bytes = len(only.ids), bytes_of(only)
+        else:
+            self.prompt_tokens = sum([len(prompt.ids) for prompt in self.prompts])
+            self.prompt_bytes = sum([bytes_of(prompt) for prompt in self.prompts])
 
 
 def bytes_of(prompt: Prompt) -> int:
@@ -72,6 +80,8 @@ async def prepare(
             `max_wait_s` (OVERLOADED), or its timeout has passed.
     """
     arrived_at, timeout_s = asyncio.get_running_loop().time(), request.caller.timeout_s
+    if timeout_s is None:
+        return await _prepare(request, workers, encoder, arrived_at, max_wait_s, count, priority)
     try:
         async with asyncio.timeout(timeout_s):
             return await _prepare(request, workers, encoder, arrived_at, max_wait_s, count, priority)
@@ -100,7 +110,7 @@ async def _prepare(
     use = request.tools
     if request.sampling.HasField("grammar"):
         _check_grammar(request.sampling.grammar.field, workers, card)
-        if use is not None:
+        if use is not None and not (use.is_required and request.sampling.grammar.field in _FORMS_OF_TEXT):
             raise invalid(request.sampling.grammar.field, "cannot be combined with tools")
     elif use is not None and use.is_required:
         _check_grammar("tool_choice", workers, card)
@@ -113,18 +123,35 @@ async def _prepare(
 
     encoded = await encoder.encode_all(request.prompts, tokenizer, card, keep_text=request.echo, check=check)
     parsing = choose_parsing(request.prompts[0], encoded[0].ids, tokenizer, card, encoder.formats)
-    if request.sampling.HasField("grammar"):
-        parsing = None  # the answer is what the grammar describes, from its first character on
-    elif parsing is not None and use is not None and use.is_required:
+    if use is not None and use.is_required and parsing is not None:
         samplings[0].grammar.CopyFrom(forced_calls(use, parsing, tokenizer))
-    base = workers.rng.randbytes(12).hex()
+    elif request.sampling.HasField("grammar"):
+        parsing = None  # the answer is what the grammar describes, from its first character on
+    base, caller = workers.rng.randbytes(12).hex(), request.caller
     journals: list[Journal] = []
     for index, (prompt, sampling) in enumerate(zip(encoded, samplings, strict=True)):
         seed = workers.rng.getrandbits(63) if request.seed is None else request.seed % 2**64
         for choice in range(request.choices_per_prompt):
-            seeded = with_seed(sampling, derive_seed(seed, choice))
-            stream_id = f"{base}-{index}-{choice}"
-            journals.append(_open_journal(request, stream_id, card, prompt, seeded, arrived_at, priority))
+            if request.choices_per_prompt == 1:
+                seeded = sampling
+                seeded.seed = seed
+            else:
+                seeded = with_seed(sampling, derive_seed(seed, choice))
+            journals.append(
+                Journal(
+                    f"{base}-{index}-{choice}",
+                    card.name,
+                    card.digest,
+                    prompt.ids,
+                    seeded,
+                    caller.session,
+                    caller.tenant,
+                    caller.traceparent,
+                    arrived_at,
+                    caller.timeout_s,
+                    priority,
+                )
+            )
     return Prepared(
         card,
         tokenizer,
@@ -141,27 +168,3 @@ def _check_grammar(field: str, workers: Workers, card: worker_pb2.ModelCard) -> 
     """Raise INVALID_REQUEST if no worker of the model takes grammars; `field` is what needs one."""
     if not card.grammar_engine and not workers.ready(card.name, card.digest, grammars=True):
         raise invalid(field, f"is not supported by the workers of {card.name!r}")
-
-
-def _open_journal(
-    request: GenerationRequest,
-    stream_id: str,
-    card: worker_pb2.ModelCard,
-    prompt: Prompt,
-    sampling: inference_pb2.Sampling,
-    arrived_at: float,
-    priority: int,
-) -> Journal:
-    return Journal(
-        stream_id=stream_id,
-        model=card.name,
-        digest=card.digest,
-        prompt_ids=prompt.ids,
-        sampling=sampling,
-        session=request.caller.session,
-        tenant=request.caller.tenant,
-        traceparent=request.caller.traceparent,
-        arrived_at=arrived_at,
-        timeout_s=request.caller.timeout_s,
-        priority=priority,
-    )

@@ -9,7 +9,7 @@ from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from lockstep_router.generation.request import Conversation, InfillPrompt, PromptSource, TextPrompt, TokenPrompt, Turn
 from lockstep_router.generation.template_input import template_input
 from lockstep_router.output import ModelFormats
-from lockstep_router.text.threads import TextThreads
+from lockstep_router.text.threads import INLINE_CHARS, TextThreads
 from lockstep_router.text.tokenizer import ControlTokenError, Tokenizer
 
 MAX_CHARS_PER_TOKEN = 64
@@ -21,9 +21,9 @@ _CHARS_OF_A_TURN = 64
 """Approximate characters that a chat template adds to each message."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Prompt:
-    """One prompt as token ids."""
+    """One prompt as token ids. Nobody changes one."""
 
     ids: list[int]
     text: str = ""
@@ -67,7 +67,7 @@ class PromptEncoder:
         Raises:
             LockstepError: INVALID_REQUEST or CONTEXT_LENGTH_EXCEEDED, naming the prompt's field; OVERLOADED.
         """
-        together = sum(map(_chars, sources))
+        together = sum(map(_chars, sources)) if len(sources) > 1 else 0
         prompts = []
         for source in sources:
             prompt = await self._encode(source, tokenizer, card, together, keep_text=keep_text)
@@ -81,11 +81,11 @@ class PromptEncoder:
         end_id: int | None = None
         try:
             match source:
+                case TextPrompt():
+                    ids, text = await self._encode_text(source, tokenizer, card, together), source.text
                 case TokenPrompt():
                     check_ids(source.ids, card, source.field)
                     ids, text = source.ids, await self.decode(source.ids, tokenizer, together) if keep_text else ""
-                case TextPrompt():
-                    ids, text = await self._encode_text(source, tokenizer, card, together), source.text
                 case InfillPrompt():
                     ids, text = await self._encode_infill(source, tokenizer, card, together), source.prefix
                     end_id = None if tokenizer.infill is None else tokenizer.infill.end
@@ -114,14 +114,17 @@ class PromptEncoder:
     async def _encode_text(
         self, source: TextPrompt, tokenizer: Tokenizer, card: worker_pb2.ModelCard, together: int
     ) -> list[int]:
-        _check_chars(len(source.text), card, source.field)
+        chars = len(source.text)
+        _check_chars(chars, card, source.field)
 
         def encode() -> list[int]:
             return tokenizer.encode(
                 source.text, add_special_tokens=source.add_special_tokens, control_tokens=self._control_tokens
             )
 
-        return await self._threads.run(encode, len(source.text), chars_together=together)
+        if max(chars, together) <= INLINE_CHARS:
+            return encode()
+        return await self._threads.run(encode, chars, chars_together=together)
 
     async def _encode_infill(
         self, source: InfillPrompt, tokenizer: Tokenizer, card: worker_pb2.ModelCard, together: int
@@ -190,6 +193,7 @@ def _check_chars(chars: int, card: worker_pb2.ModelCard, field: str) -> None:
     if chars > limit:
         raise LockstepError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"{field} has {chars} characters; a context of {card.context_length} tokens takes at most {limit}",
+            f"{field} has {chars} characters, but this model's maximum context length is {card.context_length} tokens,"
+            f" for which at most {limit} are taken",
             field=field,
         )

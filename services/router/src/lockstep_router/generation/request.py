@@ -3,6 +3,7 @@
 A face makes a `GenerationRequest`; everything behind the face starts from it. `Sampling` is the protobuf message of
 `inference.proto`: the messages there are the project's own types for generation, shared by all its protocols, so they
 are not repeated here. The values have been checked for their form only: `preparation` checks that they fit the model.
+Nobody changes an object of these types. Those of every request are not frozen: that would make them slow to create.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from lockstep_api.v1 import inference_pb2
 from lockstep_router.generation.tools import ToolCall, ToolUse
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Caller:
     """The sender of a request, as far as generation depends on it."""
 
@@ -55,7 +56,7 @@ class Conversation:
     reasoning_effort: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TextPrompt:
     """A prompt as plain text."""
 
@@ -64,7 +65,7 @@ class TextPrompt:
     add_special_tokens: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TokenPrompt:
     """A prompt as token ids."""
 
@@ -84,7 +85,7 @@ class InfillPrompt:
 PromptSource = Conversation | TextPrompt | TokenPrompt | InfillPrompt
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class GenerationRequest:
     """One or more prompts, and how their answers are to be sampled."""
 

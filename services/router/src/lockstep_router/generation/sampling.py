@@ -55,9 +55,9 @@ def resolve_sampling(
 def with_defaults(sampling: inference_pb2.Sampling, defaults: inference_pb2.Sampling) -> inference_pb2.Sampling:
     """The sampling with the model's own settings for the fields that the client did not set."""
     complete = inference_pb2.Sampling()
-    for field in MODEL_SETTINGS:
-        if defaults.HasField(field):
-            setattr(complete, field, getattr(defaults, field))
+    for descriptor, value in defaults.ListFields():
+        if descriptor.name in MODEL_SETTINGS:
+            setattr(complete, descriptor.name, value)
     complete.MergeFrom(sampling)
     return complete
 
@@ -86,8 +86,8 @@ def _fit_max_tokens(request: GenerationRequest, prompt: Prompt, prompt_field: st
     if room < 1:
         raise LockstepError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"the prompt has {len(prompt.ids)} tokens, but the model's context is {card.context_length} tokens"
-            " with the answer",
+            f"the prompt has {len(prompt.ids)} tokens, but this model's maximum context length is"
+            f" {card.context_length} tokens with the answer",
             field=prompt_field,
         )
     wanted = request.max_tokens
@@ -98,7 +98,7 @@ def _fit_max_tokens(request: GenerationRequest, prompt: Prompt, prompt_field: st
         raise LockstepError(
             ErrorCode.CONTEXT_LENGTH_EXCEEDED,
             f"the prompt's {len(prompt.ids)} tokens and {name} {wanted} make {len(prompt.ids) + wanted},"
-            f" but the model's context is {card.context_length} tokens",
+            f" but this model's maximum context length is {card.context_length} tokens",
             field=name,
         )
     return wanted

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Style:
-    """The form of the answer that the client asked for."""
+    """The form of the answer that the client asked for. Nobody changes one; frozen ones are slow to make."""
 
-    kind: Literal["chat", "text"]
+    kind: Literal["chat", "text", "responses"]
     stream: bool
     include_usage: bool
     logprobs: bool
     echo: bool = False
+    options: str = ""
+    """What a response repeats of its request, as a JSON object: only of the kind `responses`."""

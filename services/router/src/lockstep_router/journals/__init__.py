@@ -4,6 +4,7 @@ It never generates and never sees a client.
 """
 
 from lockstep_router.journals.memory import MemoryJournalStore
+from lockstep_router.journals.mirrored import MirroredJournalStore
 from lockstep_router.journals.records import ChoiceLog, ChoiceRecord, Claim, Outcome, Piece, Record, StoredStream
 from lockstep_router.journals.store import JournalStore
 
@@ -13,6 +14,7 @@ __all__ = [
     "Claim",
     "JournalStore",
     "MemoryJournalStore",
+    "MirroredJournalStore",
     "Outcome",
     "Piece",
     "Record",

@@ -70,7 +70,7 @@ class Record:
     def size_bytes(self) -> int:
         """Approximate memory."""
         names = () if self.parsing is None else self.parsing.names
-        texts = sum(map(len, (*self.prefixes, *self.stops, *names)))
+        texts = sum(map(len, (*self.prefixes, *self.stops, *names, self.style.options)))
         return _BYTES_OF_A_RECORD * (1 + len(self.choices)) + 4 * self.prompt_tokens + texts
 
 
@@ -91,6 +91,8 @@ class Piece:
     """Of the prompt, as the first attempt reported them."""
     is_inexact: bool = False
     """Whether the choice was continued with other, or unknown, numerics."""
+    numerics: str = ""
+    """Those that the choice began with; empty: unknown."""
 
     @property
     def size_bytes(self) -> int:
@@ -107,6 +109,7 @@ class ChoiceLog:
     finish: int = inference_pb2.FINISH_REASON_UNSPECIFIED
     cached_tokens: int = 0
     is_inexact: bool = False
+    numerics: str = ""
 
     def add(self, piece: Piece) -> None:
         """Append a piece. What is there already is not added again.
@@ -122,6 +125,7 @@ class ChoiceLog:
         self.finish = self.finish or piece.finish
         self.cached_tokens = piece.cached_tokens
         self.is_inexact = self.is_inexact or piece.is_inexact
+        self.numerics = self.numerics or piece.numerics
 
 
 @dataclass(frozen=True)

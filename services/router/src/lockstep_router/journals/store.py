@@ -1,5 +1,6 @@
 """The interface of the stores for journals of resumable streams."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 from lockstep_router.journals.records import Claim, Outcome, Piece, Record, StoredStream
@@ -8,7 +9,8 @@ from lockstep_router.journals.records import Claim, Outcome, Piece, Record, Stor
 class JournalStore(Protocol):
     """Keeps the journals of resumable streams, each until some time after its end.
 
-    Nobody but the router that runs a stream writes to it. A backend may be behind by what it has not written yet.
+    Nobody but the router that runs a stream writes to it. What other routers can see may be behind by what has not been
+    written there yet.
     """
 
     @property
@@ -42,6 +44,40 @@ class JournalStore(Protocol):
     async def remove(self, request_id: str) -> None:
         """Forget a stream, and the idempotency key that names it."""
 
+    async def leave(self, request_id: str) -> None:
+        """Forget a running stream here, so that another router may continue it; it keeps its idempotency key. Where no
+        other router can know it, this is `remove`.
+        """
+
+    # Streams of other routers.
+
+    async def look_up(self, request_id: str, owner: str) -> StoredStream | None:
+        """A stream of an owner that this router does not have; None: there is none, or nobody can be asked.
+
+        Raises:
+            LockstepError: UNAVAILABLE, it is not known whether there is one; OVERLOADED, too many ask at a time.
+        """
+
+    async def take(self, request_id: str, owner: str) -> StoredStream | None:
+        """Take over a stream of an owner, so that only this router writes to it from now on, and keep it here.
+
+        Returns:
+            What is known of it: the router that had it may have generated more. None: there is none any more.
+
+        Raises:
+            LockstepError: as for `look_up`; OVERLOADED, there is no room for it.
+        """
+
+    async def discard(self, request_id: str, owner: str) -> bool:
+        """Forget a stream of an owner that this router does not have, and end it where it runs; whether there was one.
+
+        Raises:
+            LockstepError: as for `look_up`.
+        """
+
+    def on_taken(self, callback: Callable[[str], None]) -> None:
+        """Have this called with the id of each stream that another router has taken over. It is not kept here then."""
+
     async def claim(self, scope: str, claim: Claim) -> Claim | None:
         """Give an idempotency key to a stream that is about to be opened; of several at once, one gets it.
 
@@ -53,11 +89,17 @@ class JournalStore(Protocol):
             The claim of the stream that has the key already; None: the key is this stream's now.
         """
 
+    async def find(self, scope: str) -> Claim | None:
+        """The claim of the stream that has an idempotency key; None if none has it."""
+
     async def release(self, request_id: str) -> None:
         """Make the idempotency key of a stream free for another one."""
 
     def shrink(self, wanted_bytes: int) -> None:
-        """Free memory of this process: forget the streams that ended first, until so many bytes are free."""
+        """Free memory of this process: forget streams that have ended, until so many bytes are free.
+
+        As where there is no room for a new stream, the tenant that has the most loses those that ended first.
+        """
 
     def expire(self) -> None:
         """Forget the streams whose time is over. Called about every second."""

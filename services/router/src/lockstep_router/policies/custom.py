@@ -24,6 +24,7 @@ class Custom(Policy):
         self._policy = policy
         self._fallback = fallback
         self._has_failed = False
+        self.uses_prefixes = policy.uses_prefixes
 
     def choose(self, request: RequestFacts, workers: Sequence[WorkerFacts]) -> str:
         """The policy's choice; the fallback's if it raises or names a worker that is not among these."""

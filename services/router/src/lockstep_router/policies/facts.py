@@ -2,12 +2,25 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lockstep_common.prefix_keys import prefix_keys
+
+_MAX_BLOCKS = 256
+"""Blocks of a prompt that are looked at, from its beginning, so that a long prompt costs the router little."""
 
 
-@dataclass(frozen=True)
+class KnownBlocks(Protocol):
+    """The blocks of prompts that a worker has in its prefix cache, as far as this router knows."""
+
+    def known(self, keys: Sequence[int]) -> int:
+        """How many of the blocks with these keys, from the first one on without a gap, the worker has."""
+
+
+@dataclass(slots=True)
 class RequestFacts:
-    """A stream, as far as the choice of its worker depends on it."""
+    """A stream, as far as the choice of its worker depends on it. Nobody changes one; frozen ones are slow to make."""
 
     session: str
     """The identity whose streams should stay together."""
@@ -16,11 +29,21 @@ class RequestFacts:
     tenant: str = ""
     """Workers reuse KV blocks for the same tenant only."""
     prompt_ids: Sequence[int] = ()
+    _prefix_keys: Sequence[int] | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def prefix_keys(self) -> Sequence[int]:
+        """Keys of the first 256 whole blocks of the prompt, salted with the tenant. The last token is in none of them:
+        it is always computed.
+        """
+        if self._prefix_keys is None:
+            self._prefix_keys = prefix_keys(self.tenant, self.prompt_ids, _MAX_BLOCKS)
+        return self._prefix_keys
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class WorkerFacts:
-    """A worker that could run the stream, as this router knows it now."""
+    """A worker that could run the stream, as this router knows it now. Nobody changes one."""
 
     worker_id: str
     life: tuple[str, int, int] = ("", 0, 0)
@@ -42,6 +65,12 @@ class WorkerFacts:
     """Whether it has failed streams that other workers completed."""
     is_slow: bool = False
     """Whether it takes several times as long as the other workers of its model."""
+    blocks: KnownBlocks | None = None
+    """What it has in its prefix cache; None: nothing is known of it."""
+
+    def known_blocks(self, keys: Sequence[int]) -> int:
+        """How many of a prompt's first blocks it has, by their keys."""
+        return 0 if self.blocks is None else self.blocks.known(keys)
 
     @property
     def requests(self) -> int:
@@ -51,6 +80,15 @@ class WorkerFacts:
 
 class Policy(ABC):
     """A way to choose workers. There is one object for each model."""
+
+    uses_prefixes: bool = False
+    """Whether it looks at `RequestFacts.prefix_keys` and `WorkerFacts.blocks`. Only then workers are asked for their
+    blocks."""
+
+    @property
+    def notes_sent(self) -> bool:
+        """Whether it has a `note_sent` of its own."""
+        return type(self).note_sent is not Policy.note_sent
 
     @abstractmethod
     def choose(self, request: RequestFacts, workers: Sequence[WorkerFacts]) -> str:

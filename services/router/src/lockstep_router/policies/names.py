@@ -25,10 +25,6 @@ class PolicySettings(Protocol):
     def load_bound(self) -> float:
         """A worker's most requests, as a multiple of the average."""
 
-    @property
-    def prefix_index_blocks(self) -> int:
-        """Blocks in the index of `prefix_aware`."""
-
 
 _BUILT_IN: dict[str, Callable[[PolicySettings], Policy]] = {
     "sticky": lambda settings: Sticky(settings.queue_threshold),
@@ -37,7 +33,7 @@ _BUILT_IN: dict[str, Callable[[PolicySettings], Policy]] = {
     "round_robin": lambda _: RoundRobin(),
     "weighted": lambda settings: Weighted(settings.queue_threshold),
     "least_loaded": lambda _: LeastLoaded(),
-    "prefix_aware": lambda settings: PrefixAware(settings.load_bound, settings.prefix_index_blocks),
+    "prefix_aware": lambda settings: PrefixAware(settings.load_bound),
 }
 
 

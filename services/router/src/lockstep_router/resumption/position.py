@@ -1,7 +1,9 @@
 """A position in an answer: what a client has of each choice. It is the end of an event's id.
 
 As text it has one part for each choice, comma-separated: `-`, nothing; `12`, the events of twelve tokens, and what
-precedes the first one; `12f`, the same and the finish. A last part `u` means that it has the usage too.
+precedes the first one; `12f`, the same and the finish. A last part `u` means that it has the usage too. Where a token
+may give several events, as in the Responses API, `s30` at the end is the number of the last event that the client has:
+it has all of what the tokens before gave, and of what follows the events up to this one.
 """
 
 import re
@@ -14,6 +16,7 @@ from lockstep_router.generation.choices import Delta
 
 _NOTHING = -1
 _CHOICE = re.compile(r"-|([0-9]{1,10})(f?)")
+_NUMBER = re.compile(r"(.*)s([0-9]{1,10})", re.DOTALL)
 _USAGE = "u"
 _MAX_CHARS = 64 << 10
 
@@ -27,6 +30,8 @@ class Position:
     finished: tuple[bool, ...]
     """For each choice whether it has the finish."""
     has_usage: bool = False
+    number: int | None = None
+    """Of the last event that it has, where events are numbered; None: it has those of its tokens."""
 
     @classmethod
     def start(cls, choices: int) -> Self:
@@ -40,14 +45,16 @@ class Position:
         Raises:
             LockstepError: INVALID_REQUEST, naming the field; it is no position in an answer with so many choices.
         """
-        parts = text.split(",", choices + 1)
+        numbered = _NUMBER.fullmatch(text)
+        number = None if numbered is None else int(numbered[2])
+        parts = (text if numbered is None else numbered[1]).split(",", choices + 1)
         has_usage = len(parts) == choices + 1 and parts[-1] == _USAGE
         parts = parts[:-1] if has_usage else parts
         found = [_CHOICE.fullmatch(part) for part in parts]
         if len(parts) != choices or not all(found):
             raise no_position(field)
         tokens = tuple(_NOTHING if each is None or each[1] is None else int(each[1]) for each in found)
-        position = cls(tokens, tuple(each is not None and bool(each[2]) for each in found), has_usage)
+        position = cls(tokens, tuple(each is not None and bool(each[2]) for each in found), has_usage, number)
         if has_usage and not all(position.finished):
             raise no_position(field)
         return position
@@ -57,7 +64,8 @@ class Position:
             "-" if tokens == _NOTHING else f"{tokens}f" if finished else str(tokens)
             for tokens, finished in zip(self.tokens, self.finished, strict=True)
         ]
-        return ",".join([*parts, _USAGE] if self.has_usage else parts)
+        text = ",".join([*parts, _USAGE] if self.has_usage else parts)
+        return text if self.number is None else f"{text}s{self.number}"
 
     @property
     def unopened(self) -> list[int]:
@@ -74,7 +82,11 @@ class Position:
 
     def with_usage(self) -> "Position":
         """The position after the usage."""
-        return replace(self, has_usage=True)
+        return replace(self, has_usage=True, number=None)
+
+    def numbered(self, number: int) -> "Position":
+        """The position after an event with this number, which is not the last one of its token."""
+        return replace(self, number=number)
 
     def _with(self, index: int, tokens: int, *, is_finished: bool) -> "Position":
         return Position(

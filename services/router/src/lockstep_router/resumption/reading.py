@@ -10,7 +10,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router.generation.choices import Delta
 from lockstep_router.generation.generation import Usage
 from lockstep_router.journals import ChoiceLog, Outcome, Record
-from lockstep_router.resumption.position import After, Position
+from lockstep_router.resumption.position import After, Position, no_position
 from lockstep_router.resumption.replay import Replay
 from lockstep_router.text.tokenizer import Tokenizer
 
@@ -50,6 +50,7 @@ class Reading:
         arrival: asyncio.Event,
         on_close: Callable[[], None],
         is_resumed: bool,
+        may_be_ahead: bool = False,
     ) -> None:
         """Begin at the start of the answer.
 
@@ -60,6 +61,7 @@ class Reading:
             arrival: set whenever there is more, and when the stream ends.
             on_close: called once, when the reading ends.
             is_resumed: whether an earlier request started the stream.
+            may_be_ahead: the client may have had tokens from another router that are generated again here.
         """
         self.record = record
         self.tokenizer = tokenizer
@@ -70,7 +72,12 @@ class Reading:
         self._replay = Replay(record, source.logs, tokenizer)
         self._arrival = arrival
         self._on_close: Callable[[], None] | None = on_close
+        self.after: After | None = None
+        """The event that the client has named as the last one it has."""
         self._skipped_tokens = 0
+        self._may_be_ahead = may_be_ahead
+        self._awaited_field: str | None = None
+        """The name of the field with a position that the stream has yet to reach again; None: it has."""
 
     def close(self) -> None:
         """End the reading: the client has everything, or it has gone."""
@@ -85,9 +92,46 @@ class Reading:
             LockstepError: INVALID_REQUEST, the stream has no such event yet.
         """
         position = Position.parse(after.position, len(self.record.choices), after.field)
-        await self._replay.skip(position, after.field)
+        if position.number is not None and self.record.style.kind != "responses":
+            raise no_position(after.field)
+        self.after = after
+        limits = [each.sampling.max_tokens for each in self.record.choices]
+        is_possible = all(tokens <= limit for tokens, limit in zip(position.tokens, limits, strict=True))
+        if self._may_be_ahead and is_possible and self._replay.is_behind(position):
+            # `events` waits for it: that may take long, and the client gets comments meanwhile.
+            self.position, self._awaited_field = position, after.field
+        else:
+            await self._skip(position, after.field)
+
+    async def _skip(self, position: Position, field: str) -> None:
+        await self._replay.skip(position, field)
         self.position = position
         self._skipped_tokens = self._replay.completion_tokens
+
+    async def catch_up(self) -> None:
+        """Wait until the stream has reached the client's position again. `events` does so, too.
+
+        Raises:
+            LockstepError: INVALID_REQUEST, it has ended before; or the stream's own failure.
+        """
+        field = self._awaited_field
+        if field is None:
+            return
+        while True:
+            self._arrival.clear()
+            outcome = self._source.outcome
+            if not self._replay.is_behind(self.position):
+                break
+            if outcome is not None:
+                raise outcome.failure or no_position(field)
+            await self._arrival.wait()
+        await self._skip(self.position, field)
+        self._awaited_field = None
+
+    def take_skipped(self) -> list[Delta]:
+        """The deltas before the position, once, of an answer whose events have to be counted."""
+        skipped, self._replay.skipped = self._replay.skipped, []
+        return skipped
 
     def open_choice(self, index: int) -> Position:
         """Note that the client gets what precedes a choice's first token."""
@@ -128,8 +172,10 @@ class Reading:
         """What comes after the position, as it arrives, to the end of the answer.
 
         Raises:
-            LockstepError: the stream has failed; everything before that has been yielded.
+            LockstepError: the stream has failed; everything before that has been yielded. INVALID_REQUEST: it has ended
+                before the client's position.
         """
+        await self.catch_up()
         while True:
             self._arrival.clear()
             # Read before the logs are, so that a stream's last tokens are yielded before its failure.

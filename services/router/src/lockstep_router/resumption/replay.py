@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lockstep_api.v1 import worker_pb2
 
@@ -24,6 +25,10 @@ class Replay:
             for index, each in enumerate(record.choices)
         ]
         self._fed = [0] * len(record.choices)
+        self._is_stepwise = record.style.kind == "responses"
+        """Whether each token's delta is made by itself: numbered events must not depend on how tokens arrive."""
+        self.skipped: list[Delta] = []
+        """The deltas before the client's position, if their events have to be counted."""
         self._unsaid: list[Delta] = []
         """Finishes that were found before the client's position, and that it does not have."""
         alternatives = max(each.sampling.logprobs if record.style.logprobs else 0 for each in record.choices)
@@ -44,6 +49,13 @@ class Replay:
         """Those of them that are reasoning."""
         return sum(choice.reasoning_tokens for choice in self._choices)
 
+    def is_behind(self, position: Position) -> bool:
+        """Whether the stream may still reach a position that it has not reached."""
+        return any(
+            not log.finish and (tokens > len(log.ids) or has_finish)
+            for log, tokens, has_finish in zip(self._logs, position.tokens, position.finished, strict=True)
+        )
+
     async def skip(self, position: Position, field: str) -> None:
         """Go to a position.
 
@@ -58,14 +70,19 @@ class Replay:
                 await self._skip_choice(index, tokens, has_finish=has_finish)
 
     async def _skip_choice(self, index: int, tokens: int, *, has_finish: bool) -> None:
-        choice, last = self._choices[index], None
+        choice, deltas = self._choices[index], list[Delta]()
         while self._fed[index] < tokens:
-            last = self._feed(index, min(tokens - self._fed[index], self._at_once), may_finish=has_finish)
+            deltas = self._feed(index, min(tokens - self._fed[index], self._at_once), may_finish=has_finish)
+            self._note_skipped(deltas, has_finish=has_finish)
             await asyncio.sleep(0)
         if has_finish and not choice.is_finished:
-            self._feed(index, 0, may_finish=True)
-        if choice.is_finished and not has_finish and last is not None:
-            self._unsaid.append(Delta(index, "", choice.tokens, last.finish_reason))
+            self._note_skipped(self._feed(index, 0, may_finish=True), has_finish=True)
+        if choice.is_finished and not has_finish and deltas:
+            self._unsaid.append(Delta(index, "", choice.tokens, deltas[-1].finish_reason))
+
+    def _note_skipped(self, deltas: list[Delta], *, has_finish: bool) -> None:
+        if self._is_stepwise:
+            self.skipped += deltas if has_finish else [replace(delta, finish_reason=None) for delta in deltas]
 
     def take(self) -> list[Delta]:
         """The next deltas: all of a few tokens that are there, or the first ones of many. Empty: there are none now."""
@@ -76,9 +93,7 @@ class Replay:
             if self._choices[index].is_finished or (not count and (not log.finish or self._fed[index] < len(log.ids))):
                 continue
             room -= count
-            delta = self._feed(index, count, may_finish=True)
-            if delta is not None:
-                deltas.append(delta)
+            deltas += self._feed(index, count, may_finish=True)
         return deltas
 
     @property
@@ -89,7 +104,15 @@ class Replay:
             for choice, fed, log in zip(self._choices, self._fed, self._logs, strict=True)
         )
 
-    def _feed(self, index: int, count: int, *, may_finish: bool) -> Delta | None:
+    def _feed(self, index: int, count: int, *, may_finish: bool) -> list[Delta]:
+        if self._is_stepwise:
+            made = [self._feed_at_once(index, 1, may_finish=False) for _ in range(count)]
+            made += [self._feed_at_once(index, 0, may_finish=True)] if may_finish else []
+        else:
+            made = [self._feed_at_once(index, count, may_finish=may_finish)]
+        return [delta for delta in made if delta is not None]
+
+    def _feed_at_once(self, index: int, count: int, *, may_finish: bool) -> Delta | None:
         log, begin = self._logs[index], self._fed[index]
         end = self._fed[index] = begin + count
         return self._choices[index].feed(

@@ -6,58 +6,31 @@ long. The client's connection has no part in it.
 
 import asyncio
 import logging
-import secrets
-import time
-from array import array
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router import metrics
 from lockstep_router.generation.choices import Choice, Delta
-from lockstep_router.generation.generation import Generation, Observer
 from lockstep_router.generation.preparation import Prepared
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
-from lockstep_router.journals import ChoiceLog, ChoiceRecord, Claim, JournalStore, Outcome, Piece, Record
+from lockstep_router.journals import ChoiceLog, Claim, JournalStore, Outcome, Piece, Record, StoredStream
+from lockstep_router.resumption.continuation import continued
+from lockstep_router.resumption.endings import draining, gone, moved, not_found
 from lockstep_router.resumption.position import After, no_position
 from lockstep_router.resumption.reading import Reading, Source
-from lockstep_router.settings import RouterSettings
+from lockstep_router.resumption.run import Host, Run, record_of
 from lockstep_router.tenants import Account
-from lockstep_router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("lockstep.router")
 
-_ID_BYTES = 16
 _EXPIRE_EVERY_S = 1.0
 _CLAIM_TRIES = 8
 """Tries to get an idempotency key whose stream is just ending."""
-
-
-class Host(Protocol):
-    """What runs need of the router."""
-
-    settings: RouterSettings
-    draining: bool
-
-    def admitted(self, account: Account) -> AbstractContextManager[None]:
-        """Count a request for tokens as in progress."""
-
-    async def prepare(self, request: GenerationRequest, account: Account) -> Prepared:
-        """Turn a request into streams that are ready to run."""
-
-    def run(
-        self, prepared: Prepared, account: Account, *, observe: Observer | None = None
-    ) -> AbstractAsyncContextManager[Generation]:
-        """Run a request's streams."""
-
-    def tokenizer(self, digest: str) -> Tokenizer:
-        """A model's tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -70,41 +43,6 @@ class IdempotencyKey:
     """Of the request."""
     field: str
     """The name of the header or field that it came in, for errors."""
-
-
-class Run:
-    """One generation that runs, or is being prepared."""
-
-    def __init__(self, owner: str) -> None:
-        self.request_id = f"r-{secrets.token_hex(_ID_BYTES)}"
-        self.owner = owner
-        self.record: Record | None = None
-        self.tokenizer: Tokenizer | None = None
-        self.logs: list[ChoiceLog] = []
-        self.outcome: Outcome | None = None
-        self.prepared = asyncio.Event()
-        """Set when there is a record, or an outcome without one."""
-        self.ended = asyncio.Event()
-        self.readers: set[asyncio.Event] = set()
-        self.task: asyncio.Task[None] | None = None
-        self.has_begun = False
-        self.end: LockstepError | None = None
-        """Why it is being ended; it can no longer be read then."""
-        self.is_ending = False
-        self.timer: asyncio.TimerHandle | None = None
-
-    def wake(self) -> None:
-        """Tell all readers that there is more."""
-        for arrival in self.readers:
-            arrival.set()
-
-    def cancel(self, reason: LockstepError) -> None:
-        """End the generation; its readers get the reason."""
-        if self.end is None and not self.is_ending:
-            self.end = reason
-            # A task that has not begun would never run its clean-up; it looks at `end` first.
-            if self.task is not None and self.has_begun:
-                self.task.cancel()
 
 
 class Runs:
@@ -127,6 +65,7 @@ class Runs:
         self._expiring: asyncio.Task[None] | None = None
         self.readings = 0
         """Clients that read a stream now."""
+        store.on_taken(self._lose)
 
     def begin(self) -> None:
         """Begin to expire what is kept."""
@@ -136,12 +75,16 @@ class Runs:
         """End all runs."""
         if self._expiring is not None:
             self._expiring.cancel()
-        self._cancel_all(lambda _: True)
+        self.end()
         await asyncio.gather(*(run.ended.wait() for run in list(self._runs.values())))
 
     def drain(self) -> None:
         """End the runs without a client, now and from now on."""
         self._cancel_all(lambda run: not run.readers)
+
+    def end(self) -> None:
+        """End all runs: the time of the drain is over. Their readers get the error."""
+        self._cancel_all(lambda _: True)
 
     @property
     def running(self) -> int:
@@ -189,23 +132,30 @@ class Runs:
                     run.task = asyncio.create_task(self._drive(run, request, account, style))
             finally:
                 if run.task is None:
-                    await self._finish(run, Outcome(_gone()))
+                    await self._finish(run, Outcome(gone()))
             if first is None:
                 del request
                 return await self._read(run, arrival, None, is_resumed=False)
-            if (reading := await self._join(first, owner, after)) is not None:
+            if (reading := await self._join(first, owner, account, after)) is not None:
                 return reading
         raise LockstepError(ErrorCode.UNAVAILABLE, "the request's first stream is ending", retry_after_s=1)
 
-    async def resume(self, request_id: str, owner: str, after: After | None = None) -> Reading:
-        """Read a stream that an earlier request started. The caller closes the reading.
+    async def resume(self, request_id: str, owner: str, account: Account, after: After | None = None) -> Reading:
+        """Read a stream that an earlier request started, here or on another router. The caller closes the reading.
+
+        Args:
+            request_id: the stream.
+            owner: names whose it has to be.
+            account: of the tenant, for a stream that goes on here.
+            after: the last event that the client has.
 
         Raises:
             LockstepError: STREAM_NOT_FOUND, there is none of this owner; INVALID_REQUEST, `after` is not one of its
-                events; OVERLOADED; UNAVAILABLE, the tokenizer is not here.
+                events; OVERLOADED; UNAVAILABLE, the tokenizer is not here, or the other routers' streams are not known
+                now; as from `Router.run` for a stream that goes on here.
         """
         try:
-            reading = await self._resume(request_id, owner, after)
+            reading = await self._resume(request_id, owner, account, after)
         except LockstepError as error:
             outcome = {ErrorCode.STREAM_NOT_FOUND: "not_found", ErrorCode.INVALID_REQUEST: "invalid"}
             metrics.RESUMES.labels(outcome.get(error.code, "refused")).inc()
@@ -224,23 +174,66 @@ class Runs:
             run.cancel(LockstepError(ErrorCode.CANCELLED, "the stream was cancelled"))
             await run.ended.wait()
             await self._store.remove(request_id)
+            if run.is_taken and run.record is None:  # the other router has it still
+                await self._store.discard(request_id, owner)
             return
         stored = await self._store.read(request_id)
-        if stored is None or stored.record.owner != owner:
-            raise _not_found()
-        await self._store.remove(request_id)
+        if stored is not None and stored.record.owner == owner:
+            await self._store.remove(request_id)
+        elif not await self._store.discard(request_id, owner):
+            raise not_found()
+
+    async def cancel_key(self, scope: str, owner: str) -> str:
+        """End the stream that has an idempotency key, and forget it; its id. Keys of other owners are never looked up.
+
+        Raises:
+            LockstepError: STREAM_NOT_FOUND, none has the key.
+        """
+        claim = await self._store.find(scope)
+        if claim is None:
+            raise not_found()
+        await self.cancel(claim.request_id, owner)
+        return claim.request_id
 
     # Readings.
 
-    async def _resume(self, request_id: str, owner: str, after: After | None) -> Reading:
+    async def _resume(self, request_id: str, owner: str, account: Account, after: After | None) -> Reading:
         if after is not None and after.request_id != request_id:
             raise no_position(after.field)
         run = self._runs.get(request_id)
-        if run is not None and run.owner == owner and run.end is None:
-            return await self._read(run, self._attach(run), after, is_resumed=True)
+        if run is not None and run.owner == owner:
+            if run.end is None:
+                return await self._read(run, self._attach(run), after, is_resumed=True)
+            await run.ended.wait()
         stored = await self._store.read(request_id)
-        if stored is None or stored.outcome is None or stored.record.owner != owner:
-            raise _not_found()
+        if stored is None or stored.record.owner != owner:
+            return await self._resume_elsewhere(request_id, owner, account, after)
+        return await self._replay(stored, after)
+
+    async def _resume_elsewhere(self, request_id: str, owner: str, account: Account, after: After | None) -> Reading:
+        """Read a stream that this router does not have; if it runs, it goes on here."""
+        stored = await self._store.look_up(request_id, owner)
+        if stored is None:
+            metrics.TAKEOVERS.labels("not_found").inc()
+            raise not_found()
+        if stored.outcome is not None:
+            metrics.TAKEOVERS.labels("finished").inc()
+            return await self._replay(stored, after)
+        run = self._runs.get(request_id)
+        if run is None or run.end is not None:
+            self._host.tokenizer(stored.record.tokenizer_digest)  # who cannot continue it must not take it
+            run = Run(owner, request_id)
+            arrival = self._attach(run)
+            self._runs[request_id] = run
+            run.task = asyncio.create_task(self._continue(run, account))
+        else:
+            arrival = self._attach(run)
+        return await self._read(run, arrival, after, is_resumed=True)
+
+    async def _replay(self, stored: StoredStream, after: After | None) -> Reading:
+        """Read a stream that has ended."""
+        if stored.outcome is None:
+            raise not_found()
         tokenizer = self._host.tokenizer(stored.record.tokenizer_digest)
         self._count_reading()
         return await _begin(
@@ -261,7 +254,7 @@ class Runs:
             await run.prepared.wait()
             if run.record is None or run.tokenizer is None:
                 assert run.outcome is not None
-                raise run.outcome.failure or _gone()
+                raise run.outcome.failure or gone()
         except BaseException:
             self._detach(run, arrival)
             raise
@@ -273,13 +266,14 @@ class Runs:
             arrival=arrival,
             on_close=partial(self._detach, run, arrival),
             is_resumed=is_resumed,
+            may_be_ahead=run.is_taken,
         )
         return await _begin(reading, after)
 
     def _attach(self, run: Run) -> asyncio.Event:
         self._count_reading()
         arrival = asyncio.Event()
-        run.readers.add(arrival)
+        run.readers[arrival] = None
         if run.timer is not None:
             run.timer.cancel()
             run.timer = None
@@ -288,16 +282,16 @@ class Runs:
         return arrival
 
     def _detach(self, run: Run, arrival: asyncio.Event) -> None:
-        run.readers.discard(arrival)
+        run.readers.pop(arrival, None)
         self._discount_reading()
         if not run.readers and not run.is_ending:
             self._detached.add(run)
             if run.record is None:
-                run.cancel(_gone())  # nobody knows its id
+                run.cancel(gone())  # nobody knows its id
             elif self._host.draining:
-                run.cancel(_draining())
+                run.cancel(draining())
             else:
-                run.timer = asyncio.get_running_loop().call_later(self._settings.resume_window_s, run.cancel, _gone())
+                run.timer = asyncio.get_running_loop().call_later(self._settings.resume_window_s, run.cancel, gone())
         self._measure()
 
     def _count_reading(self) -> None:
@@ -321,20 +315,20 @@ class Runs:
         """
         known = await self._store.claim(key.scope, Claim(run.request_id, key.fingerprint))
         if known is None and after is not None:
-            raise _not_found()
+            raise not_found()
         if known is not None and known.fingerprint != key.fingerprint:
             sentence = f"{key.field} was used for a request with another body"
             raise LockstepError(ErrorCode.IDEMPOTENCY_KEY_REUSED, sentence, field=key.field)
         return known
 
-    async def _join(self, claim: Claim, owner: str, after: After | None) -> Reading | None:
+    async def _join(self, claim: Claim, owner: str, account: Account, after: After | None) -> Reading | None:
         """Read the stream that has a key; None if it has just ended, and the key is free."""
         run = self._runs.get(claim.request_id)
         if run is not None and run.end is not None:
             await run.ended.wait()
             return None
         try:
-            reading = await self._resume(claim.request_id, owner, after)
+            reading = await self._resume(claim.request_id, owner, account, after)
         except LockstepError as error:
             if error.code is not ErrorCode.STREAM_NOT_FOUND:
                 raise
@@ -346,28 +340,63 @@ class Runs:
     # Generation.
 
     async def _drive(self, run: Run, request: GenerationRequest, account: Account, style: Style) -> None:
+        async def generate() -> None:
+            nonlocal request
+            prepared = await self._host.prepare(request, account)
+            deadline_s = request.caller.timeout_s
+            session = request.caller.session
+            del request
+            record = record_of(run, prepared, style, session, deadline_s)
+            await self._store.open(record)
+            await self._generate(run, record, prepared, account, [ChoiceLog() for _ in record.choices])
+
+        await self._end_with(run, account, generate)
+
+    async def _continue(self, run: Run, account: Account) -> None:
+        """Go on with a stream that another router began."""
+
+        async def generate() -> None:
+            stored = await self._store.take(run.request_id, run.owner)
+            if stored is None:
+                raise not_found()
+            tokenizer = self._host.tokenizer(stored.record.tokenizer_digest)
+            if stored.outcome is not None:
+                run.record, run.tokenizer, run.logs = stored.record, tokenizer, list(stored.logs)
+                if stored.outcome.failure is not None:
+                    raise stored.outcome.failure
+                return
+            prepared = continued(stored, tokenizer, account.tenant.priority)
+            await self._generate(run, stored.record, prepared, account, list(stored.logs))
+
+        await self._end_with(run, account, generate)
+        if run.record is None:
+            metrics.TAKEOVERS.labels("refused").inc()
+
+    async def _generate(
+        self, run: Run, record: Record, prepared: Prepared, account: Account, logs: list[ChoiceLog]
+    ) -> None:
+        run.logs = logs
+        async with self._host.run(prepared, account, observe=partial(self._note, run, prepared)) as generation:
+            run.record, run.tokenizer = record, prepared.tokenizer
+            run.prepared.set()
+            if run.is_taken:
+                metrics.TAKEOVERS.labels("continued").inc()
+                logger.info("stream of another router continued", extra={"stream": run.request_id})
+            async for _ in generation.deltas():
+                pass
+
+    async def _end_with(self, run: Run, account: Account, generate: Callable[[], Awaitable[None]]) -> None:
         run.has_begun = True
         outcome = Outcome()
         try:
             if run.end is not None:
                 raise run.end
             with self._host.admitted(account):
-                prepared = await self._host.prepare(request, account)
-                deadline_s = request.caller.timeout_s
-                session = request.caller.session
-                del request
-                record = _record(run, prepared, style, session, deadline_s)
-                await self._store.open(record)
-                async with self._host.run(prepared, account, observe=partial(self._note, run, prepared)) as generation:
-                    run.record, run.tokenizer = record, prepared.tokenizer
-                    run.logs = [ChoiceLog() for _ in record.choices]
-                    run.prepared.set()
-                    async for _ in generation.deltas():
-                        pass
+                await generate()
         except LockstepError as error:
             outcome = Outcome(error)
         except asyncio.CancelledError:
-            outcome = Outcome(run.end or _gone())
+            outcome = Outcome(run.end or gone())
         except Exception:
             logger.exception("resumable stream failed")
             outcome = Outcome(LockstepError(ErrorCode.INTERNAL, "something went wrong in the router"))
@@ -393,7 +422,10 @@ class Runs:
         if not ids and not finish:
             return
         is_inexact = prepared.journals[choice.index].is_inexact
-        piece = Piece(choice.index, len(log.ids), ids, logprobs, finish, choice.cached_tokens or 0, is_inexact)
+        numerics = prepared.journals[choice.index].fingerprint or ""
+        piece = Piece(
+            choice.index, len(log.ids), ids, logprobs, finish, choice.cached_tokens or 0, is_inexact, numerics
+        )
         log.add(piece)
         self._store.append(run.request_id, piece)
         run.wake()
@@ -402,16 +434,23 @@ class Runs:
         """Keep what a run gave, or forget it, and tell its readers."""
         run.is_ending = True
         try:
-            if run.record is None or run.end is not None:
+            may_go_on = run.end is not None and run.end.code is ErrorCode.DRAINING
+            if may_go_on or (run.is_taken and run.record is None):
+                await self._store.leave(run.request_id)
+            elif run.record is None or run.end is not None:
                 await self._store.remove(run.request_id)
             else:
                 if outcome.failure is not None:
                     # A repeated request tries again; the failed stream can still be resumed.
                     await self._store.release(run.request_id)
                 await self._store.seal(run.request_id, outcome, self._settings.resume_window_s)
-        except Exception:
+        except (
+            Exception,
+            asyncio.CancelledError,
+        ):  # the run itself may have ended by being cancelled; who waits must know
             logger.exception("the journal of a resumable stream was not closed")
-        self._runs.pop(run.request_id, None)
+        if self._runs.get(run.request_id) is run:
+            del self._runs[run.request_id]
         self._detached.discard(run)
         run.outcome = outcome
         if run.timer is not None:
@@ -421,10 +460,16 @@ class Runs:
         run.wake()
         self._measure()
 
+    def _lose(self, request_id: str) -> None:
+        """End a run that another router has taken over."""
+        run = self._runs.get(request_id)
+        if run is not None:
+            run.cancel(moved())
+
     def _cancel_all(self, is_meant: Callable[[Run], bool]) -> None:
         for run in list(self._runs.values()):
             if is_meant(run):
-                run.cancel(_draining())
+                run.cancel(draining())
 
     async def _expire(self) -> None:
         while True:
@@ -449,37 +494,3 @@ async def _begin(reading: Reading, after: After | None) -> Reading:
         reading.close()
         raise
     return reading
-
-
-def _record(run: Run, prepared: Prepared, style: Style, session: str, timeout_s: float | None) -> Record:
-    now = time.time()
-    return Record(
-        request_id=run.request_id,
-        owner=run.owner,
-        model=prepared.card.name,
-        digest=prepared.card.digest,
-        tokenizer_digest=prepared.card.tokenizer_digest,
-        created=int(now),
-        style=style,
-        stops=prepared.stops,
-        prompts=tuple(array("I", prompt.ids) for prompt in prepared.prompts),
-        prefixes=tuple(prompt.text for prompt in prepared.prompts),
-        choices=tuple(ChoiceRecord(journal.stream_id, journal.sampling) for journal in prepared.journals),
-        tenant=prepared.journals[0].tenant,
-        session=session,
-        parsing=prepared.parsing,
-        deadline_at=None if timeout_s is None else now + timeout_s,
-    )
-
-
-def _not_found() -> LockstepError:
-    """The same for a stream that never was, that is gone, and that is another tenant's."""
-    return LockstepError(ErrorCode.STREAM_NOT_FOUND, "there is no such stream, or it can no longer be resumed")
-
-
-def _gone() -> LockstepError:
-    return LockstepError(ErrorCode.CANCELLED, "no client reads the stream")
-
-
-def _draining() -> LockstepError:
-    return LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1)

@@ -4,16 +4,17 @@ It never chooses a worker and never decides whether the stream goes on.
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import LockstepError, parse_code
 
 from lockstep_router import metrics
+from lockstep_router.lanes import Lane
 from lockstep_router.streams.journal import Acceptance, Journal
-from lockstep_router.workers.link import WorkerProgress
 from lockstep_router.workers.losses import BY_CODE, Loss, Lost
+from lockstep_router.workers.running import Deadlines, WorkerProgress
 
 _STEP_MARGIN_S = 2.0
 """Time that a worker has after its own deadline for a step to report which rank hangs."""
@@ -33,16 +34,17 @@ Outcome = Finished | WaitedTooLong | Lost | LockstepError
 """How an attempt ended: complete, never run, to be continued elsewhere, or with an error for the client."""
 
 
-@dataclass(frozen=True)
-class Deadlines:
-    """Time limits of an attempt, in seconds."""
+class Events(Protocol):
+    """What an attempt tells its stream."""
 
-    first_token_s: float
-    inter_token_s: float
-    first_wait_s: float
-    """Longest wait in the worker's queue before the stream runs for the first time."""
-    next_wait_s: float
-    """Longest wait in the worker's queue after the stream was preempted."""
+    def deliver(self, update: worker_pb2.StreamTokens) -> None:
+        """Take an update that has tokens or a finish reason."""
+
+    def note_start(self) -> None:
+        """The worker begins to run the stream."""
+
+    def note_wait(self) -> None:
+        """The worker has preempted the stream."""
 
 
 class Attempt:
@@ -51,41 +53,38 @@ class Attempt:
     Args:
         journal: the stream's journal.
         now: the awake clock's time, in seconds.
-        deadlines: the attempt's time limits.
-        deliver: called with every update that has tokens or a finish reason.
-        on_start: called when the worker begins to run the stream.
-        on_wait: called when the worker has preempted the stream.
+        deadlines: time limits of all attempts.
+        first_wait_s: longest wait in the worker's queue before the stream runs for the first time.
+        events: called with what happens to it.
     """
 
+    handle = 0
+    """Its name in columns of tokens, once the link has given it one."""
+    lane: Lane | None = None
+    """Takes its tokens while it is open."""
+    is_running = False
+    has_run = False
+    """Whether the worker has run the stream at any time."""
+    _checked_tokens = 0
+
     def __init__(
-        self,
-        journal: Journal,
-        *,
-        now: float,
-        deadlines: Deadlines,
-        deliver: Callable[[worker_pb2.StreamTokens], None],
-        on_start: Callable[[], None],
-        on_wait: Callable[[], None],
+        self, journal: Journal, *, now: float, deadlines: Deadlines, first_wait_s: float, events: Events
     ) -> None:
         self.stream_id = journal.stream_id
         self.number = journal.attempt
-        self.tokens = 0
-        """Tokens received in this attempt."""
         self.over: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.is_running = False
-        self.has_run = False
-        """Whether the worker has run the stream at any time."""
-        self.submitted_at = now
-        self.running_since = now
-        """When the worker last began to run the stream, in the awake clock's time."""
         self._journal = journal
         self._deadlines = deadlines
-        self._deliver = deliver
-        self._on_start = on_start
-        self._on_wait = on_wait
-        self._progress_at = now
-        self._waiting_since = now
-        self._may_wait_s = deadlines.first_wait_s
+        self._events = events
+        self._first = len(journal.emitted_ids)
+        self.running_since = self._progress_at = self._checked_at = self._waiting_since = now
+        """`running_since`: when the worker last began to run the stream, in the awake clock's time."""
+        self._may_wait_s = first_wait_s
+
+    @property
+    def tokens(self) -> int:
+        """Tokens received in this attempt."""
+        return len(self._journal.emitted_ids) - self._first
 
     @property
     def is_over(self) -> bool:
@@ -94,12 +93,12 @@ class Attempt:
 
     def on_tokens(self, update: worker_pb2.StreamTokens, now: float) -> None:
         """Take the next tokens; drop and count what does not continue the journal."""
+        self._close_lane()
         if self.over.done():
             metrics.DROPPED_FRAMES.labels("late").inc()
             return
         acceptance = self._journal.accept(update)
         if acceptance is Acceptance.ACCEPTED:
-            self._progress_at = now
             if not self.is_running:
                 self._note_running(now)
             self._take(update)
@@ -118,25 +117,25 @@ class Attempt:
         elif change.phase == worker_pb2.STREAM_PHASE_RUNNING:
             self._note_running(now)
         elif change.phase == worker_pb2.STREAM_PHASE_WAITING and self.is_running:
+            self._close_lane()
             self.is_running = False
             self._progress_at = self._waiting_since = now
             self._may_wait_s = self._deadlines.next_wait_s
-            self._on_wait()
+            self._events.note_wait()
 
     def _note_running(self, now: float) -> None:
         self._progress_at = now
         if not self.is_running:
             self.is_running = self.has_run = True
             self.running_since = now
-            self._on_start()
+            self._events.note_start()
 
     def _take(self, update: worker_pb2.StreamTokens) -> None:
-        self.tokens += len(update.ids)
         if self._journal.is_full and not update.finish:
             update.finish = inference_pb2.FINISH_REASON_LENGTH
         if update.finish:
             self._end(Finished())
-        self._deliver(update)
+        self._events.deliver(update)
 
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
         """Note that the worker does not run the stream: it moves to another worker, or the client gets the error."""
@@ -163,6 +162,10 @@ class Attempt:
             now: the awake clock's time, in seconds.
             worker: what the worker has shown of its progress.
         """
+        if self.tokens != self._checked_tokens:
+            # The clock has stood still since the last check.
+            self._progress_at, self._checked_tokens = max(self._progress_at, self._checked_at), self.tokens
+        self._checked_at = now
         step_s = worker.step_deadline_s + _STEP_MARGIN_S if worker.step_deadline_s else 0.0
         first_token_s = max(self._deadlines.first_token_s, step_s)
         if not self.is_running:
@@ -178,6 +181,11 @@ class Attempt:
         elif self.tokens and min(idle_s, now - worker.stepped_at) > max(self._deadlines.inter_token_s, step_s):
             self.lose(Loss.INTER_TOKEN_DEADLINE)
 
+    def _close_lane(self) -> None:
+        if self.lane is not None:
+            self.lane.close()
+
     def _end(self, outcome: Outcome) -> None:
+        self._close_lane()
         if not self.over.done():
             self.over.set_result(outcome)

@@ -4,20 +4,23 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router import metrics
+from lockstep_router.lanes import Lane
 from lockstep_router.policies import RequestFacts
 from lockstep_router.settings import RouterSettings
-from lockstep_router.streams.attempt import Attempt, Deadlines, Finished, Outcome, WaitedTooLong
+from lockstep_router.streams.attempt import Attempt, Finished, Outcome, WaitedTooLong
 from lockstep_router.streams.journal import Journal
 from lockstep_router.workers import Link, Workers
 from lockstep_router.workers.health.health import PROOF_TOKENS
 from lockstep_router.workers.losses import Loss, Lost
+from lockstep_router.workers.retry_budget import Turn
 from lockstep_router.workers.suspects import Life
 
 logger = logging.getLogger("lockstep.router")
@@ -28,13 +31,21 @@ _RESET_TOKENS = 32
 _JITTER = 0.5
 """Back-offs are longer by a random share up to this one, so that streams refused together do not retry together."""
 
-_BUDGET_RECHECK_S = 1.0
-
 _EXACT_PATIENCE_S = 2.0
 """A stream waits this long for a worker with equal numerics that it has just left before another one continues it."""
 
 _MAX_TRIAL_PAUSE_S = 1.0
 """Longest random pause before a trial if streams of other routers may be the cause of the deaths."""
+
+
+_IN_QUEUE = "it waited for its turn on worker"
+_RUNNING = "it ran on worker"
+_PREEMPTED = "it waited for its next turn on worker"
+"""What a stream does on a worker, for errors; its worker's id follows."""
+
+
+def _let_wait(_: worker_pb2.StreamTokens) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -61,57 +72,78 @@ class Stream:
         on_update: called with each update while none waits; True: it is taken, and does not wait. It must not raise.
     """
 
+    # State that most streams never change. Setting all of it for each one would take longer than what it is for.
+
+    failovers = 0
+    unread_tokens = 0
+    """Tokens that have arrived since the last `take`."""
+    _caught_up: asyncio.Event | None = None
+    """Is set by `take`, while `run` waits for it."""
+    _attempt: Attempt | None = None
+    _fingerprint = ""  # numerics of the current attempt's worker
+    _life: Life = ("", 0, 0)  # life of the current attempt's worker
+    _link: Link | None = None  # the current attempt's worker
+    _is_proved = False  # the current attempt has made progress
+    _blamed: tuple[Link, ...] = ()  # workers that have lost the stream, if it makes progress on another one
+    _avoided: Mapping[Life, float] = MappingProxyType({})  # until when, in the awake clock's time
+    _was_taken = False  # a worker has accepted the stream into its queue
+    _failures = 0  # in a row
+    _refused_by: frozenset[Life] = frozenset()  # workers that have refused the stream since it last ran
+    _has_failed = False  # the last attempt failed, so the next one is a retry
+    _is_delayed = False  # by the retry budget
+    _trial_at = 0.0  # event loop's time; the stream's next trial does not begin earlier
+    _last_lost: Lost | None = None
+    _activity = "it waited for a worker"
+    _started_at: float | None = None
+    _token_at: float | None = None
+    _gap_from: float | None = None
+
     def __init__(
         self,
         journal: Journal,
         workers: Workers,
         settings: RouterSettings,
         on_arrival: Callable[[], None],
-        on_update: Callable[[worker_pb2.StreamTokens], bool] = lambda _: False,
+        on_update: Callable[[worker_pb2.StreamTokens], bool] | None = None,
     ) -> None:
         self.journal = journal
-        self.failovers = 0
         self._workers = workers
         self._suspects = workers.suspects
         self._facts = RequestFacts(journal.session, journal.stream_id, journal.tenant, journal.prompt_ids)
         self._settings = settings
         self._on_arrival = on_arrival
-        self._on_update = on_update
+        self._on_update = on_update or _let_wait
         self._arrived: deque[worker_pb2.StreamTokens] = deque()
-        self.unread_tokens = 0
-        """Tokens that have arrived since the last `take`."""
-        self._caught_up = asyncio.Event()
-        self._attempt: Attempt | None = None
-        self._fingerprint = ""  # numerics of the current attempt's worker
-        self._life: Life = ("", 0, 0)  # life of the current attempt's worker
-        self._link: Link | None = None  # the current attempt's worker
-        self._is_proved = False  # the current attempt has made progress
-        self._blamed: list[Link] = []  # workers that have lost the stream, if it makes progress on another one
-        self._avoided: dict[Life, float] = {}  # until when, in the awake clock's time
-        self._was_taken = False  # a worker has accepted the stream into its queue
-        self._failures = 0  # in a row
-        self._refused_by: set[Life] = set()  # workers that have refused the stream since it last ran
-        self._has_failed = False  # the last attempt failed, so the next one is a retry
-        self._is_delayed = False  # by the retry budget
-        self._trial_at = 0.0  # event loop's time; the stream's next trial does not begin earlier
-        self._last_lost: Lost | None = None
-        self._activity = "it waited for a worker"
         self._loop = asyncio.get_running_loop()
-        now = self._loop.time()
-        self._arrived_at = now if journal.arrived_at is None else journal.arrived_at
+        self._arrived_at = self._loop.time() if journal.arrived_at is None else journal.arrived_at
         self._deadline_at = None if journal.timeout_s is None else self._arrived_at + journal.timeout_s
         self._stalled_at = self._arrived_at  # when the stream last began to wait
-        self._started_at: float | None = None
-        self._token_at: float | None = None
-        self._gap_from: float | None = None
 
     def take(self) -> list[worker_pb2.StreamTokens]:
         """The updates that have arrived since the last call, in order."""
         taken = list(self._arrived)
         self._arrived.clear()
         self.unread_tokens = 0
-        self._caught_up.set()
+        if self._caught_up is not None:
+            self._caught_up.set()
         return taken
+
+    def open_lane(self, lane: Lane) -> None:
+        """Let a lane take the next tokens, unless they need more than that."""
+        attempt, link, journal = self._attempt, self._link, self.journal
+        if attempt is None or link is None or self._token_at is None or attempt.is_over or not attempt.is_running:
+            return
+        if self._arrived or journal.logprobs_per_token or not self._suspects.is_clear(journal.stream_id):
+            return
+        end = journal.max_tokens - 1  # the last token ends the stream
+        if not self._is_proved:
+            end = min(end, len(journal.emitted_ids) - attempt.tokens + PROOF_TOKENS - 1)
+        attempt.lane = lane
+        lane.open(link.lanes, attempt.handle, end, self._token_at)
+
+    def note_pushed(self, at: float) -> None:
+        """Note when a lane has sent the stream's last token."""
+        self._token_at = at
 
     async def run(self) -> None:
         """Drive the stream to its end.
@@ -121,15 +153,21 @@ class Stream:
         """
         self._workers.retries.deposit()
         try:
+            if self._deadline_at is None:
+                await self._run()
+                return
             async with asyncio.timeout_at(self._deadline_at):
                 await self._run()
         except TimeoutError:
             raise LockstepError(
                 ErrorCode.DEADLINE_EXCEEDED,
-                f"the request's timeout of {self.journal.timeout_s:g} s has passed while {self._activity}",
+                f"the request's timeout of {self.journal.timeout_s:g} s has passed while {self._doing}",
             ) from None
         finally:
             self._suspects.forget(self.journal.stream_id)
+            self._leave_line()
+            # Both refer to this object in turn: only the garbage collector would free it.
+            self._attempt, self._on_update = None, _let_wait
 
     async def _run(self) -> None:
         while True:
@@ -150,6 +188,7 @@ class Stream:
             self._note_loss(link, outcome)
             if outcome.reason is Loss.SLOW_CLIENT:
                 self._activity = "its client read too slowly"
+                assert self._caught_up is not None
                 await self._caught_up.wait()
                 self._stalled_at = asyncio.get_running_loop().time()
 
@@ -164,37 +203,31 @@ class Stream:
 
     async def _try_on(self, link: Link) -> Outcome:
         """Run one attempt to its end."""
-        now = asyncio.get_running_loop().time()
-        submit = self.journal.next_submit(
+        now, journal = self._loop.time(), self.journal
+        submit = journal.next_submit(
             link.worker_id,
             arrived_s=self._arrived_at - link.greeted_at,
             deadline_s=0.0 if self._deadline_at is None else max(self._deadline_at - now, 0.001),
         )
         self._attempt = attempt = Attempt(
-            self.journal,
+            journal,
             now=self._workers.clock.now(),
-            deadlines=Deadlines(
-                first_token_s=self._settings.first_token_deadline_s,
-                inter_token_s=self._settings.inter_token_deadline_s,
-                first_wait_s=self._give_up_at - now,
-                next_wait_s=self._settings.max_queue_wait_s,
-            ),
-            deliver=self._deliver,
-            on_start=self._note_start,
-            on_wait=self._note_wait,
+            deadlines=self._workers.deadlines,
+            first_wait_s=self._give_up_at - now,
+            events=self,
         )
         self._life, self._fingerprint = link.life, self._numerics(link)
         self._link, self._is_proved = link, False
-        self._activity = f"it waited for its turn on worker {link.worker_id!r}"
-        self._suspects.enter(self.journal.stream_id, link.life)
-        self._workers.note_sent(self.journal.model, self._facts, link)
+        self._activity = _IN_QUEUE
+        self._suspects.enter(journal.stream_id, self._life)
+        self._workers.note_sent(journal.model, self._facts, link)
         link.start(attempt, submit)
         outcome: Outcome | None = None
         try:
             outcome = await attempt.over
             return outcome
         finally:
-            self._suspects.leave(self.journal.stream_id)
+            self._suspects.leave(journal.stream_id)
             if isinstance(outcome, Lost):
                 self._blame(link, outcome.reason)
             unwanted = outcome is None or (isinstance(outcome, Lost) and outcome.reason.needs_cancel)
@@ -203,26 +236,36 @@ class Stream:
     def _numerics(self, link: Link) -> str:
         return self.journal.numerics(link.fingerprint, link.grammar_engine)
 
-    def _note_start(self) -> None:
-        self._activity = f"it ran on worker {self.journal.worker_id!r}"
+    @property
+    def _doing(self) -> str:
+        """What it does, for errors."""
+        is_there = self._activity in (_IN_QUEUE, _RUNNING, _PREEMPTED)
+        return f"{self._activity} {self.journal.worker_id!r}" if is_there else self._activity
+
+    def note_start(self) -> None:
+        """The worker begins to run the stream."""
+        self._activity = _RUNNING
         if self._started_at is None:
-            self._started_at = asyncio.get_running_loop().time()
+            self._started_at = self._loop.time()
             metrics.WAIT_SECONDS.observe(self._started_at - self._arrived_at)
 
-    def _note_wait(self) -> None:
-        self._activity = f"it waited for its next turn on worker {self.journal.worker_id!r}"
-        self._stalled_at = asyncio.get_running_loop().time()
+    def note_wait(self) -> None:
+        """The worker has preempted the stream."""
+        self._activity = _PREEMPTED
+        self._stalled_at = self._loop.time()
 
-    def _deliver(self, update: worker_pb2.StreamTokens) -> None:
+    def deliver(self, update: worker_pb2.StreamTokens) -> None:
+        """Take an update of the attempt that has tokens or a finish reason."""
         attempt, tokens = self._attempt, len(update.ids)
         assert attempt is not None
+        received = attempt.tokens
         if tokens:
             self._measure(tokens)
-            if attempt.tokens == tokens:
+            if received == tokens:
                 self._note_first_token(update.cached_tokens)
                 self._note_numerics()
-            self._suspects.note_progress(self.journal.stream_id, attempt.tokens)
-        if not self._is_proved and (update.finish or attempt.tokens >= PROOF_TOKENS):
+            self._suspects.note_progress(self.journal.stream_id, received)
+        if not self._is_proved and (received >= PROOF_TOKENS or update.finish):
             self._prove()
         if not self._arrived and self._on_update(update):
             return
@@ -233,7 +276,7 @@ class Stream:
         if unread > self._settings.max_unread_tokens and not update.finish:
             # The client reads more slowly than the worker computes. A pause works like a failover: the attempt stops
             # here, and the next one continues from the journal when the client has caught up.
-            self._caught_up.clear()
+            self._caught_up = asyncio.Event()
             attempt.lose(Loss.SLOW_CLIENT)
         self._on_arrival()
 
@@ -261,6 +304,7 @@ class Stream:
         assert self._attempt is not None
         assert self._link is not None
         journal, now = self.journal, self._workers.clock.now()
+        self._link.prefixes.note_first_token(journal.stream_id, cached_tokens)
         computed = len(journal.prompt_ids) + len(journal.emitted_ids) - cached_tokens
         self._link.health.note_first_token(max(computed, 1), now - self._attempt.running_since, now)
 
@@ -269,10 +313,11 @@ class Stream:
         assert self._link is not None
         self._is_proved = True
         self._workers.note_success(self._link, self.journal.stream_id)
-        for link in self._blamed:
-            if link is not self._link:
-                self._workers.note_fault(link)
-        self._blamed.clear()
+        if self._blamed:
+            for link in self._blamed:
+                if link is not self._link:
+                    self._workers.note_fault(link)
+            self._blamed = ()
 
     def _blame(self, link: Link, reason: Loss) -> None:
         """Note that a worker has lost the stream: its fault only if the stream does better elsewhere."""
@@ -281,7 +326,7 @@ class Stream:
         if link.health.breaker.is_probe(self.journal.stream_id):
             self._workers.note_probe_failed(link, f"its probe failed: {reason}")
         elif link not in self._blamed:
-            self._blamed.append(link)
+            self._blamed += (link,)
 
     def _measure(self, tokens: int) -> None:
         now = self._loop.time()
@@ -325,8 +370,8 @@ class Stream:
         )
         awake_s = self._workers.clock.now()
         back_off_s = (lost.retry_after_s or reason.avoid_s) * self._workers.rng.uniform(1.0, 1.0 + _JITTER)
-        self._avoided = {life: until for life, until in self._avoided.items() if until > awake_s}
-        self._avoided[self._life] = awake_s + back_off_s
+        avoided = {life: until for life, until in self._avoided.items() if until > awake_s}
+        self._avoided = avoided | {self._life: awake_s + back_off_s}
         self._count_loss(reason)
         if self._suspects.is_tried_beside_others(self.journal.stream_id):
             # Another router's stream may be the cause. The two are told apart by not running at the same times.
@@ -337,10 +382,10 @@ class Stream:
         if self._attempt.tokens >= _RESET_TOKENS:
             self._failures = 0
         if self._attempt.has_run or not reason.is_refusal:
-            self._refused_by.clear()
+            self._refused_by = frozenset()
             self._was_taken = True
         else:
-            self._refused_by.add(self._life)
+            self._refused_by |= {self._life}
         self._failures += reason.is_failure
         self._has_failed = reason.is_failure
         if self._suspects.is_guilty(self.journal.stream_id):
@@ -373,20 +418,22 @@ class Stream:
 
     async def _find_worker(self) -> Link:
         """The worker for the next attempt; waits until there is one."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop
         while True:
             choice = self._choose()
-            if isinstance(choice, Link) and not self._has_budget_for(choice):
+            if isinstance(choice, _Wait):
+                self._leave_line()  # others need not wait for it
+            elif not self._has_budget_for(choice):
                 choice = self._wait_for_budget()
-            now = loop.time()
-            if isinstance(choice, Link) and now < self._give_up_at:
+            now, give_up_at = loop.time(), self._give_up_at
+            if isinstance(choice, Link) and now < give_up_at:
                 return choice
             reason = choice.reason if isinstance(choice, _Wait) else "a worker"
-            if now >= self._give_up_at:
+            if now >= give_up_at:
                 raise self._waited_too_long(reason)
             self._activity = f"it waited for {reason}"
             recheck_s = choice.recheck_s if isinstance(choice, _Wait) else 0.0
-            await self._workers.wait_change(min(self._give_up_at, now + recheck_s + self._workers.clock.tick_s))
+            await self._workers.wait_change(min(give_up_at, now + recheck_s + self._workers.clock.tick_s))
 
     def _choose(self) -> Link | _Wait:
         """The worker for the next attempt, or what the stream has to wait for.
@@ -399,7 +446,9 @@ class Stream:
         if not links:
             what = " that takes grammars" if journal.has_grammar else ""
             return _Wait(f"a worker of {journal.model!r}{what} ({self._workers.describe_links()})")
-        exact = [link for link in links if journal.can_continue_exactly(self._numerics(link))]
+        exact = links
+        if journal.fingerprint is not None:
+            exact = [link for link in links if journal.can_continue_exactly(self._numerics(link))]
         if not exact and self._settings.exact_failover == "strict":
             known = f"the numerics fingerprint {journal.fingerprint!r}" if journal.fingerprint else "known numerics"
             return _Wait(f"a worker of {journal.model!r} with {known} (exact_failover is strict)")
@@ -413,6 +462,8 @@ class Stream:
 
     def _choose_of(self, links: list[Link]) -> Link | _Wait:
         journal, suspects = self.journal, self._suspects
+        if not self._avoided and suspects.is_empty:  # most streams
+            return self._workers.pick(journal.model, self._facts, self._within_patience(links))
         awake_s = self._workers.clock.now()
         free = [link for link in links if self._avoided.get(link.life, 0.0) <= awake_s]
         if not free:
@@ -424,15 +475,18 @@ class Stream:
         pause_s = self._trial_at - asyncio.get_running_loop().time()
         if pause_s > 0:
             return _Wait("its turn to run apart from other suspects of the death of workers", pause_s)
+        is_on_trial = suspects.is_tried(journal.stream_id)
+        if is_on_trial:
+            # The death of a worker that is ejected for its faults shows nothing about the stream.
+            free = [link for link in free if not link.health.breaker.is_ejected] or free
         enterable = [link for link in free if suspects.may_enter(journal.stream_id, link.life)]
         if not enterable:
             return _Wait("a worker on which no other stream is on trial for the death of workers")
         without_trial = [link for link in enterable if not suspects.has_trial(link.life)]
-        is_on_trial = suspects.is_tried(journal.stream_id)
         if without_trial and not is_on_trial:
             enterable = without_trial
         links = self._within_patience(enterable)
-        return self._workers.pick(journal.model, self._facts, links, is_on_trial=is_on_trial)
+        return self._workers.pick(journal.model, self._facts, links)
 
     def _within_patience(self, links: list[Link]) -> list[Link]:
         """The links whose estimated wait a new request may wait. A stream that was in a queue before is not limited.
@@ -443,7 +497,7 @@ class Stream:
         if self.journal.attempt:
             return links
         give_up_at = self._give_up_at if self._deadline_at is None else min(self._give_up_at, self._deadline_at)
-        may_wait_s = give_up_at - asyncio.get_running_loop().time()
+        may_wait_s = give_up_at - self._loop.time()
         return self._workers.within_wait(links, may_wait_s, self.journal.priority)
 
     def _has_budget_for(self, link: Link) -> bool:
@@ -452,16 +506,26 @@ class Stream:
         Only retries cost something: attempts after a failure, and attempts on a worker that has refused the stream.
         """
         if not self._has_failed and link.life not in self._refused_by:
+            self._leave_line()
             return True
-        is_paid = self._workers.retries.withdraw(asyncio.get_running_loop().time())
+        is_paid = self._workers.retries.withdraw(asyncio.get_running_loop().time(), self._retry_turn)
         if not is_paid and not self._is_delayed:
             metrics.RETRIES_DELAYED.inc()
         self._is_delayed = not is_paid
         return is_paid
 
+    def _leave_line(self) -> None:
+        """Do not wait for the retry budget any more."""
+        if self._is_delayed:
+            self._workers.retries.leave(self._retry_turn)
+
     def _wait_for_budget(self) -> _Wait:
         self._check_refused()
-        return _Wait("the retry budget", _BUDGET_RECHECK_S * self._workers.rng.uniform(1.0, 1.0 + _JITTER))
+        return _Wait("the retry budget", self._workers.retries.wait_s(self._retry_turn))
+
+    @property
+    def _retry_turn(self) -> Turn:
+        return (-self.journal.priority, self._token_at is None, self._arrived_at, self.journal.stream_id)
 
     def _check_refused(self) -> None:
         """Raise OVERLOADED for a request that was never in a queue and finds all queues full: it does not wait."""

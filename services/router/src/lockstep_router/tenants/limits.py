@@ -9,7 +9,6 @@ progress may take a tenant beyond its tokens, and it is refused until the slidin
 import asyncio
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,7 +83,7 @@ class TenantLimits:
 
     def __init__(self, storage: Storage | None = None) -> None:
         self._storage = storage or MemoryStorage()
-        self._streams: Counter[str] = Counter()
+        self._streams: dict[str, int] = {}
         self._charging: set[asyncio.Task[bool]] = set()
 
     def account(self, tenant: Tenant) -> "Account":
@@ -93,13 +92,15 @@ class TenantLimits:
 
     def streams_of(self, tenant: Tenant) -> int:
         """The streams that a tenant has in progress."""
-        return self._streams[tenant.name]
+        return self._streams.get(tenant.name, 0)
 
     def count_streams(self, tenant: Tenant, streams: int) -> None:
         """Change that number."""
-        self._streams[tenant.name] += streams
-        if not self._streams[tenant.name]:
-            del self._streams[tenant.name]
+        now = self._streams.get(tenant.name, 0) + streams
+        if now:
+            self._streams[tenant.name] = now
+        else:
+            self._streams.pop(tenant.name, None)
 
     async def acquire(self, tenant: Tenant, what: str, limit: int, amount: int) -> bool:
         """Count an amount, unless it would exceed the limit of the sliding minute."""
@@ -139,7 +140,8 @@ class Account:
         Raises:
             LockstepError: RATE_LIMIT_EXCEEDED, one of the tenant's limits is used up.
         """
-        self._check_streams(1)
+        if self.tenant.concurrent_streams is not None:
+            self._check_streams(1)
         tokens = self.tenant.tokens_per_minute
         if tokens is not None:
             usage = await self._note("tokens", tokens)
@@ -163,7 +165,9 @@ class Account:
             LockstepError: RATE_LIMIT_EXCEEDED, the tenant has too many now; RESOURCE_EXHAUSTED, it may never have them.
         """
         limit = self.tenant.concurrent_streams
-        if limit is not None and streams > limit:
+        if limit is None:
+            return
+        if streams > limit:
             sentence = f"the request has {streams} answers, and the limit concurrent_streams is {limit}"
             raise LockstepError(ErrorCode.RESOURCE_EXHAUSTED, sentence, field="concurrent_streams")
         self._check_streams(streams - 1)
@@ -194,11 +198,26 @@ class Account:
         Raises:
             LockstepError: RATE_LIMIT_EXCEEDED, the tenant would have too many.
         """
-        self._check_streams(streams)
-        self._limits.count_streams(self.tenant, streams)
+        self.hold(streams)
         try:
             yield
         finally:
+            self.give_back(streams)
+
+    def hold(self, streams: int) -> None:
+        """Count streams as in progress, until `give_back`.
+
+        Raises:
+            LockstepError: RATE_LIMIT_EXCEEDED, the tenant would have too many.
+        """
+        if streams:
+            if self.tenant.concurrent_streams is not None:
+                self._check_streams(streams)
+            self._limits.count_streams(self.tenant, streams)
+
+    def give_back(self, streams: int) -> None:
+        """Count streams as ended."""
+        if streams:
             self._limits.count_streams(self.tenant, -streams)
 
     def _check_streams(self, streams: int) -> None:

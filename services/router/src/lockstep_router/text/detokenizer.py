@@ -47,9 +47,20 @@ class Detokenizer:
             return ""
         return self._give(text, max(self._given, len(text) - _TAIL_CHARS), keep_from=len(self._window) - _CONTEXT)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text so far is given, and ends on a whole character."""
+        return len(self._window) == self._context
+
+    def skip(self) -> None:
+        """Go on after tokens with a `token_text` of which others have given the text. `is_whole` holds before; no such
+        token changes the text of those after it.
+        """
+        self._window, self._context, self._given = [], 0, 0
+
     def flush(self) -> str:
         """The text that still waits, with unfinished characters as U+FFFD. Call it once, at the end."""
-        return self._tokenizer.decode(self._window)[self._given :]
+        return "" if self.is_whole else self._tokenizer.decode(self._window)[self._given :]
 
     def _show(self, token_id: int) -> str:
         """The text of a special token, after the text that still waits."""

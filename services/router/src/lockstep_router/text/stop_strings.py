@@ -44,3 +44,7 @@ class StopStrings:
                 if any(stop.startswith(tail) for stop in self._stops):
                     return length
         return 0
+
+
+NO_STOP_STRINGS = StopStrings(())
+"""It keeps nothing, so all texts without stop strings can share it."""

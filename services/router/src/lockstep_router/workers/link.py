@@ -1,7 +1,7 @@
-"""The link to one worker: a gRPC stream that is dialled again whenever it breaks.
+"""The link to one worker: what it has said of itself, and the attempts that run on it.
 
-It tracks whether the worker is alive, passes the worker's frames to the attempts that run on it, and ends these
-attempts when the worker is lost. It never decides where a stream goes next.
+It tracks whether the worker is alive, passes the worker's frames to its attempts, and ends these when the worker is
+lost. It never decides where a stream goes next.
 """
 
 import asyncio
@@ -10,48 +10,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random, SystemRandom
-from typing import Any, Protocol
+from typing import Any, Self
 
-import grpc
-from lockstep_api.v1 import worker_pb2, worker_pb2_grpc
-from lockstep_common.protocol import MAX_MESSAGE_BYTES
+from lockstep_api.v1 import worker_pb2
 
 from lockstep_router import metrics
 from lockstep_router.discovery import WorkerAddress
+from lockstep_router.lanes import Lane
 from lockstep_router.policies import WorkerFacts
 from lockstep_router.settings import RouterSettings
 from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.tls import Dial, dial_plain
 from lockstep_router.workers.clock import AwakeClock
-from lockstep_router.workers.connect import connect
+from lockstep_router.workers.connection import Connection, ProtocolError, describe
+from lockstep_router.workers.evidence import Evidence
 from lockstep_router.workers.health import BreakerState, Health
 from lockstep_router.workers.health.watch import note_ejected, note_suspicion
 from lockstep_router.workers.losses import Loss
-from lockstep_router.workers.outbox import Outbox
+from lockstep_router.workers.prefix_index import PrefixIndex
+from lockstep_router.workers.running import RunningAttempt, RunningAttempts, WorkerProgress
 from lockstep_router.workers.suspects import Life, Suspects
 from lockstep_router.workers.tokenizer_cache import TokenizerCache
+from lockstep_router.workers.wire import cancel_frame, submit_frame
 
 logger = logging.getLogger("lockstep.router")
-
-_WARN_AFTER_S = 5.0
-"""A worker that has been unreachable for longer than this is logged as a warning."""
 
 _RETIRED_TIMEOUT_DIVISOR = 3
 """The heartbeat timeout of a retired worker is divided by this. Such a worker will probably end
 soon, and if its network is removed first, its connection is never reset.
 """
-
-CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # Each dial is a fresh connection: the pauses between dials are the link's own and no hidden state survives one.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-)
 
 
 class LinkState(StrEnum):
@@ -78,54 +65,34 @@ _STATES = {
 _RUNS_STREAMS = frozenset({worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_DRAINING})
 
 
-class ProtocolError(Exception):
-    """The worker broke the protocol; the connection cannot be used."""
+@dataclass(slots=True)
+class Reported:
+    """What requests need of a worker's last status. A message's fields take longer to read than all else about them.
 
+    Nobody changes one.
+    """
 
-@dataclass(frozen=True)
-class WorkerProgress:
-    """The last signs of a worker's progress, for the deadlines of its attempts."""
-
-    stepped_at: float
-    """When it last finished a step of any stream, in the awake clock's time."""
-    step_deadline_s: float
-    """Deadline after which the worker treats the current step as hung; 0: no step is running."""
     queued: int
-    """Streams in the worker's queue."""
+    running: int
+    free_seqs: int
+    capacity: int
+    queue_wait_s: float
+    queue_wait_per_request_s: float
+    queue_waits_s: dict[int, float]
+    """By the class of the request, if the worker knows classes."""
 
-
-class RunningAttempt(Protocol):
-    """An attempt of a stream on this worker, as the link sees it."""
-
-    @property
-    def stream_id(self) -> str: ...  # noqa: D102
-    @property
-    def number(self) -> int: ...  # noqa: D102
-    @property
-    def submitted_at(self) -> float: ...  # noqa: D102
-
-    def on_tokens(self, update: worker_pb2.StreamTokens, now: float) -> None:
-        """Take the worker's next tokens."""
-
-    def on_phase(self, change: worker_pb2.StreamPhaseChange, now: float) -> None:
-        """Note that the worker runs the stream or lets it wait."""
-
-    def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
-        """Note that the worker does not run the stream."""
-
-    def lose(self, reason: Loss) -> None:
-        """End the attempt: its worker is lost."""
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the worker computes it, as far as the worker has said."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended, though its stream may not have noticed yet."""
-
-    def check(self, now: float, worker: "WorkerProgress") -> None:
-        """End the attempt if the worker is too late."""
+    @classmethod
+    def of(cls, status: worker_pb2.Status) -> Self:
+        """That of a status."""
+        return cls(
+            status.queued,
+            status.running,
+            status.free_seqs,
+            status.total_blocks,
+            status.queue_wait_s,
+            status.queue_wait_per_request_s,
+            dict(status.queue_waits_s),
+        )
 
 
 class Link:
@@ -154,21 +121,20 @@ class Link:
         self.incarnation = 0
         self.epoch = 0
         self.status = worker_pb2.Status()
+        self._load = Reported.of(self.status)
         self._rng = rng or SystemRandom()
+        self._connection = Connection(self, settings, clock, dial, self._rng)
+        self._stub: Any = None
+        """Of the present connection."""
         self.health = Health(settings, clock.tick_s, self._rng)
+        self.prefixes = PrefixIndex()
+        """The worker's cached blocks, if its model's policy uses them."""
         self.last_seen_at: float | None = None
-        self.greeted_at = 0.0
-        """When the RouterHello of the present connection was sent, in the event loop's time."""
-        self.problem = ""
-        """Why there is no connection."""
-        self._problem_at = 0.0
-        self._problem_warned = False
         self._settings = settings
         self._clock = clock
         self._tokenizers = tokenizers
         self._suspects = suspects
         self._on_change = on_change
-        self._dial = dial
         self._connected = False
         self._silent = False
         self._stepped_at = 0.0
@@ -176,9 +142,8 @@ class Link:
         """The current life if the worker has been ready in it, else None."""
         self._sent_since_status = 0
         self._attempts_at_status = 0
-        self._attempts: dict[str, RunningAttempt] = {}
-        # At most two frames for each stream. If the worker does not read them, new streams fail.
-        self._outbox = Outbox(2 * settings.max_streams)
+        self._attempts = RunningAttempts()
+        self._evidence = Evidence()
         self._fetching: asyncio.Task[None] | None = None
 
     # For the rest of the router.
@@ -196,6 +161,21 @@ class Link:
         if state is LinkState.READY and not self._has_tokenizer:
             return LinkState.LOADING
         return state
+
+    @property
+    def problem(self) -> str:
+        """Why there is no connection, or no tokenizer."""
+        return self._connection.problem
+
+    @property
+    def greeted_at(self) -> float:
+        """When the RouterHello of the present connection was sent, in the event loop's time."""
+        return self._connection.greeted_at
+
+    @property
+    def lanes(self) -> dict[int, Lane]:
+        """Take tokens at once while they are open; by the handle of the attempt."""
+        return self._attempts.lanes
 
     @property
     def is_ready(self) -> bool:
@@ -250,15 +230,19 @@ class Link:
     @property
     def queue_wait_s(self) -> float:
         """Estimated wait of one more stream in the worker's queue."""
-        waiting_since = max(0, self._sent_since_status - self.status.free_seqs)
-        return self.status.queue_wait_s + waiting_since * self.status.queue_wait_per_request_s
+        return self._load.queue_wait_s + self._waiting_since_s
 
     def queue_wait_of(self, priority: int) -> float:
         """Estimated wait of one more stream of a class; that of normal ones if the worker knows no classes."""
-        by_class = self.status.queue_waits_s
-        if priority not in by_class:
-            return self.queue_wait_s
-        return self.queue_wait_s - self.status.queue_wait_s + by_class[priority]
+        load = self._load
+        return load.queue_waits_s.get(priority, load.queue_wait_s) + self._waiting_since_s
+
+    @property
+    def _waiting_since_s(self) -> float:
+        """What the streams that were sent since the last status add to the wait."""
+        load = self._load
+        more = self._sent_since_status - load.free_seqs
+        return more * load.queue_wait_per_request_s if more > 0 else 0.0
 
     @property
     def is_well(self) -> bool:
@@ -269,19 +253,28 @@ class Link:
     @property
     def facts(self) -> WorkerFacts:
         """What policies choose by: the load last reported, and the streams sent since then."""
-        status = self.status
+        load = self._load
         return WorkerFacts(
             worker_id=self.worker_id,
             life=self.life,
-            queued=status.queued,
-            running=status.running,
+            queued=load.queued,
+            running=load.running,
             sent=self._sent_since_status,
             queue_wait_s=self.queue_wait_s,
-            capacity=status.total_blocks,
+            capacity=load.capacity,
             is_suspected=self.health.is_suspected,
             is_ejected=self.health.breaker.is_ejected,
             is_slow=self.health.slowness.is_slow,
+            blocks=self.prefixes,
         )
+
+    def watch_prefixes(self, max_blocks: int) -> None:
+        """Keep an index of the worker's cached blocks, of at most this size: ask for reports, if that is due."""
+        self.prefixes.resize(max_blocks)
+        if not self._connected or (watch := self.prefixes.asks(self._clock.now())) is None:
+            return
+        if not self._connection.send(worker_pb2.RouterFrame(prefix_watch=watch).SerializeToString()):
+            self.prefixes.note_unasked()
 
     def silence_s(self) -> float | None:
         """Seconds since the last frame; None if there never was one."""
@@ -289,21 +282,27 @@ class Link:
 
     def start(self, attempt: RunningAttempt, submit: worker_pb2.Submit) -> None:
         """Hand a stream to the worker."""
-        self._attempts[attempt.stream_id] = attempt
+        self._attempts.add(attempt)
+        submit.handle = attempt.handle
+        submit.suspicion = suspicion = self._suspects.suspicion(attempt.stream_id)
         self._sent_since_status += 1
         self.health.note_prompt()
         self.health.breaker.note_sent(attempt.stream_id)
-        if not self._send(worker_pb2.RouterFrame(submit=submit)):
+        if self._connected and self._connection.send(submit_frame(submit)):
+            self._evidence.note_sent(attempt.stream_id, suspicion)
+        else:
             attempt.lose(Loss.UNAVAILABLE)
 
     def end(self, attempt: RunningAttempt, *, cancel: bool) -> None:
         """Forget an attempt; with `cancel` also tell the worker to stop computing it."""
-        if self._attempts.get(attempt.stream_id) is attempt:
-            del self._attempts[attempt.stream_id]
+        if self._attempts.remove(attempt):
+            self._evidence.note_over(attempt.stream_id)
+            self.prefixes.note_over(attempt.stream_id)
             self.health.breaker.note_over(attempt.stream_id)
             if cancel:
                 request = worker_pb2.Cancel(stream_id=attempt.stream_id, attempt=attempt.number)
-                self._send(worker_pb2.RouterFrame(cancel=request))
+                if self._connected:
+                    self._connection.send(cancel_frame(request))
 
     def check(self) -> None:
         """Check all deadlines; called at every tick of the clock."""
@@ -317,104 +316,51 @@ class Link:
         if self._connected and self.health.check(now, self._stepped_at, self.status.step_deadline_s):
             note_suspicion(self, now)
         progress = WorkerProgress(self._stepped_at, self.status.step_deadline_s, self.status.queued)
-        for attempt in list(self._attempts.values()):
+        for attempt in self._attempts:
             attempt.check(now, progress)
 
     # The connection.
 
     async def run(self) -> None:
         """Keep the link connected until cancelled or, when it is retired, until the connection ends."""
-        pause_s = self._settings.backoff_initial_s
-        while not self.retired:
-            greeted_before = self.last_seen_at
-            try:
-                await self._serve()
-            except (grpc.aio.AioRpcError, ProtocolError, TimeoutError) as error:
-                self._note_problem(_describe(error))
-            except Exception:
-                logger.exception("link failed", extra={"target": self.target})
-                self._note_problem("internal error")
-            if self.last_seen_at != greeted_before:
-                pause_s = self._settings.backoff_initial_s
-            await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, self._settings.backoff_max_s)
+        await self._connection.run()
 
-    async def _serve(self) -> None:
-        """Run one connection, from dialling to its end; always raises."""
-        loop = asyncio.get_running_loop()
-        connected_by = loop.time() + self._settings.connect_timeout_s
-        async with asyncio.timeout_at(connected_by):
-            channel = await connect(
-                (self.target, *self.address.alternates),
-                lambda target: self._dial(target, CHANNEL_OPTIONS),
-                self._settings.connect_hedge_s,
-            )
-        async with channel:
-            stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Serve()
-            async with asyncio.timeout_at(connected_by):
-                hello = worker_pb2.RouterHello(router_id=self._settings.router_id)
-                await call.write(worker_pb2.RouterFrame(hello=hello))
-                self.greeted_at = loop.time()  # after the time that connecting took
-                frame = await call.read()
-            if frame is grpc.aio.EOF or frame.WhichOneof("frame") != "hello":
-                raise ProtocolError("the worker's first frame is not Hello")
-            self._check_identity(frame.hello)
-            writing = asyncio.create_task(self._write(call, several=frame.hello.accepts_several))
-            try:
-                self._connected = True
-                self.epoch = 0
-                self.status = worker_pb2.Status()
-                self._stepped_at = self._clock.now()
-                self.health.note_connection(self._stepped_at)
-                while frame is not grpc.aio.EOF:
-                    self._on_frame(frame, stub)
-                    frame = await call.read()
-                raise ProtocolError("the worker closed the stream")
-            finally:
-                # The attempts end first, so that their streams move on while the rest is cleaned up.
-                self._disconnect()
-                await _stop(writing, self._fetching)
+    def on_connected(self, hello: worker_pb2.Hello, stub: Any) -> None:
+        """A connection begins.
 
-    async def _write(self, call: Any, *, several: bool) -> None:
-        # A failed write ends the gRPC stream, and the reader sees that.
-        while True:
-            await call.write(await self._outbox.take(several=several))
+        Raises:
+            ProtocolError: another worker is there.
+        """
+        self._check_identity(hello)
+        self._stub = stub
+        self._connected = True
+        self.epoch = 0
+        self.status = worker_pb2.Status()
+        self._load = Reported.of(self.status)
+        self._evidence.begin()
+        self._stepped_at = self._clock.now()
+        self.health.note_connection(self._stepped_at)
 
-    def _disconnect(self) -> None:
+    def on_disconnected(self) -> None:
+        """The connection has ended."""
         self._connected = False
         self._silent = False
         self.health.note_connection(self._clock.now())
         self._sent_since_status = 0
-        self._outbox.clear()
+        self.prefixes.clear()
         self._lose_attempts(Loss.LINK_LOST)
         self._on_change(self)
-
-    def _send(self, frame: worker_pb2.RouterFrame) -> bool:
-        if not self._connected:
-            return False
-        is_sent = self._outbox.put(frame)
-        if not is_sent:
-            logger.warning("worker does not read its requests", extra={"worker": self.worker_id, "target": self.target})
-        return is_sent
-
-    def _note_problem(self, problem: str) -> None:
-        # A rollout makes workers unreachable for a short time; only a longer problem is logged as a warning.
-        now = self._clock.now()
-        if not self.problem:
-            self._problem_at, self._problem_warned = now, False
-        lasted_s = now - self._problem_at
-        extra = {"target": self.target, "worker": self._expected_id, "problem": problem}
-        if lasted_s >= _WARN_AFTER_S and not self._problem_warned:
-            self._problem_warned = True
-            logger.warning("no link to worker", extra=extra | {"for_s": round(lasted_s, 1)})
-        elif problem != self.problem:
-            logger.info("no link to worker", extra=extra)
-        self.problem = problem
+        if self._fetching is not None:
+            self._fetching.cancel()
 
     # Frames.
 
-    def _on_frame(self, frame: worker_pb2.WorkerFrame, stub: Any) -> None:
+    def on_frame(self, frame: worker_pb2.WorkerFrame) -> None:
+        """Take a frame.
+
+        Raises:
+            ProtocolError: the connection cannot be used any more.
+        """
         if frame.epoch < self.epoch:
             metrics.DROPPED_FRAMES.labels("stale_epoch").inc()
             return
@@ -425,15 +371,18 @@ class Link:
             self._enter_epoch(frame.epoch)
         match kind:
             case "hello":
-                self._on_hello(frame.hello, stub)
+                self._on_hello(frame.hello)
             case "tokens":
-                self._on_tokens(frame.tokens)
+                self._stepped_at = self.last_seen_at
+                self._attempts.on_tokens(frame.tokens, self.last_seen_at, asyncio.get_running_loop().time())
             case "phases":
                 self._on_phases(frame.phases)
             case "status":
                 self._on_status(frame.status)
             case "rejected":
-                self._on_rejected(frame.rejected)
+                self._attempts.on_rejected(frame.rejected)
+            case "prefix_report":
+                self.prefixes.take(frame.prefix_report)
         if self._silent:
             self._silent = False
             self._suspects.note_alive(self.life)
@@ -443,11 +392,13 @@ class Link:
     def _enter_epoch(self, epoch: int) -> None:
         self._lose_attempts(Loss.NEW_EPOCH)
         self.epoch = epoch
+        self.prefixes.clear()
         self._stepped_at = self._clock.now()
         self.health.note_epoch()
 
     @property
-    def _expected_id(self) -> str:
+    def expected_id(self) -> str:
+        """The worker's id, as far as it is known."""
         return self.address.worker_id or self.worker_id
 
     def _check_identity(self, hello: worker_pb2.Hello) -> None:
@@ -455,7 +406,7 @@ class Link:
         if self.address.worker_id is not None and hello.worker_id != self.address.worker_id:
             raise ProtocolError(f"the worker there is {hello.worker_id!r} and not {self.address.worker_id!r}")
 
-    def _on_hello(self, hello: worker_pb2.Hello, stub: Any) -> None:
+    def _on_hello(self, hello: worker_pb2.Hello) -> None:
         self._check_identity(hello)
         if self.card is not None and (self.card.digest, self.incarnation) != (hello.model.digest, hello.incarnation):
             self._lose_attempts(Loss.NEW_EPOCH)
@@ -463,7 +414,7 @@ class Link:
         self.incarnation = hello.incarnation
         # A worker that is still loading may not know its model yet.
         self.card = hello.model if hello.model.name else None
-        self.problem = ""
+        self._connection.problem = ""
         self._suspects.note_alive(self.life)
         logger.info(
             "worker says hello",
@@ -474,33 +425,23 @@ class Link:
         if self.card is not None and digest not in self._tokenizers:
             if self._fetching is not None:
                 self._fetching.cancel()
-            self._fetching = asyncio.create_task(self._fetch_tokenizer(stub, digest))
-
-    def _on_tokens(self, tokens: worker_pb2.Tokens) -> None:
-        now = self._clock.now()
-        self._stepped_at = now
-        for update in tokens.streams:
-            attempt = self._attempts.get(update.stream_id)
-            if attempt is None:
-                # Normal after a cancel: the worker had already computed these tokens.
-                metrics.DROPPED_FRAMES.labels("late").inc()
-            else:
-                attempt.on_tokens(update, now)
+            self._fetching = asyncio.create_task(self._fetch_tokenizer(self._stub, digest))
 
     def _on_phases(self, phases: worker_pb2.Phases) -> None:
         for change in phases.streams:
             if change.phase == worker_pb2.STREAM_PHASE_RUNNING:
                 self.health.note_prompt()
-            if (attempt := self._attempts.get(change.stream_id)) is not None:
-                attempt.on_phase(change, self._clock.now())
+            self._attempts.on_phase(change, self._clock.now())
 
     def _on_status(self, status: worker_pb2.Status) -> None:
         if status.steps != self.status.steps:
             self._stepped_at = self._clock.now()
         before, self.status = self.status.state, status
+        self._load = Reported.of(status)
         self.health.note_status(status, self._clock.now())
         self._attempts_at_status = len(self._attempts)
         self._sent_since_status = 0
+        self.prefixes.note_status()
         if status.state in _RUNS_STREAMS:
             self._served_life = self.life
         else:
@@ -508,15 +449,8 @@ class Link:
         if status.state != before:
             self._on_change(self)
 
-    def _on_rejected(self, rejected: worker_pb2.Rejected) -> None:
-        attempt = self._attempts.get(rejected.stream_id)
-        if attempt is None:
-            metrics.DROPPED_FRAMES.labels("late").inc()
-        else:
-            attempt.on_rejected(rejected)
-
     def _lose_attempts(self, reason: Loss) -> None:
-        attempts = [attempt for attempt in self._attempts.values() if not attempt.is_over]
+        attempts = [attempt for attempt in self._attempts if not attempt.is_over]
         if reason.is_death and self._served_life == self.life:
             self._served_life = None
             self._charge(attempts)
@@ -525,19 +459,17 @@ class Link:
 
     def _charge(self, attempts: list[RunningAttempt]) -> None:
         """Note the worker's death with the streams that it ran."""
-        running = [attempt for attempt in attempts if attempt.is_running]
-        # A worker may die before it reports what it runs: then all of its streams are suspects. But it may have been
-        # dead when it got them, unless it was heard afterwards.
-        heard_at = self.last_seen_at or 0.0
-        is_certain = bool(running) or any(attempt.submitted_at < heard_at for attempt in attempts)
+        others = self.status.running > self._attempts_at_status
+        death = self._evidence.of_death(attempts, self.status, running_of_others=others)
         self._suspects.note_death(
             self.life,
-            [attempt.stream_id for attempt in running or attempts],
-            is_certain=is_certain,
-            has_others=self.status.running > self._attempts_at_status,
+            death.stream_ids,
+            # A worker that was ejected for its faults may have died of them.
+            is_certain=death.is_certain and not self.health.breaker.is_ejected,
+            has_others=death.has_others,
         )
         # The death has an explanation if a stream is on trial for earlier ones, or if the worker was ending anyway.
-        is_explained = any(self._suspects.is_tried(attempt.stream_id) for attempt in attempts)
+        is_explained = death.is_explained or any(self._suspects.is_tried(each) for each in death.stream_ids)
         if not is_explained and not self.retired and self.status.state != worker_pb2.WORKER_STATE_DRAINING:
             self._note_death(self._clock.now())
 
@@ -561,22 +493,7 @@ class Link:
             except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # whatever a worker's files make the libraries raise, panics of Rust too
-                self._note_problem(f"tokenizer: {_describe(error)}")
+                self._connection.note_problem(f"tokenizer: {describe(error)}")
                 await asyncio.sleep(self._settings.backoff_max_s * self._rng.uniform(0.5, 1.0))
-        self.problem = ""
+        self._connection.problem = ""
         self._on_change(self)
-
-
-async def _stop(*tasks: asyncio.Task[None] | None) -> None:
-    running = [task for task in tasks if task is not None]
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name.lower()}: {error.details()}"
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    return str(error) or type(error).__name__

@@ -4,8 +4,9 @@ A message costs gRPC about as much as everything else that a small request costs
 """
 
 import asyncio
+from collections import deque
 
-from lockstep_api.v1 import worker_pb2
+from lockstep_router.workers.wire import several_frames
 
 _MAX_FRAMES = 64
 _MAX_BYTES = 256 << 10
@@ -13,39 +14,48 @@ _MAX_BYTES = 256 << 10
 
 
 class Outbox:
-    """The frames for one worker, in their order.
+    """The frames for one worker, as bytes and in their order. One task takes them.
 
     Args:
         max_frames: as many may wait.
     """
 
     def __init__(self, max_frames: int) -> None:
-        self._frames: asyncio.Queue[worker_pb2.RouterFrame] = asyncio.Queue(max_frames)
+        self._max_frames = max_frames
+        self._frames: deque[bytes] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the task that waits for a frame."""
 
-    def put(self, frame: worker_pb2.RouterFrame) -> bool:
+    def put(self, frame: bytes) -> bool:
         """Add a frame; False if there is no room."""
-        try:
-            self._frames.put_nowait(frame)
-        except asyncio.QueueFull:
+        if len(self._frames) >= self._max_frames:
             return False
+        self._frames.append(frame)
+        if self._waiter is not None:
+            waiter, self._waiter = self._waiter, None
+            if not waiter.done():
+                waiter.set_result(None)
         return True
 
-    async def take(self, *, several: bool) -> worker_pb2.RouterFrame:
+    async def take(self, *, several: bool) -> bytes:
         """The next message, as soon as there is one.
 
         Args:
             several: the worker understands messages of several frames.
         """
-        first = await self._frames.get()
-        if not several or self._frames.empty():
+        frames = self._frames
+        while not frames:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        first = frames.popleft()
+        if not several or not frames:
             return first
-        frames, size_bytes = [first], first.ByteSize()
-        while not self._frames.empty() and len(frames) < _MAX_FRAMES and size_bytes < _MAX_BYTES:
-            frames.append(self._frames.get_nowait())
-            size_bytes += frames[-1].ByteSize()
-        return worker_pb2.RouterFrame(several=worker_pb2.RouterFrames(frames=frames))
+        taken, size_bytes = [first], len(first)
+        while frames and len(taken) < _MAX_FRAMES and size_bytes < _MAX_BYTES:
+            taken.append(frames.popleft())
+            size_bytes += len(taken[-1])
+        return several_frames(taken)
 
     def clear(self) -> None:
         """Forget all frames."""
-        while not self._frames.empty():
-            self._frames.get_nowait()
+        self._frames.clear()

@@ -13,6 +13,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from lockstep_api.v1 import worker_pb2
+
 Life = tuple[str, int, int]
 """(target, incarnation, epoch) of a worker."""
 
@@ -33,8 +35,8 @@ _MAX_EXTRA = 2
 `quarantine_after`."""
 
 _UNCERTAIN_WEIGHT = 3
-"""Uncertain deaths that count as one: other routers' streams ran on the worker too, or it may have been dead before it
-got the stream."""
+"""Uncertain deaths that count as one: other streams are suspect too, or the worker may have been dead before it got the
+stream, or may have died of its own faults."""
 
 _MAX_CHARGES = 64
 _QUARANTINE_S = 600.0
@@ -56,12 +58,19 @@ class _Record:
     alone_since: int = 0
     """Number of the first death counted in `alone`; all deaths of workers are numbered from 1."""
     deaths_ever: int = 0
+    was_cleared: bool = False
+    """Whether it was cleared at any time."""
     group: int = 0
     """Number of streams that were equally suspect in the last death."""
 
     @property
     def is_tried(self) -> bool:
         return self.deaths >= _TRIED_AFTER
+
+    @property
+    def is_suspected(self) -> bool:
+        """Whether it may have caused its last death, as far as its own conduct shows."""
+        return self.is_tried or (self.deaths > 0 and not self.was_cleared)
 
     @property
     def trial_size(self) -> int:
@@ -101,13 +110,16 @@ class Suspects:
 
         Args:
             life: of the worker.
-            running: ids of this router's streams there.
-            is_certain: False if the worker may have been dead before it got them.
-            has_others: whether the worker also ran streams of other routers.
+            running: ids of this router's streams that are suspect.
+            is_certain: False if the worker may have been dead before it got them, or may have died of its own faults.
+            has_others: whether suspects of other routers, or streams like these, were there too.
         """
         records = [self._records.setdefault(stream_id, _Record()) for stream_id in running]
         tried = [record for record in records if record.is_tried]
         first_suspects = tried or records
+        # Streams that are new to deaths, or were cleared before, do not clear the one on trial. Others may be the
+        # cause.
+        is_certain = is_certain and not (tried and any(each.is_suspected and not each.is_tried for each in records))
         self._deaths += 1
         self._charges[life] = [(record, replace(record)) for record in records]
         if len(self._charges) > _MAX_CHARGES:
@@ -138,7 +150,18 @@ class Suspects:
         record = self._records.get(stream_id)
         if record is not None and record.deaths and tokens >= record.clearing_tokens:
             record.deaths = record.alone = record.uncertain = 0
+            record.was_cleared = True
             self.leave(stream_id)
+
+    def is_clear(self, stream_id: str) -> bool:
+        """Whether `note_progress` has nothing to do for a stream."""
+        record = self._records.get(stream_id)
+        return record is None or not record.deaths
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no stream is a suspect."""
+        return not self._records
 
     def deaths_alone(self, stream_id: str) -> int:
         """Deaths in a row in which this stream was the only first suspect."""
@@ -153,6 +176,13 @@ class Suspects:
         elsewhere = self._deaths - record.alone_since + 1 - record.alone
         proof = record.alone - record.uncertain + record.uncertain // _UNCERTAIN_WEIGHT
         return proof >= self._quarantine_after + min(max(0, elsewhere), _MAX_EXTRA * self._quarantine_after)
+
+    def suspicion(self, stream_id: str) -> worker_pb2.Suspicion:
+        """What workers, and through them other routers, are told about the stream."""
+        record = self._records.get(stream_id)
+        if record is None or not record.is_suspected:
+            return worker_pb2.SUSPICION_NONE
+        return worker_pb2.SUSPICION_ON_TRIAL if record.is_tried else worker_pb2.SUSPICION_SUSPECTED
 
     def is_tried(self, stream_id: str) -> bool:
         """Whether the stream may run in trials only."""
@@ -188,8 +218,9 @@ class Suspects:
 
     def forget(self, stream_id: str) -> None:
         """Drop the record of a stream that has ended."""
-        self.leave(stream_id)
-        self._records.pop(stream_id, None)
+        if self._records:
+            self.leave(stream_id)
+            self._records.pop(stream_id, None)
 
     def quarantine(self, digest: bytes, now: float) -> None:
         """Refuse the same request for a while."""

@@ -2,6 +2,8 @@
 
 from collections.abc import Collection
 
+from lockstep_common.garbage import spare_loaded_objects
+
 from lockstep_router.text.tokenizer import Tokenizer
 
 
@@ -17,6 +19,7 @@ class TokenizerCache:
     def add(self, tokenizer: Tokenizer) -> None:
         """Add a tokenizer."""
         self._tokenizers.setdefault(tokenizer.digest, tokenizer)
+        spare_loaded_objects()
 
     def keep_only(self, digests: Collection[str]) -> None:
         """Remove the tokenizers with other digests."""

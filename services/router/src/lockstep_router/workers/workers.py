@@ -8,8 +8,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from dataclasses import replace
-from random import Random, SystemRandom
+from random import Random
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
@@ -17,6 +16,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router import metrics
 from lockstep_router.discovery import Discovery, Report, WorkerAddress
 from lockstep_router.policies import Policy, RequestFacts, imbalance, make_policy, rank, without_impaired
+from lockstep_router.randomness import RANDOMNESS
 from lockstep_router.settings import RouterSettings
 from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.tls import Dial, dial_plain
@@ -25,6 +25,7 @@ from lockstep_router.workers.health import HealthWatch
 from lockstep_router.workers.health.watch import note_closed, note_ejected
 from lockstep_router.workers.link import Link, LinkState
 from lockstep_router.workers.retry_budget import RetryBudget
+from lockstep_router.workers.running import Deadlines
 from lockstep_router.workers.suspects import Suspects
 from lockstep_router.workers.tokenizer_cache import TokenizerCache
 
@@ -46,7 +47,7 @@ class Workers:
         dial: Dial = dial_plain,
         rng: Random | None = None,
     ) -> None:
-        self.rng = rng or SystemRandom()
+        self.rng = rng or RANDOMNESS
         """The router's source of randomness: jitter, stream ids, and seeds of requests that name none."""
         self.clock = AwakeClock(tick_s=min(_MAX_TICK_S, settings.heartbeat_timeout_s / 10))
         self.tokenizers = TokenizerCache()
@@ -62,14 +63,25 @@ class Workers:
         self.imbalances: dict[str, float] = {}
         """Of each model that has a ready worker: requests on the most loaded one over the average."""
         self.watch = HealthWatch(settings)
+        self.deadlines = Deadlines(
+            first_token_s=settings.first_token_deadline_s,
+            inter_token_s=settings.inter_token_deadline_s,
+            next_wait_s=settings.max_queue_wait_s,
+        )
         self._measure_at = 0.0
         """In the awake clock's time."""
         self._settings = settings
         self._discovery = discovery
         self._policies: dict[str, Policy] = {}
         """By the name of the model."""
+        self._indexed: set[str] = set()
+        """Models with an index of cached blocks."""
         self._dial = dial
         self._links: dict[Link, asyncio.Task[None]] = {}
+        self._ready: dict[tuple[str | None, str | None, bool], list[Link]] = {}
+        """What `ready` has found since a worker last changed."""
+        self._equal_cards: dict[str, bool] = {}
+        """By the name of the model, whether its ready workers have equal cards, since a worker last changed."""
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks of links that are being closed."""
         self._shared_ids: set[str] = set()
@@ -159,6 +171,15 @@ class Workers:
             digest: of the model's card.
             grammars: only workers that take streams with a grammar.
         """
+        key = (model, digest, grammars)
+        found = self._ready.get(key)
+        if found is None:
+            if len(self._ready) >= _MAX_MODELS:
+                self._ready.clear()
+            found = self._ready[key] = self._find_ready(model, digest, grammars=grammars)
+        return found
+
+    def _find_ready(self, model: str | None, digest: str | None, *, grammars: bool) -> list[Link]:
         newest: dict[str, Link] = {}
         for link in self._links:
             if link.state is LinkState.READY:
@@ -181,6 +202,8 @@ class Workers:
         Raises:
             LockstepError: OVERLOADED, there is none of them.
         """
+        if len(links) == 1 and links[0].queue_wait_of(priority) <= may_wait_s:
+            return links
         short = [link for link in links if link.queue_wait_of(priority) <= may_wait_s]
         if short or not links:
             return short
@@ -193,23 +216,25 @@ class Workers:
             retry_after_s=max(1, math.ceil(least_s - may_wait_s)),
         )
 
-    def pick(self, model: str, request: RequestFacts, links: list[Link], *, is_on_trial: bool = False) -> Link:
+    def pick(self, model: str, request: RequestFacts, links: list[Link]) -> Link:
         """The link, of those of a model, that a stream goes to. It changes nothing: see `note_sent`.
 
-        Impaired workers are avoided while there are others, whatever the policy. A stream on trial for the death of
-        workers may go to ejected ones: trials that all go to the last worker cannot tell the streams apart.
+        Impaired workers are avoided while there are others, whatever the policy.
         """
+        if len(links) == 1:
+            return links[0]
         by_id = {link.worker_id: link for link in links}
-        facts = [link.facts for link in links]
-        if is_on_trial:
-            facts = [replace(each, is_ejected=False) for each in facts]
-        offered = without_impaired(facts, self._settings.queue_threshold)
+        offered = without_impaired([link.facts for link in links], self._settings.queue_threshold)
         return by_id[self._policy_of(model).choose(request, offered)]
 
     def note_sent(self, model: str, request: RequestFacts, link: Link) -> None:
         """Note that a stream is about to be sent to a link."""
         metrics.PICKS.labels(self._settings.policy_of(model)).inc()
-        self._policy_of(model).note_sent(request, link.facts)
+        policy = self._policy_of(model)
+        if policy.uses_prefixes:
+            link.prefixes.note_sent(request.stream_id, request.prefix_keys)
+        if policy.notes_sent:
+            policy.note_sent(request, link.facts)
 
     # Evidence of streams about their workers.
 
@@ -277,12 +302,21 @@ class Workers:
         if ready := self.ready(name):
             # During a rollout the workers may have several versions. A session gets the version of the worker that it
             # prefers, so that its requests stay with one version. The load plays no part in this choice.
+            if self._have_one_card(name, ready):
+                return ready[0].card
             sound = [link for link in ready if not link.health.breaker.is_ejected] or ready
             cards = {link.worker_id: link.card for link in sound}
             return cards[rank(session, cards)[0]]
         if name in self.models:
             return self.models[name]
         raise model_not_found(name)
+
+    def _have_one_card(self, name: str, ready: list[Link]) -> bool:
+        """Whether the cards of a model's ready workers are equal: the versions may differ in more than the digest."""
+        equal = self._equal_cards.get(name)
+        if equal is None:
+            equal = self._equal_cards[name] = all(link.card == ready[0].card for link in ready)
+        return equal
 
     async def wait_change(self, until: float) -> bool:
         """Wait for a change of any worker; False if the event loop's time `until` comes first."""
@@ -294,13 +328,20 @@ class Workers:
         return True
 
     def _on_change(self, link: Link) -> None:
+        self._forget_found()
         if link.card is not None and self.models.get(link.card.name) != link.card:
             self._remember(link.card)
+        self._watch_prefixes()
         self._note_shared_ids()
         self._retire_unlisted()
         self._announce()
 
+    def _forget_found(self) -> None:
+        self._ready.clear()
+        self._equal_cards.clear()
+
     def _announce(self) -> None:
+        self._forget_found()
         self._changed.set()
         self._changed = asyncio.Event()
         counts = Counter(link.state for link in self._links)
@@ -334,7 +375,26 @@ class Workers:
         if self.clock.now() >= self._measure_at:
             self._measure_at = self.clock.now() + _MEASURE_EVERY_S
             self._measure_imbalance()
+            self._watch_prefixes()
             self.watch.check((link for link in self._links if not link.retired), self.clock.now())
+
+    def _watch_prefixes(self) -> None:
+        """Keep the indexes of cached blocks of those models whose policies use them."""
+        by_model: dict[str, list[Link]] = {}
+        for link in self._links:
+            if link.is_connected and link.card is not None:
+                by_model.setdefault(link.card.name, []).append(link)
+        for model, links in by_model.items():
+            if self._policy_of(model).uses_prefixes:
+                for link in links:
+                    link.watch_prefixes(self._settings.prefix_index_blocks // len(links))
+                self._indexed.add(model)
+        for model in tuple(self._indexed):
+            if model in by_model:
+                metrics.PREFIX_INDEX_BLOCKS.labels(model).set(sum(len(link.prefixes) for link in by_model[model]))
+            else:
+                self._indexed.remove(model)
+                metrics.PREFIX_INDEX_BLOCKS.remove(model)
 
     def _measure_imbalance(self) -> None:
         requests: dict[str, list[int]] = {}

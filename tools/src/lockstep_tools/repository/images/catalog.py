@@ -23,6 +23,7 @@ _PROJECT_FOLDERS = (
     "libs/engine",
     "services/router",
     "services/inference-worker",
+    "services/kv-state-server",
     "tools",
 )
 
@@ -69,6 +70,8 @@ IMAGES = {
             cuda_only=("triton",),
             has_variants=True,
         ),
+        # Of `lockstep_common` what it imports: it does not call Kubernetes, and has no client for that.
+        Image("kv-state-server", "services/kv-state-server", ("lockstep_state", "lockstep_api")),
         Image("tools", "tools", _SERVED_COMMANDS, has_dev=False),
     )
 }

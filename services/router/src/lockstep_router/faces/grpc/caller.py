@@ -7,16 +7,18 @@ from urllib.parse import unquote
 import grpc
 from lockstep_common.errors import LockstepError
 
+from lockstep_router.faces import identity
 from lockstep_router.faces.access import NOBODY, authenticate
-from lockstep_router.faces.rest import identity
-from lockstep_router.faces.rest.identity import Origin
-from lockstep_router.faces.rest.record import Record
+from lockstep_router.faces.identity import Origin
+from lockstep_router.faces.record import Record
 from lockstep_router.router import Router
 
 _AUTHORIZATION = "authorization"
 _PASSED_ON = ("x-session-id", "x-request-id", "traceparent")
 ERROR_CODE = "lockstep-error-code"
 ERROR_FIELD = "lockstep-field"
+ROUTER_METADATA = "x-lockstep-router"
+HTTP_STATUS = "lockstep-http-status"
 _MAX_FIELD_CHARS = 256
 
 
@@ -66,9 +68,13 @@ def _headers(metadata: list[tuple[str, Any]]) -> Mapping[str, str]:
     return {name: value for name, value in metadata if name in _PASSED_ON and isinstance(value, str)}
 
 
-async def abort(context: grpc.aio.ServicerContext, error: LockstepError) -> None:
-    """End the call with an error, as the table of errors says."""
-    trailing = [(ERROR_CODE, str(error.code))]
+async def abort(context: grpc.aio.ServicerContext, error: LockstepError, router_id: str) -> None:
+    """End the call with an error, as the table of errors says. Every answer names the router, an error too."""
+    trailing = [
+        (ERROR_CODE, str(error.code)),
+        (HTTP_STATUS, str(error.meaning.http_status)),
+        (ROUTER_METADATA, router_id),
+    ]
     if error.field is not None:
         trailing.append((ERROR_FIELD, _ascii(error.field)))
     if error.retry_after_s is not None:

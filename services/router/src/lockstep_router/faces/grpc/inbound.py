@@ -9,7 +9,7 @@ import asyncio
 import grpc
 from lockstep_common.errors import ErrorCode, LockstepError
 
-from lockstep_router.faces.rest.bodies import BodyBudget, Reservation, overloaded
+from lockstep_router.faces.bodies import BodyBudget, Reservation, overloaded
 
 _PATIENCE_S = 1.0
 """A message that takes longer than this makes room for others: most are here at once."""

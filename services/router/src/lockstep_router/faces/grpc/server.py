@@ -11,12 +11,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep_common.errors import LockstepError, cannot_listen
 
+from lockstep_router.faces.bodies import BodyBudget
 from lockstep_router.faces.grpc.caller import abort, identify, new_record
 from lockstep_router.faces.grpc.health import Health
 from lockstep_router.faces.grpc.inbound import Inbound
 from lockstep_router.faces.grpc.service import SERVICE, Inference
-from lockstep_router.faces.rest.bodies import BodyBudget
-from lockstep_router.faces.rest.parsing import Parsing
+from lockstep_router.faces.parsing import Parsing
 from lockstep_router.router import Router
 from lockstep_router.settings import RouterSettings
 
@@ -89,7 +89,7 @@ def _options(settings: RouterSettings) -> tuple[tuple[str, Any], ...]:
         ("grpc.max_connection_age_grace_ms", _AGE_GRACE_MS),
     )
     return (
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(settings.processes > 1)),
         ("grpc.max_receive_message_length", settings.max_body_bytes),
         ("grpc.max_metadata_size", settings.max_header_bytes),
         ("grpc.absolute_max_metadata_size", settings.max_header_bytes),
@@ -126,12 +126,12 @@ class _KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             try:
                 identify(self._router, metadata, new_record(self._router, metadata))
             except LockstepError as error:
-                return _refusing(error)
+                return _refusing(error, self._router.settings.router_id)
         return await continuation(handler_call_details)
 
 
-def _refusing(error: LockstepError) -> grpc.RpcMethodHandler:
+def _refusing(error: LockstepError, router_id: str) -> grpc.RpcMethodHandler:
     async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
-        await abort(context, error)
+        await abort(context, error, router_id)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -7,37 +7,84 @@ the same as a call with a plain message.
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Awaitable, Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import Message
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 
 from lockstep_router.faces.access import Call, report
-from lockstep_router.faces.grpc.caller import abort, identify, metadata_of, new_record, origin_of
+from lockstep_router.faces.grpc.caller import ROUTER_METADATA, abort, identify, metadata_of, new_record, origin_of
+from lockstep_router.faces.grpc.events import (
+    echo_events,
+    embedding_usage,
+    model_message,
+    token_event,
+    usage_event,
+    vector_event,
+)
 from lockstep_router.faces.grpc.inbound import Inbound
-from lockstep_router.faces.grpc.translate import generation_request, is_chat, parse_generate, token_event, usage_event
-from lockstep_router.faces.rest.identity import MAX_TIMEOUT_S, Origin
-from lockstep_router.faces.rest.parsing import Parsing
-from lockstep_router.faces.rest.record import Record
-from lockstep_router.faces.rest.resumable import owner_of
-from lockstep_router.generation.request import GenerationRequest
+from lockstep_router.faces.grpc.requests import (
+    detokenize_body,
+    embedding_body,
+    generation_body,
+    is_chat,
+    parse_message,
+    tokenize_body,
+)
+from lockstep_router.faces.idempotency import idempotency_key, scope_of
+from lockstep_router.faces.identity import MAX_TIMEOUT_S, Origin, owner_of
+from lockstep_router.faces.openai.completions import (
+    chat_request,
+    chat_style,
+    completion_request,
+    completion_style,
+    tokenize_source,
+)
+from lockstep_router.faces.openai.embeddings import EmbeddingBody, embedding_request
+from lockstep_router.faces.openai.fields import validate
+from lockstep_router.faces.openai.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from lockstep_router.faces.parsing import Parsing
+from lockstep_router.faces.record import Record
+from lockstep_router.generation.embedding import Embedding, EmbeddingRequest
+from lockstep_router.generation.request import Caller, GenerationRequest, PromptSource
 from lockstep_router.generation.style import Style
-from lockstep_router.resumption import After, Reading, event_id
+from lockstep_router.resumption import After, IdempotencyKey, Reading
 from lockstep_router.router import Router
 
 logger = logging.getLogger("lockstep.router")
 
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
 SERVICE = "lockstep.v1.Inference"
-ROUTER_METADATA = "x-lockstep-router"
 STREAM_METADATA = "x-lockstep-stream-id"
+KEY_METADATA = "idempotency-key"
 _CHAT, _COMPLETIONS, _STREAMS = "/v1/chat/completions", "/v1/completions", "/v1/streams/{stream_id}"
+_EMBEDDINGS, _MODELS = "/v1/embeddings", "/v1/models"
+_TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"
 _MAX_ID_CHARS = 256
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What a message asks for."""
+
+    request: GenerationRequest
+    style: Style
+    owner: str
+    key: IdempotencyKey | None
 
 
 class _Progress:
@@ -68,6 +115,10 @@ class Inference:
             "Generate": self._generate,
             "Resume": self._resume,
             "Cancel": self._cancel,
+            "Embed": self._embed,
+            "Tokenize": self._tokenize,
+            "Detokenize": self._detokenize,
+            "ListModels": self._list_models,
         }
         handlers = {
             name: grpc.stream_stream_rpc_method_handler(partial(self._serve, behaviour), response_serializer=_serialize)
@@ -104,50 +155,153 @@ class Inference:
             is_audited = self._router.keys is not None
             report(Call("grpc", call.endpoint), record, time.perf_counter() - began, is_audited=is_audited)
         if failure is not None:
-            await abort(context, failure)
+            await abort(context, failure, self._router.settings.router_id)
 
     async def _generate(self, call: _Progress) -> None:
         call.endpoint = _COMPLETIONS
         record = call.record
-        await record.account.admit()
+        given_key = dict(call.metadata).get(KEY_METADATA)
+        # A request with a key may be answered by an earlier one, which is among the tenant's streams.
+        await (record.account.admit() if given_key is None else record.account.admit_reading())
         raw, record.body = await self._inbound.read(call.context)
-        request, style, origin = await self._parsing.run(len(raw), partial(self._request, raw, call))
+        wanted = await self._parsing.run(len(raw), partial(self._wanted, raw, given_key, call))
         del raw
-        starting = self._router.runs.start(request, record.account, style, owner=owner_of(origin))
-        del request
+        starting = self._router.runs.start(
+            wanted.request, record.account, wanted.style, owner=wanted.owner, key=wanted.key
+        )
+        owner = wanted.owner
+        del wanted
         reading = await starting
         record.release_body()
-        record.prompt_tokens = reading.record.prompt_tokens
-        await self._answer(reading, call, owner_of(origin))
+        record.resumed = reading.is_resumed
+        if not reading.is_resumed:
+            record.prompt_tokens = reading.record.prompt_tokens
+        await self._answer(reading, call, owner)
 
-    def _request(self, raw: bytes, call: _Progress) -> tuple[GenerationRequest, Style, Origin]:
-        message = parse_generate(raw, self._router.settings.max_body_values)
-        call.endpoint = _CHAT if is_chat(message) else _COMPLETIONS
+    def _wanted(self, raw: bytes, given_key: str | None, call: _Progress) -> _Wanted:
+        settings = self._router.settings
+        message = parse_message(inference_pb2.GenerateRequest, raw, settings.max_body_values)
+        is_conversation = is_chat(message)
+        call.endpoint = _CHAT if is_conversation else _COMPLETIONS
         # A client that does not want to come back has no use for what goes on without it.
         call.is_unwanted = message.HasField("resumable") and not message.resumable
-        origin = origin_of(self._router, call.context, call.metadata, call.record, message.session)
-        request, style = generation_request(message, origin, self._router.settings)
-        remaining_s = call.context.time_remaining()
-        if remaining_s is not None and remaining_s < MAX_TIMEOUT_S:
-            request = replace(request, caller=replace(request.caller, timeout_s=max(remaining_s, 0.001)))
-        return request, style, origin
+        origin = self._origin(call, message.session)
+        fields = generation_body(message, settings.max_body_values)
+        body: ChatCompletionRequest | CompletionRequest
+        if is_conversation:
+            body = validate(ChatCompletionRequest, fields)
+            request, style = chat_request(body, origin, settings), chat_style(body)
+        else:
+            body = validate(CompletionRequest, fields)
+            request, style = completion_request(body, origin, settings), completion_style(body)
+        key = None
+        if given_key is not None:
+            key = idempotency_key(str(given_key), KEY_METADATA, origin, body, style.kind)
+        request = replace(request, caller=self._timed(request.caller, call))
+        return _Wanted(request, style, owner_of(origin), key)
 
     async def _resume(self, call: _Progress) -> None:
         record = call.record
         record.resumed = True
         await record.account.admit_reading()
         message = _parse(inference_pb2.ResumeRequest, await self._small(call))
-        owner = self._owner(call)
+        owner = owner_of(self._origin(call))
         after = After.parse(message.last_event_id, "last_event_id") if message.last_event_id else None
-        reading = await self._router.runs.resume(_stream_id(message.request_id), owner, after)
+        reading = await self._router.runs.resume(_stream_id(message.request_id), owner, record.account, after)
         await self._answer(reading, call, owner)
 
     async def _cancel(self, call: _Progress) -> None:
         await call.record.account.admit_reading()
         message = _parse(inference_pb2.CancelRequest, await self._small(call))
-        await self._router.runs.cancel(_stream_id(message.request_id), self._owner(call))
-        await self._begin(call, ())
-        await self._write(call, inference_pb2.CancelResponse())
+        origin = self._origin(call)
+        if message.WhichOneof("named_by") == "idempotency_key":
+            scope = scope_of(message.idempotency_key, "idempotency_key", origin)
+            await self._router.runs.cancel_key(scope, owner_of(origin))
+        else:
+            await self._router.runs.cancel(_stream_id(message.request_id), owner_of(origin))
+        await self._reply(call, inference_pb2.CancelResponse())
+
+    async def _embed(self, call: _Progress) -> None:
+        call.endpoint = _EMBEDDINGS
+        record, settings = call.record, self._router.settings
+
+        def parse(raw: bytes) -> EmbeddingRequest:
+            message = parse_message(inference_pb2.EmbedRequest, raw, settings.max_body_values)
+            body = validate(EmbeddingBody, embedding_body(message))
+            return embedding_request(body, self._origin(call, message.session), settings)
+
+        request = await self._read(call, parse)
+        request = replace(request, caller=self._timed(request.caller, call))
+        with self._router.admitted(record.account):
+            prepared = await self._router.prepare_embedding(request, record.account)
+            del request
+            record.release_body()
+            record.prompt_tokens = prepared.prompt_tokens
+            async with self._router.embedding(prepared, record.account) as embedding:
+                try:
+                    await self._write_vectors(embedding, call)
+                finally:
+                    record.failovers = embedding.failovers
+            await self._write(call, embedding_usage(prepared.prompt_tokens))
+
+    async def _write_vectors(self, embedding: Embedding, call: _Progress) -> None:
+        """Write each vector as it arrives. Those that wait for the client are within the limit of one answer."""
+        vectors: asyncio.Queue[tuple[int, array[float]] | None] = asyncio.Queue()
+        running = asyncio.create_task(embedding.run(lambda index, vector: vectors.put_nowait((index, vector))))
+        running.add_done_callback(lambda _: vectors.put_nowait(None))
+        try:
+            is_begun = False
+            while (each := await vectors.get()) is not None:
+                if not is_begun:
+                    await self._begin(call, ())
+                    is_begun = True
+                await self._write(call, vector_event(*each))
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _tokenize(self, call: _Progress) -> None:
+        call.endpoint = _TOKENIZE
+        settings = self._router.settings
+
+        def parse(raw: bytes) -> tuple[str, PromptSource]:
+            message = parse_message(inference_pb2.TokenizeRequest, raw, settings.max_body_values)
+            body = validate(TokenizeRequest, tokenize_body(message, settings.max_body_values))
+            return body.model, tokenize_source(body, settings)
+
+        model, source = await self._read(call, parse)
+        with self._router.admitted(call.record.account):
+            ids, card = await self._router.tokenize(model, source)
+            del source
+            call.record.release_body()
+            await self._reply(call, inference_pb2.TokenizeResponse(tokens=ids, max_model_len=card.context_length))
+
+    async def _detokenize(self, call: _Progress) -> None:
+        call.endpoint = _DETOKENIZE
+
+        def parse(raw: bytes) -> DetokenizeRequest:
+            message = parse_message(inference_pb2.DetokenizeRequest, raw, self._router.settings.max_body_values)
+            return validate(DetokenizeRequest, detokenize_body(message))
+
+        body = await self._read(call, parse)
+        with self._router.admitted(call.record.account):
+            text = await self._router.detokenize(body.model, body.tokens, "tokens")
+            del body
+            call.record.release_body()
+            await self._reply(call, inference_pb2.DetokenizeResponse(prompt=text))
+
+    async def _list_models(self, call: _Progress) -> None:
+        call.endpoint = _MODELS
+        message = _parse(inference_pb2.ListModelsRequest, await self._small(call))
+        cards = [self._router.model(message.model)] if message.model else self._router.models()
+        await self._reply(call, inference_pb2.ListModelsResponse(models=map(model_message, cards)))
+
+    async def _read(self, call: _Progress, parse: Callable[[bytes], T]) -> T:
+        """What `parse` makes of the message, which counts in the budget until it is released."""
+        await call.record.account.admit()
+        raw, call.record.body = await self._inbound.read(call.context)
+        return await self._parsing.run(len(raw), partial(parse, raw))
 
     async def _small(self, call: _Progress) -> bytes:
         """A message that is not kept."""
@@ -155,36 +309,46 @@ class Inference:
         reservation.release()
         return raw
 
-    def _owner(self, call: _Progress) -> str:
-        return owner_of(origin_of(self._router, call.context, call.metadata, call.record, ""))
+    def _origin(self, call: _Progress, session: str = "") -> Origin:
+        return origin_of(self._router, call.context, call.metadata, call.record, session)
+
+    def _timed(self, caller: Caller, call: _Progress) -> Caller:
+        """The caller with the call's deadline."""
+        remaining_s = call.context.time_remaining()
+        if remaining_s is None or remaining_s >= MAX_TIMEOUT_S:
+            return caller
+        return replace(caller, timeout_s=max(remaining_s, 0.001))
 
     async def _answer(self, reading: Reading, call: _Progress, owner: str) -> None:
         record = call.record
         request_id = record.request_id = reading.record.request_id
         call.owner = owner
-        had = [max(0, tokens) for tokens in reading.position.tokens]
         with closing(reading):
             try:
                 await self._begin(call, ((STREAM_METADATA, request_id),))
+                had = [max(0, tokens) for tokens in reading.position.tokens]
+                for message in echo_events(reading):
+                    await self._write(call, message)
                 async for events in reading.events():
                     for each in events:
                         index = each.delta.index
-                        name = event_id(request_id, each.position)
-                        await self._write(call, token_event(reading, each, name, had[index]))
+                        await self._write(call, token_event(reading, each, had[index]))
                         had[index] = each.delta.tokens
                 if not reading.position.has_usage:
-                    name = event_id(request_id, reading.give_usage())
-                    await self._write(call, usage_event(request_id, reading.usage, name))
+                    await self._write(call, usage_event(reading))
             finally:
                 record.completion_tokens = reading.delivered_tokens
+
+    async def _reply(self, call: _Progress, message: Message) -> None:
+        """Send the only message of an answer."""
+        await self._begin(call, ())
+        await self._write(call, message)
 
     async def _begin(self, call: _Progress, more: tuple[tuple[str, str], ...]) -> None:
         router_id = self._router.settings.router_id
         await call.context.send_initial_metadata(((ROUTER_METADATA, router_id), *more))
 
-    async def _write(
-        self, call: _Progress, message: inference_pb2.GenerateEvent | inference_pb2.CancelResponse
-    ) -> None:
+    async def _write(self, call: _Progress, message: Message) -> None:
         """Send as soon as the client has read enough of what was sent before."""
         limit_s = self._router.settings.write_timeout_s
         try:
@@ -195,15 +359,13 @@ class Inference:
             raise LockstepError(ErrorCode.CANCELLED, f"nothing was read for {limit_s:g} seconds") from None
 
 
-def _serialize(message: inference_pb2.GenerateEvent | inference_pb2.CancelResponse) -> bytes:
+def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-def _parse(kind: Any, raw: bytes) -> Any:
-    try:
-        return kind.FromString(raw)
-    except DecodeError:
-        raise LockstepError(ErrorCode.INVALID_REQUEST, f"this is not a valid {kind.DESCRIPTOR.name}") from None
+def _parse(kind: type[M], raw: bytes) -> M:
+    """A message without lists."""
+    return parse_message(kind, raw, 0)
 
 
 def _stream_id(given: str) -> str:

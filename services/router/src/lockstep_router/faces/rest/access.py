@@ -4,19 +4,21 @@ If the router has keys, nothing behind this module gets an HTTP request without 
 here, and everything else is refused, whether it exists or not. Nothing behind it gets the key either.
 """
 
+import functools
 import logging
 import math
 import time
+from collections.abc import Awaitable, Callable, Mapping
 
 from lockstep_common.errors import ErrorCode, LockstepError
 from pydantic_core import to_json
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lockstep_router.faces import identity
 from lockstep_router.faces.access import NOBODY, Call, authenticate, report
-from lockstep_router.faces.rest import identity
-from lockstep_router.faces.rest.record import Record
-from lockstep_router.faces.rest.replies import error_reply
+from lockstep_router.faces.record import Record
+from lockstep_router.faces.rest.header_fields import header_fields
+from lockstep_router.faces.rest.replies import Headers, error_reply, send_response
 from lockstep_router.faces.websocket.handshake import SUBPROTOCOL_HEADER, keys_in_subprotocols, without_key
 from lockstep_router.router import Router
 
@@ -28,6 +30,39 @@ none; they tell nothing but whether the router serves.
 """
 
 _AUTHORIZATION = b"authorization"
+
+
+class Exchange:
+    """One request and its answer: the facts, and what the heads of all answers have."""
+
+    def __init__(self, fields: Mapping[str, str], record: Record, router: Router, send: Send) -> None:
+        self.fields = fields
+        """The request's headers, without an API key that this router knows."""
+        self.record = record
+        self._router = router
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        """Send a message of ASGI, a head with the further headers."""
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], *self.begin(message["status"])]
+        await self._send(message)
+
+    def begin(self, status: int) -> Headers:
+        """Note that an answer begins; the further headers of its head."""
+        record = self.record
+        record.status, record.started = status, True
+        headers = [(b"x-request-id", record.request_id.encode())]
+        for what, standing in record.account.standings.items():
+            headers += [
+                (f"x-ratelimit-limit-{what}".encode(), b"%d" % standing.limit),
+                (f"x-ratelimit-remaining-{what}".encode(), b"%d" % standing.remaining),
+                (f"x-ratelimit-reset-{what}".encode(), b"%ds" % math.ceil(standing.reset_s)),
+            ]
+        if self._router.leaving:
+            # The client's next request should go to another router: this connection will close soon.
+            headers.append((b"connection", b"close"))
+        return headers
 
 
 class AccessMiddleware:
@@ -42,44 +77,37 @@ class AccessMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = Record(identity.request_id(Headers(scope=scope)), self._router.limits.account(NOBODY))
-        scope.setdefault("state", {})["record"] = record
-        begin = time.perf_counter()
 
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = record.request_id
-                for what, standing in record.account.standings.items():
-                    headers[f"x-ratelimit-limit-{what}"] = str(standing.limit)
-                    headers[f"x-ratelimit-remaining-{what}"] = str(standing.remaining)
-                    headers[f"x-ratelimit-reset-{what}"] = f"{math.ceil(standing.reset_s)}s"
-                if self._router.leaving:
-                    # The client's next request should go to another router: this connection will close soon.
-                    headers["connection"] = "close"
-                record.status = message["status"]
-                record.started = True
-            await send(message)
+        async def respond(exchange: Exchange) -> None:
+            scope.setdefault("state", {})["record"] = exchange.record
+            await self._app(scope, receive, exchange.send)
 
+        await self.serve(scope, send, respond)
+
+    async def serve(self, scope: Scope, send: Send, respond: Callable[[Exchange], Awaitable[None]]) -> None:
+        """Let `respond` answer a request, unless its key is refused, and report it."""
+        began, fields, needs_key = time.perf_counter(), header_fields(scope["headers"]), self._needs_key(scope)
+        record = Record(identity.request_id(fields), self._router.limits.account(NOBODY))
+        exchange = Exchange(fields, record, self._router, send)
         try:
-            refusal = self._identify(scope, record)
-            app = self._app if refusal is None else error_reply(refusal)
-            await app(scope, receive, send_with_headers)
+            refusal = self._identify(scope, exchange) if needs_key else None
+            if refusal is None:
+                await respond(exchange)
+            else:
+                await send_response(error_reply(refusal), exchange.send)
         except Exception:
             logger.exception("request failed", extra={"request_id": record.request_id})
-            await _send_internal_error(record, send_with_headers)
+            await _send_internal_error(record, exchange.send)
         finally:
             record.release_body()
-            report(_call(scope), record, time.perf_counter() - begin, is_audited=self._needs_key(scope))
+            report(_call(scope), record, time.perf_counter() - began, is_audited=needs_key)
 
     def _needs_key(self, scope: Scope) -> bool:
-        is_probe = scope["method"] == "GET" and scope["path"] in _QUIET_ENDPOINTS
-        return self._router.keys is not None and not is_probe
+        return self._router.keys is not None and not (scope["method"] == "GET" and scope["path"] in _QUIET_ENDPOINTS)
 
-    def _identify(self, scope: Scope, record: Record) -> LockstepError | None:
+    def _identify(self, scope: Scope, exchange: Exchange) -> LockstepError | None:
         """Find out whose request it is; the error if it must not be served."""
-        if self._router.keys is None or not self._needs_key(scope):
-            return None
+        assert self._router.keys is not None
         given = [value for name, value in scope["headers"] if name == _AUTHORIZATION]
         try:
             access = authenticate(self._router.keys, given or keys_in_subprotocols(scope))
@@ -90,6 +118,7 @@ class AccessMiddleware:
             for name, value in scope["headers"]
             if name != _AUTHORIZATION
         ]
+        exchange.fields, record = header_fields(scope["headers"]), exchange.record
         record.access = access
         record.account, record.key_id = self._router.limits.account(access.tenant), access.key_id
         return None
@@ -108,10 +137,10 @@ async def _send_internal_error(record: Record, send: Send) -> None:
 
 def _call(scope: Scope) -> Call:
     # The route's pattern, not the path: the set of labels is bounded and never comes from clients.
-    endpoint = getattr(scope.get("route"), "path", "other")
-    return Call(
-        "http",
-        endpoint,
-        scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "other",
-        logging.DEBUG if endpoint in _QUIET_ENDPOINTS else logging.INFO,
-    )
+    method = scope["method"] if scope["method"] in ("GET", "POST", "DELETE") else "other"
+    return _call_of(getattr(scope.get("route"), "path", "other"), method)
+
+
+@functools.cache
+def _call_of(endpoint: str, method: str) -> Call:
+    return Call("http", endpoint, method, logging.DEBUG if endpoint in _QUIET_ENDPOINTS else logging.INFO)

@@ -4,13 +4,14 @@ from collections.abc import AsyncIterator, Iterable
 
 from pydantic_core import to_json
 
-from lockstep_router.faces.rest.openai_format import Body, Format, make_format
-from lockstep_router.faces.rest.record import Record
+from lockstep_router.faces.openai.format import Body, Format, inexact_mark, make_format
+from lockstep_router.faces.record import Record
 from lockstep_router.faces.rest.replies import Client, event, json_reply
 from lockstep_router.generation.choices import Delta
 from lockstep_router.generation.generation import Generation
 from lockstep_router.generation.request import GenerationRequest, PromptSource
 from lockstep_router.generation.style import Style
+from lockstep_router.lanes import Outlet
 from lockstep_router.router import Router
 
 
@@ -35,16 +36,14 @@ async def answer(router: Router, request: GenerationRequest, style: Style, recor
                     events = _Events(generation, answer_format, record.request_id, client)
                     await client.reply_events(_written(generation, events, include_usage=style.include_usage))
                     return
-                async for deltas in generation.deltas(_Whole(answer_format)):
-                    for delta in deltas:
-                        answer_format.add(delta)
+                await generation.collect(answer_format.add)
             finally:
-                record.completion_tokens = generation.usage.completion_tokens
+                record.completion_tokens = generation.completion_tokens
                 record.failovers = generation.failovers
         if prepared.kept_per_prompt is not None:
             answer_format.keep(generation.best_choices)
         more = inexact_mark(is_inexact=bool(generation.inexact_choices))
-        await client.reply(json_reply(answer_format.whole(generation.usage, more)))
+        await client.reply_json(answer_format.whole(generation.usage, more))
 
 
 async def answer_ids(router: Router, model: str, source: PromptSource, record: Record, client: Client) -> None:
@@ -76,15 +75,6 @@ async def answer_text(router: Router, model: str, ids: list[int], record: Record
 _NO_MARK: Body = {}
 
 
-class _Whole:
-    """Collects an answer that is sent in one piece."""
-
-    is_ready = True
-
-    def __init__(self, answer_format: Format) -> None:
-        self.take = answer_format.add
-
-
 class _Events:
     """An answer as server-sent events. An event's id is the request's id and its choice's number of tokens so far.
 
@@ -114,6 +104,16 @@ class _Events:
             data, self._opening = self._opening + data, b""
         self._client.write_events(data)
 
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether the client's connection has taken all events, what precedes the first delta included."""
+        return not self._opening and self._client.is_caught_up
+
+    def outlet(self) -> Outlet | None:
+        """The way of events with nothing but text to the client."""
+        before, after = self._format.text_ends(0)
+        return self._client.outlet(self._id, b"\ndata: " + before, after + b"\n\n")
+
     def of(self, deltas: Iterable[Delta]) -> bytes:
         """The next deltas as events."""
         data = b"".join([b"%b%d\ndata: %b\n\n" % (self._id, delta.tokens, self._chunk(delta)) for delta in deltas])
@@ -138,8 +138,3 @@ async def _written(generation: Generation, events: _Events, *, include_usage: bo
         yield events.of(deltas)
     if include_usage:
         yield events.usage()
-
-
-def inexact_mark(*, is_inexact: bool) -> Body:
-    """Extra fields of an answer that was continued inexactly; see the setting `exact_failover`."""
-    return {"lockstep": {"inexact": True}} if is_inexact else {}

@@ -9,46 +9,49 @@ from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from lockstep_router.faces.rest.access import AccessMiddleware
-from lockstep_router.faces.rest.answers import answer, answer_ids, answer_text
-from lockstep_router.faces.rest.bodies import BodyBudget
-from lockstep_router.faces.rest.completions import (
-    chat_request,
-    chat_style,
-    completion_request,
-    completion_style,
-    conversation,
-)
-from lockstep_router.faces.rest.direct_routes import Application, DirectRoutes
-from lockstep_router.faces.rest.embeddings import EmbeddingBody, answer_embeddings, embedding_request
-from lockstep_router.faces.rest.fields import Model, parse
-from lockstep_router.faces.rest.identity import Origin
-from lockstep_router.faces.rest.openai_format import model_body
-from lockstep_router.faces.rest.openapi import RESUMING, describe, described, resumable
-from lockstep_router.faces.rest.parsing import Parsing
-from lockstep_router.faces.rest.replies import Client, LiveReply, error_reply, json_reply
-from lockstep_router.faces.rest.responses.answers import answer_response
-from lockstep_router.faces.rest.responses.requests import responses_request
-from lockstep_router.faces.rest.responses.schemas import ResponsesRequest
-from lockstep_router.faces.rest.resumable import (
-    KEY_HEADER,
-    RESUMABLE_HEADER,
-    Return,
-    answer_resumable,
-    answer_resumed,
-    last_event,
-    owner_of,
-    wanted_return,
-)
-from lockstep_router.faces.rest.schemas import (
+from lockstep_router.faces.bodies import BodyBudget
+from lockstep_router.faces.idempotency import scope_of
+from lockstep_router.faces.identity import Origin, owner_of
+from lockstep_router.faces.openai.completions import tokenize_source
+from lockstep_router.faces.openai.embeddings import EmbeddingBody, embedding_request
+from lockstep_router.faces.openai.fields import Model, parse
+from lockstep_router.faces.openai.format import model_body
+from lockstep_router.faces.openai.responses.requests import responses_request, responses_style
+from lockstep_router.faces.openai.responses.schemas import ResponsesRequest
+from lockstep_router.faces.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from lockstep_router.faces.parsing import Parsing
+from lockstep_router.faces.rest.access import AccessMiddleware
+from lockstep_router.faces.rest.answers import answer_ids, answer_text
+from lockstep_router.faces.rest.direct_routes import Application, DirectRoutes
+from lockstep_router.faces.rest.embeddings import answer_embeddings
+from lockstep_router.faces.rest.generating import (
+    CHAT,
+    COMPLETIONS,
+    ENDPOINTS,
+    Answer,
+    DirectFace,
+    Endpoint,
+    admit,
+    origin_of,
+)
+from lockstep_router.faces.rest.header_fields import header_fields
+from lockstep_router.faces.rest.openapi import CANCELLING, RESUMING, describe, described, resumable
+from lockstep_router.faces.rest.replies import Client, LiveReply, error_reply, json_reply
+from lockstep_router.faces.rest.responses import answer_response
+from lockstep_router.faces.rest.resumable import (
+    KEY_HEADER,
+    KEY_NAME,
+    answer_resumable,
+    answer_resumed,
+    last_event,
+    wanted_return,
+)
 from lockstep_router.faces.websocket.route import add_stream
-from lockstep_router.generation.request import GenerationRequest, PromptSource, TextPrompt
-from lockstep_router.generation.style import Style
 from lockstep_router.router import Router
 
 
@@ -69,7 +72,13 @@ def create_app(router: Router) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     _add_generation(app)
     routes = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
-    app.entry = AccessMiddleware(DirectRoutes(app.inner, routes), router)
+    app.entry = access = AccessMiddleware(DirectRoutes(app.inner, routes), router)
+    app.direct = DirectFace(
+        router,
+        app.state.bodies,
+        access,
+        {path: (endpoint, routes[path]) for path, endpoint in ENDPOINTS.items()},
+    )
     _add_streams(app)
     _add_models(app)
     _add_tokens(app)
@@ -83,29 +92,24 @@ def _add_generation(app: FastAPI) -> None:
     @app.post("/v1/chat/completions", openapi_extra=resumable(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        body = await _body(request, ChatCompletionRequest)
-        origin = _origin(request)
-        generation_request = chat_request(body, origin, _router(request).settings)
-        return _answer(request, generation_request, chat_style(body), wanted_return(body, "chat", origin))
+        return await _generate(request, CHAT)
 
     @app.post("/v1/completions", openapi_extra=resumable(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue a text."""
-        body = await _body(request, CompletionRequest)
-        origin = _origin(request)
-        generation_request = completion_request(body, origin, _router(request).settings)
-        return _answer(request, generation_request, completion_style(body), wanted_return(body, "text", origin))
+        return await _generate(request, COMPLETIONS)
 
-    @app.post("/v1/responses", openapi_extra=described(ResponsesRequest))
+    @app.post("/v1/responses", openapi_extra=resumable(ResponsesRequest))
     async def responses(request: Request) -> Response:
         """Answer a conversation with items: messages, reasoning, calls of functions."""
-        for name in (KEY_HEADER, RESUMABLE_HEADER):
-            if name in request.headers:
-                raise invalid(name, "is not supported by this endpoint")
-        body = await _body(request, ResponsesRequest)
-        generation_request = responses_request(body, _origin(request), _router(request).settings)
-        run = partial(answer_response, _router(request), generation_request, body, request.state.record)
-        return _live(request, run)
+        body, origin = await _body(request, ResponsesRequest), _origin(request)
+        wanted = responses_request(body, origin, _router(request).settings)
+        style, coming_back = responses_style(body), wanted_return(body, "responses", origin)
+        del body
+        record = request.state.record
+        if coming_back is not None:
+            return _live(request, partial(answer_resumable, _router(request), wanted, style, coming_back, record))
+        return _live(request, partial(answer_response, _router(request), wanted, style, record))
 
 
 def _add_streams(app: FastAPI) -> None:
@@ -119,12 +123,23 @@ def _add_streams(app: FastAPI) -> None:
         owner = owner_of(_origin(request))
         return _live(request, partial(answer_resumed, _router(request), stream_id, owner, after, record))
 
+    @app.delete("/v1/streams", openapi_extra=CANCELLING)
+    async def cancel_key(request: Request) -> Response:
+        """End the resumable request that has an idempotency key, and forget its answer."""
+        await request.state.record.account.admit_reading()
+        origin = _origin(request)
+        key = origin.headers.get(KEY_NAME)
+        if key is None:
+            raise invalid(KEY_HEADER, "is required")
+        stream_id = await _router(request).runs.cancel_key(scope_of(key, KEY_HEADER, origin), owner_of(origin))
+        return _deleted(stream_id)
+
     @app.delete("/v1/streams/{stream_id}")
     async def cancel(request: Request, stream_id: str) -> Response:
         """End a resumable request and forget its answer."""
         await request.state.record.account.admit_reading()
         await _router(request).runs.cancel(stream_id, owner_of(_origin(request)))
-        return json_reply({"id": stream_id, "object": "stream.deleted", "deleted": True})
+        return _deleted(stream_id)
 
     @app.post("/v1/embeddings", openapi_extra=described(EmbeddingBody))
     async def embeddings(request: Request) -> Response:
@@ -159,13 +174,7 @@ def _add_tokens(app: FastAPI) -> None:
     async def tokenize(request: Request) -> Response:
         """Turn a prompt or a conversation into token ids."""
         body = await _body(request, TokenizeRequest)
-        source: PromptSource
-        if body.messages is not None and body.prompt is None:
-            source = conversation(body.messages, _router(request).settings)
-        elif body.prompt is not None and body.messages is None:
-            source = TextPrompt(body.prompt, add_special_tokens=body.add_special_tokens)
-        else:
-            raise invalid("prompt", "or messages is required, and not both")
+        source = tokenize_source(body, _router(request).settings)
         return _live(request, partial(answer_ids, _router(request), body.model, source, request.state.record))
 
     @app.post("/detokenize", openapi_extra=described(DetokenizeRequest))
@@ -188,37 +197,47 @@ def _add_operation(app: FastAPI) -> None:
         return json_reply({"status": "ready"}) if reason is None else json_reply({"status": reason}, 503)
 
 
+def _deleted(stream_id: str) -> Response:
+    return json_reply({"id": stream_id, "object": "stream.deleted", "deleted": True})
+
+
 def _router(request: Request) -> Router:
     router: Router = request.app.state.router
     return router
 
 
 def _origin(request: Request) -> Origin:
-    separates_by_address = _router(request).settings.anonymous_cache == "address"
-    address = request.client.host if request.client is not None and separates_by_address else ""
-    return Origin(request.headers, address, request.state.record.account.tenant.name)
+    return origin_of(request.scope, _fields(request), request.state.record, _router(request))
+
+
+def _fields(request: Request) -> dict[str, str]:
+    return header_fields(request.scope["headers"])
+
+
+async def _generate(request: Request, endpoint: Endpoint) -> Response:
+    content = await _content(request)
+    run: Callable[[bytearray], Answer] = partial(
+        endpoint.answer, _router(request), origin=_origin(request), record=request.state.record
+    )
+    return _live(request, await request.app.state.parsing.run(len(content), partial(run, content)))
 
 
 async def _body(request: Request, model: type[Model]) -> Model:
-    settings, state = _router(request).settings, request.app.state
-    account = request.state.record.account
-    # A request with a key may be answered by an earlier one, which is among the tenant's streams.
-    await (account.admit_reading() if KEY_HEADER in request.headers else account.admit())
-    reservation = request.state.record.body = state.bodies.reserve()
-    content = await reservation.read(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
-    parsed: Model = await state.parsing.run(
-        len(content), partial(parse, model, content, max_values=settings.max_body_values)
+    content, max_values = await _content(request), _router(request).settings.max_body_values
+    parsed: Model = await request.app.state.parsing.run(
+        len(content), partial(parse, model, content, max_values=max_values)
     )
     return parsed
 
 
-def _answer(
-    request: Request, generation_request: GenerationRequest, style: Style, coming_back: Return | None
-) -> Response:
-    if coming_back is not None:
-        run = partial(answer_resumable, _router(request), generation_request, style, coming_back, request.state.record)
-        return _live(request, run)
-    return _live(request, partial(answer, _router(request), generation_request, style, request.state.record))
+async def _content(request: Request) -> bytearray:
+    settings, state, record = _router(request).settings, request.app.state, request.state.record
+    await admit(record, _fields(request))
+    record.body = state.bodies.reserve()
+    content: bytearray = await record.body.read(
+        request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
+    )
+    return content
 
 
 def _live(request: Request, run: Callable[[Client], Awaitable[None]]) -> Response:

@@ -1,14 +1,14 @@
-"""The HTTP/1.1 connections of the REST face: their number, and limits for each until a request is accepted.
+"""An HTTP/1.1 connection of the REST face, and its limits until a request is accepted.
 
-It bounds connections, headers, framing and waiting times. It never looks into a body and never routes a request. A
+It bounds headers, framing and waiting times. It never looks into a body and never routes a request. A
 connection that becomes a WebSocket still counts here.
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+import contextlib
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 
 import httptools
 from lockstep_common.errors import ErrorCode, LockstepError
@@ -19,10 +19,14 @@ from uvicorn.server import ServerState
 
 from lockstep_router import metrics
 from lockstep_router.faces.rest import channel
+from lockstep_router.faces.rest.open_connections import Connections
+from lockstep_router.faces.rest.response_channel import DirectCycle, ResponseChannel, ResponseTransport
 from lockstep_router.faces.websocket import handshake
 from lockstep_router.faces.websocket.socket import Socket
 
 _MAX_HEADERS = 128
+MAX_DIRECT_BYTES = 64 << 10
+"""Largest body of a request that is served without ASGI's messages: reading it takes no pacing, parsing it no turn."""
 _SLICE_BYTES = 16 << 10
 """Bytes parsed at a time, so that input which is expensive to parse is refused before all of it is parsed."""
 _MAX_LATE_BYTES = 64 << 10
@@ -33,76 +37,11 @@ _UNREAD_BODY_S = 5.0
 and reads the response. Closing at once could make the client's kernel discard it.
 """
 _DROP_EVERY_S = 0.05
-"""Interval between two reads of such a rest, so that many of them leave the event loop time for streams."""
-
-
-class Evictable(Protocol):
-    """A connection that a full server may close."""
-
-    def evict(self) -> None:
-        """Close it."""
+"""Least interval between two reads of such a rest."""
 
 
 class _NotServedError(Exception):
     """Stops the parser of a connection on which no further request is served."""
-
-
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """Limits for client connections."""
-
-    max_connections: int
-    max_connections_per_client: int
-    """Connections from one client address; 0: no limit."""
-    max_header_bytes: int
-    """Bytes of a request's line, headers, chunk framing and trailers together."""
-    header_timeout_s: float
-    """Seconds from the first byte of a request, or the beginning of the connection, to the end of the headers."""
-
-
-@dataclass
-class Connections:
-    """The open connections of one server."""
-
-    limits: ConnectionLimits
-    count: int = 0
-    of_client: Counter[str] = field(default_factory=Counter)
-    waiting: dict[Evictable, None] = field(default_factory=dict)
-    """Connections without a complete request, the longest waiting first."""
-
-    def admit(self, connection: Evictable, client: str) -> bool:
-        """Count a new connection, or refuse it. A full server first closes the connection that has had no complete
-        request for the longest time: connections that are only kept open must not keep clients away.
-        """
-        limit = self.limits.max_connections_per_client
-        is_full = self.count >= self.limits.max_connections
-        if (limit and self.of_client[client] >= limit) or (is_full and not self._evict()):
-            return False
-        self.count += 1
-        self.of_client[client] += 1
-        self.waiting[connection] = None
-        return True
-
-    def forget(self, connection: Evictable, client: str) -> None:
-        """Remove an admitted connection that has ended."""
-        self.count -= 1
-        self.waiting.pop(connection, None)
-        self.of_client[client] -= 1
-        if not self.of_client[client]:
-            del self.of_client[client]
-
-    def wait(self, connection: Evictable) -> None:
-        """Put an admitted connection at the end of those that wait."""
-        self.waiting.pop(connection, None)
-        self.waiting[connection] = None
-
-    def _evict(self) -> bool:
-        oldest = next(iter(self.waiting), None)
-        if oldest is None:
-            return False
-        del self.waiting[oldest]
-        oldest.evict()
-        return True
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -122,8 +61,21 @@ class BoundedProtocol(HttpToolsProtocol):
         *,
         open_connections: Connections,
         on_connected: Callable[[], None] = lambda: None,
+        wire: socket.socket | None = None,
     ) -> None:
+        """Make it for one connection.
+
+        Args:
+            config: uvicorn's.
+            server_state: uvicorn's.
+            app_state: uvicorn's.
+            _loop: the event loop, if it is not the running one.
+            open_connections: all of the server.
+            on_connected: called when the connection is made.
+            wire: the socket, if the bytes on it are those of HTTP: not with TLS.
+        """
         super().__init__(config, server_state, app_state, _loop)
+        self.wire = wire
         self._open_connections = open_connections
         self._on_connected = on_connected
         self._limits = open_connections.limits
@@ -134,6 +86,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._late_bytes = 0
         self._framing_bytes = 0
         """Bytes received for the current request, without its body."""
+        self._header_bytes = 0
+        """Names and values of its headers so far."""
+        self._awaits_headers = False
+        """Whether a request has begun whose headers are not complete."""
         self._body_bytes = 0
         self._received_bytes = 0
         """Size of the piece that is being parsed."""
@@ -144,7 +100,22 @@ class BoundedProtocol(HttpToolsProtocol):
         """Whether the connection may be used again after the current request."""
         self._socket: Socket | None = None
         """What the connection was given to."""
-        self._response: _Response | None = None
+        self._response: ResponseChannel | None = None
+        self._direct = getattr(self.app, "direct", None)
+        """Serves requests that arrive in one piece; None: the application has no such part."""
+        self._begun = False
+        """Whether there is a request for it whose body has not been parsed yet."""
+
+    def send(self, data: bytes) -> None:
+        """Send data. What the kernel takes at once does not go through the transport, which takes much longer."""
+        transport = self.transport
+        sent = 0
+        if self.wire is not None and not transport.get_write_buffer_size() and not transport.is_closing():
+            # The transport gets an error, too, when it writes what was not sent.
+            with contextlib.suppress(OSError):
+                sent = self.wire.send(data)
+        if sent < len(data):
+            transport.write(data[sent:])
 
     def evict(self) -> None:
         """Close the connection because the server is full."""
@@ -203,10 +174,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._is_admitted = False
             self._open_connections.forget(self, self._client_address)
         super().connection_lost(exc)
+        self._open_connections.idle.pop(self, None)
         if self._response is not None:
             self._response.note_lost()
-        # Uvicorn's timer would keep this object, with the last request's body, until the time for keep-alive is over.
-        self._unset_keepalive_if_required()
+            self._part_from_cycle()
 
     def data_received(self, data: bytes) -> None:
         """Parse the data, unless the connection ignores further input."""
@@ -216,14 +187,49 @@ class BoundedProtocol(HttpToolsProtocol):
                 self.transport.abort()
             elif self._body_timer is not None:
                 self.flow.pause_reading()
-                self.loop.call_later(_DROP_EVERY_S, self._resume_dropping)
+                wait_s = self._open_connections.dropping.take(len(data))
+                self.loop.call_later(max(wait_s, _DROP_EVERY_S), self._resume_dropping)
             return
-        self._unset_keepalive_if_required()
-        for start in range(0, len(data), _SLICE_BYTES):
-            self._feed(data[start : start + _SLICE_BYTES] if len(data) > _SLICE_BYTES else data)
-            if self._ignores_input:
-                self._late_bytes += max(0, len(data) - start - _SLICE_BYTES)
-                return
+        if len(data) <= _SLICE_BYTES:
+            self._feed(data)
+        else:
+            for start in range(0, len(data), _SLICE_BYTES):
+                self._feed(data[start : start + _SLICE_BYTES])
+                if self._ignores_input:
+                    self._late_bytes += max(0, len(data) - start - _SLICE_BYTES)
+                    break
+        if self._begun:
+            # The rest of the body is still to come.
+            self._start_through_asgi()
+        if self._awaits_headers and self._header_timer is None and not self._ignores_input:
+            # Most requests arrive in one piece and need no timer.
+            self._expect_headers()
+
+    def _start_through_asgi(self) -> None:
+        self._begun = False
+        if self.cycle.more_body:
+            self._open_connections.wait(self)
+        event = self.cycle.message_event = asyncio.Event()
+        if self.cycle.body:
+            event.set()
+        self._start_asgi_task(self.cycle, self.app)
+
+    def _start_direct(self) -> None:
+        self._begun = False
+        assert self._response is not None
+        task = self.loop.create_task(self._serve_direct(self.cycle, self._response))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+
+    async def _serve_direct(self, cycle: RequestResponseCycle, response: ResponseChannel) -> None:
+        assert self._direct is not None
+        try:
+            await self._direct.serve(cycle.scope, cycle.send, response)
+        except BaseException as error:
+            await cycle.run_asgi(_ended_with(error))
+        else:
+            if not cycle.response_complete:
+                await cycle.run_asgi(_ended_with(None))
 
     def _feed(self, data: bytes) -> None:
         self._received_bytes = len(data)
@@ -247,56 +253,127 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_reading()
             raise _NotServedError
+        # Not sooner: line ends between two requests begin nothing, and keep no connection open.
+        self._open_connections.idle.pop(self, None)
         # All bytes received together with the first one count, though a few may belong to the previous request.
         self._framing_bytes, self._body_bytes = self._received_bytes, 0
-        if self._header_timer is None:
-            self._expect_headers()
-        super().on_message_begin()
+        self._header_bytes, self._awaits_headers = 0, True
+        self.url, self.headers, self.expect_100_continue = b"", [], False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take one header, or a trailer."""
-        if len(self.headers) >= _MAX_HEADERS:
+        """Take one header. Trailers are dropped: nobody in front of the router has looked at them."""
+        if not self._awaits_headers:
+            return
+        headers = self.headers
+        if len(headers) >= _MAX_HEADERS:
             self._refuse(431, ErrorCode.PAYLOAD_TOO_LARGE, f"there are more than {_MAX_HEADERS} headers")
             raise _NotServedError
-        super().on_header(name, value)
+        self._header_bytes += len(name) + len(value)
+        name = name.lower()
+        headers.append((name, value))
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
 
     def on_headers_complete(self) -> None:
-        """Hand the request to the application."""
-        self._stop_header_timer()
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self._limits.max_header_bytes:
+        """Hand the request to the application, or wait for its body if it may be served without ASGI."""
+        self._awaits_headers = False
+        if self._header_timer is not None:
+            self._stop_header_timer()
+        if len(self.url) + self._header_bytes > self._limits.max_header_bytes:
             self._refuse_framing()
             raise _NotServedError
+        path = None if self._direct is None else self._direct.paths.get(self.url)
+        if path is None or not self._begin_direct(path):
+            self._begin_asgi()
+        if not self._begun:
+            self._open_connections.wait(self)
+        cycle = self.cycle
+        # Until the body is complete, a response announces that the connection closes: the rest is not read.
+        self._may_keep_alive, cycle.keep_alive = cycle.keep_alive, False
+        transport: Any = ResponseTransport(self, cycle)
+        response: Any = ResponseChannel(cycle, transport)
+        self._response, cycle.transport = response, transport
+        self.scope.setdefault("extensions", {})[channel.EXTENSION] = response
+
+    def _begin_asgi(self) -> None:
+        """Begin any request as uvicorn does."""
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.headers, self.expect_100_continue = url, headers, expects
+        self.scope["headers"] = headers
         if self.parser.should_upgrade():
             self.scope["extensions"] = cast("dict[str, dict[object, object]]", {handshake.EXTENSION: self})
         super().on_headers_complete()
-        self._open_connections.wait(self)
-        # Until the body is complete, a response announces that the connection closes: the rest is not read.
-        self._may_keep_alive = self.cycle.keep_alive
-        self.cycle.keep_alive = False
-        transport = _ResponseTransport(self, self.cycle)
-        self._response = _Response(self.cycle, transport)
-        self.cycle.transport = cast("asyncio.Transport", transport)
-        self.scope.setdefault("extensions", {})[channel.EXTENSION] = cast("dict[object, object]", self._response)
+
+    def _begin_direct(self, path: str) -> bool:
+        """Begin a request for the direct face, if it may get it: what `_begin_asgi` does, for the usual request."""
+        parser = self.parser
+        if parser.get_method() != b"POST" or self.expect_100_continue or parser.should_upgrade():
+            return False
+        version = parser.get_http_version()
+        scope: Any = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": "",
+            "headers": self.headers,
+            "state": {},
+            "method": "POST",
+            "path": path,
+            "raw_path": self.url,
+            "query_string": b"",
+        }
+        self.scope = scope
+        keep_alive = version != "1.0" and parser.should_keep_alive()
+        self.cycle = DirectCycle(self, keep_alive=keep_alive, on_response=self.on_response_complete)
+        self._begun = True
+        return True
 
     def on_body(self, body: bytes) -> None:
         """Pass on a piece of the body."""
-        self._framing_bytes -= len(body)
-        self._body_bytes += len(body)
-        super().on_body(body)
+        size_bytes = len(body)
+        self._framing_bytes -= size_bytes
+        self._body_bytes += size_bytes
+        if self._begun and self._body_bytes <= MAX_DIRECT_BYTES:
+            self.cycle.body += body
+        else:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         """Serve the request to its end, even if the server is full."""
         self._open_connections.waiting.pop(self, None)
-        if self.cycle is not None and not self.cycle.response_started:
-            self.cycle.keep_alive = self._may_keep_alive
-        super().on_message_complete()
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_started:
+            cycle.keep_alive = self._may_keep_alive
+        if not self._begun:
+            super().on_message_complete()
+            return
+        cycle.more_body = False
+        if self._body_bytes <= MAX_DIRECT_BYTES:
+            self._start_direct()
+        else:
+            self._start_through_asgi()
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
         self.cycle.body = bytearray()
-        super().on_response_complete()
-        if self._is_admitted and not self.transport.is_closing():
+        self._part_from_cycle()
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        if self.flow.read_paused:
+            self.flow.resume_reading()
+        self._open_connections.note_idle(self, self.loop)
+        if self._is_admitted:
             self._open_connections.wait(self)
+
+    def close_idle(self) -> None:
+        """Close the connection: no further request has come."""
+        if not self.transport.is_closing():
+            self.transport.close()
 
     def shutdown(self) -> None:
         """Close the connection now, or after the response."""
@@ -317,6 +394,16 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.write_eof()
         self.flow.resume_reading()
         self._body_timer = self.loop.call_later(_UNREAD_BODY_S, self.transport.close)
+
+    def _part_from_cycle(self) -> None:
+        """Drop the references to and from a request that is over.
+
+        In a circle they would wait for the garbage collector, which would stop the event loop for thousands of them.
+        """
+        self._response = None
+        self.scope["extensions"].pop(channel.EXTENSION, None)
+        self.cycle.transport = self.transport
+        self.cycle.on_response = _nothing
 
     def _resume_dropping(self) -> None:
         if not self.transport.is_closing():
@@ -350,11 +437,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, code: ErrorCode, sentence: str) -> None:
         """Close the connection, with an error response unless a request is in progress."""
         self._ignores_input = True
+        is_unseen, self._begun = self._begun, False
         self._stop_header_timer()
         metrics.REFUSED_CONNECTIONS.labels(str(status)).inc()
         if self.transport.is_closing():
             return
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self.cycle is not None and not self.cycle.response_complete and not is_unseen:
             # The application has this request already, and notices that its client disconnects.
             self.transport.abort()
             return
@@ -372,83 +460,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-class _Response:
-    """The channel of one answer; see `channel.Channel`."""
-
-    def __init__(self, cycle: RequestResponseCycle, transport: "_ResponseTransport") -> None:
-        self._cycle = cycle
-        self._transport = transport
-        self._on_lost: Callable[[], None] | None = None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the body has begun, and more of it can be written without waiting for the client."""
-        cycle = self._cycle
-        # An answer in chunks: the headers of others name the length, so they are not written in pieces.
-        return cycle.chunked_encoding is True and not (
-            cycle.flow.write_paused or cycle.response_complete or cycle.disconnected
-        )
-
-    def write(self, data: bytes) -> None:
-        """Send a chunk. Uvicorn's `send` writes the same bytes."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-    def watch(self, on_lost: Callable[[], None]) -> None:
-        """Call a function, once, if the client leaves before the answer is complete."""
-        if self._cycle.disconnected:
-            on_lost()
-            return
-        self._on_lost = on_lost
-        # A large body may have stopped the reading, and only a connection that is read shows that its client leaves.
-        self._cycle.flow.resume_reading()
-
-    def unwatch(self) -> None:
-        """Do not call it any more."""
-        self._on_lost = None
-
-    def note_lost(self) -> None:
-        """The connection has ended."""
-        on_lost, self._on_lost = self._on_lost, None
-        if on_lost is not None and not self._cycle.response_complete:
-            on_lost()
+def _nothing() -> None:
+    """Do nothing."""
 
 
-class _ResponseTransport:
-    """What a response is written to. Closing it lets the connection drop the rest of the body first.
+def _ended_with(error: BaseException | None) -> Callable[..., Coroutine[Any, Any, None]]:
+    """An application that has written no more, or has failed: uvicorn knows what follows."""
 
-    The head waits for the first piece of the body, for one turn of the event loop at most: together they are sent in
-    one system call.
-    """
+    async def application(*_: object) -> None:
+        if error is not None:
+            raise error
 
-    def __init__(self, connection: BoundedProtocol, cycle: RequestResponseCycle) -> None:
-        self._connection = connection
-        self._cycle = cycle
-        self._head: bytes | None = None
-        """The head while it waits; empty afterwards."""
-
-    def write(self, data: bytes) -> None:
-        """Send."""
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif self._head is None and self._cycle.response_started:
-            self._head = data
-            self._connection.loop.call_soon(self._send_head)
-            return
-        self._connection.transport.write(data)
-
-    def _send_head(self) -> None:
-        head, self._head = self._head, b""
-        if head and not self._connection.transport.is_closing():
-            self._connection.transport.write(head)
-
-    def is_closing(self) -> bool:
-        """Whether nothing more can be sent."""
-        return self._connection.transport.is_closing()
-
-    def close(self) -> None:
-        """The response is complete, or cannot be completed."""
-        self._send_head()
-        if self._connection.cycle.response_complete:
-            self._connection.end_response()
-        else:
-            self._connection.transport.close()
+    return application

@@ -15,6 +15,7 @@ from lockstep_common.errors import LockstepError
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lockstep_router.faces.rest.generating import DirectFace
 from lockstep_router.faces.rest.replies import error_reply
 
 
@@ -22,6 +23,8 @@ class Application(FastAPI):
     """FastAPI behind middleware that wraps all of it, its own layers included: `entry` gets each request first."""
 
     entry: ASGIApp
+    direct: DirectFace
+    """Serves requests that arrive in one piece."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""

@@ -1,69 +1,15 @@
-"""POST /v1/embeddings: its body, the request made from it, and its answer."""
+"""The answer of POST /v1/embeddings."""
 
 import base64
 import sys
 from array import array
-from typing import Annotated, Any, Literal
 
-from lockstep_common.errors import invalid
-from pydantic import Field, Tag
 from pydantic_core import to_json
 
-from lockstep_router.faces.rest import identity
-from lockstep_router.faces.rest.identity import Origin
-from lockstep_router.faces.rest.record import Record
+from lockstep_router.faces.record import Record
 from lockstep_router.faces.rest.replies import Client, json_reply
-from lockstep_router.faces.rest.schema_base import Strict, choice_of
-from lockstep_router.faces.rest.schemas import IdList, prompt_form
 from lockstep_router.generation.embedding import EmbeddingRequest
-from lockstep_router.generation.request import PromptSource, TextPrompt, TokenPrompt
 from lockstep_router.router import Router
-from lockstep_router.settings import RouterSettings
-
-
-class EmbeddingBody(Strict):
-    """POST /v1/embeddings."""
-
-    model: str = Field(min_length=1, max_length=256)
-    input: Annotated[
-        Annotated[str, Tag("<string>")]
-        | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("<list>")]
-        | Annotated[IdList, Tag("<ids>")]
-        | Annotated[list[IdList], Field(min_length=1, fail_fast=True), Tag("<id lists>")],
-        choice_of("a string, a list of strings, a list of token ids or a list of lists of token ids", prompt_form),
-    ]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1, lt=1 << 31)
-    user: str | None = Field(None, max_length=1024)
-
-    @property
-    def inputs(self) -> list[str | list[int]]:
-        """The texts as a list, in whichever form they were given."""
-        given: Any = self.input
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
-
-
-def embedding_request(body: EmbeddingBody, origin: Origin, settings: RouterSettings) -> EmbeddingRequest:
-    """The request of /v1/embeddings.
-
-    Raises:
-        LockstepError: INVALID_REQUEST, there are too many texts.
-    """
-    inputs = body.inputs
-    if len(inputs) > settings.max_embedding_inputs:
-        raise invalid("input", f"may have at most {settings.max_embedding_inputs} texts")
-    return EmbeddingRequest(
-        model=body.model,
-        caller=identity.caller(origin, body.user),
-        texts=tuple(
-            _text(each, f"input[{index}]" if len(inputs) > 1 else "input") for index, each in enumerate(inputs)
-        ),
-        dimensions=body.dimensions,
-    )
-
-
-def _text(given: str | list[int], field: str) -> PromptSource:
-    return TextPrompt(given, field) if isinstance(given, str) else TokenPrompt(given, field)
 
 
 async def answer_embeddings(

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable
 
 from lockstep_router import metrics
-from lockstep_router.faces.rest.connections import Connections
+from lockstep_router.faces.rest.open_connections import Connections
 
 logger = logging.getLogger("lockstep.router")
 
@@ -56,7 +56,8 @@ class Listener:
         context: of the server; None: plain HTTP.
         connections: where handshakes count.
         handshake_timeout_s: for each.
-        make_protocol: makes a connection's protocol; that calls the given function as soon as it is connected.
+        make_protocol: makes a connection's protocol; that calls the given function as soon as it is connected, and may
+            write to the given socket, if there is one.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Listener:
         context: ssl.SSLContext | None,
         connections: Connections,
         handshake_timeout_s: float,
-        make_protocol: Callable[[Callable[[], None]], asyncio.Protocol],
+        make_protocol: Callable[[Callable[[], None], socket.socket | None], asyncio.Protocol],
     ) -> None:
         listener.setblocking(False)
         self._listener = listener
@@ -114,7 +115,7 @@ class Listener:
         try:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: self._make_protocol(end),
+                lambda: self._make_protocol(end, accepted if self._context is None else None),
                 accepted,
                 ssl=self._context,
                 ssl_handshake_timeout=None if self._context is None else self._handshake_timeout_s,

@@ -7,9 +7,9 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from lockstep_router.faces.rest.embeddings import EmbeddingBody
-from lockstep_router.faces.rest.responses.schemas import ResponsesRequest
-from lockstep_router.faces.rest.schemas import (
+from lockstep_router.faces.openai.embeddings import EmbeddingBody
+from lockstep_router.faces.openai.responses.schemas import ResponsesRequest
+from lockstep_router.faces.openai.schemas import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -57,6 +57,21 @@ RESUMING: dict[str, Any] = {
     "responses": _STREAM_ERRORS,
 }
 """The part of the description of a route that resumes a stream."""
+
+
+CANCELLING: dict[str, Any] = {
+    "parameters": [
+        {
+            "name": "Idempotency-Key",
+            "in": "header",
+            "required": True,
+            "description": "Of the request.",
+            "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+        }
+    ],
+    "responses": {"404": {"description": "No stream of this client has the key."}},
+}
+"""The part of the description of the route that ends a request by its key."""
 
 
 def resumable(model: type[BaseModel]) -> dict[str, Any]:

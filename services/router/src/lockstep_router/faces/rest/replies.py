@@ -10,11 +10,17 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from lockstep_router.faces.record import Record
 from lockstep_router.faces.rest.channel import Channel, channel_of
-from lockstep_router.faces.rest.record import Record
+from lockstep_router.lanes import Outlet
 from lockstep_router.settings import RouterSettings
 
 logger = logging.getLogger("lockstep.router")
+
+Headers = list[tuple[bytes, bytes]]
+"""Of an answer, as bytes; names are in lower case."""
+
+AtOnce = Callable[[int, Headers, bytes], bool]
 
 CLIENT_DISCONNECTED_STATUS = MEANINGS[ErrorCode.CANCELLED].http_status
 
@@ -23,7 +29,7 @@ _EVENT_STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
 
 
@@ -41,9 +47,22 @@ def error_reply(error: LockstepError) -> Response:
     return json_reply(error.openai_body(), error.meaning.http_status, headers)
 
 
+async def send_response(response: Response, send: Send) -> None:
+    """Send a complete response."""
+    await send(_start(response.status_code, response.raw_headers))
+    await send(_body(bytes(response.body), more=False))
+
+
 def event(event_id: str, data: bytes) -> bytes:
     """One server-sent event; its data are one line."""
     return b"id: %b\ndata: %b\n\n" % (event_id.encode(), data)
+
+
+def named_event(kind: str, event_id: str, data: bytes) -> bytes:
+    """One server-sent event with a type, if it is not empty, and an id, if that is not."""
+    lines = [b"event: %b\n" % kind.encode()] if kind else []
+    lines += [b"id: %b\n" % event_id.encode()] if event_id else []
+    return b"%bdata: %b\n\n" % (b"".join(lines), data)
 
 
 class Client:
@@ -58,34 +77,60 @@ class Client:
         record: of the request.
         settings: of the router.
         channel: of the answer, if its server has one.
+        reply_at_once: sends a whole response in one write if the connection takes it now; False: it does not.
+        begin_at_once: the same for the head of a response in chunks and its first chunk.
     """
 
-    def __init__(self, send: Send, record: Record, settings: RouterSettings, channel: Channel | None = None) -> None:
+    _wants_events = False
+    _event_headers = _EVENT_STREAM_HEADERS
+    _is_started = False
+    _writing_since: float | None = None
+    _outlet: Outlet | None = None
+    _comment: asyncio.Task[None] | None = None
+    _on_stuck: Callable[[], None] | None = None
+    _timer: asyncio.TimerHandle | None = None
+
+    def __init__(
+        self,
+        send: Send,
+        record: Record,
+        settings: RouterSettings,
+        channel: Channel | None = None,
+        reply_at_once: AtOnce = lambda _status, _headers, _body: False,
+        begin_at_once: AtOnce = lambda _status, _headers, _data: False,
+    ) -> None:
         self._send = send
         self._channel = channel
+        self._reply_at_once = reply_at_once
+        self._begin_at_once = begin_at_once
         self._record = record
         self._write_timeout_s = settings.write_timeout_s
         self._keepalive_s = settings.keepalive_interval_s
-        self._wants_events = False
-        self._event_headers = _EVENT_STREAM_HEADERS
-        self._is_started = False
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
-        self._writing_since: float | None = None
-        self._comment: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     def expect_events(self) -> None:
         """Note that the answer will be a stream."""
         self._wants_events = True
+        self._begin_watch()
 
     async def reply(self, response: Response) -> None:
         """Send a complete response."""
-        await self._put(_start(response.status_code, response.raw_headers))
-        await self._put(_body(bytes(response.body), more=False))
+        await self._reply(response.status_code, response.raw_headers, bytes(response.body))
+
+    async def reply_json(self, body: bytes) -> None:
+        """Send a complete response of JSON."""
+        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
+        await self._reply(200, headers, body)
+
+    async def _reply(self, status: int, headers: Headers, body: bytes) -> None:
+        if self._comment is None and self._reply_at_once(status, headers, body):
+            return
+        await self._put(_start(status, headers))
+        await self._put(_body(body, more=False))
 
     async def reply_events(
-        self, events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None, *, end: bytes = _DONE
+        self, events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None, *, end: bytes = DONE
     ) -> None:
         """Send server-sent events as they come, then `end`; with further headers, if there are any.
 
@@ -95,13 +140,30 @@ class Client:
         if headers:
             more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
             self._event_headers = _EVENT_STREAM_HEADERS + more
+        began_at_once = False
         async for data in events:
             if not self._is_started:
+                began_at_once = self._begin_events_with(data)
+                if began_at_once:
+                    continue
                 await self._begin_events()
             await self._put(_body(data, more=True))
         if not self._is_started:
             await self._begin_events()
+        if began_at_once and self.takes_events:
+            assert self._channel is not None
+            self._channel.end(end)
+            return
         await self._put(_body(end, more=False))
+
+    def _begin_events_with(self, data: bytes) -> bool:
+        """Begin with the first events in one write; False: the connection does not take them now."""
+        if not self._begin_at_once(200, self._event_headers, data):
+            return False
+        self._is_started = True
+        self._written_at = self._loop.time()
+        self._begin_watch()
+        return True
 
     @property
     def takes_events(self) -> bool:
@@ -117,6 +179,18 @@ class Client:
         self._written_at = self._loop.time()
         self._channel.write(data)
 
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether the connection has taken everything that was written."""
+        return self._channel is not None and self._channel.is_empty
+
+    def outlet(self, before: bytes, between: bytes, after: bytes) -> Outlet | None:
+        """The way of events past `write_events`, for as long as it is caught up and takes events; see `Outlet`."""
+        if self._channel is None:
+            return None
+        self._outlet = Outlet(before, between, after, send=self._channel.send, send_later=self._channel.send_later)
+        return self._outlet
+
     async def _begin_events(self) -> None:
         self._is_started = True
         await self._put(_start(200, self._event_headers))
@@ -130,20 +204,34 @@ class Client:
             await self.reply(error_reply(error))
 
     def watch(self, on_stuck: Callable[[], None]) -> None:
-        """Start sending comments, and call `on_stuck` once the client has read nothing for `write_timeout_s`."""
+        """From the first write on, or from `expect_events` on: send comments, and call `on_stuck` once the client has
+        read nothing for `write_timeout_s`.
+        """
+        self._on_stuck = on_stuck
+
+    def _begin_watch(self) -> None:
+        if self._timer is None and self._on_stuck is not None:
+            self._watch(self._on_stuck)
+
+    def _watch(self, on_stuck: Callable[[], None]) -> None:
         now = self._loop.time()
         if self._writing_since is not None and now - self._writing_since >= self._write_timeout_s:
             on_stuck()
             return
-        is_silent = self._writing_since is None and now - self._written_at >= self._keepalive_s > 0
+        lane = None if self._outlet is None else self._outlet.lane
+        written_at = self._written_at if lane is None else max(self._written_at, lane.at)
+        is_silent = self._writing_since is None and now - written_at >= self._keepalive_s > 0
         if self._wants_events and is_silent:
+            if lane is not None:
+                lane.close()
             self._comment = asyncio.ensure_future(self._send_comment())
         # One timer serves all deadlines of a client, so that writing a token sets no timer.
         interval_s = min(self._write_timeout_s, self._keepalive_s or self._write_timeout_s) / 4
-        self._timer = self._loop.call_later(interval_s, self.watch, on_stuck)
+        self._timer = self._loop.call_later(interval_s, self._watch, on_stuck)
 
     async def stop(self) -> None:
         """Send nothing more."""
+        self._on_stuck = None
         if self._timer is not None:
             self._timer.cancel()
         if self._comment is not None:
@@ -167,11 +255,12 @@ class Client:
     async def _deliver(self, message: dict[str, Any]) -> None:
         # `send` waits while the server's buffer is full, as it is when the client does not read.
         self._writing_since = self._written_at = self._loop.time()
+        self._begin_watch()
         await self._send(message)
         self._writing_since = None
 
 
-def _start(status: int, headers: list[tuple[bytes, bytes]]) -> dict[str, Any]:
+def _start(status: int, headers: Headers) -> dict[str, Any]:
     return {"type": "http.response.start", "status": status, "headers": headers}
 
 
@@ -197,36 +286,9 @@ class LiveReply(Response):
         if channel is None:
             await self._run_beside(client, receive)
         else:
-            await self._run_on(client, channel)
-
-    async def _run_on(self, client: Client, channel: Channel) -> None:
-        """Run in this task, which is cancelled if the connection ends."""
-        task = asyncio.current_task()
-        assert task is not None
-        has_left = False
-
-        def leave() -> None:
-            nonlocal has_left
-            if not has_left:
-                has_left = True
-                # The unfinished answer makes the server close the connection.
-                self._record.status = CLIENT_DISCONNECTED_STATUS
-                task.cancel()
-
-        def on_stuck() -> None:
-            self._note_stuck()
-            leave()
-
-        client.watch(on_stuck)
-        channel.watch(leave)
-        try:
-            await self._run(client)
-        except asyncio.CancelledError:
-            if not has_left or task.uncancel():
-                raise  # the server itself ends the task
-        finally:
-            channel.unwatch()
-            await client.stop()
+            # No reference is kept: it holds the request, which is large and needed at the beginning only.
+            answer, self._answer = self._answer(client), _no_answer
+            await run_live(answer, client, channel, self._record)
 
     async def _run_beside(self, client: Client, receive: Receive) -> None:
         """Run in a task beside one that reads the connection: all that ASGI knows."""
@@ -234,7 +296,7 @@ class LiveReply(Response):
         disconnect = asyncio.ensure_future(_wait_disconnect(receive))
 
         def on_stuck() -> None:
-            self._note_stuck()
+            _note_stuck(self._record)
             disconnect.cancel()
 
         client.watch(on_stuck)
@@ -251,16 +313,51 @@ class LiveReply(Response):
         if not answering.cancelled():
             answering.result()
 
-    def _note_stuck(self) -> None:
-        logger.warning("client does not read", extra={"request_id": self._record.request_id})
-
     async def _run(self, client: Client) -> None:
-        try:
-            # No reference is kept: it holds the request, which is large and needed at the beginning only.
-            answer, self._answer = self._answer(client), _no_answer
-            await answer
-        except LockstepError as error:
-            await client.fail(error)
+        answer, self._answer = self._answer(client), _no_answer
+        await _told(answer, client)
+
+
+async def run_live(answer: Awaitable[None], client: Client, channel: Channel, record: Record) -> None:
+    """Run the computation of an answer in this task, until it ends or the client disconnects or stops reading."""
+    task = asyncio.current_task()
+    assert task is not None
+    has_left = False
+
+    def leave() -> None:
+        nonlocal has_left
+        if not has_left:
+            has_left = True
+            # The unfinished answer makes the server close the connection.
+            record.status = CLIENT_DISCONNECTED_STATUS
+            task.cancel()
+
+    def on_stuck() -> None:
+        _note_stuck(record)
+        leave()
+
+    client.watch(on_stuck)
+    channel.watch(leave)
+    try:
+        await _told(answer, client)
+    except asyncio.CancelledError:
+        if not has_left or task.uncancel():
+            raise  # the server itself ends the task
+    finally:
+        channel.unwatch()
+        await client.stop()
+
+
+async def _told(answer: Awaitable[None], client: Client) -> None:
+    """Run the computation of an answer; the client gets its errors."""
+    try:
+        await answer
+    except LockstepError as error:
+        await client.fail(error)
+
+
+def _note_stuck(record: Record) -> None:
+    logger.warning("client does not read", extra={"request_id": record.request_id})
 
 
 async def _no_answer(_: Client) -> None:

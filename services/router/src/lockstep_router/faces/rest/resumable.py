@@ -1,33 +1,31 @@
 """Answers that clients can come back to: started, joined or resumed, and written from any position."""
 
-import hashlib
-import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
-from lockstep_common.errors import invalid
-from pydantic_core import to_json
+from lockstep_common.errors import LockstepError, invalid
 
-from lockstep_router.faces.rest import identity
-from lockstep_router.faces.rest.answers import inexact_mark
-from lockstep_router.faces.rest.identity import Origin
-from lockstep_router.faces.rest.openai_format import Format, format_of
-from lockstep_router.faces.rest.record import Record
-from lockstep_router.faces.rest.replies import Client, event, json_reply
-from lockstep_router.faces.rest.schemas import SamplingFields
+from lockstep_router.faces.idempotency import idempotency_key
+from lockstep_router.faces.identity import Origin, owner_of
+from lockstep_router.faces.openai.chunks import chunks_of, has_end_mark, whole_of
+from lockstep_router.faces.openai.responses.schemas import ResponsesRequest
+from lockstep_router.faces.openai.schemas import SamplingFields
+from lockstep_router.faces.record import Record
+from lockstep_router.faces.rest.replies import DONE, Client, json_reply, named_event
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
-from lockstep_router.resumption import After, IdempotencyKey, Reading, event_id
+from lockstep_router.resumption import After, IdempotencyKey, Reading
 from lockstep_router.router import Router
 
 RESUMABLE_HEADER = "X-Lockstep-Resumable"
 KEY_HEADER = "Idempotency-Key"
 LAST_EVENT_HEADER = "Last-Event-ID"
+RESUMABLE_NAME, KEY_NAME, _LAST_EVENT_NAME = map(str.lower, (RESUMABLE_HEADER, KEY_HEADER, LAST_EVENT_HEADER))
+"""As in mappings of headers."""
 LAST_EVENT_QUERY = "last_event_id"
 STREAM_HEADER = "X-Lockstep-Stream-ID"
 
-_KEY = re.compile(r"[!-~]{1,255}")
 _FLAGS = {"true": True, "false": False}
 
 
@@ -40,33 +38,20 @@ class Return:
     after: After | None = None
 
 
-def wanted_return(body: SamplingFields, kind: str, origin: Origin) -> Return | None:
+def wanted_return(body: SamplingFields | ResponsesRequest, kind: str, origin: Origin) -> Return | None:
     """Whether the client may come back, and how; None: its request ends when it leaves.
 
     Raises:
         LockstepError: INVALID_REQUEST, a header cannot be used.
     """
     headers = origin.headers
-    flag, key = headers.get(RESUMABLE_HEADER), headers.get(KEY_HEADER)
+    flag, key = headers.get(RESUMABLE_NAME), headers.get(KEY_NAME)
     if flag is not None and flag.lower() not in _FLAGS:
         raise invalid(RESUMABLE_HEADER, "must be true or false")
     if key is None:
         is_wanted = bool(body.resumable) or (flag is not None and _FLAGS[flag.lower()])
         return Return(owner_of(origin)) if is_wanted else None
-    if not _KEY.fullmatch(key):
-        raise invalid(KEY_HEADER, "must be 1 to 255 visible ASCII characters")
-    fingerprint = hashlib.blake2b(body.model_dump_json().encode(), digest_size=32, person=b"body")
-    fingerprint.update(kind.encode())
-    # Clients without an API key have no tenant to share keys in, so their address separates them.
-    scope = f"{owner_of(origin) or identity.anonymous_tenant(origin.address)}/{key}"
-    return Return(owner_of(origin), IdempotencyKey(scope, fingerprint.digest(), KEY_HEADER), last_event(headers, {}))
-
-
-def owner_of(origin: Origin) -> str:
-    """Names who may resume a stream: the tenant; empty for clients without an API key, whom the unguessable id tells
-    apart, so that they may come back from another address.
-    """
-    return origin.tenant or identity.tenant(origin.headers)
+    return Return(owner_of(origin), idempotency_key(key, KEY_HEADER, origin, body, kind), last_event(headers, {}))
 
 
 def last_event(headers: Mapping[str, str], query: Mapping[str, str]) -> After | None:
@@ -75,7 +60,7 @@ def last_event(headers: Mapping[str, str], query: Mapping[str, str]) -> After | 
     Raises:
         LockstepError: INVALID_REQUEST, naming the header or the parameter.
     """
-    if given := headers.get(LAST_EVENT_HEADER):
+    if given := headers.get(_LAST_EVENT_NAME):
         return After.parse(given, LAST_EVENT_HEADER)
     if given := query.get(LAST_EVENT_QUERY):
         return After.parse(given, LAST_EVENT_QUERY)
@@ -112,7 +97,7 @@ async def answer_resumed(
     Raises:
         LockstepError: nothing has been written yet, or the stream has failed.
     """
-    await _write(await router.runs.resume(request_id, owner, after), record, client)
+    await _write(await router.runs.resume(request_id, owner, record.account, after), record, client)
 
 
 async def _write(reading: Reading, record: Record, client: Client) -> None:
@@ -121,57 +106,25 @@ async def _write(reading: Reading, record: Record, client: Client) -> None:
         record.prompt_tokens = reading.record.prompt_tokens
     headers = {STREAM_HEADER: reading.record.request_id}
     with closing(reading):
-        answer_format = format_of(reading.record, reading.tokenizer)
         try:
             if style.stream:
                 client.expect_events()
-                await client.reply_events(_events(reading, answer_format), headers)
+                end = DONE if has_end_mark(reading) else b""
+                await client.reply_events(_events(reading, record), headers, end=end)
             else:
-                body = await _whole(reading, answer_format)
-                await client.reply(json_reply(body, headers=headers))
+                await client.reply(json_reply(await whole_of(reading), headers=headers))
         finally:
             record.completion_tokens = reading.delivered_tokens
 
 
-async def _whole(reading: Reading, answer_format: Format) -> bytes:
-    async for events in reading.events():
-        for each in events:
-            answer_format.add(each.delta)
-    return answer_format.whole(reading.usage, inexact_mark(is_inexact=bool(reading.inexact_choices)))
-
-
-async def _events(reading: Reading, answer_format: Format) -> AsyncIterator[bytes]:
-    async for chunks in chunks_of(reading, answer_format):
-        yield b"".join(event(each_id, data) for each_id, data in chunks)
-
-
-async def chunks_of(reading: Reading, answer_format: Format) -> AsyncIterator[list[tuple[str, bytes]]]:
-    """What the client does not have yet, as chunks of OpenAI's API: each with the id of its event, which names what the
-    client has with it.
-
-    Raises:
-        LockstepError: the stream has failed; everything before that has been yielded.
-    """
-    request_id = reading.record.request_id
-    opening = [
-        (event_id(request_id, reading.open_choice(index)), to_json(body))
-        for index in reading.position.unopened
-        for body in answer_format.opening((index,))
-    ]
-    async for events in reading.events():
-        inexact = reading.inexact_choices
-        data = [
-            (
-                event_id(request_id, each.position),
-                answer_format.chunk(
-                    each.delta,
-                    inexact_mark(is_inexact=bool(each.delta.finish_reason) and each.delta.index in inexact),
-                ),
-            )
-            for each in events
-        ]
-        yield opening + data
-        opening = []
-    if reading.record.style.include_usage and not reading.position.has_usage:
-        body = to_json(answer_format.usage_chunk(reading.usage))
-        yield [(event_id(request_id, reading.give_usage()), body)]
+async def _events(reading: Reading, record: Record) -> AsyncIterator[bytes]:
+    has_begun = False
+    try:
+        async for chunks in chunks_of(reading):
+            yield b"".join(named_event(each.type, each.event_id, each.data) for each in chunks)
+            has_begun = True
+    except LockstepError as error:
+        if has_end_mark(reading) or not has_begun:
+            raise
+        # The failure of a response that has begun is an event of it.
+        record.status = error.meaning.http_status

@@ -6,9 +6,9 @@ from lockstep_common.errors import LockstepError, invalid
 from pydantic import Field
 from pydantic_core import to_json
 
-from lockstep_router.faces.rest.fields import validate
-from lockstep_router.faces.rest.identity import MAX_TIMEOUT_S
-from lockstep_router.faces.rest.schema_base import Strict
+from lockstep_router.faces.identity import MAX_TIMEOUT_S
+from lockstep_router.faces.openai.fields import validate
+from lockstep_router.faces.openai.schema_base import Strict
 
 MAX_ID_CHARS = 128
 _MAX_QUOTED_CHARS = 32
@@ -21,10 +21,12 @@ class Generate(Strict):
 
     type: Literal["generate"]
     id: RequestId
-    endpoint: Literal["chat.completions", "completions"]
+    endpoint: Literal["chat.completions", "completions", "responses"]
     body: dict[str, Any]
     session: str | None = Field(None, min_length=1, max_length=256)
     timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)
+    idempotency_key: str | None = None
+    """Requests with the same key and an equal body get one answer: later ones join the first."""
 
 
 class Resume(Strict):
@@ -37,10 +39,11 @@ class Resume(Strict):
 
 
 class Cancel(Strict):
-    """End a request of this socket."""
+    """End a request: one of this socket by its id, or one of any face by its idempotency key."""
 
     type: Literal["cancel"]
-    id: RequestId
+    id: RequestId | None = None
+    idempotency_key: str | None = None
 
 
 class Ping(Strict):
@@ -94,6 +97,11 @@ def failed(client_id: str | None, error: LockstepError) -> bytes:
     if error.retry_after_s is not None:
         body["retry_after_s"] = max(1, round(error.retry_after_s))
     return to_json({"type": "error", "id": client_id, "error": body})
+
+
+def cancelled(idempotency_key: str, stream: str) -> bytes:
+    """The stream that had the key has ended and is forgotten."""
+    return to_json({"type": "cancelled", "idempotency_key": idempotency_key, "stream": stream})
 
 
 PONG = to_json({"type": "pong"})

@@ -5,8 +5,8 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from lockstep_router.faces.rest.bodies import BodyBudget
-from lockstep_router.faces.rest.parsing import Parsing
+from lockstep_router.faces.bodies import BodyBudget
+from lockstep_router.faces.parsing import Parsing
 from lockstep_router.faces.websocket.handshake import EXTENSION, PATH, Connection, shake_hands
 from lockstep_router.faces.websocket.session import Client, Session
 from lockstep_router.faces.websocket.socket import Socket, SocketLimits

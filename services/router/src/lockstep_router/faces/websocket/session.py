@@ -13,28 +13,36 @@ from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from pydantic_core import to_json
 
 from lockstep_router.faces.access import NOBODY, Call, report
-from lockstep_router.faces.rest.bodies import Reservation
-from lockstep_router.faces.rest.completions import chat_request, chat_style, completion_request, completion_style
-from lockstep_router.faces.rest.fields import parse_object, validate
-from lockstep_router.faces.rest.identity import Origin
-from lockstep_router.faces.rest.openai_format import format_of, usage_body
-from lockstep_router.faces.rest.parsing import Parsing
-from lockstep_router.faces.rest.record import Record
-from lockstep_router.faces.rest.resumable import chunks_of, owner_of
-from lockstep_router.faces.rest.schemas import ChatCompletionRequest, CompletionRequest
+from lockstep_router.faces.bodies import Reservation
+from lockstep_router.faces.idempotency import idempotency_key, scope_of
+from lockstep_router.faces.identity import Origin, owner_of
+from lockstep_router.faces.openai.chunks import chunks_of
+from lockstep_router.faces.openai.completions import chat_request, chat_style, completion_request, completion_style
+from lockstep_router.faces.openai.fields import parse_object, validate
+from lockstep_router.faces.openai.format import usage_body
+from lockstep_router.faces.openai.responses.requests import responses_request, responses_style
+from lockstep_router.faces.openai.responses.schemas import ResponsesRequest
+from lockstep_router.faces.openai.schemas import ChatCompletionRequest, CompletionRequest
+from lockstep_router.faces.parsing import Parsing
+from lockstep_router.faces.record import Record
 from lockstep_router.faces.websocket import messages
 from lockstep_router.faces.websocket.messages import Cancel, Generate, Ping, Resume, client_message, id_of
 from lockstep_router.faces.websocket.socket import RESTART, Message, Socket, SocketClosedError
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
-from lockstep_router.resumption import After, Reading
+from lockstep_router.resumption import After, IdempotencyKey, Reading
 from lockstep_router.router import Router
 from lockstep_router.tenants import Access
 
 logger = logging.getLogger("lockstep.router")
 
 _STREAMS_ENDPOINT = "/v1/streams/{stream_id}"
-_ENDPOINTS = {"chat.completions": "/v1/chat/completions", "completions": "/v1/completions"}
+_ENDPOINTS = {
+    "chat.completions": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+}
+_KEY_FIELD = "idempotency_key"
 _PENALTY_S = 0.01
 """Pause after a message that asks for no answer of the model, so that floods of them cost little."""
 
@@ -111,7 +119,7 @@ class Session:
                     self._begin(resume.id, partial(self._resume, resume), self._record(message.reservation), call)
                     is_begun = True
                 case Cancel() as cancel:
-                    self._cancel(cancel.id)
+                    await self._cancel(cancel)
                 case Ping():
                     await self._socket.send(messages.PONG)
         except LockstepError as error:
@@ -148,13 +156,35 @@ class Session:
             if self._is_draining:
                 self._socket.close(RESTART, "the router is shutting down")
 
-    def _cancel(self, client_id: str) -> None:
-        request = self._requests.get(client_id)
+    async def _cancel(self, message: Cancel) -> None:
+        if (message.id is None) == (message.idempotency_key is None):
+            raise invalid("id", "or idempotency_key is required, and not both")
+        if message.idempotency_key is not None:
+            await self._cancel_key(message.idempotency_key)
+            return
+        request = self._requests.get(message.id or "")
         if request is None:
             raise LockstepError(ErrorCode.NOT_FOUND, "there is no such request in progress", field="id")
         request.is_unwanted = True
         assert request.task is not None
         request.task.cancel()
+
+    async def _cancel_key(self, key: str) -> None:
+        """End the request that has an idempotency key, and tell the client."""
+        began, record = time.perf_counter(), self._record()
+        try:
+            self._identify(record)
+            await record.account.admit_reading()
+            origin = self._origin(record)
+            stream = await self._router.runs.cancel_key(scope_of(key, _KEY_FIELD, origin), owner_of(origin))
+            record.status = 200
+        except LockstepError as error:
+            record.status = error.meaning.http_status
+            raise
+        finally:
+            call, is_audited = Call("websocket", _STREAMS_ENDPOINT, "GET"), self._client.access is not None
+            report(call, record, time.perf_counter() - began, is_audited=is_audited)
+        await self._socket.send(messages.cancelled(key, stream))
 
     async def _run(self, request: _Request, answer: Callable[[_Request], Awaitable[None]]) -> None:
         """Run a request; its end is told to the client, logged and counted, whatever it is."""
@@ -201,15 +231,20 @@ class Session:
 
     async def _generate(self, message: Generate, request: _Request) -> None:
         record = request.record
-        await record.account.admit()
+        # A request with a key may be answered by an earlier one, which is among the tenant's streams.
+        await (record.account.admit() if message.idempotency_key is None else record.account.admit_reading())
         # A client that does not want to come back has no use for what goes on without it.
         request.is_unwanted = message.body.get("resumable") is False
-        generation_request, style = self._generation_request(message, record)
-        starting = self._router.runs.start(generation_request, record.account, style, owner=self._owner(record))
+        generation_request, style, key = self._generation_request(message, record)
+        starting = self._router.runs.start(
+            generation_request, record.account, style, owner=self._owner(record), key=key
+        )
         del generation_request, message
         reading = await starting
         record.release_body()
-        record.prompt_tokens = reading.record.prompt_tokens
+        record.resumed = reading.is_resumed
+        if not reading.is_resumed:
+            record.prompt_tokens = reading.record.prompt_tokens
         await self._answer(reading, request)
 
     async def _resume(self, message: Resume, request: _Request) -> None:
@@ -218,7 +253,8 @@ class Session:
         await record.account.admit_reading()
         given = message.last_event_id
         after = None if given is None else After.parse(given, "last_event_id")
-        await self._answer(await self._router.runs.resume(message.stream, self._owner(record), after), request)
+        reading = await self._router.runs.resume(message.stream, self._owner(record), record.account, after)
+        await self._answer(reading, request)
 
     async def _answer(self, reading: Reading, request: _Request) -> None:
         record, client_id = request.record, to_json(request.client_id)
@@ -226,15 +262,17 @@ class Session:
         with closing(reading):
             try:
                 await self._socket.send(messages.started(request.client_id, record.request_id))
-                async for chunks in chunks_of(reading, format_of(reading.record, reading.tokenizer)):
-                    for event_id, data in chunks:
-                        await self._socket.send(messages.event(client_id, event_id, data))
+                async for chunks in chunks_of(reading):
+                    for each in chunks:
+                        await self._socket.send(messages.event(client_id, each.event_id, each.data))
             finally:
                 record.completion_tokens = reading.delivered_tokens
         await self._socket.send(messages.done(request.client_id, usage_body(reading.usage)))
 
-    def _generation_request(self, message: Generate, record: Record) -> tuple[GenerationRequest, Style]:
-        """The request that a message makes, and the form of its answer.
+    def _generation_request(
+        self, message: Generate, record: Record
+    ) -> tuple[GenerationRequest, Style, IdempotencyKey | None]:
+        """The request that a message makes, the form of its answer, and its idempotency key.
 
         Raises:
             LockstepError: INVALID_REQUEST, naming the field of the body.
@@ -244,15 +282,22 @@ class Session:
             raise invalid("stream", "may only be true: answers over WebSocket are streams")
         body = message.body | {"stream": True}
         origin = self._origin(record, message.session)
+        typed: ChatCompletionRequest | CompletionRequest | ResponsesRequest
         if message.endpoint == "chat.completions":
-            chat = validate(ChatCompletionRequest, body)
-            request, style = chat_request(chat, origin, settings), chat_style(chat)
+            typed = validate(ChatCompletionRequest, body)
+            request, style = chat_request(typed, origin, settings), chat_style(typed)
+        elif message.endpoint == "responses":
+            typed = validate(ResponsesRequest, body)
+            request, style = responses_request(typed, origin, settings), responses_style(typed)
         else:
-            completion = validate(CompletionRequest, body)
-            request, style = completion_request(completion, origin, settings), completion_style(completion)
+            typed = validate(CompletionRequest, body)
+            request, style = completion_request(typed, origin, settings), completion_style(typed)
+        given, key = message.idempotency_key, None
+        if given is not None:
+            key = idempotency_key(given, _KEY_FIELD, origin, typed, style.kind)
         if message.timeout_s is not None:
             request = replace(request, caller=replace(request.caller, timeout_s=message.timeout_s))
-        return request, style
+        return request, style, key
 
     def _origin(self, record: Record, session: str | None = None) -> Origin:
         headers = self._client.headers

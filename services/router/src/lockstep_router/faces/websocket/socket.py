@@ -17,7 +17,7 @@ from lockstep_common.errors import LockstepError
 from websockets.frames import CloseCode, Frame, Opcode
 from websockets.protocol import OPEN, SERVER, Protocol
 
-from lockstep_router.faces.rest.bodies import BodyBudget, Reservation
+from lockstep_router.faces.bodies import BodyBudget, Reservation
 
 logger = logging.getLogger("lockstep.router")
 frames_logger = logging.getLogger("lockstep.websocket")

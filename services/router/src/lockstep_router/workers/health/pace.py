@@ -96,10 +96,14 @@ class Pace:
         """
         time_s = max(time_s, self._floor_s)
         self._recent.append((now, size, time_s))
-        self._classes.setdefault(size, _Class()).add(time_s, now, is_usual=is_usual)
-        self._classes.move_to_end(size)
-        if len(self._classes) > _MAX_CLASSES:
-            self._classes.popitem(last=False)
+        known = self._classes.get(size)
+        if known is None:
+            known = self._classes[size] = _Class()
+            if len(self._classes) > _MAX_CLASSES:
+                self._classes.popitem(last=False)
+        else:
+            self._classes.move_to_end(size)
+        known.add(time_s, now, is_usual=is_usual)
 
     def medians(self, now: float) -> dict[Size, float]:
         """The median time of each class that others can be compared with."""

@@ -1,0 +1,115 @@
+"""The identity of a request's sender: request ids, sessions, tenants. Keys are hashed before they are stored, and never
+logged.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lockstep_common.errors import invalid
+from lockstep_common.trace_context import parse_traceparent
+
+from lockstep_router.generation.request import Caller
+from lockstep_router.randomness import new_id
+
+_SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
+_MAX_SESSION_CHARS = 256
+_TIMEOUT_HEADER = "X-Request-Timeout"
+_TIMEOUT_NAME = _TIMEOUT_HEADER.lower()
+MAX_TIMEOUT_S = 86_400.0
+
+
+@dataclass(slots=True)
+class Origin:
+    """The sender of a request: its headers and its address. Nobody changes one."""
+
+    headers: Mapping[str, str]
+    """Names are looked up in lower case."""
+    address: str = ""
+    """Separates clients without a key; empty: they share one tenant."""
+    tenant: str = ""
+    """The tenant that the client's key belongs to, if the router has keys."""
+
+
+def caller(origin: Origin, user: str | None) -> Caller:
+    """The caller, from the request's headers, the client's address and the body's `user`."""
+    headers = origin.headers
+    name = origin.tenant or (tenant(headers) if "authorization" in headers else "")
+    traceparent = headers.get("traceparent")
+    return Caller(
+        _session(origin, user, name),
+        name or (anonymous_tenant(origin.address) if origin.address else ""),
+        parse_traceparent(traceparent) if traceparent else "",
+        timeout_s(headers) if _TIMEOUT_NAME in headers else None,
+    )
+
+
+def anonymous_tenant(address: str) -> str:
+    """A tenant name for all clients without a key at one address; empty without an address.
+
+    Tenants never share KV blocks. If all clients without a key were one tenant, each could learn from `cached_tokens`,
+    or from the time to the first token, which prompts the others had sent.
+    """
+    if not address:
+        return ""
+    return hashlib.blake2b(address.encode(), digest_size=16, person=b"address").hexdigest()
+
+
+def timeout_s(headers: Mapping[str, str]) -> float | None:
+    """The client's own deadline in the header X-Request-Timeout, in seconds; None without one.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, the header is not a number of seconds.
+    """
+    given = headers.get(_TIMEOUT_NAME)
+    if given is None:
+        return None
+    value = float(given) if _SECONDS.fullmatch(given) else math.nan
+    if not 0 < value <= MAX_TIMEOUT_S:
+        raise invalid(_TIMEOUT_HEADER, f"must be a number of seconds above 0 and at most {MAX_TIMEOUT_S:.0f}")
+    return value
+
+
+def request_id(headers: Mapping[str, str]) -> str:
+    """The client's X-Request-ID if it is 1 to 64 harmless characters, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if given and _SANE_ID.fullmatch(given) else new_id(12)
+
+
+def session(origin: Origin, user: str | None) -> str:
+    """The identity that picks the worker: X-Session-ID, then `user`, then the tenant or the API key, then a new random
+    one.
+    """
+    return _session(origin, user, origin.tenant or tenant(origin.headers))
+
+
+def _session(origin: Origin, user: str | None, name: str) -> str:
+    given = origin.headers.get("x-session-id", "")
+    if given:
+        return f"session:{given[:_MAX_SESSION_CHARS]}"
+    if user:
+        return f"user:{user[:_MAX_SESSION_CHARS]}"
+    if origin.tenant:
+        return f"tenant:{origin.tenant}"
+    return f"key:{name}" if name else f"request:{new_id(8)}"
+
+
+def owner_of(origin: Origin) -> str:
+    """Names who may resume a stream: the tenant; empty for clients without an API key, whom the unguessable id tells
+    apart, so that they may come back from another address.
+    """
+    return origin.tenant or tenant(origin.headers)
+
+
+def tenant(headers: Mapping[str, str]) -> str:
+    """A hash of the API key, which names the tenant; empty without a key."""
+    given = headers.get("authorization")
+    if not given:
+        return ""
+    scheme, _, key = given.partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        return ""
+    return hashlib.blake2b(key.strip().encode("utf-8", "surrogateescape"), digest_size=16, person=b"tenant").hexdigest()

@@ -1,0 +1,35 @@
+"""The facts about one request, from its arrival to its log lines."""
+
+from dataclasses import dataclass
+
+from lockstep_router.faces.bodies import Reservation
+from lockstep_router.tenants import Access, Account
+
+
+@dataclass
+class Record:
+    """The facts about a request that are logged when it ends."""
+
+    request_id: str
+    account: Account
+    """Of its tenant; of nobody, and without limits, if the router has no keys."""
+    key_id: str = ""
+    """Names the API key; empty if the router has no keys, or if there was no valid one."""
+    access: Access | None = None
+    """What the key gives access to."""
+    status: int = 0
+    """The status sent, or the error's status if a stream fails after 200."""
+    started: bool = False
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    failovers: int = 0
+    resumed: bool = False
+    """Whether an earlier request started the stream."""
+    body: Reservation | None = None
+    """The body's share of the budget for bodies."""
+
+    def release_body(self) -> None:
+        """Return the body's memory to the budget."""
+        if self.body is not None:
+            self.body.release()
+            self.body = None

@@ -1,0 +1,431 @@
+"""Writes the journals of running streams to the state server, so that another router can continue them.
+
+One task writes, one batch at a time: whatever all streams have gained since the last one. Nothing is queued but the
+names of streams: the tokens are taken from the journals in memory when the batch is made. Token by token it costs one
+look-up.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from lockstep_api.v1 import state_pb2
+from lockstep_api.v1.state_pb2 import WriteOutcome
+
+from lockstep_router import metrics
+from lockstep_router.journals.records import ChoiceLog, StoredStream
+from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
+from lockstep_router.journals.stored_form import REMOVED, Key, tenant_of, to_message, to_piece
+
+logger = logging.getLogger("lockstep.router")
+
+_BATCH_WRITES = 512
+_BATCH_BYTES = 256 << 10
+"""A larger batch would keep the event loop from the streams for too long. A single write may be larger."""
+_WRITE_BYTES = 8 << 20
+"""Of one write: the state server takes messages of twice as much."""
+_WRITE_IDS = 16_384
+_WRITE_LOGPROBS = 1024
+_FULL_PAUSE_S = 1.0
+"""A stream for which there was no room is tried again after this time."""
+_MAX_CHORES = 4096
+_CHORES_AT_ONCE = 16
+_REMOVED_TTL_S = 1.0
+_FINAL_FLUSH_S = 0.5
+
+_ENDINGS = frozenset({state_pb2.WRITE_OUTCOME_CONFLICT, state_pb2.WRITE_OUTCOME_INVALID})
+"""Outcomes after which more writes to the stream are useless."""
+
+
+@dataclass
+class Entry:
+    """A stream that is mirrored. `written` and `has_finish` are what the state server has acknowledged."""
+
+    stream: StoredStream
+    epoch: int
+    key: Key | None = None
+    message: state_pb2.StreamRecord | None = None
+    """The record, once it has been made."""
+    is_open: bool = False
+    written: list[int] = field(default_factory=list)
+    has_finish: list[bool] = field(default_factory=list)
+    seal: bytes | None = None
+    seal_ttl_s: float = 0.0
+    is_left: bool = False
+    """This router forgets it as soon as everything is written."""
+    is_frozen: bool = False
+    """It has become too large: only its time to live is renewed."""
+    changed_at: float | None = None
+    """When the oldest change that is not being written was made, in the event loop's time."""
+    written_at: float = 0.0
+    not_before: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.written = self.written or [0] * len(self.stream.record.choices)
+        self.has_finish = self.has_finish or [False] * len(self.stream.record.choices)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the state server lacks something."""
+        if not self.is_open or self.seal is not None:
+            return True
+        return not self.is_frozen and any(
+            done < len(log.ids) or (log.finish and not finished)
+            for done, finished, log in zip(self.written, self.has_finish, self.stream.logs, strict=True)
+        )
+
+    def forget_acknowledged(self) -> None:
+        """The state server does not have the stream: everything is written again."""
+        self.is_open = False
+        self.written = [0] * len(self.written)
+        self.has_finish = [False] * len(self.has_finish)
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A write on its way."""
+
+    request_id: str
+    entry: Entry
+    since: float | None
+    ends: Sequence[tuple[int, int, bool]]
+    """Of each piece: the choice, the position of its end, and whether it has the finish."""
+    seal: bytes | None
+
+
+class Mirror:
+    """The streams of this router in the state server.
+
+    Args:
+        client: the state server.
+        owner: this router's name.
+        lag_s: the time for which tokens may be missing there.
+        ttl_s: for how long a running stream is kept there without a write.
+        on_stale: called with the id of a stream that has a higher epoch: it is no longer this router's.
+    """
+
+    def __init__(
+        self, client: StateClient, owner: str, *, lag_s: float, ttl_s: float, on_stale: Callable[[str], None]
+    ) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._client = client
+        self._owner = owner
+        self._gather_s = lag_s / 2
+        self._ttl_s = ttl_s
+        self._on_stale = on_stale
+        self._changed: dict[str, None] = {}
+        """Streams with something to write, those that have waited longest first."""
+        self._wake = asyncio.Event()
+        self._chores: deque[Callable[[], Awaitable[None]]] = deque(maxlen=_MAX_CHORES)
+        """What else the state server is to be told; beyond the bound it forgets by its times to live."""
+        self._batch_writes = _BATCH_WRITES
+        self._writing: asyncio.Task[None] | None = None
+        self._flight: list[_Sent] = []
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._writing = asyncio.create_task(self._write_forever())
+
+    async def close(self) -> None:
+        """Write what is missing, if that takes no time, and stop."""
+        if self._writing is None:
+            return
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
+        for sent in self._flight:
+            self._restore(sent)
+        try:
+            async with asyncio.timeout(_FINAL_FLUSH_S):
+                while not self._client.mirror.is_open and (await self._write_batch() or self._chores):
+                    await self._do_chores()
+        except TimeoutError:
+            pass
+
+    # What happens to streams.
+
+    def add(self, request_id: str, entry: Entry) -> None:
+        """Mirror a stream."""
+        entry.written_at = asyncio.get_running_loop().time()
+        self.entries[request_id] = entry
+        self.note_change(request_id)
+
+    def note_change(self, request_id: str) -> None:
+        """A stream has gained something."""
+        entry = self.entries.get(request_id)
+        if entry is not None and entry.changed_at is None:
+            entry.changed_at = asyncio.get_running_loop().time()
+            self._changed[request_id] = None
+            self._wake.set()
+
+    def seal(self, request_id: str, outcome: bytes, ttl_s: float) -> None:
+        """A stream has ended."""
+        entry = self.entries.get(request_id)
+        if entry is not None:
+            entry.seal, entry.seal_ttl_s = outcome, ttl_s
+            self.note_change(request_id)
+
+    def remove(self, request_id: str) -> bool:
+        """Forget a stream, here and there; False if it is not mirrored (any more)."""
+        entry = self.entries.get(request_id)
+        if entry is None:
+            return False
+        in_flight = any(sent.entry is entry for sent in self._flight)
+        # While the state server is away nothing more is kept for it: the stream's time to live ends it there.
+        if (entry.is_open or in_flight) and not self._client.mirror.is_open:
+            # A router that had the stream before this one has to find that it has ended.
+            self.seal(request_id, REMOVED, self._ttl_s if entry.epoch > 1 else _REMOVED_TTL_S)
+        else:
+            self.drop(request_id)
+        return True
+
+    def leave(self, request_id: str) -> None:
+        """Write what is missing of a stream, and then mirror it no longer: others may have it."""
+        entry = self.entries.get(request_id)
+        if entry is not None:
+            entry.is_left = True
+            self.note_change(request_id)
+
+    def drop(self, request_id: str) -> None:
+        """Write no more to a stream."""
+        self.entries.pop(request_id, None)
+        self._changed.pop(request_id, None)
+
+    def add_chore(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Have something done that nobody waits for."""
+        self._chores.append(work)
+        self._wake.set()
+
+    def note_return(self) -> None:
+        """The state server was away, and may have forgotten everything: every stream tells what it has."""
+        for request_id in self.entries:
+            self.note_change(request_id)
+
+    def tend(self, is_kept: Callable[[str], bool]) -> None:
+        """Renew times to live, and drop streams that have ended and left the memory. Called about every second."""
+        now = asyncio.get_running_loop().time()
+        for request_id, entry in list(self.entries.items()):
+            is_gone = not is_kept(request_id) and (entry.seal not in (None, REMOVED) or self._client.mirror.is_open)
+            if is_gone or (entry.seal == REMOVED and now - entry.written_at > self._ttl_s):
+                self.drop(request_id)
+                metrics.JOURNAL_WRITES.labels("dropped").inc()
+            elif now - entry.written_at > self._ttl_s / 3 and entry.not_before <= now:
+                self.note_change(request_id)
+        metrics.JOURNAL_LAG_SECONDS.set(self.lag_s)
+
+    @property
+    def lag_s(self) -> float:
+        """Age of the oldest change that the state server does not have."""
+        since = [entry.changed_at for entry in self.entries.values() if entry.changed_at is not None]
+        since += [sent.since for sent in self._flight if sent.since is not None]
+        return max(0.0, asyncio.get_running_loop().time() - min(since)) if since else 0.0
+
+    # Writing.
+
+    async def _write_forever(self) -> None:
+        while True:
+            await self._wake.wait()
+            await self._client.is_reachable.wait()
+            await asyncio.sleep(self._gather_s)
+            self._wake.clear()
+            try:
+                await self._write_batch()
+                await self._do_chores()
+            except Exception:
+                logger.exception("the mirror of the journals has a defect")
+            if self._changed or self._chores:
+                self._wake.set()
+
+    async def _write_batch(self) -> bool:
+        """Write what is missing, as much as fits in one batch; False if nothing was to be written."""
+        batch = self._batch()
+        if not batch:
+            return False
+        writes, self._flight = [write for write, _ in batch], [sent for _, sent in batch]
+        try:
+            response = await self._client.append(state_pb2.AppendRequest(writes=writes))
+        except StateAwayError:
+            metrics.JOURNAL_WRITES.labels("unavailable").inc(len(batch))
+            self._give_back()
+            # It may have restarted, and forgotten streams that have nothing new.
+            self.note_return()
+            return True
+        except StateRefusedError as refused:
+            self._note_refusal(str(refused))
+            return True
+        sent, self._flight = self._flight, []
+        for each, result in zip(sent, response.results, strict=True):
+            self._note_result(each, result)
+        return True
+
+    def _give_back(self) -> None:
+        sent, self._flight = self._flight, []
+        for each in sent:
+            self._restore(each)
+
+    def _note_refusal(self, reason: str) -> None:
+        """The whole call was refused: a smaller batch may be taken, a single write is given up."""
+        metrics.JOURNAL_WRITES.labels("refused").inc(len(self._flight))
+        if len(self._flight) > 1:
+            self._batch_writes = max(1, min(self._batch_writes, len(self._flight)) // 2)
+            self._give_back()
+            return
+        logger.error("the state server refuses a stream", extra={"reason": reason})
+        for each in self._flight:
+            self.drop(each.request_id)
+        self._flight = []
+
+    def _batch(self) -> list[tuple[state_pb2.StreamWrite, _Sent]]:
+        now, made, size = asyncio.get_running_loop().time(), [], 0
+        for request_id in list(self._changed):
+            entry = self.entries[request_id]
+            if entry.not_before > now:
+                continue
+            try:
+                write, sent = self._write(request_id, entry)
+            except Exception:
+                # A defect in one stream must not stop the others.
+                logger.exception("a stream cannot be mirrored", extra={"stream": request_id})
+                self.drop(request_id)
+                continue
+            del self._changed[request_id]
+            entry.changed_at = None
+            write_bytes = write.ByteSize()
+            if write_bytes > _WRITE_BYTES:
+                metrics.JOURNAL_WRITES.labels("too_large").inc()
+                self.drop(request_id)
+                continue
+            made.append((write, sent))
+            size += write_bytes
+            if len(made) >= self._batch_writes or size >= _BATCH_BYTES:
+                break
+        return made
+
+    def _write(self, request_id: str, entry: Entry) -> tuple[state_pb2.StreamWrite, _Sent]:
+        record = entry.stream.record
+        write = state_pb2.StreamWrite(
+            tenant=tenant_of(record.owner), stream_id=request_id, epoch=entry.epoch, ttl_s=self._ttl_s
+        )
+        if not entry.is_open:
+            if entry.message is None:
+                entry.message = to_message(record, entry.key)
+            write.record.CopyFrom(entry.message)
+            write.owner = self._owner
+        ends, is_all = [], True
+        if entry.seal != REMOVED and not entry.is_frozen:
+            room = _WRITE_IDS
+            for index, log in enumerate(entry.stream.logs):
+                begin = entry.written[index]
+                end = min(len(log.ids), begin + min(room, _WRITE_LOGPROBS if log.logprobs else room))
+                is_all = is_all and end == len(log.ids)
+                if end > begin or (log.finish and end == len(log.ids) and not entry.has_finish[index]):
+                    write.pieces.append(to_piece(index, log, begin, end))
+                    ends.append((index, end, bool(log.finish) and end == len(log.ids)))
+                    room -= end - begin
+        seal = entry.seal if is_all else None
+        if seal is not None and (not entry.is_frozen or seal == REMOVED):
+            write.seal.outcome = seal
+            write.ttl_s = entry.seal_ttl_s
+        return write, _Sent(request_id, entry, entry.changed_at, ends, seal)
+
+    # Outcomes.
+
+    def _restore(self, sent: _Sent) -> None:
+        """A write was not done, as far as is known: it is made again."""
+        if self.entries.get(sent.request_id) is sent.entry:
+            entry = sent.entry
+            entry.changed_at = entry.changed_at if sent.since is None else sent.since
+            if entry.changed_at is None:
+                entry.changed_at = asyncio.get_running_loop().time()
+            self._changed[sent.request_id] = None
+
+    def _note_result(self, sent: _Sent, result: state_pb2.WriteResult) -> None:
+        entry, outcome = sent.entry, result.outcome
+        metrics.JOURNAL_WRITES.labels(WriteOutcome.Name(outcome).removeprefix("WRITE_OUTCOME_").lower()).inc()
+        if self.entries.get(sent.request_id) is not entry:
+            return
+        now = asyncio.get_running_loop().time()
+        match outcome:
+            case state_pb2.WRITE_OUTCOME_OK:
+                self._note_written(sent, now)
+            case state_pb2.WRITE_OUTCOME_STALE:
+                self.drop(sent.request_id)
+                self._on_stale(sent.request_id)
+            case state_pb2.WRITE_OUTCOME_TOO_LARGE:
+                self._freeze(sent)
+            case state_pb2.WRITE_OUTCOME_SEALED:
+                self._note_sealed(sent)
+            case state_pb2.WRITE_OUTCOME_UNKNOWN if entry.seal == REMOVED:
+                self.drop(sent.request_id)
+            case _ if outcome in _ENDINGS:
+                self.drop(sent.request_id)
+                logger.error(
+                    "a stream is not mirrored any more",
+                    extra={"stream": sent.request_id, "outcome": WriteOutcome.Name(outcome), "field": result.field},
+                )
+            case _:
+                self._prepare_repeat(entry, result, now)
+                self._restore(sent)
+
+    def _prepare_repeat(self, entry: Entry, result: state_pb2.WriteResult, now: float) -> None:
+        match result.outcome:
+            case state_pb2.WRITE_OUTCOME_UNKNOWN:
+                entry.forget_acknowledged()
+            case state_pb2.WRITE_OUTCOME_GAP if result.choice < len(entry.written):
+                entry.is_open = True
+                entry.written[result.choice] = result.length
+                entry.has_finish[result.choice] = False
+            case state_pb2.WRITE_OUTCOME_FULL:
+                entry.not_before = now + _FULL_PAUSE_S
+
+    def _note_written(self, sent: _Sent, now: float) -> None:
+        entry = sent.entry
+        entry.is_open, entry.written_at = True, now
+        for choice, end, has_finish in sent.ends:
+            entry.written[choice] = end
+            entry.has_finish[choice] = has_finish
+        if sent.since is not None:
+            metrics.JOURNAL_WRITE_SECONDS.observe(now - sent.since)
+        if sent.seal is not None and sent.seal == entry.seal:
+            self.drop(sent.request_id)
+        elif entry.is_behind:
+            self.note_change(sent.request_id)
+        elif entry.is_left:
+            self.drop(sent.request_id)
+
+    def _freeze(self, sent: _Sent) -> None:
+        """The stream is too large. What is there can still be continued, so its time to live is renewed."""
+        entry = sent.entry
+        if entry.is_open and entry.seal is None and not entry.is_left:
+            entry.is_frozen = True
+            entry.written_at = asyncio.get_running_loop().time()
+        else:
+            self._note_sealed(sent)
+
+    def _note_sealed(self, sent: _Sent) -> None:
+        """Nothing can be added to the stream; one that was to be removed is removed now."""
+        self.drop(sent.request_id)
+        if sent.entry.seal == REMOVED:
+            self.trim(sent.entry.stream.record.owner, sent.request_id)
+
+    def trim(self, owner: str, request_id: str) -> None:
+        """Have the state server forget a stream that has ended."""
+        request = state_pb2.TrimRequest(tenant=tenant_of(owner), stream_ids=[request_id])
+        self.add_chore(lambda: self._client.trim(request))
+
+    async def _do_chores(self) -> None:
+        works = [self._chores.popleft() for _ in range(min(len(self._chores), _CHORES_AT_ONCE))]
+        if works:
+            await asyncio.gather(*(_done(work) for work in works))
+
+
+async def _done(work: Callable[[], Awaitable[None]]) -> None:
+    with suppress(StateAwayError, StateRefusedError):  # the state server forgets by its times to live
+        await work()
+
+
+def lengths_of(logs: Sequence[ChoiceLog]) -> tuple[list[int], list[bool]]:
+    """What is acknowledged of a stream that was read just now."""
+    return [len(log.ids) for log in logs], [bool(log.finish) for log in logs]

@@ -1,0 +1,280 @@
+"""The store of journals whose streams other routers can continue: in memory, and mirrored in the state server.
+
+This router's own reads never wait for the state server. Its streams are served as ever while that is away.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from lockstep_api.v1 import state_pb2
+from lockstep_common.errors import ErrorCode, LockstepError
+
+from lockstep_router import metrics
+from lockstep_router.journals.memory import MemoryJournalStore
+from lockstep_router.journals.mirror import Entry, Mirror, lengths_of
+from lockstep_router.journals.records import Claim, Outcome, Piece, Record, StoredStream
+from lockstep_router.journals.shared_keys import SharedKeys
+from lockstep_router.journals.state_client import Dial, StateAwayError, StateClient, StateRefusedError
+from lockstep_router.journals.stored_form import Found, from_response, pieces_of, tenant_of, to_ending
+
+_MAX_TTL_S = 86_400.0
+"""The longest time to live that the state server takes, unless its settings say otherwise."""
+_OPENING_S = 0.5
+"""A stream whose key has just been found may not be in the state server yet: its router mirrors it a little later, or
+has died before that.
+"""
+_LOOK_EVERY_S = 0.05
+
+
+class MirroredJournalStore:
+    """A store in memory whose streams are mirrored in the state server.
+
+    Args:
+        front: keeps this router's streams.
+        target: the state server's address.
+        dial: opens a channel to it.
+        owner: this router's name.
+        window_s: a stream can be continued for so long after its router has died.
+        timeout_s: a request waits for the state server no longer than this, unless it resumes a stream.
+        max_lag_s: tokens are mirrored within this time.
+    """
+
+    def __init__(
+        self,
+        front: MemoryJournalStore,
+        target: str,
+        dial: Dial,
+        *,
+        owner: str,
+        window_s: float,
+        timeout_s: float,
+        max_lag_s: float,
+    ) -> None:
+        self._front = front
+        self._owner = owner
+        # Time to live of what runs: it is renewed when a third of it is over, and the window is left then.
+        self._ttl_s = min(1.5 * window_s, _MAX_TTL_S)
+        self._claiming: dict[str, asyncio.Event] = {}
+        """Keys that the state server is being asked for."""
+        self._on_taken: Callable[[str], None] = lambda _: None
+        self.client = StateClient(target, dial, timeout_s)
+        self.mirror = Mirror(self.client, owner, lag_s=max_lag_s, ttl_s=self._ttl_s, on_stale=self._note_stale)
+        self.client.on_return = self.mirror.note_return
+        self._keys = SharedKeys(self.client, self.mirror, self._ttl_s)
+
+    def start(self) -> None:
+        """Connect, and begin to mirror."""
+        self.client.start()
+        self.mirror.start()
+
+    async def close(self) -> None:
+        """Write what is missing, if that takes no time, and disconnect."""
+        await self.mirror.close()
+        await self.client.close()
+
+    @property
+    def kept(self) -> int:
+        """Streams that have ended and are still kept by this router."""
+        return self._front.kept
+
+    @property
+    def size_bytes(self) -> int:
+        """Approximate memory of this process for all streams."""
+        return self._front.size_bytes
+
+    # This router's streams.
+
+    async def open(self, record: Record) -> None:
+        """Begin the journal of a stream.
+
+        Raises:
+            LockstepError: OVERLOADED, there is no room for it.
+        """
+        await self._front.open(record)
+        self.mirror.add(record.request_id, Entry(self._held(record.request_id), 1, self._keys.of(record.request_id)))
+
+    def append(self, request_id: str, piece: Piece) -> None:
+        """Append tokens.
+
+        Raises:
+            ValueError: the piece does not continue its choice.
+        """
+        self._front.append(request_id, piece)
+        self.mirror.note_change(request_id)
+
+    async def seal(self, request_id: str, outcome: Outcome, keep_s: float) -> None:
+        """Note how a stream ended."""
+        await self._front.seal(request_id, outcome, keep_s)
+        self.mirror.seal(request_id, to_ending(outcome), min(keep_s, _MAX_TTL_S))
+        self._keys.expire_in(request_id, min(keep_s, _MAX_TTL_S))
+
+    async def read(self, request_id: str) -> StoredStream | None:
+        """A stream of this router; None if there is none."""
+        return await self._front.read(request_id)
+
+    async def remove(self, request_id: str) -> None:
+        """Forget a stream, and the idempotency key that names it."""
+        await self.release(request_id)
+        stream = self._front.held(request_id)
+        if not self.mirror.remove(request_id) and stream is not None:
+            await self._trim(stream.record.owner, request_id)
+        await self._front.remove(request_id)
+
+    async def leave(self, request_id: str) -> None:
+        """Forget a running stream here, so that another router may continue it; it keeps its idempotency key."""
+        self._keys.forget(request_id)
+        self.mirror.leave(request_id)
+        await self._front.remove(request_id)
+
+    def shrink(self, wanted_bytes: int) -> None:
+        """Forget streams that have ended, until so many bytes are free in this process."""
+        self._front.shrink(wanted_bytes)
+
+    def expire(self) -> None:
+        """Forget the streams whose time is over, and renew the times of the others in the state server."""
+        self._front.expire()
+        self.mirror.tend(lambda request_id: self._front.held(request_id) is not None)
+        self._keys.tend(lambda request_id: self._front.held(request_id) is not None)
+
+    # Streams of other routers.
+
+    def on_taken(self, callback: Callable[[str], None]) -> None:
+        """Have this called with the id of each stream that another router has taken over. It is not kept here then."""
+        self._on_taken = callback
+
+    async def look_up(self, request_id: str, owner: str) -> StoredStream | None:
+        """A stream of an owner that this router does not have; None: there is none, or the state server is away.
+
+        Raises:
+            LockstepError: UNAVAILABLE, the state server has just failed to answer; OVERLOADED, too many ask at a time.
+        """
+        request = state_pb2.ReadRequest(tenant=tenant_of(owner), stream_id=request_id)
+        found = await self._find(request_id, owner, self.client.read, request)
+        found_at = self._keys.found_at(request_id)
+        if found_at is not None:
+            loop = asyncio.get_running_loop()
+            while found is None and loop.time() < found_at + _OPENING_S and not self.client.mirror.is_open:
+                await asyncio.sleep(_LOOK_EVERY_S)
+                found = await self._find(request_id, owner, self.client.read, request)
+        return None if found is None else found.stream
+
+    async def take(self, request_id: str, owner: str) -> StoredStream | None:
+        """Take over a stream of an owner, so that only this router writes to it from now on, and keep it here.
+
+        Raises:
+            LockstepError: as for `look_up`; OVERLOADED, there is no room for it. Then another router may take it.
+        """
+        found = await self._take(request_id, owner)
+        if found is None:
+            return None
+        stream = found.stream
+        await self._front.open(stream.record)
+        for piece in pieces_of(stream.logs):
+            self._front.append(request_id, piece)
+        if stream.outcome is not None:
+            await self._front.seal(request_id, stream.outcome, self._ttl_s)
+            return stream
+        if found.key is not None:
+            self._keys.adopt(request_id, found.key)
+        written, has_finish = lengths_of(stream.logs)
+        self.mirror.add(
+            request_id,
+            Entry(self._held(request_id), found.epoch, found.key, found.message, True, written, has_finish),
+        )
+        return stream
+
+    async def discard(self, request_id: str, owner: str) -> bool:
+        """Forget a stream of an owner that this router does not have, and end it where it runs; whether there was one.
+
+        Raises:
+            LockstepError: as for `look_up`.
+        """
+        found = await self._take(request_id, owner)
+        if found is None:
+            return False
+        if found.key is not None:
+            self._keys.adopt(request_id, found.key)
+            await self._keys.release(request_id)
+        if found.stream.outcome is None:
+            self.mirror.add(request_id, Entry(found.stream, found.epoch, None, found.message, True))
+            self.mirror.remove(request_id)
+        else:
+            await self._trim(owner, request_id)
+        return True
+
+    async def _trim(self, owner: str, request_id: str) -> None:
+        """Have the state server forget a stream that has ended."""
+        with suppress(StateAwayError, StateRefusedError):  # its time to live ends it
+            await self.client.trim(state_pb2.TrimRequest(tenant=tenant_of(owner), stream_ids=[request_id]))
+
+    async def _take(self, request_id: str, owner: str) -> Found | None:
+        request = state_pb2.TakeRequest(
+            tenant=tenant_of(owner), stream_id=request_id, owner=self._owner, ttl_s=self._ttl_s
+        )
+        return await self._find(request_id, owner, self.client.take, request)
+
+    async def _find(
+        self,
+        request_id: str,
+        owner: str,
+        ask: Callable[[Any], Awaitable[state_pb2.ReadResponse | None]],
+        request: object,
+    ) -> Found | None:
+        if self.client.mirror.is_open:
+            metrics.TAKEOVERS.labels("away").inc()
+            return None
+        try:
+            response = await ask(request)
+        except StateRefusedError:
+            return None  # an id that no router has made up
+        except StateAwayError:
+            metrics.TAKEOVERS.labels("away").inc()
+            sentence = "this router does not have the stream, and cannot ask for it now"
+            raise LockstepError(ErrorCode.UNAVAILABLE, sentence, retry_after_s=1) from None
+        found = None if response is None else from_response(request_id, response)
+        return found if found is not None and found.stream.record.owner == owner else None
+
+    # Idempotency keys.
+
+    async def claim(self, scope: str, claim: Claim) -> Claim | None:
+        """Give an idempotency key to a stream, unless another one has it, on this router or on another one."""
+        while (asked := self._claiming.get(scope)) is not None:
+            await asked.wait()
+        known = await self._front.claim(scope, claim)
+        if known is not None:
+            return known
+        asked = self._claiming[scope] = asyncio.Event()
+        first: Claim | None = claim
+        try:
+            first = await self._keys.claim(scope, claim)
+        finally:
+            del self._claiming[scope]
+            asked.set()
+            if first is not None:
+                await self._front.release(claim.request_id)
+        return first
+
+    async def find(self, scope: str) -> Claim | None:
+        """The claim of the stream that has an idempotency key; None if none has it."""
+        return await self._front.find(scope) or await self._keys.find(scope)
+
+    async def release(self, request_id: str) -> None:
+        """Make the idempotency key of a stream free for another one."""
+        await self._front.release(request_id)
+        await self._keys.release(request_id)
+
+    # What the state server tells.
+
+    def _note_stale(self, request_id: str) -> None:
+        """Another router has taken the stream over: what is here is not what clients are given there."""
+        metrics.STREAMS_TAKEN.inc()
+        self._keys.forget(request_id)
+        self._front.forget(request_id)
+        self._on_taken(request_id)
+
+    def _held(self, request_id: str) -> StoredStream:
+        stream = self._front.held(request_id)
+        assert stream is not None
+        return stream

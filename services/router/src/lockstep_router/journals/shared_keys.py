@@ -1,0 +1,132 @@
+"""Idempotency keys that hold on all routers. While the state server is away, a key holds on this router alone."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from lockstep_api.v1 import state_pb2
+
+from lockstep_router import metrics
+from lockstep_router.journals.mirror import Mirror
+from lockstep_router.journals.records import Claim
+from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
+from lockstep_router.journals.stored_form import Key, tenant_of_scope
+
+_MAX_FOREIGN = 1024
+
+
+class SharedKeys:
+    """The idempotency keys of this router's streams in the state server.
+
+    Args:
+        client: the state server.
+        mirror: does what nobody waits for.
+        ttl_s: for how long a key is kept there without being renewed.
+    """
+
+    def __init__(self, client: StateClient, mirror: Mirror, ttl_s: float) -> None:
+        self._client = client
+        self._mirror = mirror
+        self._ttl_s = ttl_s
+        self._keys: dict[str, Key] = {}
+        """By the stream, those of this router."""
+        self._renewed_at: dict[str, float] = {}
+        self._foreign: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        """The scopes of streams of other routers that were found by their keys lately, and when."""
+
+    def of(self, request_id: str) -> Key | None:
+        """The key of a stream of this router."""
+        return self._keys.get(request_id)
+
+    def found_at(self, request_id: str) -> float | None:
+        """When a stream of another router was found by its key, in the event loop's time; None: it was not, lately."""
+        found = self._foreign.get(request_id)
+        return None if found is None else found[1]
+
+    def adopt(self, request_id: str, key: Key) -> None:
+        """A stream has become this router's, with its key."""
+        self._keys[request_id] = key
+        self._renewed_at[request_id] = asyncio.get_running_loop().time()
+        self._foreign.pop(request_id, None)
+
+    def forget(self, request_id: str) -> None:
+        """A stream is this router's no longer. Its key stays in the state server."""
+        self._keys.pop(request_id, None)
+        self._renewed_at.pop(request_id, None)
+        self._foreign.pop(request_id, None)
+
+    async def claim(self, scope: str, claim: Claim) -> Claim | None:
+        """Give a key to a stream, unless a stream of another router has it: then its claim."""
+        key = Key(scope, claim.fingerprint.hex())
+        try:
+            response = await self._client.claim(self._request(claim.request_id, key, self._ttl_s))
+        except (StateAwayError, StateRefusedError):
+            metrics.STATE_CLAIMS.labels("away").inc()
+            # It is claimed again with the next renewal, unless another request has it then.
+            self.adopt(claim.request_id, key)
+            return None
+        if response.granted:
+            metrics.STATE_CLAIMS.labels("granted").inc()
+            self.adopt(claim.request_id, key)
+            return None
+        metrics.STATE_CLAIMS.labels("known").inc()
+        return self._note_foreign(scope, response)
+
+    async def find(self, scope: str) -> Claim | None:
+        """The claim of the stream that has a key; None if none has it, or the state server is away."""
+        request = state_pb2.LookUpClaimRequest(tenant=tenant_of_scope(scope), key=scope)
+        try:
+            response = await self._client.look_up_claim(request)
+        except (StateAwayError, StateRefusedError):
+            return None
+        return self._note_foreign(scope, response) if response.request_id else None
+
+    async def release(self, request_id: str) -> None:
+        """Free the key of a stream, of this router or of one whose stream was found by it."""
+        key, foreign = self._keys.get(request_id), self._foreign.pop(request_id, None)
+        self.forget(request_id)
+        scope = key.scope if key is not None else foreign[0] if foreign is not None else None
+        if scope is None:
+            return
+        release = state_pb2.ReleaseClaimRequest(tenant=tenant_of_scope(scope), key=scope, request_id=request_id)
+        with suppress(StateAwayError, StateRefusedError):  # its time to live ends it
+            await self._client.release(release)
+
+    def tend(self, is_kept: Callable[[str], bool]) -> None:
+        """Renew the times to live of keys. Called about every second."""
+        now = asyncio.get_running_loop().time()
+        for request_id, renewed_at in list(self._renewed_at.items()):
+            if not is_kept(request_id):
+                if now - renewed_at > self._ttl_s:
+                    self.forget(request_id)
+            elif now - renewed_at > self._ttl_s / 3:
+                self._renew(request_id, self._ttl_s)
+
+    def expire_in(self, request_id: str, keep_s: float) -> None:
+        """A stream has ended: its key is kept as long as the stream is."""
+        if request_id in self._keys:
+            self._renew(request_id, keep_s)
+            self.forget(request_id)
+
+    def _renew(self, request_id: str, ttl_s: float) -> None:
+        self._renewed_at[request_id] = asyncio.get_running_loop().time()
+        request = self._request(request_id, self._keys[request_id], ttl_s)
+        self._mirror.add_chore(partial(self._client.renew, request))
+
+    def _request(self, request_id: str, key: Key, ttl_s: float) -> state_pb2.ClaimRequest:
+        return state_pb2.ClaimRequest(
+            tenant=tenant_of_scope(key.scope),
+            key=key.scope,
+            request_id=request_id,
+            fingerprint=bytes.fromhex(key.fingerprint),
+            ttl_s=ttl_s,
+        )
+
+    def _note_foreign(self, scope: str, response: state_pb2.ClaimResponse) -> Claim:
+        self._foreign[response.request_id] = scope, asyncio.get_running_loop().time()
+        self._foreign.move_to_end(response.request_id)
+        if len(self._foreign) > _MAX_FOREIGN:
+            self._foreign.popitem(last=False)
+        return Claim(response.request_id, response.fingerprint)

@@ -1,0 +1,285 @@
+"""Calls the state server: with a deadline each, and not at all while it is away.
+
+Two breakers stand before it. `requests` is for calls that a client's request waits for: a server that is merely slow
+opens it. `mirror` is for all other calls, which have ten times as long. While one is open, a probe asks the server's
+health twice a second, over a new connection with the newest certificates if the last probe failed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from lockstep_api.v1 import state_pb2, state_pb2_grpc
+from lockstep_common.errors import ErrorCode, LockstepError
+
+from lockstep_router import metrics
+from lockstep_router.journals.breaker import Breaker
+
+logger = logging.getLogger("lockstep.router")
+
+Dial = Callable[[str, tuple[tuple[str, object], ...]], grpc.aio.Channel]
+"""Opens a channel to a target with these gRPC options."""
+
+_OPTIONS: tuple[tuple[str, object], ...] = (
+    ("grpc.max_receive_message_length", -1),  # a stream's journal; the server bounds it
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+_PATIENCE = 10
+"""Calls that no request waits for have so many times as long."""
+_FAILURES_TO_OPEN = {"requests": 3, "mirror": 2}
+_PROBE_EVERY_S = 0.5
+_MAX_CALLS = 256
+"""Calls at a time for requests of clients; more are refused."""
+_REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED})
+
+
+class StateAwayError(Exception):
+    """The state server does not answer, or is not asked because it did not."""
+
+
+class StateRefusedError(Exception):
+    """The state server takes no such call; another try would not help."""
+
+
+class StateClient:
+    """The state server as a router calls it.
+
+    Args:
+        target: its address.
+        dial: opens a channel to it with options.
+        timeout_s: longest time of a call that a request waits for.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        dial: Dial,
+        timeout_s: float,
+    ) -> None:
+        self.target = target
+        self.requests = Breaker("requests", _FAILURES_TO_OPEN["requests"])
+        self.mirror = Breaker("mirror", _FAILURES_TO_OPEN["mirror"])
+        self.on_return: Callable[[], None] = lambda: None
+        """Called when it answers again after it was away."""
+        self.is_reachable = asyncio.Event()
+        """Clear while the breaker of the mirror is open."""
+        self.is_reachable.set()
+        self._dial = dial
+        self._timeout_s = timeout_s
+        self._channel: grpc.aio.Channel | None = None
+        self._calls = 0
+        self._probing: asyncio.Task[None] | None = None
+        self._measure()
+
+    @property
+    def patient_s(self) -> float:
+        """Longest time of a call that no request waits for."""
+        return _PATIENCE * self._timeout_s
+
+    def start(self) -> None:
+        """Connect, without waiting for it."""
+        self._channel = self._dial(self.target, _OPTIONS)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    # The mirror's calls.
+
+    async def append(self, request: state_pb2.AppendRequest) -> state_pb2.AppendResponse:
+        """Write to streams.
+
+        Raises:
+            StateAwayError, StateRefusedError: nothing is known of what was written.
+        """
+        count = len(request.writes)
+
+        def flaw(response: state_pb2.AppendResponse) -> str:
+            if len(response.results) != count:
+                return "MALFORMED"
+            is_away = all(each.outcome == state_pb2.WRITE_OUTCOME_UNAVAILABLE for each in response.results)
+            return "STORE_UNAVAILABLE" if is_away else ""
+
+        response: state_pb2.AppendResponse = await self._call("Append", request, self.mirror, self.patient_s, flaw)
+        return response
+
+    async def renew(self, request: state_pb2.ClaimRequest) -> None:
+        """Let the time of an idempotency key begin again.
+
+        Raises:
+            StateAwayError, StateRefusedError: it is not known whether that was done.
+        """
+        await self._call("Claim", request, self.mirror, self.patient_s)
+
+    # Calls that a client's request waits for.
+
+    async def claim(self, request: state_pb2.ClaimRequest) -> state_pb2.ClaimResponse:
+        """Give an idempotency key to a request.
+
+        Raises:
+            StateAwayError, StateRefusedError: it is not known whether it has the key.
+        """
+        response: state_pb2.ClaimResponse = await self._call("Claim", request, self.requests, self._timeout_s)
+        return response
+
+    async def release(self, request: state_pb2.ReleaseClaimRequest) -> None:
+        """Free an idempotency key.
+
+        Raises:
+            StateAwayError, StateRefusedError: it is not known whether that was done.
+        """
+        await self._call("Release", request, self.requests, self._timeout_s)
+
+    async def trim(self, request: state_pb2.TrimRequest) -> None:
+        """Forget streams.
+
+        Raises:
+            StateAwayError, StateRefusedError: it is not known whether that was done.
+        """
+        await self._call("Trim", request, self.requests, self._timeout_s)
+
+    async def look_up_claim(self, request: state_pb2.LookUpClaimRequest) -> state_pb2.ClaimResponse:
+        """The request that has an idempotency key.
+
+        Raises:
+            StateAwayError, StateRefusedError: it is not known.
+        """
+        response: state_pb2.ClaimResponse = await self._call("LookUpClaim", request, self.requests, self._timeout_s)
+        return response
+
+    async def read(self, request: state_pb2.ReadRequest) -> state_pb2.ReadResponse | None:
+        """A stream; None: there is none.
+
+        Raises:
+            StateAwayError, StateRefusedError: it is not known.
+            LockstepError: OVERLOADED, too many clients resume at a time.
+        """
+        return await self._stream("Read", request)
+
+    async def take(self, request: state_pb2.TakeRequest) -> state_pb2.ReadResponse | None:
+        """A stream, which has a higher epoch now; None: there is none.
+
+        Raises:
+            StateAwayError, StateRefusedError: it is not known.
+            LockstepError: OVERLOADED, too many clients resume at a time.
+        """
+        return await self._stream("Take", request)
+
+    async def _stream(self, method: str, request: Any) -> state_pb2.ReadResponse | None:
+        # Resuming has the patience of the mirror: the client's stream has broken already, and a stream may be large.
+        if self._calls >= _MAX_CALLS:
+            raise LockstepError(ErrorCode.OVERLOADED, "too many clients resume streams at a time", retry_after_s=1)
+        self._calls += 1
+        try:
+            response: state_pb2.ReadResponse = await self._call(method, request, self.mirror, 2 * self.patient_s)
+        except _NotFoundError:
+            return None
+        finally:
+            self._calls -= 1
+        return response
+
+    async def _call(
+        self,
+        method: str,
+        request: Any,
+        breaker: Breaker,
+        timeout_s: float,
+        flaw: Callable[[Any], str] = lambda _response: "",
+    ) -> Any:
+        channel = self._channel
+        if breaker.is_open or channel is None:
+            raise StateAwayError
+        stub = state_pb2_grpc.JournalStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            response = await getattr(stub, method)(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                breaker.note_success()
+                raise _NotFoundError from None
+            if error.code() in _REFUSALS:
+                breaker.note_success()
+                raise StateRefusedError(error.details() or error.code().name) from None
+            self.note_failure(breaker, error.code().name)
+            raise StateAwayError from None
+        except asyncio.CancelledError:
+            # A call that ends with its channel, which a probe has replaced, looks like a cancelled task.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            self.note_failure(breaker, "CANCELLED")
+            raise StateAwayError from None
+        if reason := flaw(response):
+            self.note_failure(breaker, reason)
+            raise StateAwayError
+        breaker.note_success()
+        return response
+
+    def note_failure(self, breaker: Breaker, reason: str) -> None:
+        """Count a failure of the server."""
+        metrics.STATE_FAILURES.labels(reason.lower()).inc()
+        if not breaker.note_failure():
+            return
+        logger.warning(
+            "the state server does not answer: this router serves without it",
+            extra={"calls": breaker.name, "reason": reason},
+        )
+        if breaker is self.mirror:
+            self.is_reachable.clear()
+            self.requests.is_open = True
+        self._measure()
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe())
+
+    async def _probe(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self.requests.is_open or self.mirror.is_open:
+            await asyncio.sleep(_PROBE_EVERY_S)
+            began_at = loop.time()
+            if not await self._is_healthy():
+                await self._redial()
+                continue
+            if loop.time() - began_at <= self._timeout_s:
+                self.requests.close()
+            if self.mirror.is_open:
+                logger.info("the state server answers again")
+                self.mirror.close()
+                self.is_reachable.set()
+                self.on_return()
+            self._measure()
+
+    async def _is_healthy(self) -> bool:
+        if self._channel is None:
+            return False
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        request = health_pb2.HealthCheckRequest(service="lockstep.v1.Journal")
+        try:
+            answer = await stub.Check(request, timeout=self.patient_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def _redial(self) -> None:
+        old, self._channel = self._channel, self._dial(self.target, _OPTIONS)
+        if old is not None:
+            await old.close()
+
+    def _measure(self) -> None:
+        for breaker in (self.requests, self.mirror):
+            metrics.STATE_BREAKER.labels(breaker.name).set(breaker.is_open)
+
+
+class _NotFoundError(Exception):
+    """There is no such stream."""

@@ -1,0 +1,156 @@
+"""The management port of several processes: one health, one readiness, their metrics and states together."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from lockstep_common.management import Answer, as_json, needs_certificate, not_found
+from lockstep_common.telemetry import METRICS_CONTENT_TYPE, exposition
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+from lockstep_router.processes.channel import Asker, NoAnswerError
+
+_PARENT = "parent"
+_ADDED = ("streams", "failovers")
+"""What is added up over the processes in the state of the router."""
+
+
+class ProcessFacts(Protocol):
+    """What is known of a process."""
+
+    number: int
+    restarts: int
+    asker: Asker | None
+
+    @property
+    def pid(self) -> int | None:
+        """Its id; None while it does not run."""
+
+
+class JointAnswers:
+    """Answers for all processes. Each call asks all of them at the same time.
+
+    Args:
+        router_id: the router's name, without a process's number.
+        processes: of the router.
+    """
+
+    def __init__(self, router_id: str, processes: Sequence[ProcessFacts]) -> None:
+        self._router_id = router_id
+        self._processes = processes
+        self._threads = ThreadPoolExecutor(2 * len(processes), thread_name_prefix="ask")
+
+    def of(self, path: str, *, is_stranger: bool) -> Answer:
+        """The answer to a GET."""
+        match path.partition("?")[0]:
+            case "/healthz":
+                return self._health("/healthz", "alive", self._processes)
+            case "/readyz":
+                # A process that is being started again takes no connections, and the others do.
+                listening = [process for process in self._processes if process.asker is not None]
+                return self._health("/readyz", "ready", listening)
+            case "/metrics" | "/status" if is_stranger:
+                return needs_certificate()
+            case "/metrics":
+                return Answer(200, METRICS_CONTENT_TYPE, self._metrics())
+            case "/status":
+                return self._status()
+        return not_found()
+
+    def _ask(self, path: str, processes: Iterable[ProcessFacts]) -> Iterator[tuple[ProcessFacts, Answer | None]]:
+        """Each process with its answer; None if there is none."""
+        asked = [(process, self._threads.submit(_answer, process, path)) for process in processes]
+        for process, future in asked:
+            yield process, future.result()
+
+    def _health(self, path: str, good: str, processes: Sequence[ProcessFacts]) -> Answer:
+        if not processes:
+            return as_json(503, {"status": "starting"})
+        for process, answer in self._ask(path, processes):
+            if answer is None:
+                return as_json(503, {"status": f"process {process.number} does not answer"})
+            if answer.status != 200:
+                reason = json.loads(answer.body)["status"]
+                return as_json(503, {"status": reason, "process": process.number})
+        return as_json(200, {"status": good})
+
+    def _metrics(self) -> bytes:
+        """Their metrics with the label `process`.
+
+        They are not added up: the sum would fall when a process is started again, which would look as if all had been.
+        """
+        texts = {_PARENT: exposition().decode()}
+        for process, answer in self._ask("/metrics", self._processes):
+            if answer is not None:
+                texts[str(process.number)] = answer.body.decode()
+        own = CollectorRegistry()
+        up = Gauge("lockstep_router_process_up", "1 while a process of the router serves.", ["process"], registry=own)
+        restarts = Counter(
+            "lockstep_router_process_restarts", "Times that a process of the router ended and was started again.",
+            ["process"], registry=own,
+        )  # fmt: skip
+        for process in self._processes:
+            up.labels(str(process.number)).set(str(process.number) in texts)
+            restarts.labels(str(process.number)).inc(process.restarts)
+        return generate_latest(own) + generate_latest(_registry(_Labelled(texts)))
+
+    def _status(self) -> Answer:
+        """The state as the first process that answers sees it, with the counts of all."""
+        bodies: dict[int, dict[str, Any]] = {}
+        for process, answer in self._ask("/status", self._processes):
+            if answer is not None and answer.status == 200:
+                bodies[process.number] = json.loads(answer.body)
+        if not bodies:
+            return as_json(503, {"error": "no process answers"})
+        routers = {number: body["router"] for number, body in bodies.items()}
+        first = next(iter(routers))
+        together = routers[first] | {"id": self._router_id}
+        together |= {name: sum(router[name] for router in routers.values()) for name in _ADDED}
+        together["draining"] = any(router["draining"] for router in routers.values())
+        together["resumable"] = {
+            name: sum(router["resumable"][name] for router in routers.values()) for name in together["resumable"]
+        }
+        processes = [
+            {"process": process.number, "pid": process.pid, "restarts": process.restarts}
+            | {"router": routers.get(process.number)}
+            for process in self._processes
+        ]
+        return as_json(200, bodies[first] | {"router": together, "processes": processes})
+
+
+def _answer(process: ProcessFacts, path: str) -> Answer | None:
+    asker = process.asker
+    if asker is None:
+        return None
+    try:
+        return asker.ask(path)
+    except NoAnswerError:
+        return None
+
+
+class _Labelled(Collector):
+    """Metrics of several processes, each with the label of its own."""
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Metric]:
+        """Each metric once, with the samples of all."""
+        families: dict[str, Metric] = {}
+        for process, text in self._texts.items():
+            for family in text_string_to_metric_families(text):
+                known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                known.samples += [
+                    sample._replace(labels=sample.labels | {"process": process}) for sample in family.samples
+                ]
+        yield from families.values()
+
+
+def _registry(collector: Collector) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return registry

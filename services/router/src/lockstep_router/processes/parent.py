@@ -1,0 +1,192 @@
+"""The parent of a router's processes: reserves the ports, starts and restarts the processes, and ends them.
+
+It serves nothing but the management port. The kernel kills the processes when it dies.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import time
+from contextlib import ExitStack
+from multiprocessing import Pipe
+
+import uvloop
+from lockstep_common import telemetry
+from lockstep_common.errors import LockstepError, cannot_listen
+from lockstep_common.lifecycle import DIE_WITH_PARENT_VARIABLE, name_process, stop_event
+from lockstep_common.management import served
+from lockstep_common.settings import USAGE_EXIT_CODE, fail
+from lockstep_common.termination import leave_message
+
+from lockstep_router.processes.answers import JointAnswers
+from lockstep_router.processes.channel import Asker
+from lockstep_router.settings import RouterSettings
+from lockstep_router.tls import RouterTls
+
+logger = logging.getLogger("lockstep.router")
+
+FIRST_DELAY_S = 0.1
+LAST_DELAY_S = 5.0
+STEADY_S = 10.0
+"""A process that has run for this long starts again after the first delay."""
+
+
+class Process:
+    """One of the router's processes, and its restarts.
+
+    Args:
+        number: 0, 1, …
+        settings: of this process.
+    """
+
+    def __init__(self, number: int, settings: RouterSettings) -> None:
+        self.number = number
+        self.asker: Asker | None = None
+        """Asks the process while it runs and listens."""
+        self.restarts = 0
+        self._settings = settings
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id; None while it does not run."""
+        return None if self._process is None else self._process.pid
+
+    def terminate(self) -> None:
+        """Ask the process to drain and end."""
+        if self._process is not None:
+            self._process.terminate()
+
+    async def keep(self, stop: asyncio.Event, listening: asyncio.Event) -> int:
+        """Run it, and again whenever it ends, until `stop` is set or another start cannot help.
+
+        Args:
+            stop: no more restarts.
+            listening: is set as soon as the process listens.
+
+        Returns:
+            Its last exit code.
+        """
+        delay_s = FIRST_DELAY_S
+        while True:
+            began_s = time.monotonic()
+            code = await self._run_once(stop, listening)
+            if stop.is_set() or code == USAGE_EXIT_CODE:
+                return code
+            if time.monotonic() - began_s >= STEADY_S:
+                delay_s = FIRST_DELAY_S
+            logger.error("process ended", extra={"number": self.number, "exit_code": code, "restart_in_s": delay_s})
+            try:
+                await asyncio.wait_for(stop.wait(), delay_s)
+            except TimeoutError:
+                self.restarts += 1
+                delay_s = min(2 * delay_s, LAST_DELAY_S)
+            else:
+                return code
+
+    async def _run_once(self, stop: asyncio.Event, listening: asyncio.Event) -> int:
+        own, given = Pipe()
+        with own:
+            with given:
+                self._process = process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "lockstep_router.processes.child"),
+                    stdin=given.fileno(),
+                    stdout=asyncio.subprocess.PIPE,
+                    env=os.environ | {DIE_WITH_PARENT_VARIABLE: str(os.getpid())},
+                    start_new_session=True,  # Ctrl-C of a terminal reaches the parent alone
+                )
+            if stop.is_set():
+                process.terminate()
+            try:
+                own.send_bytes(self._settings.model_dump_json().encode())
+                assert process.stdout is not None
+                while line := await process.stdout.readline():
+                    if line == b"listening\n":
+                        self.asker = Asker(own)
+                        listening.set()
+                return await process.wait()
+            except OSError:  # it ended before it read its settings
+                return await process.wait()
+            finally:
+                self.asker = self._process = None
+
+
+def run_parent(settings: RouterSettings) -> None:
+    """Run the processes until a signal, and end this process with their exit code."""
+    name_process("router parent")
+    telemetry.setup("router", level=settings.log_level)
+    try:
+        code = uvloop.run(_supervise(settings))
+    except LockstepError as error:
+        fail(error.message, settings.termination_log)
+    except Exception as error:
+        leave_message(f"the router has a defect: {type(error).__name__}; its log has more", settings.termination_log)
+        raise
+    raise SystemExit(code)
+
+
+async def _supervise(settings: RouterSettings) -> int:
+    stop = stop_event()
+    tls = RouterTls.load(settings)
+    with ExitStack() as held:
+        ports = {"port": _port_of(held.enter_context(reserve(settings.host, settings.port, "port")))}
+        if settings.grpc_port is not None:
+            ports["grpc_port"] = _port_of(held.enter_context(reserve(settings.host, settings.grpc_port, "grpc_port")))
+        processes = [
+            Process(number, settings.model_copy(update=ports | {"router_id": f"{settings.router_id}-{number}"}))
+            for number in range(settings.processes)
+        ]
+        answers = JointAnswers(settings.router_id, processes)
+        managing = served(settings.management_host, settings.management_port, answers, tls=tls.management_context)
+        async with managing as management_port, tls.watched():
+            fields = {"host": settings.host, "management_port": management_port, "processes": settings.processes}
+            code = await _keep_all(processes, stop, fields | ports)
+    logger.info("stopped")
+    return code
+
+
+async def _keep_all(processes: list[Process], stop: asyncio.Event, fields: dict[str, object]) -> int:
+    """Run all processes until a signal, or until one cannot run at all; the exit code."""
+    listening = [asyncio.Event() for _ in processes]
+    kept = [asyncio.create_task(process.keep(stop, event)) for process, event in zip(processes, listening, strict=True)]
+
+    async def announce() -> None:
+        await asyncio.gather(*(event.wait() for event in listening))
+        logger.info("listening", extra=fields)
+
+    announcing, stopping = asyncio.create_task(announce()), asyncio.create_task(stop.wait())
+    await asyncio.wait({*kept, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    was_asked = stop.is_set()
+    stop.set()
+    for process in processes:
+        process.terminate()
+    codes = await asyncio.gather(*kept)
+    for task in (announcing, stopping):
+        task.cancel()
+    return 0 if was_asked else max(codes)
+
+
+def reserve(host: str, port: int, setting: str) -> socket.socket:
+    """A socket that holds a port for the processes and never listens.
+
+    Another router of the same user could share the port unnoticed, so it is bound alone first.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, the port cannot be used.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((host, port))
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    except OSError as error:
+        holder.close()
+        raise cannot_listen(setting, f"{host}:{port}", error.strerror or str(error)) from None
+    return holder
+
+
+def _port_of(holder: socket.socket) -> int:
+    """The port that a socket is bound to."""
+    return int(holder.getsockname()[1])

@@ -1,0 +1,23 @@
+"""Why a stream cannot be read, or is being ended: one error for each reason, the same on every face."""
+
+from lockstep_common.errors import ErrorCode, LockstepError
+
+
+def not_found() -> LockstepError:
+    """The same for a stream that never was, that is gone, and that is another tenant's."""
+    return LockstepError(ErrorCode.STREAM_NOT_FOUND, "there is no such stream, or it can no longer be resumed")
+
+
+def gone() -> LockstepError:
+    """No client has read the stream for `resume_window_s`."""
+    return LockstepError(ErrorCode.CANCELLED, "no client reads the stream")
+
+
+def draining() -> LockstepError:
+    """The router ends; another one may continue the stream."""
+    return LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1)
+
+
+def moved() -> LockstepError:
+    """Another router has taken the stream over, because a client asked for it there."""
+    return LockstepError(ErrorCode.UNAVAILABLE, "another router continues the stream", retry_after_s=1)

@@ -1,0 +1,102 @@
+"""One generation of a resumable request, its record, and what it needs of the router."""
+
+import asyncio
+import secrets
+import time
+from array import array
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Protocol
+
+from lockstep_common.errors import LockstepError
+
+from lockstep_router.generation.generation import Generation, Observer
+from lockstep_router.generation.preparation import Prepared
+from lockstep_router.generation.request import GenerationRequest
+from lockstep_router.generation.style import Style
+from lockstep_router.journals import ChoiceLog, ChoiceRecord, Outcome, Record
+from lockstep_router.settings import RouterSettings
+from lockstep_router.tenants import Account
+from lockstep_router.text.tokenizer import Tokenizer
+
+_ID_BYTES = 16
+
+
+class Host(Protocol):
+    """What runs need of the router."""
+
+    settings: RouterSettings
+    draining: bool
+
+    def admitted(self, account: Account) -> AbstractContextManager[None]:
+        """Count a request for tokens as in progress."""
+
+    async def prepare(self, request: GenerationRequest, account: Account) -> Prepared:
+        """Turn a request into streams that are ready to run."""
+
+    def run(
+        self, prepared: Prepared, account: Account, *, observe: Observer | None = None
+    ) -> AbstractAsyncContextManager[Generation]:
+        """Run a request's streams."""
+
+    def tokenizer(self, digest: str) -> Tokenizer:
+        """A model's tokenizer."""
+
+
+class Run:
+    """One generation that runs, or is being prepared."""
+
+    def __init__(self, owner: str, request_id: str | None = None) -> None:
+        self.request_id = request_id or f"r-{secrets.token_hex(_ID_BYTES)}"
+        self.owner = owner
+        self.is_taken = request_id is not None
+        """Another router began it, and its clients may have had more than the store knows."""
+        self.record: Record | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.logs: list[ChoiceLog] = []
+        self.outcome: Outcome | None = None
+        self.prepared = asyncio.Event()
+        """Set when there is a record, or an outcome without one."""
+        self.ended = asyncio.Event()
+        self.readers: dict[asyncio.Event, None] = {}
+        """A set in the order in which they came."""
+        self.task: asyncio.Task[None] | None = None
+        self.has_begun = False
+        self.end: LockstepError | None = None
+        """Why it is being ended; it can no longer be read then."""
+        self.is_ending = False
+        self.timer: asyncio.TimerHandle | None = None
+
+    def wake(self) -> None:
+        """Tell all readers that there is more."""
+        for arrival in self.readers:
+            arrival.set()
+
+    def cancel(self, reason: LockstepError) -> None:
+        """End the generation; its readers get the reason."""
+        if self.end is None and not self.is_ending:
+            self.end = reason
+            # A task that has not begun would never run its clean-up; it looks at `end` first.
+            if self.task is not None and self.has_begun:
+                self.task.cancel()
+
+
+def record_of(run: Run, prepared: Prepared, style: Style, session: str, timeout_s: float | None) -> Record:
+    """What is kept of a request; `timeout_s` is its own."""
+    now = time.time()
+    return Record(
+        request_id=run.request_id,
+        owner=run.owner,
+        model=prepared.card.name,
+        digest=prepared.card.digest,
+        tokenizer_digest=prepared.card.tokenizer_digest,
+        created=int(now),
+        style=style,
+        stops=prepared.stops,
+        prompts=tuple(array("I", prompt.ids) for prompt in prepared.prompts),
+        prefixes=tuple(prompt.text for prompt in prepared.prompts),
+        choices=tuple(ChoiceRecord(journal.stream_id, journal.sampling) for journal in prepared.journals),
+        tenant=prepared.journals[0].tenant,
+        session=session,
+        parsing=prepared.parsing,
+        deadline_at=None if timeout_s is None else now + timeout_s,
+    )

@@ -1,0 +1,106 @@
+"""The real state server in the test's process, on a Unix socket, in memory; it can be away, slow, or forgetful."""
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from lockstep_api.v1 import state_pb2_grpc
+from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_UNAVAILABLE
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_state.backend import Limits
+from lockstep_state.health import Health
+from lockstep_state.memory import MemoryBackend
+from lockstep_state.results import plain
+from lockstep_state.services.journal import Journal
+from lockstep_state.settings import StateSettings
+
+
+class Clock:
+    """A clock that tests move."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class SlowBackend:
+    """A backend whose calls take a time, or fail as if its store were away."""
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.delay_s = 0.0
+        self.is_away = False
+        self.calls = []
+
+    @property
+    def unready(self):
+        return "the store is away" if self.is_away else None
+
+    async def append(self, writes):
+        self.calls.append("append")
+        await asyncio.sleep(self.delay_s)
+        if self.is_away:
+            return [plain(WRITE_OUTCOME_UNAVAILABLE) for _ in writes]
+        return await self.backend.append(writes)
+
+    def __getattr__(self, name):
+        method = getattr(self.backend, name)
+
+        async def call(*arguments):
+            self.calls.append(name)
+            await asyncio.sleep(self.delay_s)
+            if self.is_away:
+                raise LockstepError(ErrorCode.UNAVAILABLE, "the store does not answer")
+            return await method(*arguments)
+
+        return call
+
+
+class StateServer:
+    """One state server."""
+
+    def __init__(self, path, clock=None, credentials=None, **settings):
+        self.credentials = credentials
+        self.target = f"unix:{path}"
+        self.clock = clock or Clock()
+        self.settings = StateSettings(**settings)
+        self.backend = self._make()
+        self._server = None
+        self._expiring = None
+
+    def _make(self):
+        limits = self.settings
+        return SlowBackend(
+            MemoryBackend(
+                limits.max_memory_bytes,
+                Limits(limits.max_stream_bytes, limits.max_tenant_bytes, limits.max_tenant_streams),
+                self.clock,
+            )
+        )
+
+    async def start(self):
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        journal = Journal(self.backend, self.settings)
+        state_pb2_grpc.add_JournalServicer_to_server(journal, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(Health(self.backend), self._server)
+        if self.credentials is None:
+            self._server.add_insecure_port(self.target)
+        else:
+            self._server.add_secure_port(self.target, self.credentials)
+        await self._server.start()
+        self._expiring = asyncio.create_task(self.backend.backend.run())
+        return self
+
+    async def kill(self):
+        server, self._server = self._server, None
+        if server is not None:
+            self._expiring.cancel()
+            await server.stop(0)
+
+    async def restart(self):
+        """Begin again, without a memory."""
+        await self.kill()
+        self.backend = self._make()
+        return await self.start()

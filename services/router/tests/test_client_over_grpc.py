@@ -1,0 +1,301 @@
+"""`lockstep_client` over gRPC on real routers: the same answers as over REST, whatever happens to connections."""
+
+import asyncio
+import contextlib
+import random
+import socket
+
+import pytest
+from lockstep_client import (
+    AsyncLockstepClient,
+    Finish,
+    InvalidRequestError,
+    LockstepClient,
+    NotFoundError,
+    Policy,
+    ReasoningPiece,
+    TextPiece,
+    ToolCallPiece,
+    Usage,
+)
+from router_cluster import eventually
+from router_process import listening, start
+from scripted_worker import Script, ScriptedWorker
+from test_router_deaths import prefer
+from test_tools import ASK, TOOLS, TWO_CALLS
+from tool_models import model_of, says
+
+POLICY = Policy(backoff_s=0.02, timeout_s=60.0, retries=30, connect_timeout_s=5.0)
+TEXT = {"prompt": ["hello world", "two"], "model": "reference", "max_tokens": 30, "seed": 7, "n": 2, "logprobs": 2}
+CHAT = {"messages": ASK, "model": "reference", "max_tokens": 30, "seed": 7, "logprobs": True, "top_logprobs": 1}
+
+
+class Sync:
+    """The blocking client, for tests of both."""
+
+    def __init__(self, urls, policy=POLICY):
+        self.client = LockstepClient(urls, policy=policy)
+
+    async def whole(self, name, fields):
+        return await asyncio.to_thread(lambda: getattr(self.client, name)(**fields))
+
+    async def events(self, name, fields):
+        return await asyncio.to_thread(lambda: list(getattr(self.client, name)(**fields, stream=True)))
+
+    async def first(self, name, fields, count):
+        def leave():
+            with getattr(self.client, name)(**fields, stream=True) as stream:
+                events = iter(stream)
+                return [next(events) for _ in range(count)]
+
+        return await asyncio.to_thread(leave)
+
+    async def close(self):
+        await asyncio.to_thread(self.client.close)
+
+
+class Async:
+    """The same of the client for asyncio."""
+
+    def __init__(self, urls, policy=POLICY):
+        self.client = AsyncLockstepClient(urls, policy=policy)
+
+    async def whole(self, name, fields):
+        return await getattr(self.client, name)(**fields)
+
+    async def events(self, name, fields):
+        return [event async for event in await getattr(self.client, name)(**fields, stream=True)]
+
+    async def first(self, name, fields, count):
+        async with await getattr(self.client, name)(**fields, stream=True) as stream:
+            events = aiter(stream)
+            return [await anext(events) for _ in range(count)]
+
+    async def close(self):
+        await self.client.aclose()
+
+
+@pytest.fixture(params=[Sync, Async])
+async def connect(request):
+    async with contextlib.AsyncExitStack() as stack:
+
+        def make(urls, **options):
+            client = request.param(urls, **options)
+            stack.push_async_callback(client.close)
+            return client
+
+        yield make
+
+
+def pieces(events):
+    """What a stream's events give together, whatever pieces they come in."""
+    texts, logprobs, finishes, usage = {}, {}, {}, None
+    for event in events:
+        match event:
+            case TextPiece():
+                texts[event.choice] = texts.get(event.choice, "") + event.text
+                logprobs.setdefault(event.choice, []).extend(event.logprobs)
+            case Finish():
+                assert event.choice not in finishes
+                finishes[event.choice] = event.reason
+            case Usage():
+                assert usage is None
+                usage = (event.prompt_tokens, event.completion_tokens)
+    return texts, logprobs, finishes, usage
+
+
+@contextlib.asynccontextmanager
+async def relay(port, cuts):
+    """A port whose connections end after so many bytes to the client, in turn; later ones do not."""
+    tasks = set()
+
+    async def pump(reader, writer, left):
+        with contextlib.suppress(OSError):
+            while left > 0 and (data := await reader.read(min(4096, left))):
+                left -= len(data)
+                writer.write(data)
+                await writer.drain()
+        writer.transport.abort()
+
+    async def connected(reader, writer):
+        task = asyncio.current_task()
+        tasks.add(task)
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", port)
+        left = cuts.pop(0) if cuts else 1 << 30
+        there = asyncio.create_task(pump(reader, there_writer, 1 << 30))
+        await pump(there_reader, writer, left)
+        there_writer.transport.abort()
+        await there
+        tasks.discard(task)
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0, family=socket.AF_INET)
+    try:
+        yield f"grpc://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in list(tasks):
+            task.cancel()
+
+
+async def over_rest(cluster, name, fields):
+    """What the client gets over HTTP."""
+    async with cluster.over_http() as http:
+        client = Async(str(http.base_url))
+        try:
+            return await client.whole(name, fields), pieces(await client.events(name, fields))
+        finally:
+            await client.close()
+
+
+@pytest.mark.parametrize(("name", "fields"), [("complete", TEXT), ("chat", CHAT)], ids=["text", "chat"])
+async def test_answers_are_those_of_rest(cluster, connect, name, fields):
+    whole, streamed = await over_rest(cluster, name, fields)
+    async with cluster.over_grpc():
+        client = connect(f"grpc://{cluster.grpc_address}")
+        answer = await client.whole(name, fields)
+        assert (answer.choices, answer.model, answer.usage) == (whole.choices, whole.model, whole.usage)
+        assert pieces(await client.events(name, fields)) == streamed
+
+
+async def test_tools_and_reasoning_are_those_of_rest(make_cluster, connect):
+    cluster = await make_cluster(1, model=model_of("thinking"))
+    says(cluster, "Rain?</think>" + TWO_CALLS["hermes"])
+    fields = CHAT | {"tools": TOOLS, "max_tokens": 300, "logprobs": None, "top_logprobs": None}
+    whole, _ = await over_rest(cluster, "chat", fields)
+    async with cluster.over_grpc():
+        client = connect(f"grpc://{cluster.grpc_address}")
+        answer = await client.whole("chat", fields)
+        events = await client.events("chat", fields)
+    (choice,), (expected,) = answer.choices, whole.choices
+    assert (choice.reasoning, choice.text, choice.finish_reason) == ("Rain?", expected.text, "tool_calls")
+    names = [(call.name, call.arguments) for call in expected.tool_calls]
+    assert [(call.name, call.arguments) for call in choice.tool_calls] == names
+    assert "".join(event.text for event in events if isinstance(event, ReasoningPiece)) == "Rain?"
+    calls = [event for event in events if isinstance(event, ToolCallPiece)]
+    assert [event.name for event in calls if event.id] == [name for name, _ in names]
+    assert "".join(event.arguments for event in calls) == "".join(arguments for _, arguments in names)
+
+
+@pytest.mark.parametrize(("name", "fields"), [("complete", TEXT), ("chat", CHAT)], ids=["text", "chat"])
+async def test_connections_that_break_anywhere_change_nothing(cluster, connect, name, fields):
+    seed = random.randrange(1 << 32)
+    print("seed", seed)
+    chance = random.Random(seed)
+    whole, streamed = await over_rest(cluster, name, fields)
+    for worker in cluster.workers:
+        worker.submits.clear()
+        worker.script = Script(delay_s=0.002)
+    async with cluster.over_grpc():
+        port = int(cluster.grpc_address.rpartition(":")[2])
+        for _ in range(4):
+            cuts = [chance.randrange(1, 4000) for _ in range(chance.randrange(1, 5))]
+            async with relay(port, cuts) as url:
+                assert pieces(await connect(url).events(name, fields)) == streamed
+        async with relay(port, [chance.randrange(1, 2000)]) as url:
+            assert (await connect(url).whole(name, fields)).choices == whole.choices
+
+
+async def test_router_that_is_killed_is_replaced_by_another(tmp_path, connect, tokenizer):
+    worker = await ScriptedWorker("w0", tmp_path / "w0.sock", script=Script(delay_s=0.02)).start()
+    fields = {"prompt": "hello world", "model": "reference", "max_tokens": 40, "seed": 7}
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(worker.kill)
+        processes, urls = [], []
+        for _ in range(2):
+            process = await start("--workers", worker.target, "--port", "0", "--grpc-port", "0")
+            stack.push_async_callback(_end, process)
+            processes.append(process)
+            urls.append(f"grpc://127.0.0.1:{(await listening(process))['grpc_port']}")
+        client = connect(urls)
+        prefer(client.client._transport, urls[0] + "/")
+        streaming = asyncio.create_task(client.events("complete", fields))
+        await eventually(lambda: worker.submits)
+        await asyncio.sleep(0.2)
+        processes[0].kill()
+        await processes[0].wait()
+        texts, _, finishes, usage = pieces(await streaming)
+        assert len(worker.submits) == 2
+        assert finishes == {0: "length"}
+        assert usage == (len(tokenizer.encode("hello world")), 40)
+        rest = await client.whole("complete", fields)
+        assert texts[0] == rest.text
+
+
+async def _end(process):
+    if process.returncode is None:
+        process.kill()
+        await process.communicate()
+
+
+async def test_leaving_a_stream_cancels_it(cluster, connect):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.02)
+    async with cluster.over_grpc():
+        client = connect(f"grpc://{cluster.grpc_address}")
+        events = await client.first("complete", {"prompt": "hello", "model": "reference", "max_tokens": 200}, 3)
+        assert len(events) == 3
+        await eventually(lambda: cluster.router.streams == 0)
+
+
+@pytest.mark.parametrize("face", ["grpc", "http"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_leaving_before_the_id_is_known_cancels_the_answer(cluster, face, stream):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=20)
+    async with cluster.over_grpc(), cluster.over_http() as http:
+        url = f"grpc://{cluster.grpc_address}" if face == "grpc" else str(http.base_url)
+        async with AsyncLockstepClient(url, policy=POLICY) as client:
+            fields = {"prompt": "hello", "model": "reference", "max_tokens": 200, "stream": stream}
+
+            async def ask():
+                answer = await client.complete(**fields)
+                if stream:
+                    _ = [event async for event in answer]
+
+            asking = asyncio.create_task(ask())
+            await eventually(lambda: cluster.router.streams == 1)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await eventually(lambda: cluster.router.streams == 0)
+            assert cluster.router.runs.running == 0
+
+
+async def test_silent_call_is_waited_for_while_its_router_lives(cluster, connect):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.4)
+    policy = Policy(silence_timeout_s=0.1, retries=1, timeout_s=60)
+    fields = {"prompt": "hello", "model": "reference", "max_tokens": 4, "seed": 1}
+    async with cluster.over_grpc():
+        client = connect(f"grpc://{cluster.grpc_address}", policy=policy)
+        texts, *_ = pieces(await client.events("complete", fields))
+        assert texts[0] == cluster.undisturbed("hello", 1, 4)
+        assert (await client.whole("complete", fields)).text == texts[0]
+    assert sum(len(worker.submits) for worker in cluster.workers) == 2
+
+
+async def test_refusals_are_typed(cluster, connect):
+    async with cluster.over_grpc():
+        client = connect(f"grpc://{cluster.grpc_address}")
+        with pytest.raises(NotFoundError) as missing:
+            await client.whole("complete", {"prompt": "x", "model": "nobody"})
+        assert (missing.value.code, missing.value.field, missing.value.status) == ("model_not_found", "model", 404)
+        for name in ("whole", "events"):
+            with pytest.raises(InvalidRequestError) as invalid:
+                await getattr(client, name)("complete", {"prompt": "x", "model": "reference", "max_tokens": 0})
+            assert (invalid.value.code, invalid.value.field) == ("invalid_request", "max_tokens")
+        with pytest.raises(InvalidRequestError) as unknown:
+            await client.whole("complete", {"prompt": "x", "model": "reference", "extra": {"colour": "red"}})
+        assert unknown.value.field == "colour"
+    assert not any(worker.submits for worker in cluster.workers)
+
+
+@pytest.mark.parametrize("url", ["grpc://host", "grpc://host:1/path", "grpc://user:word@host:1", "ftp://host:1"])
+def test_addresses_that_cannot_be_used_are_refused(url):
+    with pytest.raises(ValueError, match="base_urls"):
+        LockstepClient(url)
+
+
+def test_connections_over_grpc_are_always_verified():
+    with pytest.raises(ValueError, match="verify"):
+        LockstepClient("grpcs://host:1", verify=False)

@@ -1,0 +1,458 @@
+"""The store of journals that are mirrored in a state server: the contract, what other routers see, and faults."""
+
+import asyncio
+import contextlib
+import time
+from array import array
+from dataclasses import replace
+
+import pytest
+from journal_store_contract import KEEP_S, STOP, JournalStoreContract, logprobs, record
+from lockstep_api.v1 import state_pb2
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_router import metrics
+from lockstep_router.generation.parsing import Parsing
+from lockstep_router.journals import Claim, MemoryJournalStore, MirroredJournalStore, Outcome, Piece
+from lockstep_router.tls import dial_plain
+from router_cluster import eventually
+from state_server import Clock, StateServer
+
+WINDOW_S = 100.0
+TIMEOUT_S = 5.0
+"""Tests that are not about time do not count on the machine's."""
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+async def server(tmp_path, clock):
+    server = await StateServer(tmp_path / "state", clock).start()
+    yield server
+    await server.kill()
+
+
+@pytest.fixture
+async def make_store(server, clock):
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(owner="router-1", timeout_s=TIMEOUT_S, **bounds):
+            front = MemoryJournalStore(**({"max_streams": 4, "max_bytes": 1 << 20} | bounds), clock=clock)
+            store = MirroredJournalStore(
+                front,
+                server.target,
+                dial_plain,
+                owner=owner,
+                window_s=WINDOW_S,
+                timeout_s=timeout_s,
+                max_lag_s=0.01,
+            )
+            store.start()
+            stack.push_async_callback(store.close)
+            return store
+
+        yield make
+
+
+@pytest.fixture
+async def store(make_store):
+    return await make_store()
+
+
+@pytest.fixture
+async def other(make_store):
+    """The store of another router."""
+    return await make_store("router-2")
+
+
+async def mirrored(store):
+    """Wait until the state server has everything."""
+    await eventually(lambda: not (store.mirror._changed or store.mirror._flight or store.mirror._chores))
+    # A chore that has left its queue may still run.
+    await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def advance(store, clock):
+    async def advance(seconds):
+        await mirrored(store)
+        clock.now += seconds
+        store.expire()
+
+    return advance
+
+
+def count(metric, *labels):
+    return metric.labels(*labels)._value.get() if labels else metric._value.get()
+
+
+async def fill(store, request_id="r-1", **changes):
+    """A stream with a few tokens of two choices."""
+    await store.open(record(request_id, **changes))
+    store.append(request_id, Piece(0, 0, [5, 6], logprobs(5, 6), cached_tokens=2, numerics="numerics-1"))
+    store.append(request_id, Piece(1, 0, [7], logprobs(7), STOP, is_inexact=True))
+
+
+class TestContract(JournalStoreContract):
+    """The contract holds."""
+
+
+# What other routers see.
+
+
+async def test_other_router_sees_what_was_written(store, other):
+    written = replace(
+        record(),
+        parsing=Parsing("think", True, "hermes", frozenset({"a", "b"}), 1),
+        prompts=(array("I", [1, 2]), array("I", [4_000_000_000])),
+        prefixes=("é", ""),
+    )
+    await store.open(written)
+    await fill(store, "r-2")
+    store.append("r-1", Piece(0, 0, [5, 6], logprobs(5, 6), cached_tokens=2, numerics="numerics-1"))
+    await mirrored(store)
+    seen = await other.look_up("r-1", "tenant")
+    assert (seen.record, seen.outcome) == (written, None)
+    kept = await store.read("r-1")
+    assert list(seen.logs) == list(kept.logs)
+    assert seen.logs[0].numerics == "numerics-1"
+    assert list((await other.look_up("r-2", "tenant")).logs) == list((await store.read("r-2")).logs)
+
+
+async def test_other_router_sees_how_a_stream_ended(store, other):
+    await fill(store)
+    await fill(store, "r-2")
+    failure = LockstepError(ErrorCode.WORKER_LOST, "gone", field="model", retry_after_s=5)
+    await store.seal("r-1", Outcome(failure), KEEP_S)
+    await store.seal("r-2", Outcome(), KEEP_S)
+    await mirrored(store)
+    seen = (await other.look_up("r-1", "tenant")).outcome.failure
+    assert (seen.code, seen.message, seen.field, seen.retry_after_s) == (failure.code, "gone", "model", 5)
+    assert (await other.look_up("r-2", "tenant")).outcome == Outcome()
+    assert not store.mirror.entries
+
+
+async def test_foreign_owner_sees_nothing(store, other):
+    await fill(store)
+    await mirrored(store)
+    assert await other.look_up("r-1", "stranger") is None
+    assert await other.take("r-1", "stranger") is None
+    assert not await other.discard("r-1", "stranger")
+    assert await other.look_up("r-1", "") is None
+    assert await other.look_up("x" * 2000, "tenant") is None, "an id that the state server refuses"
+    assert await other.look_up("r-1", "tenant") is not None
+
+
+async def test_clients_without_a_key_have_streams_too(store, other):
+    await store.open(replace(record(tenant="address"), owner=""))
+    await mirrored(store)
+    assert (await other.look_up("r-1", "")).record.tenant == "address"
+
+
+async def test_taken_stream_is_fenced(store, other):
+    lost = []
+    store.on_taken(lost.append)
+    await fill(store)
+    await mirrored(store)
+    taken = await other.take("r-1", "tenant")
+    assert list(taken.logs[0].ids) == [5, 6]
+    store.append("r-1", Piece(0, 2, [99], logprobs(99)))
+    await eventually(lambda: lost == ["r-1"])
+    assert await store.read("r-1") is None
+    assert not store.mirror.entries
+    store.append("r-1", Piece(0, 3, [98], logprobs(98)))
+    other.append("r-1", Piece(0, 2, [8], logprobs(8), STOP))
+    await mirrored(other)
+    await mirrored(store)
+    assert list((await store.look_up("r-1", "tenant")).logs[0].ids) == [5, 6, 8]
+
+
+async def test_stream_can_be_taken_back(store, other):
+    await fill(store)
+    await mirrored(store)
+    await other.take("r-1", "tenant")
+    other.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    await mirrored(other)
+    store.append("r-1", Piece(0, 2, [9], logprobs(9)))
+    await eventually(lambda: "r-1" not in store.mirror.entries)
+    assert list((await store.take("r-1", "tenant")).logs[0].ids) == [5, 6, 8]
+    store.append("r-1", Piece(0, 3, [10], logprobs(10), STOP))
+    await store.seal("r-1", Outcome(), KEEP_S)
+    await mirrored(store)
+    other.append("r-1", Piece(0, 3, [11], logprobs(11)))
+    await eventually(lambda: "r-1" not in other.mirror.entries)
+    assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6, 8, 10]
+
+
+async def test_discarded_stream_ends_where_it_runs_and_is_gone_for_all(store, other):
+    lost = []
+    store.on_taken(lost.append)
+    await fill(store)
+    await fill(store, "r-2")
+    await store.seal("r-2", Outcome(), KEEP_S)
+    await mirrored(store)
+    assert await other.discard("r-1", "tenant")
+    assert await other.discard("r-2", "tenant")
+    await mirrored(other)
+    assert await other.look_up("r-1", "tenant") is None
+    assert await other.look_up("r-2", "tenant") is None
+    assert not await other.discard("r-1", "tenant")
+    store.append("r-1", Piece(0, 2, [9], logprobs(9)))
+    await eventually(lambda: lost == ["r-1"])
+    await mirrored(store)
+    assert await other.look_up("r-1", "tenant") is None, "its router does not write it again"
+    assert not other.mirror.entries
+
+
+async def test_removed_stream_is_gone_there_too(store, other, clock):
+    await fill(store)
+    await fill(store, "r-2")
+    await store.seal("r-2", Outcome(), KEEP_S)
+    await mirrored(store)
+    await store.remove("r-1")
+    await store.remove("r-2")
+    await mirrored(store)
+    assert await other.look_up("r-1", "tenant") is None
+    assert await other.look_up("r-2", "tenant") is None
+    assert not store.mirror.entries
+
+
+async def test_left_stream_is_complete_and_keeps_its_key(store, other):
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await fill(store)
+    await store.leave("r-1")
+    assert await store.read("r-1") is None
+    await mirrored(store)
+    assert not store.mirror.entries
+    assert await other.claim("tenant/key", Claim("r-9", b"body")) == Claim("r-1", b"body")
+    assert list((await other.take("r-1", "tenant")).logs[0].ids) == [5, 6]
+
+
+async def test_what_is_missing_is_written_at_the_end(make_store, other):
+    store = await make_store("router-3")
+    await fill(store)
+    await store.leave("r-1")
+    await store.close()
+    assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6]
+
+
+async def test_unusable_record_is_absent(store, other, server):
+    message = state_pb2.StreamRecord(schema=1, model="reference", request=b"no json")
+    message.prompts.add(ids=[1])
+    message.choices.add(stream_id="s")
+    write = state_pb2.StreamWrite(tenant="tenant", stream_id="r-1", epoch=1, record=message, owner="x")
+    response = await store.client.append(state_pb2.AppendRequest(writes=[write]))
+    assert response.results[0].outcome == state_pb2.WRITE_OUTCOME_OK
+    assert await other.look_up("r-1", "tenant") is None
+
+
+# Keys.
+
+
+async def test_key_holds_on_all_routers(store, other):
+    assert await store.claim("tenant/key", Claim("r-1", b"body")) is None
+    assert await other.claim("tenant/key", Claim("r-2", b"other")) == Claim("r-1", b"body")
+    assert await other.find("tenant/key") == Claim("r-1", b"body")
+    assert await other.find("stranger/key") is None
+    await store.release("r-1")
+    assert await other.claim("tenant/key", Claim("r-2", b"other")) is None
+
+
+async def test_many_claim_a_key_at_once(store, other):
+    claims = [Claim(f"r-{n}", b"body") for n in range(20)]
+    found = await asyncio.gather(
+        *(
+            each.claim("tenant/key", claim)
+            for claim in claims
+            for each in (store, other)
+            if (each is store) == (claim.request_id[-1] in "02468")
+        )
+    )
+    winners = [claim for claim in found if claim is None]
+    assert len(winners) == 1
+    assert len({claim.request_id for claim in found if claim is not None}) == 1
+
+
+async def test_key_of_a_taken_stream_goes_with_it(store, other, clock):
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await fill(store)
+    await mirrored(store)
+    await other.take("r-1", "tenant")
+    await other.release("r-1")
+    assert await store.client.look_up_claim(state_pb2.LookUpClaimRequest(tenant="tenant", key="tenant/key"))
+    assert await other.find("tenant/key") is None
+
+
+async def test_key_of_a_stream_that_is_gone_can_be_released_by_who_found_it(store, other):
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    assert await other.claim("tenant/key", Claim("r-2", b"body")) == Claim("r-1", b"body")
+    assert await other.look_up("r-1", "tenant") is None
+    await other.release("r-1")
+    assert await other.claim("tenant/key", Claim("r-2", b"body")) is None
+
+
+async def test_stream_found_by_its_key_is_waited_for_a_little(store, other):
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await other.claim("tenant/key", Claim("r-2", b"body"))
+    looking = asyncio.create_task(other.look_up("r-1", "tenant"))
+    await asyncio.sleep(0.1)
+    await fill(store)
+    assert (await looking).record.request_id == "r-1"
+
+
+# Times to live.
+
+
+async def test_idle_stream_stays_as_long_as_its_router_lives(store, other, clock, monkeypatch):
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await fill(store)
+    await mirrored(store)
+    monkeypatch.setattr(store.mirror, "_ttl_s", 0.0)  # of the next renewals: at once
+    monkeypatch.setattr(store._keys, "_ttl_s", 0.0)
+    for _ in range(5):
+        clock.now += WINDOW_S
+        store.mirror._ttl_s = 1.5 * WINDOW_S
+        store.mirror.note_change("r-1")
+        store._keys._renew("r-1", 1.5 * WINDOW_S)
+        await mirrored(store)
+        assert await other.look_up("r-1", "tenant") is not None
+        assert await other.find("tenant/key") is not None
+    clock.now += 1.5 * WINDOW_S + 1
+    assert await other.look_up("r-1", "tenant") is None, "its router has died"
+    assert await other.find("tenant/key") is None
+
+
+# Faults.
+
+
+async def test_server_that_has_forgotten_everything_is_told_again(store, other, server):
+    await fill(store)
+    await fill(store, "r-2")
+    await mirrored(store)
+    await server.restart()
+    store.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    await eventually(lambda: not store.client.mirror.is_open and not store.mirror._changed and not store.mirror._flight)
+    for request_id in ("r-1", "r-2"):
+        await eventually(lambda: not store.client.mirror.is_open)
+        store.mirror.note_change(request_id)
+        await mirrored(store)
+        kept = await store.read(request_id)
+        assert list((await other.look_up(request_id, "tenant")).logs) == list(kept.logs)
+
+
+async def test_nothing_waits_for_a_server_that_is_away(make_store, server, clock):
+    store = await make_store(timeout_s=0.5, max_streams=1000, max_bytes=64 << 20)
+    await server.kill()
+    for n in range(20):
+        await store.claim(f"tenant/{n}", Claim(f"r-{n}", b"body"))
+    assert store.client.requests.is_open
+    began = time.monotonic()
+    for n in range(200):
+        request_id = f"s-{n}"
+        assert await store.claim(f"tenant/{request_id}", Claim(request_id, b"body")) is None
+        await fill(store, request_id)
+        assert (await store.read(request_id)).outcome is None
+        await store.seal(request_id, Outcome(), KEEP_S)
+    assert time.monotonic() - began < 10.0, "0.05 s each, where one call would wait ten times as long"
+    assert await store.claim("tenant/s-1", Claim("t-1", b"body")) == Claim("s-1", b"body"), "keys hold here"
+    await eventually(lambda: store.client.mirror.is_open)
+    assert await store.look_up("r-none", "tenant") is None
+    await server.start()
+    await eventually(lambda: not store.client.mirror.is_open and not store.client.requests.is_open)
+    await mirrored(store)
+    assert not store.mirror.entries
+    assert list((await store.look_up("s-7", "tenant")).logs[0].ids) == [5, 6]
+
+
+async def test_streams_that_have_left_the_memory_are_dropped(make_store, server, clock):
+    store = await make_store()
+    await server.kill()
+    for n in range(4):
+        await fill(store, f"r-{n}")
+        await store.seal(f"r-{n}", Outcome(), KEEP_S)
+    before = count(metrics.JOURNAL_WRITES, "dropped")
+    clock.now += KEEP_S + 1
+    store.expire()
+    assert not store.mirror.entries
+    assert count(metrics.JOURNAL_WRITES, "dropped") - before == 4
+
+
+async def test_slow_server_is_not_waited_for_but_still_written_to(make_store, server, other):
+    store = await make_store(timeout_s=0.1)
+    server.backend.delay_s = 0.2
+    for n in range(3):
+        await store.claim(f"tenant/{n}", Claim(f"r-{n}", b"body"))
+    assert store.client.requests.is_open
+    began = time.monotonic()
+    await store.claim("tenant/key", Claim("r-9", b"body"))
+    assert time.monotonic() - began < 0.1
+    await fill(store, "r-9")
+    await mirrored(store)
+    assert not store.client.mirror.is_open
+    server.backend.delay_s = 0.0
+    assert await other.look_up("r-9", "tenant") is not None
+    await eventually(lambda: not store.client.requests.is_open)
+
+
+async def test_store_behind_the_server_that_is_away_opens_the_breaker(make_store, server):
+    store = await make_store()
+    server.backend.is_away = True
+    await fill(store)
+    await eventually(lambda: store.client.mirror.is_open)
+    appends = server.backend.calls.count("append")
+    await asyncio.sleep(1.2)
+    assert server.backend.calls.count("append") == appends, "no more calls while it is away"
+    server.backend.is_away = False
+    await mirrored(store)
+    assert (await store.look_up("r-1", "tenant")) is not None
+
+
+async def test_full_server_is_tried_again_and_a_large_stream_is_frozen(tmp_path, clock, make_store, server, other):
+    server.settings = server.settings.model_copy(update={"max_tenant_streams": 1, "max_stream_bytes": 8192})
+    await server.restart()
+    store = await make_store(max_streams=10)
+    full, large = count(metrics.JOURNAL_WRITES, "full"), count(metrics.JOURNAL_WRITES, "too_large")
+    await fill(store, "r-1")
+    await mirrored(store)
+    await fill(store, "r-2")
+    await eventually(lambda: count(metrics.JOURNAL_WRITES, "full") > full)
+    store.append("r-1", Piece(0, 2, [5] * 5000, logprobs(*[5] * 5000)))
+    await eventually(lambda: count(metrics.JOURNAL_WRITES, "too_large") > large)
+    assert len((await store.read("r-1")).logs[0].ids) == 5002, "it is served all the same"
+    seen = await other.look_up("r-1", "tenant")
+    assert list(seen.logs[0].ids)[:2] == [5, 6], "what is there can be continued"
+    assert len(seen.logs[0].ids) < 5002
+    await store.remove("r-1")
+    await eventually(lambda: "r-1" not in store.mirror.entries)
+    await store.seal("r-2", Outcome(), KEEP_S)
+    clock.now += 2.0
+    await eventually(lambda: not store.mirror.entries)
+    assert (await other.look_up("r-2", "tenant")).outcome == Outcome()
+
+
+async def test_much_is_written_in_parts(make_store, other):
+    store = await make_store(max_streams=2000, max_bytes=256 << 20)
+    for n in range(1200):
+        await store.open(record(f"r-{n}"))
+    await store.open(record("long", prompt=[7] * 50_000))
+    store.append("long", Piece(0, 0, list(range(100_000)), ()))
+    store.append("long", Piece(1, 0, [3] * 3000, logprobs(*[3] * 3000), STOP))
+    await store.seal("long", Outcome(), KEEP_S)
+    await mirrored(store)
+    seen = await other.look_up("long", "tenant")
+    assert list(seen.logs[0].ids) == list(range(100_000))
+    assert (len(seen.logs[1].logprobs), seen.logs[1].finish, seen.outcome) == (3000, STOP, Outcome())
+    assert (await other.look_up("r-1199", "tenant")) is not None
+
+
+async def test_batch_that_the_server_refuses_is_halved(tmp_path, clock, make_store, server, other):
+    server.settings = server.settings.model_copy(update={"max_batch": 3})
+    await server.restart()
+    store = await make_store(max_streams=100)
+    for n in range(40):
+        await fill(store, f"r-{n}")
+    await mirrored(store)
+    for n in range(40):
+        assert list((await other.look_up(f"r-{n}", "tenant")).logs[0].ids) == [5, 6]

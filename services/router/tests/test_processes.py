@@ -1,0 +1,238 @@
+"""Several processes of one router: they share the ports, one that dies is replaced, all drain and choose alike."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from lockstep_router.processes.answers import JointAnswers
+from prometheus_client.parser import text_string_to_metric_families
+from router_process import BODY, listening, start
+from scripted_worker import Script, ScriptedWorker
+
+DEADLINE_S = 60
+
+
+@contextlib.asynccontextmanager
+async def workers_on(tmp_path, count):
+    made = [await ScriptedWorker(f"w{number}", tmp_path / f"w{number}.sock").start() for number in range(count)]
+    try:
+        yield made
+    finally:
+        for worker in made:
+            await worker.kill()
+
+
+@contextlib.asynccontextmanager
+async def serving(workers, *flags):
+    """Two processes; yields the parent, what it has said, and a client of the management port."""
+    targets = ",".join(worker.target for worker in workers)
+    process = await start("--workers", targets, "--port", "0", "--processes", "2", "--router-id", "r", *flags)
+    try:
+        entry = await listening(process)
+        reading = asyncio.create_task(process.stderr.read())
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{entry['management_port']}", timeout=30) as client:
+            yield process, entry, client
+        reading.cancel()
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def complete(client, port, **fields):
+    """A request on a connection of its own: the process that answers, and the answer."""
+    url, body = f"http://127.0.0.1:{port}/v1/completions", BODY | {"max_tokens": 2} | fields
+    answer = await client.post(url, json=body, headers={"connection": "close"})
+    return answer.headers["x-lockstep-router"], answer
+
+
+async def meet_both(client, port, **fields):
+    """Send requests until each process has answered one: the answers by process."""
+    met = {}
+    async with asyncio.timeout(DEADLINE_S):
+        while len(met) < 2:
+            name, answer = await complete(client, port, **fields)
+            assert answer.status_code == 200
+            met[name] = answer
+    return met
+
+
+async def status(client):
+    return (await client.get("/status")).json()
+
+
+async def test_both_serve_and_report_together(tmp_path):
+    async with workers_on(tmp_path, 1) as workers, serving(workers) as (process, entry, client):
+        met = await meet_both(client, entry["port"])
+        assert set(met) == {"r-0", "r-1"}
+        assert (await client.get("/healthz")).json() == {"status": "alive"}
+        assert (await client.get("/readyz")).json() == {"status": "ready"}
+        assert (await client.get("/nowhere")).status_code == 404
+        body = await status(client)
+        assert body["router"]["id"] == "r"
+        assert [(each["process"], each["router"]["id"]) for each in body["processes"]] == [(0, "r-0"), (1, "r-1")]
+        assert len({process.pid, *(each["pid"] for each in body["processes"])}) == 3
+        assert [worker["id"] for worker in body["workers"]] == ["w0"]
+        families = text_string_to_metric_families((await client.get("/metrics")).text)
+        samples = [sample for family in families for sample in family.samples]
+        requests = {
+            sample.labels["process"]: sample.value
+            for sample in samples
+            if sample.name == "lockstep_router_requests_total" and sample.labels["code"] == "200"
+        }
+        assert set(requests) == {"0", "1"}
+        up = {sample.labels["process"]: sample.value for sample in samples if sample.name.endswith("process_up")}
+        assert up == {"0": 1.0, "1": 1.0}
+
+
+async def test_one_that_dies_is_replaced_while_the_other_serves(tmp_path):
+    async with workers_on(tmp_path, 1) as workers, serving(workers) as (_, entry, client):
+        await meet_both(client, entry["port"])
+        first, second = (each["pid"] for each in (await status(client))["processes"])
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(DEADLINE_S):
+            while (await client.get("/healthz")).status_code != 503:
+                await asyncio.sleep(0.01)
+        _, answer = await complete(client, entry["port"])
+        assert answer.status_code == 200
+        async with asyncio.timeout(DEADLINE_S):
+            while (await client.get("/healthz")).status_code != 200:
+                await asyncio.sleep(0.05)
+        await meet_both(client, entry["port"])
+        replaced, kept = (await status(client))["processes"]
+        assert (replaced["restarts"], kept["restarts"], kept["pid"]) == (1, 0, second)
+        assert replaced["pid"] != first
+
+
+async def test_all_drain_on_sigterm(tmp_path):
+    async with workers_on(tmp_path, 1) as workers, serving(workers) as (process, entry, client):
+        workers[0].script = Script(delay_s=0.05)
+        pids = [each["pid"] for each in (await status(client))["processes"]]
+        running = [asyncio.create_task(complete(client, entry["port"], max_tokens=40)) for _ in range(12)]
+        async with asyncio.timeout(DEADLINE_S):
+            while len(workers[0].submits) < 12:
+                await asyncio.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        answers = await asyncio.gather(*running)
+        assert [answer.json()["usage"]["completion_tokens"] for _, answer in answers] == [40] * 12
+        assert await asyncio.wait_for(process.wait(), DEADLINE_S) == 0
+        assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+async def test_none_outlives_the_parent(tmp_path):
+    async with workers_on(tmp_path, 1) as workers, serving(workers) as (process, _, client):
+        pids = [each["pid"] for each in (await status(client))["processes"]]
+        process.kill()
+        await process.wait()
+        async with asyncio.timeout(DEADLINE_S):
+            while any(_runs(pid) for pid in pids):
+                await asyncio.sleep(0.01)
+
+
+def _runs(pid):
+    """Whether a process runs; one that nobody waits for has ended too."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_grpc_port_is_shared_too(tmp_path):
+    async with workers_on(tmp_path, 1) as workers, serving(workers, "--grpc-port", "0") as (_, entry, client):
+        for each in (await status(client))["processes"]:
+            os.kill(each["pid"], signal.SIGSTOP)
+            try:
+                await _serves_grpc(entry["grpc_port"])
+            finally:
+                os.kill(each["pid"], signal.SIGCONT)
+
+
+async def _serves_grpc(port):
+    """Try connections until one reaches a process that runs."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            options = (("grpc.use_local_subchannel_pool", 1),)
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+                stub = health_pb2_grpc.HealthStub(channel)
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
+                    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+                    return
+
+
+async def test_all_choose_the_same_worker_for_a_session_also_after_restarts(tmp_path):
+    sessions = [f"session {number}" for number in range(10)]
+    async with workers_on(tmp_path, 5) as workers:
+        chosen = []  # by session, for each start
+        for _ in range(2):
+            async with serving(workers) as (_, entry, client):
+                for session in sessions:
+                    await meet_both(client, entry["port"], user=session, prompt=session)
+            chosen.append(take_choices(workers))
+        assert chosen[0] == chosen[1]
+        assert all(len(names) == 1 for names in chosen[0].values())
+        assert len(chosen[0]) == len(sessions)
+        assert len(set().union(*chosen[0].values())) > 1
+        await workers[2].kill()
+        async with serving(workers[:2] + workers[3:]) as (_, entry, client):
+            for session in sessions:
+                await meet_both(client, entry["port"], user=session, prompt=session)
+        fewer = take_choices(workers)
+    moved = {session for session in fewer if fewer[session] != chosen[0][session]}
+    assert moved == {session for session, names in chosen[0].items() if names == {"w2"}}
+    assert moved
+
+
+def take_choices(workers):
+    """The workers of each session's streams, which have a prompt of their own; forgets them."""
+    choices = {}
+    for worker in workers:
+        for submit in worker.submits:
+            choices.setdefault(tuple(submit.prompt_ids), set()).add(worker.worker_id)
+        worker.submits.clear()
+    return choices
+
+
+async def test_taken_port_is_one_sentence():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = await start("--workers", "a:1", "--port", str(port), "--processes", "2")
+        _, errors = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    assert process.returncode == 2
+    assert errors.decode().splitlines() == [f"cannot listen on 127.0.0.1:{port}: Address already in use"]
+
+
+async def test_another_router_cannot_take_the_port_unnoticed(tmp_path):
+    async with workers_on(tmp_path, 1) as workers, serving(workers) as (_, entry, _):
+        port = entry["port"]
+        process = await start("--workers", "a:1", "--port", str(port), "--processes", "2")
+        _, errors = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    assert process.returncode == 2
+    assert errors.decode().splitlines() == [f"cannot listen on 127.0.0.1:{port}: Address already in use"]
+
+
+async def test_settings_that_no_process_can_use_end_the_parent(tmp_path):
+    process = await start("--workers", "a:1", "--port", "0", "--processes", "2", "--keys-file", str(tmp_path / "none"))
+    _, errors = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    assert process.returncode == 2
+    assert b"keys_file" in errors
+
+
+class Dead:
+    number, restarts, asker, pid = 0, 3, None, None
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/status"])
+def test_strangers_learn_health_only(path):
+    answers = JointAnswers("r", [Dead()])
+    assert answers.of(path, is_stranger=True).status == 403
+    assert answers.of("/healthz", is_stranger=True).status == 503
+    assert json.loads(answers.of("/readyz", is_stranger=True).body) == {"status": "starting"}

@@ -1,0 +1,437 @@
+"""A stream goes on at another router: each event once, whatever was mirrored and wherever its client was."""
+
+import asyncio
+import dataclasses
+import json
+
+import pytest
+from key_files import KEY, OTHER_KEY, bearer, tenant, write
+from lockstep_api.v1 import inference_pb2, inference_pb2_grpc, state_pb2
+from lockstep_router import metrics
+from lockstep_router.journals import ChoiceLog, Piece
+from lockstep_router.journals.stored_form import tenant_of, to_message, to_piece
+from lockstep_router.status import status_body
+from router_cluster import events_of, eventually
+from scripted_worker import Script
+from takeover_cluster import Sharing, mirrored
+from websocket_client import socket_of
+from websocket_client import text_of as text_of_messages
+
+BODY = {"model": "reference", "prompt": "hello world", "max_tokens": 12, "seed": 7, "user": "u"}
+STREAM = BODY | {"stream": True, "resumable": True}
+CHAT = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "seed": 7, "stream": True}
+CHAT |= {"resumable": True, "user": "u", "stream_options": {"include_usage": True}}
+LONG = STREAM | {"max_tokens": 100}
+
+
+@pytest.fixture
+async def sharing(tmp_path, tokenizer):
+    async with Sharing(tmp_path, tokenizer) as sharing:
+        yield sharing
+
+
+@pytest.fixture
+async def routers(sharing):
+    return [await sharing.router("first"), await sharing.router("second")]
+
+
+def slow(sharing, delay_s=0.02):
+    for worker in sharing.workers:
+        worker.script = Script(delay_s=delay_s)
+
+
+def text_of(events):
+    return "".join(data["choices"][0]["text"] for _, data in events if data != "[DONE]" and data.get("choices"))
+
+
+async def leave_after(client, body, events, **headers):
+    """The first events of a stream whose client leaves then, as (id, data) pairs."""
+    gained = []
+    async with client.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+        assert response.status_code == 200, await response.aread()
+        event_id = None
+        async for line in response.aiter_lines():
+            if line.startswith("id: "):
+                event_id = line[4:]
+            elif line.startswith("data: "):
+                gained.append((event_id, json.loads(line[6:])))
+                if len(gained) == events:
+                    break
+        return response.headers["x-lockstep-stream-id"], gained
+
+
+async def resume(client, stream_id, last=None, **headers):
+    headers |= {} if last is None else {"last-event-id": last}
+    return await client.get(f"/v1/streams/{stream_id}", headers=headers)
+
+
+def count(metric, *labels):
+    return metric.labels(*labels)._value.get()
+
+
+# Every cut.
+
+
+def history(events, choices):
+    """Everything that a client knows of each choice, and the usage."""
+    made = {index: ([], [], [], []) for index in range(choices)}
+    usages = []
+    for _, data in events:
+        if data == "[DONE]":
+            continue
+        if data.get("usage"):
+            usages.append(data["usage"])
+        for choice in data["choices"]:
+            roles, texts, tokens, finishes = made[choice["index"]]
+            delta = choice.get("delta", {"content": choice.get("text", "")})
+            roles.extend([delta["role"]] if "role" in delta else [])
+            texts.append(delta.get("content") or "")
+            tokens.extend((choice.get("logprobs") or {}).get("content") or [])
+            finishes.extend([choice["finish_reason"]] if choice["finish_reason"] else [])
+    return {
+        index: (roles, "".join(texts), tokens, ends) for index, (roles, texts, tokens, ends) in made.items()
+    }, usages
+
+
+def cut(log, length):
+    """What a mirror has that was cut off after so many tokens."""
+    is_all = length >= len(log.ids)
+    part = ChoiceLog()
+    finish = log.finish if is_all else 0
+    part.add(Piece(0, 0, log.ids[:length], log.logprobs[:length], finish, log.cached_tokens, False, log.numerics))
+    return part
+
+
+async def plant(cluster, stored, request_id, lengths):
+    """Put a stream into the state server as a router has left it that died."""
+    record = dataclasses.replace(stored.record, request_id=request_id)
+    logs = [cut(log, length) for log, length in zip(stored.logs, lengths, strict=True)]
+    write = state_pb2.StreamWrite(
+        tenant=tenant_of(record.owner),
+        stream_id=request_id,
+        epoch=1,
+        owner="the dead",
+        record=to_message(record, None),
+        pieces=[to_piece(index, log, 0, len(log.ids)) for index, log in enumerate(logs) if log.ids],
+    )
+    response = await cluster.router.mirrored.client.append(state_pb2.AppendRequest(writes=[write]))
+    assert response.results[0].outcome == state_pb2.WRITE_OUTCOME_OK
+
+
+ANSWERS = {
+    "text": ("/v1/completions", STREAM | {"max_tokens": 6}, 1),
+    "two choices with log probabilities": (
+        "/v1/chat/completions",
+        CHAT | {"n": 2, "max_tokens": 4, "logprobs": True, "top_logprobs": 1},
+        2,
+    ),
+    "echo": ("/v1/completions", STREAM | {"max_tokens": 3, "echo": True, "n": 2}, 2),
+    "stop string": ("/v1/completions", STREAM | {"max_tokens": 40, "stop": ["e"]}, 1),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+async def test_every_cut_of_the_mirror_and_of_the_client(sharing, routers, answer):
+    first, second = routers
+    path, body, choices = ANSWERS[answer]
+    response = await first.client.post(path, json=body)
+    stream_id, events = response.headers["x-lockstep-stream-id"], events_of(response)
+    assert events[-1][1] == "[DONE]"
+    expected = history(events, choices)
+    stored = await first.router.journals.read(stream_id)
+    longest = max(len(log.ids) for log in stored.logs)
+    number = 0
+    for length in range(longest + 1):
+        # With two choices the mirror is cut at different places of each.
+        lengths = [(length + 2 * index) % (longest + 1) for index in range(choices)]
+        for index in range(-1, len(events) - 1):
+            number += 1
+            planted = f"r-{number}"
+            await plant(first, stored, planted, lengths)
+            last = None if index < 0 else f"{planted}:{events[index][0].rpartition(':')[2]}"
+            rest = events_of(await resume(second.client, planted, last))
+            assert rest[-1] == (None, "[DONE]"), (lengths, index, rest)
+            assert history(events[: index + 1] + rest, choices) == expected, (lengths, index)
+            ids = [event_id for event_id, _ in rest[:-1]]
+            assert ids == list(dict.fromkeys(ids)), "no event twice"
+            await second.client.delete(f"/v1/streams/{planted}")
+    assert count(metrics.TAKEOVERS, "continued") >= number
+    await eventually(lambda: second.router.requests == second.router.runs.running == second.router.runs.readings == 0)
+
+
+# A router that lives.
+
+
+async def test_client_that_comes_back_elsewhere_gets_the_rest_and_the_first_router_stops(sharing, routers):
+    slow(sharing)
+    first, second = routers
+    async with first.over_http() as client:
+        stream_id, before = await leave_after(client, LONG, 3)
+    rest = asyncio.create_task(resume(second.client, stream_id, before[-1][0]))
+    await eventually(lambda: first.router.runs.running == 0)
+    events = events_of(await rest)
+    assert text_of(before + events) == first.undisturbed("hello world", 7, 100)
+    assert events[-1] == (None, "[DONE]")
+    submit, again = sharing.submits
+    assert submit.sampling == again.sampling
+    assert len(again.emitted_ids) >= 2, "what was mirrored is not generated again"
+    assert sum(len(worker.cancels) for worker in sharing.workers) == 1
+    assert first.router.journals.size_bytes == 0
+
+
+async def test_reader_at_the_first_router_gets_a_typed_error(sharing, routers):
+    slow(sharing)
+    first, second = routers
+    async with first.over_http() as client:
+        stream_id, before = await leave_after(client, LONG, 2)
+        reading = asyncio.create_task(resume(client, stream_id, before[-1][0]))
+        await eventually(lambda: first.router.runs.readings == 1)
+        whole = events_of(await resume(second.client, stream_id, before[-1][0]))
+        lost = events_of(await reading)
+    assert lost[-1][1]["error"]["code"] == "unavailable"
+    assert "another router" in lost[-1][1]["error"]["message"]
+    expected = first.undisturbed("hello world", 7, 100)
+    assert expected.startswith(text_of(before + lost[:-1]))
+    assert text_of(before + whole) == expected
+
+
+async def test_stream_moves_back_and_forth(sharing, routers):
+    slow(sharing)
+    events = []
+    async with routers[0].over_http() as one, routers[1].over_http() as two:
+        stream_id, events = await leave_after(one, LONG | {"max_tokens": 60}, 3)
+        for turn in range(6):
+            client = (two, one)[turn % 2]
+            async with client.stream(
+                "GET", f"/v1/streams/{stream_id}", headers={"last-event-id": events[-1][0]}
+            ) as response:
+                event_id, gained = None, 0
+                async for line in response.aiter_lines():
+                    if line.startswith("id: "):
+                        event_id = line[4:]
+                    elif line.startswith("data: "):
+                        events.append((event_id, json.loads(line[6:])))
+                        gained += 1
+                        if gained == 4:
+                            break
+        events += events_of(await resume(one, stream_id, events[-1][0]))
+    assert text_of(events) == routers[0].undisturbed("hello world", 7, 60)
+    attempts = [submit.attempt for submit in sharing.submits]
+    assert len(attempts) >= 3
+    assert len(set(attempts)) == len(attempts), "late tokens of one never count as those of another"
+
+
+async def test_several_clients_take_it_once(sharing, routers):
+    slow(sharing)
+    first, second = routers
+    async with first.over_http() as client:
+        stream_id, before = await leave_after(client, LONG | {"max_tokens": 50}, 2)
+    answers = await asyncio.gather(*(resume(second.client, stream_id, before[-1][0]) for _ in range(5)))
+    for response in answers:
+        assert text_of(before + events_of(response)) == first.undisturbed("hello world", 7, 50)
+    assert len(sharing.submits) == 2
+
+
+async def test_finished_answer_is_given_by_all_without_a_worker(sharing, routers):
+    first, second = routers
+    whole = events_of(await first.client.post("/v1/completions", json=STREAM))
+    stream_id = whole[0][0].partition(":")[0]
+    await mirrored(first)
+    rest = events_of(await resume(second.client, stream_id, whole[3][0]))
+    assert text_of(whole[:4] + rest) == text_of(whole)
+    assert len(sharing.submits) == 1
+    plain = await first.client.post("/v1/completions", json=BODY | {"resumable": True})
+    await mirrored(first)
+    again = await resume(second.client, plain.headers["x-lockstep-stream-id"])
+    assert again.json() == plain.json()
+
+
+async def test_failure_is_given_again_elsewhere(sharing, routers):
+    first, second = routers
+    slow(sharing)
+    response = await first.client.post("/v1/completions", json=LONG, headers={"x-request-timeout": "0.3"})
+    events = events_of(response)
+    assert events[-1][1]["error"]["code"] == "deadline_exceeded"
+    await mirrored(first)
+    again = events_of(await resume(second.client, events[0][0].partition(":")[0], events[0][0]))
+    assert again[-1][1] == events[-1][1]
+
+
+async def test_deadline_of_the_client_holds_at_the_next_router(sharing, routers):
+    first, second = routers
+    slow(sharing)
+    async with first.over_http() as client:
+        stream_id, before = await leave_after(client, LONG, 1, **{"x-request-timeout": "1.0"})
+    rest = events_of(await resume(second.client, stream_id, before[-1][0]))
+    assert rest[-1][1]["error"]["code"] == "deadline_exceeded"
+
+
+async def test_other_faces_take_streams_over(sharing, routers):
+    slow(sharing)
+    first, second = routers
+    expected = first.undisturbed("hello world", 7, 60)
+    async with first.over_http() as client, second.over_http() as there, second.over_grpc() as channel:
+        stream_id, before = await leave_after(client, LONG | {"max_tokens": 60}, 2)
+        async with socket_of(there) as socket:
+            await socket.send(type="resume", id="a", stream=stream_id, last_event_id=before[-1][0])
+            answer = await socket.answer("a")
+        assert answer[-1]["type"] == "done"
+        assert text_of(before) + text_of_messages(answer) == expected
+        stream_id, before = await leave_after(client, LONG | {"max_tokens": 60}, 2)
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        message = inference_pb2.ResumeRequest(request_id=stream_id, last_event_id=before[-1][0])
+        rest = [event async for event in stub.Resume(message)]
+    assert text_of(before) + "".join(event.text for event in rest) == expected
+
+
+async def test_delete_ends_a_stream_of_another_router(sharing, routers):
+    slow(sharing)
+    first, second = routers
+    async with first.over_http() as client:
+        stream_id, _ = await leave_after(client, LONG, 2)
+        await mirrored(first)
+        assert (await second.client.delete(f"/v1/streams/{stream_id}")).status_code == 200
+        await eventually(lambda: first.router.runs.running == 0)
+        assert sum(len(worker.cancels) for worker in sharing.workers) == 1
+        for cluster in routers:
+            assert (await resume(cluster.client, stream_id)).status_code == 404
+        assert (await second.client.delete(f"/v1/streams/{stream_id}")).status_code == 404
+        await leave_after(client, LONG, 2, **{"idempotency-key": "mine"})
+        await mirrored(first)
+        headers = {"idempotency-key": "mine"}
+        # Clients without an API key are told apart by their address, here that of the client in the same process.
+        assert (await second.client.delete("/v1/streams", headers=headers)).status_code == 200
+        await eventually(lambda: first.router.runs.running == 0)
+
+
+async def test_request_that_is_sent_again_elsewhere_joins_its_stream(sharing, routers):
+    slow(sharing)
+    first, second = routers
+    headers = {"idempotency-key": "mine", "authorization": "Bearer one"}
+    async with first.over_http() as client:
+        _, before = await leave_after(client, LONG | {"max_tokens": 40}, 3, **headers)
+        other = await second.client.post("/v1/completions", json=STREAM, headers=headers)
+        assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
+        again = await second.client.post("/v1/completions", json=LONG | {"max_tokens": 40}, headers=headers)
+    events = events_of(again)
+    assert text_of(events) == first.undisturbed("hello world", 7, 40)
+    assert {event_id.partition(":")[0] for event_id, _ in events[:-1]} == {before[0][0].partition(":")[0]}
+    assert [bool(submit.emitted_ids) for submit in sharing.submits] == [False, True]
+
+
+async def test_drained_router_hands_its_streams_over(sharing, routers):
+    slow(sharing)
+    first, second = routers
+    async with first.over_http() as client:
+        stream_id, before = await leave_after(client, LONG | {"max_tokens": 80}, 2)
+        await eventually(lambda: first.router.runs.detached == 1)
+        async with asyncio.timeout(30):
+            await first.router.leave()
+        await eventually(lambda: first.router.runs.running == 0)
+    rest = events_of(await resume(second.client, stream_id, before[-1][0]))
+    assert text_of(before + rest) == first.undisturbed("hello world", 7, 80)
+    assert rest[-1] == (None, "[DONE]")
+
+
+async def test_continued_stream_ends_when_nobody_comes_back(sharing):
+    first = await sharing.router("first")
+    second = await sharing.router("second", resume_window_s=0.2)
+    slow(sharing)
+    async with first.over_http() as client:
+        stream_id, before = await leave_after(client, LONG, 2)
+    async with second.over_http() as client:
+        async with client.stream(
+            "GET", f"/v1/streams/{stream_id}", headers={"last-event-id": before[-1][0]}
+        ) as response:
+            await anext(response.aiter_lines())
+        await eventually(lambda: second.router.runs.running == 0)
+        assert sum(len(worker.cancels) for worker in sharing.workers) == 2
+    await mirrored(second)
+    for cluster in (first, second):
+        assert (await resume(cluster.client, stream_id)).status_code == 404
+
+
+# Who may, and what may not.
+
+
+async def test_foreign_unknown_and_expired_streams_look_alike(sharing, tmp_path):
+    keys = tmp_path / "keys.yaml"
+    write(keys, tenant("search", KEY), tenant("chat", OTHER_KEY))
+    first, second = [await sharing.router(name, keys_file=str(keys)) for name in ("first", "second")]
+    mine, other = bearer(KEY), bearer(OTHER_KEY)
+    slow(sharing)
+    async with first.over_http() as client:
+        stream_id, before = await leave_after(client, LONG, 2, **mine)
+    await mirrored(first)
+    answers = [
+        await resume(second.client, stream_id, **other),
+        await resume(second.client, stream_id, before[-1][0], **other),
+        await second.client.delete(f"/v1/streams/{stream_id}", headers=other),
+        await resume(second.client, "r-" + "0" * 32, **mine),
+        await resume(second.client, "x" * 3000, **mine),
+    ]
+    assert first.router.runs.running == 1, "nobody has ended it"
+    rest = await resume(second.client, stream_id, before[-1][0], **mine)
+    assert text_of(before + events_of(rest)) == first.undisturbed("hello world", 7, 100)
+    await second.client.delete(f"/v1/streams/{stream_id}", headers=mine)
+    answers.append(await resume(first.client, stream_id, **mine))
+    assert {answer.status_code for answer in answers} == {404}
+    assert len({answer.text for answer in answers}) == 1
+
+
+async def test_limits_of_the_tenant_hold_for_continued_streams(sharing, tmp_path):
+    keys = tmp_path / "keys.yaml"
+    write(keys, tenant("search", KEY, concurrent_streams=1, tokens_per_minute=1000))
+    first, second = [await sharing.router(name, keys_file=str(keys)) for name in ("first", "second")]
+    slow(sharing)
+    async with first.over_http() as client, second.over_http() as there:
+        stream_id, before = await leave_after(client, LONG, 2, **bearer(KEY))
+        own, _ = await leave_after(there, LONG, 1, **bearer(KEY))
+        refused = await resume(there, stream_id, before[-1][0], **bearer(KEY))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (429, "concurrent_streams")
+        await there.delete(f"/v1/streams/{own}", headers=bearer(KEY))
+        rest = await resume(there, stream_id, before[-1][0], **bearer(KEY))
+    assert text_of(before + events_of(rest)) == first.undisturbed("hello world", 7, 100)
+
+
+@pytest.mark.parametrize("position", ["13", "12f,u", "99999999999", "x", "1,1", "7", "7f"])
+async def test_positions_that_the_stream_never_had(sharing, routers, position):
+    for worker in sharing.workers:
+        worker.script = Script(delay_s=0.01, stop_after=6)
+    first, second = routers
+    async with first.over_http() as client, second.over_http() as there:
+        stream_id, _ = await leave_after(client, STREAM, 1)
+        response = await resume(there, stream_id, f"{stream_id}:{position}")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "Last-Event-ID")
+
+
+# Without a state server.
+
+
+async def test_router_serves_without_the_state_server(sharing):
+    first = await sharing.router("first", state_timeout_s=0.05)
+    await sharing.state.kill()
+    slow(sharing, 0.002)
+    headers = {"idempotency-key": "mine"}
+    for _ in range(2):
+        whole = events_of(await first.client.post("/v1/completions", json=STREAM, headers=headers))
+        assert text_of(whole) == first.undisturbed("hello world", 7, 12)
+    assert len(sharing.submits) == 1
+    await eventually(lambda: first.router.mirrored.client.mirror.is_open)
+    assert (await resume(first.client, "r-" + "0" * 32)).status_code == 404
+    state = status_body(first.router)["router"]["state"]
+    assert (state["reachable"], state["used_by_requests"]) == (False, False)
+    await sharing.state.start()
+    await eventually(lambda: not first.router.mirrored.client.mirror.is_open)
+    second = await sharing.router("second")
+    await mirrored(first)
+    again = events_of(await resume(second.client, whole[0][0].partition(":")[0]))
+    assert text_of(again) == text_of(whole)
+
+
+async def test_unknown_stream_is_an_error_to_retry_while_the_state_server_fails(sharing):
+    second = await sharing.router("second", state_timeout_s=0.2)
+    sharing.state.backend.is_away = True
+    response = await resume(second.client, "r-" + "0" * 32)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+    assert response.headers["retry-after"] == "1"

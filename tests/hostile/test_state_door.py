@@ -1,0 +1,126 @@
+"""Whatever comes in at the state server's port, no defect shows, and eight other clients get right answers.
+
+`--fuzz-cases 100000` or `--fuzz-seconds 600` for a long run by hand; a seed makes the same cases again.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import odd_requests
+import pytest
+from redis_server import RedisServer, free_port
+from state_load import Load, loaded
+from state_process import dialled, running
+
+_AT_ONCE = 8
+_TIMEOUT_S = 60.0
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+@pytest.fixture
+def seed(pytestconfig: pytest.Config) -> int:
+    given = pytestconfig.getoption("--fuzz-seed")
+    number = secrets.randbelow(2**32) if given is None else given
+    print(f"seed {number}")
+    return int(number)
+
+
+@pytest.fixture(params=["memory", "redis"])
+def port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
+    """Of a state server, which has to live until the end and then to stop as it should."""
+    number = free_port()
+    patience = ("--store-timeout-s", "10", "--store-batch-timeout-s", "20", "--call-timeout-s", "60")
+    with contextlib.ExitStack() as stack:
+        store = "memory"
+        if request.param == "redis":
+            server = RedisServer(tmp_path / "redis")
+            stack.callback(server.kill)
+            store = server.address
+        flags = ("--store", store, "--max-transfers", "256", *patience)
+        process = stack.enter_context(running(f"127.0.0.1:{number}", *flags))
+        yield number
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(_TIMEOUT_S) == 0
+
+
+@contextlib.asynccontextmanager
+async def behaved(port: int, seed: int) -> AsyncIterator[Load]:
+    """Clients whose calls all end well, with right answers."""
+    async with dialled(f"127.0.0.1:{port}") as client, loaded(client, seed) as load:
+        yield load
+        await load.goes_on()
+        assert set(load.statuses()) == {"OK"}, load.statuses()
+
+
+async def run(config: pytest.Config, case: Callable[[], Awaitable[None]]) -> int:
+    """Run cases, some at once, as many or as long as the options say; returns how many."""
+    count, seconds = config.getoption("--fuzz-cases") // 2, config.getoption("--fuzz-seconds")
+    end_s = float("inf") if seconds is None else time.monotonic() + seconds
+    left: Iterator[Any] = iter(range(count)) if seconds is None else itertools.count()
+    done = 0
+
+    async def runner() -> None:
+        nonlocal done
+        for _ in left:
+            if time.monotonic() > end_s:
+                return
+            async with asyncio.timeout(_TIMEOUT_S):
+                await case()
+            done += 1
+
+    await asyncio.gather(*(runner() for _ in range(_AT_ONCE)))
+    return done
+
+
+async def test_messages(port, seed, pytestconfig, summarize) -> None:
+    draw, statuses = random.Random(seed), Counter[str]()
+    async with dialled(f"127.0.0.1:{port}") as client:
+
+        async def case() -> None:
+            leaves = draw.random() < 0.05
+            request = odd_requests.make(draw, f"{client.tenant}-{draw.randrange(20)}")
+            method = request.method if draw.random() < 0.98 else draw.choice(["Kv/Nothing", "Nothing/Get", ""])
+            sent = dataclasses.replace(request, method=method)
+            status, _ = await odd_requests.send(client.channel, sent, _TIMEOUT_S, leaves=leaves)
+            assert status in odd_requests.ANSWERS, request
+            statuses[status] += 1
+
+        async with behaved(port, seed) as load:
+            cases = await run(pytestconfig, case)
+    summarize(f"state server, messages: {cases} cases (seed {seed}), {dict(statuses)}; {len(load.results)} other calls")
+    assert statuses["OK"] > cases / 10
+    assert statuses["INVALID_ARGUMENT"] > cases / 5
+
+
+async def test_bytes(port, seed, pytestconfig, summarize) -> None:
+    draw = random.Random(seed)
+
+    async def case() -> None:
+        data = _PREFACE if draw.random() < 0.8 else draw.randbytes(draw.randrange(200))
+        for _ in range(draw.randrange(1, 6)):
+            payload = draw.randbytes(draw.randrange(200))
+            head = len(payload).to_bytes(3) + bytes([draw.randrange(11), draw.randrange(256)])
+            data += head + draw.randrange(8).to_bytes(4) + payload
+        if draw.random() < 0.3:
+            data = odd_requests.bent(draw, data)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            writer.write(data)
+            async with asyncio.timeout(0.05):
+                while await reader.read(1 << 16):
+                    pass
+        writer.transport.abort()
+
+    async with behaved(port, seed) as load:
+        cases = await run(pytestconfig, case)
+    summarize(f"state server, bytes: {cases} connections (seed {seed}); {len(load.results)} other calls")

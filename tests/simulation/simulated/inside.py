@@ -1,0 +1,203 @@
+"""The checks that look inside routers and workers: what they run, for whom, and what they hold at the end."""
+
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from simulated.checker import Violation
+from simulated.clients import TENANT
+from simulated.history import History
+from simulated.model import Expected
+from simulated.worker import Live, Worker
+
+if TYPE_CHECKING:
+    from simulated.processes import RouterProcess
+    from simulated.world import World
+
+STOPS_WITHIN_S = 0.5
+"""After a stream's end, or the begin of a later attempt: workers that can be reached must have stopped by then."""
+
+
+@dataclass
+class Streamed:
+    """One stream in one router process."""
+
+    name: str
+    stream_id: str
+    expected: Expected
+    has_stops: bool
+    arrived_at: float
+    process: "RouterProcess"
+    subject: str
+    history: History | None = None
+    """Of its only reader; None: it is resumable."""
+    delivered: int = 0
+    """Tokens that a reader of the resumable stream has got."""
+    finished_at: float | None = None
+    """When a reader of it got its finish."""
+
+    @property
+    def got(self) -> int:
+        """Tokens that a client has got."""
+        history = self.history
+        return self.delivered if history is None else max((event.tokens for event in history.events), default=0)
+
+    def unwanted_at(self, window_s: float) -> float | None:
+        """When the last one who wanted it went, or will have to be given up; None: somebody wants it."""
+        if self.history is not None:
+            return self.history.ended_at
+        process, times = self.process, []
+        if self.finished_at is not None:
+            times.append(self.finished_at)
+        track = process.tracks.of_stream(self.stream_id)
+        if track is not None:
+            times += [at for at in (track.sealed_at, track.cancelled_at) if at is not None]
+        left_at = process.tracks.left_at.get(self.subject)
+        if left_at is not None and not process.has_reader(self.subject):
+            times.append(left_at + window_s)
+        return min(times, default=None)
+
+
+class Inside:
+    """All streams of all routers, and what is wrong with how they run."""
+
+    def __init__(self, world: "World") -> None:
+        self.violations: list[Violation] = []
+        self.streams: dict[str, Streamed] = {}
+        """By stream id."""
+        self._world = world
+        self._newest: dict[str, tuple[int, float]] = {}
+        """The newest attempt of each stream that any worker got, and when."""
+
+    def report(self, kind: str, subject: str, detail: str) -> None:
+        """Note a violation, each kind once for each subject."""
+        if not any((each.kind, each.subject) == (kind, subject) for each in self.violations):
+            self.violations.append(Violation(kind, subject, detail, self._world.kernel.now))
+
+    # Streams on workers.
+
+    def on_submit(self, live: Live, worker: Worker) -> None:
+        """Check what a worker is to continue."""
+        world, submit, connection = self._world, live.submit, live.connection
+        world.kernel.trace("submit", worker.worker_id, submit.stream_id, submit.attempt, len(submit.emitted_ids))
+        world.counts["attempts"] += 1
+        world.counts["resumed"] += submit.attempt > 1
+        stream = self.streams.get(submit.stream_id)
+        if stream is None:
+            self.report("unknown stream", worker.worker_id, submit.stream_id)
+            return
+        newest, _ = self._newest.get(submit.stream_id, (0, 0.0))
+        if submit.attempt > newest:
+            self._newest[submit.stream_id] = (submit.attempt, world.kernel.now)
+        emitted = tuple(submit.emitted_ids)
+        if not stream.has_stops and emitted != stream.expected.ids[: len(emitted)]:
+            self.report("wrong tokens", stream.name, f"attempt {submit.attempt} continues other tokens")
+        # A Submit may arrive after that of a later attempt.
+        if len(emitted) < stream.got and submit.attempt >= newest:
+            self.report(
+                "begins again", stream.name, f"attempt {submit.attempt} has {len(emitted)} of {stream.got} tokens"
+            )
+        hello_took_s = worker.connections[connection] - connection.hello_sent_at
+        arrived_at = stream.arrived_at if stream.history is None else stream.history.arrived_at
+        drift_s = abs(live.arrived_at - arrived_at)
+        slack_s = hello_took_s + 0.1 + sum(each.loop.frozen_s for each in world.living_routers())
+        if drift_s > slack_s:
+            self.report("seniority", stream.name, f"its arrival is {drift_s:.2f} s off on {worker.worker_id}")
+
+    def audit(self) -> None:
+        """Find streams that workers compute for nobody."""
+        for worker in (*self._world.workers, *self._world.old_workers):
+            if worker.is_listening and not worker.is_stopped:
+                for live in worker.live.values():
+                    self._audit_stream(worker, live)
+
+    def _audit_stream(self, worker: Worker, live: Live) -> None:
+        world, submit = self._world, live.submit
+        stream = self.streams[submit.stream_id]
+        newest, newest_at = self._newest[submit.stream_id]
+        unwanted_at = newest_at if submit.attempt < newest else stream.unwanted_at(world.window_s)
+        if unwanted_at is None:
+            return
+        router = live.connection.router
+        up = world.network.path(router, worker.target)
+        process = world.routers[int(router.partition("-")[2])]
+        is_frozen = process is not None and process.loop.is_frozen
+        if up.is_cut or up.jitter_s > STOPS_WITHIN_S / 10 or is_frozen or not live.connection.can_reach_worker:
+            return
+        since = max(unwanted_at, up.healed_at, worker.thawed_at, process.loop.thawed_at if process is not None else 0.0)
+        if world.kernel.now - since > STOPS_WITHIN_S:
+            detail = f"{worker.worker_id} runs attempt {submit.attempt} of {submit.stream_id} for nobody"
+            self.report("runs on", stream.name, detail)
+
+    # The end.
+
+    def check_idle(self) -> None:
+        """Find what routers and workers hold after the last stream."""
+        for process in self._world.living_routers():
+            self._check_router(process)
+        for worker in (*self._world.workers, *self._world.old_workers):
+            if worker.is_listening and worker.live:
+                self.report("leak", worker.worker_id, f"{len(worker.live)} streams after the last stream")
+
+    def _check_router(self, process: "RouterProcess") -> None:
+        router, name = process.router, process.name
+        if router is None:
+            self.report("exception", name, "the router did not start")
+            return
+        counts = router.workers.suspects.counts
+        held = {
+            "requests": router.requests,
+            "streams": router.streams,
+            "attempts": sum(link.has_streams for link in router.workers.links),
+            "suspected": counts["suspected"],
+            "tried": counts["tried"],
+            "tenant's streams": router.limits.streams_of(TENANT),
+            "resumable requests": router.runs.running,
+            "readings": router.runs.readings,
+            "requests without a client": router.runs.detached,
+            "kept streams": router.journals.kept,
+            "bytes of journals": router.journals.size_bytes,
+            "idempotency keys": sum(now(router.journals.find(scope)) is not None for scope in process.tracks.scopes),
+        }
+        for what, number in held.items():
+            if number:
+                self.report("leak", name, f"{number} {what} after the last stream")
+        tasks = len(process.loop.pending)
+        most = 3 + 3 * len(router.workers.links)
+        if tasks > most:
+            self.report("leak", name, f"{tasks} tasks with {len(router.workers.links)} links")
+        self.check_complaints(process)
+
+    def check_complaints(self, process: "RouterProcess") -> None:
+        """Report the exceptions that nobody has handled."""
+        for complaint in process.loop.complaints:
+            self.report("exception", process.name, complaint)
+
+    def check_drained(self, process: "RouterProcess") -> None:
+        """Find clients that a drain has left without an end of their streams."""
+        world = self._world
+        for client in process.clients:
+            # A client that pauses for a second has no time to get the error.
+            if not client.is_done and not client.request.pause_s:
+                self.report("cut by the drain", client.histories[0].name, "its stream has got no end")
+        for exchange in world.wire.of(process.index):
+            if exchange.process is process and exchange.is_waiting:
+                self.report("cut by the drain", exchange.subject, "its answer has got no end")
+
+    def check_left(self, process: "RouterProcess") -> None:
+        """Find what a router process has left when it ends."""
+        if process.loop.pending:
+            self.report("leak", process.name, f"{len(process.loop.pending)} tasks after its end")
+        if process.failure is not None:
+            self.report("exception", process.name, repr(process.failure))
+        self.check_complaints(process)
+
+
+def now(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine of a store in memory, which waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as stop:
+        return stop.value
+    work.close()
+    raise AssertionError("the store has waited")
