@@ -5,11 +5,13 @@ BIN := .venv/bin
 PACKAGES := libs/api libs/common libs/client libs/engine services/router services/inference-worker services/kv-state-server tools
 SOURCES := libs services tools tests conftest.py
 # The longest tests first, so that no process is left with them at the end.
-PARALLEL_TESTS := tests/simulation libs services tools/tests tests/deployment tests/contract tests/conformance
+PARALLEL_TESTS := tests/simulation tests/conformance libs services tools/tests tests/deployment tests/contract
 SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/cluster
 # Tests wait about as long as they compute.
 JOBS ?= $(shell nproc | awk '{jobs = $$1 * 3 / 2; print jobs < 4 ? int(jobs) : 4}')
 MODEL ?= models/reference
+# Where it is set, every process that a test starts compiles our sources again, half a second each.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo serve check test test-slow test-bits test-strangers lint bench proto lock wheels images push model-image chart chart-docs api-docs manifests clean
 

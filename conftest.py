@@ -42,3 +42,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     budget_s = item.config.getoption("budget_s")
     if budget_s is not None and time.monotonic() - item.config.stash[BEGAN_S] > budget_s:
         pytest.skip("the time budget is used up")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """With `--dist loadfile`: files in the order of the command line, each in one process, with two exceptions."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415 - only where tests run in parallel
+
+    class Scopes(LoadFileScheduling):
+        """The conformance tests share one system, so they stay together. Each simulation is long and shares nothing."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/conformance/"):
+                return "tests/conformance"
+            return nodeid if nodeid.startswith("tests/simulation/") else super()._split_scope(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scopes(config, log)
