@@ -7,8 +7,8 @@ SOURCES := libs services tools tests conftest.py
 # The longest tests first, so that no process is left with them at the end.
 PARALLEL_TESTS := tests/simulation tests/conformance libs services tools/tests tests/deployment tests/contract
 SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/cluster
-# Tests wait about as long as they compute.
-JOBS ?= $(shell nproc | awk '{jobs = $$1 * 3 / 2; print jobs < 4 ? int(jobs) : 4}')
+# Tests wait longer than they compute.
+JOBS ?= $(shell nproc | awk '{jobs = $$1 * 5 / 2; print jobs < 10 ? int(jobs) : 10}')
 MODEL ?= models/reference
 # Where it is set, every process that a test starts compiles our sources again, half a second each.
 export PYTHONDONTWRITEBYTECODE :=
