@@ -95,6 +95,11 @@ async def fill(store, request_id="r-1", **changes):
     store.append(request_id, Piece(1, 0, [7], logprobs(7), STOP, is_inexact=True))
 
 
+async def take(store, request_id="r-1"):
+    """Have a store take a stream, as another router that was asked for it."""
+    return await store.take(await store.look_up(request_id, "tenant"))
+
+
 class TestContract(JournalStoreContract):
     """The contract holds."""
 
@@ -138,7 +143,8 @@ async def test_foreign_owner_sees_nothing(store, other):
     await fill(store)
     await mirrored(store)
     assert await other.look_up("r-1", "stranger") is None
-    assert await other.take("r-1", "stranger") is None
+    known = await other.look_up("r-1", "tenant")
+    assert await other.take(replace(known, record=replace(known.record, owner="stranger"))) is None
     assert not await other.discard("r-1", "stranger")
     assert await other.look_up("r-1", "") is None
     assert await other.look_up("x" * 2000, "tenant") is None, "an id that the state server refuses"
@@ -156,7 +162,7 @@ async def test_taken_stream_is_fenced(store, other):
     store.on_taken(lost.append)
     await fill(store)
     await mirrored(store)
-    taken = await other.take("r-1", "tenant")
+    taken = await take(other)
     assert list(taken.logs[0].ids) == [5, 6]
     store.append("r-1", Piece(0, 2, [99], logprobs(99)))
     await eventually(lambda: lost == ["r-1"])
@@ -172,18 +178,32 @@ async def test_taken_stream_is_fenced(store, other):
 async def test_stream_can_be_taken_back(store, other):
     await fill(store)
     await mirrored(store)
-    await other.take("r-1", "tenant")
+    await take(other)
     other.append("r-1", Piece(0, 2, [8], logprobs(8)))
     await mirrored(other)
     store.append("r-1", Piece(0, 2, [9], logprobs(9)))
     await eventually(lambda: "r-1" not in store.mirror.entries)
-    assert list((await store.take("r-1", "tenant")).logs[0].ids) == [5, 6, 8]
+    assert list((await take(store)).logs[0].ids) == [5, 6, 8]
     store.append("r-1", Piece(0, 3, [10], logprobs(10), STOP))
     await store.seal("r-1", Outcome(), KEEP_S)
     await mirrored(store)
     other.append("r-1", Piece(0, 3, [11], logprobs(11)))
     await eventually(lambda: "r-1" not in other.mirror.entries)
     assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6, 8, 10]
+
+
+async def test_stream_without_room_is_not_taken(store, make_store):
+    other = await make_store("router-2", max_streams=1)
+    await other.open(record("r-own"))
+    await fill(store)
+    await mirrored(store)
+    with pytest.raises(LockstepError) as refused:
+        await take(other)
+    assert refused.value.code is ErrorCode.OVERLOADED
+    store.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    await mirrored(store)
+    assert (await store.read("r-1")).outcome is None, "its router has it still"
+    assert await other.read("r-1") is None
 
 
 async def test_discarded_stream_ends_where_it_runs_and_is_gone_for_all(store, other):
@@ -227,7 +247,7 @@ async def test_left_stream_is_complete_and_keeps_its_key(store, other):
     await mirrored(store)
     assert not store.mirror.entries
     assert await other.claim("tenant/key", Claim("r-9", b"body")) == Claim("r-1", b"body")
-    assert list((await other.take("r-1", "tenant")).logs[0].ids) == [5, 6]
+    assert list((await take(other)).logs[0].ids) == [5, 6]
 
 
 async def test_what_is_missing_is_written_at_the_end(make_store, other):
@@ -279,7 +299,7 @@ async def test_key_of_a_taken_stream_goes_with_it(store, other, clock):
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await fill(store)
     await mirrored(store)
-    await other.take("r-1", "tenant")
+    await take(other)
     await other.release("r-1")
     assert await store.client.look_up_claim(state_pb2.LookUpClaimRequest(tenant="tenant", key="tenant/key"))
     assert await other.find("tenant/key") is None

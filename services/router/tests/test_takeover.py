@@ -292,6 +292,7 @@ async def test_delete_ends_a_stream_of_another_router(sharing, routers):
         await mirrored(first)
         assert (await second.client.delete(f"/v1/streams/{stream_id}")).status_code == 200
         await eventually(lambda: first.router.runs.running == 0)
+        await eventually(lambda: any(worker.cancels for worker in sharing.workers))
         assert sum(len(worker.cancels) for worker in sharing.workers) == 1
         for cluster in routers:
             assert (await resume(cluster.client, stream_id)).status_code == 404
@@ -403,6 +404,41 @@ async def test_positions_that_the_stream_never_had(sharing, routers, position):
         stream_id, _ = await leave_after(client, STREAM, 1)
         response = await resume(there, stream_id, f"{stream_id}:{position}")
     assert (response.status_code, response.json()["error"]["param"]) == (400, "Last-Event-ID")
+
+
+@pytest.mark.parametrize("position", ["x", "1,1", "13", "-f"])
+async def test_stream_is_not_taken_for_a_position_that_it_cannot_have(sharing, routers, position):
+    slow(sharing)
+    first, second = routers
+    async with first.over_http() as client:
+        stream_id, before = await leave_after(client, LONG | {"max_tokens": 12}, 1)
+        await mirrored(first)
+        reading = asyncio.create_task(resume(client, stream_id, before[-1][0]))
+        response = await resume(second.client, stream_id, f"{stream_id}:{position}")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "Last-Event-ID")
+        rest = events_of(await reading)
+    assert rest[-1] == (None, "[DONE]"), "its first router goes on"
+    assert text_of(before + rest) == first.undisturbed("hello world", 7, 12)
+    assert len(sharing.submits) == 1
+
+
+@pytest.mark.parametrize("setting", ["max_streams", "max_resumable_streams", "max_journals_bytes"])
+async def test_stream_is_not_taken_by_a_router_without_room(sharing, setting):
+    slow(sharing)
+    first = await sharing.router("first")
+    limits = {"max_streams": 3, "max_resumable_streams": 1}
+    second = await sharing.router("second", **{setting: limits[setting]} if setting in limits else {})
+    async with first.over_http() as client, second.over_http() as there:
+        if setting == "max_journals_bytes":
+            second.router._preparing_bytes = second.router.settings.max_journals_bytes
+        else:
+            await leave_after(there, LONG, 1)
+        stream_id, before = await leave_after(client, LONG | {"max_tokens": 20, "n": 3}, 1)
+        await mirrored(first)
+        reading = asyncio.create_task(resume(client, stream_id, before[-1][0]))
+        response = await resume(there, stream_id, before[-1][0])
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+        assert events_of(await reading)[-1] == (None, "[DONE]"), "its first router goes on"
 
 
 # Without a state server.

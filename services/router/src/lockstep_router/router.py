@@ -298,6 +298,21 @@ class Router:
         """
         return _Admission(self, account)
 
+    @contextmanager
+    def reserved(self, streams: int, prompt_bytes: int, account: Account) -> Iterator[None]:
+        """Keep room for the streams of a request that is about to run. It has one stream of its tenant already.
+
+        Raises:
+            LockstepError: as for `run`, when the context is entered.
+        """
+        self._check_room(prompt_bytes)
+        self._preparing_bytes += prompt_bytes
+        try:
+            with self._running(streams), account.holding(streams - 1):
+                yield
+        finally:
+            self._preparing_bytes -= prompt_bytes
+
     def _note_requests(self) -> None:
         if self.requests or self.runs.readings:
             self._idle.clear()

@@ -146,7 +146,7 @@ class MemoryJournalStore:
         """None: this store knows no other router's streams."""
         return None
 
-    async def take(self, request_id: str, owner: str) -> StoredStream | None:  # noqa: ARG002
+    async def take(self, known: StoredStream) -> StoredStream | None:  # noqa: ARG002
         """None: this store knows no other router's streams."""
         return None
 

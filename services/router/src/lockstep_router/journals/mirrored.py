@@ -160,17 +160,23 @@ class MirroredJournalStore:
                 found = await self._find(request_id, owner, self.client.read, request)
         return None if found is None else found.stream
 
-    async def take(self, request_id: str, owner: str) -> StoredStream | None:
-        """Take over a stream of an owner, so that only this router writes to it from now on, and keep it here.
+    async def take(self, known: StoredStream) -> StoredStream | None:
+        """Take over a stream that was looked up, so that only this router writes to it from now on, and keep it here.
 
         Raises:
-            LockstepError: as for `look_up`; OVERLOADED, there is no room for it. Then another router may take it.
+            LockstepError: as for `look_up`; OVERLOADED, there is no room for it, and it was not taken.
         """
-        found = await self._take(request_id, owner)
+        request_id = known.record.request_id
+        await self._front.open(known.record)
+        found: Found | None = None
+        try:
+            found = await self._take(request_id, known.record.owner)
+        finally:
+            if found is None:
+                self._front.forget(request_id)
         if found is None:
             return None
         stream = found.stream
-        await self._front.open(stream.record)
         for piece in pieces_of(stream.logs):
             self._front.append(request_id, piece)
         if stream.outcome is not None:

@@ -58,14 +58,14 @@ class JournalStore(Protocol):
             LockstepError: UNAVAILABLE, it is not known whether there is one; OVERLOADED, too many ask at a time.
         """
 
-    async def take(self, request_id: str, owner: str) -> StoredStream | None:
-        """Take over a stream of an owner, so that only this router writes to it from now on, and keep it here.
+    async def take(self, known: StoredStream) -> StoredStream | None:
+        """Take over a stream that was looked up, so that only this router writes to it from now on, and keep it here.
 
         Returns:
             What is known of it: the router that had it may have generated more. None: there is none any more.
 
         Raises:
-            LockstepError: as for `look_up`; OVERLOADED, there is no room for it.
+            LockstepError: as for `look_up`; OVERLOADED, there is no room for it, and it was not taken.
         """
 
     async def discard(self, request_id: str, owner: str) -> bool:

@@ -10,10 +10,10 @@ from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router import metrics
 from lockstep_router.generation.choices import Choice, Delta
-from lockstep_router.generation.preparation import Prepared
+from lockstep_router.generation.preparation import BYTES_OF_AN_ID, Prepared
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
-from lockstep_router.journals import ChoiceLog, JournalStore, Outcome, Piece, Record
+from lockstep_router.journals import ChoiceLog, JournalStore, Outcome, Piece, Record, StoredStream
 from lockstep_router.resumption.continuation import continued
 from lockstep_router.resumption.endings import gone, not_found
 from lockstep_router.resumption.run import Host, Run, record_of
@@ -52,11 +52,15 @@ class Generating:
 
         await self._end_with(run, account, generate)
 
-    async def go_on(self, run: Run, account: Account) -> None:
-        """Go on with a stream that another router began."""
+    async def go_on(self, run: Run, account: Account, known: StoredStream) -> None:
+        """Go on with a stream that another router began, as it was looked up."""
 
         async def generate() -> None:
-            stored = await self._store.take(run.request_id, run.owner)
+            record = known.record
+            prompt_bytes = BYTES_OF_AN_ID * record.prompt_tokens + sum(map(len, record.prefixes))
+            # Room first: a stream that is taken has ended where it ran.
+            with self._host.reserved(len(record.choices), prompt_bytes, account):
+                stored = await self._store.take(known)
             if stored is None:
                 raise not_found()
             tokenizer = self._host.tokenizer(stored.record.tokenizer_digest)

@@ -33,6 +33,9 @@ class Host(Protocol):
     async def prepare(self, request: GenerationRequest, account: Account) -> Prepared:
         """Turn a request into streams that are ready to run."""
 
+    def reserved(self, streams: int, prompt_bytes: int, account: Account) -> AbstractContextManager[None]:
+        """Keep room for the streams of a request that is about to run."""
+
     def run(
         self, prepared: Prepared, account: Account, *, observe: Observer | None = None
     ) -> AbstractAsyncContextManager[Generation]:

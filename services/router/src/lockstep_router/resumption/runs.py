@@ -18,7 +18,7 @@ from lockstep_router.journals import Claim, JournalStore, Outcome, StoredStream
 from lockstep_router.resumption.endings import draining, gone, moved, not_found
 from lockstep_router.resumption.generating import Generating
 from lockstep_router.resumption.position import After, no_position
-from lockstep_router.resumption.reading import Reading, Source
+from lockstep_router.resumption.reading import Reading, Source, check_position
 from lockstep_router.resumption.run import Host, Run
 from lockstep_router.tenants import Account
 
@@ -216,11 +216,14 @@ class Runs:
             return await self._replay(stored, after)
         run = self._runs.get(request_id)
         if run is None or run.end is not None:
-            self._host.tokenizer(stored.record.tokenizer_digest)  # who cannot continue it must not take it
+            # Who cannot continue it, or give it from there, must not take it: that ends it where it runs.
+            self._host.tokenizer(stored.record.tokenizer_digest)
+            if after is not None:
+                check_position(after, stored)
             run = Run(owner, request_id)
             arrival = self._attach(run)
             self._runs[request_id] = run
-            run.task = asyncio.create_task(self._generating.go_on(run, account))
+            run.task = asyncio.create_task(self._generating.go_on(run, account, stored))
         else:
             arrival = self._attach(run)
         return await self._read(run, arrival, after, is_resumed=True)
@@ -366,8 +369,6 @@ class Runs:
 async def _begin(reading: Reading, after: After | None) -> Reading:
     """Go to the position; the reading is closed if there is no such position."""
     try:
-        if after is not None and not reading.record.style.stream:
-            raise no_position(after.field)
         if after is not None:
             await reading.skip(after)
     except BaseException:
