@@ -129,13 +129,54 @@ async def test_other_router_sees_what_was_written(store, other):
 async def test_other_router_sees_how_a_stream_ended(store, other):
     await fill(store)
     await fill(store, "r-2")
-    failure = LockstepError(ErrorCode.WORKER_LOST, "gone", field="model", retry_after_s=5)
+    failure = LockstepError(ErrorCode.INTERNAL, "gone", field="model", retry_after_s=5)
     await store.seal("r-1", Outcome(failure), KEEP_S)
     await store.seal("r-2", Outcome(), KEEP_S)
     await mirrored(store)
     seen = (await other.look_up("r-1", "tenant")).outcome.failure
     assert (seen.code, seen.message, seen.field, seen.retry_after_s) == (failure.code, "gone", "model", 5)
     assert (await other.look_up("r-2", "tenant")).outcome == Outcome()
+    assert not store.mirror.entries
+
+
+async def test_failure_that_may_pass_is_no_end_for_other_routers(store, other):
+    await fill(store)
+    await store.seal("r-1", Outcome(LockstepError(ErrorCode.WORKER_LOST, "gone")), KEEP_S)
+    await mirrored(store)
+    assert not store.mirror.entries
+    assert (await store.read("r-1")).outcome.failure.code is ErrorCode.WORKER_LOST
+    seen = await other.look_up("r-1", "tenant")
+    assert (seen.outcome, list(seen.logs[0].ids)) == (None, [5, 6])
+    await store.remove("r-1")
+    await mirrored(store)
+    assert await other.look_up("r-1", "tenant") is None
+
+
+async def test_stream_that_has_failed_here_is_taken_back_with_all_that_is_here(store, other):
+    await fill(store)
+    await store.seal("r-1", Outcome(LockstepError(ErrorCode.WORKER_LOST, "gone")), KEEP_S)  # nothing is written yet
+    taken = await store.take(await store.read("r-1"))
+    assert (taken.outcome, list(taken.logs[0].ids)) == (None, [5, 6])
+    store.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    assert list(taken.logs[0].ids) == [5, 6]
+    await store.seal("r-1", Outcome(), KEEP_S)
+    await mirrored(store)
+    seen = await other.look_up("r-1", "tenant")
+    assert (seen.outcome, list(seen.logs[0].ids), list(seen.logs[1].ids)) == (Outcome(), [5, 6, 8], [7])
+    assert store.kept == 1
+
+
+async def test_stream_that_has_failed_here_and_ended_elsewhere_is_taken_back_as_it_ended(store, other):
+    await fill(store)
+    await store.seal("r-1", Outcome(LockstepError(ErrorCode.WORKER_LOST, "gone")), KEEP_S)
+    await mirrored(store)
+    await take(other)
+    other.append("r-1", Piece(0, 2, [9], logprobs(9), STOP))
+    await other.seal("r-1", Outcome(), KEEP_S)
+    await mirrored(other)
+    taken = await store.take(await store.read("r-1"))
+    assert (taken.outcome, list(taken.logs[0].ids)) == (Outcome(), [5, 6, 9])
+    assert (await store.read("r-1")).outcome == Outcome()
     assert not store.mirror.entries
 
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 from key_files import KEY, OTHER_KEY, bearer, tenant, write
-from lockstep_api.v1 import inference_pb2, inference_pb2_grpc, state_pb2
+from lockstep_api.v1 import inference_pb2, inference_pb2_grpc, state_pb2, worker_pb2
+from lockstep_client import AsyncLockstepClient, Policy, TextPiece
 from lockstep_router import metrics
 from lockstep_router.journals import ChoiceLog, Piece
 from lockstep_router.journals.stored_form import tenant_of, to_message, to_piece
@@ -406,25 +407,30 @@ async def test_positions_that_the_stream_never_had(sharing, routers, position):
     assert (response.status_code, response.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
-@pytest.mark.parametrize("position", ["x", "1,1", "13", "-f"])
+@pytest.mark.parametrize("position", ["x", "1,1", "101", "-f"])
 async def test_stream_is_not_taken_for_a_position_that_it_cannot_have(sharing, routers, position):
-    slow(sharing)
+    slow(sharing, 0.5)
     first, second = routers
     async with first.over_http() as client:
-        stream_id, before = await leave_after(client, LONG | {"max_tokens": 12}, 1)
+        stream_id, _ = await leave_after(client, LONG, 1)
         await mirrored(first)
-        reading = asyncio.create_task(resume(client, stream_id, before[-1][0]))
         response = await resume(second.client, stream_id, f"{stream_id}:{position}")
         assert (response.status_code, response.json()["error"]["param"]) == (400, "Last-Event-ID")
-        rest = events_of(await reading)
-    assert rest[-1] == (None, "[DONE]"), "its first router goes on"
-    assert text_of(before + rest) == first.undisturbed("hello world", 7, 12)
-    assert len(sharing.submits) == 1
+        await goes_on(first)
+
+
+async def goes_on(cluster):
+    """Check that a router still runs its only stream: its next token is mirrored."""
+    (run,) = cluster.router.runs._runs.values()
+    tokens = len(run.logs[0].ids)
+    await eventually(lambda: len(run.logs[0].ids) > tokens)
+    await mirrored(cluster)
+    assert run.end is None
 
 
 @pytest.mark.parametrize("setting", ["max_streams", "max_resumable_streams", "max_journals_bytes"])
 async def test_stream_is_not_taken_by_a_router_without_room(sharing, setting):
-    slow(sharing)
+    slow(sharing, 0.5)
     first = await sharing.router("first")
     limits = {"max_streams": 3, "max_resumable_streams": 1}
     second = await sharing.router("second", **{setting: limits[setting]} if setting in limits else {})
@@ -433,12 +439,11 @@ async def test_stream_is_not_taken_by_a_router_without_room(sharing, setting):
             second.router._preparing_bytes = second.router.settings.max_journals_bytes
         else:
             await leave_after(there, LONG, 1)
-        stream_id, before = await leave_after(client, LONG | {"max_tokens": 20, "n": 3}, 1)
+        stream_id, before = await leave_after(client, LONG | {"n": 3}, 1)
         await mirrored(first)
-        reading = asyncio.create_task(resume(client, stream_id, before[-1][0]))
         response = await resume(there, stream_id, before[-1][0])
         assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
-        assert events_of(await reading)[-1] == (None, "[DONE]"), "its first router goes on"
+        await goes_on(first)
 
 
 # Without a state server.
@@ -471,3 +476,108 @@ async def test_unknown_stream_is_an_error_to_retry_while_the_state_server_fails(
     response = await resume(second.client, "r-" + "0" * 32)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
     assert response.headers["retry-after"] == "1"
+
+
+# Failures that may pass.
+
+
+def fail(sharing, after, code="unavailable"):
+    rejection = worker_pb2.Rejected(code=code, message="it failed") if after is not None else None
+    for worker in sharing.workers:
+        worker.script = Script(delay_s=0.01, rejection=rejection, reject_after=after)
+
+
+async def over_rest(cluster, stream_id, last):
+    async with cluster.over_http() as client:
+        return text_of(events_of(await resume(client, stream_id, last)))
+
+
+async def over_websocket(cluster, stream_id, last):
+    async with cluster.over_http() as client, socket_of(client) as socket:
+        await socket.send(type="resume", id="a", stream=stream_id, last_event_id=last)
+        answer = await socket.answer("a")
+    assert answer[-1]["type"] == "done"
+    return text_of_messages(answer)
+
+
+async def over_grpc(cluster, stream_id, last):
+    message = inference_pb2.ResumeRequest(request_id=stream_id, last_event_id=last)
+    async with cluster.over_grpc() as channel:
+        return "".join([event.text async for event in inference_pb2_grpc.InferenceStub(channel).Resume(message)])
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["here", "elsewhere"])
+@pytest.mark.parametrize("face", [over_rest, over_websocket, over_grpc])
+async def test_stream_goes_on_after_a_failure_that_may_pass(sharing, routers, face, at):
+    fail(sharing, after=3)
+    failed = await routers[0].client.post("/v1/completions", json=LONG | {"max_tokens": 10})
+    events = events_of(failed)
+    stream_id, error = failed.headers["x-lockstep-stream-id"], events.pop()[1]["error"]
+    assert (error["code"], error["message"], len(events)) == ("unavailable", "it failed", 3)
+    await mirrored(routers[0])
+    fail(sharing, after=None)
+    rest = await face(routers[at], stream_id, events[-1][0])
+    assert text_of(events) + rest == routers[0].undisturbed("hello world", 7, 10)
+    assert [len(submit.emitted_ids) for submit in sharing.submits] == [0, 3]
+    await mirrored(routers[at])
+    assert await face(routers[1 - at], stream_id, events[-1][0]) == rest
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_failed_stream_is_continued_where_it_failed_without_the_state_server(sharing, is_away):
+    first = await sharing.router("first", **{} if is_away else {"state_server": ""})
+    fail(sharing, after=3, code="worker_lost")
+    if is_away:
+        await sharing.state.kill()
+    failed = events_of(await first.client.post("/v1/completions", json=LONG | {"max_tokens": 10}))
+    stream_id = failed[0][0].partition(":")[0]
+    for _ in range(2):  # it may fail again
+        again = await resume(first.client, stream_id, failed[-2][0])
+        failed = failed[:-1] + (events_of(again) if again.status_code == 200 else failed[-1:])
+    fail(sharing, after=None)
+    async with first.over_http() as client:
+        rest = events_of(await resume(client, stream_id, failed[-2][0]))
+    assert text_of(failed[:-1] + rest) == first.undisturbed("hello world", 7, 10)
+    assert first.router.journals.kept == 1
+
+
+async def test_failed_stream_that_went_on_elsewhere_comes_back_with_what_it_gained(sharing, routers):
+    first, second = routers
+    fail(sharing, after=3)
+    failed = events_of(await first.client.post("/v1/completions", json=LONG | {"max_tokens": 10}))
+    stream_id = failed[0][0].partition(":")[0]
+    await mirrored(first)
+    more = events_of(await resume(second.client, stream_id, failed[-2][0]))
+    await mirrored(second)
+    assert (len(more), more[-1][1]["error"]["code"]) == (4, "unavailable")
+    fail(sharing, after=None)
+    rest = events_of(await resume(first.client, stream_id, more[-2][0]))
+    assert text_of(failed[:-1] + more[:-1] + rest) == first.undisturbed("hello world", 7, 10)
+    assert [len(submit.emitted_ids) for submit in sharing.submits] == [0, 3, 6]
+
+
+async def test_failed_stream_stays_when_it_cannot_go_on_now(sharing, routers):
+    first, _ = routers
+    fail(sharing, after=3)
+    failed = events_of(await first.client.post("/v1/completions", json=LONG | {"max_tokens": 10}))
+    stream_id = failed[0][0].partition(":")[0]
+    fail(sharing, after=None)
+    first.router._preparing_bytes = first.router.settings.max_journals_bytes
+    assert (await resume(first.client, stream_id, failed[-2][0])).status_code == 503
+    first.router._preparing_bytes = 0
+    rest = events_of(await resume(first.client, stream_id, failed[-2][0]))
+    assert text_of(failed[:-1] + rest) == first.undisturbed("hello world", 7, 10)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+async def test_client_has_a_failed_stream_continued_and_begins_nothing_again(sharing, routers, is_alone):
+    fail(sharing, after=5)
+    async with routers[0].over_http() as one, routers[1].over_http() as two:
+        urls = [f"{str(client.base_url).rstrip(chr(47))}/v1" for client in ((one,) if is_alone else (one, two))]
+        async with AsyncLockstepClient(urls, policy=Policy(retries=1, on_lost="error")) as client:
+            text = ""
+            async with await client.complete(**BODY, stream=True) as stream:
+                async for event in stream:
+                    text += event.text if isinstance(event, TextPiece) else ""
+    assert text == routers[0].undisturbed("hello world", 7, 12)
+    assert [len(submit.emitted_ids) for submit in sharing.submits] == [0, 5, 10]

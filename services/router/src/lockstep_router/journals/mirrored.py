@@ -14,7 +14,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router import metrics
 from lockstep_router.journals.memory import MemoryJournalStore
 from lockstep_router.journals.mirror import Entry, Mirror, lengths_of
-from lockstep_router.journals.records import Claim, Outcome, Piece, Record, StoredStream
+from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, Record, StoredStream
 from lockstep_router.journals.shared_keys import SharedKeys
 from lockstep_router.journals.state_client import Dial, StateAwayError, StateClient, StateRefusedError
 from lockstep_router.journals.stored_form import Found, from_response, pieces_of, tenant_of, to_ending
@@ -107,7 +107,10 @@ class MirroredJournalStore:
     async def seal(self, request_id: str, outcome: Outcome, keep_s: float) -> None:
         """Note how a stream ended."""
         await self._front.seal(request_id, outcome, keep_s)
-        self.mirror.seal(request_id, to_ending(outcome), min(keep_s, _MAX_TTL_S))
+        if outcome.may_go_on:
+            self.mirror.leave(request_id)  # without an end: any router may continue it
+        else:
+            self.mirror.seal(request_id, to_ending(outcome), min(keep_s, _MAX_TTL_S))
         self._keys.expire_in(request_id, min(keep_s, _MAX_TTL_S))
 
     async def read(self, request_id: str) -> StoredStream | None:
@@ -161,12 +164,15 @@ class MirroredJournalStore:
         return None if found is None else found.stream
 
     async def take(self, known: StoredStream) -> StoredStream | None:
-        """Take over a stream that was looked up, so that only this router writes to it from now on, and keep it here.
+        """Take over a stream that was looked up, or that has failed here, so that only this router writes to it from
+        now on, and keep it here.
 
         Raises:
             LockstepError: as for `look_up`; OVERLOADED, there is no room for it, and it was not taken.
         """
         request_id = known.record.request_id
+        if self._front.held(request_id) is not None:
+            return await self._take_back(request_id, known.record.owner)
         await self._front.open(known.record)
         found: Found | None = None
         try:
@@ -176,20 +182,51 @@ class MirroredJournalStore:
                 self._front.forget(request_id)
         if found is None:
             return None
+        return await self._adopt(request_id, found)
+
+    async def _take_back(self, request_id: str, owner: str) -> StoredStream | None:
+        """Take a stream that has failed here. What is here may be more than what was mirrored; or less, if another
+        router has continued it.
+        """
+        self.mirror.drop(request_id)
+        found: Found | None = None
+        with suppress(LockstepError):  # this router's streams are served without the state server, too
+            found = await self._take(request_id, owner)
+        if found is None:
+            stream = self._front.reopen(request_id)
+            if stream is not None:
+                self.mirror.add(request_id, Entry(self._held(request_id), 1))
+            return stream
+        own = self._front.held(request_id)
+        has_all = own is not None and all(map(ChoiceLog.begins, found.stream.logs, own.logs))
+        if has_all and found.stream.outcome is None:
+            stream = self._front.reopen(request_id)
+            self._mirror_on(request_id, found)
+            return stream
+        self._front.forget(request_id)
+        await self._front.open(found.stream.record)
+        return await self._adopt(request_id, found)
+
+    async def _adopt(self, request_id: str, found: Found) -> StoredStream:
+        """Keep a stream that was taken, and has been opened here."""
         stream = found.stream
         for piece in pieces_of(stream.logs):
             self._front.append(request_id, piece)
         if stream.outcome is not None:
             await self._front.seal(request_id, stream.outcome, self._ttl_s)
-            return stream
+        else:
+            self._mirror_on(request_id, found)
+        return stream
+
+    def _mirror_on(self, request_id: str, found: Found) -> None:
+        """Write on after what was found."""
         if found.key is not None:
             self._keys.adopt(request_id, found.key)
-        written, has_finish = lengths_of(stream.logs)
+        written, has_finish = lengths_of(found.stream.logs)
         self.mirror.add(
             request_id,
             Entry(self._held(request_id), found.epoch, found.key, found.message, True, written, has_finish),
         )
-        return stream
 
     async def discard(self, request_id: str, owner: str) -> bool:
         """Forget a stream of an owner that this router does not have, and end it where it runs; whether there was one.

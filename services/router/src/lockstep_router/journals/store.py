@@ -36,7 +36,9 @@ class JournalStore(Protocol):
         """
 
     async def seal(self, request_id: str, outcome: Outcome, keep_s: float) -> None:
-        """Note how a stream ended. It can be read for `keep_s` more seconds, unless room is needed for others."""
+        """Note how a stream ended. It can be read for `keep_s` more seconds, unless room is needed for others. One that
+        may go on after its failure can be taken until then, here and by other routers.
+        """
 
     async def read(self, request_id: str) -> StoredStream | None:
         """A stream; None if there is none."""
@@ -59,7 +61,8 @@ class JournalStore(Protocol):
         """
 
     async def take(self, known: StoredStream) -> StoredStream | None:
-        """Take over a stream that was looked up, so that only this router writes to it from now on, and keep it here.
+        """Take over a stream that was looked up, or that has failed here and may go on, so that only this router writes
+        to it from now on, and keep it here.
 
         Returns:
             What is known of it: the router that had it may have generated more. None: there is none any more.

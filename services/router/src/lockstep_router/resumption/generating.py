@@ -48,22 +48,24 @@ class Generating:
             del request
             record = record_of(run, prepared, style, session, deadline_s)
             await self._store.open(record)
+            run.is_kept = True
             await self._generate(run, record, prepared, account, [ChoiceLog() for _ in record.choices])
 
         await self._end_with(run, account, generate)
 
     async def go_on(self, run: Run, account: Account, known: StoredStream) -> None:
-        """Go on with a stream that another router began, as it was looked up."""
+        """Go on with a stream that another router began, or that has failed here, as it is known."""
 
         async def generate() -> None:
             record = known.record
+            tokenizer = self._host.tokenizer(record.tokenizer_digest)
             prompt_bytes = BYTES_OF_AN_ID * record.prompt_tokens + sum(map(len, record.prefixes))
             # Room first: a stream that is taken has ended where it ran.
             with self._host.reserved(len(record.choices), prompt_bytes, account):
                 stored = await self._store.take(known)
             if stored is None:
                 raise not_found()
-            tokenizer = self._host.tokenizer(stored.record.tokenizer_digest)
+            run.is_kept = True
             if stored.outcome is not None:
                 run.record, run.tokenizer, run.logs = stored.record, tokenizer, list(stored.logs)
                 if stored.outcome.failure is not None:
@@ -85,7 +87,7 @@ class Generating:
             run.prepared.set()
             if run.is_taken:
                 metrics.TAKEOVERS.labels("continued").inc()
-                logger.info("stream of another router continued", extra={"stream": run.request_id})
+                logger.info("stream of an earlier run continued", extra={"stream": run.request_id})
             async for _ in generation.deltas():
                 pass
 
@@ -139,13 +141,15 @@ class Generating:
         run.is_ending = True
         try:
             may_go_on = run.end is not None and run.end.code is ErrorCode.DRAINING
-            if may_go_on or (run.is_taken and run.record is None):
+            if run.is_taken and not run.is_kept:
+                pass  # it was not taken, and is where it was
+            elif may_go_on or (run.is_taken and run.record is None):
                 await self._store.leave(run.request_id)
             elif run.record is None or run.end is not None:
                 await self._store.remove(run.request_id)
             else:
                 if outcome.failure is not None:
-                    # A repeated request tries again; the failed stream can still be resumed.
+                    # A repeated request begins again; the failed stream can still be resumed.
                     await self._store.release(run.request_id)
                 await self._store.seal(run.request_id, outcome, self._settings.resume_window_s)
         except (

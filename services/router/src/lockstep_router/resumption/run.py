@@ -52,7 +52,9 @@ class Run:
         self.request_id = request_id or f"r-{secrets.token_hex(_ID_BYTES)}"
         self.owner = owner
         self.is_taken = request_id is not None
-        """Another router began it, and its clients may have had more than the store knows."""
+        """It goes on after an earlier run, whose clients may have had more than the store knows."""
+        self.is_kept = False
+        """The store has it, as one that runs here."""
         self.record: Record | None = None
         self.tokenizer: Tokenizer | None = None
         self.logs: list[ChoiceLog] = []

@@ -203,6 +203,8 @@ class Runs:
         stored = await self._store.read(request_id)
         if stored is None or stored.record.owner != owner:
             return await self._resume_elsewhere(request_id, owner, account, after)
+        if stored.outcome is not None and stored.outcome.may_go_on:
+            return await self._go_on(stored, account, after)
         return await self._replay(stored, after)
 
     async def _resume_elsewhere(self, request_id: str, owner: str, account: Account, after: After | None) -> Reading:
@@ -214,6 +216,11 @@ class Runs:
         if stored.outcome is not None:
             metrics.TAKEOVERS.labels("finished").inc()
             return await self._replay(stored, after)
+        return await self._go_on(stored, account, after)
+
+    async def _go_on(self, stored: StoredStream, account: Account, after: After | None) -> Reading:
+        """Continue a stream of another router, or one that has failed, and read it."""
+        request_id, owner = stored.record.request_id, stored.record.owner
         run = self._runs.get(request_id)
         if run is None or run.end is not None:
             # Who cannot continue it, or give it from there, must not take it: that ends it where it runs.
