@@ -1,13 +1,16 @@
 """A stream goes on at another router: each event once, whatever was mirrored and wherever its client was."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 
+import openai
 import pytest
 from key_files import KEY, OTHER_KEY, bearer, tenant, write
 from lockstep_api.v1 import inference_pb2, inference_pb2_grpc, state_pb2, worker_pb2
 from lockstep_client import AsyncLockstepClient, Policy, TextPiece
+from lockstep_client.openai import AsyncOpenAI
 from lockstep_router import metrics
 from lockstep_router.journals import ChoiceLog, Piece
 from lockstep_router.journals.stored_form import tenant_of, to_message, to_piece
@@ -15,6 +18,7 @@ from lockstep_router.status import status_body
 from router_cluster import events_of, eventually
 from scripted_worker import Script
 from takeover_cluster import Sharing, mirrored
+from test_router_deaths import prefer
 from websocket_client import socket_of
 from websocket_client import text_of as text_of_messages
 
@@ -23,6 +27,7 @@ STREAM = BODY | {"stream": True, "resumable": True}
 CHAT = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "seed": 7, "stream": True}
 CHAT |= {"resumable": True, "user": "u", "stream_options": {"include_usage": True}}
 LONG = STREAM | {"max_tokens": 100}
+LONG_FIELDS = {"model": "reference", "prompt": "hello world", "max_tokens": 40, "seed": 7}
 
 
 @pytest.fixture
@@ -67,7 +72,7 @@ async def resume(client, stream_id, last=None, **headers):
 
 
 def count(metric, *labels):
-    return metric.labels(*labels)._value.get()
+    return (metric.labels(*labels) if labels else metric)._value.get()
 
 
 # Every cut.
@@ -189,7 +194,7 @@ async def test_reader_at_the_first_router_gets_a_typed_error(sharing, routers):
         await eventually(lambda: first.router.runs.readings == 1)
         whole = events_of(await resume(second.client, stream_id, before[-1][0]))
         lost = events_of(await reading)
-    assert lost[-1][1]["error"]["code"] == "unavailable"
+    assert lost[-1][1]["error"]["code"] == "stream_moved"
     assert "another router" in lost[-1][1]["error"]["message"]
     expected = first.undisturbed("hello world", 7, 100)
     assert expected.startswith(text_of(before + lost[:-1]))
@@ -581,3 +586,55 @@ async def test_client_has_a_failed_stream_continued_and_begins_nothing_again(sha
                     text += event.text if isinstance(event, TextPiece) else ""
     assert text == routers[0].undisturbed("hello world", 7, 12)
     assert [len(submit.emitted_ids) for submit in sharing.submits] == [0, 5, 10]
+
+
+# Two readers.
+
+
+async def read_with(client, received):
+    """Read a stream with the client library; what ended it."""
+    try:
+        async for chunk in await client.completions.create(
+            **LONG_FIELDS, stream=True, extra_headers={"Idempotency-Key": "both"}
+        ):
+            received.append(chunk.choices[0].text)
+    except openai.APIError as error:
+        return error.code
+    return None
+
+
+async def test_older_reader_is_ended_once_and_takes_nothing_back(sharing):
+    routers = [await sharing.router(name) for name in ("first", "second", "third")]
+    slow(sharing, 0.05)
+    before = count(metrics.STREAMS_TAKEN)
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [f"{(await stack.enter_async_context(each.over_http())).base_url}".rstrip("/") for each in routers]
+        readers = []
+        for first in range(3):  # each begins at another router
+            order = [f"{url}/v1" for url in urls[first:] + urls[:first]]
+            client = await stack.enter_async_context(AsyncOpenAI(base_url=order, api_key="k", policy=Policy(retries=3)))
+            prefer(client._client._transport._transport, order[0])
+            received = []
+            readers.append((received, asyncio.create_task(read_with(client, received))))
+            await eventually(lambda received=received: len(received) >= 3)
+        ends = [await end for _, end in readers]
+    assert ends == ["stream_moved", "stream_moved", None]
+    assert len(sharing.submits) == 3, "each router has run it once"
+    assert count(metrics.STREAMS_TAKEN) - before == 2
+    assert "".join(readers[-1][0]) == routers[0].undisturbed("hello world", 7, 40)
+
+
+async def test_whole_answer_of_a_stream_that_moved_is_refused_for_good(sharing, routers):
+    slow(sharing, 0.05)
+    first, second = routers
+    body = BODY | {"resumable": True, "max_tokens": 100}
+    headers = {"idempotency-key": "both", "authorization": "Bearer one"}
+    asking = asyncio.create_task(first.client.post("/v1/completions", json=body, headers=headers))
+    await eventually(lambda: sharing.submits)
+    await mirrored(first)
+    there = asyncio.create_task(second.client.post("/v1/completions", json=body, headers=headers))
+    answer = await asking
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "stream_moved")
+    assert "retry-after" not in answer.headers
+    there.cancel()
+    await asyncio.gather(there, return_exceptions=True)
