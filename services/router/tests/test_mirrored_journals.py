@@ -12,7 +12,8 @@ from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router import metrics
 from lockstep_router.generation.parsing import Parsing
-from lockstep_router.journals import Claim, MemoryJournalStore, MirroredJournalStore, Outcome, Piece
+from lockstep_router.journals import Claim, MemoryJournalStore, MirroredJournalStore, Outcome, Piece, shared_keys
+from lockstep_router.journals import mirrored as mirrored_journals
 from lockstep_router.tls import dial_plain
 from router_cluster import eventually
 from state_server import Clock, StateServer
@@ -348,6 +349,7 @@ async def test_key_of_a_taken_stream_goes_with_it(store, other, clock):
 
 async def test_key_of_a_stream_that_is_gone_can_be_released_by_who_found_it(store, other):
     await store.claim("tenant/key", Claim("r-1", b"body"))
+    store._keys.forget("r-1")  # as if its router had died
     assert await other.claim("tenant/key", Claim("r-2", b"body")) == Claim("r-1", b"body")
     assert await other.look_up("r-1", "tenant") is None
     await other.release("r-1")
@@ -361,6 +363,50 @@ async def test_stream_found_by_its_key_is_waited_for_a_little(store, other):
     await asyncio.sleep(0.1)
     await fill(store)
     assert (await looking).record.request_id == "r-1"
+
+
+async def test_stream_that_is_prepared_for_long_keeps_its_key(store, other, monkeypatch):
+    monkeypatch.setattr(mirrored_journals, "_OPENING_S", 0.2)
+    monkeypatch.setattr(shared_keys, "_MARK_AFTER_S", 0.01)
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await other.claim("tenant/key", Claim("r-2", b"body"))
+    await mirrored(store)
+    looking = asyncio.create_task(other.look_up("r-1", "tenant"))
+    await asyncio.sleep(1.0)
+    assert not looking.done()
+    await fill(store)
+    assert (await looking).record.request_id == "r-1"
+    assert not store._keys._preparing
+
+
+async def test_key_of_a_router_that_died_while_it_prepared_is_free(make_store, other, clock, monkeypatch):
+    monkeypatch.setattr(mirrored_journals, "_OPENING_S", 0.05)
+    monkeypatch.setattr(shared_keys, "_MARK_AFTER_S", 0.0)
+    store = await make_store("router-3")
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await asyncio.sleep(0.05)
+    await mirrored(store)
+    store._keys.forget("r-1")  # as if it had died: nothing is renewed
+    await other.claim("tenant/key", Claim("r-2", b"body"))
+    looking = asyncio.create_task(other.look_up("r-1", "tenant"))
+    await asyncio.sleep(0.3)
+    assert not looking.done()
+    clock.now += shared_keys._MARK_TTL_S + 0.1
+    assert await looking is None
+
+
+async def test_stream_that_is_prepared_for_too_long_is_an_error_to_retry(store, other, monkeypatch):
+    monkeypatch.setattr(mirrored_journals, "_OPENING_S", 0.1)
+    monkeypatch.setattr(mirrored_journals, "_PREPARING_S", 0.3)
+    monkeypatch.setattr(shared_keys, "_MARK_AFTER_S", 0.0)
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await asyncio.sleep(0.05)
+    await mirrored(store)
+    await other.claim("tenant/key", Claim("r-2", b"body"))
+    with pytest.raises(LockstepError) as refused:
+        await other.look_up("r-1", "tenant")
+    assert refused.value.code is ErrorCode.UNAVAILABLE
+    assert await other.find("tenant/key") == Claim("r-1", b"body"), "it keeps its key"
 
 
 # Times to live.

@@ -326,6 +326,29 @@ async def test_request_that_is_sent_again_elsewhere_joins_its_stream(sharing, ro
     assert [bool(submit.emitted_ids) for submit in sharing.submits] == [False, True]
 
 
+async def test_request_that_is_sent_again_elsewhere_joins_one_that_is_still_prepared(sharing, routers):
+    first, second = routers
+    prepare, may_go = first.router.prepare, asyncio.Event()
+
+    async def prepare_slowly(request, account):
+        await may_go.wait()
+        return await prepare(request, account)
+
+    first.router.prepare = prepare_slowly
+    headers = {"idempotency-key": "mine", "authorization": "Bearer one"}
+    asking = asyncio.create_task(first.client.post("/v1/completions", json=STREAM, headers=headers))
+    await eventually(lambda: first.router.runs.running == 1)
+    again = asyncio.create_task(second.client.post("/v1/completions", json=STREAM, headers=headers))
+    await asyncio.sleep(1.5)  # longer than an unmarked request is waited for
+    assert not again.done()
+    may_go.set()
+    events = events_of(await again)
+    await asking
+    assert text_of(events) == first.undisturbed("hello world", 7, 12)
+    first_id = (await asking).headers["x-lockstep-stream-id"]
+    assert {event_id.partition(":")[0] for event_id, _ in events[:-1]} == {first_id}
+
+
 async def test_drained_router_hands_its_streams_over(sharing, routers):
     slow(sharing)
     first, second = routers

@@ -21,11 +21,14 @@ from lockstep_router.journals.stored_form import Found, from_response, pieces_of
 
 _MAX_TTL_S = 86_400.0
 """The longest time to live that the state server takes, unless its settings say otherwise."""
-_OPENING_S = 0.5
+_OPENING_S = 1.0
 """A stream whose key has just been found may not be in the state server yet: its router mirrors it a little later, or
-has died before that.
+has died before that, unless it has marked the request as being prepared.
 """
+_PREPARING_S = 10.0
+"""A request that is being prepared elsewhere is waited for no longer than this."""
 _LOOK_EVERY_S = 0.05
+_LOOK_PREPARING_EVERY_S = 0.25
 
 
 class MirroredJournalStore:
@@ -93,6 +96,7 @@ class MirroredJournalStore:
             LockstepError: OVERLOADED, there is no room for it.
         """
         await self._front.open(record)
+        self._keys.note_open(record.request_id)
         self.mirror.add(record.request_id, Entry(self._held(record.request_id), 1, self._keys.of(record.request_id)))
 
     def append(self, request_id: str, piece: Piece) -> None:
@@ -151,15 +155,22 @@ class MirroredJournalStore:
         """A stream of an owner that this router does not have; None: there is none, or the state server is away.
 
         Raises:
-            LockstepError: UNAVAILABLE, the state server has just failed to answer; OVERLOADED, too many ask at a time.
+            LockstepError: UNAVAILABLE, the state server has just failed to answer, or the stream was found by its key
+                and is still being prepared; OVERLOADED, too many ask at a time.
         """
         request = state_pb2.ReadRequest(tenant=tenant_of(owner), stream_id=request_id)
         found = await self._find(request_id, owner, self.client.read, request)
         found_at = self._keys.found_at(request_id)
         if found_at is not None:
             loop = asyncio.get_running_loop()
-            while found is None and loop.time() < found_at + _OPENING_S and not self.client.mirror.is_open:
-                await asyncio.sleep(_LOOK_EVERY_S)
+            while found is None and not self.client.mirror.is_open:
+                age_s = loop.time() - found_at
+                if age_s >= _OPENING_S and not await self._keys.is_preparing(request_id):
+                    break
+                if age_s >= _PREPARING_S:
+                    sentence = "the request with this key is still being prepared"
+                    raise LockstepError(ErrorCode.UNAVAILABLE, sentence, retry_after_s=1)
+                await asyncio.sleep(_LOOK_EVERY_S if age_s < _OPENING_S else _LOOK_PREPARING_EVERY_S)
                 found = await self._find(request_id, owner, self.client.read, request)
         return None if found is None else found.stream
 
