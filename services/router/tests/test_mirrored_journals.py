@@ -300,6 +300,17 @@ async def test_what_is_missing_is_written_at_the_end(make_store, other):
     assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6]
 
 
+async def test_record_is_held_once(store, other):
+    """The one in the journal is what the mirror writes from; a message of it would take as much memory again."""
+    await fill(store)
+    await mirrored(store)
+    await take(other)
+    for each in (store, other):
+        entry = each.mirror.entries["r-1"]
+        assert entry.stream.record is (await each.read("r-1")).record
+        assert not [held for held in vars(entry).values() if isinstance(held, state_pb2.StreamRecord)]
+
+
 async def test_unusable_record_is_absent(store, other, server):
     message = state_pb2.StreamRecord(schema=1, model="reference", request=b"no json")
     message.prompts.add(ids=[1])

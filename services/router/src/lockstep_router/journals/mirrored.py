@@ -236,7 +236,7 @@ class MirroredJournalStore:
         written, has_finish = lengths_of(found.stream.logs)
         self.mirror.add(
             request_id,
-            Entry(self._held(request_id), found.epoch, found.key, found.message, True, written, has_finish),
+            Entry(self._held(request_id), found.epoch, found.key, True, written, has_finish),
         )
 
     async def discard(self, request_id: str, owner: str) -> bool:
@@ -252,7 +252,7 @@ class MirroredJournalStore:
             self._keys.adopt(request_id, found.key)
             await self._keys.release(request_id)
         if found.stream.outcome is None:
-            self.mirror.add(request_id, Entry(found.stream, found.epoch, None, found.message, True))
+            self.mirror.add(request_id, Entry(found.stream, found.epoch, None, True))
             self.mirror.remove(request_id)
         else:
             await self._trim(owner, request_id)
