@@ -16,7 +16,7 @@ from lockstep_router.journals import ChoiceLog, Piece
 from lockstep_router.journals.stored_form import tenant_of, to_message, to_piece
 from lockstep_router.status import status_body
 from router_cluster import events_of, eventually
-from scripted_worker import Script
+from scripted_worker import Script, model_card
 from takeover_cluster import Sharing, mirrored
 from test_router_deaths import prefer
 from websocket_client import socket_of
@@ -661,3 +661,59 @@ async def test_whole_answer_of_a_stream_that_moved_is_refused_for_good(sharing, 
     assert "retry-after" not in answer.headers
     there.cancel()
     await asyncio.gather(there, return_exceptions=True)
+
+
+# Numerics that the copy does not know.
+
+
+async def copy_without_tokens(sharing, numerics, **settings):
+    """Two routers on workers with these numerics. The second one can take a stream of whose tokens nothing is mirrored,
+    and whose client has had three.
+    """
+    for worker, fingerprint in zip(sharing.workers, numerics, strict=True):
+        worker.card = model_card(fingerprint=fingerprint)
+    first, second = [await sharing.router(name, **settings) for name in ("first", "second")]
+    whole = await first.client.post("/v1/completions", json=STREAM)
+    stored = await first.router.journals.read(whole.headers["x-lockstep-stream-id"])
+    await plant(first, stored, "r-planted", [0])
+    return first, second
+
+
+def marks_of(events):
+    return [data.get("lockstep", {}).get("inexact", False) for _, data in events if data != "[DONE]"]
+
+
+@pytest.mark.parametrize(
+    ("numerics", "position", "is_marked"),
+    [(("a", "b"), 3, True), (("a", "b"), 0, False), (("a", "a"), 3, False), (("", ""), 3, True)],
+)
+async def test_stream_is_marked_if_its_copy_knows_no_numerics(sharing, numerics, position, is_marked):
+    first, second = await copy_without_tokens(sharing, numerics)
+    events = events_of(await resume(second.client, "r-planted", f"r-planted:{position}"))
+    assert events[-1] == (None, "[DONE]")
+    assert any(marks_of(events)) is is_marked
+    await mirrored(second)
+    again = events_of(await resume(first.client, "r-planted", f"r-planted:{position}"))
+    assert any(marks_of(again)) is is_marked, "the mark is mirrored"
+
+
+async def test_reader_that_comes_later_and_is_ahead_is_marked_too(sharing):
+    _, second = await copy_without_tokens(sharing, ("a", "b"))
+    slow(sharing)
+    whole = asyncio.create_task(resume(second.client, "r-planted"))
+    await eventually(lambda: second.router.runs.running and len(sharing.submits) == 2)
+    ahead = events_of(await resume(second.client, "r-planted", "r-planted:3"))
+    assert any(marks_of(ahead))
+    assert text_of(ahead) in text_of(events_of(await whole))
+
+
+async def test_strict_router_refuses_a_stream_whose_numerics_nobody_knows(sharing):
+    _, second = await copy_without_tokens(sharing, ("a", "b"), exact_failover="strict")
+    assert (await resume(second.client, "r-planted", "r-planted:3")).status_code == 404
+    assert len(sharing.submits) == 1, "it was not taken"
+    slow(sharing)
+    whole = asyncio.create_task(resume(second.client, "r-planted"))
+    await eventually(lambda: second.router.runs.running and len(sharing.submits) == 2)
+    assert (await resume(second.client, "r-planted", "r-planted:3")).status_code == 404
+    assert text_of(events_of(await whole)) == second.undisturbed("hello world", 7, 12)
+    assert second.router.runs.readings == 0

@@ -14,8 +14,9 @@ from lockstep_router.generation.preparation import BYTES_OF_AN_ID, Prepared
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
 from lockstep_router.journals import ChoiceLog, JournalStore, Outcome, Piece, Record, StoredStream
-from lockstep_router.resumption.continuation import continued
+from lockstep_router.resumption.continuation import continued, unproven
 from lockstep_router.resumption.endings import gone, not_found
+from lockstep_router.resumption.position import Position
 from lockstep_router.resumption.run import Host, Run, record_of
 from lockstep_router.tenants import Account
 
@@ -71,6 +72,7 @@ class Generating:
                 if stored.outcome.failure is not None:
                     raise stored.outcome.failure
                 return
+            run.unproven = unproven(stored, self._host)
             prepared = continued(stored, tokenizer, account.tenant.priority)
             await self._generate(run, stored.record, prepared, account, list(stored.logs))
 
@@ -135,6 +137,16 @@ class Generating:
         log.add(piece)
         self._store.append(run.request_id, piece)
         run.wake()
+
+    def note_reader(self, run: Run, position: Position) -> None:
+        """Mark the choices of which a client has tokens whose numerics nobody knows: what it gets may not fit them."""
+        for index in [each for each in run.unproven if position.tokens[each] > 0]:
+            run.unproven -= {index}
+            mark = Piece(index, len(run.logs[index].ids), (), is_inexact=True)
+            run.logs[index].add(mark)
+            self._store.append(run.request_id, mark)
+            metrics.INEXACT_CONTINUATIONS.inc()
+            logger.warning("stream continued inexactly: its copy had no token", extra={"stream": run.request_id})
 
     async def finish(self, run: Run, outcome: Outcome) -> None:
         """Keep what a run gave, or forget it, and tell its readers."""

@@ -207,13 +207,14 @@ def position_of(after: After, record: Record) -> Position:
     return position
 
 
-def check_position(after: After, copy: StoredStream) -> None:
-    """Check that a stream whose end the copy may lack can have an event.
+def check_position(after: After, copy: StoredStream) -> Position:
+    """The position after an event that a stream can have, of whose end the copy may lack something.
 
     Raises:
-        LockstepError: INVALID_REQUEST, it cannot.
+        LockstepError: INVALID_REQUEST, it cannot have it.
     """
     position = position_of(after, copy.record)
     for tokens, has_finish, log in zip(position.tokens, position.finished, copy.logs, strict=True):
         if log.finish and (tokens > len(log.ids) or (has_finish and tokens < len(log.ids))):
             raise no_position(after.field)
+    return position

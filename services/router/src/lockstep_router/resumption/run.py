@@ -33,6 +33,9 @@ class Host(Protocol):
     async def prepare(self, request: GenerationRequest, account: Account) -> Prepared:
         """Turn a request into streams that are ready to run."""
 
+    def has_one_numerics(self, model: str, digest: str) -> bool:
+        """Whether it does not matter for a stream's tokens which worker has begun it."""
+
     def reserved(self, streams: int, prompt_bytes: int, account: Account) -> AbstractContextManager[None]:
         """Keep room for the streams of a request that is about to run."""
 
@@ -57,6 +60,8 @@ class Run:
         """The store has it, as one that runs here."""
         self.record: Record | None = None
         self.tokenizer: Tokenizer | None = None
+        self.unproven: frozenset[int] = frozenset()
+        """Choices that began again here, as nobody knows the numerics that an earlier run may have begun them with."""
         self.logs: list[ChoiceLog] = []
         self.outcome: Outcome | None = None
         self.prepared = asyncio.Event()

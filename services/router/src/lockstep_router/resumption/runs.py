@@ -15,6 +15,7 @@ from lockstep_router import metrics
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
 from lockstep_router.journals import Claim, JournalStore, Outcome, StoredStream
+from lockstep_router.resumption.continuation import is_exact, unproven
 from lockstep_router.resumption.endings import draining, gone, moved, not_found
 from lockstep_router.resumption.generating import Generating
 from lockstep_router.resumption.position import After, no_position
@@ -226,7 +227,9 @@ class Runs:
             # Who cannot continue it, or give it from there, must not take it: that ends it where it runs.
             self._host.tokenizer(stored.record.tokenizer_digest)
             if after is not None:
-                check_position(after, stored)
+                position = check_position(after, stored)
+                if self._settings.exact_failover == "strict" and not is_exact(unproven(stored, self._host), position):
+                    raise not_found()
             run = Run(owner, request_id)
             arrival = self._attach(run)
             self._runs[request_id] = run
@@ -273,7 +276,13 @@ class Runs:
             is_resumed=is_resumed,
             may_be_ahead=run.is_taken,
         )
-        return await _begin(reading, after)
+        reading = await _begin(reading, after)
+        if not is_exact(run.unproven, reading.position):
+            if self._settings.exact_failover == "strict":
+                reading.close()
+                raise not_found()
+            self._generating.note_reader(run, reading.position)
+        return reading
 
     def _attach(self, run: Run) -> asyncio.Event:
         self._count_reading()
