@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 from authority import Authority
 from fake_openai import FakeOpenAI, Received, Refusal, Script, events, script
+from lockstep_tools.commands import check
+from lockstep_tools.load.endpoint import Endpoint
 
 WHOLE = {"choices": [{"message": {"content": "a night"}}], "usage": {"completion_tokens": 2}}
 
@@ -29,6 +32,7 @@ class Worker:
 
     def __init__(self) -> None:
         self.ready = True
+        self.figures = b"lockstep_state_breaker_open 0.0\n"
         worker = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -37,7 +41,8 @@ class Worker:
 
             def do_GET(self) -> None:
                 body = b'{"status":"%s"}' % (b"ready" if worker.ready else b"the worker takes no requests")
-                self.send_response(200 if worker.ready and self.path == "/readyz" else 503)
+                body = worker.figures if self.path == "/metrics" else body
+                self.send_response(200 if worker.ready and self.path in ("/readyz", "/metrics") else 503)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -109,3 +114,14 @@ def test_an_address_without_a_port_is_refused(lockstep) -> None:
     result = lockstep("check", "--workers", "lockstep-workers")
     assert result.returncode == 2
     assert "--workers lockstep-workers: not a URL such as http://lockstep-workers:9001" in result.stderr
+
+
+async def test_state_server_is_asked_for_its_store(worker: Worker) -> None:
+    target, url = Endpoint("http://localhost/v1", None), httpx.URL(f"http://localhost:{worker.port}")
+    assert await check._state(target, url) == "localhost serving"
+    worker.figures = b"lockstep_state_breaker_open 1.0\n"
+    with pytest.raises(check.CheckError, match="its Redis does not answer"):
+        await check._state(target, url)
+    worker.ready = False
+    with pytest.raises(check.CheckError, match="is not ready"):
+        await check._state(target, url)

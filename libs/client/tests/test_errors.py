@@ -10,6 +10,7 @@ from lockstep_client import (
     LockstepError,
     Policy,
     RateLimitError,
+    StreamMoved,
     UnavailableError,
     errors,
 )
@@ -31,6 +32,12 @@ def test_fields_of_an_error():
     error = errors.from_response(400, {"x-request-id": "r-1"}, body)
     assert isinstance(error, errors.InvalidRequestError)
     assert (error.field, error.status, error.request_id) == ("temperature", 400, "r-1")
+
+
+def test_moved_stream_is_an_error_of_its_own_that_is_not_retried():
+    error = errors.from_body({"error": {"message": "another router has it", "code": "stream_moved"}}, None)
+    assert (type(error), error.code) == (StreamMoved, "stream_moved")
+    assert error.code not in errors.RETRYABLE_CODES
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"[]", b'{"error": 5}', b'{"error": {"message": 5, "code": []}}', b"\xff"])

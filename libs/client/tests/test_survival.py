@@ -298,7 +298,7 @@ class Leaving(FakeRouter):
 
 
 @pytest.mark.parametrize("on_lost", ["restart", "error"])
-@pytest.mark.parametrize("code", ["draining", "unavailable"])
+@pytest.mark.parametrize("code", ["draining", "unavailable", "worker_lost", "overloaded"])
 def test_stream_that_another_router_continues_is_resumed_there(code, on_lost):
     routers = [Leaving(name, error_after=(3, {"message": "no more", "code": code})) for name in ("first", "second")]
     routers[0].peer, routers[1].peer = reversed(routers)

@@ -209,3 +209,11 @@ async def test_cluster_that_was_silent_or_gone_is_used_again(tmp_path):
 
 async def _is(condition):
     return condition
+
+
+async def test_redis_that_is_no_cluster_is_unavailable(redis_server):
+    """As a cluster that is down, or whose user may not ask for its slots: the library has an error of its own."""
+    async with keep("cluster", f"redis+cluster://127.0.0.1:{redis_server.port}", {"breaker_failures": 2}) as kept:
+        for _ in range(3):
+            assert (await failing(kept)).code is UNAVAILABLE
+        assert kept.backend.unready is not None

@@ -12,7 +12,8 @@ from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router import metrics
 from lockstep_router.generation.parsing import Parsing
-from lockstep_router.journals import Claim, MemoryJournalStore, MirroredJournalStore, Outcome, Piece
+from lockstep_router.journals import Claim, MemoryJournalStore, MirroredJournalStore, Outcome, Piece, shared_keys
+from lockstep_router.journals import mirrored as mirrored_journals
 from lockstep_router.tls import dial_plain
 from router_cluster import eventually
 from state_server import Clock, StateServer
@@ -95,6 +96,11 @@ async def fill(store, request_id="r-1", **changes):
     store.append(request_id, Piece(1, 0, [7], logprobs(7), STOP, is_inexact=True))
 
 
+async def take(store, request_id="r-1"):
+    """Have a store take a stream, as another router that was asked for it."""
+    return await store.take(await store.look_up(request_id, "tenant"))
+
+
 class TestContract(JournalStoreContract):
     """The contract holds."""
 
@@ -124,7 +130,7 @@ async def test_other_router_sees_what_was_written(store, other):
 async def test_other_router_sees_how_a_stream_ended(store, other):
     await fill(store)
     await fill(store, "r-2")
-    failure = LockstepError(ErrorCode.WORKER_LOST, "gone", field="model", retry_after_s=5)
+    failure = LockstepError(ErrorCode.INTERNAL, "gone", field="model", retry_after_s=5)
     await store.seal("r-1", Outcome(failure), KEEP_S)
     await store.seal("r-2", Outcome(), KEEP_S)
     await mirrored(store)
@@ -134,11 +140,53 @@ async def test_other_router_sees_how_a_stream_ended(store, other):
     assert not store.mirror.entries
 
 
+async def test_failure_that_may_pass_is_no_end_for_other_routers(store, other):
+    await fill(store)
+    await store.seal("r-1", Outcome(LockstepError(ErrorCode.WORKER_LOST, "gone")), KEEP_S)
+    await mirrored(store)
+    assert not store.mirror.entries
+    assert (await store.read("r-1")).outcome.failure.code is ErrorCode.WORKER_LOST
+    seen = await other.look_up("r-1", "tenant")
+    assert (seen.outcome, list(seen.logs[0].ids)) == (None, [5, 6])
+    await store.remove("r-1")
+    await mirrored(store)
+    assert await other.look_up("r-1", "tenant") is None
+
+
+async def test_stream_that_has_failed_here_is_taken_back_with_all_that_is_here(store, other):
+    await fill(store)
+    await store.seal("r-1", Outcome(LockstepError(ErrorCode.WORKER_LOST, "gone")), KEEP_S)  # nothing is written yet
+    taken = await store.take(await store.read("r-1"))
+    assert (taken.outcome, list(taken.logs[0].ids)) == (None, [5, 6])
+    store.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    assert list(taken.logs[0].ids) == [5, 6]
+    await store.seal("r-1", Outcome(), KEEP_S)
+    await mirrored(store)
+    seen = await other.look_up("r-1", "tenant")
+    assert (seen.outcome, list(seen.logs[0].ids), list(seen.logs[1].ids)) == (Outcome(), [5, 6, 8], [7])
+    assert store.kept == 1
+
+
+async def test_stream_that_has_failed_here_and_ended_elsewhere_is_taken_back_as_it_ended(store, other):
+    await fill(store)
+    await store.seal("r-1", Outcome(LockstepError(ErrorCode.WORKER_LOST, "gone")), KEEP_S)
+    await mirrored(store)
+    await take(other)
+    other.append("r-1", Piece(0, 2, [9], logprobs(9), STOP))
+    await other.seal("r-1", Outcome(), KEEP_S)
+    await mirrored(other)
+    taken = await store.take(await store.read("r-1"))
+    assert (taken.outcome, list(taken.logs[0].ids)) == (Outcome(), [5, 6, 9])
+    assert (await store.read("r-1")).outcome == Outcome()
+    assert not store.mirror.entries
+
+
 async def test_foreign_owner_sees_nothing(store, other):
     await fill(store)
     await mirrored(store)
     assert await other.look_up("r-1", "stranger") is None
-    assert await other.take("r-1", "stranger") is None
+    known = await other.look_up("r-1", "tenant")
+    assert await other.take(replace(known, record=replace(known.record, owner="stranger"))) is None
     assert not await other.discard("r-1", "stranger")
     assert await other.look_up("r-1", "") is None
     assert await other.look_up("x" * 2000, "tenant") is None, "an id that the state server refuses"
@@ -156,7 +204,7 @@ async def test_taken_stream_is_fenced(store, other):
     store.on_taken(lost.append)
     await fill(store)
     await mirrored(store)
-    taken = await other.take("r-1", "tenant")
+    taken = await take(other)
     assert list(taken.logs[0].ids) == [5, 6]
     store.append("r-1", Piece(0, 2, [99], logprobs(99)))
     await eventually(lambda: lost == ["r-1"])
@@ -172,18 +220,32 @@ async def test_taken_stream_is_fenced(store, other):
 async def test_stream_can_be_taken_back(store, other):
     await fill(store)
     await mirrored(store)
-    await other.take("r-1", "tenant")
+    await take(other)
     other.append("r-1", Piece(0, 2, [8], logprobs(8)))
     await mirrored(other)
     store.append("r-1", Piece(0, 2, [9], logprobs(9)))
     await eventually(lambda: "r-1" not in store.mirror.entries)
-    assert list((await store.take("r-1", "tenant")).logs[0].ids) == [5, 6, 8]
+    assert list((await take(store)).logs[0].ids) == [5, 6, 8]
     store.append("r-1", Piece(0, 3, [10], logprobs(10), STOP))
     await store.seal("r-1", Outcome(), KEEP_S)
     await mirrored(store)
     other.append("r-1", Piece(0, 3, [11], logprobs(11)))
     await eventually(lambda: "r-1" not in other.mirror.entries)
     assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6, 8, 10]
+
+
+async def test_stream_without_room_is_not_taken(store, make_store):
+    other = await make_store("router-2", max_streams=1)
+    await other.open(record("r-own"))
+    await fill(store)
+    await mirrored(store)
+    with pytest.raises(LockstepError) as refused:
+        await take(other)
+    assert refused.value.code is ErrorCode.OVERLOADED
+    store.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    await mirrored(store)
+    assert (await store.read("r-1")).outcome is None, "its router has it still"
+    assert await other.read("r-1") is None
 
 
 async def test_discarded_stream_ends_where_it_runs_and_is_gone_for_all(store, other):
@@ -227,7 +289,7 @@ async def test_left_stream_is_complete_and_keeps_its_key(store, other):
     await mirrored(store)
     assert not store.mirror.entries
     assert await other.claim("tenant/key", Claim("r-9", b"body")) == Claim("r-1", b"body")
-    assert list((await other.take("r-1", "tenant")).logs[0].ids) == [5, 6]
+    assert list((await take(other)).logs[0].ids) == [5, 6]
 
 
 async def test_what_is_missing_is_written_at_the_end(make_store, other):
@@ -236,6 +298,17 @@ async def test_what_is_missing_is_written_at_the_end(make_store, other):
     await store.leave("r-1")
     await store.close()
     assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6]
+
+
+async def test_record_is_held_once(store, other):
+    """The one in the journal is what the mirror writes from; a message of it would take as much memory again."""
+    await fill(store)
+    await mirrored(store)
+    await take(other)
+    for each in (store, other):
+        entry = each.mirror.entries["r-1"]
+        assert entry.stream.record is (await each.read("r-1")).record
+        assert not [held for held in vars(entry).values() if isinstance(held, state_pb2.StreamRecord)]
 
 
 async def test_unusable_record_is_absent(store, other, server):
@@ -279,7 +352,7 @@ async def test_key_of_a_taken_stream_goes_with_it(store, other, clock):
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await fill(store)
     await mirrored(store)
-    await other.take("r-1", "tenant")
+    await take(other)
     await other.release("r-1")
     assert await store.client.look_up_claim(state_pb2.LookUpClaimRequest(tenant="tenant", key="tenant/key"))
     assert await other.find("tenant/key") is None
@@ -287,6 +360,7 @@ async def test_key_of_a_taken_stream_goes_with_it(store, other, clock):
 
 async def test_key_of_a_stream_that_is_gone_can_be_released_by_who_found_it(store, other):
     await store.claim("tenant/key", Claim("r-1", b"body"))
+    store._keys.forget("r-1")  # as if its router had died
     assert await other.claim("tenant/key", Claim("r-2", b"body")) == Claim("r-1", b"body")
     assert await other.look_up("r-1", "tenant") is None
     await other.release("r-1")
@@ -300,6 +374,50 @@ async def test_stream_found_by_its_key_is_waited_for_a_little(store, other):
     await asyncio.sleep(0.1)
     await fill(store)
     assert (await looking).record.request_id == "r-1"
+
+
+async def test_stream_that_is_prepared_for_long_keeps_its_key(store, other, monkeypatch):
+    monkeypatch.setattr(mirrored_journals, "_OPENING_S", 0.2)
+    monkeypatch.setattr(shared_keys, "_MARK_AFTER_S", 0.01)
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await other.claim("tenant/key", Claim("r-2", b"body"))
+    await mirrored(store)
+    looking = asyncio.create_task(other.look_up("r-1", "tenant"))
+    await asyncio.sleep(1.0)
+    assert not looking.done()
+    await fill(store)
+    assert (await looking).record.request_id == "r-1"
+    assert not store._keys._preparing
+
+
+async def test_key_of_a_router_that_died_while_it_prepared_is_free(make_store, other, clock, monkeypatch):
+    monkeypatch.setattr(mirrored_journals, "_OPENING_S", 0.05)
+    monkeypatch.setattr(shared_keys, "_MARK_AFTER_S", 0.0)
+    store = await make_store("router-3")
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await asyncio.sleep(0.05)
+    await mirrored(store)
+    store._keys.forget("r-1")  # as if it had died: nothing is renewed
+    await other.claim("tenant/key", Claim("r-2", b"body"))
+    looking = asyncio.create_task(other.look_up("r-1", "tenant"))
+    await asyncio.sleep(0.3)
+    assert not looking.done()
+    clock.now += shared_keys._MARK_TTL_S + 0.1
+    assert await looking is None
+
+
+async def test_stream_that_is_prepared_for_too_long_is_an_error_to_retry(store, other, monkeypatch):
+    monkeypatch.setattr(mirrored_journals, "_OPENING_S", 0.1)
+    monkeypatch.setattr(mirrored_journals, "_PREPARING_S", 0.3)
+    monkeypatch.setattr(shared_keys, "_MARK_AFTER_S", 0.0)
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await asyncio.sleep(0.05)
+    await mirrored(store)
+    await other.claim("tenant/key", Claim("r-2", b"body"))
+    with pytest.raises(LockstepError) as refused:
+        await other.look_up("r-1", "tenant")
+    assert refused.value.code is ErrorCode.UNAVAILABLE
+    assert await other.find("tenant/key") == Claim("r-1", b"body"), "it keeps its key"
 
 
 # Times to live.

@@ -1,19 +1,24 @@
 """A stream goes on at another router: each event once, whatever was mirrored and wherever its client was."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 
+import openai
 import pytest
 from key_files import KEY, OTHER_KEY, bearer, tenant, write
-from lockstep_api.v1 import inference_pb2, inference_pb2_grpc, state_pb2
+from lockstep_api.v1 import inference_pb2, inference_pb2_grpc, state_pb2, worker_pb2
+from lockstep_client import AsyncLockstepClient, Policy, TextPiece
+from lockstep_client.openai import AsyncOpenAI
 from lockstep_router import metrics
 from lockstep_router.journals import ChoiceLog, Piece
 from lockstep_router.journals.stored_form import tenant_of, to_message, to_piece
 from lockstep_router.status import status_body
 from router_cluster import events_of, eventually
-from scripted_worker import Script
+from scripted_worker import Script, model_card
 from takeover_cluster import Sharing, mirrored
+from test_router_deaths import prefer
 from websocket_client import socket_of
 from websocket_client import text_of as text_of_messages
 
@@ -22,6 +27,7 @@ STREAM = BODY | {"stream": True, "resumable": True}
 CHAT = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "seed": 7, "stream": True}
 CHAT |= {"resumable": True, "user": "u", "stream_options": {"include_usage": True}}
 LONG = STREAM | {"max_tokens": 100}
+LONG_FIELDS = {"model": "reference", "prompt": "hello world", "max_tokens": 40, "seed": 7}
 
 
 @pytest.fixture
@@ -66,7 +72,7 @@ async def resume(client, stream_id, last=None, **headers):
 
 
 def count(metric, *labels):
-    return metric.labels(*labels)._value.get()
+    return (metric.labels(*labels) if labels else metric)._value.get()
 
 
 # Every cut.
@@ -188,7 +194,7 @@ async def test_reader_at_the_first_router_gets_a_typed_error(sharing, routers):
         await eventually(lambda: first.router.runs.readings == 1)
         whole = events_of(await resume(second.client, stream_id, before[-1][0]))
         lost = events_of(await reading)
-    assert lost[-1][1]["error"]["code"] == "unavailable"
+    assert lost[-1][1]["error"]["code"] == "stream_moved"
     assert "another router" in lost[-1][1]["error"]["message"]
     expected = first.undisturbed("hello world", 7, 100)
     assert expected.startswith(text_of(before + lost[:-1]))
@@ -292,6 +298,7 @@ async def test_delete_ends_a_stream_of_another_router(sharing, routers):
         await mirrored(first)
         assert (await second.client.delete(f"/v1/streams/{stream_id}")).status_code == 200
         await eventually(lambda: first.router.runs.running == 0)
+        await eventually(lambda: any(worker.cancels for worker in sharing.workers))
         assert sum(len(worker.cancels) for worker in sharing.workers) == 1
         for cluster in routers:
             assert (await resume(cluster.client, stream_id)).status_code == 404
@@ -317,6 +324,29 @@ async def test_request_that_is_sent_again_elsewhere_joins_its_stream(sharing, ro
     assert text_of(events) == first.undisturbed("hello world", 7, 40)
     assert {event_id.partition(":")[0] for event_id, _ in events[:-1]} == {before[0][0].partition(":")[0]}
     assert [bool(submit.emitted_ids) for submit in sharing.submits] == [False, True]
+
+
+async def test_request_that_is_sent_again_elsewhere_joins_one_that_is_still_prepared(sharing, routers):
+    first, second = routers
+    prepare, may_go = first.router.prepare, asyncio.Event()
+
+    async def prepare_slowly(request, account):
+        await may_go.wait()
+        return await prepare(request, account)
+
+    first.router.prepare = prepare_slowly
+    headers = {"idempotency-key": "mine", "authorization": "Bearer one"}
+    asking = asyncio.create_task(first.client.post("/v1/completions", json=STREAM, headers=headers))
+    await eventually(lambda: first.router.runs.running == 1)
+    again = asyncio.create_task(second.client.post("/v1/completions", json=STREAM, headers=headers))
+    await asyncio.sleep(1.5)  # longer than an unmarked request is waited for
+    assert not again.done()
+    may_go.set()
+    events = events_of(await again)
+    await asking
+    assert text_of(events) == first.undisturbed("hello world", 7, 12)
+    first_id = (await asking).headers["x-lockstep-stream-id"]
+    assert {event_id.partition(":")[0] for event_id, _ in events[:-1]} == {first_id}
 
 
 async def test_drained_router_hands_its_streams_over(sharing, routers):
@@ -405,6 +435,45 @@ async def test_positions_that_the_stream_never_had(sharing, routers, position):
     assert (response.status_code, response.json()["error"]["param"]) == (400, "Last-Event-ID")
 
 
+@pytest.mark.parametrize("position", ["x", "1,1", "101", "-f"])
+async def test_stream_is_not_taken_for_a_position_that_it_cannot_have(sharing, routers, position):
+    slow(sharing, 0.5)
+    first, second = routers
+    async with first.over_http() as client:
+        stream_id, _ = await leave_after(client, LONG, 1)
+        await mirrored(first)
+        response = await resume(second.client, stream_id, f"{stream_id}:{position}")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "Last-Event-ID")
+        await goes_on(first)
+
+
+async def goes_on(cluster):
+    """Check that a router still runs its only stream: its next token is mirrored."""
+    (run,) = cluster.router.runs._runs.values()
+    tokens = len(run.logs[0].ids)
+    await eventually(lambda: len(run.logs[0].ids) > tokens)
+    await mirrored(cluster)
+    assert run.end is None
+
+
+@pytest.mark.parametrize("setting", ["max_streams", "max_resumable_streams", "max_journals_bytes"])
+async def test_stream_is_not_taken_by_a_router_without_room(sharing, setting):
+    slow(sharing, 0.5)
+    first = await sharing.router("first")
+    limits = {"max_streams": 3, "max_resumable_streams": 1}
+    second = await sharing.router("second", **{setting: limits[setting]} if setting in limits else {})
+    async with first.over_http() as client, second.over_http() as there:
+        if setting == "max_journals_bytes":
+            second.router._preparing_bytes = second.router.settings.max_journals_bytes
+        else:
+            await leave_after(there, LONG, 1)
+        stream_id, before = await leave_after(client, LONG | {"n": 3}, 1)
+        await mirrored(first)
+        response = await resume(there, stream_id, before[-1][0])
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+        await goes_on(first)
+
+
 # Without a state server.
 
 
@@ -435,3 +504,216 @@ async def test_unknown_stream_is_an_error_to_retry_while_the_state_server_fails(
     response = await resume(second.client, "r-" + "0" * 32)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
     assert response.headers["retry-after"] == "1"
+
+
+# Failures that may pass.
+
+
+def fail(sharing, after, code="unavailable"):
+    rejection = worker_pb2.Rejected(code=code, message="it failed") if after is not None else None
+    for worker in sharing.workers:
+        worker.script = Script(delay_s=0.01, rejection=rejection, reject_after=after)
+
+
+async def over_rest(cluster, stream_id, last):
+    async with cluster.over_http() as client:
+        return text_of(events_of(await resume(client, stream_id, last)))
+
+
+async def over_websocket(cluster, stream_id, last):
+    async with cluster.over_http() as client, socket_of(client) as socket:
+        await socket.send(type="resume", id="a", stream=stream_id, last_event_id=last)
+        answer = await socket.answer("a")
+    assert answer[-1]["type"] == "done"
+    return text_of_messages(answer)
+
+
+async def over_grpc(cluster, stream_id, last):
+    message = inference_pb2.ResumeRequest(request_id=stream_id, last_event_id=last)
+    async with cluster.over_grpc() as channel:
+        return "".join([event.text async for event in inference_pb2_grpc.InferenceStub(channel).Resume(message)])
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["here", "elsewhere"])
+@pytest.mark.parametrize("face", [over_rest, over_websocket, over_grpc])
+async def test_stream_goes_on_after_a_failure_that_may_pass(sharing, routers, face, at):
+    fail(sharing, after=3)
+    failed = await routers[0].client.post("/v1/completions", json=LONG | {"max_tokens": 10})
+    events = events_of(failed)
+    stream_id, error = failed.headers["x-lockstep-stream-id"], events.pop()[1]["error"]
+    assert (error["code"], error["message"], len(events)) == ("unavailable", "it failed", 3)
+    await mirrored(routers[0])
+    fail(sharing, after=None)
+    rest = await face(routers[at], stream_id, events[-1][0])
+    assert text_of(events) + rest == routers[0].undisturbed("hello world", 7, 10)
+    assert [len(submit.emitted_ids) for submit in sharing.submits] == [0, 3]
+    await mirrored(routers[at])
+    assert await face(routers[1 - at], stream_id, events[-1][0]) == rest
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+async def test_failed_stream_is_continued_where_it_failed_without_the_state_server(sharing, is_away):
+    first = await sharing.router("first", **{} if is_away else {"state_server": ""})
+    fail(sharing, after=3, code="worker_lost")
+    if is_away:
+        await sharing.state.kill()
+    failed = events_of(await first.client.post("/v1/completions", json=LONG | {"max_tokens": 10}))
+    stream_id = failed[0][0].partition(":")[0]
+    for _ in range(2):  # it may fail again
+        again = await resume(first.client, stream_id, failed[-2][0])
+        failed = failed[:-1] + (events_of(again) if again.status_code == 200 else failed[-1:])
+    fail(sharing, after=None)
+    async with first.over_http() as client:
+        rest = events_of(await resume(client, stream_id, failed[-2][0]))
+    assert text_of(failed[:-1] + rest) == first.undisturbed("hello world", 7, 10)
+    assert first.router.journals.kept == 1
+
+
+async def test_failed_stream_that_went_on_elsewhere_comes_back_with_what_it_gained(sharing, routers):
+    first, second = routers
+    fail(sharing, after=3)
+    failed = events_of(await first.client.post("/v1/completions", json=LONG | {"max_tokens": 10}))
+    stream_id = failed[0][0].partition(":")[0]
+    await mirrored(first)
+    more = events_of(await resume(second.client, stream_id, failed[-2][0]))
+    await mirrored(second)
+    assert (len(more), more[-1][1]["error"]["code"]) == (4, "unavailable")
+    fail(sharing, after=None)
+    rest = events_of(await resume(first.client, stream_id, more[-2][0]))
+    assert text_of(failed[:-1] + more[:-1] + rest) == first.undisturbed("hello world", 7, 10)
+    assert [len(submit.emitted_ids) for submit in sharing.submits] == [0, 3, 6]
+
+
+async def test_failed_stream_stays_when_it_cannot_go_on_now(sharing, routers):
+    first, _ = routers
+    fail(sharing, after=3)
+    failed = events_of(await first.client.post("/v1/completions", json=LONG | {"max_tokens": 10}))
+    stream_id = failed[0][0].partition(":")[0]
+    fail(sharing, after=None)
+    first.router._preparing_bytes = first.router.settings.max_journals_bytes
+    assert (await resume(first.client, stream_id, failed[-2][0])).status_code == 503
+    first.router._preparing_bytes = 0
+    rest = events_of(await resume(first.client, stream_id, failed[-2][0]))
+    assert text_of(failed[:-1] + rest) == first.undisturbed("hello world", 7, 10)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+async def test_client_has_a_failed_stream_continued_and_begins_nothing_again(sharing, routers, is_alone):
+    fail(sharing, after=5)
+    async with routers[0].over_http() as one, routers[1].over_http() as two:
+        urls = [f"{str(client.base_url).rstrip(chr(47))}/v1" for client in ((one,) if is_alone else (one, two))]
+        async with AsyncLockstepClient(urls, policy=Policy(retries=1, on_lost="error")) as client:
+            text = ""
+            async with await client.complete(**BODY, stream=True) as stream:
+                async for event in stream:
+                    text += event.text if isinstance(event, TextPiece) else ""
+    assert text == routers[0].undisturbed("hello world", 7, 12)
+    assert [len(submit.emitted_ids) for submit in sharing.submits] == [0, 5, 10]
+
+
+# Two readers.
+
+
+async def read_with(client, received):
+    """Read a stream with the client library; what ended it."""
+    try:
+        async for chunk in await client.completions.create(
+            **LONG_FIELDS, stream=True, extra_headers={"Idempotency-Key": "both"}
+        ):
+            received.append(chunk.choices[0].text)
+    except openai.APIError as error:
+        return error.code
+    return None
+
+
+async def test_older_reader_is_ended_once_and_takes_nothing_back(sharing):
+    routers = [await sharing.router(name) for name in ("first", "second", "third")]
+    slow(sharing, 0.05)
+    before = count(metrics.STREAMS_TAKEN)
+    async with contextlib.AsyncExitStack() as stack:
+        urls = [f"{(await stack.enter_async_context(each.over_http())).base_url}".rstrip("/") for each in routers]
+        readers = []
+        for first in range(3):  # each begins at another router
+            order = [f"{url}/v1" for url in urls[first:] + urls[:first]]
+            client = await stack.enter_async_context(AsyncOpenAI(base_url=order, api_key="k", policy=Policy(retries=3)))
+            prefer(client._client._transport._transport, order[0])
+            received = []
+            readers.append((received, asyncio.create_task(read_with(client, received))))
+            await eventually(lambda received=received: len(received) >= 3)
+        ends = [await end for _, end in readers]
+    assert ends == ["stream_moved", "stream_moved", None]
+    assert len(sharing.submits) == 3, "each router has run it once"
+    assert count(metrics.STREAMS_TAKEN) - before == 2
+    assert "".join(readers[-1][0]) == routers[0].undisturbed("hello world", 7, 40)
+
+
+async def test_whole_answer_of_a_stream_that_moved_is_refused_for_good(sharing, routers):
+    slow(sharing, 0.05)
+    first, second = routers
+    body = BODY | {"resumable": True, "max_tokens": 100}
+    headers = {"idempotency-key": "both", "authorization": "Bearer one"}
+    asking = asyncio.create_task(first.client.post("/v1/completions", json=body, headers=headers))
+    await eventually(lambda: sharing.submits)
+    await mirrored(first)
+    there = asyncio.create_task(second.client.post("/v1/completions", json=body, headers=headers))
+    answer = await asking
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "stream_moved")
+    assert "retry-after" not in answer.headers
+    there.cancel()
+    await asyncio.gather(there, return_exceptions=True)
+
+
+# Numerics that the copy does not know.
+
+
+async def copy_without_tokens(sharing, numerics, **settings):
+    """Two routers on workers with these numerics. The second one can take a stream of whose tokens nothing is mirrored,
+    and whose client has had three.
+    """
+    for worker, fingerprint in zip(sharing.workers, numerics, strict=True):
+        worker.card = model_card(fingerprint=fingerprint)
+    first, second = [await sharing.router(name, **settings) for name in ("first", "second")]
+    whole = await first.client.post("/v1/completions", json=STREAM)
+    stored = await first.router.journals.read(whole.headers["x-lockstep-stream-id"])
+    await plant(first, stored, "r-planted", [0])
+    return first, second
+
+
+def marks_of(events):
+    return [data.get("lockstep", {}).get("inexact", False) for _, data in events if data != "[DONE]"]
+
+
+@pytest.mark.parametrize(
+    ("numerics", "position", "is_marked"),
+    [(("a", "b"), 3, True), (("a", "b"), 0, False), (("a", "a"), 3, False), (("", ""), 3, True)],
+)
+async def test_stream_is_marked_if_its_copy_knows_no_numerics(sharing, numerics, position, is_marked):
+    first, second = await copy_without_tokens(sharing, numerics)
+    events = events_of(await resume(second.client, "r-planted", f"r-planted:{position}"))
+    assert events[-1] == (None, "[DONE]")
+    assert any(marks_of(events)) is is_marked
+    await mirrored(second)
+    again = events_of(await resume(first.client, "r-planted", f"r-planted:{position}"))
+    assert any(marks_of(again)) is is_marked, "the mark is mirrored"
+
+
+async def test_reader_that_comes_later_and_is_ahead_is_marked_too(sharing):
+    _, second = await copy_without_tokens(sharing, ("a", "b"))
+    slow(sharing)
+    whole = asyncio.create_task(resume(second.client, "r-planted"))
+    await eventually(lambda: second.router.runs.running and len(sharing.submits) == 2)
+    ahead = events_of(await resume(second.client, "r-planted", "r-planted:3"))
+    assert any(marks_of(ahead))
+    assert text_of(ahead) in text_of(events_of(await whole))
+
+
+async def test_strict_router_refuses_a_stream_whose_numerics_nobody_knows(sharing):
+    _, second = await copy_without_tokens(sharing, ("a", "b"), exact_failover="strict")
+    assert (await resume(second.client, "r-planted", "r-planted:3")).status_code == 404
+    assert len(sharing.submits) == 1, "it was not taken"
+    slow(sharing)
+    whole = asyncio.create_task(resume(second.client, "r-planted"))
+    await eventually(lambda: second.router.runs.running and len(sharing.submits) == 2)
+    assert (await resume(second.client, "r-planted", "r-planted:3")).status_code == 404
+    assert text_of(events_of(await whole)) == second.undisturbed("hello world", 7, 12)
+    assert second.router.runs.readings == 0

@@ -30,6 +30,7 @@ NEVER = frozenset(
         ErrorCode.RESOURCE_EXHAUSTED,
         ErrorCode.DRAINING,
         ErrorCode.STREAM_NOT_FOUND,
+        ErrorCode.STREAM_MOVED,
         ErrorCode.IDEMPOTENCY_KEY_REUSED,
     }
 )

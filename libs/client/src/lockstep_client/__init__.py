@@ -20,6 +20,7 @@ from lockstep_client.errors import (
     Received,
     StreamDiverged,
     StreamLost,
+    StreamMoved,
     UnavailableError,
 )
 from lockstep_client.events import (
@@ -65,6 +66,7 @@ __all__ = [
     "Stream",
     "StreamDiverged",
     "StreamLost",
+    "StreamMoved",
     "TextPiece",
     "Tokens",
     "ToolCall",

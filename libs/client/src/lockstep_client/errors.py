@@ -128,6 +128,12 @@ class StreamLost(LockstepError):  # noqa: N818 - it names what happened to the s
     default_code = "stream_lost"
 
 
+class StreamMoved(LockstepError):  # noqa: N818 - it names what happened to the stream
+    """Another client reads the stream now, at another router: its newest reader has it."""
+
+    default_code = "stream_moved"
+
+
 class StreamDiverged(StreamLost):
     """The stream was begun again on another router, and the repeat differs from what had been received."""
 
@@ -142,6 +148,7 @@ _BY_CODE: Mapping[str, type[LockstepError]] = {
     "model_not_found": NotFoundError,
     "not_found": NotFoundError,
     "stream_not_found": NotFoundError,
+    "stream_moved": StreamMoved,
     "idempotency_key_reused": InvalidRequestError,
     "method_not_allowed": InvalidRequestError,
     "payload_too_large": InvalidRequestError,

@@ -39,8 +39,6 @@ _REPEATABLE = ("/tokenize", "/detokenize", "/embeddings")
 """Endpoints that compute and change nothing."""
 _UNKNOWN_STATUSES = frozenset({400, 404, 405, 422, 501})
 """How routers answer that cannot resume a stream: they do not have it, do not have this much of it, or never resume."""
-_CONTINUED_CODES = frozenset({"draining", "unavailable"})
-"""Failures of a router after which another one may continue the stream."""
 _ELSEWHERE_TRIES = 8
 """Connections to one address behind which another router answered than the one that has the stream."""
 
@@ -278,7 +276,7 @@ class StreamedAnswer:
         None: the caller wants no repeat, and has been given the failure.
         """
         is_news, self._failed_at = self._failed_at != self._transcript.events, self._transcript.events
-        if failed.error.code in _CONTINUED_CODES and self._stream_id is not None and is_news:
+        if self._stream_id is not None and is_news:
             self._attempts.avoid(origin)
             resumed = yield from self._resume(origin)
             if resumed is not None:

@@ -18,6 +18,7 @@ class ErrorCode(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
     STREAM_NOT_FOUND = "stream_not_found"
+    STREAM_MOVED = "stream_moved"
     IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"
     METHOD_NOT_ALLOWED = "method_not_allowed"
     PAYLOAD_TOO_LARGE = "payload_too_large"
@@ -51,6 +52,8 @@ MEANINGS: dict[ErrorCode, Meaning] = {
     ErrorCode.MODEL_NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
     ErrorCode.NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
     ErrorCode.STREAM_NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),
+    # Not retryable: who resumes the stream takes it from the reader that has it now.
+    ErrorCode.STREAM_MOVED: Meaning(409, "invalid_request_error", "ABORTED"),
     ErrorCode.IDEMPOTENCY_KEY_REUSED: Meaning(422, "invalid_request_error", "FAILED_PRECONDITION"),
     ErrorCode.METHOD_NOT_ALLOWED: Meaning(405, "invalid_request_error", "UNIMPLEMENTED"),
     ErrorCode.PAYLOAD_TOO_LARGE: Meaning(413, "invalid_request_error", "INVALID_ARGUMENT"),

@@ -24,13 +24,14 @@ from lockstep_router.generation.embedding import (
     prepare_embedding,
 )
 from lockstep_router.generation.generation import Generation, Observer
-from lockstep_router.generation.preparation import Prepared, bytes_of, prepare
-from lockstep_router.generation.prompts import Prompt, PromptEncoder, check_ids
+from lockstep_router.generation.preparation import Prepared, prepare
+from lockstep_router.generation.prompts import PromptEncoder, check_ids
 from lockstep_router.generation.request import GenerationRequest, PromptSource
 from lockstep_router.journals import JournalStore, MemoryJournalStore, MirroredJournalStore
 from lockstep_router.memory import MemoryTrimmer
 from lockstep_router.output import ModelFormats
 from lockstep_router.resumption import Runs
+from lockstep_router.running import Admission, CountingPrompts, RunningRequest
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account, KeyFile, TenantLimits
 from lockstep_router.tenants.shared_storage import open_storage
@@ -219,7 +220,7 @@ class Router:
             field = "n" if request.kept_per_prompt is None else "best_of"
             raise invalid(field, f"times the number of prompts is {streams}; a request may have {limit} answers")
         account.expect(streams)
-        counting = _CountingPrompts(self)
+        counting = CountingPrompts(self)
         try:
             return await prepare(
                 request,
@@ -239,7 +240,7 @@ class Router:
             LockstepError: as for `prepare`.
         """
         account.expect(1)
-        counting = _CountingPrompts(self)
+        counting = CountingPrompts(self)
         try:
             max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
             return await prepare_embedding(request, self.workers, self.encoder, max_wait_s, counting.add, priority)
@@ -253,7 +254,7 @@ class Router:
         *,
         is_collected: bool = False,
         observe: Observer | None = None,
-    ) -> "_Run":
+    ) -> RunningRequest:
         """Run a request's streams. Leaving the context cancels those that still run.
 
         Args:
@@ -266,7 +267,7 @@ class Router:
             LockstepError: when the context is entered. OVERLOADED, there are too many streams, or their journals are
                 too large; RATE_LIMIT_EXCEEDED or RESOURCE_EXHAUSTED, a limit of the tenant.
         """
-        return _Run(self, prepared, account, is_collected=is_collected, observe=observe)
+        return RunningRequest(self, prepared, account, is_collected=is_collected, observe=observe)
 
     @asynccontextmanager
     async def embedding(self, prepared: PreparedEmbedding, account: Account) -> AsyncIterator[Embedding]:
@@ -289,14 +290,33 @@ class Router:
             finally:
                 self._generations.discard(embedding)
 
-    def admitted(self, account: Account) -> "_Admission":
+    def admitted(self, account: Account) -> Admission:
         """Count a request for tokens as in progress, from before it is prepared until its answer is written.
 
         Raises:
             LockstepError: when the context is entered. DRAINING, no new requests are accepted; OVERLOADED, there are
                 too many requests; RATE_LIMIT_EXCEEDED, there are too many of the tenant.
         """
-        return _Admission(self, account)
+        return Admission(self, account)
+
+    @contextmanager
+    def reserved(self, streams: int, prompt_bytes: int, account: Account) -> Iterator[None]:
+        """Keep room for the streams of a request that is about to run. It has one stream of its tenant already.
+
+        Raises:
+            LockstepError: as for `run`, when the context is entered.
+        """
+        self._check_room(prompt_bytes)
+        self._preparing_bytes += prompt_bytes
+        try:
+            with self._running(streams), account.holding(streams - 1):
+                yield
+        finally:
+            self._preparing_bytes -= prompt_bytes
+
+    def has_one_numerics(self, model: str, digest: str) -> bool:
+        """Whether all workers compute the same tokens, so that it does not matter which one has begun a stream."""
+        return self.workers.have_one_numerics(model, digest)
 
     def _note_requests(self) -> None:
         if self.requests or self.runs.readings:
@@ -388,108 +408,3 @@ def _mirrored(own: MemoryJournalStore, settings: RouterSettings, dial: Dial) -> 
         timeout_s=settings.state_timeout_s,
         max_lag_s=settings.state_max_lag_s,
     )
-
-
-# Written as classes: a context manager of `contextlib` costs a few microseconds, and each request has several.
-
-
-class _Admission:
-    """A request for tokens in progress."""
-
-    def __init__(self, router: Router, account: Account) -> None:
-        self._router = router
-        self._account = account
-
-    def __enter__(self) -> None:
-        router = self._router
-        if router.draining:
-            raise LockstepError(ErrorCode.DRAINING, "this router is shutting down", retry_after_s=1)
-        if router.requests >= router.settings.max_streams:
-            raise router._overloaded()
-        self._account.hold(1)
-        router.requests += 1
-        if router.requests == 1:
-            router._note_requests()
-
-    def __exit__(self, *_: object) -> None:
-        self._router.requests -= 1
-        if not self._router.requests:
-            self._router._note_requests()
-        self._account.give_back(1)
-
-
-class _CountingPrompts:
-    """Counts prompts that are token ids already, of a request that is not prepared yet."""
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-        self._counted = 0
-
-    def add(self, prompt: Prompt) -> None:
-        """Count one."""
-        size = bytes_of(prompt)
-        self._router._check_room(size)
-        self._counted += size
-        self._router._preparing_bytes += size
-
-    def end(self) -> None:
-        """The request is prepared, or never will be."""
-        self._router._preparing_bytes -= self._counted
-
-
-class _Run:
-    """A request's streams, which run while the context is entered."""
-
-    def __init__(
-        self, router: Router, prepared: Prepared, account: Account, *, is_collected: bool, observe: Observer | None
-    ) -> None:
-        self._router = router
-        self._prepared = prepared
-        self._account = account
-        self._is_collected = is_collected
-        self._observe = observe
-        self._generation: Generation | None = None
-
-    async def __aenter__(self) -> Generation:
-        router, prepared, account = self._router, self._prepared, self._account
-        router._check_room(prepared.prompt_bytes)
-        if prepared.begun is None:  # otherwise another router has counted them
-            if account.tenant.tokens_per_minute is not None:
-                await account.charge_prompts(prepared.prompt_tokens)
-            metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
-        router._journals_bytes += prepared.prompt_bytes
-        streams = len(prepared.journals)
-        router._count(streams)
-        try:
-            account.hold(streams - 1)  # the request itself holds one stream already
-            try:
-                generation = Generation(
-                    prepared, router.workers, router.settings, is_collected=self._is_collected, observe=self._observe
-                )
-                if not generation.runs_alone:
-                    await generation.__aenter__()
-            except BaseException:
-                account.give_back(streams - 1)
-                raise
-        except BaseException:
-            router._count(-streams)
-            raise
-        self._generation = generation
-        router._generations.add(generation)
-        return generation
-
-    async def __aexit__(self, *error: object) -> None:
-        router, generation = self._router, self._generation
-        assert generation is not None
-        streams = len(self._prepared.journals)
-        try:
-            router._generations.discard(generation)
-            if self._account.tenant.tokens_per_minute is not None:
-                # The router that began it has charged for what it gave.
-                begun = sum(len(log.ids) for log in self._prepared.begun or ())
-                self._account.charge_answers(max(0, generation.completion_tokens - begun))
-            if not generation.runs_alone:
-                await generation.__aexit__(*error)
-        finally:
-            self._account.give_back(streams - 1)
-            router._count(-streams)

@@ -1,11 +1,12 @@
 """`lockstep check`, which `helm test` runs: checks as a client that a served system works.
 
-A chat, a stream, and the readiness of every worker behind a name. Each check is made again until it holds or the time
-is over, so it can be started together with the system.
+A chat, a stream, the readiness of every worker behind a name, and the state server. Each check is made again until it
+holds or the time is over, so it can be started together with the system.
 """
 
 import argparse
 import asyncio
+import re
 import socket
 import time
 from collections.abc import Awaitable, Callable
@@ -20,7 +21,8 @@ from lockstep_tools.load.generator import ROUTER_HEADER, record
 from lockstep_tools.load.history import StreamRequest, violations
 
 DESCRIPTION = """\
-Check a served system: a chat, a stream, and with --workers the readiness of every worker that the name resolves to.
+Check a served system: a chat, a stream, with --workers the readiness of every worker that the name resolves to, and
+with --state that the state server is ready and uses its store.
 Prints a line for each check. Exit code 0 when all hold within --timeout, else 1."""
 
 EXAMPLES = """\
@@ -32,6 +34,7 @@ _PROMPT = "It was a dark night, and"
 _AGAIN_S = 1.0
 _READYZ_TIMEOUT_S = 5.0
 _MAX_REASON_CHARS = 200
+_BREAKER_OPEN = re.compile(r"^lockstep_state_breaker_open 1", re.MULTILINE)
 
 
 class CheckError(Exception):
@@ -44,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", metavar="URL", help="of the workers' management ports: every address of its host is asked"
     )
+    parser.add_argument("--state", metavar="URL", help="of the state server's management port")
     parser.add_argument(
         "--timeout",
         type=real(1, 3600),
@@ -61,8 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
         "stream": lambda: _stream(target, arguments.model),
     }
     if arguments.workers:
-        workers = _workers_url(arguments.workers)
+        workers = _management_url("--workers", arguments.workers)
         checks["workers"] = lambda: _workers(target, workers)
+    if arguments.state:
+        state = _management_url("--state", arguments.state)
+        checks["state"] = lambda: _state(target, state)
     return asyncio.run(_check_all(checks, arguments.timeout))
 
 
@@ -135,10 +142,24 @@ async def _workers(target: Endpoint, url: httpx.URL) -> str:
     assert url.port is not None
     found = await asyncio.get_running_loop().getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
     addresses = sorted({str(address[0]) for *_, address in found})
-    async with httpx.AsyncClient(verify=target.tls or True, timeout=_READYZ_TIMEOUT_S, trust_env=False) as client:
+    async with _management(target) as client:
         for address in addresses:
             await _ready(client, url, address)
     return f"{len(addresses)} behind {url.host}, each serving ({', '.join(addresses)})"
+
+
+async def _state(target: Endpoint, url: httpx.URL) -> str:
+    async with _management(target) as client:
+        await _ready(client, url, url.host)
+        # A pod whose Redis is away is ready: all state servers have the same one.
+        figures = (await client.get(url.copy_with(path="/metrics"))).text
+    if _BREAKER_OPEN.search(figures):
+        raise CheckError(f"{url.host} lives, but its Redis does not answer")
+    return f"{url.host} serving"
+
+
+def _management(target: Endpoint) -> httpx.AsyncClient:
+    return httpx.AsyncClient(verify=target.tls or True, timeout=_READYZ_TIMEOUT_S, trust_env=False)
 
 
 async def _ready(client: httpx.AsyncClient, url: httpx.URL, address: str) -> None:
@@ -152,11 +173,11 @@ async def _ready(client: httpx.AsyncClient, url: httpx.URL, address: str) -> Non
         raise CheckError(f"{address}:{url.port} is not ready: {answer.text[:_MAX_REASON_CHARS]}")
 
 
-def _workers_url(text: str) -> httpx.URL:
+def _management_url(option: str, text: str) -> httpx.URL:
     try:
         url = httpx.URL(text)
     except httpx.InvalidURL:
         url = httpx.URL("")
     if url.scheme not in ("http", "https") or not url.host or url.port is None:
-        raise CommandError(f"--workers {text}: not a URL such as http://lockstep-workers:9001", UNUSABLE)
+        raise CommandError(f"{option} {text}: not a URL such as http://lockstep-workers:9001", UNUSABLE)
     return url

@@ -146,9 +146,19 @@ class MemoryJournalStore:
         """None: this store knows no other router's streams."""
         return None
 
-    async def take(self, request_id: str, owner: str) -> StoredStream | None:  # noqa: ARG002
-        """None: this store knows no other router's streams."""
-        return None
+    async def take(self, known: StoredStream) -> StoredStream | None:
+        """Let a stream go on that has failed here: this store knows no other router's streams."""
+        return self.reopen(known.record.request_id)
+
+    def reopen(self, request_id: str) -> StoredStream | None:
+        """Let a stream go on that has ended here, after what it has; None: there is none."""
+        entry = self._entries.get(request_id)
+        if entry is None or entry.outcome is None:
+            return None
+        entry.outcome = None
+        del entry.holding.sealed[request_id]
+        self._kept -= 1
+        return StoredStream(entry.record, [log.copied() for log in entry.logs], None)
 
     async def discard(self, request_id: str, owner: str) -> bool:  # noqa: ARG002
         """False: this store knows no other router's streams."""

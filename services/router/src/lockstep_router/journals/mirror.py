@@ -47,8 +47,6 @@ class Entry:
     stream: StoredStream
     epoch: int
     key: Key | None = None
-    message: state_pb2.StreamRecord | None = None
-    """The record, once it has been made."""
     is_open: bool = False
     written: list[int] = field(default_factory=list)
     has_finish: list[bool] = field(default_factory=list)
@@ -309,9 +307,7 @@ class Mirror:
             tenant=tenant_of(record.owner), stream_id=request_id, epoch=entry.epoch, ttl_s=self._ttl_s
         )
         if not entry.is_open:
-            if entry.message is None:
-                entry.message = to_message(record, entry.key)
-            write.record.CopyFrom(entry.message)
+            write.record.CopyFrom(to_message(record, entry.key))
             write.owner = self._owner
         ends, is_all = [], True
         if entry.seal != REMOVED and not entry.is_frozen:

@@ -14,18 +14,21 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router import metrics
 from lockstep_router.journals.memory import MemoryJournalStore
 from lockstep_router.journals.mirror import Entry, Mirror, lengths_of
-from lockstep_router.journals.records import Claim, Outcome, Piece, Record, StoredStream
+from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, Record, StoredStream
 from lockstep_router.journals.shared_keys import SharedKeys
 from lockstep_router.journals.state_client import Dial, StateAwayError, StateClient, StateRefusedError
 from lockstep_router.journals.stored_form import Found, from_response, pieces_of, tenant_of, to_ending
 
 _MAX_TTL_S = 86_400.0
 """The longest time to live that the state server takes, unless its settings say otherwise."""
-_OPENING_S = 0.5
+_OPENING_S = 1.0
 """A stream whose key has just been found may not be in the state server yet: its router mirrors it a little later, or
-has died before that.
+has died before that, unless it has marked the request as being prepared.
 """
+_PREPARING_S = 10.0
+"""A request that is being prepared elsewhere is waited for no longer than this."""
 _LOOK_EVERY_S = 0.05
+_LOOK_PREPARING_EVERY_S = 0.25
 
 
 class MirroredJournalStore:
@@ -93,6 +96,7 @@ class MirroredJournalStore:
             LockstepError: OVERLOADED, there is no room for it.
         """
         await self._front.open(record)
+        self._keys.note_open(record.request_id)
         self.mirror.add(record.request_id, Entry(self._held(record.request_id), 1, self._keys.of(record.request_id)))
 
     def append(self, request_id: str, piece: Piece) -> None:
@@ -107,7 +111,10 @@ class MirroredJournalStore:
     async def seal(self, request_id: str, outcome: Outcome, keep_s: float) -> None:
         """Note how a stream ended."""
         await self._front.seal(request_id, outcome, keep_s)
-        self.mirror.seal(request_id, to_ending(outcome), min(keep_s, _MAX_TTL_S))
+        if outcome.may_go_on:
+            self.mirror.leave(request_id)  # without an end: any router may continue it
+        else:
+            self.mirror.seal(request_id, to_ending(outcome), min(keep_s, _MAX_TTL_S))
         self._keys.expire_in(request_id, min(keep_s, _MAX_TTL_S))
 
     async def read(self, request_id: str) -> StoredStream | None:
@@ -148,42 +155,89 @@ class MirroredJournalStore:
         """A stream of an owner that this router does not have; None: there is none, or the state server is away.
 
         Raises:
-            LockstepError: UNAVAILABLE, the state server has just failed to answer; OVERLOADED, too many ask at a time.
+            LockstepError: UNAVAILABLE, the state server has just failed to answer, or the stream was found by its key
+                and is still being prepared; OVERLOADED, too many ask at a time.
         """
         request = state_pb2.ReadRequest(tenant=tenant_of(owner), stream_id=request_id)
         found = await self._find(request_id, owner, self.client.read, request)
         found_at = self._keys.found_at(request_id)
         if found_at is not None:
             loop = asyncio.get_running_loop()
-            while found is None and loop.time() < found_at + _OPENING_S and not self.client.mirror.is_open:
-                await asyncio.sleep(_LOOK_EVERY_S)
+            while found is None and not self.client.mirror.is_open:
+                age_s = loop.time() - found_at
+                if age_s >= _OPENING_S and not await self._keys.is_preparing(request_id):
+                    break
+                if age_s >= _PREPARING_S:
+                    sentence = "the request with this key is still being prepared"
+                    raise LockstepError(ErrorCode.UNAVAILABLE, sentence, retry_after_s=1)
+                await asyncio.sleep(_LOOK_EVERY_S if age_s < _OPENING_S else _LOOK_PREPARING_EVERY_S)
                 found = await self._find(request_id, owner, self.client.read, request)
         return None if found is None else found.stream
 
-    async def take(self, request_id: str, owner: str) -> StoredStream | None:
-        """Take over a stream of an owner, so that only this router writes to it from now on, and keep it here.
+    async def take(self, known: StoredStream) -> StoredStream | None:
+        """Take over a stream that was looked up, or that has failed here, so that only this router writes to it from
+        now on, and keep it here.
 
         Raises:
-            LockstepError: as for `look_up`; OVERLOADED, there is no room for it. Then another router may take it.
+            LockstepError: as for `look_up`; OVERLOADED, there is no room for it, and it was not taken.
         """
-        found = await self._take(request_id, owner)
+        request_id = known.record.request_id
+        if self._front.held(request_id) is not None:
+            return await self._take_back(request_id, known.record.owner)
+        await self._front.open(known.record)
+        found: Found | None = None
+        try:
+            found = await self._take(request_id, known.record.owner)
+        finally:
+            if found is None:
+                self._front.forget(request_id)
         if found is None:
             return None
+        return await self._adopt(request_id, found)
+
+    async def _take_back(self, request_id: str, owner: str) -> StoredStream | None:
+        """Take a stream that has failed here. What is here may be more than what was mirrored; or less, if another
+        router has continued it.
+        """
+        self.mirror.drop(request_id)
+        found: Found | None = None
+        with suppress(LockstepError):  # this router's streams are served without the state server, too
+            found = await self._take(request_id, owner)
+        if found is None:
+            stream = self._front.reopen(request_id)
+            if stream is not None:
+                self.mirror.add(request_id, Entry(self._held(request_id), 1))
+            return stream
+        own = self._front.held(request_id)
+        has_all = own is not None and all(map(ChoiceLog.begins, found.stream.logs, own.logs))
+        if has_all and found.stream.outcome is None:
+            stream = self._front.reopen(request_id)
+            self._mirror_on(request_id, found)
+            return stream
+        self._front.forget(request_id)
+        await self._front.open(found.stream.record)
+        return await self._adopt(request_id, found)
+
+    async def _adopt(self, request_id: str, found: Found) -> StoredStream:
+        """Keep a stream that was taken, and has been opened here."""
         stream = found.stream
-        await self._front.open(stream.record)
         for piece in pieces_of(stream.logs):
             self._front.append(request_id, piece)
         if stream.outcome is not None:
             await self._front.seal(request_id, stream.outcome, self._ttl_s)
-            return stream
+        else:
+            self._mirror_on(request_id, found)
+        return stream
+
+    def _mirror_on(self, request_id: str, found: Found) -> None:
+        """Write on after what was found."""
         if found.key is not None:
             self._keys.adopt(request_id, found.key)
-        written, has_finish = lengths_of(stream.logs)
+        written, has_finish = lengths_of(found.stream.logs)
         self.mirror.add(
             request_id,
-            Entry(self._held(request_id), found.epoch, found.key, found.message, True, written, has_finish),
+            Entry(self._held(request_id), found.epoch, found.key, True, written, has_finish),
         )
-        return stream
 
     async def discard(self, request_id: str, owner: str) -> bool:
         """Forget a stream of an owner that this router does not have, and end it where it runs; whether there was one.
@@ -198,7 +252,7 @@ class MirroredJournalStore:
             self._keys.adopt(request_id, found.key)
             await self._keys.release(request_id)
         if found.stream.outcome is None:
-            self.mirror.add(request_id, Entry(found.stream, found.epoch, None, found.message, True))
+            self.mirror.add(request_id, Entry(found.stream, found.epoch, None, True))
             self.mirror.remove(request_id)
         else:
             await self._trim(owner, request_id)

@@ -5,7 +5,7 @@ All of it is plain data, so that any backend can store it and any router can con
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.errors import LockstepError
@@ -111,6 +111,14 @@ class ChoiceLog:
     is_inexact: bool = False
     numerics: str = ""
 
+    def copied(self) -> "ChoiceLog":
+        """The same, which grows by itself."""
+        return replace(self, ids=self.ids[:], logprobs=self.logprobs[:])
+
+    def begins(self, other: "ChoiceLog") -> bool:
+        """Whether another log has the same tokens, or the same and more."""
+        return self.ids == other.ids[: len(self.ids)] and self.finish in (0, other.finish)
+
     def add(self, piece: Piece) -> None:
         """Append a piece. What is there already is not added again.
 
@@ -134,6 +142,11 @@ class Outcome:
 
     failure: LockstepError | None = None
     """The error that its clients get after the tokens so far; None: the answer is complete."""
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the stream can be continued after its tokens so far: what it failed of may have passed."""
+        return self.failure is not None and self.failure.meaning.retryable
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,10 @@ from lockstep_router.journals.state_client import StateAwayError, StateClient, S
 from lockstep_router.journals.stored_form import Key, tenant_of_scope
 
 _MAX_FOREIGN = 1024
+_MARK_AFTER_S = 0.15
+"""A request whose preparation takes longer is marked: those that find it by its key have to wait for its stream."""
+_MARK_EVERY_S = 1.0
+_MARK_TTL_S = 3.0
 
 
 class SharedKeys:
@@ -33,6 +37,8 @@ class SharedKeys:
         self._keys: dict[str, Key] = {}
         """By the stream, those of this router."""
         self._renewed_at: dict[str, float] = {}
+        self._preparing: dict[str, asyncio.TimerHandle] = {}
+        """Requests that have a key, and no stream yet."""
         self._foreign: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """The scopes of streams of other routers that were found by their keys lately, and when."""
 
@@ -51,8 +57,28 @@ class SharedKeys:
         self._renewed_at[request_id] = asyncio.get_running_loop().time()
         self._foreign.pop(request_id, None)
 
+    def note_open(self, request_id: str) -> None:
+        """A request is prepared: its stream is about to be mirrored."""
+        timer = self._preparing.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    async def is_preparing(self, request_id: str) -> bool:
+        """Whether a request of another router that was found by its key is still being prepared there. While the state
+        server does not answer it may be.
+        """
+        found = self._foreign.get(request_id)
+        if found is None:
+            return False
+        mark = state_pb2.LookUpClaimRequest(tenant=tenant_of_scope(found[0]), key=_mark_of(request_id))
+        try:
+            return bool((await self._client.look_up_claim(mark)).request_id)
+        except (StateAwayError, StateRefusedError):
+            return True
+
     def forget(self, request_id: str) -> None:
         """A stream is this router's no longer. Its key stays in the state server."""
+        self.note_open(request_id)
         self._keys.pop(request_id, None)
         self._renewed_at.pop(request_id, None)
         self._foreign.pop(request_id, None)
@@ -66,10 +92,12 @@ class SharedKeys:
             metrics.STATE_CLAIMS.labels("away").inc()
             # It is claimed again with the next renewal, unless another request has it then.
             self.adopt(claim.request_id, key)
+            self._mark_in(_MARK_AFTER_S, claim.request_id)
             return None
         if response.granted:
             metrics.STATE_CLAIMS.labels("granted").inc()
             self.adopt(claim.request_id, key)
+            self._mark_in(_MARK_AFTER_S, claim.request_id)
             return None
         metrics.STATE_CLAIMS.labels("known").inc()
         return self._note_foreign(scope, response)
@@ -98,7 +126,7 @@ class SharedKeys:
         """Renew the times to live of keys. Called about every second."""
         now = asyncio.get_running_loop().time()
         for request_id, renewed_at in list(self._renewed_at.items()):
-            if not is_kept(request_id):
+            if not is_kept(request_id) and request_id not in self._preparing:
                 if now - renewed_at > self._ttl_s:
                     self.forget(request_id)
             elif now - renewed_at > self._ttl_s / 3:
@@ -115,6 +143,17 @@ class SharedKeys:
         request = self._request(request_id, self._keys[request_id], ttl_s)
         self._mirror.add_chore(partial(self._client.renew, request))
 
+    def _mark_in(self, seconds: float, request_id: str) -> None:
+        self._preparing[request_id] = asyncio.get_running_loop().call_later(seconds, self._mark, request_id)
+
+    def _mark(self, request_id: str) -> None:
+        """Tell that a request is being prepared, and again until it is."""
+        key = self._keys[request_id]
+        mark = self._request(request_id, key, _MARK_TTL_S)
+        mark.key = _mark_of(request_id)
+        self._mirror.add_chore(partial(self._client.renew, mark))
+        self._mark_in(_MARK_EVERY_S, request_id)
+
     def _request(self, request_id: str, key: Key, ttl_s: float) -> state_pb2.ClaimRequest:
         return state_pb2.ClaimRequest(
             tenant=tenant_of_scope(key.scope),
@@ -130,3 +169,8 @@ class SharedKeys:
         if len(self._foreign) > _MAX_FOREIGN:
             self._foreign.popitem(last=False)
         return Claim(response.request_id, response.fingerprint)
+
+
+def _mark_of(request_id: str) -> str:
+    """The key, in the state server, that says that a request is being prepared."""
+    return f"preparing/{request_id}"

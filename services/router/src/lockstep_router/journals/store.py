@@ -36,7 +36,9 @@ class JournalStore(Protocol):
         """
 
     async def seal(self, request_id: str, outcome: Outcome, keep_s: float) -> None:
-        """Note how a stream ended. It can be read for `keep_s` more seconds, unless room is needed for others."""
+        """Note how a stream ended. It can be read for `keep_s` more seconds, unless room is needed for others. One that
+        may go on after its failure can be taken until then, here and by other routers.
+        """
 
     async def read(self, request_id: str) -> StoredStream | None:
         """A stream; None if there is none."""
@@ -58,14 +60,15 @@ class JournalStore(Protocol):
             LockstepError: UNAVAILABLE, it is not known whether there is one; OVERLOADED, too many ask at a time.
         """
 
-    async def take(self, request_id: str, owner: str) -> StoredStream | None:
-        """Take over a stream of an owner, so that only this router writes to it from now on, and keep it here.
+    async def take(self, known: StoredStream) -> StoredStream | None:
+        """Take over a stream that was looked up, or that has failed here and may go on, so that only this router writes
+        to it from now on, and keep it here.
 
         Returns:
             What is known of it: the router that had it may have generated more. None: there is none any more.
 
         Raises:
-            LockstepError: as for `look_up`; OVERLOADED, there is no room for it.
+            LockstepError: as for `look_up`; OVERLOADED, there is no room for it, and it was not taken.
         """
 
     async def discard(self, request_id: str, owner: str) -> bool:

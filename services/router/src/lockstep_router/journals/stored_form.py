@@ -70,7 +70,6 @@ class Found:
 
     stream: StoredStream
     key: Key | None
-    message: state_pb2.StreamRecord
     epoch: int
 
 
@@ -139,7 +138,7 @@ def from_response(request_id: str, response: state_pb2.ReadResponse) -> Found | 
         deadline_at=request.deadline_at,
     )
     stream = StoredStream(record, [_log(each) for each in response.logs], None if ending is None else _outcome(ending))
-    return Found(stream, request.key, message, response.epoch)
+    return Found(stream, request.key, response.epoch)
 
 
 def _log(message: state_pb2.ChoiceLog) -> ChoiceLog:

@@ -8,6 +8,8 @@ from lockstep_api.v1 import worker_pb2
 from lockstep_router.generation.preparation import Prepared
 from lockstep_router.generation.prompts import Prompt
 from lockstep_router.journals import ChoiceLog, Record, StoredStream
+from lockstep_router.resumption.position import Position
+from lockstep_router.resumption.run import Host
 from lockstep_router.streams.journal import Journal
 from lockstep_router.text.tokenizer import Tokenizer
 
@@ -73,3 +75,18 @@ def _begun(log: ChoiceLog) -> worker_pb2.StreamTokens:
         finish=log.finish,  # type: ignore[arg-type]
         cached_tokens=log.cached_tokens,
     )
+
+
+def unproven(stored: StoredStream, host: Host) -> frozenset[int]:
+    """The choices without a token, of a stream that another router has begun. The numerics of tokens that its client
+    may have are not known, unless all workers have the same.
+    """
+    record = stored.record
+    if host.has_one_numerics(record.model, record.digest):
+        return frozenset()
+    return frozenset(index for index, log in enumerate(stored.logs) if not log.ids)
+
+
+def is_exact(choices: frozenset[int], position: Position) -> bool:
+    """Whether a client at a position has no token of these choices."""
+    return not any(position.tokens[index] > 0 for index in choices)

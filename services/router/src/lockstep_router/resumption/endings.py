@@ -19,5 +19,7 @@ def draining() -> LockstepError:
 
 
 def moved() -> LockstepError:
-    """Another router has taken the stream over, because a client asked for it there."""
-    return LockstepError(ErrorCode.UNAVAILABLE, "another router continues the stream", retry_after_s=1)
+    """Another router has taken the stream over, because a client asked for it there. Final for those who read it here:
+    if they asked for it again, two readers could take it from each other for ever.
+    """
+    return LockstepError(ErrorCode.STREAM_MOVED, "another router has the stream now, as a client asked for it there")

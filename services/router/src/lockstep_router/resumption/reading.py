@@ -9,7 +9,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router.generation.choices import Delta
 from lockstep_router.generation.generation import Usage
-from lockstep_router.journals import ChoiceLog, Outcome, Record
+from lockstep_router.journals import ChoiceLog, Outcome, Record, StoredStream
 from lockstep_router.resumption.position import After, Position, no_position
 from lockstep_router.resumption.replay import Replay
 from lockstep_router.text.tokenizer import Tokenizer
@@ -91,13 +91,9 @@ class Reading:
         Raises:
             LockstepError: INVALID_REQUEST, the stream has no such event yet.
         """
-        position = Position.parse(after.position, len(self.record.choices), after.field)
-        if position.number is not None and self.record.style.kind != "responses":
-            raise no_position(after.field)
+        position = position_of(after, self.record)
         self.after = after
-        limits = [each.sampling.max_tokens for each in self.record.choices]
-        is_possible = all(tokens <= limit for tokens, limit in zip(position.tokens, limits, strict=True))
-        if self._may_be_ahead and is_possible and self._replay.is_behind(position):
+        if self._may_be_ahead and self._replay.is_behind(position):
             # `events` waits for it: that may take long, and the client gets comments meanwhile.
             self.position, self._awaited_field = position, after.field
         else:
@@ -194,3 +190,31 @@ class Reading:
     def _event(self, delta: Delta) -> Event:
         self.position = self.position.after(delta)
         return Event(delta, self.position)
+
+
+def position_of(after: After, record: Record) -> Position:
+    """The position after an event of an answer.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, this answer never has such an event.
+    """
+    position = Position.parse(after.position, len(record.choices), after.field)
+    limits = [each.sampling.max_tokens for each in record.choices]
+    is_possible = all(tokens <= limit for tokens, limit in zip(position.tokens, limits, strict=True))
+    is_numbered = position.number is not None and record.style.kind != "responses"
+    if not record.style.stream or is_numbered or not is_possible:
+        raise no_position(after.field)
+    return position
+
+
+def check_position(after: After, copy: StoredStream) -> Position:
+    """The position after an event that a stream can have, of whose end the copy may lack something.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, it cannot have it.
+    """
+    position = position_of(after, copy.record)
+    for tokens, has_finish, log in zip(position.tokens, position.finished, copy.logs, strict=True):
+        if log.finish and (tokens > len(log.ids) or (has_finish and tokens < len(log.ids))):
+            raise no_position(after.field)
+    return position

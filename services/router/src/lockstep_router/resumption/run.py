@@ -33,6 +33,12 @@ class Host(Protocol):
     async def prepare(self, request: GenerationRequest, account: Account) -> Prepared:
         """Turn a request into streams that are ready to run."""
 
+    def has_one_numerics(self, model: str, digest: str) -> bool:
+        """Whether it does not matter for a stream's tokens which worker has begun it."""
+
+    def reserved(self, streams: int, prompt_bytes: int, account: Account) -> AbstractContextManager[None]:
+        """Keep room for the streams of a request that is about to run."""
+
     def run(
         self, prepared: Prepared, account: Account, *, observe: Observer | None = None
     ) -> AbstractAsyncContextManager[Generation]:
@@ -49,9 +55,13 @@ class Run:
         self.request_id = request_id or f"r-{secrets.token_hex(_ID_BYTES)}"
         self.owner = owner
         self.is_taken = request_id is not None
-        """Another router began it, and its clients may have had more than the store knows."""
+        """It goes on after an earlier run, whose clients may have had more than the store knows."""
+        self.is_kept = False
+        """The store has it, as one that runs here."""
         self.record: Record | None = None
         self.tokenizer: Tokenizer | None = None
+        self.unproven: frozenset[int] = frozenset()
+        """Choices that began again here, as nobody knows the numerics that an earlier run may have begun them with."""
         self.logs: list[ChoiceLog] = []
         self.outcome: Outcome | None = None
         self.prepared = asyncio.Event()

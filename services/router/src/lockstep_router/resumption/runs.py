@@ -5,28 +5,23 @@ long. The client's connection has no part in it.
 """
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router import metrics
-from lockstep_router.generation.choices import Choice, Delta
-from lockstep_router.generation.preparation import Prepared
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
-from lockstep_router.journals import ChoiceLog, Claim, JournalStore, Outcome, Piece, Record, StoredStream
-from lockstep_router.resumption.continuation import continued
+from lockstep_router.journals import Claim, JournalStore, Outcome, StoredStream
+from lockstep_router.resumption.continuation import is_exact, unproven
 from lockstep_router.resumption.endings import draining, gone, moved, not_found
+from lockstep_router.resumption.generating import Generating
 from lockstep_router.resumption.position import After, no_position
-from lockstep_router.resumption.reading import Reading, Source
-from lockstep_router.resumption.run import Host, Run, record_of
+from lockstep_router.resumption.reading import Reading, Source, check_position
+from lockstep_router.resumption.run import Host, Run
 from lockstep_router.tenants import Account
-
-logger = logging.getLogger("lockstep.router")
 
 _EXPIRE_EVERY_S = 1.0
 _CLAIM_TRIES = 8
@@ -59,6 +54,7 @@ class Runs:
         self._host = host
         self._store = store
         self._on_readings = on_readings
+        self._generating = Generating(host, store, self._note_end)
         self._settings = host.settings
         self._runs: dict[str, Run] = {}
         self._detached: set[Run] = set()
@@ -129,10 +125,10 @@ class Runs:
                     first = await self._claim(run, key, after)
                 if first is None:
                     arrival = self._attach(run)
-                    run.task = asyncio.create_task(self._drive(run, request, account, style))
+                    run.task = asyncio.create_task(self._generating.drive(run, request, account, style))
             finally:
                 if run.task is None:
-                    await self._finish(run, Outcome(gone()))
+                    await self._generating.finish(run, Outcome(gone()))
             if first is None:
                 del request
                 return await self._read(run, arrival, None, is_resumed=False)
@@ -208,6 +204,8 @@ class Runs:
         stored = await self._store.read(request_id)
         if stored is None or stored.record.owner != owner:
             return await self._resume_elsewhere(request_id, owner, account, after)
+        if stored.outcome is not None and stored.outcome.may_go_on:
+            return await self._go_on(stored, account, after)
         return await self._replay(stored, after)
 
     async def _resume_elsewhere(self, request_id: str, owner: str, account: Account, after: After | None) -> Reading:
@@ -219,13 +217,23 @@ class Runs:
         if stored.outcome is not None:
             metrics.TAKEOVERS.labels("finished").inc()
             return await self._replay(stored, after)
+        return await self._go_on(stored, account, after)
+
+    async def _go_on(self, stored: StoredStream, account: Account, after: After | None) -> Reading:
+        """Continue a stream of another router, or one that has failed, and read it."""
+        request_id, owner = stored.record.request_id, stored.record.owner
         run = self._runs.get(request_id)
         if run is None or run.end is not None:
-            self._host.tokenizer(stored.record.tokenizer_digest)  # who cannot continue it must not take it
+            # Who cannot continue it, or give it from there, must not take it: that ends it where it runs.
+            self._host.tokenizer(stored.record.tokenizer_digest)
+            if after is not None:
+                position = check_position(after, stored)
+                if self._settings.exact_failover == "strict" and not is_exact(unproven(stored, self._host), position):
+                    raise not_found()
             run = Run(owner, request_id)
             arrival = self._attach(run)
             self._runs[request_id] = run
-            run.task = asyncio.create_task(self._continue(run, account))
+            run.task = asyncio.create_task(self._generating.go_on(run, account, stored))
         else:
             arrival = self._attach(run)
         return await self._read(run, arrival, after, is_resumed=True)
@@ -268,7 +276,13 @@ class Runs:
             is_resumed=is_resumed,
             may_be_ahead=run.is_taken,
         )
-        return await _begin(reading, after)
+        reading = await _begin(reading, after)
+        if not is_exact(run.unproven, reading.position):
+            if self._settings.exact_failover == "strict":
+                reading.close()
+                raise not_found()
+            self._generating.note_reader(run, reading.position)
+        return reading
 
     def _attach(self, run: Run) -> asyncio.Event:
         self._count_reading()
@@ -337,127 +351,12 @@ class Runs:
         metrics.IDEMPOTENT_JOINS.inc()
         return reading
 
-    # Generation.
+    # Ends.
 
-    async def _drive(self, run: Run, request: GenerationRequest, account: Account, style: Style) -> None:
-        async def generate() -> None:
-            nonlocal request
-            prepared = await self._host.prepare(request, account)
-            deadline_s = request.caller.timeout_s
-            session = request.caller.session
-            del request
-            record = record_of(run, prepared, style, session, deadline_s)
-            await self._store.open(record)
-            await self._generate(run, record, prepared, account, [ChoiceLog() for _ in record.choices])
-
-        await self._end_with(run, account, generate)
-
-    async def _continue(self, run: Run, account: Account) -> None:
-        """Go on with a stream that another router began."""
-
-        async def generate() -> None:
-            stored = await self._store.take(run.request_id, run.owner)
-            if stored is None:
-                raise not_found()
-            tokenizer = self._host.tokenizer(stored.record.tokenizer_digest)
-            if stored.outcome is not None:
-                run.record, run.tokenizer, run.logs = stored.record, tokenizer, list(stored.logs)
-                if stored.outcome.failure is not None:
-                    raise stored.outcome.failure
-                return
-            prepared = continued(stored, tokenizer, account.tenant.priority)
-            await self._generate(run, stored.record, prepared, account, list(stored.logs))
-
-        await self._end_with(run, account, generate)
-        if run.record is None:
-            metrics.TAKEOVERS.labels("refused").inc()
-
-    async def _generate(
-        self, run: Run, record: Record, prepared: Prepared, account: Account, logs: list[ChoiceLog]
-    ) -> None:
-        run.logs = logs
-        async with self._host.run(prepared, account, observe=partial(self._note, run, prepared)) as generation:
-            run.record, run.tokenizer = record, prepared.tokenizer
-            run.prepared.set()
-            if run.is_taken:
-                metrics.TAKEOVERS.labels("continued").inc()
-                logger.info("stream of another router continued", extra={"stream": run.request_id})
-            async for _ in generation.deltas():
-                pass
-
-    async def _end_with(self, run: Run, account: Account, generate: Callable[[], Awaitable[None]]) -> None:
-        run.has_begun = True
-        outcome = Outcome()
-        try:
-            if run.end is not None:
-                raise run.end
-            with self._host.admitted(account):
-                await generate()
-        except LockstepError as error:
-            outcome = Outcome(error)
-        except asyncio.CancelledError:
-            outcome = Outcome(run.end or gone())
-        except Exception:
-            logger.exception("resumable stream failed")
-            outcome = Outcome(LockstepError(ErrorCode.INTERNAL, "something went wrong in the router"))
-        await self._finish(run, outcome)
-
-    def _note(
-        self,
-        run: Run,
-        prepared: Prepared,
-        choice: Choice,
-        updates: Sequence[worker_pb2.StreamTokens],
-        deltas: Sequence[Delta],
-    ) -> None:
-        """Write what a choice has gained to its journal, without the tokens after a stop string."""
-        log = run.logs[choice.index]
-        count = choice.tokens - len(log.ids)
-        ids = [token_id for update in updates for token_id in update.ids][:count]
-        logprobs = [each for update in updates for each in update.logprobs][:count]
-        finish = inference_pb2.FINISH_REASON_UNSPECIFIED
-        if choice.is_finished and not log.finish:
-            is_length = deltas and deltas[-1].finish_reason == "length"
-            finish = inference_pb2.FINISH_REASON_LENGTH if is_length else inference_pb2.FINISH_REASON_STOP
-        if not ids and not finish:
-            return
-        is_inexact = prepared.journals[choice.index].is_inexact
-        numerics = prepared.journals[choice.index].fingerprint or ""
-        piece = Piece(
-            choice.index, len(log.ids), ids, logprobs, finish, choice.cached_tokens or 0, is_inexact, numerics
-        )
-        log.add(piece)
-        self._store.append(run.request_id, piece)
-        run.wake()
-
-    async def _finish(self, run: Run, outcome: Outcome) -> None:
-        """Keep what a run gave, or forget it, and tell its readers."""
-        run.is_ending = True
-        try:
-            may_go_on = run.end is not None and run.end.code is ErrorCode.DRAINING
-            if may_go_on or (run.is_taken and run.record is None):
-                await self._store.leave(run.request_id)
-            elif run.record is None or run.end is not None:
-                await self._store.remove(run.request_id)
-            else:
-                if outcome.failure is not None:
-                    # A repeated request tries again; the failed stream can still be resumed.
-                    await self._store.release(run.request_id)
-                await self._store.seal(run.request_id, outcome, self._settings.resume_window_s)
-        except (
-            Exception,
-            asyncio.CancelledError,
-        ):  # the run itself may have ended by being cancelled; who waits must know
-            logger.exception("the journal of a resumable stream was not closed")
+    def _note_end(self, run: Run) -> None:
         if self._runs.get(run.request_id) is run:
             del self._runs[run.request_id]
         self._detached.discard(run)
-        run.outcome = outcome
-        if run.timer is not None:
-            run.timer.cancel()
-        run.prepared.set()
-        run.ended.set()
-        run.wake()
         self._measure()
 
     def _lose(self, request_id: str) -> None:
@@ -486,8 +385,6 @@ class Runs:
 async def _begin(reading: Reading, after: After | None) -> Reading:
     """Go to the position; the reading is closed if there is no such position."""
     try:
-        if after is not None and not reading.record.style.stream:
-            raise no_position(after.field)
         if after is not None:
             await reading.skip(after)
     except BaseException:

@@ -196,6 +196,18 @@ class Workers:
             and (not grammars or link.card.grammar_engine)
         ]
 
+    def have_one_numerics(self, model: str, digest: str) -> bool:
+        """Whether all workers of a model, also those that are away, compute the same tokens. One that has not told yet
+        what it serves counts as another.
+        """
+        cards = [link.card for link in self._links]
+        known = {
+            (link.fingerprint, link.grammar_engine)
+            for link in self._links
+            if link.card is not None and (link.card.name, link.card.digest) == (model, digest)
+        }
+        return None not in cards and len(known) == 1 and all(fingerprint for fingerprint, _ in known)
+
     def within_wait(self, links: list[Link], may_wait_s: float, priority: int = 0) -> list[Link]:
         """The links, all of one model, whose estimated wait is short enough for a new request.
 
