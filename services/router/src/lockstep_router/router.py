@@ -13,6 +13,7 @@ from typing import Self
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.tracing import Tracing
 from lockstep_common.watched_files import watched
 
 from lockstep_router import metrics
@@ -37,6 +38,7 @@ from lockstep_router.tenants.shared_storage import open_storage
 from lockstep_router.text.threads import TextThreads
 from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.tls import Dial, dial_plain
+from lockstep_router.traces import Takeover, begin_takeover
 from lockstep_router.workers import Workers, model_not_found
 
 logger = logging.getLogger("lockstep.router")
@@ -62,6 +64,7 @@ class Router:
         rng: Random | None = None,
         journals: JournalStore | None = None,
         dial_state: Dial = dial_plain,
+        tracing: Tracing | None = None,
     ) -> None:
         """Make a router.
 
@@ -73,11 +76,13 @@ class Router:
             journals: keeps the journals of resumable requests; None: this process's memory, and the state server if the
                 settings name one.
             dial_state: opens a channel to the state server.
+            tracing: makes the traces of requests; None: there are none.
 
         Raises:
             LockstepError: INVALID_REQUEST, the file of API keys or of a password cannot be used.
         """
         self.settings = settings
+        self.tracing = tracing
         self.keys = None if settings.keys_file is None else KeyFile(settings.keys_file)
         """The API keys of clients; None: everyone is served."""
         self.storage = open_storage(
@@ -221,7 +226,7 @@ class Router:
         account.expect(streams)
         counting = _CountingPrompts(self)
         try:
-            return await prepare(
+            prepared = await prepare(
                 request,
                 self.workers,
                 self.encoder,
@@ -231,6 +236,9 @@ class Router:
             )
         finally:
             counting.end()
+        if request.caller.trace is not None:
+            request.caller.trace.describe(prepared.card.name, streams, prepared.journals[0].sampling)
+        return prepared
 
     async def prepare_embedding(self, request: EmbeddingRequest, account: Account) -> PreparedEmbedding:
         """Turn a request for embeddings into streams that are ready to run. The request is not needed afterwards.
@@ -242,9 +250,12 @@ class Router:
         counting = _CountingPrompts(self)
         try:
             max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
-            return await prepare_embedding(request, self.workers, self.encoder, max_wait_s, counting.add, priority)
+            prepared = await prepare_embedding(request, self.workers, self.encoder, max_wait_s, counting.add, priority)
         finally:
             counting.end()
+        if request.caller.trace is not None:
+            request.caller.trace.describe(prepared.card.name, len(prepared.journals))
+        return prepared
 
     def run(
         self,
@@ -449,6 +460,7 @@ class _Run:
         self._is_collected = is_collected
         self._observe = observe
         self._generation: Generation | None = None
+        self._takeover: Takeover | None = None
 
     async def __aenter__(self) -> Generation:
         router, prepared, account = self._router, self._prepared, self._account
@@ -463,6 +475,8 @@ class _Run:
         try:
             account.hold(streams - 1)  # the request itself holds one stream already
             try:
+                if prepared.begun is not None:
+                    self._join_trace()
                 generation = Generation(
                     prepared, router.workers, router.settings, is_collected=self._is_collected, observe=self._observe
                 )
@@ -470,6 +484,7 @@ class _Run:
                     await generation.__aenter__()
             except BaseException:
                 account.give_back(streams - 1)
+                self._leave_trace()
                 raise
         except BaseException:
             router._count(-streams)
@@ -477,6 +492,17 @@ class _Run:
         self._generation = generation
         router._generations.add(generation)
         return generation
+
+    def _join_trace(self) -> None:
+        """Join the trace that another router began."""
+        journals = self._prepared.journals
+        self._takeover = begin_takeover(self._router.tracing, journals[0].traceparent)
+        for journal in journals:
+            journal.trace = self._takeover
+
+    def _leave_trace(self) -> None:
+        if self._takeover is not None:
+            self._takeover.close()
 
     async def __aexit__(self, *error: object) -> None:
         router, generation = self._router, self._generation
@@ -491,5 +517,6 @@ class _Run:
             if not generation.runs_alone:
                 await generation.__aexit__(*error)
         finally:
+            self._leave_trace()
             self._account.give_back(streams - 1)
             router._count(-streams)
