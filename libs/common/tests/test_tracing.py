@@ -12,6 +12,7 @@ from lockstep_common.tracing import Kept, Kind, Span, Tracing, make_tracing, met
 from lockstep_common.tracing.options import DEFAULT_RATIO, TraceOptions, trace_options
 from lockstep_common.tracing.queue import SpanQueue
 from opentelemetry.semconv._incubating.attributes import (
+    db_attributes,
     error_attributes,
     gen_ai_attributes,
     http_attributes,
@@ -229,7 +230,7 @@ def test_unusable_endpoints_are_refused(endpoint: str):
 
 
 def test_names_are_those_of_the_conventions():
-    modules = (gen_ai_attributes, http_attributes, rpc_attributes, error_attributes)
+    modules = (gen_ai_attributes, http_attributes, rpc_attributes, error_attributes, db_attributes)
     known = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
     ours = {value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)}
     ours -= {names.SCHEMA_URL, names.PROVIDER_NAME}

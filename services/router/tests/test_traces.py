@@ -216,6 +216,8 @@ async def test_a_stream_that_another_router_goes_on_with_stays_one_trace(tmp_pat
         )
         assert (takeover.context.trace_id, takeover.parent_id) == (begun.context.trace_id, begun.span_id)
         assert [link.span_id for link in reader.links] == [begun.span_id]
+        (take,) = named(others, "Journal.Take")
+        assert (take.context.trace_id, take.parent_id) == (reader.context.trace_id, reader.span_id)
         (attempt,) = named(others, "attempt")
         assert attempt.context.trace_id == begun.context.trace_id
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.trace_context import TraceContext
-from lockstep_common.tracing import Kept, Kind, Span, Trace, Tracing, names
+from lockstep_common.tracing import CURRENT, Kept, Kind, Span, Trace, Tracing, names
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -122,6 +122,7 @@ class RequestTrace:
         trace.keep_if_slow(seconds)
         if trace.kept is not None:
             attributes[names.KEPT_BECAUSE] = trace.kept.value
+        CURRENT.set(None)
         trace.end(root, str(record.status) if is_error else "")
         trace.release()
 
@@ -131,7 +132,9 @@ def begin_request(tracing: Tracing | None, headers: Mapping[str, str]) -> Reques
     if tracing is None:
         return None
     context = TraceContext.parse(headers.get("traceparent", ""), headers.get("tracestate", ""))
-    return RequestTrace(tracing.trace(context))
+    request = RequestTrace(tracing.trace(context))
+    CURRENT.set(request.root)  # what the task calls, and the tasks that it starts, is for this request
+    return request
 
 
 class Takeover(RequestTrace):

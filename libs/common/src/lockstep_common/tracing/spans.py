@@ -7,6 +7,7 @@ happens to the request, or until it ends and is dropped.
 
 import time
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from random import Random, SystemRandom
@@ -183,6 +184,8 @@ class Trace:
         if error:
             span.error = span.attributes[names.ERROR_TYPE] = error
         self._recorded += 1
+        if not self._holds:
+            return  # what ends after its request tells nothing about it
         if self._recorded > MAX_SPANS or (self.kept is None and self._tracing.waiting >= MAX_WAITING_SPANS):
             metrics.SPANS.labels("limit").inc()
         elif self.kept is not None:
@@ -226,3 +229,7 @@ class Trace:
         self._tracing.waiting -= len(ended)
         if ended:
             self._tracing.export(ended)
+
+
+CURRENT: ContextVar[Span | None] = ContextVar("span", default=None)
+"""The span that the present task works for; calls of other services become its children. None: it has no trace."""
