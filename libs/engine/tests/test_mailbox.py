@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lockstep_engine.mailbox import Mailbox
+from lockstep_engine.mailbox import Mailbox, RankTimes
 
 SIZES = (3, 100, 50)
 
@@ -81,3 +81,18 @@ def test_counters_of_ranks_start_at_zero_and_lie_on_different_cache_lines(sides)
     driver, _ = sides
     assert driver.steps.tolist() == driver.collectives.tolist() == [0, 0, 0]
     assert driver.steps.strides == (64,)
+
+
+def test_times_of_ranks_add_up(sides):
+    driver, rank = sides
+    rank.note_step(0, 3_000_000, 1_000_000, 500_000)
+    before = driver.times()
+    rank.note_step(0, 2_000_000, 250_000, 0)
+    rank.note_step(1, 2_000_000, 750_000, 0)
+    assert before == (RankTimes(1, 3.0, 1.0, 0.5), RankTimes(0, 0.0, 0.0, 0.0), RankTimes(0, 0.0, 0.0, 0.0))
+    assert [new - old for new, old in zip(driver.times(), before, strict=True)] == [
+        RankTimes(1, 2.0, 0.25, 0.0),
+        RankTimes(1, 2.0, 0.75, 0.0),
+        RankTimes(0, 0.0, 0.0, 0.0),
+    ]
+    assert driver.collectives.tolist() == [0, 0, 0]

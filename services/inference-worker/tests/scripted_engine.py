@@ -24,6 +24,7 @@ from lockstep_engine import (
     PhaseChange,
     PrefixChanges,
     RankStatus,
+    RankTimes,
     Request,
     TokenLogprob,
 )
@@ -174,6 +175,13 @@ class ScriptedEngine:
             queue_wait_s=self.queue_wait[0],
             queue_wait_per_request_s=self.queue_wait[1],
             grammar_engine=self.grammar_engine,
+        )
+
+    def rank_times(self) -> tuple[RankTimes, ...]:
+        """Rank 0 is the slow one: it waits for nobody."""
+        return tuple(
+            RankTimes(self._steps, 0.01 * self._steps, (0.001 + 0.005 * rank) * self._steps, 0.0)
+            for rank in range(self.config.tp)
         )
 
     def note_prefixes(self, *, wanted: bool) -> None:

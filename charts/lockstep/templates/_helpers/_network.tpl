@@ -20,3 +20,15 @@
         matchLabels:
           {{- include "lockstep.selectorLabels" (dict "root" . "component" "kv-state-server") | nindent 10 }}
 {{- end -}}
+
+{{/* Routers, workers and the state server send traces to the collector. */}}
+{{- define "lockstep.egressToCollector" -}}
+- ports:
+    {{- range .Values.tracing.collector.ports }}
+    - {port: {{ . }}}
+    {{- end }}
+  {{- with .Values.tracing.collector.to }}
+  to:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end -}}

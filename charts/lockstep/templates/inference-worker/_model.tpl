@@ -79,6 +79,7 @@ container's, so a limit without them could be exceeded.
 {{- end -}}
 {{- $_ := set $settings "kubernetes_events" .root.Values.worker.events -}}
 {{- include "lockstep.tls.settings" (dict "root" .root "settings" $settings "peer" "router") -}}
+{{- include "lockstep.tracing.settings" (dict "root" .root "settings" $settings) -}}
 {{- toYaml $settings -}}
 {{- end -}}
 

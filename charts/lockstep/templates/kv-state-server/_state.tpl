@@ -53,6 +53,7 @@ process. Nothing without a limit, and nothing with Redis.
 {{- if .Values.tls.enabled -}}
 {{- $_ := set $settings "worker_identity" (include "lockstep.tls.worker.identity" .) -}}
 {{- end -}}
+{{- include "lockstep.tracing.settings" (dict "root" . "settings" $settings) -}}
 {{- toYaml $settings -}}
 {{- end -}}
 

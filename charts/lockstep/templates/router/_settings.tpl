@@ -59,5 +59,6 @@ max_bodies_bytes: {{ $settings.max_bodies_bytes | default (div . 8) | int64 }}
 {{- $_ := set $settings "state_identity" (include "lockstep.tls.state.identity" .) -}}
 {{- end -}}
 {{- end -}}
+{{- include "lockstep.tracing.settings" (dict "root" . "settings" $settings) -}}
 {{- toYaml $settings -}}
 {{- end -}}

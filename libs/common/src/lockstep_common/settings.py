@@ -90,6 +90,9 @@ UNQUOTED = "unquoted"
 """Type of a `PydanticCustomError` for a value that may be a secret: the error that ends the process omits it."""
 
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.IGNORECASE)
+_ENDPOINT = re.compile(
+    r"(https?://)?(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]{0,255})?"
+)
 _URI = re.compile(r"[a-z][a-z0-9+.-]*://[!-~]{1,2000}")
 
 
@@ -133,6 +136,31 @@ class PodSettings(ServiceSettings):
         None, description="File for the sentence with which the process ends; /dev/termination-log if that is there."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    otlp_endpoint: str | None = Field(
+        None,
+        description="URL of the OpenTelemetry collector that gets traces, host:port for gRPC in plain text; "
+        "OTEL_EXPORTER_OTLP_ENDPOINT if not set, and no traces without both.",
+    )
+    otlp_protocol: Literal["grpc", "http"] | None = Field(
+        None, description="Of OTLP to the collector; OTEL_EXPORTER_OTLP_PROTOCOL or grpc if not set."
+    )
+    trace_ratio: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Part of the traces that is kept if the caller has not decided; OTEL_TRACES_SAMPLER_ARG or 0.1 if "
+        "not set. Requests that fail, are slow or move to another worker are kept besides.",
+    )
+    trace_slow_s: float = Field(
+        10.0, gt=0, description="A request that takes longer, to its first token or to its end, has its trace kept."
+    )
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _check_endpoint(cls, value: str | None) -> str | None:
+        if value is not None and not _ENDPOINT.fullmatch(value):
+            raise ValueError("must be http://host:port, https://host:port or host:port, without a password")
+        return value
 
     @field_validator("peer_identity")
     @classmethod

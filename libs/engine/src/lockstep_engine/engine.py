@@ -24,7 +24,7 @@ from lockstep_engine.constraint import Constraint, MaskThreads
 from lockstep_engine.control import RankSpec, Ready
 from lockstep_engine.grammar import GrammarCompiler
 from lockstep_engine.group import RUN_ZYGOTE, GroupSettings, RankGroup
-from lockstep_engine.mailbox import MAX_IN_FLIGHT
+from lockstep_engine.mailbox import MAX_IN_FLIGHT, RankTimes
 from lockstep_engine.model_config import ModelInfo, inspect_model
 from lockstep_engine.plan import Result, message_sizes
 from lockstep_engine.prefix_log import PrefixChanges
@@ -179,6 +179,8 @@ class AsyncEngine:
         self._closing = False
         self._masks = MaskThreads(self._on_masks_in_thread)
         self._compiler = GrammarCompiler(self.model, self._masks)
+        self.on_compiled: Callable[[str, int, int], None] = lambda *_: None
+        """Called with a request's id when its grammar was compiled, and when that began and ended (monotonic ns)."""
         self._compiling: dict[str, asyncio.Task[None]] = {}
         """Requests whose grammar is being compiled, by id."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -225,9 +227,12 @@ class AsyncEngine:
         if request.id in self._compiling:
             raise invalid("id", f"{request.id} is in use")
 
+        began_ns = time.monotonic_ns()
+
         async def work() -> None:
             try:
                 constraint = await self._compiler.compile(request)
+                self.on_compiled(request.id, began_ns, time.monotonic_ns())
                 del self._compiling[request.id]
                 self._enqueue(request, arrived_at, constraint)
             except (LockstepError, MemoryError, RuntimeError) as error:
@@ -320,6 +325,10 @@ class AsyncEngine:
             queue_wait_per_request_s=wait_per_request_s,
             grammar_engine=self._compiler.name,
         )
+
+    def rank_times(self) -> tuple[RankTimes, ...]:
+        """What each rank has done in this epoch so far; empty before the first start."""
+        return () if self._group is None else self._group.times
 
     def note_prefixes(self, *, wanted: bool) -> None:
         """Begin or stop to note what `take_prefix_changes` returns."""

@@ -42,7 +42,7 @@ from lockstep_engine.control import (
     encode_doorbell,
     send_fork,
 )
-from lockstep_engine.mailbox import MAX_IN_FLIGHT, Mailbox
+from lockstep_engine.mailbox import MAX_IN_FLIGHT, Mailbox, RankTimes
 from lockstep_engine.model_config import refuse
 from lockstep_engine.plan import Plan, Result, decode_result, encode_plan
 
@@ -161,6 +161,11 @@ class RankGroup:
     def steps(self) -> list[int]:
         """Steps finished by each rank in this epoch."""
         return [0] * self._tp if self._mailbox is None else [int(count) for count in self._mailbox.steps]
+
+    @property
+    def times(self) -> tuple[RankTimes, ...]:
+        """What each rank has done in this epoch."""
+        return () if self._mailbox is None else self._mailbox.times()
 
     async def start(self) -> None:
         """Begin a new epoch: start a zygote if there is none, and fork the ranks. `on_ready` is called later."""

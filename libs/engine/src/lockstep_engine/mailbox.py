@@ -11,6 +11,7 @@ step that another has not begun: they meet in its collectives.
 import mmap
 import os
 import struct
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,28 @@ MAX_IN_FLIGHT = 2
 
 _PROGRESS_BYTES = 64  # one cache line for each rank
 _LENGTH = struct.Struct("<Q")
+
+
+class RankTimes(NamedTuple):
+    """What a rank has done in some time, over all requests."""
+
+    steps: int
+    busy_s: float
+    """In steps, on the clock of the rank's device."""
+    collective_s: float
+    """In the collectives of these steps: transfer, and waiting for other ranks. On a GPU it is the host's time, and
+    recorded steps count none."""
+    waited_s: float
+    """Between steps, when the device had nothing to do."""
+
+    def __sub__(self, earlier: "RankTimes") -> "RankTimes":
+        """What it has done since then."""
+        return RankTimes(
+            self.steps - earlier.steps,
+            self.busy_s - earlier.busy_s,
+            self.collective_s - earlier.collective_s,
+            self.waited_s - earlier.waited_s,
+        )
 
 
 class Mailbox:
@@ -39,8 +62,23 @@ class Mailbox:
         """[tp], int64: steps finished by each rank in this epoch."""
         self.collectives = progress[1 :: _PROGRESS_BYTES // 8]
         """[tp], int64: collectives entered by each rank. In a hang the others wait for the rank with the fewest."""
+        self._times = [progress[index :: _PROGRESS_BYTES // 8] for index in (2, 3, 4)]
+        """Three times [tp], int64: µs that each rank has been busy, in collectives, and idle, in this epoch."""
         self._plans = tp * _PROGRESS_BYTES
         self._results = self._plans + MAX_IN_FLIGHT * (_LENGTH.size + plan_bytes)
+
+    def note_step(self, rank: int, busy_us: int, collective_us: int, waited_us: int) -> None:
+        """Rank: count a step that the device has finished, and its times."""
+        self.steps[rank] += 1
+        busy, collective, waited = self._times
+        busy[rank] += busy_us
+        collective[rank] += collective_us
+        waited[rank] += waited_us
+
+    def times(self) -> tuple[RankTimes, ...]:
+        """Driver: what each rank has done in this epoch so far."""
+        busy, collective, waited = ((each / 1e6).tolist() for each in self._times)
+        return tuple(map(RankTimes, self.steps.tolist(), busy, collective, waited))
 
     @staticmethod
     def segment_bytes(tp: int, plan_bytes: int, result_bytes: int) -> int:

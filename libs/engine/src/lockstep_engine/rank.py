@@ -218,9 +218,10 @@ class Rank:
         """Count the steps that the device has finished; rank 0 sends their results."""
         while launched and launched[0].end.reached():
             step = launched.popleft()
-            self._mailbox.steps[self._spec.rank] += 1
+            waited_us = round(sum(to.us_since(since) for since, to in step.idle))
+            busy_us = round(step.end.us_since(step.idle[-1][1]))
+            self._mailbox.note_step(self._spec.rank, busy_us, step.collective_us, waited_us)
             if step.sampled is not None:
-                waited_us = round(sum(to.us_since(since) for since, to in step.idle))
                 scores = () if step.scores is None else step.scores.read()
                 result = Result(
                     step.number, *step.sampled.read(), waited_us, step.collective_us, step.unserved, *scores

@@ -1,16 +1,28 @@
 """The interface of an engine: `lockstep_engine.AsyncEngine`, or in tests an engine with scripted timing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from lockstep_engine import EmbeddingInfo, EngineConfig, EngineStatus, Output, PhaseChange, PrefixChanges, Request
+from lockstep_engine import (
+    EmbeddingInfo,
+    EngineConfig,
+    EngineStatus,
+    Output,
+    PhaseChange,
+    PrefixChanges,
+    RankTimes,
+    Request,
+)
 
 OnOutputs = Callable[[int, list[Output]], None]
 """Called once for each step, with the step's number and its outputs."""
 
 OnPhases = Callable[[list[PhaseChange]], None]
 """Called when requests begin to run or are preempted, and when a step has computed a part of a prompt."""
+
+OnCompiled = Callable[[str, int, int], None]
+"""Called with a request's id and when its compilation began and ended, in ns of the monotonic clock."""
 
 OnChange = Callable[[], None]
 """Called when the engine's state or epoch has changed."""
@@ -45,6 +57,9 @@ class EngineLike(Protocol):
     The worker never calls it from within `OnOutputs`; from within `OnChange` it calls only `status`.
     """
 
+    on_compiled: OnCompiled
+    """Called when the grammar of a request was compiled."""
+
     @property
     def model(self) -> ModelLike:
         """The checkpoint that the engine serves."""
@@ -60,6 +75,9 @@ class EngineLike(Protocol):
 
     def status(self) -> EngineStatus:
         """The state of ranks, queue and blocks now."""
+
+    def rank_times(self) -> Sequence[RankTimes]:
+        """What each rank has done in this epoch so far."""
 
     def note_prefixes(self, *, wanted: bool) -> None:
         """Begin or stop to note what `take_prefix_changes` returns."""

@@ -23,6 +23,7 @@ from lockstep_common.protocol import MAX_MESSAGE_BYTES
 from lockstep_common.settings import fail
 from lockstep_common.termination import leave_message
 from lockstep_common.tls import Certificates
+from lockstep_common.tracing import setup_tracing
 from lockstep_common.watched_files import watched
 from lockstep_engine import AsyncEngine
 
@@ -93,7 +94,10 @@ async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: Eng
     """
     async with contextlib.AsyncExitStack() as stack:
         notify = await stack.enter_async_context(posting(settings)) if settings.kubernetes_events else _ignore
-        worker = Worker(settings, engine_factory, notify)
+        tracing = setup_tracing("worker", settings.worker_id, settings)
+        if tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, tracing.close)
+        worker = Worker(settings, engine_factory, notify, tracing)
         certificates = load_certificates(settings)
         if certificates is not None:
             await stack.enter_async_context(watched(certificates))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from lockstep_api.v1 import worker_pb2
 
 from lockstep_worker.router_connection import RouterConnection
+from lockstep_worker.traces import AttemptTrace
 
 
 @dataclass(eq=False)
@@ -23,6 +24,8 @@ class LiveStream:
     """Its router's, that it makes workers die."""
     is_running: bool = False
     """Whether the ranks compute it, as the engine has last reported."""
+    spans: AttemptTrace | None = field(default=None, repr=False)
+    """None: it has no trace here."""
     deadline: asyncio.TimerHandle | None = field(default=None, repr=False)
 
     @property

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from lockstep_common.trace_context import parse_traceparent
+from lockstep_common.tracing import Tracing
 from lockstep_engine import EngineState, EngineStatus, Output, Phase, PhaseChange
 
 from lockstep_worker import metrics, translate
@@ -26,6 +27,7 @@ from lockstep_worker.sampling_defaults import load_sampling_defaults
 from lockstep_worker.settings import WorkerSettings
 from lockstep_worker.streams import LiveStream, StreamTable
 from lockstep_worker.tokenizer import load_tokenizer
+from lockstep_worker.traces import begin_attempt
 
 logger = logging.getLogger("lockstep.worker")
 
@@ -38,14 +40,22 @@ class Worker:
     """
 
     def __init__(
-        self, settings: WorkerSettings, engine_factory: EngineFactory, notify: Callable[[Notice], None] = lambda _: None
+        self,
+        settings: WorkerSettings,
+        engine_factory: EngineFactory,
+        notify: Callable[[Notice], None] = lambda _: None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._settings = settings
         self._incarnation = time.time_ns()
         self._pid = os.getpid()
+        on_outputs = self._on_outputs if tracing is None else self._on_traced_outputs
         self.engine: EngineLike = engine_factory(
-            settings.engine_config(), on_outputs=self._on_outputs, on_change=self.publish, on_phases=self._on_phases
+            settings.engine_config(), on_outputs=on_outputs, on_change=self.publish, on_phases=self._on_phases
         )
+        self._tracing = tracing
+        if tracing is not None:
+            self.engine.on_compiled = self._on_compiled
         self.tokenizer = load_tokenizer(self.engine.model.path)
         self._default_sampling = (
             load_sampling_defaults(self.engine.model.path)
@@ -203,6 +213,8 @@ class Worker:
         self.engine.submit(request)
         if submit.deadline_s > 0:
             stream.deadline = asyncio.get_running_loop().call_later(submit.deadline_s, self._expire, stream)
+        if self._tracing is not None:
+            stream.spans = begin_attempt(self._tracing, trace, submit.tracestate, self.engine.rank_times)
         self._streams.add(stream)
         self._log("stream begins", stream)
 
@@ -223,7 +235,9 @@ class Worker:
 
     # -- the ends of streams -------------------------------------------------------------------------------------------
 
-    def _cancel(self, stream: LiveStream) -> None:
+    def _cancel(self, stream: LiveStream, failure: LockstepError | None = None) -> None:
+        if stream.spans is not None:
+            stream.spans.end("cancelled", failure)
         self._streams.remove(stream)
         self.engine.cancel(stream.request_id)
         self._log("stream cancelled", stream)
@@ -232,7 +246,7 @@ class Worker:
         self._end(stream, LockstepError(ErrorCode.DEADLINE_EXCEEDED, "the deadline has passed", field="deadline_s"))
 
     def _end(self, stream: LiveStream, error: LockstepError) -> None:
-        self._cancel(stream)
+        self._cancel(stream, error)
         self._reject(stream.router, stream.stream_id, stream.attempt, error)
 
     def _reject(self, router: RouterConnection, stream_id: str, attempt: int, error: LockstepError) -> None:
@@ -272,16 +286,30 @@ class Worker:
             metrics.TOKENS.inc(emitted)
             metrics.STEP_TOKENS.observe(emitted)
 
+    def _on_traced_outputs(self, step: int, outputs: list[Output]) -> None:
+        for output in outputs:
+            stream = self._streams.by_request(output.request_id)
+            if stream is not None and stream.spans is not None:
+                stream.spans.on_output(output)
+        self._on_outputs(step, outputs)
+
     def _on_phases(self, changes: list[PhaseChange]) -> None:
         batches: dict[RouterConnection, list[worker_pb2.StreamPhaseChange]] = {}
         for change in changes:
             stream = self._streams.by_request(change.request_id)
             if stream is not None:
                 stream.is_running = change.phase is Phase.RUNNING
+                if stream.spans is not None:
+                    (stream.spans.on_running if stream.is_running else stream.spans.on_waiting)()
                 batch = batches.setdefault(stream.router, [])
                 batch.append(translate.phase_change(stream.stream_id, stream.attempt, change.phase))
         for router, batch in batches.items():
             router.outbox.put(self._frame(phases=worker_pb2.Phases(streams=batch)))
+
+    def _on_compiled(self, request_id: str, began_ns: int, ended_ns: int) -> None:
+        stream = self._streams.by_request(request_id)
+        if stream is not None and stream.spans is not None:
+            stream.spans.on_compiled(began_ns, ended_ns)
 
     def publish(self) -> None:
         """Send the engine's status to every router, preceded by a Hello if the epoch or the model card has changed."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import ssl
 
 import grpc
@@ -20,6 +21,7 @@ from lockstep_common.management import Reports, managed
 from lockstep_common.settings import fail
 from lockstep_common.termination import leave_message
 from lockstep_common.tls import Certificates, TlsFiles, server_context
+from lockstep_common.tracing import Tracing, setup_tracing
 from lockstep_common.watched_files import watched
 
 from lockstep_state import metrics
@@ -28,6 +30,7 @@ from lockstep_state.health import SERVICES, Health
 from lockstep_state.memory import MemoryBackend
 from lockstep_state.redis_backend import RedisBackend, RedisOptions
 from lockstep_state.secrets import read_keys, read_password
+from lockstep_state.services.call_traces import CallTraces
 from lockstep_state.services.decoding import Decoding
 from lockstep_state.services.journal import Journal
 from lockstep_state.services.kv import Kv
@@ -81,9 +84,14 @@ async def run(settings: StateSettings, stop: asyncio.Event) -> None:
     Raises:
         LockstepError: INVALID_REQUEST, a file or an address in the settings cannot be used.
     """
+    tracing = setup_tracing("state", settings.pod_name or socket.gethostname(), settings)
     backend = make_backend(settings)
     health = Health(backend)
     async with contextlib.AsyncExitStack() as stack:
+        if tracing is not None:
+            stack.push_async_callback(asyncio.to_thread, tracing.close)
+            if settings.store != MEMORY:
+                stack.enter_context(_traced_redis())
         stack.push_async_callback(backend.close)
         certificates = _certificates(settings)
         if certificates is not None:
@@ -97,7 +105,7 @@ async def run(settings: StateSettings, stop: asyncio.Event) -> None:
             tls=_management_context(settings, certificates),
         )
         management_port = await stack.enter_async_context(management)
-        server = _listen(backend, health, settings, certificates)
+        server = _listen(backend, health, settings, certificates, tracing)
         await server.start()
         spare_existing_objects()
         running = asyncio.create_task(backend.run())
@@ -113,6 +121,12 @@ async def run(settings: StateSettings, stop: asyncio.Event) -> None:
             if isinstance(result, Exception):
                 raise result
     logger.info("stopped")
+
+
+def _traced_redis() -> contextlib.AbstractContextManager[None]:
+    from lockstep_common.tracing.redis import traced_redis  # noqa: PLC0415 - the SDK is for those who trace
+
+    return traced_redis()
 
 
 def make_backend(settings: StateSettings) -> Backend:
@@ -154,13 +168,18 @@ def _management_context(settings: StateSettings, certificates: Certificates | No
 
 
 def _listen(
-    backend: Backend, health: Health, settings: StateSettings, certificates: Certificates | None
+    backend: Backend,
+    health: Health,
+    settings: StateSettings,
+    certificates: Certificates | None,
+    tracing: Tracing | None,
 ) -> grpc.aio.Server:
     claim(settings.listen)
     identities = [each for each in (settings.peer_identity, settings.worker_identity) if each]
     refusal = "the certificate is not for a router or a worker of this state server"
     checks = [] if certificates is None else [PeerInterceptor(identities, refusal, metrics.STRANGERS.inc)]
-    interceptors = (*checks, Decoding())
+    traces = [] if tracing is None else [CallTraces(tracing)]
+    interceptors = (*checks, Decoding(), *traces)
     server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=settings.max_calls)
     state_pb2_grpc.add_JournalServicer_to_server(Journal(backend, settings), server)  # type: ignore[no-untyped-call]
     state_pb2_grpc.add_SessionsServicer_to_server(Sessions(backend, settings), server)  # type: ignore[no-untyped-call]

@@ -13,6 +13,7 @@ from typing import Self
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.tracing import Tracing
 from lockstep_common.watched_files import watched
 
 from lockstep_router import metrics
@@ -63,6 +64,7 @@ class Router:
         rng: Random | None = None,
         journals: JournalStore | None = None,
         dial_state: Dial = dial_plain,
+        tracing: Tracing | None = None,
     ) -> None:
         """Make a router.
 
@@ -74,11 +76,13 @@ class Router:
             journals: keeps the journals of resumable requests; None: this process's memory, and the state server if the
                 settings name one.
             dial_state: opens a channel to the state server.
+            tracing: makes the traces of requests; None: there are none.
 
         Raises:
             LockstepError: INVALID_REQUEST, the file of API keys or of a password cannot be used.
         """
         self.settings = settings
+        self.tracing = tracing
         self.keys = None if settings.keys_file is None else KeyFile(settings.keys_file)
         """The API keys of clients; None: everyone is served."""
         self.storage = open_storage(
@@ -222,7 +226,7 @@ class Router:
         account.expect(streams)
         counting = CountingPrompts(self)
         try:
-            return await prepare(
+            prepared = await prepare(
                 request,
                 self.workers,
                 self.encoder,
@@ -232,6 +236,9 @@ class Router:
             )
         finally:
             counting.end()
+        if request.caller.trace is not None:
+            request.caller.trace.describe(prepared.card.name, streams, prepared.journals[0].sampling)
+        return prepared
 
     async def prepare_embedding(self, request: EmbeddingRequest, account: Account) -> PreparedEmbedding:
         """Turn a request for embeddings into streams that are ready to run. The request is not needed afterwards.
@@ -243,9 +250,12 @@ class Router:
         counting = CountingPrompts(self)
         try:
             max_wait_s, priority = self.settings.max_queue_wait_s, account.tenant.priority
-            return await prepare_embedding(request, self.workers, self.encoder, max_wait_s, counting.add, priority)
+            prepared = await prepare_embedding(request, self.workers, self.encoder, max_wait_s, counting.add, priority)
         finally:
             counting.end()
+        if request.caller.trace is not None:
+            request.caller.trace.describe(prepared.card.name, len(prepared.journals))
+        return prepared
 
     def run(
         self,

@@ -12,6 +12,7 @@ from lockstep_router.generation.generation import Generation, Observer
 from lockstep_router.generation.preparation import Prepared, bytes_of
 from lockstep_router.generation.prompts import Prompt
 from lockstep_router.tenants import Account
+from lockstep_router.traces import Takeover, begin_takeover
 
 if TYPE_CHECKING:
     from lockstep_router.router import Router
@@ -73,6 +74,7 @@ class RunningRequest:
         self._is_collected = is_collected
         self._observe = observe
         self._generation: Generation | None = None
+        self._takeover: Takeover | None = None
 
     async def __aenter__(self) -> Generation:
         router, prepared, account = self._router, self._prepared, self._account
@@ -87,6 +89,8 @@ class RunningRequest:
         try:
             account.hold(streams - 1)  # the request itself holds one stream already
             try:
+                if prepared.begun is not None:
+                    self._join_trace()
                 generation = Generation(
                     prepared, router.workers, router.settings, is_collected=self._is_collected, observe=self._observe
                 )
@@ -94,6 +98,7 @@ class RunningRequest:
                     await generation.__aenter__()
             except BaseException:
                 account.give_back(streams - 1)
+                self._leave_trace()
                 raise
         except BaseException:
             router._count(-streams)
@@ -101,6 +106,17 @@ class RunningRequest:
         self._generation = generation
         router._generations.add(generation)
         return generation
+
+    def _join_trace(self) -> None:
+        """Join the trace that another router began."""
+        journals = self._prepared.journals
+        self._takeover = begin_takeover(self._router.tracing, journals[0].traceparent)
+        for journal in journals:
+            journal.trace = self._takeover
+
+    def _leave_trace(self) -> None:
+        if self._takeover is not None:
+            self._takeover.close()
 
     async def __aexit__(self, *error: object) -> None:
         router, generation = self._router, self._generation
@@ -115,5 +131,6 @@ class RunningRequest:
             if not generation.runs_alone:
                 await generation.__aexit__(*error)
         finally:
+            self._leave_trace()
             self._account.give_back(streams - 1)
             router._count(-streams)

@@ -22,6 +22,7 @@ from lockstep_common.lifecycle import name_process, stop_event
 from lockstep_common.management import Reports, managed
 from lockstep_common.settings import fail
 from lockstep_common.termination import leave_message
+from lockstep_common.tracing import setup_tracing
 
 from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.faces.rest.app import create_app
@@ -241,7 +242,8 @@ async def serve(
     """Serve on the socket until SIGTERM or SIGINT, then drain."""
     stop = stop_event()
     tls = RouterTls.load(settings)
-    router = Router(settings, dial=tls.dial, dial_state=tls.dial_state)
+    tracing = setup_tracing("router", settings.router_id, settings)
+    router = Router(settings, dial=tls.dial, dial_state=tls.dial_state, tracing=tracing)
     reports = Reports(unready=lambda: router.unready, status=lambda: status_body(router))
     async with reporting(settings, reports, tls) as management_port, tls.watched(), router:
         if settings.processes > 1:
@@ -276,4 +278,6 @@ async def serve(
         stopping.cancel()
         server.should_exit = True
         await serving
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
     logger.info("stopped")

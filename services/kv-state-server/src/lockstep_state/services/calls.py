@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 import grpc
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.tracing.calls import end_called
 
 from lockstep_state import metrics
 from lockstep_state.services.decoding import decoded
@@ -77,6 +78,7 @@ async def call(context: grpc.aio.ServicerContext, method: str, timeout_s: float)
             status = error.meaning.grpc_status
         metrics.CALLS.labels(method, status).inc()
         metrics.CALL_SECONDS.labels(method).observe(time.monotonic() - began)
+        end_called(status, time.monotonic() - began)
     if error is not None:
         await _abort(context, error)
 

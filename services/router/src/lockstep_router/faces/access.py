@@ -68,6 +68,8 @@ def authenticate(keys: KeyFile, given: Sequence[bytes]) -> Access:
 def report(call: Call, record: Record, seconds: float, *, is_audited: bool) -> None:
     """Log and count a request that has ended."""
     call.count(record.status, seconds)
+    if record.trace is not None:
+        record.trace.end(call, record, seconds)
     log_line(
         logger,
         call.level,

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep_common.errors import invalid
-from lockstep_common.trace_context import parse_traceparent
+from lockstep_common.trace_context import parse_traceparent, parse_tracestate
 
 from lockstep_router.generation.request import Caller
 from lockstep_router.randomness import new_id
+from lockstep_router.traces import RequestTrace
 
 _SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
@@ -32,18 +33,25 @@ class Origin:
     """Separates clients without a key; empty: they share one tenant."""
     tenant: str = ""
     """The tenant that the client's key belongs to, if the router has keys."""
+    trace: RequestTrace | None = None
+    """The request's trace; None: it has none."""
 
 
 def caller(origin: Origin, user: str | None) -> Caller:
     """The caller, from the request's headers, the client's address and the body's `user`."""
     headers = origin.headers
     name = origin.tenant or (tenant(headers) if "authorization" in headers else "")
-    traceparent = headers.get("traceparent")
+    traceparent = parse_traceparent(headers.get("traceparent", ""))
+    tracestate = parse_tracestate(headers.get("tracestate", "")) if traceparent else ""
+    if origin.trace is not None:
+        traceparent = origin.trace.context.traceparent
     return Caller(
         _session(origin, user, name),
         name or (anonymous_tenant(origin.address) if origin.address else ""),
-        parse_traceparent(traceparent) if traceparent else "",
+        traceparent,
         timeout_s(headers) if _TIMEOUT_NAME in headers else None,
+        tracestate,
+        origin.trace,
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from lockstep_router.faces.bodies import Reservation
 from lockstep_router.tenants import Access, Account
+from lockstep_router.traces import RequestTrace
 
 
 @dataclass
@@ -25,8 +26,15 @@ class Record:
     failovers: int = 0
     resumed: bool = False
     """Whether an earlier request started the stream."""
+    trace: RequestTrace | None = None
+    """None: there are no traces."""
     body: Reservation | None = None
     """The body's share of the budget for bodies."""
+
+    def join(self, traceparent: str) -> None:
+        """Let its trace refer to that of the request which began its stream; `traceparent` is that one's."""
+        if self.trace is not None:
+            self.trace.join(traceparent)
 
     def release_body(self) -> None:
         """Return the body's memory to the budget."""

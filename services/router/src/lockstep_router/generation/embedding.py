@@ -99,6 +99,8 @@ async def prepare_embedding(
             session=request.caller.session,
             tenant=request.caller.tenant,
             traceparent=request.caller.traceparent,
+            tracestate=request.caller.tracestate,
+            trace=request.caller.trace,
             arrived_at=arrived_at,
             timeout_s=timeout_s,
             priority=priority,

@@ -150,6 +150,8 @@ async def _prepare(
                     arrived_at,
                     caller.timeout_s,
                     priority,
+                    caller.tracestate,
+                    caller.trace,
                 )
             )
     return Prepared(

@@ -13,6 +13,7 @@ from dataclasses import field as field_of
 from lockstep_api.v1 import inference_pb2
 
 from lockstep_router.generation.tools import ToolCall, ToolUse
+from lockstep_router.traces import RequestTrace
 
 
 @dataclass(slots=True)
@@ -23,8 +24,12 @@ class Caller:
     """Decides which worker is preferred."""
     tenant: str = ""
     traceparent: str = ""
+    """Context of the request; `tracestate` belongs to it."""
     timeout_s: float | None = None
     """The client's own limit from the request's arrival to the end of its answer; None: no limit."""
+    tracestate: str = ""
+    trace: RequestTrace | None = None
+    """The request's trace; None: it has none."""
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ class Record:
     """How the answers are parsed; None: they are text alone."""
     deadline_at: float | None = None
     """When the client's own timeout ends, in seconds since 1970; None: it has none."""
+    traceparent: str = ""
+    """Trace context of the request; empty: it has none."""
 
     @property
     def choices_per_prompt(self) -> int:

@@ -14,6 +14,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep_api.v1 import state_pb2, state_pb2_grpc
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.tracing.calls import Metadata, calling
 
 from lockstep_router import metrics
 from lockstep_router.journals.breaker import Breaker
@@ -132,7 +133,9 @@ class StateClient:
         Raises:
             StateAwayError, StateRefusedError: it is not known whether it has the key.
         """
-        response: state_pb2.ClaimResponse = await self._call("Claim", request, self.requests, self._timeout_s)
+        response: state_pb2.ClaimResponse = await self._call_for_request(
+            "Claim", request, self.requests, self._timeout_s
+        )
         return response
 
     async def release(self, request: state_pb2.ReleaseClaimRequest) -> None:
@@ -141,7 +144,7 @@ class StateClient:
         Raises:
             StateAwayError, StateRefusedError: it is not known whether that was done.
         """
-        await self._call("Release", request, self.requests, self._timeout_s)
+        await self._call_for_request("Release", request, self.requests, self._timeout_s)
 
     async def trim(self, request: state_pb2.TrimRequest) -> None:
         """Forget streams.
@@ -149,7 +152,7 @@ class StateClient:
         Raises:
             StateAwayError, StateRefusedError: it is not known whether that was done.
         """
-        await self._call("Trim", request, self.requests, self._timeout_s)
+        await self._call_for_request("Trim", request, self.requests, self._timeout_s)
 
     async def look_up_claim(self, request: state_pb2.LookUpClaimRequest) -> state_pb2.ClaimResponse:
         """The request that has an idempotency key.
@@ -157,7 +160,9 @@ class StateClient:
         Raises:
             StateAwayError, StateRefusedError: it is not known.
         """
-        response: state_pb2.ClaimResponse = await self._call("LookUpClaim", request, self.requests, self._timeout_s)
+        response: state_pb2.ClaimResponse = await self._call_for_request(
+            "LookUpClaim", request, self.requests, self._timeout_s
+        )
         return response
 
     async def read(self, request: state_pb2.ReadRequest) -> state_pb2.ReadResponse | None:
@@ -184,12 +189,19 @@ class StateClient:
             raise LockstepError(ErrorCode.OVERLOADED, "too many clients resume streams at a time", retry_after_s=1)
         self._calls += 1
         try:
-            response: state_pb2.ReadResponse = await self._call(method, request, self.mirror, 2 * self.patient_s)
+            response: state_pb2.ReadResponse = await self._call_for_request(
+                method, request, self.mirror, 2 * self.patient_s
+            )
         except _NotFoundError:
             return None
         finally:
             self._calls -= 1
         return response
+
+    async def _call_for_request(self, method: str, request: Any, breaker: Breaker, timeout_s: float) -> Any:
+        """A call that is a part of a request's trace. Those of the mirror are for many streams at once."""
+        with calling(f"Journal.{method}") as metadata:
+            return await self._call(method, request, breaker, timeout_s, metadata=metadata)
 
     async def _call(
         self,
@@ -198,13 +210,14 @@ class StateClient:
         breaker: Breaker,
         timeout_s: float,
         flaw: Callable[[Any], str] = lambda _response: "",
+        metadata: Metadata = (),
     ) -> Any:
         channel = self._channel
         if breaker.is_open or channel is None:
             raise StateAwayError
         stub = state_pb2_grpc.JournalStub(channel)  # type: ignore[no-untyped-call]
         try:
-            response = await getattr(stub, method)(request, timeout=timeout_s)
+            response = await getattr(stub, method)(request, timeout=timeout_s, metadata=metadata)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.NOT_FOUND:
                 breaker.note_success()

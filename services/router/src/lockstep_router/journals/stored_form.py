@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lockstep_api.v1 import inference_pb2, state_pb2
 from lockstep_common.errors import LockstepError, parse_code
+from lockstep_common.trace_context import parse_traceparent
 from pydantic import TypeAdapter, ValidationError
 
 from lockstep_router.generation.parsing import Parsing
@@ -43,6 +44,7 @@ class _Request:
     parsing: Parsing | None
     deadline_at: float | None
     key: Key | None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def to_message(record: Record, key: Key | None) -> state_pb2.StreamRecord:
         parsing=record.parsing,
         deadline_at=record.deadline_at,
         key=key,
+        traceparent=record.traceparent,
     )
     return state_pb2.StreamRecord(
         schema=SCHEMA,
@@ -136,6 +139,7 @@ def from_response(request_id: str, response: state_pb2.ReadResponse) -> Found | 
         session=request.session,
         parsing=request.parsing,
         deadline_at=request.deadline_at,
+        traceparent=parse_traceparent(request.traceparent),
     )
     stream = StoredStream(record, [_log(each) for each in response.logs], None if ending is None else _outcome(ending))
     return Found(stream, request.key, response.epoch)

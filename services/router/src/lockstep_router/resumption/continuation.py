@@ -49,6 +49,7 @@ def _journal(record: Record, index: int, prompt: Prompt, log: ChoiceLog, priorit
         sampling=record.choices[index].sampling,
         session=record.session,
         tenant=record.tenant,
+        traceparent=record.traceparent,
         arrived_at=asyncio.get_running_loop().time(),
         timeout_s=left_s,
         priority=priority,

@@ -109,4 +109,5 @@ def record_of(run: Run, prepared: Prepared, style: Style, session: str, timeout_
         session=session,
         parsing=prepared.parsing,
         deadline_at=None if timeout_s is None else now + timeout_s,
+        traceparent=prepared.journals[0].traceparent,
     )

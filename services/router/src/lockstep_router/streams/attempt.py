@@ -24,6 +24,9 @@ _STEP_MARGIN_S = 2.0
 class Finished:
     """The stream has all its tokens."""
 
+    reason: int = inference_pb2.FINISH_REASON_UNSPECIFIED
+    """As the worker gave it."""
+
 
 @dataclass(frozen=True)
 class WaitedTooLong:
@@ -134,7 +137,7 @@ class Attempt:
         if self._journal.is_full and not update.finish:
             update.finish = inference_pb2.FINISH_REASON_LENGTH
         if update.finish:
-            self._end(Finished())
+            self._end(Finished(update.finish))
         self._events.deliver(update)
 
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None:

@@ -10,6 +10,8 @@ from enum import Enum
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 
+from lockstep_router.traces import RequestTrace
+
 _FINISH_REASONS = frozenset(inference_pb2.FinishReason.values())
 
 
@@ -37,12 +39,16 @@ class Journal:
     session: str
     tenant: str = ""
     traceparent: str = ""
+    """Context of the request or, if that is traced, of the current attempt. `tracestate` belongs to it."""
     arrived_at: float | None = None
     """When the request arrived, in the event loop's time; None: when its stream was created."""
     timeout_s: float | None = None
     """The client's own limit for the time from the arrival to the end of the stream."""
     priority: int = 0
     """Class of the stream: of -1, 0 and 1, higher ones run first."""
+    tracestate: str = ""
+    trace: RequestTrace | None = None
+    """The request's trace; None: it has none."""
     embeds: bool = False
     """The prompt's embedding is wanted, and no tokens."""
     emitted_ids: list[int] = field(default_factory=list)
@@ -85,6 +91,7 @@ class Journal:
             submit.tenant = self.tenant
         if self.traceparent:
             submit.traceparent = self.traceparent
+            submit.tracestate = self.tracestate
         if deadline_s:
             submit.deadline_s = deadline_s
         if self.embeds:

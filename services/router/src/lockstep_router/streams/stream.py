@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from lockstep_router.policies import RequestFacts
 from lockstep_router.settings import RouterSettings
 from lockstep_router.streams.attempt import Attempt, Finished, Outcome, WaitedTooLong
 from lockstep_router.streams.journal import Journal
+from lockstep_router.streams.trace import trace_of
 from lockstep_router.workers import Link, Workers
 from lockstep_router.workers.health.health import PROOF_TOKENS
 from lockstep_router.workers.losses import Loss, Lost
@@ -111,6 +113,7 @@ class Stream:
         self._suspects = workers.suspects
         self._facts = RequestFacts(journal.session, journal.stream_id, journal.tenant, journal.prompt_ids)
         self._settings = settings
+        self._trace = trace_of(journal)
         self._on_arrival = on_arrival
         self._on_update = on_update or _let_wait
         self._arrived: deque[worker_pb2.StreamTokens] = deque()
@@ -152,6 +155,7 @@ class Stream:
             LockstepError: the stream cannot continue. The tokens delivered so far are correct.
         """
         self._workers.retries.deposit()
+        self._trace.begin()
         try:
             if self._deadline_at is None:
                 await self._run()
@@ -166,14 +170,18 @@ class Stream:
         finally:
             self._suspects.forget(self.journal.stream_id)
             self._leave_line()
+            self._trace.end(sys.exception())
             # Both refer to this object in turn: only the garbage collector would free it.
             self._attempt, self._on_update = None, _let_wait
 
     async def _run(self) -> None:
         while True:
             self._check_quarantine()
+            self._trace.seek()
             link = await self._find_worker()
+            self._trace.choose(link, self._workers, self._settings)
             outcome = await self._try_on(link)
+            self._trace.leave(outcome)
             if isinstance(outcome, Finished):
                 return
             if isinstance(outcome, LockstepError):
@@ -333,6 +341,7 @@ class Stream:
         metrics.GENERATED_TOKENS.inc(tokens)
         if self._token_at is None:
             metrics.FIRST_TOKEN_SECONDS.observe(now - self._arrived_at)
+            self._trace.note_first_token(now - self._arrived_at)
         else:
             metrics.INTER_TOKEN_SECONDS.observe(now - self._token_at)
         if self._gap_from is not None:

@@ -12,9 +12,11 @@ from lockstep_router.faces.access import NOBODY, authenticate
 from lockstep_router.faces.identity import Origin
 from lockstep_router.faces.record import Record
 from lockstep_router.router import Router
+from lockstep_router.tenants import KeyFile
+from lockstep_router.traces import begin_request
 
 _AUTHORIZATION = "authorization"
-_PASSED_ON = ("x-session-id", "x-request-id", "traceparent")
+_PASSED_ON = ("x-session-id", "x-request-id", "traceparent", "tracestate")
 ERROR_CODE = "lockstep-error-code"
 ERROR_FIELD = "lockstep-field"
 ROUTER_METADATA = "x-lockstep-router"
@@ -28,15 +30,19 @@ def metadata_of(context: grpc.aio.ServicerContext) -> list[tuple[str, Any]]:
 
 
 def identify(router: Router, metadata: list[tuple[str, Any]], record: Record) -> None:
-    """Find out whose call it is.
+    """Find out whose call it is, and begin its trace.
 
     Raises:
         LockstepError: INVALID_API_KEY.
     """
-    if router.keys is None:
-        return
+    if router.keys is not None:
+        _authenticate(router.keys, metadata, record, router)
+    record.trace = begin_request(router.tracing, _headers(metadata))
+
+
+def _authenticate(keys: KeyFile, metadata: list[tuple[str, Any]], record: Record, router: Router) -> None:
     given = [str(value).encode("utf-8", "surrogateescape") for name, value in metadata if name == _AUTHORIZATION]
-    access = record.access = authenticate(router.keys, given)
+    access = record.access = authenticate(keys, given)
     record.account, record.key_id = router.limits.account(access.tenant), access.key_id
 
 
@@ -55,7 +61,7 @@ def origin_of(
     if router.keys is None:
         headers |= {name: str(value) for name, value in metadata if name == _AUTHORIZATION}
     address = address_of(context.peer()) if router.settings.anonymous_cache == "address" else ""
-    return Origin(headers, address, record.account.tenant.name)
+    return Origin(headers, address, record.account.tenant.name, record.trace)
 
 
 def address_of(peer: str) -> str:

@@ -322,6 +322,7 @@ class Inference:
     async def _answer(self, reading: Reading, call: _Progress, owner: str) -> None:
         record = call.record
         request_id = record.request_id = reading.record.request_id
+        record.join(reading.record.traceparent)
         call.owner = owner
         with closing(reading):
             try:

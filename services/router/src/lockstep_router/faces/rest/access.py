@@ -21,6 +21,7 @@ from lockstep_router.faces.rest.header_fields import header_fields
 from lockstep_router.faces.rest.replies import Headers, error_reply, send_response
 from lockstep_router.faces.websocket.handshake import SUBPROTOCOL_HEADER, keys_in_subprotocols, without_key
 from lockstep_router.router import Router
+from lockstep_router.traces import begin_request
 
 logger = logging.getLogger("lockstep.router")
 
@@ -28,6 +29,9 @@ _QUIET_ENDPOINTS = frozenset({"/healthz", "/readyz"})
 """Endpoints that probes request every few seconds: logged at debug level. Load balancers send no keys, so these need
 none; they tell nothing but whether the router serves.
 """
+
+_RESUMED = "/v1/streams/"
+"""Paths of streams to come back to, which have traces, as all requests with POST have."""
 
 _AUTHORIZATION = b"authorization"
 
@@ -92,6 +96,8 @@ class AccessMiddleware:
         try:
             refusal = self._identify(scope, exchange) if needs_key else None
             if refusal is None:
+                if scope["method"] == "POST" or scope["path"].startswith(_RESUMED):
+                    record.trace = begin_request(self._router.tracing, fields)
                 await respond(exchange)
             else:
                 await send_response(error_reply(refusal), exchange.send)

@@ -33,6 +33,7 @@ from lockstep_router.generation.style import Style
 from lockstep_router.resumption import After, IdempotencyKey, Reading
 from lockstep_router.router import Router
 from lockstep_router.tenants import Access
+from lockstep_router.traces import begin_request
 
 logger = logging.getLogger("lockstep.router")
 
@@ -192,6 +193,7 @@ class Session:
         record, failure = request.record, None
         try:
             self._identify(record)
+            record.trace = begin_request(self._router.tracing, self._client.headers)
             answering = answer(request)
             del answer  # it holds the message, which is large and needed at the beginning only
             await answering
@@ -259,6 +261,7 @@ class Session:
     async def _answer(self, reading: Reading, request: _Request) -> None:
         record, client_id = request.record, to_json(request.client_id)
         record.request_id, request.has_stream = reading.record.request_id, True
+        record.join(reading.record.traceparent)
         with closing(reading):
             try:
                 await self._socket.send(messages.started(request.client_id, record.request_id))
@@ -303,7 +306,7 @@ class Session:
         headers = self._client.headers
         if session is not None:
             headers = {**headers, "x-session-id": session}
-        return Origin(headers, self._client.address, record.account.tenant.name)
+        return Origin(headers, self._client.address, record.account.tenant.name, record.trace)
 
     def _owner(self, record: Record) -> str:
         return owner_of(self._origin(record))

@@ -1,0 +1,77 @@
+"""Exports spans by OTLP, with OpenTelemetry's SDK. Import it where tracing is on only: it takes memory and time."""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+
+from lockstep_common.trace_context import TraceContext
+from lockstep_common.tracing import names
+from lockstep_common.tracing.options import TraceOptions
+from lockstep_common.tracing.spans import Span
+
+_SCOPE = InstrumentationScope("lockstep", schema_url=names.SCHEMA_URL)
+_KINDS = {kind.value: kind for kind in SpanKind}
+
+
+class OtlpExport:
+    """An exporter to a collector."""
+
+    def __init__(self, options: TraceOptions, resource: Mapping[str, str]) -> None:
+        # It warns at each try. The queue logs once that the collector is away, and once that it is back.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        self.resource = Resource.create(dict(resource))
+        self._exporter = _exporter(options)
+
+    def export(self, spans: Sequence[Span]) -> bool:
+        """Export spans, no longer than the options say; whether the collector has them."""
+        exported = [to_readable(span, self.resource) for span in spans]
+        return self._exporter.export(exported) is SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        """Let an `export` that waits return."""
+        self._exporter.shutdown()
+
+
+def _exporter(options: TraceOptions) -> SpanExporter:
+    if options.protocol == "http":
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter  # noqa: PLC0415
+
+        return HttpExporter(endpoint=options.http_endpoint, timeout=options.timeout_s)
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter  # noqa: PLC0415
+
+    return GrpcExporter(endpoint=options.endpoint, insecure=options.is_insecure, timeout=options.timeout_s)
+
+
+def to_readable(span: Span, resource: Resource) -> ReadableSpan:
+    """A span in the form of the SDK."""
+    own = span.context
+    parent = None
+    if span.parent_id:
+        parent = _context(
+            TraceContext(own.trace_id, span.parent_id, own.is_sampled, own.state), is_remote=span.has_remote_parent
+        )
+    return ReadableSpan(
+        span.name,
+        _context(own, is_remote=False),
+        parent,
+        resource,
+        span.attributes,
+        [Event(name, attributes, at_ns) for name, at_ns, attributes in span.events],
+        [Link(_context(linked, is_remote=True)) for linked in span.links],
+        _KINDS[span.kind],
+        status=Status(StatusCode.ERROR) if span.error else Status(),
+        start_time=span.begin_ns,
+        end_time=span.end_ns,
+        instrumentation_scope=_SCOPE,
+    )
+
+
+def _context(context: TraceContext, *, is_remote: bool) -> SpanContext:
+    state = TraceState.from_header([context.state]) if context.state else None
+    flags = TraceFlags.SAMPLED if context.is_sampled else TraceFlags.DEFAULT
+    return SpanContext(context.trace_id, context.span_id, is_remote, TraceFlags(flags), state)

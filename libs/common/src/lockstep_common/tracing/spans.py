@@ -1,0 +1,235 @@
+"""Spans of one request in this process, and the decision whether they are kept.
+
+A span is a plain object until it is exported: making one takes about two microseconds, and nothing of OpenTelemetry's
+SDK. The spans of a trace wait here until the trace is kept, because of the ratio, of the caller's decision or of what
+happens to the request, or until it ends and is dropped.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from random import Random, SystemRandom
+
+from lockstep_common.trace_context import TraceContext
+from lockstep_common.tracing import metrics, names
+
+MAX_SPANS = 256
+"""Spans of one trace in this process. Further ones are not recorded, but counted."""
+MAX_EVENTS = 64
+"""Events of one span."""
+MAX_WAITING_SPANS = 32_768
+"""Spans of all traces that are not decided on, about 1 KB each."""
+_MAX_TEXT = 256
+_LOW_BITS = (1 << 64) - 1
+
+Value = bool | int | float | str | Sequence[str]
+Attributes = dict[str, Value]
+
+
+class Kind(IntEnum):
+    """As in OpenTelemetry's SDK."""
+
+    INTERNAL = 0
+    SERVER = 1
+    CLIENT = 2
+
+
+class Kept(StrEnum):
+    """Why a trace is kept."""
+
+    RATIO = "ratio"
+    PARENT = "parent"
+    ERROR = "error"
+    SLOW = "slow"
+    FAILED_OVER = "failed_over"
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """One piece of work. Times are nanoseconds since 1970."""
+
+    name: str
+    trace: "Trace"
+    span_id: int
+    parent_id: int
+    """0: it begins the trace."""
+    has_remote_parent: bool
+    begin_ns: int
+    kind: Kind = Kind.INTERNAL
+    end_ns: int = 0
+    attributes: Attributes = field(default_factory=dict)
+    events: list[tuple[str, int, Attributes]] = field(default_factory=list)
+    links: list[TraceContext] = field(default_factory=list)
+    error: str = ""
+    """The type of the error that ended it; empty: none."""
+
+    @property
+    def context(self) -> TraceContext:
+        """What names it to other services: whether the trace is kept, as far as that is known now."""
+        trace = self.trace
+        return TraceContext(trace.trace_id, self.span_id, trace.kept is not None, trace.state)
+
+    def event(self, name: str, attributes: Attributes | None = None, at_ns: int | None = None) -> None:
+        """Note that something has happened; `at_ns` is of the monotonic clock, None: now."""
+        if len(self.events) < MAX_EVENTS:
+            self.events.append((name, self.trace.time_of(at_ns), attributes or {}))
+
+    def set_text(self, name: str, text: str) -> None:
+        """Set an attribute whose text has no bound of its own."""
+        self.attributes[name] = text[:_MAX_TEXT]
+
+
+class Tracing:
+    """Makes traces, and hands the spans of those that are kept to `export`.
+
+    Args:
+        ratio: part of the traces that is kept whatever happens, if the caller has not decided.
+        slow_s: a request that takes longer, to its first token or to its end, is kept.
+        export: takes spans that have ended. It must not wait.
+        rng: source of ids.
+        on_close: ends the export; gets the longest time for it in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        ratio: float,
+        slow_s: float,
+        export: Callable[[list[Span]], None],
+        rng: Random | None = None,
+        on_close: Callable[[float], None] = lambda _: None,
+    ) -> None:
+        self.slow_s = slow_s
+        self.waiting = 0
+        """Spans of traces that are not decided on."""
+        self._export = export
+        self._bound = round(ratio * (1 << 64))
+        self._rng = rng or Random(SystemRandom().getrandbits(128))
+        self._on_close = on_close
+
+    def trace(self, parent: TraceContext | None = None) -> "Trace":
+        """A trace that begins here, or goes on here after a caller's span. It is held once: see `Trace.release`."""
+        if parent is not None:
+            return Trace(self, parent.trace_id, parent, Kept.PARENT if parent.is_sampled else None)
+        trace_id = self._rng.getrandbits(128) or 1
+        # As OpenTelemetry's TraceIdRatioBased: services that use the same ratio agree.
+        return Trace(self, trace_id, None, Kept.RATIO if trace_id & _LOW_BITS < self._bound else None)
+
+    def new_span_id(self) -> int:
+        """An id that no other span of a trace has."""
+        return self._rng.getrandbits(64) or 1
+
+    def export(self, spans: list[Span]) -> None:
+        """Hand over spans that have ended."""
+        self._export(spans)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Export what waits for it, no longer than this."""
+        self._on_close(timeout_s)
+
+
+class Trace:
+    """The spans of one request in this process."""
+
+    __slots__ = ("_ended", "_holds", "_offset_ns", "_parent", "_recorded", "_tracing", "kept", "state", "trace_id")
+
+    def __init__(self, tracing: Tracing, trace_id: int, parent: TraceContext | None, kept: Kept | None) -> None:
+        self.trace_id = trace_id
+        self.kept = kept
+        """Why it is kept; None: so far it is not."""
+        self.state = "" if parent is None else parent.state
+        self._tracing = tracing
+        self._parent = parent
+        self._holds = 1
+        self._recorded = 0
+        self._ended: list[Span] = []
+        # Read once: within a trace, times follow the monotonic clock, which processes of one host share.
+        self._offset_ns = time.time_ns() - time.monotonic_ns()
+
+    def time_of(self, monotonic_ns: int | None = None) -> int:
+        """Nanoseconds since 1970; None: now."""
+        return self._offset_ns + (time.monotonic_ns() if monotonic_ns is None else monotonic_ns)
+
+    def begin(
+        self, name: str, parent: Span | None = None, kind: Kind = Kind.INTERNAL, at_ns: int | None = None
+    ) -> Span:
+        """A span that begins at a time of the monotonic clock; None: now. Without a parent it is the caller's child."""
+        begin_ns, caller = self.time_of(at_ns), self._parent
+        if parent is None:
+            return Span(
+                name,
+                self,
+                self._tracing.new_span_id(),
+                0 if caller is None else caller.span_id,
+                caller is not None,
+                begin_ns,
+                kind,
+            )
+        # A child cannot begin before its parent.
+        return Span(
+            name, self, self._tracing.new_span_id(), parent.span_id, False, max(begin_ns, parent.begin_ns), kind
+        )
+
+    def end(self, span: Span, error: str = "", at_ns: int | None = None) -> None:
+        """End a span, once.
+
+        Args:
+            span: one of this trace.
+            error: the type of the error that ended it, a word of a bounded set; empty: none.
+            at_ns: of the monotonic clock; None: now.
+        """
+        span.end_ns = max(self.time_of(at_ns), span.begin_ns)
+        if error:
+            span.error = span.attributes[names.ERROR_TYPE] = error
+        self._recorded += 1
+        if not self._holds:
+            return  # what ends after its request tells nothing about it
+        if self._recorded > MAX_SPANS or (self.kept is None and self._tracing.waiting >= MAX_WAITING_SPANS):
+            metrics.SPANS.labels("limit").inc()
+        elif self.kept is not None:
+            self._tracing.export([span])
+        else:
+            self._ended.append(span)
+            self._tracing.waiting += 1
+
+    def keep(self, why: Kept) -> None:
+        """Keep the trace; the first reason counts. Contexts that are passed on from now on say so."""
+        if self.kept is None:
+            self.kept = why
+            self._flush()
+
+    def keep_if_slow(self, seconds: float) -> None:
+        """Keep the trace if this is longer than a request may take to its first token or to its end."""
+        if seconds > self._tracing.slow_s:
+            self.keep(Kept.SLOW)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has as many spans as it may have."""
+        return self._recorded >= MAX_SPANS
+
+    def hold(self) -> None:
+        """Another part of the request begins, and will `release` the trace."""
+        self._holds += 1
+
+    def release(self) -> None:
+        """A part of the request has ended. When no part is left, a trace that is not kept is dropped."""
+        self._holds -= 1
+        if self._holds:
+            return
+        metrics.TRACES.labels("dropped" if self.kept is None else self.kept.value).inc()
+        if self.kept is None:
+            self._tracing.waiting -= len(self._ended)
+            self._ended = []
+
+    def _flush(self) -> None:
+        ended, self._ended = self._ended, []
+        self._tracing.waiting -= len(ended)
+        if ended:
+            self._tracing.export(ended)
+
+
+CURRENT: ContextVar[Span | None] = ContextVar("span", default=None)
+"""The span that the present task works for; calls of other services become its children. None: it has no trace."""

@@ -1,0 +1,322 @@
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+import opentelemetry.semconv._incubating.attributes as conventions
+import pytest
+from lockstep_common.errors import LockstepError
+from lockstep_common.settings import PodSettings
+from lockstep_common.trace_context import TraceContext, parse_tracestate
+from lockstep_common.tracing import Kept, Kind, Span, Tracing, make_tracing, metrics, names, setup_tracing, spans
+from lockstep_common.tracing.options import DEFAULT_RATIO, TraceOptions, trace_options
+from lockstep_common.tracing.queue import SpanQueue
+from opentelemetry.semconv._incubating.attributes import (
+    db_attributes,
+    error_attributes,
+    gen_ai_attributes,
+    http_attributes,
+    rpc_attributes,
+)
+from opentelemetry.semconv.schemas import Schemas
+from otlp_receiver import grpc_receiver, http_receiver
+
+CALLER = TraceContext(0xABC << 64, 0xDEF, False, "vendor=1")
+
+
+@dataclass
+class Given:
+    otlp_endpoint: str | None = None
+    otlp_protocol: str | None = None
+    trace_ratio: float | None = None
+    trace_slow_s: float = 10.0
+    pod_name: str | None = None
+    pod_namespace: str | None = None
+
+
+def tracing(ratio: float = 0.0) -> tuple[Tracing, list[Span]]:
+    exported: list[Span] = []
+    return Tracing(ratio=ratio, slow_s=1.0, export=exported.extend), exported
+
+
+def count(outcome: str) -> float:
+    return metrics.SPANS.labels(outcome)._value.get()
+
+
+# Decisions.
+
+
+def test_a_trace_that_nothing_keeps_is_dropped_at_its_end():
+    made, exported = tracing()
+    trace = made.trace()
+    trace.end(trace.begin("request"))
+    assert made.waiting == 1
+    trace.release()
+    assert exported == []
+    assert made.waiting == 0
+
+
+def test_the_ratio_keeps_that_part_of_traces():
+    made, _ = tracing(0.25)
+    kept = sum(made.trace().kept is Kept.RATIO for _ in range(4000))
+    assert 850 < kept < 1150  # five standard deviations
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_the_caller_decides_before_the_ratio(ratio: float):
+    made, _ = tracing(ratio)
+    assert made.trace(CALLER).kept is None
+    assert made.trace(TraceContext(1, 1, True)).kept is Kept.PARENT
+
+
+def test_what_happens_to_a_request_keeps_its_trace_with_all_spans_so_far():
+    made, exported = tracing()
+    trace = made.trace(CALLER)
+    root = trace.begin("request", kind=Kind.SERVER)
+    trace.end(trace.begin("route", root))
+    assert not root.context.is_sampled
+    trace.keep(Kept.FAILED_OVER)
+    trace.keep(Kept.ERROR)
+    assert root.context.is_sampled  # so that the next service keeps its part too
+    trace.end(root)
+    trace.release()
+    assert [span.name for span in exported] == ["route", "request"]
+    assert trace.kept is Kept.FAILED_OVER
+    assert made.waiting == 0
+
+
+def test_slow_requests_are_kept():
+    made, _ = tracing()
+    trace = made.trace()
+    trace.keep_if_slow(0.9)
+    assert trace.kept is None
+    trace.keep_if_slow(1.1)
+    assert trace.kept is Kept.SLOW
+
+
+def test_a_trace_ends_with_its_last_part():
+    made, exported = tracing()
+    trace = made.trace()
+    trace.hold()
+    trace.end(trace.begin("request"))
+    trace.release()  # the client has left, its stream goes on
+    assert made.waiting == 1
+    trace.keep(Kept.ERROR)
+    trace.release()
+    assert len(exported) == 1
+
+
+def test_spans_of_a_kept_trace_are_exported_as_soon_as_they_end():
+    made, exported = tracing(1.0)
+    trace = made.trace()
+    trace.end(trace.begin("route"))
+    assert len(exported) == 1
+
+
+# Bounds.
+
+
+def test_a_trace_has_a_bounded_number_of_spans():
+    made, exported = tracing(1.0)
+    trace, before = made.trace(), count("limit")
+    for _ in range(spans.MAX_SPANS + 7):
+        trace.end(trace.begin("attempt"))
+    assert len(exported) == spans.MAX_SPANS
+    assert trace.is_full
+    assert count("limit") == before + 7
+
+
+def test_traces_that_are_not_decided_on_share_a_bound(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(spans, "MAX_WAITING_SPANS", 5)
+    made, exported = tracing()
+    traces = [made.trace() for _ in range(8)]
+    for trace in traces:
+        trace.end(trace.begin("request"))
+    assert made.waiting == 5
+    for trace in traces:
+        trace.keep(Kept.ERROR)
+        trace.release()
+    assert len(exported) == 5
+    assert made.waiting == 0
+
+
+def test_a_span_has_a_bounded_number_of_events():
+    span = tracing()[0].trace().begin("decode")
+    for _ in range(1000):
+        span.event("step")
+    assert len(span.events) == spans.MAX_EVENTS
+
+
+def test_children_are_inside_their_parents():
+    trace = tracing()[0].trace()
+    parent = trace.begin("attempt", at_ns=1000)
+    child = trace.begin("queue", parent, at_ns=900)
+    trace.end(child, at_ns=800)
+    assert parent.begin_ns == child.begin_ns == child.end_ns
+
+
+# The context of the caller.
+
+
+def test_the_callers_span_is_the_parent():
+    trace = tracing()[0].trace(CALLER)
+    span = trace.begin("request")
+    assert (span.parent_id, span.has_remote_parent, span.context.trace_id) == (0xDEF, True, CALLER.trace_id)
+    assert span.context.state == "vendor=1"
+    assert TraceContext.parse(span.context.traceparent, "vendor=1") == span.context
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["=1", "A=1", "a=1,a=2", "a=é", "a", "a=1,b", "a=1 ;x=,", ",".join(f"k{n}=1" for n in range(33)), "a=" + "1" * 600],
+)
+def test_malformed_tracestate_is_ignored(text: str):
+    assert parse_tracestate(text) == ""
+    parsed = TraceContext.parse("00-" + "1" * 32 + "-" + "2" * 16 + "-01", text)
+    assert parsed is not None
+    assert parsed.state == ""
+
+
+def test_well_formed_tracestate_is_kept():
+    assert parse_tracestate("a=1, tenant@vendor=b c,,z_-*/=!") == "a=1,tenant@vendor=b c,z_-*/=!"
+
+
+def test_without_a_well_formed_traceparent_there_is_no_context():
+    assert TraceContext.parse("00-" + "0" * 32 + "-" + "2" * 16 + "-01", "a=1") is None
+
+
+# Settings.
+
+
+def test_without_an_endpoint_there_are_no_traces():
+    assert trace_options(Given(), {}) is None
+    assert setup_tracing("router", "r0", Given()) is None
+
+
+def test_opentelemetrys_variables_count_where_settings_are_open():
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318",
+        "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+        "OTEL_TRACES_SAMPLER_ARG": "0.5",
+    }
+    options = trace_options(Given(), environment)
+    assert options is not None
+    assert (options.http_endpoint, options.protocol, options.ratio) == ("http://collector:4318/v1/traces", "http", 0.5)
+    options = trace_options(Given("c:4317", "grpc", 0.0), environment)
+    assert options is not None
+    assert (options.endpoint, options.protocol, options.ratio) == ("c:4317", "grpc", 0.0)
+    assert trace_options(Given("c:4317"), {"OTEL_SDK_DISABLED": "true"}) is None
+    assert trace_options(Given("c:4317"), {}) == TraceOptions("c:4317", "grpc", DEFAULT_RATIO, 10.0)
+    options = trace_options(
+        Given(), {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c/x", "OTEL_TRACES_SAMPLER": "always_on"}
+    )
+    assert options is not None
+    assert (options.http_endpoint, options.ratio) == ("http://c/x", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"), ("OTEL_TRACES_SAMPLER_ARG", "often")]
+)
+def test_unusable_variables_are_named(name: str, value: str):
+    with pytest.raises(LockstepError, match=r"must be") as refused:
+        trace_options(Given("c:4317"), {name: value})
+    assert refused.value.field == name
+
+
+@pytest.mark.parametrize("endpoint", ["http://user:secret@collector", "ftp://collector", "", "a b"])
+def test_unusable_endpoints_are_refused(endpoint: str):
+    with pytest.raises(ValueError, match="otlp_endpoint"):
+        PodSettings(otlp_endpoint=endpoint)
+
+
+def test_names_are_those_of_the_conventions():
+    modules = (gen_ai_attributes, http_attributes, rpc_attributes, error_attributes, db_attributes)
+    known = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
+    ours = {value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)}
+    ours -= {names.SCHEMA_URL, names.PROVIDER_NAME}
+    assert {name for name in ours if not name.startswith("lockstep.")} <= known
+    assert names.SCHEMA_URL in {schema.value for schema in Schemas}
+    assert conventions  # the package that they are compared with
+
+
+def test_the_sdk_is_imported_by_those_who_trace_only():
+    code = "import sys, lockstep_common.tracing as t; sys.exit(any(n.startswith('opentelemetry') for n in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# Export.
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_spans_arrive_as_they_were_made(protocol: str):
+    with (grpc_receiver if protocol == "grpc" else http_receiver)() as receiver:
+        options = TraceOptions(receiver.address, protocol, 1.0, 10.0)  # type: ignore[arg-type]
+        made = make_tracing(options, {"service.name": "lockstep-router"})
+        trace = made.trace(TraceContext(5, 6, True, "vendor=1"))
+        root = trace.begin("request", kind=Kind.SERVER)
+        root.attributes |= {"lockstep.failovers": 2, "gen_ai.response.finish_reasons": ["stop"]}
+        root.set_text("gen_ai.request.model", "m" * 1000)
+        attempt = trace.begin("attempt", root)
+        attempt.links.append(TraceContext(5, 77, True))
+        attempt.event("chunk", {"lockstep.tokens": 3})
+        trace.end(attempt, "silent")
+        trace.end(root)
+        trace.release()
+        made.close()
+        arrived = {span.name: span for span in receiver.wait({"request": 1, "attempt": 1})}
+    request, tried = arrived["request"], arrived["attempt"]
+    assert request.trace_id == tried.trace_id == f"{5:032x}"
+    assert (request.parent_id, tried.parent_id) == (f"{6:016x}", request.span_id)
+    assert request.state == "vendor=1"
+    assert request.attributes["gen_ai.response.finish_reasons"] == ["stop"]
+    assert request.attributes["gen_ai.request.model"] == "m" * 256
+    assert request.resource["service.name"] == "lockstep-router"
+    assert tried.links == (f"{77:016x}",)
+    assert [(name, attributes) for name, _, attributes in tried.events] == [("chunk", {"lockstep.tokens": 3})]
+    assert (tried.is_error, request.is_error) == (True, False)
+    assert tried.attributes["error.type"] == "silent"
+    assert request.begin_ns <= tried.begin_ns <= tried.end_ns <= request.end_ns
+
+
+def test_a_full_queue_never_waits_and_counts_what_it_drops():
+    let_go, entered = threading.Event(), threading.Event()
+
+    def stuck(_: object) -> bool:
+        entered.set()
+        return let_go.wait(30)
+
+    before = count("full")
+    queue = SpanQueue(stuck, let_go.set, max_spans=1000)
+    made = Tracing(ratio=1.0, slow_s=1.0, export=queue.put)
+    trace = made.trace()
+    batch = [trace.begin("attempt") for _ in range(600)]
+    queue.put(batch)
+    assert entered.wait(20)  # its thread hangs in the exporter now, with 512 of them
+    for _ in range(10):
+        queue.put(batch)
+    assert count("full") - before == 600 * 11 - 512 - 1000
+    queue.close(0.01)
+
+
+def test_a_failing_exporter_loses_spans_and_nothing_else():
+    failed = threading.Event()
+
+    def failing(_: object) -> bool:
+        failed.set()
+        raise OSError
+
+    before = count("failed")
+    queue = SpanQueue(failing)
+    trace = Tracing(ratio=1.0, slow_s=1.0, export=queue.put).trace()
+    trace.end(trace.begin("request"))
+    queue.put([trace.begin("attempt")])
+    queue.close(20)
+    assert failed.is_set()
+    assert count("failed") - before == 2
+
+
+def test_an_exporter_that_is_gone_does_not_keep_the_process():
+    made = make_tracing(TraceOptions("127.0.0.1:9", "grpc", 1.0, 10.0), {"service.name": "x"})
+    trace = made.trace()
+    trace.end(trace.begin("request"))
+    made.close(0.2)  # interrupts the exporter's retries

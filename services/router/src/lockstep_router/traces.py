@@ -1,0 +1,156 @@
+"""The span `request`: one for each request of a client, from its arrival to the end of its answer. And the span
+`takeover`, when this router goes on with what another one began.
+
+The spans below it, `route` and `attempt`, are those of its streams.
+
+What it holds of the request are numbers and the name of a model that exists. It never holds text of clients.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from lockstep_api.v1 import inference_pb2
+from lockstep_common.trace_context import TraceContext
+from lockstep_common.tracing import CURRENT, Kept, Kind, Span, Trace, Tracing, names
+
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
+_METHODS = {"http": names.HTTP_METHOD, "websocket": names.HTTP_METHOD}
+
+
+class EndedCall(Protocol):
+    """What was called, in words of a bounded set."""
+
+    face: str
+    endpoint: str
+    method: str
+
+
+class EndedRequest(Protocol):
+    """The facts about a request that has ended."""
+
+    @property
+    def request_id(self) -> str: ...  # noqa: D102
+    @property
+    def status(self) -> int: ...  # noqa: D102
+    @property
+    def prompt_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def completion_tokens(self) -> int: ...  # noqa: D102
+    @property
+    def failovers(self) -> int: ...  # noqa: D102
+    @property
+    def resumed(self) -> bool: ...  # noqa: D102
+
+
+class RequestTrace:
+    """A request's span, and the trace that its streams have in common."""
+
+    __slots__ = ("_has_token", "finish_reasons", "root", "trace")
+
+    def __init__(self, trace: Trace, name: str = "request", kind: Kind = Kind.SERVER) -> None:
+        self.trace = trace
+        self.root: Span = trace.begin(name, kind=kind)
+        self.finish_reasons: list[str] = []
+        self._has_token = False
+
+    @property
+    def context(self) -> TraceContext:
+        """What names the request to other services."""
+        return self.root.context
+
+    def describe(self, model: str, choices: int, sampling: inference_pb2.Sampling | None = None) -> None:
+        """Note what is asked for, once it is known to fit a model.
+
+        Args:
+            model: the name of a model that exists.
+            choices: answers to each prompt.
+            sampling: that of the first stream; None: it makes no tokens.
+        """
+        attributes = self.root.attributes
+        self.root.set_text(names.REQUEST_MODEL, model)
+        self.root.set_text(names.RESPONSE_MODEL, model)
+        if choices != 1:
+            attributes[names.REQUEST_CHOICES] = choices
+        if sampling is not None:
+            attributes[names.REQUEST_MAX_TOKENS] = sampling.max_tokens
+            attributes[names.REQUEST_TEMPERATURE] = sampling.temperature
+            attributes[names.REQUEST_TOP_P] = sampling.top_p
+            if sampling.top_k:
+                attributes[names.REQUEST_TOP_K] = sampling.top_k
+
+    def note_first_token(self, seconds: float) -> None:
+        """Note a stream's first token, which came so long after the request; the first one counts."""
+        if not self._has_token:
+            self._has_token = True
+            self.root.attributes[names.RESPONSE_FIRST_CHUNK_S] = seconds
+            self.trace.keep_if_slow(seconds)
+
+    def join(self, traceparent: str) -> None:
+        """Link to the request that began the stream which this one reads, if that is another one."""
+        linked = TraceContext.parse(traceparent)
+        if linked is not None and linked.span_id != self.root.span_id:
+            self.root.links.append(linked)
+
+    def end(self, call: EndedCall, record: EndedRequest, seconds: float) -> None:
+        """Note the end of the answer."""
+        root, trace = self.root, self.trace
+        attributes = root.attributes
+        if operation := _OPERATIONS.get(call.endpoint):
+            attributes[names.OPERATION] = operation
+        attributes[names.PROVIDER] = names.PROVIDER_NAME
+        attributes[names.FACE] = call.face
+        attributes[names.HTTP_ROUTE] = call.endpoint
+        if call.face in _METHODS:
+            attributes[names.HTTP_METHOD] = call.method
+        attributes[names.HTTP_STATUS] = record.status
+        # The client may have chosen it, of 64 harmless characters: it is in the answer and in the log too.
+        attributes[names.RESPONSE_ID] = attributes[names.REQUEST_ID] = record.request_id
+        attributes[names.INPUT_TOKENS] = record.prompt_tokens
+        attributes[names.OUTPUT_TOKENS] = record.completion_tokens
+        attributes[names.FAILOVERS] = record.failovers
+        attributes[names.RESUMED] = record.resumed
+        if self.finish_reasons:
+            attributes[names.RESPONSE_FINISH_REASONS] = self.finish_reasons
+        is_error = record.status >= 500
+        if is_error:
+            trace.keep(Kept.ERROR)
+        trace.keep_if_slow(seconds)
+        if trace.kept is not None:
+            attributes[names.KEPT_BECAUSE] = trace.kept.value
+        CURRENT.set(None)
+        trace.end(root, str(record.status) if is_error else "")
+        trace.release()
+
+
+def begin_request(tracing: Tracing | None, headers: Mapping[str, str]) -> RequestTrace | None:
+    """The trace of a request with these headers, by names in lower case; None: there are no traces."""
+    if tracing is None:
+        return None
+    context = TraceContext.parse(headers.get("traceparent", ""), headers.get("tracestate", ""))
+    request = RequestTrace(tracing.trace(context))
+    CURRENT.set(request.root)  # what the task calls, and the tasks that it starts, is for this request
+    return request
+
+
+class Takeover(RequestTrace):
+    """A request that another router began and this one goes on with. It joins the trace, which is kept."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace, "takeover", Kind.INTERNAL)
+        trace.keep(Kept.FAILED_OVER)
+
+    def close(self) -> None:
+        """Its streams have ended."""
+        self.trace.end(self.root)
+        self.trace.release()
+
+
+def begin_takeover(tracing: Tracing | None, traceparent: str) -> Takeover | None:
+    """The trace of a request that another router began, by the context that it stored; None: there is none."""
+    context = None if tracing is None else TraceContext.parse(traceparent)
+    return None if tracing is None or context is None else Takeover(tracing.trace(context))

@@ -1,0 +1,229 @@
+"""The router's spans: their tree, what they say of the route and of each attempt, and which traces are kept."""
+
+import pytest
+from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
+from lockstep_common.trace_context import TraceContext
+from lockstep_common.tracing import Span, Tracing
+from router_cluster import Cluster, eventually
+from scripted_worker import Script
+from takeover_cluster import Sharing, mirrored
+from websocket_client import socket_of
+
+CALLER = TraceContext(0xA << 64, 0xB, True, "vendor=1")
+HEADERS = {"traceparent": CALLER.traceparent, "tracestate": CALLER.state, "baggage": "canary=baggage"}
+CANARY = "canary words nobody else uses"
+
+
+def trace(cluster: Cluster, *, ratio: float = 1.0, slow_s: float = 60.0) -> list[Span]:
+    spans: list[Span] = []
+    cluster.router.tracing = Tracing(ratio=ratio, slow_s=slow_s, export=spans.extend)
+    return spans
+
+
+def named(spans: list[Span], name: str) -> list[Span]:
+    return [span for span in spans if span.name == name]
+
+
+def check_tree(spans: list[Span]) -> None:
+    """All but the requests have a parent, which they are inside."""
+    by_id = {span.span_id: span for span in spans}
+    assert len(by_id) == len(spans)
+    for span in spans:
+        if span.name == "request":
+            continue
+        parent = by_id[span.parent_id]
+        assert {"route": "request", "attempt": "route"}[span.name] == parent.name
+        assert parent.begin_ns <= span.begin_ns <= span.end_ns <= parent.end_ns
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_has_a_route_and_an_attempt(make_cluster, stream):
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    response = await cluster.complete(CANARY, headers=HEADERS, stream=stream)
+    assert response.status_code == 200
+    assert sorted(span.name for span in spans) == ["attempt", "request", "route"]
+    check_tree(spans)
+    (request,), (route,), (attempt,) = (named(spans, name) for name in ("request", "route", "attempt"))
+    assert (request.context.trace_id, request.parent_id, request.has_remote_parent) == (0xA << 64, 0xB, True)
+    assert (
+        request.attributes
+        | {
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.request.model": "reference",
+            "gen_ai.request.max_tokens": 12,
+            "gen_ai.usage.output_tokens": 12,
+            "gen_ai.response.finish_reasons": ["length"],
+            "http.response.status_code": 200,
+            "http.route": "/v1/completions",
+            "lockstep.trace.kept_because": "parent",
+        }
+        == request.attributes
+    )
+    assert request.attributes["gen_ai.response.time_to_first_chunk"] > 0
+    assert route.attributes["lockstep.route.candidates"] == 2
+    assert route.attributes["lockstep.route.reason"] == "policy"
+    assert attempt.attributes | {"lockstep.outcome": "finished", "lockstep.tokens": 12} == attempt.attributes
+    (submit,) = [submit for worker in cluster.workers for submit in worker.submits]
+    assert (submit.traceparent, submit.tracestate) == (attempt.context.traceparent, "vendor=1")
+    assert "canary" not in repr([(span.attributes, span.events) for span in spans])
+    assert b"canary" not in submit.SerializeToString()  # baggage goes nowhere
+
+
+async def test_a_request_that_moves_is_one_trace_with_linked_attempts(make_cluster):
+    cluster = await make_cluster()
+    spans = trace(cluster, ratio=0.0)
+    own, others = cluster.worker_of("user:u")
+    own.script = Script(die_after=3)
+    response = await cluster.complete()
+    assert response.status_code == 200
+    check_tree(spans)
+    first, second = named(spans, "attempt")
+    assert first.context.trace_id == second.context.trace_id
+    assert [link.span_id for link in second.links] == [first.span_id]
+    assert first.attributes["lockstep.outcome"] == "lost"
+    assert first.error
+    assert (second.attributes["lockstep.attempt"], second.attributes["lockstep.outcome"]) == (2, "finished")
+    assert second.attributes["lockstep.attempt.emitted_before"] == 3
+    assert first.attributes["lockstep.worker"] != second.attributes["lockstep.worker"]
+    (request,) = named(spans, "request")
+    assert request.attributes["lockstep.trace.kept_because"] == "failed_over"
+    assert len(named(spans, "route")) == 2
+    # The first worker did not know that the trace would be kept, the second does.
+    assert own.submits[0].traceparent.endswith("-00")
+    assert others[0].submits[0].traceparent.endswith("-01")
+
+
+async def test_only_what_is_slow_or_fails_is_kept_at_a_ratio_of_zero(make_cluster):
+    cluster = await make_cluster()
+    spans = trace(cluster, ratio=0.0)
+    assert (await cluster.complete()).status_code == 200
+    assert (await cluster.complete(model="nobody's")).status_code == 404
+    assert spans == []
+    assert cluster.router.tracing.waiting == 0
+    cluster.fail_after(1)
+    assert (await cluster.complete()).status_code == 500
+    (request,) = named(spans, "request")
+    assert (request.error, request.attributes["lockstep.trace.kept_because"]) == ("500", "error")
+    assert "secret detail" not in repr([(span.attributes, span.events) for span in spans])
+
+
+async def test_slow_requests_are_kept(make_cluster):
+    cluster = await make_cluster()
+    spans = trace(cluster, ratio=0.0, slow_s=1e-6)
+    await cluster.complete()
+    (request,) = named(spans, "request")
+    assert request.attributes["lockstep.trace.kept_because"] == "slow"
+
+
+async def test_models_that_do_not_exist_are_not_named(make_cluster):
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    await cluster.complete(model="canary")
+    assert "canary" not in repr([span.attributes for span in spans])
+
+
+async def test_each_choice_has_a_route_and_an_attempt(make_cluster):
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    await cluster.complete(n=3)
+    check_tree(spans)
+    assert len(named(spans, "attempt")) == len(named(spans, "route")) == 3
+
+
+async def test_a_client_that_leaves_ends_its_trace(make_cluster):
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    for worker in cluster.workers:
+        worker.script = Script(hang_after=2)
+    async with cluster.over_http() as client:
+        body = {"model": "reference", "prompt": "hello", "max_tokens": 12, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            await anext(response.aiter_bytes())
+        await eventually(lambda: named(spans, "request"))
+    check_tree(spans)
+    (attempt,) = named(spans, "attempt")
+    assert attempt.attributes["lockstep.outcome"] == "cancelled"
+    assert cluster.router.tracing.waiting == 0
+
+
+async def test_a_resumed_client_links_to_the_trace_of_its_stream(make_cluster):
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    begun = await cluster.complete(stream=True, resumable=True)
+    await cluster.client.get(f"/v1/streams/{begun.headers['x-lockstep-stream-id']}")
+    first, second = named(spans, "request")
+    assert first.links == []
+    assert [link.span_id for link in second.links] == [first.span_id]
+    assert second.attributes["lockstep.resumed"] is True
+    assert len(named(spans, "attempt")) == 1
+
+
+async def test_a_call_over_grpc_has_a_trace_and_a_resumed_one_a_link(make_cluster):
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    async with cluster.over_grpc() as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        message = inference_pb2.GenerateRequest(
+            model="reference", prompt="hello", sampling=inference_pb2.Sampling(max_tokens=12)
+        )
+        call = stub.Generate(message, metadata=tuple(HEADERS.items()))
+        metadata = dict(await call.initial_metadata())
+        async for _ in call:
+            pass
+        resume = inference_pb2.ResumeRequest(request_id=metadata["x-lockstep-stream-id"])
+        async for _ in stub.Resume(resume):
+            pass
+    await eventually(lambda: len(named(spans, "request")) == 2)
+    first, second = named(spans, "request")
+    assert (first.parent_id, first.context.state) == (0xB, "vendor=1")
+    assert (first.attributes["lockstep.face"], second.attributes["http.route"]) == ("grpc", "/v1/streams/{stream_id}")
+    assert [link.span_id for link in second.links] == [first.span_id]
+
+
+async def test_each_request_on_a_websocket_has_a_trace(make_cluster):
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    async with cluster.over_http() as client, socket_of(client, headers=HEADERS) as socket:
+        await socket.generate("a", model="reference", prompt="hello", max_tokens=12)
+        await socket.answer("a")
+        await eventually(lambda: named(spans, "request"))
+    (request,) = named(spans, "request")
+    assert (request.parent_id, request.attributes["lockstep.face"]) == (0xB, "websocket")
+    assert named(spans, "attempt")[0].context.trace_id == request.context.trace_id
+
+
+async def test_a_stream_that_another_router_goes_on_with_stays_one_trace(tmp_path, tokenizer):
+    async with Sharing(tmp_path, tokenizer) as sharing:
+        one, two = await sharing.router("one"), await sharing.router("two")
+        spans, others = trace(one), trace(two)
+        for worker in sharing.workers:
+            worker.script = Script(hang_after=2)
+        body = {"model": "reference", "prompt": "hello", "max_tokens": 12, "stream": True, "resumable": True}
+        async with one.over_http() as client, client.stream("POST", "/v1/completions", json=body) as response:
+            await anext(response.aiter_bytes())
+            stream_id = response.headers["x-lockstep-stream-id"]
+            await mirrored(one)
+            for worker in sharing.workers:
+                worker.script = Script()
+            resumed = await two.client.get(f"/v1/streams/{stream_id}")
+            assert resumed.status_code == 200
+        await eventually(lambda: named(others, "takeover") and named(others, "request") and named(spans, "request"))
+        (begun,), (takeover,), (reader,) = (
+            named(spans, "request"),
+            named(others, "takeover"),
+            named(others, "request"),
+        )
+        assert (takeover.context.trace_id, takeover.parent_id) == (begun.context.trace_id, begun.span_id)
+        assert [link.span_id for link in reader.links] == [begun.span_id]
+        (take,) = named(others, "Journal.Take")
+        assert (take.context.trace_id, take.parent_id) == (reader.context.trace_id, reader.span_id)
+        (attempt,) = named(others, "attempt")
+        assert attempt.context.trace_id == begun.context.trace_id
+
+
+async def test_without_tracing_the_callers_context_is_passed_on(make_cluster):
+    cluster = await make_cluster()
+    await cluster.complete(headers=HEADERS)
+    (submit,) = [submit for worker in cluster.workers for submit in worker.submits]
+    assert (submit.traceparent, submit.tracestate) == (CALLER.traceparent, CALLER.state)

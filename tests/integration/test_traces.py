@@ -1,0 +1,126 @@
+"""One trace from the client to each rank, from real processes: edges, times, a failover, a collector that goes away."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import httpx
+import psutil
+import pytest
+from machine import left_since, traces, wait_for
+from otlp_receiver import Received, Receiver, grpc_receiver
+from serving import Serve
+from system import MODEL, System
+
+CALLER = "00-{:032x}-{:016x}-01"
+SKEW_NS = 1_000_000
+"""Clocks of processes on one host: each trace reads the wall clock once in each process."""
+PARENTS = {"route": "request", "attempt": "route", "queue": "attempt", "prefill": "attempt", "decode": "attempt"}
+
+
+class Traced(NamedTuple):
+    system: System
+    receiver: Receiver
+    end: ExitStack
+    """Ends the receiver."""
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory, private_tmp: object) -> Iterator[Traced]:
+    """Two workers with two ranks each, that send their traces to a receiver."""
+    before = traces()
+    with ExitStack() as end, pytest.MonkeyPatch.context() as patch:
+        receiver = end.enter_context(grpc_receiver())
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
+        patch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+        with Serve(tmp_path_factory.mktemp("serve"), "--workers", "2", "--tp", "2") as serve:
+            yield Traced(serve.ready().system, receiver, end)
+            serve.interrupt(signal.SIGINT)
+            assert serve.end() == 0
+            assert "Traceback" not in serve.notes, serve.notes
+    assert left_since(before) == []
+
+
+def complete(system: System, number: int, tokens: int) -> httpx.Response:
+    """An answer whose request belongs to the trace with this number."""
+    body = {"model": MODEL, "prompt": "canary", "max_tokens": tokens, "ignore_eos": True, "seed": 3}
+    headers = {"traceparent": CALLER.format(number, 7), "baggage": "canary=1"}
+    return httpx.post(f"{system.api}/completions", json=body, headers=headers, timeout=60, trust_env=False)
+
+
+def spans_of(receiver: Receiver, number: int) -> list[Received]:
+    return [span for span in receiver.spans if span.trace_id == f"{number:032x}"]
+
+
+def named(spans: list[Received], name: str) -> list[Received]:
+    return [span for span in spans if span.name == name]
+
+
+def check_edges(spans: list[Received]) -> None:
+    """Each span has the parent that it should have, and is inside it."""
+    by_id = {span.span_id: span for span in spans}
+    for span in spans:
+        if span.name == "request":
+            assert span.parent_id == f"{7:016x}"
+            continue
+        parent = by_id[span.parent_id]
+        assert parent.name in ({"prefill", "decode"} if span.name == "rank" else {PARENTS[span.name]})
+        assert parent.begin_ns - SKEW_NS <= span.begin_ns <= span.end_ns <= parent.end_ns + SKEW_NS
+
+
+def test_a_trace_reaches_from_the_request_to_each_rank(traced: Traced) -> None:
+    assert complete(traced.system, 1, 20).status_code == 200
+    wait_for(
+        lambda: named(spans_of(traced.receiver, 1), "request") and len(spans_of(traced.receiver, 1)) == 10, "spans"
+    )
+    spans = spans_of(traced.receiver, 1)
+    assert sorted(span.name for span in spans) == sorted([*PARENTS, "request", *["rank"] * 4])
+    check_edges(spans)
+    (decode,), (attempt,), (route,) = (named(spans, name) for name in ("decode", "attempt", "route"))
+    assert decode.attributes["lockstep.tokens"] == attempt.attributes["lockstep.tokens"] == 20
+    assert decode.resource["service.instance.id"] == attempt.attributes["lockstep.worker"]
+    assert route.attributes["lockstep.route.candidates"] == 2
+    ranks = [span for span in spans if span.parent_id == decode.span_id]
+    assert sorted(span.attributes["lockstep.rank"] for span in ranks) == [0, 1]
+    for rank in ranks:
+        assert 15 <= rank.attributes["lockstep.steps"] <= 25
+        assert rank.attributes["lockstep.rank.compute_s"] > 0
+        assert rank.attributes["lockstep.rank.collective_s"] > 0
+    assert min(span.attributes["lockstep.rank.peer_wait_s"] for span in ranks) == 0
+
+
+def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(traced: Traced) -> None:
+    tokens = traced.system.tokens_lasting(1.0)
+    body = {"model": MODEL, "prompt": "canary", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    with httpx.stream(
+        "POST", f"{traced.system.api}/completions", json=body, timeout=60, trust_env=False,
+        headers={"traceparent": CALLER.format(2, 7)},
+    ) as response:  # fmt: skip
+        lines = response.iter_lines()
+        assert next(lines).startswith("id: ")
+        busy = wait_for(
+            lambda: next((each for each in traced.system.workers().values() if each["running"]), None),
+            "a worker runs it",
+        )
+        psutil.Process(busy["ranks"][1]["pid"]).kill()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    wait_for(lambda: named(spans_of(traced.receiver, 2), "request"), "the request's span has come")
+    wait_for(lambda: len(named(spans_of(traced.receiver, 2), "decode")) == 2, "both workers' spans have come")
+    spans = spans_of(traced.receiver, 2)
+    first, second = sorted(named(spans, "attempt"), key=lambda span: span.begin_ns)
+    assert second.links == (first.span_id,)
+    assert (first.attributes["lockstep.outcome"], second.attributes["lockstep.outcome"]) == ("lost", "finished")
+    assert first.attributes["lockstep.worker"] != second.attributes["lockstep.worker"]
+    assert first.is_error
+    check_edges([span for span in spans if span.name in PARENTS or span.name == "request"])
+
+
+def test_no_text_is_in_any_message(traced: Traced) -> None:
+    assert b"canary" not in traced.receiver.raw
+
+
+def test_serving_goes_on_when_the_collector_is_gone(traced: Traced) -> None:
+    traced.end.close()
+    for number in range(3, 13):
+        assert complete(traced.system, number, 5).status_code == 200
