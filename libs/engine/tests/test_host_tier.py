@@ -1,16 +1,20 @@
 """The prefix cache's tier in host memory, as the driver keeps it: plans order every copy, in time and within bounds."""
 
 import random
+from dataclasses import replace
 
 import pytest
-from lockstep_engine.blocks import HostSizes, PoolSizes, extend_keys
+from lockstep_engine.blocks import BlockKey, HostSizes, PoolSizes, extend_keys
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
+from lockstep_engine.host_tier import HostTier
+from lockstep_engine.prefix_log import PrefixLog
 from scripted_ranks import Server, words
 from test_prefix_log import EVERYTHING, Follower, held_by
 
 LAZY = HotWindow(sink=1, size=2)
 IMMEDIATE = HotWindow(sink=0, size=0)
 HOST = HostSizes(slots=200, slot_bytes=10, hot_slots=3, step_slots=60)
+KEY = BlockKey(b"digest", b"parent", b"tokens")
 LONG = 15 * BLOCK_SIZE + 5
 
 
@@ -123,6 +127,46 @@ def test_a_request_that_ends_while_it_is_loaded_leaves_what_others_can_use():
     assert server.outputs[again][0].cached_tokens > LONG - 2 * BLOCK_SIZE
     assert server.ranks.host.copied["in"] < 2 * LONG // BLOCK_SIZE, "what was loaded is not loaded again"
     server.assert_idle()
+
+
+@pytest.fixture
+def tier():
+    """A tier with one block, which a plan has copied from block 3 to slot 0."""
+    tier = HostTier(HostSizes(slots=2, slot_bytes=10, hot_slots=1, step_slots=2), (PrefixLog(), PrefixLog()))
+    tier.evicted(3, KEY, cold=False, is_wanted=True)
+    spills, loads = tier.take()
+    assert (spills.tolist(), loads) == ([[3, 0]], None)
+    return tier
+
+
+def test_a_block_that_is_evicted_before_it_was_loaded_is_not_loaded_any_more(tier):
+    tier.pin([KEY], cold=False)
+    tier.load(5, KEY, cold=False)
+    tier.check()
+    tier.evicted(5, KEY, cold=False, is_wanted=True)
+    assert tier.take() == (None, None)
+    tier.check()
+    assert tier.has(KEY, cold=False)
+    tier.pin([KEY], cold=False)
+    tier.load(6, KEY, cold=False)
+    assert tier.take()[1].tolist() == [[6, 0]]
+
+
+def test_a_block_that_is_loaded_keeps_its_slots(tier):
+    tier.pin([KEY], cold=False)
+    tier.load(5, KEY, cold=False)
+    for number in range(3):
+        tier.evicted(7, BlockKey(b"other%d" % number, b"", b""), cold=False, is_wanted=True)
+        tier.check()
+    spills, loads = tier.take()
+    assert (spills.tolist(), loads.tolist()) == ([[7, 1]], [[5, 0]])
+    assert tier.usage.dropped == 2
+
+
+def test_equal_digests_of_different_tokens_are_a_miss(tier):
+    assert not tier.has(replace(KEY, tokens=b"others"), cold=False)
+    assert not tier.has(KEY, cold=True)
+    assert tier.has(KEY, cold=False)
 
 
 def test_new_ranks_begin_with_an_empty_tier():
