@@ -1,7 +1,11 @@
 """A stream that begins with blocks from host memory has the bits of one that computed all of them."""
 
+import asyncio
+import os
 import random
+import signal
 from collections import deque
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +14,7 @@ from checkpoints import VOCABULARY, make
 from in_process import InProcessGroup, on_all
 from in_process_rank import InProcessRank
 from lockstep_common.errors import LockstepError
-from lockstep_engine import Request, SamplingParams
+from lockstep_engine import AsyncEngine, Request, SamplingParams
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.blocks import HostSizes, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig, HotWindow
@@ -21,6 +25,7 @@ from lockstep_engine.sampling import Sampler
 from lockstep_engine.scheduler import Limits, Scheduler
 from lockstep_engine.sizes import host_sizes
 
+MODEL = Path(__file__).parents[3] / "models/reference"
 BLOCKS = 16
 NARROW = HotWindow(sink=1, size=1)
 MODES = {
@@ -156,9 +161,11 @@ def test_blocks_lie_in_their_slots_byte_by_byte_and_come_back_elsewhere():
         assert all(torch.equal(*(part.view(torch.uint8) for part in parts)) for parts in zip(each, other, strict=True))
 
 
-def test_a_rank_copies_what_plans_order(tmp_path):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_rank_copies_what_plans_order(tmp_path, overlap):
     path, _ = make("llama", tmp_path)
     settings = {"device": "cpu", "threads": 1, "max_seqs": 2, "max_batch_tokens": 64, "kv_hot_window": 16}
+    settings["overlap"] = overlap
     prompts = [(words(seed), PARAMS) for seed in (*range(8), 0)]
     with InProcessRank(path, kv_memory_bytes=2**18, host_cache_bytes=2**20, **settings) as rank:
         host = rank.loaded.blocks.host
@@ -175,3 +182,47 @@ def test_a_tier_that_would_not_hold_a_block_is_refused(tmp_path):
     with pytest.raises(LockstepError, match="host_cache_bytes must be 0 or at least"):
         host_sizes(EngineConfig(model="m", host_cache_bytes=1000), "cpu", True, 4000, 1100)
     assert host_sizes(EngineConfig(model="m", host_cache_bytes=4400), "cpu", True, 4000, 1100).slots == 4
+
+
+@pytest.mark.slow
+async def test_the_tier_is_empty_after_a_restart_of_the_ranks_and_fills_again():
+    outputs, ready = asyncio.Queue(), asyncio.Event()
+    engine = AsyncEngine(
+        EngineConfig(model=str(MODEL), tp=2, threads=1, max_seqs=4, kv_memory_bytes=2**21, host_cache_bytes=2**24),
+        on_outputs=lambda _step, new: [outputs.put_nowait(each) for each in new],
+        on_change=lambda: ready.set() if engine.status().state == "ready" else ready.clear(),
+    )
+
+    async def ask(name, prompt):
+        engine.submit(Request(name, tuple(prompt), PARAMS))
+        ids, cached, last = [], 0, None
+        async with asyncio.timeout(60):
+            while last is None or last.finish is None:
+                last = await outputs.get()
+                assert last.error is None
+                ids += last.ids
+                cached += last.cached_tokens
+        return ids, cached
+
+    await engine.start()
+    try:
+        found = []
+        for life in range(2):
+            async with asyncio.timeout(60):
+                await ready.wait()
+            assert engine.status().host.blocks == 0
+            first, _ = await ask(f"first {life}", words(0, 300))
+            for seed in range(1, 8):
+                await ask(f"{life} {seed}", words(seed, 300))
+            assert engine.status().host.copied_in == 0
+            found.append(await ask(f"second {life}", [*words(0, 300), *first, 7]))
+            assert found[-1][1] >= 304
+            assert engine.status().host.copied_in > 0
+            if life == 0:
+                os.kill(engine.status().ranks[1].pid, signal.SIGKILL)
+                async with asyncio.timeout(60):
+                    while engine.status().state == "ready":
+                        await asyncio.sleep(0.01)
+        assert found[0] == found[1]
+    finally:
+        await engine.close()
