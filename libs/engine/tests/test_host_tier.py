@@ -195,7 +195,7 @@ def test_whatever_happens_every_stream_reads_its_own_text(hot_window, depth, slo
     server = serve(hot_window, host, depth=depth, blocks=rng.choice([20, 28]), context_length=256)
     follower = Follower(server)
     live, whole = [], []
-    for _ in range(150):
+    for _ in range(80):
         if rng.random() < 0.4 and server.scheduler.queued < 4:
             text = [*words(rng.choice([0, 64, 100]), rng.randrange(2)), *words(rng.randrange(1, 90), rng.randrange(6))]
             options = {"tenant": rng.choice("ab"), "priority": rng.choice([0, 0, 1])}

@@ -96,7 +96,7 @@ class EngineConfig:
     decode_deadline_s: float = 5.0
     """A decode step that takes longer is taken for a hang."""
     prefill_deadline_s: float = 15.0
-    """A step with prompt tokens that takes longer is taken for a hang."""
+    """A step with prompt tokens, or with blocks from host memory, that takes longer is taken for a hang."""
 
     def __post_init__(self) -> None:
         checks = (

@@ -502,8 +502,8 @@ class AsyncEngine:
                     break
                 if self._group.in_flight == 0:
                     self._timing.plan(plan.step)
-                config = self.config
-                self._group.execute(plan, config.prefill_deadline_s if plan.has_prefill else config.decode_deadline_s)
+                config, is_long = self.config, plan.has_prefill or plan.loads is not None
+                self._group.execute(plan, config.prefill_deadline_s if is_long else config.decode_deadline_s)
         except MemoryError:
             try:
                 asyncio.get_running_loop().call_soon(self._pass_on_ends, self._scheduler.shed(self._group.in_flight))
