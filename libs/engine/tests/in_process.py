@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import numpy as np
@@ -38,8 +38,10 @@ class InProcessGroup:
         *,
         dtype: torch.dtype = torch.float32,
         hot_window: HotWindow | None = None,
+        blocks: int = _BLOCKS,
+        compressed_layers: Collection[int] | None = None,
     ) -> None:
-        self.tp = tp
+        self.tp, self._blocks, self._compressed_layers = tp, blocks, compressed_layers
         self._dtype, self._hot_window = dtype, hot_window
         self._info = inspect_model(EngineConfig(model=str(path), tp=tp, max_context=max_context))
         groups: list[Collectives] = [Alone()]
@@ -48,6 +50,7 @@ class InProcessGroup:
             groups = [SharedMemory(fd, rank, tp, _CAPACITY, lambda: None) for rank in range(tp)]
         self._ranks = [self._build(group) for group in groups]
         self.models = [model for _, model, _ in self._ranks]
+        self.caches = [cache for _, _, cache in self._ranks]
         self.fused = sum(type(module).__name__ == "FusedLayer" for module in self._ranks[0][1].module.modules())
 
     def _build(self, group):
@@ -60,11 +63,12 @@ class InProcessGroup:
             layers=model.layers,
             kv_heads=model.kv_heads,
             head_dim=model.head_dim,
-            blocks=_BLOCKS,
+            blocks=self._blocks,
             dtype=self._dtype,
             device=device,
             hot_window=self._hot_window,
-            cold_blocks=0 if self._hot_window is None else _BLOCKS,
+            cold_blocks=0 if self._hot_window is None else self._blocks,
+            compressed_layers=self._compressed_layers,
         )
         return group, model, cache
 
@@ -72,14 +76,14 @@ class InProcessGroup:
         """Logits [len(ids), vocabulary] of tokens at positions start, start + 1, …; what came before is in the
         cache.
         """
-        table = np.arange(_BLOCKS, dtype=np.int32)[::-1].reshape(1, -1).copy()
+        table = np.arange(self._blocks, dtype=np.int32)[::-1].reshape(1, -1).copy()
         layout = StepLayout(np.array([start], np.int32), np.array([len(ids)], np.int32), table)
         results: list[torch.Tensor | None] = [None] * self.tp
 
         def run(rank: int) -> None:
             results[rank] = self.forward(rank, torch.tensor(ids), layout, np.arange(len(ids))).clone()
 
-        _all(run, self.tp)
+        on_all(run, self.tp)
         first = results[0]
         assert first is not None
         assert all(torch.equal(first, each) for each in results if each is not None)  # all ranks hold the same bits
@@ -95,7 +99,7 @@ class InProcessGroup:
                 forward = functools.partial(self.forward, rank)
                 results[rank] = measure(forward, cache, vocab_size, 104, str(self._dtype), neighbours=True)
 
-        _all(run, self.tp)
+        on_all(run, self.tp)
         first = results[0]
         assert first is not None
         assert all(each == first for each in results)
@@ -108,7 +112,12 @@ class InProcessGroup:
             return group.all_gather(model.logits(ids, attention, torch.from_numpy(rows)))[:, : model.vocab_size]
 
 
-def _all(run: Callable[[int], None], count: int) -> None:
+def on_all(run: Callable[[int], None], count: int) -> None:
+    """Call `run` with each rank's number, in threads.
+
+    Raises:
+        BaseException: the first of theirs.
+    """
     errors: list[BaseException] = []
 
     def guarded(rank: int) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 
 import numpy as np
 import torch
-from lockstep_engine.blocks import PoolSizes
+from lockstep_engine.blocks import HostSizes, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.draws import uniform
 from lockstep_engine.plan import LAST_SAMPLED, Result, StepLogprobs, decode_plan, encode_plan
@@ -49,6 +49,7 @@ class ScriptedRanks:
         # Ids of cold blocks follow those of hot ones, with one between them.
         self._cache = np.full((sizes.hot + 1 + sizes.cold, BLOCK_SIZE), _NEVER, dtype=np.int64)
         self._first_cold = sizes.hot + 1
+        self.host = HostSlots(sizes.host, self._first_cold)
         self._hot_window = hot_window
         self.compressed = []
         """The texts of the blocks that were made cold."""
@@ -86,6 +87,7 @@ class ScriptedRanks:
             (self._names[entry.sampling_row],) = entry.logit_bias
             self._last.pop(entry.sampling_row, None)
         self._put_last(tokens, lengths, rows)
+        self.host.copy(self._cache, plan.spills, plan.loads)
         self._write(tokens, starts, lengths, hot_tables)
         self._compress(plan.moves)
         self._check_versions(starts, lengths, tables, hot_tables, both=plan.hot_tables is not None)
@@ -199,10 +201,48 @@ class ScriptedRanks:
         return context
 
 
+class HostSlots:
+    """The tier in host memory: each slot has a part of a text and the version of the block that it came from."""
+
+    def __init__(self, sizes, first_cold):
+        self._sizes = sizes
+        self._first_cold = first_cold
+        self._slots = {}
+        self.copied = {"in": 0, "out": 0}
+        """Blocks."""
+        self.most = {"in": 0, "out": 0}
+        """Slots of one step."""
+
+    def copy(self, cache, spills, loads):
+        spilled = self._places(spills, "out")
+        assert len({slot for _, slots in spilled for slot in slots}) == sum(len(slots) for _, slots in spilled)
+        for block, slots in spilled:
+            assert (cache[block] != _NEVER).all(), "copies what is not full"
+            for part, slot in enumerate(slots):
+                assert 0 <= slot < self._sizes.slots
+                self._slots[slot] = (block >= self._first_cold, part, tuple(cache[block].tolist()))
+        for block, slots in self._places(loads, "in"):
+            contents = [self._slots[slot] for slot in slots]  # of slots that have been written
+            text = contents[0][2]
+            assert contents == [(block >= self._first_cold, part, text) for part in range(len(slots))]
+            cache[block] = text
+
+    def _places(self, copies, way):
+        if copies is None:
+            return []
+        rows = [(block, [slot for slot in slots if slot >= 0]) for block, *slots in copies.tolist()]
+        assert len({block for block, _ in rows}) == len(rows) > 0
+        for block, slots in rows:
+            assert len(slots) == (1 if block >= self._first_cold else self._sizes.hot_slots)
+        self.copied[way] += len(rows)
+        self.most[way] = max(self.most[way], sum(len(slots) for _, slots in rows))
+        return rows
+
+
 class Server:
     """A scheduler and its ranks. Requests have numbers from 0. `depth`: most plans in flight."""
 
-    def __init__(self, *, blocks=64, cold_blocks=0, depth=1, **limits):
+    def __init__(self, *, blocks=64, cold_blocks=0, host=None, depth=1, **limits):
         defaults = {
             "max_seqs": 4,
             "max_batch_tokens": 64,
@@ -211,7 +251,7 @@ class Server:
             "prefix_cache": True,
         }
         self.limits = Limits(**{**defaults, **limits})
-        sizes = PoolSizes(blocks, cold_blocks)
+        sizes = PoolSizes(blocks, cold_blocks, host or HostSizes())
         self.scheduler = Scheduler(self.limits, [EOS], sizes)
         self.ranks = ScriptedRanks(
             sizes,

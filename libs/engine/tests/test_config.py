@@ -30,6 +30,7 @@ def test_only_the_model_is_required():
         ("max_context", 0),
         ("kv_memory_bytes", 0),
         ("kv_memory_bytes", -1),
+        ("host_cache_bytes", -1),
         ("threads", 0),
         ("kv_compression", "fp8"),
         ("kv_hot_window", 15),

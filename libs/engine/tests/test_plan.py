@@ -16,6 +16,7 @@ from lockstep_engine.plan import (
     message_sizes,
 )
 from lockstep_engine.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
+from lockstep_engine.sizes import pool_sizes
 from specs import rank_spec
 
 LARGEST = 2**31 - 1
@@ -134,7 +135,7 @@ def test_the_largest_messages_of_an_engine_fit(max_seqs, context, vocab):
     """Every sampling row gets a new request at once, with penalties, bias and stop ids, and tables are as wide as they
     get, with every block moved out of the hot window.
     """
-    spec = rank_spec(max_seqs=max_seqs, context_length=context, vocab_size=vocab)
+    spec = rank_spec(max_seqs=max_seqs, context_length=context, vocab_size=vocab, host_cache_bytes=2**40)
     plan_bytes, result_bytes = message_sizes(spec)
     plan = make_plan(
         sequences=max_seqs,
@@ -144,6 +145,8 @@ def test_the_largest_messages_of_an_engine_fit(max_seqs, context, vocab):
         scored=True,
         added=[row_sampling(max_seqs, past=context // 2)] * max_seqs,
     )
+    pools = pool_sizes(spec, 2**60, 4, 1)
+    plan.spills = plan.loads = np.full((pools.hot + pools.cold, 1 + 4), LARGEST, dtype=np.int32)
     logprobs = StepLogprobs(-0.1, [LARGEST] * MAX_LOGPROBS, [-0.1] * MAX_LOGPROBS)
     scores = np.zeros(max_seqs, dtype=np.float32)
     result = Result(

@@ -32,8 +32,11 @@ class Follower:
 
 def held_by(server):
     pool = server.pool
-    cold = {compressed_key(key_of(digest)) for digest in pool.cold._by_digest}
-    return {key_of(digest) for digest in pool.hot._by_digest} | cold
+    hot, cold = (
+        {*each._by_digest, *(digest for is_cold, digest in pool.host._held if is_cold == (each is pool.cold))}
+        for each in (pool.hot, pool.cold)
+    )
+    return {key_of(digest) for digest in hot} | {compressed_key(key_of(digest)) for digest in cold}
 
 
 @pytest.mark.parametrize("hot_window", [None, HotWindow(sink=1, size=2), HotWindow(sink=0, size=0)], ids=str)

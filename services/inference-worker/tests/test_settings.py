@@ -54,6 +54,16 @@ def test_flags_come_before_the_environment(monkeypatch):
     assert not WorkerSettings.load("worker", ["--model", "m", "--no-cuda-graphs"]).engine_config().cuda_graphs
 
 
+def test_the_prefix_cache_in_host_memory_has_a_size_or_none():
+    config = WorkerSettings.load("worker", ["--model", "m", "--host-cache-bytes", "1.5Gi"]).engine_config()
+    assert config.host_cache_bytes == 3 * 2**29
+    assert WorkerSettings.load("worker", ["--model", "m", "--host-cache-bytes", "0"]).engine_config() == EngineConfig(
+        model="m", label=config.label
+    )
+    with pytest.raises(LockstepError, match="host_cache_bytes must be 0 without prefix_cache"):
+        WorkerSettings(model="m", host_cache_bytes="1Gi", prefix_cache=False).engine_config()
+
+
 def test_kv_compression_reaches_the_engine(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_KV_COMPRESSED_LAYERS", "3,1")
     flags = ["--kv-compression", "per_layer", "--kv-hot-window", "100", "--kv-tenant-share", "0.25"]
@@ -93,6 +103,8 @@ def test_the_defaults_are_the_engines_own():
         {"status_interval_s": 0},
         {"worker_id": ""},
         {"kv_memory": 0},
+        {"host_cache_bytes": "-1"},
+        {"host_cache_bytes": "some"},
         {"kv_compression": "some"},
         {"kv_hot_window": 8},
         {"kv_compressed_layers": "one"},

@@ -7,6 +7,7 @@ does not import torch: that happens in the rank processes alone.
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.embedding_config import EmbeddingInfo
 from lockstep_engine.engine import AsyncEngine, EngineState, EngineStatus, RankStatus
+from lockstep_engine.host_tier import HostUsage
 from lockstep_engine.mailbox import RankTimes
 from lockstep_engine.model_config import ModelInfo
 from lockstep_engine.offline import Engine
@@ -36,6 +37,7 @@ __all__ = [
     "FinishReason",
     "Grammar",
     "GrammarKind",
+    "HostUsage",
     "Logprobs",
     "ModelInfo",
     "Output",

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from lockstep_engine.blocks import BlockKey, BlockPool, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
+from lockstep_engine.host_tier import HostTier
 from lockstep_engine.prefix_log import PrefixChanges, PrefixLog
 from lockstep_engine.sequence import Sequence
 
@@ -28,12 +29,12 @@ _NO_MOVES = np.empty((0, 2), dtype=np.int32)
 
 
 class Hits(NamedTuple):
-    """How many of a sequence's first blocks the pools hold."""
+    """How many of a sequence's first blocks the pools or the tier in host memory hold."""
 
     usable: int
-    """A sequence can start after this many blocks: the pools hold each in the version that the sequence will see."""
+    """A sequence can start after this many blocks: each is held in the version that the sequence will see."""
     known: int
-    """The pools hold this many blocks in at least one version."""
+    """This many blocks are held in at least one version."""
 
 
 class Needs(NamedTuple):
@@ -54,12 +55,12 @@ class BlockTables:
     """The blocks of all running sequences.
 
     Args:
-        sizes: sizes of the pools.
+        sizes: sizes of the pools, and of the tier in host memory.
         hot_window: decides which version of a block a query sees; None: all blocks are hot.
         max_seqs: most sequences that run at once.
         context_length: most tokens of a sequence.
         tenant_share: part of each pool that one tenant's running sequences may hold.
-        logs: note which blocks the two pools gain and lose.
+        logs: note which blocks the two pools gain and lose, and the tier.
     """
 
     def __init__(
@@ -72,7 +73,10 @@ class BlockTables:
         logs: tuple[PrefixLog, PrefixLog] | None = None,
     ) -> None:
         self._logs = logs or (PrefixLog(), PrefixLog())
-        self.hot, self.cold = BlockPool(sizes.hot, self._logs[0]), BlockPool(sizes.cold, self._logs[1])
+        self.sizes = sizes
+        self.host = HostTier(sizes.host, self._logs)
+        self.hot = BlockPool(sizes.hot, self._logs[0], self._on_evict_hot)
+        self.cold = BlockPool(sizes.cold, self._logs[1], self._on_evict_cold)
         self.compressed = 0
         """Blocks that have been compressed since the start."""
         self._hot_window = hot_window
@@ -100,13 +104,16 @@ class BlockTables:
         return self._budget
 
     def check(self) -> None:
-        """Raise AssertionError unless both pools are consistent."""
+        """Raise AssertionError unless both pools and the tier in host memory are consistent."""
         self.hot.check()
         self.cold.check()
+        self.host.check()
 
     def take_changes(self) -> PrefixChanges:
-        """What the pools have gained and lost since the last call."""
-        hot, cold = self._logs[0].take(self.hot.holds, key_of), self._logs[1].take(self.cold.holds, _cold_key_of)
+        """What the pools and the tier in host memory have gained and lost since the last call."""
+        host = self.host
+        hot = self._logs[0].take(lambda each: self.hot.holds(each) or host.holds(each, cold=False), key_of)
+        cold = self._logs[1].take(lambda each: self.cold.holds(each) or host.holds(each, cold=True), _cold_key_of)
         return PrefixChanges(hot.added + cold.added, hot.removed + cold.removed, hot.is_complete and cold.is_complete)
 
     def newest(self, running: Iterable[Sequence], limit: int) -> list[int]:
@@ -117,7 +124,7 @@ class BlockTables:
         in_use = [
             key.digest for key in islice(chain.from_iterable(each.keys[: each.remembered] for each in running), limit)
         ]
-        hot, cold = (keys_of(pool.newest(in_use, limit)) for pool in (self.hot, self.cold))
+        hot, cold = (keys_of(self._newest(in_use, limit, cold=version)) for version in (False, True))
         if not cold:
             return hot
         in_turn = zip_longest(hot, map(compressed_key, cold))
@@ -146,20 +153,22 @@ class BlockTables:
         )
 
     def match(self, keys: Items[BlockKey]) -> Hits:
-        """How many of the blocks with these keys the pools hold."""
+        """How many of the blocks with these keys the pools or the tier in host memory hold."""
         hot_window = self._hot_window
         if hot_window is None:
             found = len(self.hot.match(keys))
+            while found < len(keys) and self._has(keys[found], cold=False):
+                found += 1
             return Hits(found, found)
         usable = hot_run = 0
         cold_end, known = hot_window.sink, len(keys)
         for index, key in enumerate(keys):
-            hot, cold = self.hot.find(key), self.cold.find(key)
-            if hot is None and (cold is None or index < hot_window.sink):
+            hot, cold = self._has(key, cold=False), self._has(key, cold=True)
+            if not hot and (not cold or index < hot_window.sink):
                 known = index
                 break
-            hot_run = hot_run + 1 if hot is not None else 0
-            cold_end += cold_end == index and cold is not None
+            hot_run = hot_run + 1 if hot else 0
+            cold_end += cold_end == index and cold
             first = hot_window.first_hot(index + 1)
             if cold_end >= first and hot_run >= index + 1 - first:
                 usable = index + 1
@@ -171,30 +180,54 @@ class BlockTables:
         """
         needs = self.needs(len(sequence.tokens) + 1)
         first, sink = self._hot_part(hits.usable)
-        hot = [self._found(self.hot, keys[index]) for index in (*range(sink), *range(first, hits.usable))]
-        cold = [self._found(self.cold, keys[index]) for index in range(sink, first)]
+        hot = [self.hot.find(keys[index]) for index in (*range(sink), *range(first, hits.usable))]
+        cold = [self.cold.find(keys[index]) for index in range(sink, first)]
         return Needs(
-            needs.hot - sum(not self.hot.is_idle(block) for block in hot),
-            needs.cold - sum(not self.cold.is_idle(block) for block in cold),
+            needs.hot - sum(block is not None and not self.hot.is_idle(block) for block in hot),
+            needs.cold - sum(block is not None and not self.cold.is_idle(block) for block in cold),
         )
 
     def start(self, sequence: Sequence, keys: Items[BlockKey], hits: Hits) -> None:
-        """Give a sequence, which has its sampling row already, the cached blocks that it starts after."""
+        """Give a sequence, which has its sampling row already, the cached blocks that it starts after. Those that only
+        host memory has are loaded; `is_loading` says whether plans still have to do that.
+        """
         first, sink = self._hot_part(hits.usable)
         sequence.hot, sequence.cold = [_NONE] * hits.usable, [_NONE] * hits.usable
         sequence.fork = hits.known
         sequence.remembered = hits.usable
-        row = self._rows[sequence.sampling_row]
-        for index in range(hits.usable):
-            if sink <= index < first:
-                block = self._found(self.cold, keys[index])
-                self.cold.share(block)
-                sequence.cold[index] = block
-                row[index] = self._first_cold + block
-            else:
-                block = self._found(self.hot, keys[index])
-                self.hot.share(block)
-                sequence.hot[index] = row[index] = block
+        versions = (
+            (False, self.hot, sequence.hot, [*range(sink), *range(first, hits.usable)]),
+            (True, self.cold, sequence.cold, list(range(sink, first))),
+        )
+        # Before a block is allocated, which may evict any that is not in use and not pinned.
+        for cold, pool, own, indices in versions:
+            for index in indices:
+                block = pool.find(keys[index])
+                if block is not None:
+                    pool.share(block)
+                    own[index] = block
+            self.host.pin((keys[index] for index in reversed(indices) if own[index] == _NONE), cold=cold)
+        self.host.note_hit(any(own[index] == _NONE for _, _, own, indices in versions for index in indices))
+        row, sequence.loads_end = self._rows[sequence.sampling_row], 0
+        for cold, pool, own, indices in versions:
+            for index in indices:
+                shift = self._first_cold if cold else 0
+                if own[index] == _NONE:
+                    own[index] = pool.allocate(sequence.request.tenant)
+                    pool.remember(own[index], keys[index])
+                    self.host.load(shift + own[index], keys[index], cold=cold)
+                row[index] = shift + own[index]
+                sequence.loads_end = max(sequence.loads_end, self.host.wait_for(shift + own[index]))
+
+    def is_loading(self, sequence: Sequence) -> bool:
+        """Whether a sequence has blocks that a later plan loads, so that this one must not compute it."""
+        return not self.host.is_done(sequence.loads_end)
+
+    def hurry(self, running: Iterable[Sequence]) -> bool:
+        """Have the plan being made load all that the first sequence needs that is loading; False if none is."""
+        end = min((each.loads_end for each in running if self.is_loading(each)), default=0)
+        self.host.hurry(end)
+        return end > 0
 
     @staticmethod
     def has_all(sequence: Sequence, count: int) -> bool:
@@ -353,11 +386,20 @@ class BlockTables:
         sequence.cold[index] = cold
         return cold
 
-    @staticmethod
-    def _found(pool: BlockPool, key: BlockKey) -> int:
-        block = pool.find(key)
-        assert block is not None
-        return block
+    def _newest(self, in_use: Items[bytes], limit: int, *, cold: bool) -> list[bytes]:
+        pool = self.cold if cold else self.hot
+        found = pool.newest(in_use, limit)
+        return found + self.host.newest(limit - len(found), cold=cold, but_not=pool.holds)
+
+    def _has(self, key: BlockKey, *, cold: bool) -> bool:
+        """Whether the version of a block is in its pool or in host memory."""
+        return (self.cold if cold else self.hot).find(key) is not None or self.host.has(key, cold=cold)
+
+    def _on_evict_hot(self, block: int, key: BlockKey, is_wanted: bool) -> None:
+        self.host.evicted(block, key, cold=False, is_wanted=is_wanted)
+
+    def _on_evict_cold(self, block: int, key: BlockKey, is_wanted: bool) -> None:
+        self.host.evicted(self._first_cold + block, key, cold=True, is_wanted=is_wanted)
 
 
 def _cold_key_of(digest: bytes) -> int:

@@ -10,7 +10,7 @@ A digest in `_by_digest` always names a block whose contents are that chain of t
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -22,11 +22,25 @@ from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.prefix_log import PrefixLog
 
 
+class HostSizes(msgspec.Struct, array_like=True, frozen=True):
+    """Size of the prefix cache's tier in host memory, on one rank."""
+
+    slots: int = 0
+    """0: there is no such tier."""
+    slot_bytes: int = 0
+    """A cold block takes one slot; without a cold pool, a hot one does."""
+    hot_slots: int = 1
+    """Slots that a hot block takes."""
+    step_slots: int = 0
+    """How many slots one step fills at most, and how many it reads at most if it computes other sequences, too."""
+
+
 class PoolSizes(msgspec.Struct, array_like=True, frozen=True):
-    """Number of blocks in each pool of the KV cache."""
+    """Number of blocks in each pool of the KV cache, and the size of the tier in host memory."""
 
     hot: int
     cold: int = 0
+    host: HostSizes = HostSizes()
 
 
 @dataclass(frozen=True)
@@ -57,10 +71,18 @@ class BlockPool:
     Args:
         total: number of blocks.
         log: notes the blocks that become known by their keys, and that are evicted.
+        on_evict: called before a block with a key is evicted, with its number, its key and whether it was not among
+            those that are evicted first.
     """
 
-    def __init__(self, total: int, log: PrefixLog | None = None) -> None:
+    def __init__(
+        self,
+        total: int,
+        log: PrefixLog | None = None,
+        on_evict: Callable[[int, BlockKey, bool], None] = lambda *_: None,
+    ) -> None:
         self.total = total
+        self._on_evict = on_evict
         self._log = log or PrefixLog()
         self._references = [0] * total
         self._keys: list[BlockKey | None] = [None] * total
@@ -85,8 +107,9 @@ class BlockPool:
         if self._empty:
             block = self._empty.popleft()
         else:
+            is_wanted = not self._evict_first
             block, _ = (self._evict_first or self._cached).popitem(last=False)
-            self._evict(block)
+            self._evict(block, is_wanted)
         self._owners[block] = owner
         self._use(block)
         return block
@@ -164,9 +187,10 @@ class BlockPool:
         if self._used[owner] == 0:
             del self._used[owner]
 
-    def _evict(self, block: int) -> None:
+    def _evict(self, block: int, is_wanted: bool) -> None:
         key = self._keys[block]
         if key is not None:
+            self._on_evict(block, key, is_wanted)
             del self._by_digest[key.digest]
             self._keys[block] = None
             self._log.note(key.digest)

@@ -70,6 +70,9 @@ class EngineConfig:
     """Largest part of the KV cache that the running requests of one tenant hold."""
     prefix_cache: bool = True
     """Keep the KV of finished requests and reuse it for prompts with the same beginning."""
+    host_cache_bytes: int = 0
+    """Size of the prefix cache's second tier in host memory, for each rank: blocks that the KV cache has no room for
+    any more are kept there. 0: there is none."""
     embeddings: str = "auto"
     """How embeddings are made of hidden states: last (the last token's), mean, none, or auto: as the checkpoint's
     1_Pooling/config.json says, none without that file."""
@@ -93,7 +96,7 @@ class EngineConfig:
     decode_deadline_s: float = 5.0
     """A decode step that takes longer is taken for a hang."""
     prefill_deadline_s: float = 15.0
-    """A step with prompt tokens that takes longer is taken for a hang."""
+    """A step with prompt tokens, or with blocks from host memory, that takes longer is taken for a hang."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -127,6 +130,8 @@ class EngineConfig:
                 and len(set(self.kv_compressed_layers)) == len(self.kv_compressed_layers),
                 "must be different numbers from 0",
             ),
+            ("host_cache_bytes", self.host_cache_bytes >= 0, "must be at least 0"),
+            ("host_cache_bytes", self.prefix_cache or not self.host_cache_bytes, "must be 0 without prefix_cache"),
             (
                 "embeddings",
                 self.embeddings in ("auto", "last", "mean", "none"),

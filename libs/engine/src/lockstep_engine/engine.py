@@ -24,6 +24,7 @@ from lockstep_engine.constraint import Constraint, MaskThreads
 from lockstep_engine.control import RankSpec, Ready
 from lockstep_engine.grammar import GrammarCompiler
 from lockstep_engine.group import RUN_ZYGOTE, GroupSettings, RankGroup
+from lockstep_engine.host_tier import HostUsage
 from lockstep_engine.mailbox import MAX_IN_FLIGHT, RankTimes
 from lockstep_engine.model_config import ModelInfo, inspect_model
 from lockstep_engine.plan import Result, message_sizes
@@ -102,6 +103,8 @@ class EngineStatus:
     """Blocks of the cold pool, which holds compressed KV."""
     compressed_blocks: int = 0
     """Blocks that have been compressed in this epoch."""
+    host: HostUsage = field(default_factory=HostUsage)
+    """The prefix cache's second tier, in host memory."""
     fingerprint: str = ""
     """Fingerprint of the numerics (see `canary`): engines with equal fingerprints give equal tokens; empty: unknown."""
     step_deadline_s: float = 0.0
@@ -307,6 +310,7 @@ class AsyncEngine:
             total_blocks=self._scheduler.blocks.total,
             cold_blocks=self._scheduler.blocks.cold.total,
             compressed_blocks=self._scheduler.blocks.compressed,
+            host=self._scheduler.blocks.host.usage,
             tokens_per_s=self._rate(),
             steps=self._steps,
             ranks=ranks,
@@ -507,8 +511,8 @@ class AsyncEngine:
                     break
                 if self._group.in_flight == 0:
                     self._timing.plan(plan.step)
-                config = self.config
-                self._group.execute(plan, config.prefill_deadline_s if plan.has_prefill else config.decode_deadline_s)
+                config, is_long = self.config, plan.has_prefill or plan.loads is not None
+                self._group.execute(plan, config.prefill_deadline_s if is_long else config.decode_deadline_s)
         except MemoryError:
             try:
                 asyncio.get_running_loop().call_soon(self._pass_on_ends, self._scheduler.shed(self._group.in_flight))

@@ -376,7 +376,7 @@ class RankGroup:
 
     def _blocks(self) -> PoolSizes:
         known = [each.blocks for each in self.ranks if each.blocks is not None]
-        return PoolSizes(min(each.hot for each in known), min(each.cold for each in known))
+        return PoolSizes(min(each.hot for each in known), min(each.cold for each in known), known[0].host)
 
     def _allocate(self) -> None:
         """Once all ranks have loaded, have each allocate as many blocks as the one with the least memory can hold."""

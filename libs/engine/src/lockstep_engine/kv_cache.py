@@ -156,6 +156,17 @@ class KvCache:
         key_scales, value_scales = (each.view(rows, -1) for each in scales)
         return keys, values, key_scales, value_scales
 
+    def block_tensors(self, *, cold: bool) -> list[tuple[torch.Tensor, int]]:
+        """What the cold blocks, or the hot ones, consist of: tensors, and the dimension of each that counts blocks."""
+        if not cold:
+            return [(self.keys, 2), (self.values, 2)]
+        parts = [
+            (each.cold.keys, each.cold.values, each.cold.key_scales, each.cold.value_scales)
+            for each in self._layers
+            if each.cold is not None
+        ]
+        return [(tensor, 1) for tensors in parts for tensor in tensors if tensor is not None]
+
     def block_index(self, tables: NDArray[np.int32]) -> torch.Tensor:
         """For `gather`: tables [sequences, width] → [sequences * kv heads * width]; ids that are not hot give zeros."""
         return self._index(np.where((tables < 0) | (tables >= self.first_cold), self.padding_block, tables))

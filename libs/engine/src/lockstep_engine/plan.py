@@ -83,6 +83,12 @@ class Plan(msgspec.Struct, array_like=True):
     completes: NDArray[np.bool_] | None = None
     """[sequences]: whether the step computes the last token of such a sequence. Set together with `pools`."""
 
+    spills: NDArray[np.int32] | None = None
+    """[n, 1 + slots of a hot block]: ids of blocks, and the slots of host memory to which each is copied before
+    anything else in the step; -1: unused. None: no block is."""
+    loads: NDArray[np.int32] | None = None
+    """As `spills`: blocks that are copied back from their slots after the spills and before the step is computed."""
+
     @property
     def has_prefill(self) -> bool:
         """Whether any sequence computes more than one token."""
@@ -158,6 +164,10 @@ def message_sizes(spec: RankSpec) -> tuple[int, int]:
     tables = 4 * config.max_seqs * -(-context_length // BLOCK_SIZE)
     if config.hot_window is not None:  # also hot tables, and a move for each block in them and in the step
         tables = 2 * tables + 8 * config.max_seqs * (config.hot_window.size + 2) + config.max_batch_tokens
+    if config.host_cache_bytes:  # each block of the largest pools may be both spilled and loaded, in up to 4 slots
+        window = 0 if config.hot_window is None else config.hot_window.blocks
+        blocks = config.max_seqs * (-(-context_length // BLOCK_SIZE) + window)
+        tables += 2 * 5 * 4 * (blocks + -(-config.max_batch_tokens // BLOCK_SIZE))
     # A request that gets a sampling row brings the tokens that penalties need (at most 9 bytes for each id of prompt
     # and output) and its bias.
     added = config.max_seqs * (18 * context_length + 32 * 1024)

@@ -44,6 +44,7 @@ from lockstep_engine.control import (
 )
 from lockstep_engine.device_timer import DeviceTimer, Timestamp
 from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep, NotRecordableError
+from lockstep_engine.host_memory import HostMemory
 from lockstep_engine.kernels import cpu, gpu
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.mailbox import Mailbox
@@ -51,7 +52,7 @@ from lockstep_engine.models import BuiltModel, build_model
 from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, decode_plan, encode_result, message_sizes
 from lockstep_engine.pooling import Pooled, Pooler
 from lockstep_engine.sampling import Sampled, Sampler, Scores, score
-from lockstep_engine.sizes import canary_tokens, collective_bytes, kv_memory_bytes, pool_sizes
+from lockstep_engine.sizes import canary_tokens, collective_bytes, host_sizes, kv_memory_bytes, pool_sizes
 from lockstep_engine.weights import load_weights
 
 logger = logging.getLogger("lockstep.engine")
@@ -164,7 +165,9 @@ class Rank:
             graph_bytes = self._estimate_graphs()
         phases.end("estimate")
         _send(control, Loaded(self._affordable_blocks(graph_bytes), phases.seconds))
-        self.cache = self._make_cache(self._receive_blocks())
+        blocks = self._receive_blocks()
+        self.cache = self._make_cache(blocks)
+        self.host = HostMemory(blocks.host, self.cache)
         self._sampler = Sampler(config.max_seqs, model.vocab_size, self._device) if spec.rank == 0 else None
         by_mean = model.embedding is not None and model.embedding.pooling == "mean"
         self._pooler = Pooler(mean=by_mean, size=model.hidden_size)
@@ -239,6 +242,7 @@ class Rank:
             idle: intervals before the step in which the device had nothing to do.
         """
         self._group.spent_ns = 0
+        self.host.copy(plan.spills, plan.loads)
         sampled = plan.samples.nonzero()[0]
         targets = np.empty(0, np.int32) if plan.targets is None else plan.targets
         scored = (targets >= 0).nonzero()[0]
@@ -453,7 +457,9 @@ class Rank:
             free_bytes = torch.cuda.mem_get_info(self._device)[0]
         memory = kv_memory_bytes(config, free_bytes, graph_bytes)
         cold = KvCache.cold_block_bytes(**self._geometry, compressed_layers=config.kv_compressed_layers or None)
-        return pool_sizes(self._spec, memory, KvCache.block_bytes(**self._geometry), cold)
+        sizes = KvCache.block_bytes(**self._geometry), cold
+        pools = pool_sizes(self._spec, memory, *sizes)
+        return PoolSizes(pools.hot, pools.cold, host_sizes(config, self._device.type, bool(pools.cold), *sizes))
 
     def _receive_blocks(self) -> PoolSizes:
         message = self._control.recv(MAX_CONTROL_BYTES)

@@ -22,7 +22,7 @@ import numpy as np
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from numpy.typing import NDArray
 
-from lockstep_engine.block_tables import BlockTables, Needs
+from lockstep_engine.block_tables import BlockTables, Hits, Needs
 from lockstep_engine.blocks import BlockKey, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.constraint import Constraint
@@ -175,6 +175,24 @@ class Scheduler:
         Raises:
             MemoryError: the scheduler's state is inconsistent; call `shed`.
         """
+        chunks = self._choose()
+        if not chunks and not self._in_flight and self.blocks.hurry(self._running):
+            chunks = self._choose()  # nothing waits but for loads from host memory, so they delay nobody else
+        if not chunks:
+            return None
+        self._current = chunks[-1].sequence
+        plan = self._plan(chunks)
+        self._in_flight.append(chunks)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.computed += chunk.tokens
+            sequence.in_flight += chunk.samples
+            if sequence.computed // BLOCK_SIZE > chunk.start // BLOCK_SIZE:
+                self.blocks.commit(sequence, chunk.start, self._keys(sequence))
+        return plan
+
+    def _choose(self) -> list[_Chunk]:
+        """What the next step computes; each of its sequences has the blocks for it."""
         self._current = None
         chunks: list[_Chunk] = []
         budget = self._limits.max_batch_tokens
@@ -188,6 +206,8 @@ class Scheduler:
             decoding -= decodes
             if sequence.sampling_row < 0:  # preempted in this loop, for a more important one
                 continue
+            if self.blocks.is_loading(sequence):
+                continue
             self._current = sequence
             count = self._count(sequence, budget if decodes else max(1, budget - decoding), chunks)
             if count == 0:
@@ -199,18 +219,7 @@ class Scheduler:
                 budget -= count
         if not preempted:
             self._admit(chunks, budget)
-        if not chunks:
-            return None
-        self._current = chunks[-1].sequence
-        plan = self._plan(chunks)
-        self._in_flight.append(chunks)
-        for chunk in chunks:
-            sequence = chunk.sequence
-            sequence.computed += chunk.tokens
-            sequence.in_flight += chunk.samples
-            if sequence.computed // BLOCK_SIZE > chunk.start // BLOCK_SIZE:
-                self.blocks.commit(sequence, chunk.start, self._keys(sequence))
-        return plan
+        return chunks
 
     def update(self, result: Result) -> list[Output]:
         """Process the result of the oldest plan in flight."""
@@ -285,7 +294,7 @@ class Scheduler:
         )
         if ended is not None:
             del self._by_id[ended.request.id]
-        self._start_over(PoolSizes(self.blocks.hot.total, self.blocks.cold.total))
+        self._start_over(self.blocks.sizes)
         return [] if ended is None else [Output(ended.request.id, ended.emitted, (), error=no_memory())]
 
     def end_broken(self) -> list[Output]:
@@ -388,16 +397,13 @@ class Scheduler:
                 if takes.fit(self.blocks.room_of_all):
                     continue  # its tenant is at its limit, which must not hold up other tenants
                 return  # smaller requests do not overtake: a large one would never start
-            self._start(sequence)
-            self.blocks.start(sequence, keys, hits)
-            sequence.computed = hits.usable * BLOCK_SIZE
-            if sequence.cached_tokens is None:
-                sequence.cached_tokens = min(sequence.computed, len(sequence.request.prompt_ids))
+            self._start(sequence, keys, hits)
             computing.update(key.digest for key in keys[hits.usable :])
-            count = self.blocks.fitting(sequence, self._count(sequence, budget, chunks))
-            self.blocks.grow(sequence, count)
-            chunks.append(self._chunk(sequence, count))
-            budget -= count
+            if not self.blocks.is_loading(sequence):
+                count = self.blocks.fitting(sequence, self._count(sequence, budget, chunks))
+                self.blocks.grow(sequence, count)
+                chunks.append(self._chunk(sequence, count))
+                budget -= count
 
     def _needs_every_token(self, sequence: Sequence) -> bool:
         """Whether all tokens are computed, even if the prefix cache has their KV."""
@@ -411,12 +417,16 @@ class Scheduler:
             for key in sequence.keys[sequence.computed // BLOCK_SIZE :]
         }
 
-    def _start(self, sequence: Sequence) -> None:
+    def _start(self, sequence: Sequence, keys: list[BlockKey], hits: Hits) -> None:
         self._waiting.remove(sequence)
         self._running.append(sequence)
         self._added.append(sequence)
         sequence.sampling_row = self._free_rows.pop()
         self._phases[sequence.request.id] = Phase.RUNNING
+        self.blocks.start(sequence, keys, hits)
+        sequence.computed = hits.usable * BLOCK_SIZE
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = min(sequence.computed, len(sequence.request.prompt_ids))
 
     def _count(self, sequence: Sequence, budget: int, chunks: list[_Chunk]) -> int:
         """How many of a sequence's tokens this step computes: those without KV, within the budget; 0 if it only waits
@@ -538,6 +548,7 @@ class Scheduler:
         tables = self.blocks.tables(rows, max(len(sequence.hot) for sequence in sequences))
         hot_tables = self.blocks.take_hot_tables(rows, tables)
         moves, late_moves = self.blocks.take_moves()
+        spills, loads = self.blocks.host.take()
         embeds = any(sequence.request.embeds for sequence in sequences)
         token_ids = array("i")
         uniforms = []
@@ -574,6 +585,8 @@ class Scheduler:
             completes=np.array([chunk.completes for chunk in chunks], dtype=np.bool_) if embeds else None,
             masked=masked,
             masks=masks,
+            spills=spills,
+            loads=loads,
         )
 
     def _row_sampling(self, sequence: Sequence) -> RowSampling:

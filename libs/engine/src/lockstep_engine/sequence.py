@@ -34,6 +34,8 @@ class Sequence:
     the same block."""
     keys: list[BlockKey] = field(default_factory=list)
     """Keys of the full blocks of `tokens`, computed as far as they were needed."""
+    loads_end: int = 0
+    """It is not computed before the tier in host memory is done with its loads up to this end (see `HostTier`)."""
     remembered: int = 0
     """How many of its first blocks the prefix cache knows by their keys."""
     sampling_row: int = -1

@@ -2,7 +2,9 @@
 
 import platform
 
-from lockstep_engine.blocks import PoolSizes
+from lockstep_common.errors import invalid
+
+from lockstep_engine.blocks import HostSizes, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig, HotWindow
 from lockstep_engine.control import RankSpec
 
@@ -15,6 +17,8 @@ FLAG_BYTES = 64
 """Size of each rank's flag: a cache line."""
 
 _CPU_KV_BYTES = 512 * 2**20
+_STEP_COPY_BYTES = {"cpu": 8 * 2**20, "cuda": 32 * 2**20}
+"""Bytes that a step copies at most to host memory, and back beside other sequences: about a millisecond."""
 _CUDA_SHARE = 0.9
 """Part of a GPU's free memory that the KV cache and graphs take."""
 
@@ -66,6 +70,28 @@ def pool_sizes(spec: RankSpec, memory: int, block_bytes: int, cold_block_bytes: 
     hot = min(useful, max(memory // 2 // block_bytes, contexts * hot_window.blocks))
     hot = max(hot, min(hot_window.blocks, memory // block_bytes))
     return PoolSizes(hot, min((memory - hot * block_bytes) // cold_block_bytes, spec.config.max_seqs * cold_each))
+
+
+def host_sizes(config: EngineConfig, device: str, cold: bool, block_bytes: int, cold_block_bytes: int) -> HostSizes:
+    """The size of a rank's tier in host memory.
+
+    Args:
+        config: its `host_cache_bytes` decides.
+        device: cpu or cuda.
+        cold: whether there is a cold pool.
+        block_bytes, cold_block_bytes: sizes of a hot block and of a cold one.
+
+    Raises:
+        LockstepError: INVALID_REQUEST: it would not hold one block.
+    """
+    if config.host_cache_bytes == 0:
+        return HostSizes()
+    slot_bytes = cold_block_bytes if cold else block_bytes
+    hot_slots = -(-block_bytes // slot_bytes)
+    slots = config.host_cache_bytes // slot_bytes
+    if slots < hot_slots:
+        raise invalid("host_cache_bytes", f"must be 0 or at least {hot_slots * slot_bytes}, the size of a block")
+    return HostSizes(slots, slot_bytes, hot_slots, max(hot_slots, _STEP_COPY_BYTES[device] // slot_bytes))
 
 
 def kv_bytes(tokens: int, hot_window: HotWindow | None, block_bytes: int, cold_block_bytes: int) -> int:

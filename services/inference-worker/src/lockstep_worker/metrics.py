@@ -1,7 +1,7 @@
 """The worker's Prometheus metrics. Values are set in the event loop; the management thread serves them."""
 
 from lockstep_common.telemetry import REGISTRY
-from lockstep_engine import EngineState, EngineStatus
+from lockstep_engine import EngineState, EngineStatus, HostUsage
 from prometheus_client import Counter, Gauge, Histogram
 
 READY = Gauge("lockstep_worker_ready", "1 while the worker accepts requests", registry=REGISTRY)
@@ -20,6 +20,19 @@ NUMERICS = Gauge(
 )
 FREE_BLOCKS = Gauge("lockstep_worker_free_blocks", "KV blocks that can be allocated", registry=REGISTRY)
 TOTAL_BLOCKS = Gauge("lockstep_worker_total_blocks", "All KV blocks", registry=REGISTRY)
+HOST_BLOCKS = Gauge(
+    "lockstep_worker_host_cache_blocks", "KV blocks of cached prefixes in host memory", registry=REGISTRY
+)
+HOST_BYTES = Gauge("lockstep_worker_host_cache_bytes", "Bytes of these blocks, over all ranks", registry=REGISTRY)
+HOST_HITS = Counter(
+    "lockstep_worker_host_cache_hits_total", "Requests that began with blocks from host memory", registry=REGISTRY
+)
+HOST_COPIES = Counter(
+    "lockstep_worker_host_cache_copies_total",
+    "KV blocks copied: in from host memory, out to it, or dropped because a step copies no more",
+    ["way"],
+    registry=REGISTRY,
+)
 LOADING = Gauge(
     "lockstep_worker_loading_ratio", "Share of the weights that starting ranks have read", registry=REGISTRY
 )
@@ -68,6 +81,7 @@ class StatusMeter:
     def __init__(self) -> None:
         self._epoch = 0
         self._steps = 0
+        self._host = HostUsage()
         self._was_ready = False
         self._fingerprint = ""
 
@@ -77,6 +91,7 @@ class StatusMeter:
             if self._was_ready:
                 RESTARTS.inc(status.epoch - self._epoch)
             self._epoch, self._steps = status.epoch, 0
+            self._host = HostUsage()
         self._was_ready = self._was_ready or status.state is EngineState.READY
         STEPS.inc(max(0, status.steps - self._steps))
         self._steps = max(self._steps, status.steps)
@@ -91,6 +106,7 @@ class StatusMeter:
             NUMERICS.labels(status.fingerprint).set(1)
         FREE_BLOCKS.set(status.free_blocks)
         TOTAL_BLOCKS.set(status.total_blocks)
+        self._observe_host(status)
         LOADING.set(status.loading)
         STEP_SECONDS.set(status.step_us / 1e6)
         DRIVER_SECONDS.set(status.driver_us / 1e6)
@@ -98,3 +114,17 @@ class StatusMeter:
         STREAMS.set(streams)
         for rank in status.ranks:
             RANK_UP.labels(str(rank.rank)).set(rank.state == "ready")
+
+    def _observe_host(self, status: EngineStatus) -> None:
+        now, before = status.host, self._host
+        HOST_BLOCKS.set(now.blocks)
+        HOST_BYTES.set(now.used_bytes * len(status.ranks))
+        # Its counts begin again also where the pools do, within an epoch.
+        HOST_HITS.inc(max(0, now.hits - before.hits))
+        for way, count, counted in (
+            ("in", now.copied_in, before.copied_in),
+            ("out", now.copied_out, before.copied_out),
+            ("dropped", now.dropped, before.dropped),
+        ):
+            HOST_COPIES.labels(way).inc(max(0, count - counted))
+        self._host = now

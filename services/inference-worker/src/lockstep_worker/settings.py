@@ -38,6 +38,7 @@ def parse_bytes(value: object) -> object:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+BytesOrNone = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 
 
 class WorkerSettings(PodSettings):
@@ -86,6 +87,9 @@ class WorkerSettings(PodSettings):
         1.0, gt=0, le=1, description="Part of the KV cache that one tenant's running requests may hold."
     )
     prefix_cache: bool = Field(True, description="Keep the KV of shared prompt prefixes.")
+    host_cache_bytes: BytesOrNone = Field(
+        0, description="Host memory of one rank, as 4Gi, for cached prefixes that its KV cache has evicted; 0: none."
+    )
     embeddings: Literal["auto", "last", "mean", "none"] = Field(
         "auto",
         description="Embeddings are the last token's hidden state, the mean of all, or none; if auto, as the model's "

@@ -16,7 +16,8 @@ import yaml
 from lockstep_common.settings import ServiceSettings
 from lockstep_router.settings import RouterSettings
 from lockstep_state.settings import StateSettings
-from lockstep_worker.settings import Bytes, WorkerSettings
+from lockstep_worker.settings import Bytes, WorkerSettings, parse_bytes
+from pydantic import BeforeValidator
 
 CHART = Path(__file__).resolve().parents[4] / "charts/lockstep"
 SERVICES: dict[str, type[ServiceSettings]] = {
@@ -66,7 +67,8 @@ def definition(settings: type[ServiceSettings], owned: dict[str, str]) -> dict[s
 
 def _property(settings: type[ServiceSettings], name: str, schema: dict[str, Any]) -> dict[str, Any]:
     described = {"description": schema["description"]}
-    if Bytes in (annotation := settings.model_fields[name].annotation, *get_args(annotation)):
+    field = settings.model_fields[name]
+    if Bytes in get_args(field.annotation) or BeforeValidator(parse_bytes) in field.metadata:
         return described | _QUANTITY
     # A setting that may be None is left out of the values instead.
     kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]

@@ -1,0 +1,92 @@
+"""The rank's part of the prefix cache's second tier: slots of host memory, and the copies between them and the KV
+cache. The driver decides what is in which slot (`host_tier`).
+
+A block's contents are the same bytes in a slot as in the cache. All copies are queued on the stream that computes the
+steps, so that no host waits and no order but the plan's is possible; on a GPU the memory is pinned.
+"""
+
+import logging
+
+import numpy as np
+import torch
+from lockstep_common.errors import invalid
+from numpy.typing import NDArray
+
+from lockstep_engine.blocks import HostSizes
+from lockstep_engine.kv_cache import KvCache
+
+logger = logging.getLogger("lockstep.engine")
+
+
+class HostMemory:
+    """Slots for blocks of a KV cache. Without slots it takes no memory.
+
+    Args:
+        sizes: number and size of the slots.
+        cache: the blocks.
+
+    Raises:
+        LockstepError: INVALID_REQUEST: there is not so much memory.
+    """
+
+    def __init__(self, sizes: HostSizes, cache: KvCache) -> None:
+        self._sizes = sizes
+        self._cache = cache
+        self._device = cache.keys.device
+        try:
+            self._memory = torch.empty((sizes.slots, sizes.slot_bytes), dtype=torch.uint8)
+        except RuntimeError as error:
+            size = sizes.slots * sizes.slot_bytes
+            raise invalid("host_cache_bytes", f"is more than there is: {size} bytes cannot be allocated") from error
+        if sizes.slots and self._device.type == "cuda":
+            _pin(self._memory)
+
+    def copy(self, spills: NDArray[np.int32] | None, loads: NDArray[np.int32] | None) -> None:
+        """Execute the spills of a plan, then its loads (see `Plan`)."""
+        for copies, to_host in ((spills, True), (loads, False)):
+            if copies is None:
+                continue
+            cold = copies[:, 0] >= self._cache.first_cold
+            for version, rows in ((False, copies[~cold]), (True, copies[cold])):
+                slots = rows[:, 1 : 2 if version else 1 + self._sizes.hot_slots]
+                blocks = rows[:, 0].astype(np.int64) - (self._cache.first_cold if version else 0)
+                # No more at once than a step may spill, so that little of a GPU's memory is needed between the two.
+                batch = max(1, self._sizes.step_slots // slots.shape[1])
+                for first in range(0, len(rows), batch):
+                    part = slice(first, first + batch)
+                    self._copy(blocks[part], slots[part], cold=version, to_host=to_host)
+
+    def _copy(self, blocks: NDArray[np.int64], slots: NDArray[np.int32], *, cold: bool, to_host: bool) -> None:
+        """Copy blocks [n] of one version to their slots [n, slots of a block], or back."""
+        tensors = self._cache.block_tensors(cold=cold)
+        index = torch.from_numpy(blocks).to(self._device, non_blocking=True)
+        shape = (len(blocks), slots.shape[1] * self._sizes.slot_bytes)
+        between = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        pieces = list(zip(between.view(-1, self._sizes.slot_bytes), slots.ravel().tolist(), strict=True))
+        if not to_host:
+            for piece, slot in pieces:
+                piece.copy_(self._memory[slot], non_blocking=True)
+        begin = 0
+        for tensor, dim in tensors:
+            one = tensor.select(dim, 0)
+            end = begin + one.numel() * tensor.element_size()
+            if to_host:
+                contents = tensor.index_select(dim, index).movedim(dim, 0).reshape(len(blocks), -1)
+                between[:, begin:end] = contents.view(torch.uint8)
+            else:
+                contents = between[:, begin:end].contiguous().view(tensor.dtype).view(-1, *one.shape)
+                tensor.index_copy_(dim, index, contents.movedim(0, dim))
+            begin = end
+        if to_host:
+            for piece, slot in pieces:
+                self._memory[slot].copy_(piece, non_blocking=True)
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Pin host memory in place: torch's own pinned memory is rounded up to a power of two. Pages that cannot be pinned
+    are copied all the same, but the host waits for each copy.
+    """
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if error:
+        logger.warning("the host tier of the prefix cache is not pinned: CUDA error %d", error)

@@ -1,0 +1,240 @@
+"""A stream that begins with blocks from host memory has the bits of one that computed all of them."""
+
+import asyncio
+import os
+import random
+import signal
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import VOCABULARY, make
+from in_process import InProcessGroup, on_all
+from in_process_rank import InProcessRank
+from lockstep_common.errors import LockstepError
+from lockstep_engine import AsyncEngine, Request, SamplingParams
+from lockstep_engine.attention import StepLayout
+from lockstep_engine.blocks import HostSizes, PoolSizes
+from lockstep_engine.config import BLOCK_SIZE, EngineConfig, HotWindow
+from lockstep_engine.host_memory import HostMemory
+from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.plan import LAST_SAMPLED, Result, decode_plan, encode_plan
+from lockstep_engine.sampling import Sampler
+from lockstep_engine.scheduler import Limits, Scheduler
+from lockstep_engine.sizes import host_sizes
+
+MODEL = Path(__file__).parents[3] / "models/reference"
+BLOCKS = 16
+NARROW = HotWindow(sink=1, size=1)
+MODES = {
+    "none": {},
+    "lazy": {"hot_window": NARROW},
+    "immediate": {"hot_window": HotWindow(sink=0, size=0)},
+    "per_layer": {"hot_window": NARROW, "compressed_layers": (1,)},
+}
+PARAMS = SamplingParams(max_tokens=5, temperature=0.9, seed=3, logprobs=3, ignore_eos=True)
+TEXT = 150
+
+
+class Ranks:
+    """An engine of `tp` ranks in threads of this process, each with its cache and its host memory."""
+
+    def __init__(self, path, tp, dtype, *, hot_window=None, compressed_layers=None, host_bytes=2**20):
+        self._group = InProcessGroup(
+            path, tp, dtype=dtype, hot_window=hot_window, blocks=BLOCKS, compressed_layers=compressed_layers
+        )
+        model = self._group.models[0]
+        geometry = {"layers": model.layers, "kv_heads": model.kv_heads, "head_dim": model.head_dim, "dtype": dtype}
+        sizes = (
+            KvCache.block_bytes(**geometry),
+            KvCache.cold_block_bytes(**geometry, compressed_layers=compressed_layers),
+        )
+        config = EngineConfig(model="m", host_cache_bytes=host_bytes)
+        host = host_sizes(config, "cpu", hot_window is not None, *sizes)
+        self._memories = [HostMemory(host, cache) for cache in self._group.caches]
+        limits = Limits(4, 64, 100, 512, prefix_cache=True, hot_window=hot_window)
+        pools = PoolSizes(BLOCKS, 0 if hot_window is None else BLOCKS, host)
+        self.scheduler = Scheduler(limits, [], pools)
+        self._sampler = Sampler(4, model.vocab_size, torch.device("cpu"))
+        self._names = iter(range(100))
+
+    def run(self, prompt):
+        """Ids, log probabilities and the number of cached tokens of a request that runs alone."""
+        self.scheduler.submit(Request(str(next(self._names)), tuple(prompt), PARAMS))
+        ids, scores, cached = [], [], 0
+        results = deque()
+        while (plan := self.scheduler.schedule()) is not None:
+            results.append(self._execute(decode_plan(encode_plan(plan))))
+            for output in self.scheduler.update(results.popleft()):
+                ids += output.ids
+                scores += output.logprobs
+                cached += output.cached_tokens
+            self.scheduler.blocks.check()
+        return ids, scores, cached
+
+    def _execute(self, plan):
+        assert LAST_SAMPLED not in plan.token_ids.tolist()
+        sampled = plan.samples.nonzero()[0]
+        rows = (np.cumsum(plan.lengths) - 1)[sampled]
+        layout = StepLayout(plan.starts, plan.lengths, plan.tables, plan.hot_tables, plan.moves)
+        ids = torch.from_numpy(plan.token_ids.astype(np.int64))
+        logits = {}
+
+        def step(rank):
+            self._memories[rank].copy(plan.spills, plan.loads)
+            logits[rank] = self._group.forward(rank, ids, layout, rows)
+            self._group.caches[rank].compress(plan.late_moves)
+
+        on_all(step, self._group.tp)
+        for entry in plan.added:
+            self._sampler.add(entry)
+        chosen = self._sampler.sample(logits[0], plan.sampling_rows[sampled], plan.emitted[sampled], plan.uniforms)
+        return Result(plan.step, *chosen.read(), 0, 0)
+
+
+def words(seed, count=TEXT):
+    return random.Random(seed).choices(range(2, VOCABULARY), k=count)
+
+
+def check(path, tp, dtype, **mode):
+    """The second turn of a conversation whose first one the pools have evicted, and the same once more."""
+    ranks = Ranks(path, tp, dtype, **mode)
+    first, *_ = (ranks.run(words(seed))[0] for seed in range(3))
+    turn = [*words(0), *first, *words(9, 40)]
+    *found, cached = ranks.run(turn)
+    usage = ranks.scheduler.blocks.host.usage
+    assert usage.hits == 1
+    assert usage.copied_in >= 5
+    assert cached == (TEXT + PARAMS.max_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+    *computed, cached = Ranks(path, tp, dtype, **mode).run(turn)
+    assert cached == 0
+    assert found == computed
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("mode", "tp"), [*((mode, 1) for mode in MODES), ("none", 2), ("lazy", 2)])
+def test_streams_have_the_bits_of_computed_ones(tmp_path, mode, tp, dtype):
+    check(make("llama", tmp_path)[0], tp, dtype, **MODES[mode])
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3", "gpt_oss"])
+def test_so_they_have_with_windows_latents_and_sinks(tmp_path, name):
+    check(make(name, tmp_path)[0], 1, torch.float32, hot_window=NARROW)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_blocks_lie_in_their_slots_byte_by_byte_and_come_back_elsewhere(device):
+    """Also where a hot block does not fill its last slot."""
+    cache = KvCache(
+        layers=3,
+        kv_heads=2,
+        head_dim=20,
+        blocks=4,
+        dtype=torch.float16,
+        device=torch.device(device),
+        cold_blocks=4,
+        hot_window=NARROW,
+        compressed_layers=(0, 2),
+    )
+    for cold in (False, True):
+        for tensor, _ in cache.block_tensors(cold=cold):
+            tensor.view(torch.uint8).random_()
+    geometry = {"layers": 3, "kv_heads": 2, "head_dim": 20, "dtype": torch.float16}
+    cold_bytes = KvCache.cold_block_bytes(**geometry, compressed_layers=(0, 2))
+    sizes = HostSizes(8, cold_bytes, 2, 2)
+    assert cold_bytes < KvCache.block_bytes(**geometry) < 2 * cold_bytes
+    memory = HostMemory(sizes, cache)
+    first = cache.first_cold
+
+    def blocks(number, *, cold):
+        return [tensor.select(dim, number).clone() for tensor, dim in cache.block_tensors(cold=cold)]
+
+    before = [blocks(1, cold=False), blocks(3, cold=False), blocks(2, cold=True)]
+    memory.copy(np.array([[1, 5, 0], [3, 7, 2], [first + 2, 4, -1]], np.int32), None)
+    memory.copy(None, np.array([[first, 4, -1], [0, 7, 2], [2, 5, 0]], np.int32))
+    after = [blocks(2, cold=False), blocks(0, cold=False), blocks(0, cold=True)]
+    for each, other in zip(before, after, strict=True):
+        assert all(torch.equal(*(part.view(torch.uint8) for part in parts)) for parts in zip(each, other, strict=True))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_rank_copies_what_plans_order(tmp_path, overlap):
+    path, _ = make("llama", tmp_path)
+    settings = {"device": "cpu", "threads": 1, "max_seqs": 2, "max_batch_tokens": 64, "kv_hot_window": 16}
+    settings["overlap"] = overlap
+    prompts = [(words(seed), PARAMS) for seed in (*range(8), 0)]
+    with InProcessRank(path, kv_memory_bytes=2**18, host_cache_bytes=2**20, **settings) as rank:
+        host = rank.loaded.blocks.host
+        assert host.slots * host.slot_bytes <= 2**20 < (host.slots + 1) * host.slot_bytes
+        found = [rank.run(prompt) for prompt in prompts]
+        assert rank.scheduler.blocks.host.usage.copied_in > 0
+    assert found[0] == found[-1]
+    with InProcessRank(path, kv_memory_bytes=2**18, **settings) as rank:
+        assert rank.loaded.blocks.host == HostSizes()
+        assert [rank.run(prompt) for prompt in prompts] == found
+
+
+def test_a_tier_that_would_not_hold_a_block_is_refused(tmp_path):
+    with pytest.raises(LockstepError, match="host_cache_bytes must be 0 or at least"):
+        host_sizes(EngineConfig(model="m", host_cache_bytes=1000), "cpu", True, 4000, 1100)
+    assert host_sizes(EngineConfig(model="m", host_cache_bytes=4400), "cpu", True, 4000, 1100).slots == 4
+
+
+@pytest.mark.slow
+async def test_the_tier_is_empty_after_a_restart_of_the_ranks_and_fills_again():
+    outputs, ready = asyncio.Queue(), asyncio.Event()
+    engine = AsyncEngine(
+        EngineConfig(model=str(MODEL), tp=2, threads=1, max_seqs=4, kv_memory_bytes=2**21, host_cache_bytes=2**24),
+        on_outputs=lambda _step, new: [outputs.put_nowait(each) for each in new],
+        on_change=lambda: ready.set() if engine.status().state == "ready" else ready.clear(),
+    )
+
+    async def ask(name, prompt):
+        engine.submit(Request(name, tuple(prompt), PARAMS))
+        ids, cached, last = [], 0, None
+        async with asyncio.timeout(60):
+            while last is None or last.finish is None:
+                last = await outputs.get()
+                assert last.error is None
+                ids += last.ids
+                cached += last.cached_tokens
+        return ids, cached
+
+    await engine.start()
+    try:
+        found = []
+        for life in range(2):
+            async with asyncio.timeout(60):
+                await ready.wait()
+            assert engine.status().host.blocks == 0
+            first, _ = await ask(f"first {life}", words(0, 300))
+            for seed in range(1, 8):
+                await ask(f"{life} {seed}", words(seed, 300))
+            assert engine.status().host.copied_in == 0
+            found.append(await ask(f"second {life}", [*words(0, 300), *first, 7]))
+            assert found[-1][1] >= 304
+            assert engine.status().host.copied_in > 0
+            if life == 0:
+                os.kill(engine.status().ranks[1].pid, signal.SIGKILL)
+                async with asyncio.timeout(60):
+                    while engine.status().state == "ready":
+                        await asyncio.sleep(0.01)
+        assert found[0] == found[1]
+    finally:
+        await engine.close()
