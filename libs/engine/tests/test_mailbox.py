@@ -78,6 +78,10 @@ def test_a_message_that_is_too_large_is_refused_and_changes_nothing(sides):
 
 
 def test_counters_of_ranks_start_at_zero_and_lie_on_different_cache_lines(sides):
-    driver, _ = sides
-    assert driver.steps.tolist() == driver.collectives.tolist() == [0, 0, 0]
-    assert driver.steps.strides == (64,)
+    driver, rank = sides
+    counters = ("steps", "collectives", "forward_us", "collective_us", "device_bytes")
+    assert {name: getattr(driver, name).tolist() for name in counters} == {name: [0, 0, 0] for name in counters}
+    assert {getattr(driver, name).strides for name in counters} == {(64,)}
+    for number, name in enumerate(counters):
+        getattr(rank, name)[1] = number + 1
+    assert [getattr(driver, name).tolist() for name in counters] == [[0, number + 1, 0] for number in range(5)]

@@ -162,6 +162,18 @@ class RankGroup:
         """Steps finished by each rank in this epoch."""
         return [0] * self._tp if self._mailbox is None else [int(count) for count in self._mailbox.steps]
 
+    @property
+    def ranks_us(self) -> list[tuple[int, int]]:
+        """Each rank's time in the forward passes of these steps, and the part of it in collectives, in microseconds."""
+        if self._mailbox is None:
+            return [(0, 0)] * self._tp
+        return list(zip(self._mailbox.forward_us.tolist(), self._mailbox.collective_us.tolist(), strict=True))
+
+    @property
+    def device_bytes(self) -> list[int]:
+        """Memory of its GPU that each rank has reserved; 0: it has none."""
+        return [0] * self._tp if self._mailbox is None else self._mailbox.device_bytes.tolist()
+
     async def start(self) -> None:
         """Begin a new epoch: start a zygote if there is none, and fork the ranks. `on_ready` is called later."""
         await self.kill()

@@ -39,6 +39,12 @@ class Mailbox:
         """[tp], int64: steps finished by each rank in this epoch."""
         self.collectives = progress[1 :: _PROGRESS_BYTES // 8]
         """[tp], int64: collectives entered by each rank. In a hang the others wait for the rank with the fewest."""
+        self.forward_us = progress[2 :: _PROGRESS_BYTES // 8]
+        """[tp], int64: time of each rank's device in the forward passes of these steps, collectives included."""
+        self.collective_us = progress[3 :: _PROGRESS_BYTES // 8]
+        """[tp], int64: the part of it in collectives: transfer, and waiting for slower ranks."""
+        self.device_bytes = progress[4 :: _PROGRESS_BYTES // 8]
+        """[tp], int64: memory of its GPU that each rank has reserved; 0: it has none."""
         self._plans = tp * _PROGRESS_BYTES
         self._results = self._plans + MAX_IN_FLIGHT * (_LENGTH.size + plan_bytes)
 

@@ -77,6 +77,8 @@ class Launched:
     collective_us: int
     idle: list[tuple[Timestamp, Timestamp]]
     """Intervals before the step in which the device had nothing to do."""
+    computed: Timestamp
+    """The end of the forward pass. Rank 0 samples after it, so up to here all ranks have equal work."""
     end: Timestamp
 
 
@@ -173,6 +175,8 @@ class Rank:
             if by_kernels:
                 self._warm_up()
             self._record()
+        if self._device.type == "cuda":
+            self._mailbox.device_bytes[spec.rank] = torch.cuda.memory_reserved(self._device)
         self.builds = BuildCounter(lambda kernel: logger.error("a kernel was built while serving: %s", kernel))
         self.builds.install()
         _send(
@@ -218,7 +222,10 @@ class Rank:
         """Count the steps that the device has finished; rank 0 sends their results."""
         while launched and launched[0].end.reached():
             step = launched.popleft()
-            self._mailbox.steps[self._spec.rank] += 1
+            rank = self._spec.rank
+            self._mailbox.steps[rank] += 1
+            self._mailbox.forward_us[rank] += round(step.computed.us_since(step.idle[-1][1]))
+            self._mailbox.collective_us[rank] += step.collective_us
             if step.sampled is not None:
                 waited_us = round(sum(to.us_since(since) for since, to in step.idle))
                 scores = () if step.scores is None else step.scores.read()
@@ -235,7 +242,7 @@ class Rank:
 
         Args:
             plan: the plan of the step.
-            idle: intervals before the step in which the device had nothing to do.
+            idle: intervals before the step in which the device had nothing to do, the last one up to now.
         """
         self._group.spent_ns = 0
         sampled = plan.samples.nonzero()[0]
@@ -249,6 +256,7 @@ class Rank:
             logits = self.forward(self._token_ids(plan), layout, rows)
         else:
             logits, pooled = self._forward_pooled(plan, layout, rows)
+        computed = self._timer.now()
         chosen: Sampled | None = None
         scores: Scores | None = None
         if self._sampler is not None:
@@ -263,7 +271,7 @@ class Rank:
             if len(scored):
                 scores = score(logits[len(sampled) :], targets[scored], vocabulary=plan.vocabulary_logprobs)
         spent_us = self._group.spent_ns // 1000
-        return Launched(plan.step, chosen, unserved, scores, pooled, spent_us, idle, self._timer.now())
+        return Launched(plan.step, chosen, unserved, scores, pooled, spent_us, idle, computed, self._timer.now())
 
     def _add_requests(self, added: list[RowSampling]) -> list[int]:
         """Prepare the sampler for sampling rows that get a new request. This is done before the step's first

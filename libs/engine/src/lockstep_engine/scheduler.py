@@ -92,6 +92,12 @@ class Scheduler:
         self._current: Sequence | None = None
         """The request being scheduled: `shed` ends it if memory runs out."""
         self._arrivals = 0
+        self.preemptions = 0
+        """Running requests that had to wait again, since the start."""
+        self.prompt_tokens = 0
+        """Tokens of the prompts of all requests that have begun to run."""
+        self.cached_tokens = 0
+        """Those of them that were in the prefix cache."""
         self._phases: dict[str, Phase] = {}
         """Changes that `take_phases` has not returned yet."""
 
@@ -393,6 +399,8 @@ class Scheduler:
             sequence.computed = hits.usable * BLOCK_SIZE
             if sequence.cached_tokens is None:
                 sequence.cached_tokens = min(sequence.computed, len(sequence.request.prompt_ids))
+                self.prompt_tokens += len(sequence.request.prompt_ids)
+                self.cached_tokens += sequence.cached_tokens
             computing.update(key.digest for key in keys[hits.usable :])
             count = self.blocks.fitting(sequence, self._count(sequence, budget, chunks))
             self.blocks.grow(sequence, count)
@@ -471,6 +479,7 @@ class Scheduler:
         never part of the current step already: more important sequences are scheduled first, and the victim is the
         least important one.
         """
+        self.preemptions += 1
         self._release_row(sequence)
         self._phases[sequence.request.id] = Phase.WAITING
         sequence.computed = 0

@@ -56,6 +56,7 @@ class Worker:
         self._connections = itertools.count(1)
         self._streams = StreamTable()
         self._meter = metrics.StatusMeter()
+        metrics.VLLM_NAMES.model = self.engine.model.name if settings.vllm_metric_names else ""
         self._prefixes = PrefixReporter(
             self.engine, settings.prefix_report_bytes_per_s, settings.engine_config().hot_window
         )
@@ -259,6 +260,8 @@ class Worker:
                     batch = batches[stream.router] = worker_pb2.Tokens()
                 translate.add_tokens(batch, stream.stream_id, stream.attempt, stream.handle, output)
                 emitted += len(output.ids)
+                if stream.first_token_at is None or output.finish:
+                    metrics.measure(stream, is_finished=bool(output.finish))
             if output.finish or output.error:
                 self._streams.remove(stream)
                 self._log("stream ends", stream)
@@ -268,9 +271,7 @@ class Worker:
             router.outbox.put(self._frame(tokens=batch))
         for stream, error in failures:
             self._reject(stream.router, stream.stream_id, stream.attempt, error)
-        if emitted:
-            metrics.TOKENS.inc(emitted)
-            metrics.STEP_TOKENS.observe(emitted)
+        metrics.count_tokens(emitted)
 
     def _on_phases(self, changes: list[PhaseChange]) -> None:
         batches: dict[RouterConnection, list[worker_pb2.StreamPhaseChange]] = {}
@@ -278,6 +279,9 @@ class Worker:
             stream = self._streams.by_request(change.request_id)
             if stream is not None:
                 stream.is_running = change.phase is Phase.RUNNING
+                if stream.is_running and stream.started_at is None:
+                    stream.started_at = time.monotonic()
+                    metrics.QUEUE_SECONDS.observe(stream.started_at - stream.arrived_at)
                 batch = batches.setdefault(stream.router, [])
                 batch.append(translate.phase_change(stream.stream_id, stream.attempt, change.phase))
         for router, batch in batches.items():

@@ -19,6 +19,8 @@ import lockstep_worker.metrics
 from lockstep_common import tls
 from lockstep_router.processes.answers import process_metrics
 from lockstep_router.tallies import Distribution, Distributions, Tallies, Tally
+from lockstep_router.top_tallies import TopTallies
+from lockstep_worker import vllm_names
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
@@ -32,9 +34,10 @@ LABELS = {
     "endpoint": "the routes of the API; what is none of them counts as one",
     "face": "three values: `http`, `websocket`, `grpc`",
     "fingerprint": "one at a time: that of the current ranks",
-    "kind": "the kinds of entries of the store in memory",
+    "kind": "the kinds of entries of the store in memory; of a rank's memory two: `resident`, `device`",
     "limit": "the limits that a tenant can have",
     "method": "the methods of the state server's API",
+    "model_name": "the worker's model",
     "model": "models of the workers that discovery finds, never a name of a request",
     "operation": "the operations of the store",
     "outcome": "a fixed set, named in the description or by the protocol",
@@ -45,10 +48,13 @@ LABELS = {
     "reason": "a fixed set, named in the description or by the code",
     "state": "the states of a worker",
     "status": "gRPC statuses in lower case",
+    "tenant": "the 20 tenants that had most in the last minutes; the rest as `other`",
+    "tier": "two values: `hot`, `cold`",
+    "use": "two values: `used`, `free`",
 }
 """Every label of the services' own metrics, and what bounds its values. No label has a value that a client chooses."""
 
-_Metric = MetricWrapperBase | Tally | Tallies | Distribution | Distributions
+_Metric = MetricWrapperBase | Tally | Tallies | TopTallies | Distribution | Distributions
 
 _SUFFIXES = {
     "_timestamp_seconds": "seconds since 1970",
@@ -59,7 +65,11 @@ _SUFFIXES = {
     "_blocks": "blocks",
     "_info": "always 1",
 }
-_UNITS = {"lockstep_router_load_imbalance": "ratio, 1 or more"}
+_UNITS = {
+    "lockstep_router_load_imbalance": "ratio, 1 or more",
+    "vllm:kv_cache_usage_perc": "0 to 1",
+    "vllm:gpu_cache_usage_perc": "0 to 1",
+}
 _ABBREVIATED = re.compile(r"_(ms|us|ns|s|kb|mb|gb|kib|mib|gib|percent|pct)$")
 
 
@@ -91,6 +101,7 @@ def services() -> dict[str, list[MetricFacts]]:
     return {
         "router": [*_facts_of(lockstep_router.metrics), *map(_facts, supervised)],
         "worker": list(_facts_of(lockstep_worker.metrics)),
+        "worker, with `vllm_metric_names`": _vllm_facts(),
         "state server": list(_facts_of(lockstep_state.metrics)),
         "all services, with TLS": list(_facts_of(tls)),
     }
@@ -137,6 +148,14 @@ def _facts_of(module: ModuleType) -> Iterator[MetricFacts]:
     for value in vars(module).values():
         if isinstance(value, _Metric):
             yield _facts(value)
+
+
+def _vllm_facts() -> list[MetricFacts]:
+    families = lockstep_worker.metrics.VLLM_NAMES.families()
+    return [
+        MetricFacts(family.name, family.type, vllm_names.LABELS, _UNITS.get(family.name, "count"), family.documentation)
+        for family in families
+    ]
 
 
 def _facts(metric: _Metric) -> MetricFacts:

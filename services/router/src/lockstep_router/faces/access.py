@@ -68,6 +68,10 @@ def authenticate(keys: KeyFile, given: Sequence[bytes]) -> Access:
 def report(call: Call, record: Record, seconds: float, *, is_audited: bool) -> None:
     """Log and count a request that has ended."""
     call.count(record.status, seconds)
+    if (tenant := record.account.tenant.name) != NOBODY.name:
+        metrics.TENANT_REQUESTS.add(tenant, (str(record.status),), 1)
+        metrics.TENANT_TOKENS.add(tenant, ("in",), record.prompt_tokens)
+        metrics.TENANT_TOKENS.add(tenant, ("out",), record.completion_tokens)
     log_line(
         logger,
         call.level,
