@@ -110,7 +110,7 @@ def test_alerts_and_dashboards_use_existing_metrics():
         for path in (*files, scaled)
         for name in re.findall(r"\blockstep_(?:router|worker|state)_\w+", path.read_text())
     }  # fmt: skip
-    assert len(files) == 3
+    assert len(files) == 8
     assert asked
     assert asked - exported == set()
 

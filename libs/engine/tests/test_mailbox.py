@@ -5,7 +5,7 @@ import os
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lockstep_engine.mailbox import Mailbox, RankTimes
+from lockstep_engine.mailbox import NOTHING_DONE, Mailbox, RankTimes
 
 SIZES = (3, 100, 50)
 
@@ -78,21 +78,26 @@ def test_a_message_that_is_too_large_is_refused_and_changes_nothing(sides):
 
 
 def test_counters_of_ranks_start_at_zero_and_lie_on_different_cache_lines(sides):
-    driver, _ = sides
-    assert driver.steps.tolist() == driver.collectives.tolist() == [0, 0, 0]
-    assert driver.steps.strides == (64,)
+    driver, rank = sides
+    counters = ("steps", "collectives", "device_bytes")
+    assert {name: getattr(driver, name).tolist() for name in counters} == {name: [0, 0, 0] for name in counters}
+    assert {getattr(driver, name).strides for name in counters} == {(64,)}
+    rank.note_step(1, 1, 2, 3, 4)
+    for number, name in enumerate(counters):
+        getattr(rank, name)[1] = number + 1
+    assert [getattr(driver, name).tolist() for name in counters] == [[0, number + 1, 0] for number in range(3)]
 
 
 def test_times_of_ranks_add_up(sides):
     driver, rank = sides
-    rank.note_step(0, 3_000_000, 1_000_000, 500_000)
+    rank.note_step(0, 3_000_000, 2_500_000, 1_000_000, 500_000)
     before = driver.times()
-    rank.note_step(0, 2_000_000, 250_000, 0)
-    rank.note_step(1, 2_000_000, 750_000, 0)
-    assert before == (RankTimes(1, 3.0, 1.0, 0.5), RankTimes(0, 0.0, 0.0, 0.0), RankTimes(0, 0.0, 0.0, 0.0))
+    rank.note_step(0, 2_000_000, 1_500_000, 250_000, 0)
+    rank.note_step(1, 2_000_000, 2_000_000, 750_000, 0)
+    assert before == (RankTimes(1, 3.0, 2.5, 1.0, 0.5), NOTHING_DONE, NOTHING_DONE)
     assert [new - old for new, old in zip(driver.times(), before, strict=True)] == [
-        RankTimes(1, 2.0, 0.25, 0.0),
-        RankTimes(1, 2.0, 0.75, 0.0),
-        RankTimes(0, 0.0, 0.0, 0.0),
+        RankTimes(1, 2.0, 1.5, 0.25, 0.0),
+        RankTimes(1, 2.0, 2.0, 0.75, 0.0),
+        NOTHING_DONE,
     ]
     assert driver.collectives.tolist() == [0, 0, 0]

@@ -1,5 +1,7 @@
 """What a rank takes from the driver instead of finding it out again."""
 
+import time
+
 import torch
 from checkpoints import VOCABULARY, make
 from in_process_rank import InProcessRank
@@ -31,3 +33,15 @@ def test_a_rank_does_not_inspect_the_checkpoint_again(tmp_path):
         (path / name).write_text("not JSON")
     with InProcessRank(path, model=info, **SETTINGS) as served:
         assert served.run(([5, 6, 7], SamplingParams(max_tokens=2, temperature=0)))
+
+
+def test_a_rank_counts_the_time_of_its_forward_passes(tmp_path):
+    path, _ = make("llama-grouped-untied", tmp_path)
+    with InProcessRank(path, **SETTINGS) as served:
+        began = time.perf_counter_ns()
+        served.run(([5, 6, 7], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)))
+        passed_us = (time.perf_counter_ns() - began) / 1000
+        assert served.mailbox.steps.tolist() == [20]
+        (times,) = served.mailbox.times()
+        assert 0 < times.forward_s < times.busy_s < passed_us / 1e6
+        assert times.collective_s == served.mailbox.device_bytes[0] == 0  # it is alone, and on the CPU

@@ -233,7 +233,8 @@ class TestPreemption:
         server.run()
         older, newer = (server.computed(number) for number in numbers)
         assert older == [(0, 32), *[(position, 1) for position in range(32, 71)]]
-        assert [count for _, count in newer[1:] if count > 1]
+        assert server.scheduler.preemptions == len([count for _, count in newer[1:] if count > 1]) > 0
+        assert (server.scheduler.prompt_tokens, server.scheduler.cached_tokens) == (4 * BLOCK_SIZE, 0)
         assert [server.ids(number) for number in numbers] == [server.expected(number) for number in numbers]
         assert [len(server.ids(number)) for number in numbers] == [40, 40]
         server.assert_idle()

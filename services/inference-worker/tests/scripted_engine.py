@@ -162,7 +162,23 @@ class ScriptedEngine:
             total_blocks=TOTAL_BLOCKS,
             tokens_per_s=12.5,
             steps=self._steps,
-            ranks=tuple(RankStatus(rank, 1000 + rank, rank_state, self._steps) for rank in range(self.config.tp)),
+            ranks=tuple(
+                RankStatus(
+                    rank,
+                    1000 * self._epoch + rank,
+                    rank_state,
+                    self._steps,
+                    forward_s=0.5 * self._steps,
+                    collective_s=0.125 * self._steps / (1 + rank),
+                    device_bytes=4096,
+                )
+                for rank in range(self.config.tp)
+            ),
+            cold_blocks=16,
+            free_cold_blocks=12,
+            preemptions=3,
+            prompt_tokens=100,
+            cached_tokens=48,
             deterministic=True,
             device="cpu",
             dtype="float32",
@@ -180,7 +196,7 @@ class ScriptedEngine:
     def rank_times(self) -> tuple[RankTimes, ...]:
         """Rank 0 is the slow one: it waits for nobody."""
         return tuple(
-            RankTimes(self._steps, 0.01 * self._steps, (0.001 + 0.005 * rank) * self._steps, 0.0)
+            RankTimes(self._steps, 0.01 * self._steps, 0.01 * self._steps, (0.001 + 0.005 * rank) * self._steps, 0.0)
             for rank in range(self.config.tp)
         )
 

@@ -1,8 +1,10 @@
+import os
 from dataclasses import replace
 
 from harness import make_settings, served, submit, until
-from lockstep_common.telemetry import REGISTRY
-from lockstep_engine import HostUsage
+from lockstep_common.telemetry import REGISTRY, exposition
+from lockstep_engine import HostUsage, RankStatus
+from lockstep_worker import metrics
 from lockstep_worker.metrics import StatusMeter
 
 
@@ -11,7 +13,14 @@ def value(name: str, **labels: str) -> float:
 
 
 async def test_what_happens_is_counted(model_dir, socket_path):
-    names = ("tokens_total", "steps_total", "restarts_total", "submitted_total")
+    names = (
+        "tokens_total",
+        "steps_total",
+        "restarts_total",
+        "submitted_total",
+        "queue_seconds_count",
+        "prefill_seconds_count",
+    )
     before = {name: value(name) for name in names}
     lost_before = value("rejected_total", code="worker_lost")
     async with served(make_settings(model_dir, socket_path)) as worker:
@@ -30,7 +39,14 @@ async def test_what_happens_is_counted(model_dir, socket_path):
         worker.engine.restart()
         await router.ready()
     grown = {name: value(name) - before[name] for name in names}
-    assert grown == {"tokens_total": 6, "steps_total": 3, "restarts_total": 1, "submitted_total": 2}
+    assert grown == {
+        "tokens_total": 6,
+        "steps_total": 3,
+        "restarts_total": 1,
+        "submitted_total": 2,
+        "queue_seconds_count": 2,
+        "prefill_seconds_count": 2,
+    }
     assert value("rejected_total", code="worker_lost") - lost_before == 2
 
 
@@ -52,3 +68,73 @@ async def test_the_prefix_cache_in_host_memory_is_counted_over_all_epochs(model_
         meter.observe(replace(status, epoch=epoch, host=usage), ready=True, routers=0, streams=0)
     assert (value("host_cache_blocks"), value("host_cache_bytes")) == (2, 20 * len(status.ranks))
     assert [now - then for now, then in zip(counts(), before, strict=True)] == [1, 4, 11, 3]
+
+
+async def test_ranks_and_cache_are_measured(model_dir, socket_path):
+    names = ("forward_seconds_total", "collective_seconds_total", "steps_total")
+    before = {(name, rank): value(f"rank_{name}", rank=rank) for name in names for rank in "01"}
+    counts = ("preemptions_total", "prompt_tokens_total", "prefix_hit_tokens_total")
+    counted = {name: value(name) for name in counts}
+    async with served(make_settings(model_dir, socket_path)) as worker:
+        router = await worker.greeted()
+        await router.send(submit=submit("a", max_tokens=100))
+        await until(lambda: len(worker.engine.requests) == 1)
+        for _ in range(4):
+            worker.engine.step()
+        await until(lambda: value("rank_steps_total", rank="1") == before["steps_total", "1"] + 4)
+        assert value("rank_memory_bytes", rank="0", kind="device") == 4096
+        assert value("kv_blocks", tier="cold", use="free") == 12
+        assert value("kv_blocks", tier="cold", use="used") == 4
+        hot = value("kv_blocks", tier="hot", use="free"), value("kv_blocks", tier="hot", use="used")
+        assert sum(hot) == 64 - 16
+        worker.engine.lose_ranks()
+        worker.engine.restart()
+        await router.ready()
+        worker.engine.step()
+        await until(lambda: value("rank_steps_total", rank="1") > before["steps_total", "1"] + 4)
+    grown = {key: value(f"rank_{key[0]}", rank=key[1]) - each for key, each in before.items()}
+    steps = grown["steps_total", "0"]
+    assert grown["forward_seconds_total", "0"] == grown["forward_seconds_total", "1"] == 0.5 * steps
+    assert grown["collective_seconds_total", "0"] == 2 * grown["collective_seconds_total", "1"] == 0.125 * steps
+    assert {name: value(name) - each for name, each in counted.items()} == {
+        "preemptions_total": 3,
+        "prompt_tokens_total": 100,
+        "prefix_hit_tokens_total": 48,
+    }
+
+
+async def test_a_finished_stream_has_a_time_of_decoding(model_dir, socket_path):
+    before = value("decode_seconds_count"), value("prefill_seconds_count")
+    async with served(make_settings(model_dir, socket_path)) as worker:
+        router = await worker.greeted()
+        await router.send(submit=submit("a", max_tokens=2))
+        await until(lambda: len(worker.engine.requests) == 1)
+        worker.engine.step()
+        await until(lambda: value("prefill_seconds_count") == before[1] + 1)
+        assert value("decode_seconds_count") == before[0]
+        worker.engine.step()
+        await until(lambda: value("decode_seconds_count") == before[0] + 1)
+        assert value("prefill_seconds_count") == before[1] + 1
+
+
+def test_memory_of_a_rank_is_that_of_its_process():
+    meter = metrics.RankMeter(7)
+    meter.observe(RankStatus(7, os.getpid(), "ready", 0))
+    assert value("rank_memory_bytes", rank="7", kind="resident") > 10_000_000
+    meter.observe(RankStatus(7, 2**22 + 1, "dead", 0))
+    assert value("rank_memory_bytes", rank="7", kind="resident") == 0
+
+
+async def test_names_of_vllm_are_shown_if_the_setting_says_so(model_dir, socket_path):
+    def found(name):
+        return REGISTRY.get_sample_value(f"vllm:{name}", {"model_name": model_dir.name})
+
+    async with served(make_settings(model_dir, socket_path)) as worker:
+        await worker.greeted()
+        assert "vllm:" not in exposition().decode()
+    async with served(make_settings(model_dir, socket_path, vllm_metric_names=True)) as worker:
+        router = await worker.greeted()
+        await router.send(submit=submit("a", max_tokens=100))
+        await until(lambda: found("num_requests_running") == 1)
+        assert found("num_requests_waiting") == 0
+        assert found("kv_cache_usage_perc") == found("gpu_cache_usage_perc") == 1 / 64

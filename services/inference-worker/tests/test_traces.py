@@ -14,7 +14,7 @@ from otlp_receiver import Received, grpc_receiver
 
 KEPT = TraceContext(0xA, 0xB, True, "vendor=1")
 NOT_KEPT = TraceContext(0xA, 0xB, False)
-IDLE = (RankTimes(0, 0.0, 0.0, 0.0),) * 2
+IDLE = (RankTimes(0, 0.0, 0.0, 0.0, 0.0),) * 2
 
 
 def traced(context: TraceContext = KEPT, *, slow_s: float = 60.0) -> tuple[AttemptTrace, list[Span]]:
@@ -90,8 +90,8 @@ def test_a_long_answer_has_few_events():
 def test_ranks_have_what_they_spent_in_the_phase():
     readings = iter(
         [
-            (RankTimes(5, 1.0, 0.5, 0.0), RankTimes(5, 1.0, 0.75, 0.0)),
-            (RankTimes(9, 2.0, 0.75, 0.25), RankTimes(9, 2.0, 1.5, 0.25)),
+            (RankTimes(5, 1.0, 0.9, 0.5, 0.0), RankTimes(5, 1.0, 0.9, 0.75, 0.0)),
+            (RankTimes(9, 2.0, 1.8, 0.75, 0.25), RankTimes(9, 2.0, 1.8, 1.5, 0.25)),
         ]
     )
     spans: list[Span] = []

@@ -9,7 +9,7 @@ import logging
 import pytest
 from key_files import KEY, OTHER_KEY, SECOND_KEY, bearer, digest, tenant, write, write_text
 from lockstep_common.errors import LockstepError
-from lockstep_common.telemetry import JsonFormatter, exposition
+from lockstep_common.telemetry import REGISTRY, JsonFormatter, exposition
 from lockstep_router.faces import bodies
 from lockstep_router.faces.rest import generating
 from lockstep_router.tenants import KeyFile, key_file
@@ -367,3 +367,24 @@ async def test_refusals_take_little_time(guarded):
     for _ in range(100):
         assert (await guarded.client.post("/v1/completions", json=BODY, headers=bearer("no"))).status_code == 401
     assert (loop.time() - began) / 100 < 0.01
+
+
+async def test_requests_and_tokens_are_counted_by_tenant_and_streams_by_outcome(guarded):
+    def count(name, **labels):
+        return REGISTRY.get_sample_value(f"lockstep_router_{name}_total", labels) or 0
+
+    def counts():
+        return (
+            count("tenant_requests", tenant="search", code="200"),
+            count("tenant_tokens", tenant="search", direction="in"),
+            count("tenant_tokens", tenant="search", direction="out"),
+            count("streams_ended", outcome="finished"),
+        )
+
+    before, nobody = counts(), count("tenant_requests", tenant="", code="401")
+    async with guarded.over_http() as client:
+        answer = (await client.post("/v1/completions", json=BODY, headers=bearer(KEY))).json()
+        await client.post("/v1/completions", json=BODY)
+    grown = [now - then for now, then in zip(counts(), before, strict=True)]
+    assert grown == [1, answer["usage"]["prompt_tokens"], 3, 1]
+    assert count("tenant_requests", tenant="", code="401") == nobody == 0

@@ -69,6 +69,13 @@ class RankStatus:
     """starting, ready or dead"""
     steps: int
     """Steps finished in this epoch."""
+    forward_s: float = 0.0
+    """Time of its device in the forward passes of these steps, collectives included."""
+    collective_s: float = 0.0
+    """The part of it in collectives: transfer, and waiting for slower ranks. On a GPU it is the host's time in the
+    calls, without collectives that are recorded."""
+    device_bytes: int = 0
+    """Memory of its GPU that it has reserved; 0: it has none."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,14 @@ class EngineStatus:
     """The same estimate for requests of each priority."""
     queue_wait_per_request_s: float = 0.0
     """Estimate: what each further request adds to it."""
+    free_cold_blocks: int = 0
+    """Blocks of the cold pool that can be allocated."""
+    preemptions: int = 0
+    """Times that a running request had to wait again because blocks were missing, over all epochs."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts of all requests that have begun to run, over all epochs."""
+    cached_tokens: int = 0
+    """Those of them that were in the prefix cache."""
     grammar_engine: str = ""
     """Name and version of what computes the masks of grammars; empty: requests may have none."""
 
@@ -285,12 +300,7 @@ class AsyncEngine:
     def status(self) -> EngineStatus:
         """A snapshot of the engine's state."""
         group = self._group
-        steps = [] if group is None else group.steps
-        ranks = (
-            ()
-            if group is None
-            else tuple(RankStatus(each.rank, each.pid, each.state, steps[each.rank]) for each in group.ranks)
-        )
+        ranks = () if group is None else _rank_statuses(group)
         loaded = [] if group is None else [each.loading for each in group.ranks]
         total_bytes = sum(total for _, total in loaded)
         scheduler = self._scheduler
@@ -311,6 +321,10 @@ class AsyncEngine:
             cold_blocks=self._scheduler.blocks.cold.total,
             compressed_blocks=self._scheduler.blocks.compressed,
             host=self._scheduler.blocks.host.usage,
+            free_cold_blocks=self._scheduler.blocks.cold.free,
+            preemptions=self._scheduler.preemptions,
+            prompt_tokens=self._scheduler.prompt_tokens,
+            cached_tokens=self._scheduler.cached_tokens,
             tokens_per_s=self._rate(),
             steps=self._steps,
             ranks=ranks,
@@ -584,6 +598,22 @@ class AsyncEngine:
         now = time.monotonic()
         while self._emitted and now - self._emitted[0][0] > _RATE_WINDOW_S:
             self._emitted.popleft()
+
+
+def _rank_statuses(group: RankGroup) -> tuple[RankStatus, ...]:
+    times, device_bytes = group.times, group.device_bytes
+    return tuple(
+        RankStatus(
+            each.rank,
+            each.pid,
+            each.state,
+            times[each.rank].steps,
+            forward_s=times[each.rank].forward_s,
+            collective_s=times[each.rank].collective_s,
+            device_bytes=device_bytes[each.rank],
+        )
+        for each in group.ranks
+    )
 
 
 class _Timing:

@@ -42,7 +42,7 @@ from lockstep_engine.control import (
     encode_doorbell,
     send_fork,
 )
-from lockstep_engine.mailbox import MAX_IN_FLIGHT, Mailbox, RankTimes
+from lockstep_engine.mailbox import MAX_IN_FLIGHT, NOTHING_DONE, Mailbox, RankTimes
 from lockstep_engine.model_config import refuse
 from lockstep_engine.plan import Plan, Result, decode_result, encode_plan
 
@@ -165,7 +165,12 @@ class RankGroup:
     @property
     def times(self) -> tuple[RankTimes, ...]:
         """What each rank has done in this epoch."""
-        return () if self._mailbox is None else self._mailbox.times()
+        return (NOTHING_DONE,) * self._tp if self._mailbox is None else self._mailbox.times()
+
+    @property
+    def device_bytes(self) -> list[int]:
+        """Memory of its GPU that each rank has reserved; 0: it has none."""
+        return [0] * self._tp if self._mailbox is None else self._mailbox.device_bytes.tolist()
 
     async def start(self) -> None:
         """Begin a new epoch: start a zygote if there is none, and fork the ranks. `on_ready` is called later."""

@@ -28,6 +28,9 @@ class RankTimes(NamedTuple):
     steps: int
     busy_s: float
     """In steps, on the clock of the rank's device."""
+    forward_s: float
+    """The part of it in forward passes, collectives included. Rank 0 samples after them, so up to there all ranks have
+    equal work."""
     collective_s: float
     """In the collectives of these steps: transfer, and waiting for other ranks. On a GPU it is the host's time, and
     recorded steps count none."""
@@ -39,9 +42,13 @@ class RankTimes(NamedTuple):
         return RankTimes(
             self.steps - earlier.steps,
             self.busy_s - earlier.busy_s,
+            self.forward_s - earlier.forward_s,
             self.collective_s - earlier.collective_s,
             self.waited_s - earlier.waited_s,
         )
+
+
+NOTHING_DONE = RankTimes(0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Mailbox:
@@ -62,23 +69,22 @@ class Mailbox:
         """[tp], int64: steps finished by each rank in this epoch."""
         self.collectives = progress[1 :: _PROGRESS_BYTES // 8]
         """[tp], int64: collectives entered by each rank. In a hang the others wait for the rank with the fewest."""
-        self._times = [progress[index :: _PROGRESS_BYTES // 8] for index in (2, 3, 4)]
-        """Three times [tp], int64: µs that each rank has been busy, in collectives, and idle, in this epoch."""
+        self._times = [progress[index :: _PROGRESS_BYTES // 8] for index in (2, 3, 4, 5)]
+        """The times of `RankTimes`, each [tp], int64, in µs of this epoch."""
+        self.device_bytes = progress[6 :: _PROGRESS_BYTES // 8]
+        """[tp], int64: memory of its GPU that each rank has reserved; 0: it has none."""
         self._plans = tp * _PROGRESS_BYTES
         self._results = self._plans + MAX_IN_FLIGHT * (_LENGTH.size + plan_bytes)
 
-    def note_step(self, rank: int, busy_us: int, collective_us: int, waited_us: int) -> None:
+    def note_step(self, rank: int, busy_us: int, forward_us: int, collective_us: int, waited_us: int) -> None:
         """Rank: count a step that the device has finished, and its times."""
         self.steps[rank] += 1
-        busy, collective, waited = self._times
-        busy[rank] += busy_us
-        collective[rank] += collective_us
-        waited[rank] += waited_us
+        for total, spent_us in zip(self._times, (busy_us, forward_us, collective_us, waited_us), strict=True):
+            total[rank] += spent_us
 
     def times(self) -> tuple[RankTimes, ...]:
         """Driver: what each rank has done in this epoch so far."""
-        busy, collective, waited = ((each / 1e6).tolist() for each in self._times)
-        return tuple(map(RankTimes, self.steps.tolist(), busy, collective, waited))
+        return tuple(map(RankTimes, self.steps.tolist(), *((each / 1e6).tolist() for each in self._times)))
 
     @staticmethod
     def segment_bytes(tp: int, plan_bytes: int, result_bytes: int) -> int:

@@ -78,6 +78,8 @@ class Launched:
     collective_us: int
     idle: list[tuple[Timestamp, Timestamp]]
     """Intervals before the step in which the device had nothing to do."""
+    computed: Timestamp
+    """The end of the forward pass. Rank 0 samples after it, so up to here all ranks have equal work."""
     end: Timestamp
 
 
@@ -176,6 +178,8 @@ class Rank:
             if by_kernels:
                 self._warm_up()
             self._record()
+        if self._device.type == "cuda":
+            self._mailbox.device_bytes[spec.rank] = torch.cuda.memory_reserved(self._device)
         self.builds = BuildCounter(lambda kernel: logger.error("a kernel was built while serving: %s", kernel))
         self.builds.install()
         _send(
@@ -221,9 +225,10 @@ class Rank:
         """Count the steps that the device has finished; rank 0 sends their results."""
         while launched and launched[0].end.reached():
             step = launched.popleft()
-            waited_us = round(sum(to.us_since(since) for since, to in step.idle))
-            busy_us = round(step.end.us_since(step.idle[-1][1]))
-            self._mailbox.note_step(self._spec.rank, busy_us, step.collective_us, waited_us)
+            since = step.idle[-1][1]
+            waited_us = round(sum(to.us_since(begin) for begin, to in step.idle))
+            busy_us, forward_us = round(step.end.us_since(since)), round(step.computed.us_since(since))
+            self._mailbox.note_step(self._spec.rank, busy_us, forward_us, step.collective_us, waited_us)
             if step.sampled is not None:
                 scores = () if step.scores is None else step.scores.read()
                 result = Result(
@@ -239,7 +244,7 @@ class Rank:
 
         Args:
             plan: the plan of the step.
-            idle: intervals before the step in which the device had nothing to do.
+            idle: intervals before the step in which the device had nothing to do, the last one up to now.
         """
         self._group.spent_ns = 0
         self.host.copy(plan.spills, plan.loads)
@@ -254,6 +259,7 @@ class Rank:
             logits = self.forward(self._token_ids(plan), layout, rows)
         else:
             logits, pooled = self._forward_pooled(plan, layout, rows)
+        computed = self._timer.now()
         chosen: Sampled | None = None
         scores: Scores | None = None
         if self._sampler is not None:
@@ -268,7 +274,7 @@ class Rank:
             if len(scored):
                 scores = score(logits[len(sampled) :], targets[scored], vocabulary=plan.vocabulary_logprobs)
         spent_us = self._group.spent_ns // 1000
-        return Launched(plan.step, chosen, unserved, scores, pooled, spent_us, idle, self._timer.now())
+        return Launched(plan.step, chosen, unserved, scores, pooled, spent_us, idle, computed, self._timer.now())
 
     def _add_requests(self, added: list[RowSampling]) -> list[int]:
         """Prepare the sampler for sampling rows that get a new request. This is done before the step's first

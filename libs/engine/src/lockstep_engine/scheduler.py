@@ -92,6 +92,12 @@ class Scheduler:
         self._current: Sequence | None = None
         """The request being scheduled: `shed` ends it if memory runs out."""
         self._arrivals = 0
+        self.preemptions = 0
+        """Running requests that had to wait again, since the start."""
+        self.prompt_tokens = 0
+        """Tokens of the prompts of all requests that have begun to run."""
+        self.cached_tokens = 0
+        """Those of them that were in the prefix cache."""
         self._phases: dict[str, Phase] = {}
         """Changes that `take_phases` has not returned yet."""
 
@@ -427,6 +433,8 @@ class Scheduler:
         sequence.computed = hits.usable * BLOCK_SIZE
         if sequence.cached_tokens is None:
             sequence.cached_tokens = min(sequence.computed, len(sequence.request.prompt_ids))
+            self.prompt_tokens += len(sequence.request.prompt_ids)
+            self.cached_tokens += sequence.cached_tokens
 
     def _count(self, sequence: Sequence, budget: int, chunks: list[_Chunk]) -> int:
         """How many of a sequence's tokens this step computes: those without KV, within the budget; 0 if it only waits
@@ -481,6 +489,7 @@ class Scheduler:
         never part of the current step already: more important sequences are scheduled first, and the victim is the
         least important one.
         """
+        self.preemptions += 1
         self._release_row(sequence)
         self._phases[sequence.request.id] = Phase.WAITING
         sequence.computed = 0

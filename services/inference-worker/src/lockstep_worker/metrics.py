@@ -1,12 +1,45 @@
 """The worker's Prometheus metrics. Values are set in the event loop; the management thread serves them."""
 
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
 from lockstep_common.telemetry import REGISTRY
-from lockstep_engine import EngineState, EngineStatus, HostUsage
+from lockstep_engine import EngineState, EngineStatus, HostUsage, RankStatus
 from prometheus_client import Counter, Gauge, Histogram
+
+from lockstep_worker.streams import LiveStream
+from lockstep_worker.vllm_names import VllmNames
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_PAGE_BYTES = resource.getpagesize()
 
 READY = Gauge("lockstep_worker_ready", "1 while the worker accepts requests", registry=REGISTRY)
 EPOCH = Gauge("lockstep_worker_epoch", "Epoch of the rank group", registry=REGISTRY)
 RANK_UP = Gauge("lockstep_worker_rank_up", "1 while the rank is ready", ["rank"], registry=REGISTRY)
+RANK_STEPS = Counter(
+    "lockstep_worker_rank_steps_total", "Steps finished by the rank, over all epochs", ["rank"], registry=REGISTRY
+)
+RANK_FORWARD = Counter(
+    "lockstep_worker_rank_forward_seconds_total",
+    "Time of the rank's device in the forward passes of its steps, collectives included",
+    ["rank"],
+    registry=REGISTRY,
+)
+RANK_COLLECTIVE = Counter(
+    "lockstep_worker_rank_collective_seconds_total",
+    "Part of it in collectives: transfer, and waiting for slower ranks, so that the slowest rank has the least. On a "
+    "GPU the host's time in the calls, without recorded ones",
+    ["rank"],
+    registry=REGISTRY,
+)
+RANK_MEMORY = Gauge(
+    "lockstep_worker_rank_memory_bytes",
+    "Memory of the rank: `resident` of its process, `device` that it has reserved of its GPU",
+    ["rank", "kind"],
+    registry=REGISTRY,
+)
 RUNNING = Gauge("lockstep_worker_running", "Requests in the batch", registry=REGISTRY)
 QUEUED = Gauge("lockstep_worker_queued", "Requests waiting", registry=REGISTRY)
 QUEUE_WAIT = Gauge(
@@ -31,6 +64,45 @@ HOST_COPIES = Counter(
     "lockstep_worker_host_cache_copies_total",
     "KV blocks copied: in from host memory, out to it, or dropped because a step copies no more",
     ["way"],
+    registry=REGISTRY,
+)
+KV_BLOCKS = Gauge(
+    "lockstep_worker_kv_blocks",
+    "KV blocks by tier, `hot` in the model's precision or `cold` in eight bits, and use, `used` by running requests or "
+    "`free`: empty, or cached for prefixes",
+    ["tier", "use"],
+    registry=REGISTRY,
+)
+COMPRESSED = Counter(
+    "lockstep_worker_compressed_blocks_total", "KV blocks compressed, over all epochs", registry=REGISTRY
+)
+PREEMPTIONS = Counter(
+    "lockstep_worker_preemptions_total",
+    "Times that a running request had to wait again because KV blocks were missing",
+    registry=REGISTRY,
+)
+PROMPT_TOKENS = Counter(
+    "lockstep_worker_prompt_tokens_total", "Tokens of the prompts that began to run", registry=REGISTRY
+)
+PREFIX_HIT_TOKENS = Counter(
+    "lockstep_worker_prefix_hit_tokens_total", "Those of them that were in the prefix cache", registry=REGISTRY
+)
+QUEUE_SECONDS = Histogram(
+    "lockstep_worker_queue_seconds",
+    "From the arrival of an attempt of a stream until the ranks computed it",
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+PREFILL_SECONDS = Histogram(
+    "lockstep_worker_prefill_seconds",
+    "From there to its first token, preemptions included",
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+DECODE_SECONDS = Histogram(
+    "lockstep_worker_decode_seconds",
+    "From the first to the last token of an attempt that ended its stream",
+    buckets=_SECONDS,
     registry=REGISTRY,
 )
 LOADING = Gauge(
@@ -75,10 +147,90 @@ EVENTS = Counter(
 )
 
 
+VLLM_NAMES = VllmNames(REGISTRY)
+
+
+def count_tokens(emitted: int) -> None:
+    """Record what a step emitted."""
+    if emitted:
+        TOKENS.inc(emitted)
+        STEP_TOKENS.observe(emitted)
+
+
+def measure(stream: LiveStream, *, is_finished: bool) -> None:
+    """Record a stream's times, when its first token or its end has come."""
+    now = time.monotonic()
+    if stream.first_token_at is None:
+        stream.first_token_at = now
+        # Tokens that come before the report that it runs: it ran at once.
+        PREFILL_SECONDS.observe(now - (stream.started_at or stream.arrived_at))
+    if is_finished:
+        DECODE_SECONDS.observe(now - stream.first_token_at)
+
+
+class Growth:
+    """Makes a counter grow as a count of the engine does, which begins at 0 again with new ranks."""
+
+    def __init__(self, grow: Callable[[float], None]) -> None:
+        self._grow = grow
+        self._last = 0.0
+
+    def restart(self) -> None:
+        """The count has begun at 0."""
+        self._last = 0.0
+
+    def observe(self, count: float) -> None:
+        """Take the present count."""
+        if count > self._last:
+            self._grow(count - self._last)
+            self._last = count
+
+
+class RankMeter:
+    """The metrics of one rank. Their labels are looked up once."""
+
+    def __init__(self, rank: int) -> None:
+        label = str(rank)
+        self._up = RANK_UP.labels(label)
+        self._steps = Growth(RANK_STEPS.labels(label).inc)
+        self._forward = Growth(RANK_FORWARD.labels(label).inc)
+        self._collective = Growth(RANK_COLLECTIVE.labels(label).inc)
+        self._device = RANK_MEMORY.labels(label, "device")
+        self._pid = 0
+        RANK_MEMORY.labels(label, "resident").set_function(self._resident_bytes)
+
+    def observe(self, status: RankStatus) -> None:
+        """Record one status."""
+        if status.pid != self._pid:
+            self._pid = status.pid
+            for growth in (self._steps, self._forward, self._collective):
+                growth.restart()
+        self._up.set(status.state == "ready")
+        self._steps.observe(status.steps)
+        self._forward.observe(status.forward_s)
+        self._collective.observe(status.collective_s)
+        self._device.set(status.device_bytes)
+
+    def _resident_bytes(self) -> float:
+        """Memory of its process when the metrics are read; 0: it does not run."""
+        try:
+            return int(Path(f"/proc/{self._pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+        except OSError:
+            return 0.0
+
+
 class StatusMeter:
     """Turns the engine's statuses into gauges and counters. Statuses count from 0 in each epoch; counters only grow."""
 
     def __init__(self) -> None:
+        self._ranks: dict[int, RankMeter] = {}
+        self._blocks = {
+            (tier, use): KV_BLOCKS.labels(tier, use) for tier in ("hot", "cold") for use in ("used", "free")
+        }
+        self._compressed = Growth(COMPRESSED.inc)
+        self._preemptions = Growth(PREEMPTIONS.inc)
+        self._prompt_tokens = Growth(PROMPT_TOKENS.inc)
+        self._hit_tokens = Growth(PREFIX_HIT_TOKENS.inc)
         self._epoch = 0
         self._steps = 0
         self._host = HostUsage()
@@ -92,6 +244,7 @@ class StatusMeter:
                 RESTARTS.inc(status.epoch - self._epoch)
             self._epoch, self._steps = status.epoch, 0
             self._host = HostUsage()
+            self._compressed.restart()
         self._was_ready = self._was_ready or status.state is EngineState.READY
         STEPS.inc(max(0, status.steps - self._steps))
         self._steps = max(self._steps, status.steps)
@@ -113,7 +266,21 @@ class StatusMeter:
         ROUTERS.set(routers)
         STREAMS.set(streams)
         for rank in status.ranks:
-            RANK_UP.labels(str(rank.rank)).set(rank.state == "ready")
+            if rank.rank not in self._ranks:
+                self._ranks[rank.rank] = RankMeter(rank.rank)
+            self._ranks[rank.rank].observe(rank)
+        self._observe_cache(status)
+        VLLM_NAMES.observe(status)
+
+    def _observe_cache(self, status: EngineStatus) -> None:
+        hot, free_hot = status.total_blocks - status.cold_blocks, status.free_blocks - status.free_cold_blocks
+        for tier, total, free in (("hot", hot, free_hot), ("cold", status.cold_blocks, status.free_cold_blocks)):
+            self._blocks[tier, "free"].set(free)
+            self._blocks[tier, "used"].set(total - free)
+        self._compressed.observe(status.compressed_blocks)
+        self._preemptions.observe(status.preemptions)
+        self._prompt_tokens.observe(status.prompt_tokens)
+        self._hit_tokens.observe(status.cached_tokens)
 
     def _observe_host(self, status: EngineStatus) -> None:
         now, before = status.host, self._host

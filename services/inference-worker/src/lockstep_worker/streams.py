@@ -1,6 +1,7 @@
 """The live streams: each one's router connection, and its id in the engine."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -27,6 +28,11 @@ class LiveStream:
     spans: AttemptTrace | None = field(default=None, repr=False)
     """None: it has no trace here."""
     deadline: asyncio.TimerHandle | None = field(default=None, repr=False)
+    arrived_at: float = field(default_factory=time.monotonic)
+    """`time.monotonic` in seconds, like the two below."""
+    started_at: float | None = None
+    """When the engine first reported that the ranks compute it."""
+    first_token_at: float | None = None
 
     @property
     def request_id(self) -> str:

@@ -66,6 +66,7 @@ class Worker:
         self._connections = itertools.count(1)
         self._streams = StreamTable()
         self._meter = metrics.StatusMeter()
+        metrics.VLLM_NAMES.model = self.engine.model.name if settings.vllm_metric_names else ""
         self._prefixes = PrefixReporter(
             self.engine, settings.prefix_report_bytes_per_s, settings.engine_config().hot_window
         )
@@ -273,6 +274,8 @@ class Worker:
                     batch = batches[stream.router] = worker_pb2.Tokens()
                 translate.add_tokens(batch, stream.stream_id, stream.attempt, stream.handle, output)
                 emitted += len(output.ids)
+                if stream.first_token_at is None or output.finish:
+                    metrics.measure(stream, is_finished=bool(output.finish))
             if output.finish or output.error:
                 self._streams.remove(stream)
                 self._log("stream ends", stream)
@@ -282,9 +285,7 @@ class Worker:
             router.outbox.put(self._frame(tokens=batch))
         for stream, error in failures:
             self._reject(stream.router, stream.stream_id, stream.attempt, error)
-        if emitted:
-            metrics.TOKENS.inc(emitted)
-            metrics.STEP_TOKENS.observe(emitted)
+        metrics.count_tokens(emitted)
 
     def _on_traced_outputs(self, step: int, outputs: list[Output]) -> None:
         for output in outputs:
@@ -301,6 +302,9 @@ class Worker:
                 stream.is_running = change.phase is Phase.RUNNING
                 if stream.spans is not None:
                     (stream.spans.on_running if stream.is_running else stream.spans.on_waiting)()
+                if stream.is_running and stream.started_at is None:
+                    stream.started_at = time.monotonic()
+                    metrics.QUEUE_SECONDS.observe(stream.started_at - stream.arrived_at)
                 batch = batches.setdefault(stream.router, [])
                 batch.append(translate.phase_change(stream.stream_id, stream.attempt, change.phase))
         for router, batch in batches.items():

@@ -4,8 +4,10 @@ from lockstep_common.telemetry import REGISTRY
 from prometheus_client import Counter, Gauge, Histogram
 
 from lockstep_router.tallies import Distribution, Distributions, Tallies, Tally
+from lockstep_router.top_tallies import TopTallies
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_TENANTS = 20
 _GAP_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64)
 
 REQUESTS = Tallies(
@@ -64,6 +66,26 @@ INTER_TOKEN_SECONDS = Distribution(
 )
 PROMPT_TOKENS = Tally("lockstep_router_prompt_tokens", "Tokens of accepted prompts.", registry=REGISTRY)
 GENERATED_TOKENS = Tally("lockstep_router_generated_tokens", "Tokens accepted from workers.", registry=REGISTRY)
+STREAMS_ENDED = Tallies(
+    "lockstep_router_streams_ended",
+    "Streams that have ended, by outcome: `finished`, `cancelled` because the client left, or the code of the error.",
+    ["outcome"],
+    registry=REGISTRY,
+)
+TENANT_REQUESTS = TopTallies(
+    "lockstep_router_tenant_requests",
+    "Answered requests with a valid API key, by tenant and status; the tenants with most, the rest as `other`.",
+    ["tenant", "code"],
+    places=_TENANTS,
+    registry=REGISTRY,
+)
+TENANT_TOKENS = TopTallies(
+    "lockstep_router_tenant_tokens",
+    "Tokens of these requests, of prompts (`in`) or generated (`out`).",
+    ["tenant", "direction"],
+    places=_TENANTS,
+    registry=REGISTRY,
+)
 STREAMS = Tally("lockstep_router_streams", "Streams in progress.", registry=REGISTRY, is_gauge=True)
 FAILOVERS = Counter(
     "lockstep_router_failovers",

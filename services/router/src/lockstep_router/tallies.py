@@ -64,7 +64,7 @@ class Tallies(Collector):
     def __init__(self, name: str, documentation: str, names: Sequence[str], *, registry: CollectorRegistry) -> None:
         self._name = name
         self._documentation = documentation
-        self._names = names
+        self.names = tuple(names)
         self._tallies: dict[tuple[str, ...], Tally] = {}
         registry.register(self)
 
@@ -77,7 +77,7 @@ class Tallies(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The present values."""
-        family = CounterMetricFamily(self._name, self._documentation, labels=self._names)
+        family = CounterMetricFamily(self._name, self._documentation, labels=self.names)
         for values, tally in list(self._tallies.items()):
             tally.add_to(family, values)
         yield family
@@ -148,7 +148,7 @@ class Distributions(Collector):
     ) -> None:
         self._name = name
         self._documentation = documentation
-        self._names = names
+        self.names = tuple(names)
         self._buckets = buckets
         self._distributions: dict[tuple[str, ...], Distribution] = {}
         registry.register(self)
@@ -163,7 +163,7 @@ class Distributions(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The present counts."""
-        family = HistogramMetricFamily(self._name, self._documentation, labels=self._names)
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self.names)
         for values, distribution in list(self._distributions.items()):
-            distribution.add_to(family, values, dict(zip(self._names, values, strict=True)))
+            distribution.add_to(family, values, dict(zip(self.names, values, strict=True)))
         yield family

@@ -70,6 +70,10 @@ def report(call: Call, record: Record, seconds: float, *, is_audited: bool) -> N
     call.count(record.status, seconds)
     if record.trace is not None:
         record.trace.end(call, record, seconds)
+    if (tenant := record.account.tenant.name) != NOBODY.name:
+        metrics.TENANT_REQUESTS.add(tenant, (str(record.status),), 1)
+        metrics.TENANT_TOKENS.add(tenant, ("in",), record.prompt_tokens)
+        metrics.TENANT_TOKENS.add(tenant, ("out",), record.completion_tokens)
     log_line(
         logger,
         call.level,

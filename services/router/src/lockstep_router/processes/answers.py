@@ -19,6 +19,18 @@ _ADDED = ("streams", "failovers")
 """What is added up over the processes in the state of the router."""
 
 
+def process_metrics(registry: CollectorRegistry) -> tuple[Gauge, Counter]:
+    """What the supervisor adds to the processes' own metrics: whether each serves, and how often it was restarted."""
+    up = Gauge("lockstep_router_process_up", "1 while a process of the router serves.", ["process"], registry=registry)
+    restarts = Counter(
+        "lockstep_router_process_restarts",
+        "Times that a process of the router ended and was started again.",
+        ["process"],
+        registry=registry,
+    )
+    return up, restarts
+
+
 class ProcessFacts(Protocol):
     """What is known of a process."""
 
@@ -88,11 +100,7 @@ class JointAnswers:
             if answer is not None:
                 texts[str(process.number)] = answer.body.decode()
         own = CollectorRegistry()
-        up = Gauge("lockstep_router_process_up", "1 while a process of the router serves.", ["process"], registry=own)
-        restarts = Counter(
-            "lockstep_router_process_restarts", "Times that a process of the router ended and was started again.",
-            ["process"], registry=own,
-        )  # fmt: skip
+        up, restarts = process_metrics(own)
         for process in self._processes:
             up.labels(str(process.number)).set(str(process.number) in texts)
             restarts.labels(str(process.number)).inc(process.restarts)

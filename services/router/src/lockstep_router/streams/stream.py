@@ -156,10 +156,26 @@ class Stream:
         """
         self._workers.retries.deposit()
         self._trace.begin()
+        outcome = "cancelled"
         try:
-            if self._deadline_at is None:
-                await self._run()
-                return
+            await self._run_in_time()
+            outcome = "finished"
+        except LockstepError as error:
+            outcome = error.code
+            raise
+        finally:
+            metrics.STREAMS_ENDED.labels(outcome).inc()
+            self._suspects.forget(self.journal.stream_id)
+            self._leave_line()
+            self._trace.end(sys.exception())
+            # Both refer to this object in turn: only the garbage collector would free it.
+            self._attempt, self._on_update = None, _let_wait
+
+    async def _run_in_time(self) -> None:
+        if self._deadline_at is None:
+            await self._run()
+            return
+        try:
             async with asyncio.timeout_at(self._deadline_at):
                 await self._run()
         except TimeoutError:
@@ -167,12 +183,6 @@ class Stream:
                 ErrorCode.DEADLINE_EXCEEDED,
                 f"the request's timeout of {self.journal.timeout_s:g} s has passed while {self._doing}",
             ) from None
-        finally:
-            self._suspects.forget(self.journal.stream_id)
-            self._leave_line()
-            self._trace.end(sys.exception())
-            # Both refer to this object in turn: only the garbage collector would free it.
-            self._attempt, self._on_update = None, _let_wait
 
     async def _run(self) -> None:
         while True:

@@ -1,0 +1,67 @@
+"""Whatever clients send, the number of series that Prometheus has to store stays the same."""
+
+import asyncio
+import json
+
+from lockstep_common.telemetry import REGISTRY
+
+HOSTILE = 10_000
+"""Requests, each with another model, session, user, path and method."""
+STREAMS = 200
+
+
+def series():
+    return {
+        (sample.name, *sorted(sample.labels.items()))
+        for family in REGISTRY.collect()
+        if family.name.startswith("lockstep_")
+        for sample in family.samples
+    }
+
+
+async def call(app, method, path, body, headers):
+    """One request without a client library, which would take most of the test's time."""
+    content, statuses = json.dumps(body).encode(), []
+    messages = [{"type": "http.request", "body": content, "more_body": False}]
+
+    async def receive():
+        if not messages:
+            await asyncio.Event().wait()  # the client stays
+        return messages.pop()
+
+    async def send(message):
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    fields = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content)), *headers]
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "headers": fields, "client": ("10.0.0.1", 1),
+        "server": ("router", 80),
+    }  # fmt: skip
+    await app(scope, receive, send)
+    return statuses[0]
+
+
+async def test_hostile_names_make_no_series(make_cluster):
+    cluster = await make_cluster(1)
+    body = {"model": "reference", "prompt": "hello world", "max_tokens": 1}
+
+    async def send(number, model):
+        text = f'{number}-\u202e{{"}}'
+        headers = [(b"x-session-id", b"session-%d" % number), (b"x-request-id", b"request-%d" % number)]
+        return await call(cluster.app, "POST", "/v1/completions", body | {"model": model, "user": text}, headers)
+
+    # What honest and wrong requests make once.
+    assert await send(0, "reference") == 200
+    assert await send(0, "unknown") == 404
+    assert await call(cluster.app, "POST", "/nowhere", {}, []) == 404
+    before = series()
+    statuses = set()
+    for number in range(HOSTILE // 2):
+        statuses.add(await send(number, f'model-{number}\n"}}'))
+        statuses.add(await call(cluster.app, "POST", f"/v1/nowhere-{number}", {}, []))
+    assert statuses == {404}
+    assert {await send(number, "reference") for number in range(STREAMS)} == {200}
+    # The router measures the worker's model, the only one, when its time comes.
+    assert {labels for _, *labels_of in series() - before for labels in labels_of} <= {("model", "reference")}

@@ -1,0 +1,205 @@
+"""Write the generated parts of `docs/metrics.md`: all metrics of the services, as the code defines them.
+
+`--check` fails when they differ. A part stands between `<!-- NAME -->` and `<!-- end of NAME -->`; the rest of the
+document is written by hand.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import lockstep_router.metrics
+import lockstep_state.metrics
+import lockstep_worker.metrics
+from lockstep_common import tls
+from lockstep_router.processes.answers import process_metrics
+from lockstep_router.tallies import Distribution, Distributions, Tallies, Tally
+from lockstep_router.top_tallies import TopTallies
+from lockstep_worker import vllm_names
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics import MetricWrapperBase
+
+DOCUMENT = Path(__file__).resolve().parents[4] / "docs/metrics.md"
+
+LABELS = {
+    "calls": "two values: `requests`, `mirror`",
+    "certificate": "the certificates that a service's settings name",
+    "code": "HTTP or gRPC statuses, and the codes of errors (docs/api.md)",
+    "direction": "two values: `in`, `out`",
+    "endpoint": "the routes of the API; what is none of them counts as one",
+    "face": "three values: `http`, `websocket`, `grpc`",
+    "fingerprint": "one at a time: that of the current ranks",
+    "kind": "the kinds of entries of the store in memory; of a rank's memory two: `resident`, `device`",
+    "limit": "the limits that a tenant can have",
+    "method": "the methods of the state server's API",
+    "model_name": "the worker's model",
+    "model": "models of the workers that discovery finds, never a name of a request",
+    "operation": "the operations of the store",
+    "outcome": "a fixed set, named in the description or by the protocol",
+    "policy": "the policies of routing that the settings name",
+    "problem": "four values: `suspected`, `ejected`, `slow`, `hotspot`",
+    "process": "the processes of a router (setting `processes`), and `parent`",
+    "rank": "the ranks of a worker (setting `tp`)",
+    "reason": "a fixed set, named in the description or by the code",
+    "state": "the states of a worker",
+    "status": "gRPC statuses in lower case",
+    "tenant": "the 20 tenants that had most in the last minutes; the rest as `other`",
+    "tier": "two values: `hot`, `cold`",
+    "use": "two values: `used`, `free`",
+}
+"""Every label of the services' own metrics, and what bounds its values. No label has a value that a client chooses."""
+
+_Metric = MetricWrapperBase | Tally | Tallies | TopTallies | Distribution | Distributions
+
+_SUFFIXES = {
+    "_timestamp_seconds": "seconds since 1970",
+    "_seconds": "seconds",
+    "_bytes": "bytes",
+    "_ratio": "0 to 1",
+    "_tokens": "tokens",
+    "_blocks": "blocks",
+    "_info": "always 1",
+}
+_UNITS = {
+    "lockstep_router_load_imbalance": "ratio, 1 or more",
+    "vllm:kv_cache_usage_perc": "0 to 1",
+    "vllm:gpu_cache_usage_perc": "0 to 1",
+}
+_ABBREVIATED = re.compile(r"_(ms|us|ns|s|kb|mb|gb|kib|mib|gib|percent|pct)$")
+
+
+@dataclass(frozen=True)
+class MetricFacts:
+    """A metric as the code defines it."""
+
+    name: str
+    """As Prometheus stores it: a counter's ends in `_total`; a histogram's series are NAME_bucket, _sum and _count."""
+    kind: str
+    """`counter`, `gauge` or `histogram`."""
+    labels: tuple[str, ...]
+    unit: str
+    meaning: str
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """The names of its series."""
+        return (
+            tuple(self.name + end for end in ("_bucket", "_sum", "_count"))
+            if self.kind == "histogram"
+            else (self.name,)
+        )
+
+
+def services() -> dict[str, list[MetricFacts]]:
+    """All metrics, by the service that has them; `all services` for those that each has."""
+    supervised = process_metrics(CollectorRegistry())
+    return {
+        "router": [*_facts_of(lockstep_router.metrics), *map(_facts, supervised)],
+        "worker": list(_facts_of(lockstep_worker.metrics)),
+        "worker, with `vllm_metric_names`": _vllm_facts(),
+        "state server": list(_facts_of(lockstep_state.metrics)),
+        "all services, with TLS": list(_facts_of(tls)),
+    }
+
+
+def series() -> set[str]:
+    """The names of all series, as queries use them."""
+    return {name for facts in services().values() for each in facts for name in each.series}
+
+
+def tables() -> str:
+    """A section with a table for each service."""
+    lines = []
+    for service, facts in services().items():
+        lines += [f"### {service[0].upper()}{service[1:]}", ""]
+        lines += ["| name | type | labels | unit | meaning |", "| --- | --- | --- | --- | --- |"]
+        for each in sorted(facts, key=lambda facts: facts.name):
+            labels = ", ".join(f"`{label}`" for label in each.labels)
+            lines.append(f"| `{each.name}` | {each.kind} | {labels} | {each.unit} | {each.meaning} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def labels() -> str:
+    """The table of all labels."""
+    used = {label for facts in services().values() for each in facts for label in each.labels}
+    lines = ["| label | its values |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| `{label}` | {LABELS[label]} |" for label in sorted(used)), ""])
+
+
+def complete(text: str) -> str:
+    """The document with its generated parts up to date."""
+    for name, part in {"tables": tables(), "labels": labels()}.items():
+        found = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+        text = found.sub(partial(_replace, part), text)
+    return text
+
+
+def _replace(part: str, found: re.Match[str]) -> str:
+    return f"{found[1]}\n{part}\n{found[2]}"
+
+
+def _facts_of(module: ModuleType) -> Iterator[MetricFacts]:
+    for value in vars(module).values():
+        if isinstance(value, _Metric):
+            yield _facts(value)
+
+
+def _vllm_facts() -> list[MetricFacts]:
+    families = lockstep_worker.metrics.VLLM_NAMES.families()
+    return [
+        MetricFacts(family.name, family.type, vllm_names.LABELS, _UNITS.get(family.name, "count"), family.documentation)
+        for family in families
+    ]
+
+
+def _facts(metric: _Metric) -> MetricFacts:
+    (family,) = metric.collect()
+    names = metric._labelnames if isinstance(metric, MetricWrapperBase) else getattr(metric, "names", ())
+    meaning = " ".join(family.documentation.split())
+    return MetricFacts(
+        name=f"{family.name}_total" if family.type == "counter" else family.name,
+        kind=family.type,
+        labels=tuple(names),
+        unit=_unit(family.name, meaning),
+        meaning=meaning if meaning.endswith(".") else f"{meaning}.",
+    )
+
+
+def _unit(name: str, meaning: str) -> str:
+    """A metric's unit.
+
+    Raises:
+        ValueError: the name ends in a unit that is not a base unit, or in an abbreviation.
+    """
+    if _ABBREVIATED.search(name):
+        raise ValueError(f"{name}: use a base unit, in full: {', '.join(_SUFFIXES)}")
+    if name in _UNITS:
+        return _UNITS[name]
+    for suffix, unit in _SUFFIXES.items():
+        if name.endswith(suffix):
+            return unit
+    return "0 or 1" if meaning.startswith(("1 while", "1 for")) else "count"
+
+
+def main() -> None:
+    """Write the document, or check it."""
+    parser = argparse.ArgumentParser(description="Write the generated parts of docs/metrics.md.")
+    parser.add_argument("--check", action="store_true", help="fail if they differ from what stands there")
+    arguments = parser.parse_args()
+    before = DOCUMENT.read_text()
+    after = complete(before)
+    if arguments.check:
+        if after != before:
+            sys.exit("docs/metrics.md is not what the code says; run: python -m lockstep_tools.repository.metric_docs")
+        return
+    DOCUMENT.write_text(after)
+
+
+if __name__ == "__main__":
+    main()

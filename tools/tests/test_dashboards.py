@@ -1,0 +1,69 @@
+"""The dashboards that are made by code: up to date, and with what every one of them needs."""
+
+import importlib.util
+import json
+from typing import Any
+
+import pytest
+from lockstep_tools.repository.metric_docs import DOCUMENT
+
+ROOT = DOCUMENT.parents[1]
+FOLDER = ROOT / "charts/lockstep/dashboards"
+MADE = ("overview", "ranks", "cache", "tenants", "failures")
+
+
+def load(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return loaded
+
+
+def test_the_committed_dashboards_are_what_the_generator_makes() -> None:
+    pytest.importorskip("grafana_foundation_sdk", reason="grafana-foundation-sdk is not installed")
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "tools/dashboards/generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert set(generate.DASHBOARDS) == set(MADE)
+    for name in MADE:
+        assert generate.build(name) == (FOLDER / f"{name}.json").read_text(), name
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_dashboard_has_variables_and_panels_with_queries(name: str) -> None:
+    dashboard = load(name)
+    assert dashboard["uid"] == f"lockstep-{name}"
+    variables = {each["name"] for each in dashboard["templating"]["list"]}
+    assert variables == {"datasource", "namespace", "release", "model", "runbooks"}
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) >= 6
+    for panel in dashboard["panels"]:
+        assert panel["datasource"]["uid"] == "${datasource}"
+        for target in panel["targets"]:
+            assert 'namespace="$namespace",release="$release"' in target["expr"]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_panels_do_not_overlap(name: str) -> None:
+    places = [panel["gridPos"] for panel in load(name)["panels"]]
+    cells = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert all(x < 24 for x, _ in cells)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_panels_link_to_runbooks_that_exist(name: str) -> None:
+    links = [link["url"] for panel in load(name)["panels"] for link in panel.get("links") or ()]
+    assert links
+    for link in links:
+        variable, _, file = link.partition("/")
+        assert variable == "${runbooks}"
+        assert (ROOT / "docs/runbooks" / file).exists(), link
+
+
+def test_all_dashboards_are_in_the_stack_for_clusters_without_one() -> None:
+    text = (ROOT / "k8s/observability/kustomization.yaml").read_text()
+    for path in FOLDER.glob("*.json"):
+        assert f"dashboards/{path.name}" in text
+        assert (ROOT / "k8s/observability/dashboards" / path.name).read_text() == path.read_text()
