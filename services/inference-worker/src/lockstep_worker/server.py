@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None, engine_factory: EngineFactory = Asy
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC logs every failed handshake
     settings = WorkerSettings.load("lockstep-worker", arguments)
     lifecycle.name_process(f"worker {settings.worker_id}")
-    telemetry.setup(f"worker {settings.worker_id}", level=settings.log_level)
+    telemetry.setup(f"worker {settings.worker_id}", level=settings.log_level, pod=settings.pod_name)
     try:
         check_shared_memory(settings)
         return uvloop.run(_until_signal(settings, engine_factory))
@@ -121,7 +121,10 @@ def _managed(
     return managed(
         settings.management_host,
         settings.management_port,
-        Reports(unready=lambda: None if worker.ready else "the worker takes no requests"),
+        Reports(
+            unready=lambda: None if worker.ready else "the worker takes no requests",
+            settings=settings.shown(),
+        ),
         liveness_timeout_s=settings.liveness_timeout_s,
         tls=management_context(settings, certificates),
     )
