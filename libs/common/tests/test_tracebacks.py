@@ -37,7 +37,7 @@ def test_an_exception_is_its_type_and_its_places_with_those_that_caused_it():
 
 def test_errors_of_the_system_and_ours_keep_what_is_harmless():
     assert traceback_text(FileNotFoundError(2, "No such file", "m")).endswith("FileNotFoundError: No such file")
-    assert traceback_text(LockstepError(ErrorCode.INTERNAL, CANARY)).endswith("LockstepError: internal_error")
+    assert traceback_text(LockstepError(ErrorCode.INTERNAL, CANARY)).endswith("LockstepError: internal")
 
 
 def test_a_chain_without_end_is_cut():
