@@ -123,6 +123,7 @@ async def test_the_stack_of_a_crash_is_not_lost(group):
     (failed,) = logged("rank failed")
     assert (failed.rank, failed.step, failed.epoch) == (1, 0, 1)
     assert failed.reason == listener.lost[0]
+    assert "Segmentation fault" in failed.stderr, "also in a log without warnings"
     told = "\n".join(record.stderr for record in logged("rank wrote to stderr"))
     assert "Segmentation fault" in told
     assert "talking_zygote.py" in told

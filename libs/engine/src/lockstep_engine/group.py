@@ -62,6 +62,8 @@ _VIEW_S = 0.5
 """The same when somebody asks for them."""
 _FORK_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 15.0
+_MAX_TOLD_CHARS = 8_000
+"""Of a rank's stderr, in the line that says that it failed."""
 _NO_MEMORY = "the driver had no memory for a step"
 
 
@@ -489,9 +491,13 @@ class RankGroup:
     def _lose(self, reason: str, rank: int) -> None:
         """Lose the group because of a rank, the first one that failed."""
         self.ranks[rank].state = "dead"
+        told = ""
         for output in self._outputs:
             self._pass_on_stderr(output)
-        logger.error("rank failed", extra=self._named(rank) | {"reason": reason})
+            if output.rank == rank:
+                told = "\n".join(output.last_lines)[-_MAX_TOLD_CHARS:]
+        # At this level whatever its stderr had: a log without warnings must have the stack of a crash too.
+        logger.error("rank failed", extra=self._named(rank) | {"reason": reason} | ({"stderr": told} if told else {}))
         self._fail(reason)
 
     def _named(self, rank: int) -> dict[str, str | int]:

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from lockstep_engine.mailbox import Mailbox
 logger = logging.getLogger("lockstep.rank")
 
 _MAX_LINE_BYTES = 4096
+_LAST_LINES = 60
 _READ_BYTES = 1 << 16
 """Size of a pipe, and most bytes of stacks that are read."""
 _BURST, _PER_S = 400, 50.0
@@ -75,6 +77,8 @@ class RankOutput:
         self._pid = 0
         self._lock = threading.Lock()
         self._is_open = True
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        """The newest lines of its stderr: why it has crashed, if it has."""
         self._partial = b""
         self._allowance = Allowance(_BURST, _PER_S)
 
@@ -108,6 +112,7 @@ class RankOutput:
             lines.append(self._partial)
             self._partial = b""
         shown = [line[:_MAX_LINE_BYTES].decode(errors="replace") for line in lines if line.strip()]
+        self.last_lines.extend(shown)
         return [line for line in shown if self._allowance.take()], not is_ended
 
     def take_dropped(self) -> int:
