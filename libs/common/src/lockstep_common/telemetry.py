@@ -220,7 +220,7 @@ def _log_end(kind: type[BaseException], error: BaseException, trace: TracebackTy
 def _log_end_of_thread(given: threading.ExceptHookArgs) -> None:
     if given.exc_value is not None and not isinstance(given.exc_value, SystemExit):
         name = None if given.thread is None else given.thread.name
-        logging.getLogger("lockstep").error("a thread has ended", exc_info=given.exc_value, extra={"thread": name})
+        logging.getLogger("lockstep").error("a thread has ended", exc_info=given.exc_value, extra={"thread_name": name})
 
 
 def exposition() -> bytes:
