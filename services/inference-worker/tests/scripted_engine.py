@@ -113,6 +113,8 @@ class ScriptedEngine:
         self._epoch = 1
         self._steps = 0
         self.notes_prefixes = False
+        self.log_levels: list[str] = []
+        """Given to the ranks."""
         self.snapshots = 0
         """How often all blocks were listed."""
         self._cached: dict[int, None] = {}
@@ -210,6 +212,12 @@ class ScriptedEngine:
     def newest_prefixes(self, limit: int) -> list[int]:
         self.snapshots += 1
         return list(self._cached)[:limit]
+
+    def view_ranks(self) -> dict[str, object]:
+        return {"state": str(self._state), "epoch": self._epoch, "ranks": []}
+
+    def set_log_level(self, level: str) -> None:
+        self.log_levels.append(level)
 
     async def close(self) -> None:
         self.closed = True

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import urllib.error
 import urllib.request
 
@@ -7,6 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness import PATIENCE_S, free_port, make_settings, served, submit, until
+from lockstep_common.log_level import LOG_LEVEL
 from scripted_engine import Script
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -95,3 +97,28 @@ async def test_reflection_lists_the_services(model_dir, socket_path):
         await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol="lockstep.v1.Worker"))
         assert (await call.read()).file_descriptor_response.file_descriptor_proto
         call.cancel()
+
+
+async def test_the_ranks_follow_the_level_of_the_process(model_dir, socket_path):
+    LOG_LEVEL.configure("info")
+    async with served(make_settings(model_dir, socket_path)) as worker:
+        await worker.greeted()
+        LOG_LEVEL.change("debug", 60)
+        await until(lambda: worker.engine.log_levels == ["debug"])
+    LOG_LEVEL.configure("info")  # nobody listens any more
+    assert worker.engine.log_levels == ["debug"]
+
+
+async def test_operators_see_the_ranks(model_dir, socket_path):
+    port = free_port()
+    async with served(make_settings(model_dir, socket_path, management_port=port)) as worker:
+        await worker.greeted()
+
+        def get(path):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+                return json.loads(answer.read())
+
+        stacks = await asyncio.to_thread(get, "/debug/stacks")
+        settings = await asyncio.to_thread(get, "/debug/settings")
+    assert stacks["engine"] == {"state": "ready", "epoch": 1, "ranks": []}
+    assert settings["settings"]["management_port"] == port

@@ -6,12 +6,15 @@ import json
 import os
 import signal
 import socket
+from multiprocessing import Pipe
 
 import grpc
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from lockstep_common.answers import Answer, as_json
 from lockstep_router.processes.answers import JointAnswers
+from lockstep_router.processes.channel import Asker, answer_parent
 from prometheus_client.parser import text_string_to_metric_families
 from router_process import BODY, listening, start
 from scripted_worker import Script, ScriptedWorker
@@ -236,3 +239,44 @@ def test_strangers_learn_health_only(path):
     assert answers.of(path, is_stranger=True).status == 403
     assert answers.of("/healthz", is_stranger=True).status == 503
     assert json.loads(answers.of("/readyz", is_stranger=True).body) == {"status": "starting"}
+
+
+class Alive:
+    """A process of the router that answers operators; what it was asked is kept."""
+
+    restarts, pid = 0, 7
+
+    def __init__(self, number, answer):
+        self.number, self._answer, self.asked, self.asker = number, answer, [], self
+
+    def ask(self, path, operation=""):
+        self.asked.append((operation, path))
+        return self._answer
+
+
+def test_an_operator_reaches_all_processes():
+    levels = [Alive(number, as_json(200, {"level": "debug"})) for number in (0, 1)]
+    answer = JointAnswers("r", [*levels, Dead()]).to_operator("POST", "/loglevel?level=debug")
+    assert json.loads(answer.body) == {"processes": {"0": {"level": "debug"}, "1": {"level": "debug"}}}
+    assert [each.asked for each in levels] == [[("POST", "/loglevel?level=debug")]] * 2
+    logs = [Alive(number, Answer(200, "application/x-ndjson", b"{}\n")) for number in (0, 1)]
+    assert JointAnswers("r", logs).to_operator("GET", "/debug/logs").body == b"{}\n{}\n"
+    bad = [Alive(number, as_json(400, {"error": "level"})) for number in (0, 1)]
+    assert JointAnswers("r", bad).to_operator("POST", "/loglevel").status == 400
+    assert JointAnswers("r", [Dead()]).to_operator("GET", "/debug/stacks").status == 503
+
+
+def test_a_process_answers_its_parent_as_an_operator():
+    class Answers:
+        def of(self, path, *, is_stranger):
+            return as_json(200, [path, is_stranger])
+
+        def to_operator(self, method, path):
+            return as_json(200, [method, path])
+
+    ours, theirs = Pipe()
+    with ours, theirs:
+        answer_parent(theirs, Answers())
+        asker = Asker(ours)
+        assert json.loads(asker.ask("/status").body) == ["/status", False]
+        assert json.loads(asker.ask("/loglevel?level=debug", "POST").body) == ["POST", "/loglevel?level=debug"]

@@ -41,6 +41,8 @@ COMMANDS = {
     "convert": "make a servable directory of a GGUF file, or the other way round",
     "keys": "make an API key for a tenant",
     "status": "show workers, ranks, process ids, queues",
+    "debug": "collect what explains a hang, name the rank",
+    "logs": "show log lines by request, rank, level, time",
     "demo": "watch a stream survive killed processes",
     "train": "train a small model like the reference model",
 }

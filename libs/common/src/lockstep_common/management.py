@@ -1,4 +1,4 @@
-"""Health, metrics and status of a service, on a port and in a thread of their own.
+"""Health, metrics and status of a service, and what operators ask of it, on a port and in a thread of their own.
 
 Liveness must not depend on the serving loop's load, and must fail when the loop is dead: the thread answers `/healthz`
 from the time at which the loop last ran. Readiness and status are computed in the loop, with a deadline. Nothing
@@ -7,21 +7,22 @@ here serves users' requests. Connections, their lifetimes and the bytes of a req
 
 import asyncio
 import io
-import json
 import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
 from threading import Lock, Thread
 from typing import Any, Protocol, TypeVar
 
+from lockstep_common.answers import Answer, as_json, needs_certificate, not_found
 from lockstep_common.errors import cannot_listen
+from lockstep_common.operations import Operations, is_for_operators, is_local, refused
 from lockstep_common.telemetry import METRICS_CONTENT_TYPE, exposition
 
 logger = logging.getLogger("lockstep.management")
@@ -55,15 +56,10 @@ class Reports:
     """Why no requests should be sent here, in a few words; None if the service is ready."""
     status: Callable[[], Any] | None = None
     """The service's state as JSON types; without it there is no `/status`."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The answer to a management request."""
-
-    status: int
-    content_type: str
-    body: bytes
+    stacks: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Parts of `/debug/stacks`, by name, as JSON types. Unlike the others they are called in any thread."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The service's settings without secrets, as JSON types."""
 
 
 class Answers(Protocol):
@@ -76,6 +72,9 @@ class Answers(Protocol):
             path: with or without a query.
             is_stranger: the client has to show a certificate for more than health, and has not.
         """
+
+    def to_operator(self, method: str, path: str) -> Answer:
+        """The answer to an operator's GET or POST of one of the paths of `operations`."""
 
 
 class Heartbeat:
@@ -154,6 +153,11 @@ class _OwnAnswers:
         self._reports = reports
         self._heartbeat = heartbeat
         self._liveness_timeout_s = liveness_timeout_s
+        self._operations = Operations(loop, reports.stacks, reports.settings)
+
+    def to_operator(self, method: str, path: str) -> Answer:
+        """The answer to an operator."""
+        return self._operations.of(method, path)
 
     def of(self, path: str, *, is_stranger: bool) -> Answer:
         """The answer to a GET."""
@@ -214,21 +218,6 @@ class _OwnAnswers:
 
 class _NoAnswerError(Exception):
     """The serving loop does not answer."""
-
-
-def as_json(status: int, value: Any) -> Answer:
-    """An answer that is JSON."""
-    return Answer(status, "application/json", json.dumps(value, separators=(",", ":")).encode())
-
-
-def needs_certificate() -> Answer:
-    """The answer to strangers."""
-    return as_json(403, {"error": "a client certificate is needed"})
-
-
-def not_found() -> Answer:
-    """The answer for other paths."""
-    return as_json(404, {"error": "not found"})
 
 
 class _Server(ThreadingMixIn, TCPServer):
@@ -332,6 +321,10 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer a GET."""
         self._answer(with_body=True)
 
+    def do_POST(self) -> None:
+        """Answer a POST, of which only its path is read."""
+        self._answer(with_body=True)
+
     def do_HEAD(self) -> None:
         """Answer a HEAD: as a GET, without the body."""
         self._answer(with_body=False)
@@ -340,13 +333,27 @@ class _Handler(BaseHTTPRequestHandler):
         connection = self.connection
         self.server.note_request(connection)
         is_stranger = isinstance(connection, ssl.SSLSocket) and not connection.getpeercert(binary_form=True)
-        answer = self.server.answers.of(self.path, is_stranger=is_stranger)
+        if is_for_operators(self.path):
+            answer = self._to_operator(is_stranger=is_stranger)
+        elif self.command == "POST":
+            answer = as_json(405, {"error": "method not allowed"})
+        else:
+            answer = self.server.answers.of(self.path, is_stranger=is_stranger)
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.content_type)
         self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
         if with_body:
             self.wfile.write(answer.body)
+
+    def _to_operator(self, *, is_stranger: bool) -> Answer:
+        """The answer to an operator. A browser's page of another origin is none, wherever the browser runs."""
+        if is_stranger:
+            return needs_certificate()
+        has_certificate = isinstance(self.connection, ssl.SSLSocket)
+        if not (has_certificate or is_local(str(self.client_address[0]))) or self.headers.get("Origin"):
+            return refused()
+        return self.server.answers.to_operator("POST" if self.command == "POST" else "GET", self.path)
 
     def version_string(self) -> str:
         """The `Server` header, which names neither Python nor its version."""

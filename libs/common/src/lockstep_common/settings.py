@@ -85,6 +85,26 @@ class ServiceSettings(BaseSettings):
         except Exception as error:  # e.g. a file without a YAML mapping, or a variable that is not JSON
             fail(f"settings: {error}")
 
+    def shown(self) -> dict[str, Any]:
+        """The settings as JSON types, without secrets."""
+        shown: dict[str, Any] = without_secrets(self.model_dump(mode="json"))
+        return shown
+
+
+_SECRET_NAME = re.compile(r"(^|_)(password|secret|token|api_key)$")
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """JSON types without what may be secret: values whose name says so, and user and password in addresses."""
+    if isinstance(value, dict):
+        return {key: without_secrets(each, key) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(each, name) for each in value]
+    if value is not None and _SECRET_NAME.search(name):
+        return "(not shown)"
+    return _USER_INFO.sub("(not shown)@", value) if isinstance(value, str) else value
+
 
 UNQUOTED = "unquoted"
 """Type of a `PydanticCustomError` for a value that may be a secret: the error that ends the process omits it."""

@@ -1,7 +1,8 @@
 """Logs and metrics of a service; `setup(service)` is all that a service calls.
 
 Logs are JSON on stderr, one object in each line, or plain text on a terminal. Prompts, outputs and keys are never in
-logs or metrics.
+logs or metrics: of an exception a line has the type and the places in the code (see `tracebacks`). The newest lines of
+JSON are kept in memory for `lockstep debug`.
 
 Lines of JSON below the level of warnings are written up to 0.1 s late, many at a time, while an event loop runs.
 """
@@ -10,14 +11,20 @@ import asyncio
 import functools
 import logging
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from contextlib import nullcontext
+from types import TracebackType
 from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic_core import to_json
+
+from lockstep_common.log_level import LOG_LEVEL
+from lockstep_common.tracebacks import traceback_text
 
 REGISTRY = CollectorRegistry()
 """The registry of all metrics of the process; names begin with `lockstep_`."""
@@ -26,6 +33,9 @@ METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _FLUSH_AFTER_S = 0.1
 _MAX_WAITING_LINES = 512
+_RECENT_LINES = 1000
+_MAX_RECENT_CHARS = 8192
+"""A longer line is kept without its end."""
 
 _PLAIN_FIELDS = frozenset(vars(logging.makeLogRecord({})))
 
@@ -33,9 +43,9 @@ _PLAIN_FIELDS = frozenset(vars(logging.makeLogRecord({})))
 class JsonFormatter(logging.Formatter):
     """Formats each record as one JSON object; `extra=` becomes fields."""
 
-    def __init__(self, service: str) -> None:
+    def __init__(self, service: str, pod: str | None = None) -> None:
         super().__init__()
-        self._service = service
+        self._named = {"service": service} if pod is None else {"service": service, "pod": pod}
         self._heads: dict[tuple[str, str], str] = {}
         """How the lines of `line` begin after their time; there are few different ones."""
 
@@ -44,12 +54,12 @@ class JsonFormatter(logging.Formatter):
         entry: dict[str, Any] = {
             "time": f"{_second(int(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
-            "service": self._service,
-            "message": record.getMessage(),
+            **self._named,
+            "message": _message(record),
         }
-        entry.update(_extra(record))
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
+        entry.update(extra_fields(record))
+        if record.exc_info and record.exc_info[1] is not None:
+            entry["exception"] = traceback_text(record.exc_info[1])
         return to_json(entry, fallback=str).decode()
 
     def line(self, level: str, message: str, fields: Mapping[str, Any]) -> str:
@@ -58,7 +68,7 @@ class JsonFormatter(logging.Formatter):
         second = int(now)
         head = self._heads.get((level, message))
         if head is None:
-            named = {"level": level, "service": self._service, "message": message}
+            named = {"level": level, **self._named, "message": message}
             head = self._heads[level, message] = to_json(named).decode()[1:-1]
         text = to_json(fields, fallback=str).decode()
         separator = "," if len(text) > len("{}") else ""
@@ -71,6 +81,8 @@ class BatchHandler(logging.StreamHandler[TextIO]):
     def __init__(self, stream: TextIO, formatter: JsonFormatter) -> None:
         super().__init__(stream)
         self.formatter: JsonFormatter = formatter
+        self.recent: deque[str] = deque(maxlen=_RECENT_LINES)
+        """The newest lines, the oldest first."""
         self._waiting: list[str] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         """Will flush; None: nothing waits."""
@@ -98,6 +110,7 @@ class BatchHandler(logging.StreamHandler[TextIO]):
 
     def _take(self, line: str, *, is_urgent: bool) -> None:
         self._waiting.append(line)
+        self.recent.append(line if len(line) <= _MAX_RECENT_CHARS else line[:_MAX_RECENT_CHARS])
         if is_urgent or len(self._waiting) >= _MAX_WAITING_LINES:
             self.flush()
         elif self._loop is None or self._loop.is_closed():
@@ -129,10 +142,11 @@ class TerminalFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line of text, followed by the traceback if there is one."""
-        fields = "".join(f" {key}={value}" for key, value in _extra(record).items())
+        fields = "".join(f" {key}={value}" for key, value in extra_fields(record).items())
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        line = f"{clock} {record.levelname.lower():7} {self._service}: {record.getMessage()}{fields}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = f"{clock} {record.levelname.lower():7} {self._service}: {_message(record)}{fields}"
+        error = record.exc_info[1] if record.exc_info else None
+        return line if error is None else f"{line}\n{traceback_text(error)}"
 
 
 @functools.lru_cache(maxsize=4)
@@ -140,16 +154,27 @@ def _second(since_1970_s: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(since_1970_s))
 
 
-def _extra(record: logging.LogRecord) -> dict[str, Any]:
+def _message(record: logging.LogRecord) -> str:
+    """What a record says. asyncio quotes arguments and results of the code that has failed; these are left out."""
+    message = record.getMessage()
+    if record.name == "asyncio":
+        return message.partition("\n")[0].partition("(")[0]
+    return message
+
+
+def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What was given as `extra`."""
     return {key: value for key, value in vars(record).items() if key not in _PLAIN_FIELDS and key != "message"}
 
 
-def setup(service: str, *, level: str = "info") -> logging.Logger:
-    """Send the process's logs to stderr in the service's name and register the process metrics.
+def setup(service: str, *, level: str = "info", pod: str | None = None) -> logging.Logger:
+    """Send the process's logs to stderr in the service's name and register the process metrics. An exception that ends
+    the process or a thread is a line too.
 
     Args:
         service: e.g. `router` or `worker w0`.
-        level: the lowest level shown: debug, info, warning or error.
+        level: the lowest level shown: debug, info, warning or error; `LOG_LEVEL` changes it later.
+        pod: the name of the pod, which each line then has.
 
     Returns:
         The logger that the service's code uses.
@@ -160,12 +185,13 @@ def setup(service: str, *, level: str = "info") -> logging.Logger:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(TerminalFormatter(service))
     else:
-        handler = BatchHandler(sys.stderr, JsonFormatter(service))
+        handler = BatchHandler(sys.stderr, JsonFormatter(service, pod))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logger = logging.getLogger("lockstep")
-    logger.setLevel(level.upper())
+    LOG_LEVEL.configure(level)
+    sys.excepthook, threading.excepthook = _log_end, _log_end_of_thread
     if not getattr(REGISTRY, "_lockstep_ready", False):
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=REGISTRY)
@@ -177,6 +203,24 @@ def _omit_unused_facts() -> None:
     """Tell `logging` not to find out what no line shows, as its documentation advises: most of a record's time."""
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # neither the place in the code
+
+
+def recent_lines() -> list[str]:
+    """The newest lines of the log, the oldest first; none if it goes to a terminal."""
+    return [line for handler in logging.root.handlers if isinstance(handler, BatchHandler) for line in handler.recent]
+
+
+def _log_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        logging.getLogger("lockstep").critical("the process ends: it has a defect", exc_info=error)
+
+
+def _log_end_of_thread(given: threading.ExceptHookArgs) -> None:
+    if given.exc_value is not None and not isinstance(given.exc_value, SystemExit):
+        name = None if given.thread is None else given.thread.name
+        logging.getLogger("lockstep").error("a thread has ended", exc_info=given.exc_value, extra={"thread_name": name})
 
 
 def exposition() -> bytes:

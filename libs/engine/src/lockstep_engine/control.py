@@ -34,6 +34,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     model: ModelInfo
     threads: int
     """CPU threads of this rank."""
+    log_level: str = "info"
 
 
 class Loading(msgspec.Struct, tag=True):
@@ -77,6 +78,28 @@ class StartFailed(msgspec.Struct, tag=True):
     permanent: bool
 
 
+class RankLogEntry(msgspec.Struct, tag=True):
+    """A record of a rank's log, for the driver to write."""
+
+    level: int
+    """As in `logging`."""
+    logger: str
+    message: str
+    step: int
+    """Steps that the rank had finished."""
+    exception: str
+    """Type and places, without what the exception says; empty: there is none."""
+    fields: dict[str, str | int | float | bool | None]
+    dropped: int
+    """Records before this one that there was no room for."""
+
+
+class SetLogLevel(msgspec.Struct, tag=True):
+    """The driver's order to log from another level on. A rank obeys between two steps."""
+
+    level: str
+
+
 class Fork(msgspec.Struct, tag=True):
     """To the zygote: start a rank. `RankDescriptors` are sent along."""
 
@@ -94,6 +117,10 @@ class RankDescriptors(NamedTuple):
     """Shared segment of collectives; not used unless `Fork.shared_collectives`."""
     rendezvous: int
     """File through which the ranks meet if they use torch.distributed."""
+    stderr: int
+    """The rank's standard error: a pipe to the driver."""
+    stacks: int
+    """File to which the rank writes its stacks on SIGUSR1."""
 
     def close(self) -> None:
         """Close all of them."""
@@ -118,7 +145,7 @@ class Killed(msgspec.Struct, tag=True):
     statuses: dict[int, int]
 
 
-RankMessage = Loading | Loaded | AllocateBlocks | Ready | StartFailed
+RankMessage = Loading | Loaded | AllocateBlocks | Ready | StartFailed | RankLogEntry | SetLogLevel
 ZygoteMessage = Fork | Forked | KillAll | Killed
 
 

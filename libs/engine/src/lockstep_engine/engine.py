@@ -11,8 +11,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from lockstep_common.cpu_limit import usable_cpus
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
@@ -347,6 +348,31 @@ class AsyncEngine:
     def rank_times(self) -> tuple[RankTimes, ...]:
         """What each rank has done in this epoch so far; empty before the first start."""
         return () if self._group is None else self._group.times
+
+    def view_ranks(self) -> dict[str, Any]:
+        """Where the ranks are, as JSON types, for people who look for a hang. Any thread may call; it takes 0.5 s at
+        most.
+        """
+        group = self._group
+        if group is None:
+            return {"state": str(self._state), "ranks": []}
+        since = group.step_since
+        return {
+            "state": str(self._state),
+            "reason": self._reason,
+            "epoch": group.epoch,
+            "steps_in_flight": group.in_flight,
+            "step_runs_s": round(time.monotonic() - since, 3) if since else 0.0,
+            "step_deadline_s": group.step_deadline_s,
+            "running": self._scheduler.running,
+            "queued": self._scheduler.queued,
+            "ranks": [asdict(view) for view in group.view()],
+        }
+
+    def set_log_level(self, level: str) -> None:
+        """Make the ranks log from this level on."""
+        if self._group is not None:
+            self._group.set_log_level(level)
 
     def note_prefixes(self, *, wanted: bool) -> None:
         """Begin or stop to note what `take_prefix_changes` returns."""

@@ -6,6 +6,7 @@ Everything runs in the thread of one asyncio loop.
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -31,9 +32,11 @@ from lockstep_engine.control import (
     Loaded,
     Loading,
     RankDescriptors,
+    RankLogEntry,
     RankMessage,
     RankSpec,
     Ready,
+    SetLogLevel,
     StartFailed,
     decode_doorbell,
     decode_rank_message,
@@ -45,14 +48,22 @@ from lockstep_engine.control import (
 from lockstep_engine.mailbox import MAX_IN_FLIGHT, NOTHING_DONE, Mailbox, RankTimes
 from lockstep_engine.model_config import refuse
 from lockstep_engine.plan import Plan, Result, decode_result, encode_plan
+from lockstep_engine.rank_log import write_entry
+from lockstep_engine.rank_output import STOPPED, RankOutput, RankView
+
+logger = logging.getLogger("lockstep.rank")
 
 RUN_ZYGOTE = "from lockstep_engine.zygote import main; main()"
 """Code for `python -c` that runs a zygote."""
 
 _STACK_DUMP_S = 0.3
 """Time for hung ranks to write their stacks before they are killed."""
+_VIEW_S = 0.5
+"""The same when somebody asks for them."""
 _FORK_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 15.0
+_MAX_TOLD_CHARS = 8_000
+"""Of a rank's stderr, in the line that says that it failed."""
 _NO_MEMORY = "the driver had no memory for a step"
 
 
@@ -127,6 +138,8 @@ class RankGroup:
         self._zygote_socket: socket.socket | None = None
         """Set once the zygote is ready."""
         self._controls: list[socket.socket] = []
+        self._outputs: list[RankOutput] = []
+        """Of the ranks of this epoch. The list is replaced and never changed: other threads read it."""
         self._deadline: asyncio.TimerHandle | None = None
         self._in_flight: deque[tuple[int, float]] = deque()
         """Steps whose results have not come, each with its deadline in seconds."""
@@ -134,6 +147,8 @@ class RankGroup:
         """Whether there are ranks that have not been reaped."""
         self.exits: dict[int, str] = {}
         """How each rank of the last epoch ended: a signal's name or an exit code."""
+        self._step_since = 0.0
+        self._log_level = logging.getLevelName(logging.getLogger("lockstep").getEffectiveLevel()).lower()
         self._first_dead: int | None = None
         """The rank that ended by itself; the others were killed because of it."""
 
@@ -172,6 +187,34 @@ class RankGroup:
         """Memory of its GPU that each rank has reserved; 0: it has none."""
         return [0] * self._tp if self._mailbox is None else self._mailbox.device_bytes.tolist()
 
+    @property
+    def step_since(self) -> float:
+        """When the step began that the ranks execute now, on the monotonic clock; 0: none is in flight."""
+        return self._step_since if self._in_flight else 0.0
+
+    def view(self) -> list[RankView]:
+        """The ranks as they are now, each with its stack if it gives one within half a second. Any thread may call."""
+        outputs, ranks, mailbox = self._outputs, self.ranks, self._mailbox
+        for output in outputs:
+            output.ask_stack()
+        until = time.monotonic() + _VIEW_S
+        views = []
+        for output, rank in zip(outputs, ranks, strict=False):
+            process, waits_in = output.process_state()
+            steps, entered = (
+                (0, 0) if mailbox is None else (int(mailbox.steps[rank.rank]), int(mailbox.collectives[rank.rank]))
+            )
+            stack = "" if process in STOPPED else output.stack(until)
+            views.append(RankView(rank.rank, rank.pid, rank.state, process, waits_in, steps, entered, stack))
+        return views
+
+    def set_log_level(self, level: str) -> None:
+        """Order all ranks, and those that are started later, to log from this level on."""
+        self._log_level = level
+        with contextlib.suppress(OSError):  # a full socket, or a rank that has just died
+            for control in self._controls:
+                control.send(encode_control(SetLogLevel(level)))
+
     async def start(self) -> None:
         """Begin a new epoch: start a zygote if there is none, and fork the ranks. `on_ready` is called later."""
         await self.kill()
@@ -189,8 +232,9 @@ class RankGroup:
         }
         try:
             self._mailbox = Mailbox(shared["mailbox"], self._tp, settings.plan_bytes, settings.result_bytes)
-            for rank in range(self._tp):
-                await self._fork(rank, shared)
+            self._outputs = [RankOutput(rank) for rank in range(self._tp)]
+            for output in self._outputs:
+                await self._fork(output, shared)
             # Not earlier: the end of a rank leads to the next `start`, and two starts at once would read each other's
             # answers from the zygote.
             for rank, control in enumerate(self._controls):
@@ -271,16 +315,21 @@ class RankGroup:
             raise LockstepError(ErrorCode.INTERNAL, "the process that forks ranks has died; its error is on stderr")
         return data
 
-    async def _fork(self, rank: int, shared: dict[str, int]) -> None:
+    async def _fork(self, output: RankOutput, shared: dict[str, int]) -> None:
         """Start a rank. `shared`: the descriptors that all ranks get, by their names in `RankDescriptors`."""
         assert self._zygote_socket is not None
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        spec = msgspec.structs.replace(self._settings.spec, rank=rank, epoch=self.epoch)
+        rank = output.rank
+        spec = msgspec.structs.replace(self._settings.spec, rank=rank, epoch=self.epoch, log_level=self._log_level)
         message = Fork(spec, shared_collectives=self._settings.collectives_bytes > 0)
+        own = {"control": theirs.fileno(), "stderr": output.stderr, "stacks": output.stacks}
         with theirs:
-            send_fork(self._zygote_socket, message, RankDescriptors(control=theirs.fileno(), **shared))
+            send_fork(self._zygote_socket, message, RankDescriptors(**own, **shared))
         answer = decode_zygote_message(await self._from_zygote(self._zygote_socket, _FORK_TIMEOUT_S))
         assert isinstance(answer, Forked)
+        output.close_theirs()
+        output.started(answer.pid)
+        self._loop.add_reader(output.read_end, self._pass_on_stderr, output)
         self.ranks[rank].pid = answer.pid
         self._forked = True
         ours.setblocking(False)
@@ -291,6 +340,17 @@ class RankGroup:
         self._stop_listening()
         for process in self.ranks:
             process.state = "dead"
+        try:
+            await self._reap()
+        finally:
+            outputs, self._outputs = self._outputs, []
+            for output in outputs:
+                self._pass_on_stderr(output)
+                self._loop.remove_reader(output.read_end)
+                output.close()
+
+    async def _reap(self) -> None:
+        """Make the zygote kill and reap all ranks."""
         if not self._forked:
             return
         self._forked = False
@@ -337,6 +397,7 @@ class RankGroup:
 
     def _arm_step(self) -> None:
         """Start the deadline of the oldest step in flight."""
+        self._step_since = time.monotonic()
         self._arm(self._in_flight[0][1], "has not finished its step")
 
     def _finish_step(self, step: int) -> None:
@@ -361,6 +422,8 @@ class RankGroup:
             if all(each.state == "ready" for each in self.ranks):
                 self._disarm()
                 self._listener.on_ready(self._blocks(), self._common_ready(message))
+        elif isinstance(message, RankLogEntry):
+            write_entry(message, rank, self.epoch, process.pid)
         elif isinstance(message, StartFailed):
             if message.permanent:
                 self._stop_listening()
@@ -418,15 +481,51 @@ class RankGroup:
         progress = [(int(self._mailbox.collectives[rank]), rank) for rank in range(self._tp)]
         starting = [rank for rank in range(self._tp) if self.ranks[rank].state != "ready"]
         hung = starting[0] if starting else min(progress)[1]
-        for process in self.ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
+        for output in self._outputs:
+            output.ask_stack()
         reason = f"rank {hung} (pid {self.ranks[hung].pid}) {what} for {time.monotonic() - since:.1f} s"
-        self._deadline = self._loop.call_later(_STACK_DUMP_S, self._lose, reason, hung)
+        self._deadline = self._loop.call_later(_STACK_DUMP_S, self._lose_hung, reason, hung)
+
+    def _lose_hung(self, reason: str, hung: int) -> None:
+        """Log where each rank is, then lose the group."""
+        for output in self._outputs:
+            process, waits_in = output.process_state()
+            fields: dict[str, str | int] = {
+                "process_state": process,
+                "waits_in": waits_in,
+                "stack": output.stack(time.monotonic()),
+            }
+            logger.error("where the rank is", extra=self._named(output.rank) | fields)
+        self._lose(reason, hung)
 
     def _lose(self, reason: str, rank: int) -> None:
+        """Lose the group because of a rank, the first one that failed."""
         self.ranks[rank].state = "dead"
+        told = ""
+        for output in self._outputs:
+            self._pass_on_stderr(output)
+            if output.rank == rank:
+                told = "\n".join(output.last_lines)[-_MAX_TOLD_CHARS:]
+        # At this level whatever its stderr had: a log without warnings must have the stack of a crash too.
+        logger.error("rank failed", extra=self._named(rank) | {"reason": reason} | ({"stderr": told} if told else {}))
         self._fail(reason)
+
+    def _named(self, rank: int) -> dict[str, str | int]:
+        """Fields of a log line about a rank."""
+        steps = 0 if self._mailbox is None else int(self._mailbox.steps[rank])
+        return {"rank": rank, "step": steps, "epoch": self.epoch, "pid": self.ranks[rank].pid}
+
+    def _pass_on_stderr(self, output: RankOutput) -> None:
+        """Log what a rank has written to its stderr: warnings of libraries, the stack of a crash."""
+        lines, has_more = output.read_lines()
+        dropped = output.take_dropped()
+        if lines or dropped:
+            fields: dict[str, str | int] = {"stderr": "\n".join(lines)} | (
+                {"dropped_lines": dropped} if dropped else {}
+            )
+            logger.warning("rank wrote to stderr", extra=self._named(output.rank) | fields)
+        if not has_more:
+            self._loop.remove_reader(output.read_end)
 
     def _fail(self, reason: str) -> None:
         self._stop_listening()

@@ -4,9 +4,9 @@ Its control socket carries the messages of its start, and doorbells. When the so
 rank ends.
 """
 
-import faulthandler
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from lockstep_common.errors import LockstepError, invalid
 from lockstep_common.lifecycle import die_with_parent, name_process
+from lockstep_common.tracebacks import sentence
 from numpy.typing import NDArray
 
 from lockstep_engine import distributed
@@ -36,6 +37,7 @@ from lockstep_engine.control import (
     RankMessage,
     RankSpec,
     Ready,
+    SetLogLevel,
     StartFailed,
     decode_doorbell,
     decode_rank_message,
@@ -51,6 +53,7 @@ from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.models import BuiltModel, build_model
 from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, decode_plan, encode_result, message_sizes
 from lockstep_engine.pooling import Pooled, Pooler
+from lockstep_engine.rank_log import send_logs
 from lockstep_engine.sampling import Sampled, Sampler, Scores, score
 from lockstep_engine.sizes import canary_tokens, collective_bytes, host_sizes, kv_memory_bytes, pool_sizes
 from lockstep_engine.weights import load_weights
@@ -61,6 +64,7 @@ _MAX_RECORDED_SEQS = 512
 """Most sequences of a recorded step. In larger steps the GPU takes longer than the host's launches, so that a graph
 gains nothing."""
 _PROGRESS_INTERVAL_S = 0.2
+_MAX_QUOTED_CHARS = 400
 _POLL_S = 0.00003
 """How long a rank waits for a plan before it checks whether its device has finished a step."""
 
@@ -104,7 +108,8 @@ def run_rank(
     name_process(f"rank {spec.config.label}/{spec.rank}")
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the supervisor wants stacks before it kills a hung rank
+    progress = Mailbox(mailbox_fd, spec.config.tp, *message_sizes(spec)).steps
+    log = send_logs(control, spec.log_level, lambda: int(progress[spec.rank]))
     try:
         rank = (kind or Rank)(spec, control, mailbox_fd, collectives_fd, store_path)
     except LockstepError as error:
@@ -115,9 +120,13 @@ def run_rank(
         return
     try:
         rank.serve()
-    except (MemoryError, RuntimeError) as error:  # other ranks may be in a collective already, so all are restarted
+    except ConnectionError:
+        raise  # the driver is gone
+    except Exception as error:  # other ranks may be in a collective already, so all are restarted
+        logger.exception("rank failed in a step")
+        log.close()
         _send(control, StartFailed(_describe_failure(spec.rank, error), permanent=False))
-        raise
+        os._exit(1)
 
 
 class Rank:
@@ -210,7 +219,9 @@ class Rank:
                     if not message:
                         return
                     step = decode_doorbell(message)
-                    assert step is not None
+                    if step is None:
+                        _obey(message)
+                        continue
                     plan = decode_plan(self._mailbox.get_plan(step))
                     launched.append(self.launch(plan, [*idle, (free, self._timer.now())]))
                     idle, free = [], launched[-1].end
@@ -506,9 +517,23 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
+_MANY_NUMBERS = re.compile(r"-?\d+(?:\s*,\s*-?\d+){8,}")
+"""More than the dimensions of a tensor: they could be token ids."""
+
+
 def _describe_failure(rank: int, error: BaseException) -> str:
+    """What the driver says about it. The libraries' errors are quoted; others may be about values of a request."""
     what = "has no memory for a step" if is_out_of_memory(error) else "failed in a step"
-    return f"rank {rank} {what}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if not isinstance(error, MemoryError | RuntimeError | OSError):
+        return f"rank {rank} {what}: {sentence(error)}"
+    quoted = _MANY_NUMBERS.sub("…", str(error).partition("\n")[0])[:_MAX_QUOTED_CHARS]
+    return f"rank {rank} {what}: {type(error).__name__}: {quoted}"
+
+
+def _obey(message: bytes) -> None:
+    order = decode_rank_message(message)
+    assert isinstance(order, SetLogLevel)
+    logging.getLogger("lockstep").setLevel(order.level.upper())
 
 
 def _send(control: socket.socket, message: RankMessage) -> None:

@@ -9,15 +9,16 @@ children are reaped.
 """
 
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 
 from lockstep_common.garbage import spare_existing_objects
 from lockstep_common.lifecycle import die_with_parent, name_process, outlive_parent
+from lockstep_common.tracebacks import traceback_text
 
 from lockstep_engine.control import (
     ZYGOTE_READY,
@@ -53,6 +54,7 @@ def main(load: Callable[[], RunRank] = _load) -> None:
     name_process(f"zygote {sys.argv[2]}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends when the driver says so, or is gone
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a new rank must not die of it before it can write its stacks
     run_rank = load()
     spare_existing_objects()  # in the ranks too, and it leaves their memory shared with this process
     with contextlib.suppress(ConnectionError):  # the driver is gone
@@ -82,6 +84,8 @@ def serve(control: socket.socket, run_rank: RunRank) -> None:
 def _become_rank(run_rank: RunRank, message: Fork, control: socket.socket, descriptors: RankDescriptors) -> None:
     control.close()
     code = 1
+    os.dup2(descriptors.stderr, 2)
+    faulthandler.register(signal.SIGUSR1, file=descriptors.stacks, all_threads=True)
     try:
         run_rank(
             message.spec,
@@ -93,8 +97,8 @@ def _become_rank(run_rank: RunRank, message: Fork, control: socket.socket, descr
         code = 0
     except ConnectionError:
         code = 0  # the driver is gone, which is no error of this rank
-    except BaseException:
-        traceback.print_exc()  # os._exit does not
+    except BaseException as error:
+        print(traceback_text(error), file=sys.stderr, flush=True)  # os._exit does not
     finally:
         os._exit(code)
 

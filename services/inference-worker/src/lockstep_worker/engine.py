@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lockstep_engine import (
     EmbeddingInfo,
@@ -87,6 +87,12 @@ class EngineLike(Protocol):
 
     def newest_prefixes(self, limit: int) -> list[int]:
         """Keys of at most `limit` blocks of the prefix cache, those that are kept longest first."""
+
+    def view_ranks(self) -> dict[str, Any]:
+        """Where the ranks are, as JSON types. Any thread may call it."""
+
+    def set_log_level(self, level: str) -> None:
+        """Make the ranks log from this level on."""
 
     async def close(self) -> None:
         """Stop the ranks, also if `start` was cancelled before it returned."""

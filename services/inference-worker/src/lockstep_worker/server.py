@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Iterator
 
 import grpc
 import uvloop
@@ -18,6 +19,7 @@ from lockstep_common.errors import LockstepError, cannot_listen
 from lockstep_common.garbage import spare_existing_objects
 from lockstep_common.grpc_tls import server_credentials
 from lockstep_common.listening import claim
+from lockstep_common.log_level import LOG_LEVEL
 from lockstep_common.management import Reports, managed
 from lockstep_common.protocol import MAX_MESSAGE_BYTES
 from lockstep_common.settings import fail
@@ -68,7 +70,7 @@ def main(arguments: list[str] | None = None, engine_factory: EngineFactory = Asy
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC logs every failed handshake
     settings = WorkerSettings.load("lockstep-worker", arguments)
     lifecycle.name_process(f"worker {settings.worker_id}")
-    telemetry.setup(f"worker {settings.worker_id}", level=settings.log_level)
+    telemetry.setup(f"worker {settings.worker_id}", level=settings.log_level, pod=settings.pod_name)
     try:
         check_shared_memory(settings)
         return uvloop.run(_until_signal(settings, engine_factory))
@@ -106,6 +108,7 @@ async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: Eng
         await server.start()
         stack.push_async_callback(server.stop, _STOP_GRACE_S)
         stack.push_async_callback(_close, worker)
+        stack.enter_context(_level_of_ranks(worker))
         fields = {"address": settings.listen, "management_port": management_port, "model": worker.engine.model.name}
         logger.info("listening", extra=fields)
         await _serve(worker, stop)
@@ -125,10 +128,30 @@ def _managed(
     return managed(
         settings.management_host,
         settings.management_port,
-        Reports(unready=lambda: None if worker.ready else "the worker takes no requests"),
+        Reports(
+            unready=lambda: None if worker.ready else "the worker takes no requests",
+            stacks={"engine": worker.engine.view_ranks},
+            settings=settings.shown(),
+        ),
         liveness_timeout_s=settings.liveness_timeout_s,
         tls=management_context(settings, certificates),
     )
+
+
+@contextlib.contextmanager
+def _level_of_ranks(worker: Worker) -> Iterator[None]:
+    """Let the ranks follow the process's log level."""
+    loop = asyncio.get_running_loop()
+
+    def follow(level: str) -> None:  # in the thread that changes it
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(worker.engine.set_log_level, level)
+
+    LOG_LEVEL.subscribe(follow)
+    try:
+        yield
+    finally:
+        LOG_LEVEL.unsubscribe(follow)
 
 
 def _ignore(_: Notice) -> None:

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # otherwise gRPC logs every failed handshake
     settings = StateSettings.load("lockstep-state", arguments)
     lifecycle.name_process("state")
-    telemetry.setup("state", level=settings.log_level)
+    telemetry.setup("state", level=settings.log_level, pod=settings.pod_name)
     try:
         uvloop.run(_until_signal(settings))
     except LockstepError as error:
@@ -96,7 +96,7 @@ async def run(settings: StateSettings, stop: asyncio.Event) -> None:
         certificates = _certificates(settings)
         if certificates is not None:
             await stack.enter_async_context(watched(certificates))
-        reports = Reports(unready=lambda: "the process ends" if health.draining else None)
+        reports = Reports(unready=lambda: "the process ends" if health.draining else None, settings=settings.shown())
         management = managed(
             settings.management_host,
             settings.management_port,

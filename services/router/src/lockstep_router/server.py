@@ -112,7 +112,7 @@ def run(
         on_listening: called with the addresses as soon as clients can connect.
     """
     name_process("router")
-    telemetry.setup("router", level=settings.log_level)
+    telemetry.setup("router", level=settings.log_level, pod=settings.pod_name)
     listener = bind(settings)
     raise_file_limit(settings)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -244,7 +244,7 @@ async def serve(
     tls = RouterTls.load(settings)
     tracing = setup_tracing("router", settings.router_id, settings)
     router = Router(settings, dial=tls.dial, dial_state=tls.dial_state, tracing=tracing)
-    reports = Reports(unready=lambda: router.unready, status=lambda: status_body(router))
+    reports = Reports(unready=lambda: router.unready, status=lambda: status_body(router), settings=settings.shown())
     async with reporting(settings, reports, tls) as management_port, tls.watched(), router:
         if settings.processes > 1:
             await _until_ready(router)

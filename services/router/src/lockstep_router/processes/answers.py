@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from lockstep_common.management import Answer, as_json, needs_certificate, not_found
+from lockstep_common.answers import Answer, as_json, needs_certificate, not_found
 from lockstep_common.telemetry import METRICS_CONTENT_TYPE, exposition
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -73,9 +73,25 @@ class JointAnswers:
                 return self._status()
         return not_found()
 
-    def _ask(self, path: str, processes: Iterable[ProcessFacts]) -> Iterator[tuple[ProcessFacts, Answer | None]]:
-        """Each process with its answer; None if there is none."""
-        asked = [(process, self._threads.submit(_answer, process, path)) for process in processes]
+    def to_operator(self, method: str, path: str) -> Answer:
+        """The answers of all processes to an operator, by their numbers; log lines one after the other."""
+        answers = {
+            process.number: answer for process, answer in self._ask(path, self._processes, method) if answer is not None
+        }
+        if not answers:
+            return as_json(503, {"error": "no process answers"})
+        first = next(iter(answers.values()))
+        if first.status != 200:
+            return first
+        if first.content_type != "application/json":
+            return Answer(200, first.content_type, b"".join(answer.body for answer in answers.values()))
+        return as_json(200, {"processes": {number: json.loads(answer.body) for number, answer in answers.items()}})
+
+    def _ask(
+        self, path: str, processes: Iterable[ProcessFacts], operation: str = ""
+    ) -> Iterator[tuple[ProcessFacts, Answer | None]]:
+        """Each process with its answer; None if there is none. `operation`: the method of an operator's question."""
+        asked = [(process, self._threads.submit(_answer, process, path, operation)) for process in processes]
         for process, future in asked:
             yield process, future.result()
 
@@ -130,12 +146,12 @@ class JointAnswers:
         return as_json(200, bodies[first] | {"router": together, "processes": processes})
 
 
-def _answer(process: ProcessFacts, path: str) -> Answer | None:
+def _answer(process: ProcessFacts, path: str, operation: str) -> Answer | None:
     asker = process.asker
     if asker is None:
         return None
     try:
-        return asker.ask(path)
+        return asker.ask(path, operation)
     except NoAnswerError:
         return None
 

@@ -9,7 +9,8 @@ import time
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
 
-from lockstep_common.management import Answer, Answers
+from lockstep_common.answers import Answer
+from lockstep_common.management import Answers
 
 TIMEOUT_S = 2.0
 """For an answer: longer than a process waits for its event loop, shorter than probes wait."""
@@ -27,8 +28,8 @@ class Asker:
         self._lock = Lock()
         self._asked = 0
 
-    def ask(self, path: str) -> Answer:
-        """The process's answer to a GET.
+    def ask(self, path: str, operation: str = "") -> Answer:
+        """The process's answer to a GET or, if there is an `operation`, to an operator's request by this method.
 
         Raises:
             NoAnswerError: there is none.
@@ -38,7 +39,7 @@ class Asker:
             raise NoAnswerError
         try:
             self._asked += 1
-            self._connection.send_bytes(json.dumps({"number": self._asked, "path": path}).encode())
+            self._connection.send_bytes(_question(self._asked, path, operation))
             while self._connection.poll(max(0.0, deadline_s - time.monotonic())):
                 head, body = json.loads(self._connection.recv_bytes()), self._connection.recv_bytes()
                 if head["number"] == self._asked:  # else it is one that nobody waits for any more
@@ -50,6 +51,10 @@ class Asker:
         raise NoAnswerError
 
 
+def _question(number: int, path: str, operation: str) -> bytes:
+    return json.dumps({"number": number, "path": path, "operation": operation}).encode()
+
+
 def answer_parent(connection: "Connection[bytes, bytes]", answers: Answers) -> None:
     """Answer the parent's questions in a thread, for as long as the process lives."""
 
@@ -57,7 +62,8 @@ def answer_parent(connection: "Connection[bytes, bytes]", answers: Answers) -> N
         try:
             while True:
                 question = json.loads(connection.recv_bytes())
-                answer = answers.of(question["path"], is_stranger=False)
+                path, operation = question["path"], question["operation"]
+                answer = answers.to_operator(operation, path) if operation else answers.of(path, is_stranger=False)
                 head = {"number": question["number"], "status": answer.status, "content_type": answer.content_type}
                 connection.send_bytes(json.dumps(head).encode())
                 connection.send_bytes(answer.body)

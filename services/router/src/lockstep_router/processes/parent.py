@@ -116,7 +116,7 @@ class Process:
 def run_parent(settings: RouterSettings) -> None:
     """Run the processes until a signal, and end this process with their exit code."""
     name_process("router parent")
-    telemetry.setup("router", level=settings.log_level)
+    telemetry.setup("router", level=settings.log_level, pod=settings.pod_name)
     try:
         code = uvloop.run(_supervise(settings))
     except LockstepError as error:

@@ -1,0 +1,114 @@
+"""What only operators may ask of a process, on its management port: where it is, its newest log lines, its settings,
+and another log level.
+
+    GET /debug/stacks     threads and tasks of this process; a worker adds its ranks
+    GET /debug/logs       the newest lines of the log
+    GET /debug/settings   the settings without secrets, and versions
+    GET /loglevel
+    POST /loglevel?level=debug&for_s=600
+
+An operator is who has shown a certificate or, without TLS, who connects from this machine or pod: `kubectl
+port-forward` and `kubectl exec` do. Nothing here waits for the event loop, which may be what is stuck.
+"""
+
+import asyncio
+import ipaddress
+import os
+import platform
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from typing import Any
+from urllib.parse import parse_qs
+
+from lockstep_common.answers import Answer, as_json, not_found
+from lockstep_common.log_level import DEFAULT_CHANGE_S, LOG_LEVEL
+from lockstep_common.stacks import task_places, thread_stacks
+from lockstep_common.telemetry import recent_lines
+
+_PACKAGES = ("lockstep-common", "lockstep-engine", "torch", "numpy", "grpcio", "protobuf", "transformers", "uvloop")
+"""Those whose versions are reported, where they are installed."""
+
+
+def is_for_operators(path: str) -> bool:
+    """Whether a path is one of those above."""
+    name = path.partition("?")[0]
+    return name == "/loglevel" or name.startswith("/debug/")
+
+
+def is_local(host: str) -> bool:
+    """Whether a peer's address is of this machine or pod itself."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def refused() -> Answer:
+    """The answer to others."""
+    return as_json(403, {"error": "only for operators: from this machine or pod, or with a client certificate"})
+
+
+class Operations:
+    """Answers of this process. They are made in many threads.
+
+    Args:
+        loop: the event loop of the process.
+        parts: what a service adds to `/debug/stacks`, by name: functions that any thread may call.
+        settings: the service's settings without secrets, as JSON types.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        parts: Mapping[str, Callable[[], Any]],
+        settings: Mapping[str, Any],
+    ) -> None:
+        self._loop = loop
+        self._parts = parts
+        self._settings = settings
+
+    def of(self, method: str, path: str) -> Answer:
+        """The answer to a GET or a POST."""
+        name, _, query = path.partition("?")
+        match method, name:
+            case "GET", "/debug/stacks":
+                own = {"pid": os.getpid(), "threads": thread_stacks(), "tasks": task_places(self._loop)}
+                return as_json(200, own | {part: function() for part, function in self._parts.items()})
+            case "GET", "/debug/logs":
+                return Answer(200, "application/x-ndjson", "".join(f"{line}\n" for line in recent_lines()).encode())
+            case "GET", "/debug/settings":
+                return as_json(200, {"settings": dict(self._settings), "versions": versions()})
+            case "GET", "/loglevel":
+                return as_json(200, {"level": LOG_LEVEL.level, "left_s": LOG_LEVEL.left_s})
+            case "POST", "/loglevel":
+                return _change_level(query)
+        return not_found()
+
+
+def versions() -> dict[str, str]:
+    """Of Python, the kernel, and the packages that matter."""
+    found = {"python": platform.python_version(), "kernel": platform.release(), "machine": platform.machine()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _change_level(query: str) -> Answer:
+    given = {name: values[-1] for name, values in parse_qs(query).items()}
+    unknown = sorted(given.keys() - {"level", "for_s"})
+    try:
+        if unknown:
+            raise ValueError(f"unknown parameter {unknown[0][:32]!r}: there are level and for_s")
+        try:
+            for_s = float(given.get("for_s", DEFAULT_CHANGE_S))
+        except ValueError:
+            raise ValueError("for_s must be a number of seconds") from None
+        LOG_LEVEL.change(given.get("level", ""), for_s)
+    except ValueError as error:
+        return as_json(400, {"error": str(error)})
+    return as_json(200, {"level": LOG_LEVEL.level, "left_s": LOG_LEVEL.left_s})

@@ -1,0 +1,143 @@
+"""What operators ask of the management port, who is one, and that it needs no event loop."""
+
+import asyncio
+import http.client
+import json
+import logging
+import threading
+import time
+
+import pytest
+from lockstep_common import operations
+from lockstep_common.log_level import LOG_LEVEL, LogLevel
+from lockstep_common.management import Reports, managed
+from lockstep_common.settings import without_secrets
+
+
+def request(port, method, path, headers=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method, path, headers=headers or {})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+async def ask(port, path, method="GET", **headers):
+    return await asyncio.to_thread(request, port, method, path, headers)
+
+
+@pytest.fixture
+async def port():
+    LOG_LEVEL.configure("info")
+    reports = Reports(unready=lambda: None, stacks={"ranks": lambda: [1]}, settings={"listen": "unix:w"})
+    async with managed("127.0.0.1", 0, reports, liveness_timeout_s=30) as port:
+        yield port
+    LOG_LEVEL.configure("info")
+
+
+async def waits_for_something():
+    await asyncio.sleep(3600)
+
+
+async def test_stacks_name_threads_tasks_and_what_the_service_adds(port):
+    tasks = [asyncio.create_task(waits_for_something()) for _ in range(3)]
+    await asyncio.sleep(0)
+    status, text = await ask(port, "/debug/stacks")
+    for task in tasks:
+        task.cancel()
+    body = json.loads(text)
+    assert (status, body["ranks"]) == (200, [1])
+    main = next(each["stack"] for each in body["threads"] if each["thread"] == "MainThread")
+    assert any("run_until_complete" in place for place in main)
+    waiting = next(each for each in body["tasks"] if "waits_for_something" in each["awaits"][0])
+    assert waiting["tasks"] == 3
+
+
+def test_stacks_come_while_the_loop_is_blocked():
+    """That is when they are wanted."""
+    found = []
+
+    async def main():
+        async with managed("127.0.0.1", 0, Reports(unready=lambda: None), liveness_timeout_s=30) as port:
+            asking = threading.Thread(target=lambda: found.append(request(port, "GET", "/debug/stacks")))
+            asking.start()
+            while not found:
+                time.sleep(0.01)
+            asking.join()
+
+    asyncio.run(main())
+    status, text = found[0]
+    main_thread = next(each for each in json.loads(text)["threads"] if each["thread"] == "MainThread")
+    assert status == 200
+    assert any("is_blocked.<locals>.main" in place for place in main_thread["stack"])
+
+
+async def test_the_level_is_changed_for_a_while(port):
+    logger = logging.getLogger("lockstep")
+    assert await ask(port, "/loglevel?level=debug&for_s=60") == (200, '{"level":"info","left_s":null}')
+    status, text = await ask(port, "/loglevel?level=debug&for_s=60", "POST")
+    assert (status, json.loads(text)["level"], logger.level) == (200, "debug", logging.DEBUG)
+    assert 0 < json.loads(text)["left_s"] <= 60
+    status, text = await ask(port, "/loglevel?level=error&for_s=0.05", "POST")
+    assert logger.level == logging.ERROR
+    async with asyncio.timeout(30):
+        while logger.level != logging.INFO:
+            await asyncio.sleep(0.01)
+    assert LOG_LEVEL.left_s is None
+
+
+@pytest.mark.parametrize(
+    ("query", "names"),
+    [("", "level"), ("level=loud", "level"), ("level=debug&for_s=x", "for_s"), ("level=debug&for_s=0", "for_s"),
+     ("level=debug&for_s=nan", "for_s"), ("level=debug&for_s=1e9", "for_s"), ("level=debug&for=1", "for")],
+)  # fmt: skip
+async def test_a_bad_change_is_refused_and_changes_nothing(port, query, names):
+    status, text = await ask(port, f"/loglevel?{query}", "POST")
+    assert (status, names in json.loads(text)["error"], LOG_LEVEL.level) == (400, True, "info")
+
+
+async def test_others_than_operators_are_refused(port, monkeypatch):
+    for path in ("/debug/stacks", "/debug/logs", "/debug/settings", "/loglevel"):
+        assert (await ask(port, path, Origin="http://evil.example"))[0] == 403
+    monkeypatch.setattr("lockstep_common.management.is_local", lambda host: host != "127.0.0.1")
+    for path in ("/debug/stacks", "/debug/logs", "/debug/settings", "/loglevel"):
+        assert (await ask(port, path))[0] == 403
+    assert (await ask(port, "/loglevel?level=debug", "POST"))[0] == 403
+    assert LOG_LEVEL.level == "info"
+    assert (await ask(port, "/healthz"))[0] == 200
+    assert (await ask(port, "/metrics", "POST"))[0] == 405
+
+
+def test_who_is_local():
+    local = {host for host in ("127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1") if operations.is_local(host)}
+    assert len(local) == 4
+    assert not any(map(operations.is_local, ("10.0.0.1", "fe80::1%eth0", "::ffff:10.0.0.1", "", "localhost")))
+
+
+async def test_settings_have_no_secrets(port):
+    status, text = await ask(port, "/debug/settings")
+    assert (status, json.loads(text)["settings"]) == (200, {"listen": "unix:w"})
+    assert "python" in json.loads(text)["versions"]
+    given = {"store": "redis://user:hidden@host/0", "password": "hidden", "keys": {"api_key": "hidden", "n": 1}}
+    shown = without_secrets(given | {"list": ["rediss://:hidden@h"], "password_file": "/run/password", "token": None})
+    assert "hidden" not in json.dumps(shown)
+    assert (shown["password_file"], shown["token"], shown["keys"]["n"]) == ("/run/password", None, 1)
+    assert shown["store"].endswith("@host/0")
+
+
+def test_listeners_hear_each_level_once():
+    level, heard = LogLevel(), []
+    before = logging.getLogger("lockstep").level
+    try:
+        level.subscribe(heard.append)
+        level.configure("info")
+        level.change("debug", 60)
+        level.change("info", 60)
+        assert level.left_s is None
+        level.unsubscribe(heard.append)
+        level.configure("error")
+    finally:
+        logging.getLogger("lockstep").setLevel(before)
+    assert heard == ["info", "debug", "info"]

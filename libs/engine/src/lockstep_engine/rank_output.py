@@ -1,0 +1,165 @@
+"""What a rank's process says that is no result: lines on its stderr, and its stacks when they are wanted.
+
+The driver's end. Neither can delay the rank: its stderr is a pipe that drops what does not fit, and its stacks go to a
+file in memory.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep_engine.allowance import Allowance
+from lockstep_engine.mailbox import Mailbox
+
+logger = logging.getLogger("lockstep.rank")
+
+_MAX_LINE_BYTES = 4096
+_LAST_LINES = 60
+_READ_BYTES = 1 << 16
+"""Size of a pipe, and most bytes of stacks that are read."""
+_BURST, _PER_S = 400, 50.0
+_POLL_S = 0.01
+
+_PROCESS_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting in the kernel",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "ended",
+    "X": "ended",
+}
+"""The letters of /proc/PID/stat (man 5 proc)."""
+STOPPED = frozenset({"stopped", "stopped by a debugger"})
+
+
+@dataclass(frozen=True)
+class RankView:
+    """A rank as it is now, for people who look for a hang."""
+
+    rank: int
+    pid: int
+    state: str
+    """starting, ready or dead, as the supervisor knows it"""
+    process_state: str
+    """What the kernel says of the process; a stopped one cannot tell its stack."""
+    waits_in: str
+    """The kernel's function that the process waits in; empty: none, or unknown."""
+    steps: int
+    """Steps finished in this epoch."""
+    collectives: int
+    """Collectives entered in this epoch. In a hang the others wait for the rank with the fewest."""
+    stack: str
+    """Of all its threads, the innermost frame first; empty: it did not answer in time."""
+
+
+class RankOutput:
+    """The driver's ends for one rank. `ask_stack`, `stack` and `process_state` may be called in any thread.
+
+    Attributes:
+        stderr: the rank's end of the pipe; the caller closes it with `close_theirs` once the rank has it.
+        stacks: the file that the rank writes its stacks to.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.read_end, self.stderr = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.stacks = Mailbox.create(0, "stacks")
+        fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)
+        self._pidfd: int | None = None
+        self._pid = 0
+        self._lock = threading.Lock()
+        self._is_open = True
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        """The newest lines of its stderr: why it has crashed, if it has."""
+        self._partial = b""
+        self._allowance = Allowance(_BURST, _PER_S)
+
+    def started(self, pid: int) -> None:
+        """Note the rank's process. A pid could be another process's by the time it is used, a descriptor cannot."""
+        self._pid = pid
+        with contextlib.suppress(OSError):
+            self._pidfd = os.pidfd_open(pid)
+
+    def close_theirs(self) -> None:
+        """Close the rank's end of the pipe, which the rank has by now."""
+        if self.stderr >= 0:
+            os.close(self.stderr)
+            self.stderr = -1
+
+    def read_lines(self) -> tuple[list[str], bool]:
+        """The complete lines that the rank has written, and whether there will be more. Does not wait."""
+        data = b""
+        is_ended = False
+        while len(data) < _READ_BYTES:
+            try:
+                chunk = os.read(self.read_end, _READ_BYTES)
+            except BlockingIOError:
+                break
+            is_ended = not chunk
+            data += chunk
+            if is_ended:
+                break
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if is_ended or len(self._partial) > _MAX_LINE_BYTES:
+            lines.append(self._partial)
+            self._partial = b""
+        shown = [line[:_MAX_LINE_BYTES].decode(errors="replace") for line in lines if line.strip()]
+        self.last_lines.extend(shown)
+        return [line for line in shown if self._allowance.take()], not is_ended
+
+    def take_dropped(self) -> int:
+        """How many lines were too many since the last call."""
+        dropped, self._allowance.dropped = self._allowance.dropped, 0
+        return dropped
+
+    def ask_stack(self) -> None:
+        """Make the rank write its stacks, unless it is stopped."""
+        with self._lock:
+            if self._is_open and self._pidfd is not None:
+                os.ftruncate(self.stacks, 0)
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(self._pidfd, signal.SIGUSR1)
+
+    def stack(self, until: float) -> str:
+        """What the rank has written since `ask_stack`: waits until it is complete, or until a monotonic time."""
+        size = 0
+        while True:
+            with self._lock:
+                if not self._is_open:
+                    return ""
+                before, size = size, os.fstat(self.stacks).st_size
+                if (size and size == before) or time.monotonic() >= until:
+                    return os.pread(self.stacks, _READ_BYTES, 0).decode(errors="replace")
+            time.sleep(_POLL_S)
+
+    def process_state(self) -> tuple[str, str]:
+        """What the kernel says of the process, and the function of the kernel that it waits in."""
+        process = Path("/proc", str(self._pid))
+        try:
+            letter = process.joinpath("stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return "ended", ""
+        waits_in = ""
+        with contextlib.suppress(OSError):
+            waits_in = process.joinpath("wchan").read_text().strip("0\n")
+        return _PROCESS_STATES.get(letter, letter), waits_in
+
+    def close(self) -> None:
+        """Close everything. Can be called again."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            self.close_theirs()
+            os.close(self.read_end)
+            os.close(self.stacks)
+            if self._pidfd is not None:
+                os.close(self._pidfd)

@@ -1,0 +1,82 @@
+"""The zygote with ranks that log, write to stderr, stop, or crash, as the first token of a plan says. No torch."""
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+
+from lockstep_engine import zygote
+from lockstep_engine.blocks import PoolSizes
+from lockstep_engine.control import (
+    MAX_CONTROL_BYTES,
+    Loaded,
+    Ready,
+    SetLogLevel,
+    decode_doorbell,
+    decode_rank_message,
+    encode_control,
+)
+from lockstep_engine.mailbox import Mailbox
+from lockstep_engine.plan import Result, decode_plan, encode_result
+from lockstep_engine.rank_log import send_logs
+
+MESSAGE_BYTES = 4096
+LOG, FLOOD, WRITE, CRASH, RAISE, HANG, STOP = range(1, 8)
+
+logger = logging.getLogger("lockstep.engine")
+
+
+def run_rank(spec, control, mailbox_fd, *_):
+    faulthandler.enable()
+    mailbox = Mailbox(mailbox_fd, spec.config.tp, MESSAGE_BYTES, MESSAGE_BYTES)
+    send_logs(control, spec.log_level, lambda: int(mailbox.steps[spec.rank]))
+    control.send(encode_control(Loaded(PoolSizes(8), {})))
+    control.recv(MAX_CONTROL_BYTES)
+    control.send(encode_control(Ready(deterministic=True, device="cpu", dtype="float32")))
+    while message := control.recv(MAX_CONTROL_BYTES):
+        step = decode_doorbell(message)
+        if step is None:
+            order = decode_rank_message(message)
+            assert isinstance(order, SetLogLevel)
+            logging.getLogger("lockstep").setLevel(order.level.upper())
+            continue
+        if spec.rank == 1:
+            act(int(decode_plan(mailbox.get_plan(step)).token_ids[0]))
+        mailbox.collectives[spec.rank] += 1
+        mailbox.steps[spec.rank] += 1
+        if spec.rank == 0:
+            while mailbox.steps.min() < mailbox.steps[0]:
+                time.sleep(0.001)
+            mailbox.put_result(step, encode_result(Result(step, [step], [None], 0, 0)))
+            control.send(message)
+
+
+def act(what):
+    if what == LOG:
+        logger.debug("at debug")
+        logger.warning("at warning", extra={"blocks": 3, "name_of": "n"})
+    elif what == FLOOD:
+        for index in range(5000):
+            logger.warning("flood %d", index)
+    elif what == WRITE:
+        print("from a library", file=sys.stderr, flush=True)
+        os.write(2, b"x" * 1_000_000)  # much more than a pipe takes: none of it may stop the rank
+    elif what == CRASH:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    elif what == RAISE:
+        quoted = "canary"[::-1]
+        raise KeyError(quoted)
+    elif what == HANG:
+        hang_here()
+    elif what == STOP:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang_here():
+    time.sleep(3600)
+
+
+if __name__ == "__main__":
+    zygote.main(lambda: run_rank)

@@ -1,0 +1,171 @@
+"""What a rank logs, writes and ends with reaches the driver's log, and nothing of it can delay or flood the driver."""
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lockstep_engine.group import GroupSettings, RankGroup
+from lockstep_engine.plan import Plan
+from specs import rank_spec
+from talking_zygote import CRASH, FLOOD, HANG, LOG, MESSAGE_BYTES, RAISE, STOP, WRITE
+
+WAIT_S = 60
+SPEC = rank_spec(tp=2, max_seqs=1, max_batch_tokens=16, context_length=16, start_timeout_s=60.0)
+RUN = f"import runpy; runpy.run_path({str(Path(__file__).with_name('talking_zygote.py'))!r}, run_name='__main__')"
+
+
+class Listener:
+    def __init__(self):
+        self.ready, self.lost, self.results = False, [], 0
+
+    def on_ready(self, *_):
+        self.ready = True
+
+    def on_lost(self, reason):
+        self.lost.append(reason)
+
+    def on_result(self, _):
+        self.results += 1
+
+
+def plan(step, what):
+    zero = np.zeros(1, dtype=np.int32)
+    return Plan(
+        step=step,
+        token_ids=np.array([what], dtype=np.int32),
+        starts=zero,
+        lengths=zero,
+        sampling_rows=zero,
+        samples=np.ones(1, dtype=np.bool_),
+        emitted=zero,
+        uniforms=np.zeros(1),
+        tables=zero.reshape(1, 1),
+        moves=np.empty((0, 2), dtype=np.int32),
+        late_moves=np.empty((0, 2), dtype=np.int32),
+    )
+
+
+async def until(condition):
+    async with asyncio.timeout(WAIT_S):
+        while not (found := condition()):
+            await asyncio.sleep(0.005)
+    return found
+
+
+@pytest.fixture
+async def group(caplog):
+    """A started group, its listener, and a function that runs a step."""
+    logging.getLogger("lockstep").setLevel(logging.INFO)
+    listener = Listener()
+    settings = GroupSettings(SPEC, MESSAGE_BYTES, MESSAGE_BYTES, collectives_bytes=64, environment={}, zygote=RUN)
+    ranks = RankGroup(settings, listener)
+    await ranks.start()
+    await until(lambda: listener.ready)
+    steps = 0
+
+    async def run(what, deadline_s=WAIT_S):
+        nonlocal steps
+        steps += 1
+        ranks.execute(plan(steps, what), deadline_s)
+        await until(lambda: listener.results == steps or listener.lost)
+
+    yield ranks, listener, run, lambda message: [each for each in caplog.records if each.getMessage() == message]
+    await ranks.stop()
+    logging.getLogger("lockstep").setLevel(logging.NOTSET)
+
+
+async def test_records_come_with_rank_step_epoch_and_their_fields(group):
+    ranks, _, run, logged = group
+    await run(0)
+    await run(LOG)
+    (record,) = await until(lambda: logged("at warning"))
+    assert (record.rank, record.step, record.epoch, record.pid) == (1, 1, 1, ranks.ranks[1].pid)
+    assert (record.blocks, record.name_of, record.levelno) == (3, "n", logging.WARNING)
+    assert not logged("at debug")
+
+
+async def test_ranks_follow_the_level(group):
+    ranks, _, run, logged = group
+    logging.getLogger("lockstep").setLevel(logging.DEBUG)
+    ranks.set_log_level("debug")
+    await run(LOG)
+    await until(lambda: logged("at debug"))
+
+
+async def test_a_flood_is_cut_and_counted(group, caplog):
+    _, _, run, logged = group
+    await run(FLOOD)
+    await asyncio.sleep(0.1)  # the allowance fills up again
+    await run(LOG)
+    (record,) = await until(lambda: logged("at warning"))
+    shown = sum(each.getMessage().startswith("flood") for each in caplog.records)
+    dropped = sum(getattr(each, "dropped_before", 0) for each in caplog.records)
+    assert (shown + dropped, shown < 2500, record.dropped_before > 0) == (5000, True, True)
+
+
+async def test_stderr_is_passed_on_and_never_stops_a_rank(group):
+    _, listener, run, logged = group
+    await run(WRITE)
+    (first, *_) = await until(lambda: logged("rank wrote to stderr"))
+    assert (first.rank, first.stderr.startswith("from a library")) == (1, True)
+    assert not listener.lost
+
+
+async def test_the_stack_of_a_crash_is_not_lost(group):
+    ranks, listener, run, logged = group
+    await run(CRASH)
+    await ranks.kill()
+    assert ranks.first_exit == "SIGSEGV"
+    (failed,) = logged("rank failed")
+    assert (failed.rank, failed.step, failed.epoch) == (1, 0, 1)
+    assert failed.reason == listener.lost[0]
+    assert "Segmentation fault" in failed.stderr, "also in a log without warnings"
+    told = "\n".join(record.stderr for record in logged("rank wrote to stderr"))
+    assert "Segmentation fault" in told
+    assert "talking_zygote.py" in told
+    assert " in act" in told
+
+
+async def test_an_exception_that_ends_a_rank_is_logged_without_what_it_quotes(group, caplog):
+    ranks, _, run, logged = group
+    await run(RAISE)
+    await ranks.kill()
+    told = "\n".join(record.stderr for record in logged("rank wrote to stderr"))
+    assert "KeyError" in told
+    assert " in act" in told
+    assert "yranac" not in str([vars(record) for record in caplog.records])
+
+
+async def test_a_rank_that_hangs_tells_where(group):
+    _, listener, run, logged = group
+    await run(HANG, deadline_s=0.5)
+    assert "rank 1" in listener.lost[0]
+    told = {record.rank: record.stack for record in logged("where the rank is")}
+    assert "hang_here" in told[1]
+    assert "run_rank" in told[0]
+    assert [record.rank for record in logged("rank failed")] == [1]
+
+
+async def test_a_view_shows_which_rank_is_stopped_and_where_the_others_wait(group):
+    ranks, listener, run, _ = group
+    await run(0)
+    running = asyncio.create_task(run(STOP))
+    await until(lambda: ranks.view()[1].process_state == "stopped")
+    first, second = await asyncio.to_thread(ranks.view)
+    assert (first.steps, second.steps, first.collectives, second.collectives) == (2, 1, 2, 1)
+    assert (second.stack, second.pid, ranks.step_since > 0) == ("", ranks.ranks[1].pid, True)
+    assert "run_rank" in first.stack
+    os.kill(second.pid, signal.SIGCONT)
+    await running
+    assert not listener.lost
+    assert "run_rank" in ranks.view()[1].stack
+
+
+async def test_a_view_of_ranks_that_are_gone_is_empty(group):
+    ranks, *_ = group
+    await ranks.kill()
+    assert ranks.view() == []

@@ -1,0 +1,95 @@
+"""`lockstep logs`: the log lines of files or of a whole release, filtered and in the order of time."""
+
+import argparse
+from collections import deque
+from datetime import UTC, datetime
+
+from lockstep_tools.arguments import integer, real
+from lockstep_tools.chaos.kubectl import Kubectl
+from lockstep_tools.chaos.release import Release
+from lockstep_tools.failure import UNUSABLE, CommandError
+from lockstep_tools.logs.lines import LEVELS, Choice, Line, moment, readable
+from lockstep_tools.logs.sources import from_files, from_release, in_order
+
+DESCRIPTION = """\
+Show log lines of routers, workers, their ranks and state servers: from files, from stdin (-), or with --release from
+all pods of a release at once. Characters that a terminal would act on are shown escaped.
+Exit code 1 when no line is found."""
+
+EXAMPLES = """\
+  lockstep logs serve.log --level warning
+  lockstep logs --release lockstep -n serving --request chatcmpl-7f3a --since 15m
+  lockstep logs --release lockstep --rank 1 --follow 600
+  kubectl logs lockstep-worker-0 --previous | lockstep logs - --rank 1"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("files", nargs="*", metavar="FILE", help="- is stdin")
+    parser.add_argument("--release", help="read the pods of this Helm release, by kubectl")
+    parser.add_argument("-n", "--namespace", default="default", help="of the release (default: %(default)s)")
+    parser.add_argument("--request", metavar="ID", help="lines about a request: its id, or its trace id")
+    parser.add_argument("--rank", type=integer(0, 65_535), metavar="N", help="lines of and about a rank")
+    parser.add_argument("--level", choices=LEVELS, help="least level")
+    parser.add_argument("--service", metavar="NAME", help="router, worker, `worker w0` or state")
+    parser.add_argument(
+        "--since", metavar="TIME", help="an age (90s, 15m, 2h) or an ISO time; without an offset in UTC"
+    )
+    parser.add_argument("--until", metavar="TIME", help="the same")
+    parser.add_argument(
+        "--tail",
+        type=integer(1, 1_000_000),
+        default=10_000,
+        metavar="N",
+        help="most lines: the newest; read of each pod, and shown (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--follow", type=real(1, 86_400), metavar="S", help="show new lines of a release for so many seconds"
+    )
+    parser.add_argument("--json", action="store_true", help="the lines as they are, one JSON object each")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the lines that are wanted."""
+    if bool(arguments.files) == bool(arguments.release):
+        raise CommandError("give either files (- is stdin) or --release", UNUSABLE)
+    if arguments.follow and not arguments.release:
+        raise CommandError("--follow needs --release; for a file: tail -f FILE | lockstep logs -", UNUSABLE)
+    choice = Choice(
+        arguments.request,
+        arguments.rank,
+        arguments.level,
+        arguments.service,
+        _moment("--since", arguments.since),
+        _moment("--until", arguments.until),
+    )
+    if arguments.files:
+        lines = from_files(arguments.files)
+    else:
+        release = Release(arguments.release, Kubectl(arguments.namespace))
+        lines = from_release(release, tail=arguments.tail, since=choice.since, follow_s=arguments.follow)
+    wanted = (line for line in lines if choice.wants(line))
+    shown = 0
+    # What is followed is shown as it comes: only what is complete can be sorted.
+    for line in wanted if arguments.follow else in_order(deque(wanted, arguments.tail)):
+        shown += _show(line, as_json=arguments.json)
+    return 0 if shown else 1
+
+
+def _show(line: Line, *, as_json: bool) -> bool:
+    """Print a line; false if it has no such form."""
+    if as_json and not line.fields:
+        return False
+    print(line.text if as_json else readable(line), flush=True)
+    return True
+
+
+def _moment(option: str, text: str | None) -> str:
+    if text is None:
+        return ""
+    try:
+        return moment(text, datetime.now(UTC))
+    except ValueError:
+        raise CommandError(
+            f"{option} {text}: neither an age such as 15m nor a time such as 2026-01-31T10:00:00", UNUSABLE
+        ) from None

@@ -1,0 +1,111 @@
+"""What two looks at a worker say: which rank is stopped or stuck, and where it is."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_STUCK_S = 0.5
+"""A step that runs for longer between two looks without any rank's progress is worth a sentence."""
+_SHOWN_FRAMES = 8
+_NO_STACK = "a stopped process cannot tell its stack (py-spy can read it); `kill -CONT` lets it go on"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence, and the stack that belongs to it."""
+
+    sentence: str
+    stack: str = ""
+
+
+def of_worker(name: str, first: Mapping[str, Any], last: Mapping[str, Any]) -> list[Finding]:
+    """Findings about a worker's ranks, from `engine` in two answers of /debug/stacks; none: nothing is unusual."""
+    found = [Finding(f"{name}: ranks are {last['state']}: {last.get('reason') or 'no reason is known'}")]
+    found = [] if last.get("state") == "ready" else found
+    if first.get("epoch") != last.get("epoch"):
+        # The ranks of the first look have been killed meanwhile.
+        return found + _unusual(name, first.get("ranks", []))
+    ranks = last.get("ranks", [])
+    seen = {each["rank"]: each for each in first.get("ranks", [])}
+    unusual = _unusual(name, ranks)
+    found += unusual
+    is_stuck = (
+        last.get("step_runs_s", 0.0) > _STUCK_S
+        and bool(ranks)
+        and all(each["rank"] in seen and seen[each["rank"]]["steps"] == each["steps"] for each in ranks)
+        and all(seen[each["rank"]]["collectives"] == each["collectives"] for each in ranks)
+    )
+    if is_stuck and not unusual:
+        found.append(_stuck(name, ranks, last["step_runs_s"]))
+    elif is_stuck:
+        found += [Finding(f"{name}: {_called(each)} waits in", _innermost(each)) for each in ranks if each["stack"]]
+    return found
+
+
+def of_log(name: str, lines: Sequence[str]) -> list[Finding]:
+    """The newest loss of a worker's ranks in its log, with the stack of the rank that failed if it has left one."""
+    entries = []
+    for line in lines:
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue  # it was cut
+    failed = next((each for each in reversed(entries) if each.get("message") == "rank failed"), None)
+    if failed is None:
+        return []
+    of_rank = [each for each in entries if all(each.get(key) == failed.get(key) for key in ("rank", "epoch"))]
+    texts = [str(each.get(field) or "") for each in of_rank for field in ("exception", "stack", "stderr")]
+    states = [f", it was {each['process_state']}" for each in of_rank if "process_state" in each]
+    sentence = (
+        f"{name}: rank {failed.get('rank')} (pid {failed.get('pid')}) FAILED at {failed.get('time')} after "
+        f"{failed.get('step')} steps of epoch {failed.get('epoch')}: {failed.get('reason')}{''.join(states[-1:])}"
+    )
+    return [Finding(sentence, _frames("\n".join(texts)))]
+
+
+def _unusual(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    """Ranks that are stopped, or gone."""
+    found = []
+    for rank in ranks:
+        if not rank["process_state"].startswith(("stopped", "ended")):
+            continue
+        sentence = f"{name}: {_called(rank)} is {rank['process_state'].upper()} after {_progress(rank)}"
+        others = [f"rank {each['rank']} has {_progress(each)}" for each in ranks if each is not rank]
+        waiting = f"; {', '.join(others)}" if others else ""
+        found.append(Finding(f"{sentence}{waiting}; {_NO_STACK}"))
+    return found
+
+
+def _stuck(name: str, ranks: list[Mapping[str, Any]], runs_s: float) -> Finding:
+    """The rank that the others wait for: it has entered the fewest collectives."""
+    behind = min(ranks, key=lambda each: (each["collectives"], each["rank"]))
+    since = f"no rank has moved for the {runs_s:.1f} s of this step"
+    if behind["collectives"] == max(each["collectives"] for each in ranks):
+        sentence = (
+            f"{name}: {since}, and all ranks are at the same place ({_progress(behind)}); {_called(behind)} is in"
+        )
+    else:
+        sentence = (
+            f"{name}: {_called(behind)} is STUCK: {since}; it has {_progress(behind)}, and the others wait for it in"
+        )
+    return Finding(sentence, _innermost(behind))
+
+
+def _called(rank: Mapping[str, Any]) -> str:
+    return f"rank {rank['rank']} (pid {rank['pid']})"
+
+
+def _progress(rank: Mapping[str, Any]) -> str:
+    return f"{rank['steps']} steps and {rank['collectives']} collectives"
+
+
+def _innermost(rank: Mapping[str, Any]) -> str:
+    """The innermost frames of the main thread, which faulthandler writes last."""
+    return _frames(str(rank["stack"]))
+
+
+def _frames(text: str) -> str:
+    thread = text.rpartition("Current thread")[2] or text
+    frames = [line.strip() for line in thread.splitlines() if line.startswith("  File")]
+    return "\n".join(frames[:_SHOWN_FRAMES])

@@ -1,0 +1,135 @@
+"""A log line as a record, the choice of records, and their form for people. Nothing in a line is trusted."""
+
+import json
+import unicodedata
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+MAX_LINE_CHARS = 64 << 10
+"""The rest of a longer line is dropped."""
+_SHOWN_FIRST = ("time", "level", "service", "pod", "message", "exception", "stack", "stderr")
+_TEXTS = ("exception", "stack", "stderr")
+"""Fields of several lines; they are shown below the record."""
+_REQUEST_FIELDS = ("request_id", "stream", "trace_id", "trace")
+_OTHER_FORMATS = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
+"""Unicode's categories of characters that terminals and bidirectional text act on, or that nobody sees."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a source."""
+
+    source: str
+    """The file or the pod."""
+    text: str
+    fields: dict[str, Any]
+    """Empty if it is not JSON: what a library or another program has printed."""
+
+    @property
+    def time(self) -> str:
+        """As in the line, in UTC with milliseconds; empty: unknown."""
+        return str(self.fields.get("time", ""))
+
+
+def parse(source: str, text: str) -> Line:
+    """The line's fields, if it is a line of a service."""
+    text = text[:MAX_LINE_CHARS].rstrip("\r\n")
+    try:
+        fields = json.loads(text) if text.startswith("{") else {}
+    except (ValueError, RecursionError):
+        fields = {}
+    return Line(source, text, fields if isinstance(fields, dict) and "message" in fields else {})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which lines are wanted; None: all."""
+
+    request: str | None = None
+    """A request's id, or a trace's: the streams of a request have its id and a suffix."""
+    rank: int | None = None
+    level: str | None = None
+    """The least level."""
+    service: str | None = None
+    """`router`, `worker`, `worker w0` or `state`."""
+    since: str = ""
+    """As `Line.time`; empty: no limit."""
+    until: str = ""
+
+    def wants(self, line: Line) -> bool:
+        """Whether a line is wanted. Lines that are not JSON are, where nothing is asked that they cannot tell."""
+        fields = line.fields
+        if not fields:
+            return self == Choice()
+        return (
+            (self.request is None or any(_is_of(fields.get(name), self.request) for name in _REQUEST_FIELDS))
+            and (self.rank is None or fields.get("rank") == self.rank)
+            and (self.level is None or _severity(fields.get("level")) >= LEVELS.index(self.level))
+            and (self.service is None or _is_part(self.service, str(fields.get("service", ""))))
+            and (not self.since or line.time >= self.since)
+            and (not self.until or line.time < self.until)
+        )
+
+
+def _is_of(value: object, request: str) -> bool:
+    return isinstance(value, str) and (value == request or value.startswith(f"{request}-") or f"-{request}-" in value)
+
+
+def _is_part(wanted: str, service: str) -> bool:
+    return service == wanted or service.startswith(f"{wanted} ")
+
+
+def _severity(level: object) -> int:
+    return LEVELS.index(level) if level in LEVELS else 0
+
+
+def moment(text: str, now: datetime) -> str:
+    """A time as lines have it, of an ISO time or of an age such as 90s, 15m, 2h.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+    if text and text[-1] in units and text[:-1].isdecimal():
+        then = now - timedelta(seconds=int(text[:-1]) * units[text[-1]])
+    else:
+        then = datetime.fromisoformat(text)
+        then = then.replace(tzinfo=UTC) if then.tzinfo is None else then.astimezone(UTC)
+    return then.strftime("%Y-%m-%dT%H:%M:%S.") + f"{then.microsecond // 1000:03d}Z"
+
+
+def readable(line: Line) -> str:
+    """The line for people; texts of several lines are indented below it."""
+    fields = line.fields
+    if not fields:
+        return f"{harmless(line.source)}: {harmless(line.text)}"
+    place = str(fields.get("pod") or fields.get("service") or line.source)
+    head = (
+        f"{harmless(line.time):24} {harmless(str(fields.get('level', '?'))):7} "
+        f"{harmless(place)}: {harmless(str(fields['message']))}"
+    )
+    others = "".join(f" {harmless(key)}={_value(value)}" for key, value in fields.items() if key not in _SHOWN_FIRST)
+    below = [harmless(each) for name in _TEXTS for each in str(fields.get(name) or "").splitlines()]
+    return "\n    ".join([head + others, *below])
+
+
+def _value(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return harmless(f'"{text}"' if " " in text and isinstance(value, str) else text)
+
+
+def harmless(text: str) -> str:
+    """The text with every character escaped that a terminal or bidirectional text would act on."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    if unicodedata.category(character) not in _OTHER_FORMATS:
+        return character
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

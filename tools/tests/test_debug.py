@@ -1,0 +1,224 @@
+"""`lockstep debug`: what it reads in two looks at a worker, what a bundle holds, and how it reaches pods."""
+
+import contextlib
+import http.server
+import json
+import tarfile
+import threading
+
+import pytest
+from lockstep_tools import cli
+from lockstep_tools.chaos.release import Pod
+from lockstep_tools.debug import bundle as bundles
+from lockstep_tools.debug import cluster
+from lockstep_tools.debug.bundle import Bundle
+from lockstep_tools.debug.findings import of_log, of_worker
+from lockstep_tools.debug.process import PartError
+
+STACK = """\
+Thread 0x7f (most recent call first):
+  File "/x/threading.py", line 1 in wait
+
+Current thread 0x7e (most recent call first):
+  File "/x/distributed.py", line 99 in all_gather
+  File "/x/rank.py", line 7 in launch
+"""
+
+
+def rank(number, steps, collectives, process_state="running", stack=STACK):
+    return {
+        "rank": number,
+        "pid": 100 + number,
+        "state": "ready",
+        "process_state": process_state,
+        "steps": steps,
+        "collectives": collectives,
+        "stack": stack,
+    }
+
+
+def look(*ranks, runs_s=0.0, state="ready", epoch=1, reason=""):
+    return {"state": state, "epoch": epoch, "reason": reason, "step_runs_s": runs_s, "ranks": list(ranks)}
+
+
+def sentences(first, last):
+    return [finding.sentence for finding in of_worker("w", first, last)]
+
+
+def test_a_worker_that_moves_or_rests_is_not_mentioned():
+    assert sentences(look(rank(0, 5, 50), rank(1, 5, 50)), look(rank(0, 9, 90), rank(1, 9, 89), runs_s=2.0)) == []
+    rests = look(rank(0, 5, 50), rank(1, 5, 50))
+    assert sentences(rests, rests) == []
+
+
+def test_the_rank_that_the_others_wait_for_is_stuck():
+    stuck = look(rank(0, 5, 52), rank(1, 5, 51), rank(2, 5, 52), runs_s=3.0)
+    (finding,) = of_worker("w", stuck, stuck)
+    assert finding.sentence.startswith("w: rank 1 (pid 101) is STUCK: no rank has moved for the 3.0 s of this step")
+    assert finding.stack.splitlines()[0] == 'File "/x/distributed.py", line 99 in all_gather'
+
+
+def test_ranks_at_the_same_place_are_not_blamed():
+    stuck = look(rank(0, 5, 52), rank(1, 5, 52), runs_s=3.0)
+    (sentence,) = sentences(stuck, stuck)
+    assert "all ranks are at the same place" in sentence
+    assert "STUCK" not in sentence
+
+
+def test_a_stopped_rank_is_named_with_the_places_where_the_others_wait():
+    stopped = look(rank(0, 6, 52), rank(1, 5, 51, "stopped", ""), runs_s=3.0)
+    first, second = of_worker("w", stopped, stopped)
+    assert first.sentence.startswith("w: rank 1 (pid 101) is STOPPED after 5 steps and 51 collectives; rank 0 has 6")
+    assert (second.sentence, "all_gather" in second.stack) == ("w: rank 0 (pid 100) waits in", True)
+
+
+def test_ranks_that_were_killed_between_two_looks_are_named_by_the_first():
+    found = sentences(
+        look(rank(0, 6, 52), rank(1, 5, 51, "stopped", "")),
+        look(state="restarting", epoch=2, reason="rank 1 has not finished its step"),
+    )
+    assert [sentence.partition(" (")[0] for sentence in found] == [
+        "w: ranks are restarting: rank 1 has not finished its step",
+        "w: rank 1",
+    ]
+
+
+def test_the_log_tells_the_newest_loss_and_its_stack():
+    failed = {"message": "rank failed", "rank": 1, "epoch": 3, "pid": 7, "step": 9, "reason": "died", "time": "T"}
+    lines = [
+        {"message": "rank failed", "rank": 0, "epoch": 1},
+        {"message": "rank wrote to stderr", "rank": 1, "epoch": 3, "stderr": f"Fatal\n{STACK}"},
+        {"message": "rank wrote to stderr", "rank": 1, "epoch": 2, "stderr": '  File "old", line 1 in x'},
+        failed,
+    ]
+    (finding,) = of_log("w", ["{cut", *map(json.dumps, lines)])
+    assert finding.sentence == "w: rank 1 (pid 7) FAILED at T after 9 steps of epoch 3: died"
+    assert finding.stack.splitlines() == [
+        'File "/x/distributed.py", line 99 in all_gather',
+        'File "/x/rank.py", line 7 in launch',
+    ]
+    assert of_log("w", ["{}"]) == []
+
+
+def test_a_bundle_is_bounded_and_names_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(bundles, "PART_BYTES", 100)
+    monkeypatch.setattr(bundles, "BUNDLE_BYTES", 150)
+
+    def fails():
+        raise PartError("no answer")
+
+    with Bundle(tmp_path / "b.tar.gz") as bundle:
+        assert bundle.add("a", lambda: b"x" * 100) == b"x" * 100
+        assert bundle.add("large", lambda: b"x" * 101) is None
+        assert bundle.add("late", lambda: b"x" * 60) is None
+        assert bundle.add("gone", fails) is None
+        bundle.conclude("s" * 200, {"lockstep": "1"})
+    with tarfile.open(tmp_path / "b.tar.gz") as tar:
+        names = tar.getnames()
+        manifest = json.load(tar.extractfile("b/manifest.json"))
+    assert names == ["b/a", "b/summary.txt", "b/manifest.json"]
+    assert manifest["failed"] == {
+        "large": "101 bytes are too many",
+        "late": "60 bytes are too many",
+        "gone": "no answer",
+    }
+    assert (tmp_path / "b.tar.gz").stat().st_mode & 0o77 == 0
+    with pytest.raises(FileExistsError):
+        Bundle(tmp_path / "b.tar.gz")
+
+
+class Service(http.server.BaseHTTPRequestHandler):
+    """A worker's management port."""
+
+    def do_GET(self):
+        engine = look(rank(0, 5, 52), rank(1, 5, 51), runs_s=3.0)
+        body = json.dumps({"engine": engine} if self.path == "/debug/stacks" else {"page": self.path}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def served():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+class Release:
+    """Of two pods: one whose port is forwarded, one without a management port."""
+
+    def __init__(self, port):
+        self.port, self.kubectl, self.ended = port, self, 0
+
+    def require(self):
+        return [Pod(name, "inference-worker", "n", True, 0, False, name) for name in ("w-0", "w-1")]
+
+    def json(self, *_):
+        container = {"ports": [{"name": "management", "containerPort": 9001}], "livenessProbe": {"httpGet": {}}}
+        return {
+            "items": [
+                {"metadata": {"name": "w-0"}, "spec": {"containers": [container]}},
+                {"metadata": {"name": "w-1"}, "spec": {"containers": [{}]}},
+                {"metadata": {"name": "another"}, "spec": {}},
+            ]
+        }
+
+    def start(self, *arguments):
+        assert arguments == ("port-forward", "pod/w-0", ":9001", "--address=127.0.0.1")
+        self.stdout = self
+        return self
+
+    def readline(self):
+        return f"Forwarding from 127.0.0.1:{self.port} -> 9001\n"
+
+    def kill(self):
+        self.ended += 1
+
+    def wait(self, _):
+        return 0
+
+    def run(self, *arguments, timeout_s):
+        return f"{arguments[1]} within {timeout_s:g} s"
+
+
+def test_a_release_is_looked_into_by_port_forward(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "cluster.tar.gz"
+    with served() as port:
+        release = Release(port)
+        monkeypatch.setattr("lockstep_tools.commands.debug.Kubectl", lambda _: release)
+        monkeypatch.setattr("lockstep_tools.commands.debug.Release", lambda *_: release)
+        assert cli.main(["debug", "--release", "lockstep", "--output", str(path), "--interval", "0.1"]) == 0
+    printed = capsys.readouterr().out
+    assert "! pod-w-0: rank 1 (pid 101) is STUCK" in printed
+    assert "not collected: pod-w-1: the pod has no port named management" in printed
+    assert release.ended == 1
+    with tarfile.open(path) as tar:
+        names = {name.partition("/")[2] for name in tar.getnames()}
+        assert tar.extractfile("cluster/cluster/pods.txt").read() == b"pods within 10 s"
+    assert {"pod-w-0/metrics.txt", "pod-w-0/settings.json", "cluster/events.txt", "summary.txt"} <= names
+
+
+def test_a_pod_that_is_not_forwarded_is_a_failed_part(monkeypatch):
+    release = Release(1)
+    monkeypatch.setattr(Release, "readline", lambda _: "error: no\n")
+    with cluster.forwarded(release) as (found, failed):
+        assert found == []
+        assert failed["w-0"] == "kubectl port-forward has failed"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--release", "r", "--pid", "1"], ["--url", "http://127.0.0.1:9"], ["--pid", "1"]]
+)
+def test_what_cannot_be_looked_into_is_said(arguments, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lockstep_tools.debug.local._tree", lambda pid: iter([pid]))
+    assert cli.main(["debug", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("lockstep: ")
+    assert list(tmp_path.iterdir()) == []

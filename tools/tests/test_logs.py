@@ -1,0 +1,149 @@
+"""`lockstep logs` finds the lines that are wanted, in the order of time, and shows hostile ones as text."""
+
+import io
+import json
+from datetime import UTC, datetime
+
+import pytest
+from lockstep_tools import cli
+from lockstep_tools.chaos.release import Pod
+from lockstep_tools.logs import sources
+from lockstep_tools.logs.lines import Choice, harmless, moment, parse, readable
+
+HOSTILE = "\x1b[2J\x1b]0;own\x07 a\u202eb\u2066c \u200b\ud800 é 日本 \r\n"
+
+
+def entry(second, message, **fields):
+    time = f"2026-01-31T10:00:{second:02d}.000Z"
+    return json.dumps({"time": time, "level": "info", "service": "router", "message": message} | fields)
+
+
+ROUTER = [
+    entry(1, "request", request_id="req-1"),
+    entry(5, "stream leaves worker", stream="req-1-0", level="warning", worker="w-0"),
+    entry(9, "request", request_id="req-10"),
+]
+WORKER = [
+    entry(2, "rank failed", service="worker w0", rank=1, step=7, level="error", stack="File x\n  line 1"),
+    "Segmentation fault",
+    entry(6, "ranks are ready", service="worker w0", rank=0),
+]
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, lines in (("router", ROUTER), ("worker", WORKER)):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    return [str(tmp_path / "router"), str(tmp_path / "worker")]
+
+
+def shown(capsys, *arguments):
+    code = cli.main(["logs", *arguments])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_lines_of_several_files_are_in_order(capsys, files):
+    code, lines = shown(capsys, *files)
+    assert code == 0
+    assert [line.split(": ")[1].split(" ")[0] for line in lines if not line.startswith("    ")] == [
+        "request",
+        "rank",
+        "Segmentation",
+        "stream",
+        "ranks",
+        "request",
+    ]
+    assert lines[2:4] == ["    File x", "      line 1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--request", "req-1"], [ROUTER[0], ROUTER[1]]),
+        (["--rank", "1"], [WORKER[0]]),
+        (["--level", "warning"], [WORKER[0], ROUTER[1]]),
+        (["--service", "worker"], [WORKER[0], WORKER[2]]),
+        (["--service", "worker w0", "--rank", "0"], [WORKER[2]]),
+        (["--since", "2026-01-31T10:00:05", "--until", "2026-01-31T12:00:09+02:00"], [ROUTER[1], WORKER[2]]),
+        (["--tail", "1"], [ROUTER[2]]),
+    ],
+)
+def test_filters(capsys, files, options, expected):
+    code, lines = shown(capsys, *reversed(files), *options, "--json")
+    assert (code, lines) == (0, expected)
+
+
+def test_nothing_found_is_exit_code_1(capsys, files):
+    assert shown(capsys, *files, "--request", "other") == (1, [])
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["f", "--release", "r"], ["f", "--follow", "5"], ["nowhere"], ["-", "--since", "soon"]]
+)
+def test_what_cannot_be_done_is_said(capsys, arguments):
+    assert cli.main(["logs", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("lockstep: ")
+
+
+def test_hostile_text_is_shown_escaped(capsys, monkeypatch):
+    fields = json.dumps({"message": HOSTILE, HOSTILE: HOSTILE, "stack": HOSTILE, "level": [HOSTILE], "time": {"a": 1}})
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{fields}\n{HOSTILE}{'[' * 100_000}\n"))
+    code, lines = shown(capsys, "-")
+    text = "".join(lines)
+    assert code == 0
+    assert text.replace("é", "").replace("日本", "").isascii()
+    assert text.isprintable()
+    assert "\\x1b[2J" in text
+    assert "\\u202e" in text
+
+
+def test_a_line_without_end_is_cut(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("y" * 1_000_000 + "\n" + ROUTER[0] + "\n"))
+    code, lines = shown(capsys, "-")
+    assert (code, len(lines), len(lines[0]) < 70_000) == (0, 2, True)
+
+
+class Cluster:
+    """A release whose pods' logs are given; `kubectl logs -f` does not end by itself."""
+
+    def __init__(self, logs):
+        self.logs, self.kubectl, self.commands, self.killed = logs, self, [], 0
+
+    def require(self):
+        return [Pod(name, kind, "n", True, 0, False, name) for name, kind, _ in self.logs]
+
+    def start(self, *arguments):
+        self.commands.append(arguments)
+        (lines,) = [lines for name, _, lines in self.logs if name == arguments[1]]
+        return Process(self, lines)
+
+
+class Process:
+    def __init__(self, cluster, lines):
+        self._cluster, self.stdout = cluster, io.StringIO("\n".join(lines) + "\n")
+
+    def kill(self):
+        self._cluster.killed += 1
+
+    def wait(self, _):
+        return 0
+
+
+def test_both_services_of_a_release_are_read_at_once():
+    cluster = Cluster([("r-a", "router", ROUTER), ("w-0", "inference-worker", WORKER), ("redis", "redis", ["x"])])
+    lines = list(sources.from_release(cluster, tail=7, since="2026-01-31T10:00:00.000Z", follow_s=None))
+    assert sorted(line.source for line in lines) == ["r-a"] * 3 + ["w-0"] * 3
+    assert [command[1:4] for command in cluster.commands] == [
+        ("r-a", "-c", "router"),
+        ("w-0", "-c", "inference-worker"),
+    ]
+    assert {command[4:] for command in cluster.commands} == {("--tail=7", "--since-time=2026-01-31T10:00:00.000Z")}
+    assert cluster.killed == 2
+
+
+def test_an_age_is_a_moment():
+    now = datetime(2026, 1, 31, 10, tzinfo=UTC)
+    assert moment("15m", now) == "2026-01-31T09:45:00.000Z"
+    assert not Choice(since=moment("1h", now)).wants(parse("f", "not JSON"))
+    assert readable(parse("f", "{}")) == "f: {}"
+    assert harmless("a\tb") == "a\\x09b"
