@@ -84,6 +84,52 @@ async def test_same_bytes(make_cluster, served, case):
     assert direct == through_asgi
 
 
+async def closing_answer(port, pieces):
+    """The head and the body of the answer of a router that closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for piece in pieces:
+        writer.write(piece)
+        await writer.drain()
+        await asyncio.sleep(0.02 if len(pieces) > 1 else 0)
+    answer = await asyncio.wait_for(reader.read(), 60)
+    writer.close()
+    return re.sub(rb'"created":\d+', b"", answer).split(b"\r\n\r\n", 1)
+
+
+@pytest.mark.parametrize("case", ["stream", "stream of a chat", "stream of one token", "text"])
+async def test_clients_of_http_1_0_get_no_chunks(make_cluster, served, case):
+    path, body, headers = CASES[case]
+    cluster = await make_cluster(1)
+    async with cluster.over_http() as client:
+        port = client.base_url.port
+        _, chunked = (await exchange(port, [b"".join(request(path, body, headers))])).split(b"\r\n\r\n", 1)
+        head, content = request(path, body, headers | {"Connection": "keep-alive"}, "1.0")
+        through_asgi = await closing_answer(port, [head, content])
+        direct = await closing_answer(port, [head + content])
+        assert len(served) == 2
+    assert direct == through_asgi
+    assert b"transfer-encoding" not in direct[0].lower()
+    assert b"\r\nconnection: close" in direct[0].lower()
+    pieces = re.split(rb"(?:^|\r\n)[0-9a-f]+\r\n", chunked)
+    assert direct[1] == (b"".join(pieces).removesuffix(b"\r\n") if case != "text" else chunked)
+
+
+async def test_no_face_of_http_1_0_has_chunks(make_cluster):
+    cluster = await make_cluster(1)
+    async with cluster.over_http() as client:
+        body = {"model": "reference", "input": "hello", "max_output_tokens": 4, "stream": True}
+        head, content = request("/v1/responses", body, {"X-Lockstep-Resumable": "true"}, "1.0")
+        head, answer = await closing_answer(client.base_url.port, [head + content])
+        assert b"transfer-encoding" not in head.lower()
+        assert answer.startswith(b"event: response.created\n")
+        assert answer.endswith(b"\n\n")
+        stream = re.search(rb"x-lockstep-stream-id: ([^\r]+)", head)[1]
+        resuming = b"GET /v1/streams/%b HTTP/1.0\r\nHost: router\r\n\r\n" % stream
+        head, again = await closing_answer(client.base_url.port, [resuming])
+        assert b"transfer-encoding" not in head.lower()
+        assert again == answer
+
+
 async def test_same_bytes_for_what_is_no_json(make_cluster, served):
     cluster = await make_cluster(1)
     async with cluster.over_http() as client:
