@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import json
 import random
 import socket
 
 import pytest
+from lockstep_api.v1 import inference_pb2
 from lockstep_client import (
     AsyncLockstepClient,
     Finish,
@@ -18,6 +20,8 @@ from lockstep_client import (
     ToolCallPiece,
     Usage,
 )
+from lockstep_client.grpc_answers import Streamed
+from lockstep_client.transcript import Transcript
 from router_cluster import eventually
 from router_process import listening, start
 from scripted_worker import Script, ScriptedWorker
@@ -299,3 +303,17 @@ def test_addresses_that_cannot_be_used_are_refused(url):
 def test_connections_over_grpc_are_always_verified():
     with pytest.raises(ValueError, match="verify"):
         LockstepClient("grpcs://host:1", verify=False)
+
+
+def test_nothing_is_asked_for_after_a_finish_that_has_the_usage():
+    body = TEXT | {"prompt": "hello", "n": 1, "stream": True, "stream_options": {"include_usage": True}}
+    answer, transcript = Streamed(body, is_chat=False), Transcript.of(body)
+    usage = inference_pb2.Usage(prompt_tokens=1, completion_tokens=2)
+    last = inference_pb2.GenerateEvent(
+        request_id="r", text="hi", finish=inference_pb2.FINISH_REASON_LENGTH, event_id="r:2f", final_usage=usage
+    )
+    [event] = answer.take(last)
+    transcript.pass_on(event, json.loads(event.data))
+    told, end = transcript.ending()
+    assert json.loads(told.data)["usage"]["total_tokens"] == 3
+    assert end.data == "[DONE]"
