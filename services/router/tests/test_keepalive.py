@@ -1,6 +1,7 @@
 """A stream on which nothing happens is kept alive by comments, and still ends with its error or its answer."""
 
 import asyncio
+import contextlib
 
 import pytest
 from router_cluster import events_of, eventually
@@ -65,6 +66,25 @@ async def test_error_after_the_first_comment_is_an_event(make_cluster):
     ((_, data),) = events_of(response)
     assert data["error"]["code"] == "unavailable"
     assert "[DONE]" not in response.text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_head_before_the_first_comment_has_the_id_of_the_stream(make_cluster, path):
+    cluster = await make_cluster(0, ready=False, keepalive_interval_s=0.05, max_queue_wait_s=30)
+    body = {"model": "reference", "input": "hi"} if path == "/v1/responses" else BODY
+    headers = {"Idempotency-Key": "k"}
+    async with cluster.over_http() as client, contextlib.AsyncExitStack() as streams:
+        heads = []
+        for _ in range(2):  # the second one joins the first
+            asking = client.stream("POST", path, json=body | {"stream": True}, headers=headers)
+            response = await streams.enter_async_context(asking)
+            lines = response.aiter_lines()
+            assert await anext(lines) == COMMENT, "there is nothing to give yet"
+            heads.append(response.headers)
+        assert heads[0]["x-lockstep-stream-id"] == heads[1]["x-lockstep-stream-id"]
+        gone = await client.delete(f"/v1/streams/{heads[0]['x-lockstep-stream-id']}")
+        assert gone.status_code == 200
+        assert "cancelled" in "".join([line async for line in lines])
 
 
 @pytest.mark.parametrize("stream", [False, True])

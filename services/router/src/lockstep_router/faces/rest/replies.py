@@ -109,8 +109,11 @@ class Client:
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
 
-    def expect_events(self) -> None:
-        """Note that the answer will be a stream."""
+    def expect_events(self, headers: Mapping[str, str] | None = None) -> None:
+        """Note that the answer will be a stream; with further headers, if there are any."""
+        if headers:
+            more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+            self._event_headers = _EVENT_STREAM_HEADERS + more
         self._wants_events = True
         self._begin_watch()
 
@@ -129,17 +132,12 @@ class Client:
         await self._put(_start(status, headers))
         await self._put(_body(body, more=False))
 
-    async def reply_events(
-        self, events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None, *, end: bytes = DONE
-    ) -> None:
-        """Send server-sent events as they come, then `end`; with further headers, if there are any.
+    async def reply_events(self, events: AsyncIterator[bytes], *, end: bytes = DONE) -> None:
+        """Send server-sent events as they come, then `end`.
 
         Raises:
             LockstepError: raised by `events`. The caller passes it to `fail`.
         """
-        if headers:
-            more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-            self._event_headers = _EVENT_STREAM_HEADERS + more
         began_at_once = False
         async for data in events:
             if not self._is_started:
