@@ -5,6 +5,7 @@ import contextlib
 import json
 import random
 import socket
+from dataclasses import replace
 
 import pytest
 from lockstep_api.v1 import inference_pb2
@@ -109,8 +110,10 @@ def pieces(events):
 
 
 @contextlib.asynccontextmanager
-async def relay(port, cuts):
-    """A port whose connections end after so many bytes to the client, in turn; later ones do not."""
+async def relay(port, cuts, *, scheme="grpc", vanish=False):
+    """A port whose connections end after so many bytes to the client, in turn; later ones do not. Connections that
+    vanish stay open, and nothing passes any more.
+    """
     tasks = set()
 
     async def pump(reader, writer, left):
@@ -119,6 +122,8 @@ async def relay(port, cuts):
                 left -= len(data)
                 writer.write(data)
                 await writer.drain()
+        if left <= 0 and vanish:
+            await asyncio.Event().wait()
         writer.transport.abort()
 
     async def connected(reader, writer):
@@ -134,7 +139,7 @@ async def relay(port, cuts):
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0, family=socket.AF_INET)
     try:
-        yield f"grpc://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
         for task in list(tasks):
@@ -276,6 +281,26 @@ async def test_silent_call_is_waited_for_while_its_router_lives(cluster, connect
         assert texts[0] == cluster.undisturbed("hello", 1, 4)
         assert (await client.whole("complete", fields)).text == texts[0]
     assert sum(len(worker.submits) for worker in cluster.workers) == 2
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+async def test_connection_that_vanishes_is_noticed_and_its_stream_resumed(make_cluster, connect, scheme):
+    cluster = await make_cluster(keepalive_interval_s=0.2)
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.01)
+    # Without what tells that a router lives, it would be noticed after ten minutes.
+    policy = replace(POLICY, silence_timeout_s=600.0, probe_after_s=0.3, keepalive_slack_s=0.3, connect_timeout_s=1.0)
+    async with cluster.over_grpc(), cluster.over_http() as http:
+        port = http.base_url.port if scheme == "http" else int(cluster.grpc_address.rpartition(":")[2])
+        async with relay(port, cuts := [1500], scheme=scheme, vanish=True) as url:
+            client = connect(url, policy=policy)
+            fields = {"prompt": "hello", "model": "reference", "max_tokens": 40, "seed": 1}
+            texts, *_ = pieces(await client.events("complete", fields))
+            assert not cuts
+            assert texts[0] == cluster.undisturbed("hello", 1, 40)
+            # The next request gets another connection.
+            assert (await client.whole("complete", fields)).text == texts[0]
+    assert sum(len(worker.submits) for worker in cluster.workers) == 2, "nothing was computed again"
 
 
 async def test_refusals_are_typed(cluster, connect):

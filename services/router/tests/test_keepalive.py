@@ -26,6 +26,7 @@ async def test_waiting_for_the_first_token_brings_headers_and_comments(make_clus
     ):
         assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
         lines = response.aiter_lines()
+        assert response.headers["x-lockstep-max-silence"] == "0.125"
         assert [await anext(lines) for _ in range(4)] == [COMMENT, "", COMMENT, ""]
 
 
@@ -50,6 +51,11 @@ async def test_silence_during_a_move_is_filled(make_cluster):
     assert COMMENT in rest
     assert cluster.router.failovers == 1
     assert rest.endswith("data: [DONE]\n\n")
+
+
+async def test_streams_without_comments_promise_none(make_cluster):
+    cluster = await make_cluster(1, keepalive_interval_s=0)
+    assert "x-lockstep-max-silence" not in (await cluster.complete(stream=True, max_tokens=1)).headers
 
 
 async def test_no_comment_while_tokens_come(make_cluster):
