@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from lockstep_router.faces.identity import anonymous_tenant
 from lockstep_router.faces.rest.generating import DirectFace
 from router_cluster import eventually
 from scripted_worker import Script
@@ -162,6 +163,26 @@ async def test_client_that_leaves_cancels(make_cluster, served):
         await eventually(lambda: cluster.router.streams == 0 and worker.cancels)
     assert served
     assert cluster.app.state.bodies.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("proxies", "forwarded", "client"),
+    [
+        ("127.0.0.0/8", "10.0.0.1", "10.0.0.1"),
+        ("127.0.0.1,10.0.0.0/8", "172.16.0.9, 10.0.0.1", "172.16.0.9"),
+        ("127.0.0.1", "172.16.0.9, 10.0.0.1", "10.0.0.1"),
+        ("10.0.0.0/8", "10.0.0.1", "127.0.0.1"),
+    ],
+)
+async def test_trusted_proxies_name_their_clients_without_asgi(make_cluster, served, proxies, forwarded, client):
+    cluster = await make_cluster(1, trusted_proxies=proxies)
+    async with cluster.over_http() as http:
+        head, content = request(COMPLETIONS, TEXT, {"X-Forwarded-For": forwarded})
+        through_asgi = await exchange(http.base_url.port, [head, content])
+        assert not served
+        assert await exchange(http.base_url.port, [head + content]) == through_asgi
+    assert served == [COMPLETIONS]
+    assert [each.tenant for each in cluster.workers[0].submits] == [anonymous_tenant(client)] * 2
 
 
 async def test_one_connection_serves_many(make_cluster, served):
