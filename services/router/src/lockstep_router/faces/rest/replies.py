@@ -134,8 +134,8 @@ class Client:
         await self._put(_start(status, headers))
         await self._put(_body(body, more=False))
 
-    async def reply_events(self, events: AsyncIterator[bytes], *, end: bytes = DONE) -> None:
-        """Send server-sent events as they come, then `end`.
+    async def reply_events(self, events: AsyncIterator[bytes], *, end: Callable[[], bytes]) -> None:
+        """Send server-sent events as they come. What `end` gives after the last one ends the answer, in one write.
 
         Raises:
             LockstepError: raised by `events`. The caller passes it to `fail`.
@@ -152,9 +152,9 @@ class Client:
             await self._begin_events()
         if began_at_once and self.takes_events:
             assert self._channel is not None
-            self._channel.end(end)
+            self._channel.end(end())
             return
-        await self._put(_body(end, more=False))
+        await self._put(_body(end(), more=False))
 
     def _begin_events_with(self, data: bytes) -> bool:
         """Begin with the first events in one write; False: the connection does not take them now."""

@@ -120,7 +120,7 @@ async def _write(reading: Reading, record: Record, client: Client) -> None:
             if style.stream:
                 client.expect_events(headers)
                 end = DONE if has_end_mark(reading) else b""
-                await client.reply_events(_events(reading, record), end=end)
+                await client.reply_events(_events(reading, record), end=lambda: end)
             else:
                 await client.reply(json_reply(await whole_of(reading), headers=headers))
         finally:
