@@ -48,6 +48,8 @@ class Answer:
     """Id, name and arguments of each."""
     usage: tuple[int, int, int, int] | None = None
     """Prompt, completion, cached and reasoning tokens."""
+    told_usage: tuple[int, int, int, int] | None = None
+    """What a finish has said of the usage."""
     stream: str = ""
     last_event_id: str = ""
     events: int = 0
@@ -84,9 +86,17 @@ class Answer:
 
     def take_usage(self, usage: Body) -> None:
         """Note OpenAI's usage."""
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
-        self.usage = (usage["prompt_tokens"], usage["completion_tokens"], cached, reasoning)
+        self.usage = _openai_usage(usage)
+
+
+def _openai_usage(usage: Body) -> tuple[int, int, int, int]:
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
+    return usage["prompt_tokens"], usage["completion_tokens"], cached, reasoning
+
+
+def _grpc_usage(usage: inference_pb2.Usage) -> tuple[int, int, int, int]:
+    return usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.reasoning_tokens
 
 
 class Face(Protocol):
@@ -205,6 +215,8 @@ def _take_chunk(answer: Answer, chunk: Body, event_id: str) -> None:
         answer.add_choice(choice)
     if chunk.get("usage"):
         answer.take_usage(chunk["usage"])
+    if told := chunk.get("lockstep", {}).get("usage"):
+        answer.told_usage = _openai_usage(told)
     answer.last_event_id = event_id
     answer.events += 1
 
@@ -294,13 +306,7 @@ class Grpc:
                 answer.stream, answer.last_event_id = event.request_id, event.event_id
                 answer.events += 1
                 if event.HasField("usage"):
-                    usage = event.usage
-                    answer.usage = (
-                        usage.prompt_tokens,
-                        usage.completion_tokens,
-                        usage.cached_tokens,
-                        usage.reasoning_tokens,
-                    )
+                    answer.usage = _grpc_usage(event.usage)
                 else:
                     if event.reasoning:
                         answer.reasoning[event.choice] = answer.reasoning.get(event.choice, "") + event.reasoning
@@ -308,6 +314,8 @@ class Grpc:
                         answer.add_call(event.choice, piece.index, (piece.id, piece.name, piece.arguments))
                     logprobs = [each.chosen.logprob for each in event.logprobs]
                     answer.add(event.choice, event.text, _FINISHES.get(event.finish), logprobs)
+                if event.HasField("final_usage"):
+                    answer.told_usage = _grpc_usage(event.final_usage)
                 yield answer
         except grpc.aio.AioRpcError as error:
             raise _failure(error) from None

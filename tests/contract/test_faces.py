@@ -258,6 +258,28 @@ async def test_stream_of_one_face_is_resumed_on_another(system: System, first: s
 
 
 @pytest.mark.parametrize("name", STREAMED)
+async def test_usage_comes_with_the_last_finish_and_once_more_at_the_end(system: System, name: str) -> None:
+    for worker in system.workers:
+        worker.script = Script(cached_tokens=1)
+    finished, told, events, answer = "", [], 0, Answer()
+    async for answer in system.faces[name].ask("text", TEXT | {"n": 2, "resumable": True}):
+        told += [answer.told_usage] if len(answer.finishes) == 2 and not finished else []
+        if len(answer.finishes) < 2:
+            assert answer.told_usage is None, "not before the last choice has ended"
+        elif not finished:
+            finished, events = answer.last_event_id, answer.events
+    assert answer.usage is not None
+    assert told == [answer.usage]
+    assert answer.events == events + 1, "the usage comes by itself, too"
+    for second in STREAMED:
+        rest = await whole(system.faces[second].resume(answer.stream, finished))
+        assert (rest.events, rest.texts, rest.finishes, rest.usage) == (1, {}, {}, answer.usage), second
+        # A client that has the usage does not get it again.
+        nothing = [each async for each in system.faces[second].resume(answer.stream, answer.last_event_id)]
+        assert not any(each.events for each in nothing), second
+
+
+@pytest.mark.parametrize("name", STREAMED)
 async def test_nobody_resumes_the_stream_of_another_tenant(make: Make, name: str, tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     write(path, tenant("search", KEY), tenant("chat", OTHER_KEY))

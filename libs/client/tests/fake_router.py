@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from lockstep_client.generation import exchange_for
 from lockstep_client.routers import Routers
-from lockstep_client.steps import BrokenError, Give, Head, Outgoing, Pause, Read, Resolve, Send
+from lockstep_client.steps import BrokenError, Expect, Give, Head, Outgoing, Pause, Read, Resolve, Send
 
 WORDS = [
     "Ein",
@@ -61,6 +61,8 @@ class FakeRouter:
     resumes: bool = True
     tells_usage: bool = True
     """Whether the last finish has the usage that follows it."""
+    max_silence: str = ""
+    """What it tells of the silence of its streams."""
     line_end: str = "\n"
     refusals: list = field(default_factory=list)
     """Responses (status, headers, body) for the next requests."""
@@ -218,6 +220,7 @@ class FakeRouter:
         elif not is_response:
             parts.append(f"data: [DONE]{end}{end}")
         headers = {"content-type": "text/event-stream; charset=utf-8", "x-lockstep-stream-id": stream_id}
+        headers |= {"x-lockstep-max-silence": self.max_silence} if self.max_silence else {}
         return 200, headers, "".join(parts).encode()
 
     def _whole(self, path, body):
@@ -284,6 +287,10 @@ class Network:
         """(router, method) of each request that reached one."""
         self.silences = 0
         """Requests whose answers do not come."""
+        self.waits = []
+        """How long the head of each answer may take."""
+        self.expected = []
+        """The silences that are waited for at most in the bodies of streams."""
         self._body = None
 
     def request(self, path, body, policy, *, headers=None, seed=1):
@@ -315,6 +322,9 @@ class Network:
         match step:
             case Send():
                 return self._send(step)
+            case Expect():
+                self.expected.append(step.silence_s)
+                return None
             case Read():
                 return self._read()
             case Pause():
@@ -328,6 +338,7 @@ class Network:
             raise BrokenError("connect", "no connection")
         request = step.request
         self.sent.append((router, request.method))
+        self.waits.append(step.silence_s)
         if self.silences and request.path != "/healthz":
             self.silences -= 1
             self.clock.pause(step.silence_s)

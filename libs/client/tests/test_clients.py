@@ -131,6 +131,15 @@ async def test_silent_connection_is_resumed(make, router):
     assert [method for method, *_ in router.seen] == ["POST", "GET"]
 
 
+async def test_connection_that_vanishes_is_noticed_by_the_missing_comment(make, router):
+    router.max_silence = "0.1"
+    # It would be noticed too late without what the router tells.
+    policy = replace(POLICY, timeout_s=20.0, silence_timeout_s=600.0, keepalive_slack_s=0.1)
+    with serving(router, hangs=[500]) as server:
+        assert text(await make(server.url, policy=policy).stream("chat", QUESTION, **OPTIONS)) == expected()
+    assert [method for method, *_ in router.seen] == ["POST", "GET"]
+
+
 async def test_killed_router_is_replaced_by_another(make):
     first, second = FakeRouter("first"), FakeRouter("second", 3)
     with serving(first) as one, serving(second) as two:

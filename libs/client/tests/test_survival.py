@@ -435,6 +435,31 @@ def test_silent_stream_is_resumed():
     assert network.clock.now_s >= 100 + POLICY.silence_timeout_s
 
 
+@pytest.mark.parametrize(
+    ("told", "changes", "expected_s"),
+    [
+        ("18.75", {}, 23.75),
+        ("18.75", {"keepalive_slack_s": None}, 45.0),
+        ("", {}, 45.0),
+        ("soon", {}, 45.0),
+        ("100", {}, 45.0),
+        ("18.75", {"timeout_s": 7.0}, 7.0),
+    ],
+)
+def test_stream_is_silent_for_as_long_as_its_router_has_told(told, changes, expected_s):
+    network = Network({A: FakeRouter(max_silence=told)}, [300])
+    assert history(network.request(CHAT, CHAT_BODY, replace(POLICY, **changes))) == undisturbed(CHAT)
+    assert network.expected == [pytest.approx(expected_s)] * 2
+
+
+def test_head_of_a_stream_comes_as_soon_as_a_comment():
+    network = Network({A: FakeRouter(max_silence="2.5", resumes=False)}, [300])
+    assert history(network.request(CHAT, CHAT_BODY, POLICY)) == undisturbed(CHAT)
+    # Nothing was known at first, and who resumes a stream may have to fetch it from elsewhere.
+    assert [method for _, method in network.sent] == ["POST", "GET", "POST"]
+    assert network.waits == [45.0, 45.0, 7.5]
+
+
 def test_whole_answer_joins_its_generation_on_a_router_that_lives():
     router = FakeRouter()
     network = Network({A: router, B: FakeRouter("other")}, [40])

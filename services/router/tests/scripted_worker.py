@@ -150,6 +150,7 @@ class ScriptedWorker:
     deaf: bool = False
     accepts_several: bool = True
     reports_prefixes: bool = True
+    counts_received: bool = True
     watches: list = field(default_factory=list)
     submits: list = field(default_factory=list)
     cancels: list = field(default_factory=list)
@@ -286,7 +287,7 @@ class ScriptedWorker:
             steps=self.steps,
             ranks=ranks,
             pid=999,
-            received=received,
+            received=received if self.counts_received else None,
             lost=self.lost if self.state == worker_pb2.WORKER_STATE_RESTARTING else None,
         )
         return worker_pb2.WorkerFrame(epoch=self.epoch, status=status)

@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import json
 import random
 import socket
+from dataclasses import replace
 
 import pytest
+from lockstep_api.v1 import inference_pb2
 from lockstep_client import (
     AsyncLockstepClient,
     Finish,
@@ -18,6 +21,8 @@ from lockstep_client import (
     ToolCallPiece,
     Usage,
 )
+from lockstep_client.grpc_answers import Streamed
+from lockstep_client.transcript import Transcript
 from router_cluster import eventually
 from router_process import listening, start
 from scripted_worker import Script, ScriptedWorker
@@ -105,8 +110,10 @@ def pieces(events):
 
 
 @contextlib.asynccontextmanager
-async def relay(port, cuts):
-    """A port whose connections end after so many bytes to the client, in turn; later ones do not."""
+async def relay(port, cuts, *, scheme="grpc", vanish=False):
+    """A port whose connections end after so many bytes to the client, in turn; later ones do not. Connections that
+    vanish stay open, and nothing passes any more.
+    """
     tasks = set()
 
     async def pump(reader, writer, left):
@@ -115,6 +122,8 @@ async def relay(port, cuts):
                 left -= len(data)
                 writer.write(data)
                 await writer.drain()
+        if left <= 0 and vanish:
+            await asyncio.Event().wait()
         writer.transport.abort()
 
     async def connected(reader, writer):
@@ -130,7 +139,7 @@ async def relay(port, cuts):
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0, family=socket.AF_INET)
     try:
-        yield f"grpc://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield f"{scheme}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
         for task in list(tasks):
@@ -274,6 +283,26 @@ async def test_silent_call_is_waited_for_while_its_router_lives(cluster, connect
     assert sum(len(worker.submits) for worker in cluster.workers) == 2
 
 
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+async def test_connection_that_vanishes_is_noticed_and_its_stream_resumed(make_cluster, connect, scheme):
+    cluster = await make_cluster(keepalive_interval_s=0.2)
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.01)
+    # Without what tells that a router lives, it would be noticed after ten minutes.
+    policy = replace(POLICY, silence_timeout_s=600.0, probe_after_s=0.3, keepalive_slack_s=0.3, connect_timeout_s=1.0)
+    async with cluster.over_grpc(), cluster.over_http() as http:
+        port = http.base_url.port if scheme == "http" else int(cluster.grpc_address.rpartition(":")[2])
+        async with relay(port, cuts := [1500], scheme=scheme, vanish=True) as url:
+            client = connect(url, policy=policy)
+            fields = {"prompt": "hello", "model": "reference", "max_tokens": 40, "seed": 1}
+            texts, *_ = pieces(await client.events("complete", fields))
+            assert not cuts
+            assert texts[0] == cluster.undisturbed("hello", 1, 40)
+            # The next request gets another connection.
+            assert (await client.whole("complete", fields)).text == texts[0]
+    assert sum(len(worker.submits) for worker in cluster.workers) == 2, "nothing was computed again"
+
+
 async def test_refusals_are_typed(cluster, connect):
     async with cluster.over_grpc():
         client = connect(f"grpc://{cluster.grpc_address}")
@@ -299,3 +328,17 @@ def test_addresses_that_cannot_be_used_are_refused(url):
 def test_connections_over_grpc_are_always_verified():
     with pytest.raises(ValueError, match="verify"):
         LockstepClient("grpcs://host:1", verify=False)
+
+
+def test_nothing_is_asked_for_after_a_finish_that_has_the_usage():
+    body = TEXT | {"prompt": "hello", "n": 1, "stream": True, "stream_options": {"include_usage": True}}
+    answer, transcript = Streamed(body, is_chat=False), Transcript.of(body)
+    usage = inference_pb2.Usage(prompt_tokens=1, completion_tokens=2)
+    last = inference_pb2.GenerateEvent(
+        request_id="r", text="hi", finish=inference_pb2.FINISH_REASON_LENGTH, event_id="r:2f", final_usage=usage
+    )
+    [event] = answer.take(last)
+    transcript.pass_on(event, json.loads(event.data))
+    told, end = transcript.ending()
+    assert json.loads(told.data)["usage"]["total_tokens"] == 3
+    assert end.data == "[DONE]"

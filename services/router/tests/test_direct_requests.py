@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from lockstep_router.faces.identity import anonymous_tenant
 from lockstep_router.faces.rest.generating import DirectFace
 from router_cluster import eventually
 from scripted_worker import Script
@@ -46,6 +47,10 @@ async def read_answer(reader):
     return head + await reader.readuntil(b"\r\n0\r\n\r\n")
 
 
+def without_time(answer):
+    return re.sub(rb'"created":\d+|(?<=\r\n)date: [^\r]+', b"-", answer)
+
+
 async def exchange(port, pieces):
     """The answer to a request that is sent in these pieces."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
@@ -55,7 +60,7 @@ async def exchange(port, pieces):
         await asyncio.sleep(0.02 if len(pieces) > 1 else 0)
     answer = await asyncio.wait_for(read_answer(reader), 60)
     writer.close()
-    return re.sub(rb'"created":\d+', b"", answer)
+    return without_time(answer)
 
 
 @pytest.fixture
@@ -82,6 +87,52 @@ async def test_same_bytes(make_cluster, served, case):
         direct = await exchange(client.base_url.port, [head + content])
         assert served == [path]
     assert direct == through_asgi
+
+
+async def closing_answer(port, pieces):
+    """The head and the body of the answer of a router that closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for piece in pieces:
+        writer.write(piece)
+        await writer.drain()
+        await asyncio.sleep(0.02 if len(pieces) > 1 else 0)
+    answer = await asyncio.wait_for(reader.read(), 60)
+    writer.close()
+    return without_time(answer).split(b"\r\n\r\n", 1)
+
+
+@pytest.mark.parametrize("case", ["stream", "stream of a chat", "stream of one token", "text"])
+async def test_clients_of_http_1_0_get_no_chunks(make_cluster, served, case):
+    path, body, headers = CASES[case]
+    cluster = await make_cluster(1)
+    async with cluster.over_http() as client:
+        port = client.base_url.port
+        _, chunked = (await exchange(port, [b"".join(request(path, body, headers))])).split(b"\r\n\r\n", 1)
+        head, content = request(path, body, headers | {"Connection": "keep-alive"}, "1.0")
+        through_asgi = await closing_answer(port, [head, content])
+        direct = await closing_answer(port, [head + content])
+        assert len(served) == 2
+    assert direct == through_asgi
+    assert b"transfer-encoding" not in direct[0].lower()
+    assert b"\r\nconnection: close" in direct[0].lower()
+    pieces = re.split(rb"(?:^|\r\n)[0-9a-f]+\r\n", chunked)
+    assert direct[1] == (b"".join(pieces).removesuffix(b"\r\n") if case != "text" else chunked)
+
+
+async def test_no_face_of_http_1_0_has_chunks(make_cluster):
+    cluster = await make_cluster(1)
+    async with cluster.over_http() as client:
+        body = {"model": "reference", "input": "hello", "max_output_tokens": 4, "stream": True}
+        head, content = request("/v1/responses", body, {"X-Lockstep-Resumable": "true"}, "1.0")
+        head, answer = await closing_answer(client.base_url.port, [head + content])
+        assert b"transfer-encoding" not in head.lower()
+        assert answer.startswith(b"event: response.created\n")
+        assert answer.endswith(b"\n\n")
+        stream = re.search(rb"x-lockstep-stream-id: ([^\r]+)", head)[1]
+        resuming = b"GET /v1/streams/%b HTTP/1.0\r\nHost: router\r\n\r\n" % stream
+        head, again = await closing_answer(client.base_url.port, [resuming])
+        assert b"transfer-encoding" not in head.lower()
+        assert again == answer
 
 
 async def test_same_bytes_for_what_is_no_json(make_cluster, served):
@@ -116,6 +167,26 @@ async def test_client_that_leaves_cancels(make_cluster, served):
         await eventually(lambda: cluster.router.streams == 0 and worker.cancels)
     assert served
     assert cluster.app.state.bodies.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("proxies", "forwarded", "client"),
+    [
+        ("127.0.0.0/8", "10.0.0.1", "10.0.0.1"),
+        ("127.0.0.1,10.0.0.0/8", "172.16.0.9, 10.0.0.1", "172.16.0.9"),
+        ("127.0.0.1", "172.16.0.9, 10.0.0.1", "10.0.0.1"),
+        ("10.0.0.0/8", "10.0.0.1", "127.0.0.1"),
+    ],
+)
+async def test_trusted_proxies_name_their_clients_without_asgi(make_cluster, served, proxies, forwarded, client):
+    cluster = await make_cluster(1, trusted_proxies=proxies)
+    async with cluster.over_http() as http:
+        head, content = request(COMPLETIONS, TEXT, {"X-Forwarded-For": forwarded})
+        through_asgi = await exchange(http.base_url.port, [head, content])
+        assert not served
+        assert await exchange(http.base_url.port, [head + content]) == through_asgi
+    assert served == [COMPLETIONS]
+    assert [each.tenant for each in cluster.workers[0].submits] == [anonymous_tenant(client)] * 2
 
 
 async def test_one_connection_serves_many(make_cluster, served):

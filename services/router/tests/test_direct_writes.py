@@ -1,6 +1,7 @@
 """Events that are written as soon as their tokens arrive are those that a waking task writes, byte by byte."""
 
 import asyncio
+import json
 import random
 import re
 
@@ -376,3 +377,32 @@ async def test_whole_answer_is_sent_at_once(make_cluster, sent):
     assert response.json()["choices"][0]["text"] == cluster.undisturbed("hello world", 7, 40)
     assert len(sent) == 1
     assert sent[0].endswith(response.content)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40])
+@pytest.mark.parametrize("in_pieces", [False, True], ids=["direct", "through ASGI"])
+async def test_what_ends_a_stream_is_one_write(make_cluster, monkeypatch, max_tokens, in_pieces):
+    sent, send = [], BoundedProtocol.send
+
+    def noting(self, data):
+        sent.append(data)
+        send(self, data)
+
+    monkeypatch.setattr(BoundedProtocol, "send", noting)
+    cluster = await make_cluster(1)
+    cluster.workers[0].script = Script(delay_s=0.01)
+    content = json.dumps(TEXT | USAGE | {"max_tokens": max_tokens}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % len(content)
+    async with cluster.over_http() as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        for piece in (head, content) if in_pieces else (head + content,):
+            writer.write(piece)
+            await asyncio.sleep(0.02)
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 60)
+        writer.close()
+    assert answer.endswith(sent[-1])
+    assert sent[-1].count(b"data: ") == 3, "the finish, the usage and the end mark"
+    assert b'"finish_reason":"length"' in sent[-1]
+    assert b'"usage":{' in sent[-1]
+    assert b"data: [DONE]" in sent[-1]
+    assert len(sent) == 1 if max_tokens == 1 else b"HTTP/1.1" not in sent[-1]

@@ -1,6 +1,7 @@
 """A stream on which nothing happens is kept alive by comments, and still ends with its error or its answer."""
 
 import asyncio
+import contextlib
 
 import pytest
 from router_cluster import events_of, eventually
@@ -25,6 +26,7 @@ async def test_waiting_for_the_first_token_brings_headers_and_comments(make_clus
     ):
         assert (response.status_code, response.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
         lines = response.aiter_lines()
+        assert response.headers["x-lockstep-max-silence"] == "0.125"
         assert [await anext(lines) for _ in range(4)] == [COMMENT, "", COMMENT, ""]
 
 
@@ -51,6 +53,11 @@ async def test_silence_during_a_move_is_filled(make_cluster):
     assert rest.endswith("data: [DONE]\n\n")
 
 
+async def test_streams_without_comments_promise_none(make_cluster):
+    cluster = await make_cluster(1, keepalive_interval_s=0)
+    assert "x-lockstep-max-silence" not in (await cluster.complete(stream=True, max_tokens=1)).headers
+
+
 async def test_no_comment_while_tokens_come(make_cluster):
     cluster = await make_cluster(1, keepalive_interval_s=2)
     cluster.workers[0].script = Script(delay_s=0.01)
@@ -65,6 +72,25 @@ async def test_error_after_the_first_comment_is_an_event(make_cluster):
     ((_, data),) = events_of(response)
     assert data["error"]["code"] == "unavailable"
     assert "[DONE]" not in response.text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_head_before_the_first_comment_has_the_id_of_the_stream(make_cluster, path):
+    cluster = await make_cluster(0, ready=False, keepalive_interval_s=0.05, max_queue_wait_s=30)
+    body = {"model": "reference", "input": "hi"} if path == "/v1/responses" else BODY
+    headers = {"Idempotency-Key": "k"}
+    async with cluster.over_http() as client, contextlib.AsyncExitStack() as streams:
+        heads = []
+        for _ in range(2):  # the second one joins the first
+            asking = client.stream("POST", path, json=body | {"stream": True}, headers=headers)
+            response = await streams.enter_async_context(asking)
+            lines = response.aiter_lines()
+            assert await anext(lines) == COMMENT, "there is nothing to give yet"
+            heads.append(response.headers)
+        assert heads[0]["x-lockstep-stream-id"] == heads[1]["x-lockstep-stream-id"]
+        gone = await client.delete(f"/v1/streams/{heads[0]['x-lockstep-stream-id']}")
+        assert gone.status_code == 200
+        assert "cancelled" in "".join([line async for line in lines])
 
 
 @pytest.mark.parametrize("stream", [False, True])

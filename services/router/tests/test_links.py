@@ -51,6 +51,13 @@ def new_attempt(journal):
     )
 
 
+def start_stream(link, stream_id):
+    sampling = inference_pb2.Sampling(max_tokens=1)
+    journal = Journal(stream_id, "reference", "model-1", [1], sampling, "session")
+    submit = journal.next_submit("w0")
+    link.start(new_attempt(journal), submit)
+
+
 @contextlib.asynccontextmanager
 async def linked(worker, **settings):
     async with Router(RouterSettings(workers=[worker.target], **(FAST | settings))) as router:
@@ -280,10 +287,29 @@ async def test_streams_that_begin_together_are_sent_together_to_a_worker_that_un
         await eventually(lambda: link.state is LinkState.READY)
         before = worker.messages
         for number in range(10):
-            sampling = inference_pb2.Sampling(max_tokens=1)
-            journal = Journal(f"s{number}", "reference", "model-1", [1], sampling, "session")
-            submit = journal.next_submit("w0")
-            link.start(new_attempt(journal), submit)
+            start_stream(link, f"s{number}")
         await eventually(lambda: len(worker.submits) == 10)
         assert [submit.stream_id for submit in worker.submits] == [f"s{number}" for number in range(10)]
         assert worker.messages - before == (1 if accepts_several else 10)
+
+
+@pytest.mark.parametrize("counts_received", [True, False])
+async def test_status_that_crosses_requests_does_not_make_them_look_known(worker, counts_received):
+    worker.counts_received = counts_received
+    await worker.start()
+    async with linked(worker) as (_, link):
+        await eventually(lambda: link.state is LinkState.READY)
+        start_stream(link, "s0")
+        await eventually(lambda: len(worker.submits) == 1)
+        await eventually(lambda: link.facts.sent == 0)
+        worker.deaf = True  # its statuses go on
+        for number in (1, 2):
+            start_stream(link, f"s{number}")
+        assert link.facts.sent == 2
+        steps = link.status.steps
+        await eventually(lambda: link.status.steps > steps + 2)
+        # A worker that does not count is believed to have got everything.
+        assert link.facts.sent == (2 if counts_received else 0)
+        worker.deaf = False
+        await eventually(lambda: len(worker.submits) == 3)
+        await eventually(lambda: link.facts.sent == 0)

@@ -68,6 +68,11 @@ class Attempts:
         limit_s = self.policy.silence_timeout_s
         return limit_s if remaining_s is None else max(0.001, min(limit_s, remaining_s))
 
+    def stream_silence_s(self, router: Router) -> float:
+        """The longest wait for the next bytes of a stream, or for its head: routers send comments in the meantime."""
+        told_s, slack_s = self.routers.silence_of(router), self.policy.keepalive_slack_s
+        return self.silence_s if told_s is None or slack_s is None else min(self.silence_s, told_s + slack_s)
+
     @property
     def is_round_over(self) -> bool:
         """Every router has been tried in this round."""
@@ -180,9 +185,20 @@ class Attempts:
         return replace(request, headers=headers)
 
     def send(
-        self, request: Outgoing, *, prefer: Router | None = None, is_repeatable: bool = True
+        self,
+        request: Outgoing,
+        *,
+        prefer: Router | None = None,
+        is_repeatable: bool = True,
+        is_stream: bool = False,
     ) -> Steps[tuple[Router, Head]]:
         """Ask routers until one answers.
+
+        Args:
+            request: for any router.
+            prefer: the router to ask first.
+            is_repeatable: whether it may be sent again when it may have arrived.
+            is_stream: whether its answer is a stream, on which routers that have told so are not silent for long.
 
         Raises:
             RefusedError: an answer with an error status that will not pass, or the last one.
@@ -191,7 +207,8 @@ class Attempts:
         while True:
             router = yield from self.next(prefer)
             try:
-                head: Head = yield Send(router, self.timed(request), self.silence_s)
+                silence_s = self.stream_silence_s(router) if is_stream else self.silence_s
+                head: Head = yield Send(router, self.timed(request), silence_s)
                 if head.status < 400:
                     self.routers.worked(router)
                     return router, head

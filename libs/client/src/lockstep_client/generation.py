@@ -1,6 +1,7 @@
 """Requests for answers: a stream is continued when its connection breaks, a whole answer is asked for again."""
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from random import Random
@@ -21,7 +22,7 @@ from lockstep_client.policy import Policy
 from lockstep_client.response_transcript import ResponseTranscript
 from lockstep_client.routers import Router, Routers
 from lockstep_client.sse import Decoder, EventTooLongError, ServerSentEvent
-from lockstep_client.steps import BrokenError, Chunk, Give, Head, Outgoing, Read, Send, Steps, read_all
+from lockstep_client.steps import BrokenError, Chunk, Expect, Give, Head, Outgoing, Read, Send, Steps, read_all
 from lockstep_client.transcript import DONE, Transcript
 
 AnyTranscript = Transcript | ResponseTranscript
@@ -33,6 +34,9 @@ KEY_HEADER = "Idempotency-Key"
 LAST_EVENT_HEADER = "Last-Event-ID"
 STREAM_HEADER = "x-lockstep-stream-id"
 ROUTER_HEADER = "x-lockstep-router"
+SILENCE_HEADER = "x-lockstep-max-silence"
+"""How many seconds a stream of this router is silent at most."""
+_SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 _ENDPOINTS = ("/chat/completions", "/completions", "/responses")
 _REPEATABLE = ("/tokenize", "/detokenize", "/embeddings")
@@ -195,7 +199,7 @@ class StreamedAnswer:
         return router, Outgoing("DELETE", f"{self._streams_path}/{self._stream_id}", _credentials(self._request))
 
     def _run(self) -> Steps[None]:
-        router, head = yield from self._attempts.send(self._request)
+        router, head = yield from self._attempts.send(self._request, is_stream=True)
         while True:
             self._note(router, head)
             if not self._has_head:
@@ -206,7 +210,7 @@ class StreamedAnswer:
                 self._is_over = True
                 return
             try:
-                yield from self._relay()
+                yield from self._relay(router)
                 return
             except BrokenError as broken:
                 self._attempts.broke(router, broken)
@@ -229,14 +233,18 @@ class StreamedAnswer:
         self._router = router
         self._router_id = head.headers.get(ROUTER_HEADER)
         self._stream_id = head.headers.get(STREAM_HEADER) or self._stream_id
+        told = head.headers.get(SILENCE_HEADER, "")
+        if _SECONDS.fullmatch(told):
+            self._attempts.routers.told_silence(router, float(told))
 
-    def _relay(self) -> Steps[None]:
+    def _relay(self, router: Router) -> Steps[None]:
         """Give the events of one connection.
 
         Raises:
             BrokenError: it ended before the answer did.
             _FailedError: the stream failed in the router, and may succeed elsewhere.
         """
+        yield Expect(self._attempts.stream_silence_s(router))
         decoder = Decoder()
         while (chunk := (yield Read())) is not None:
             self._attempts.check_deadline()
@@ -296,7 +304,7 @@ class StreamedAnswer:
                 return resumed
         elif not self._run_events:
             # Nothing came: with the same key the same router joins the request to the one that it has.
-            return (yield from self._attempts.send(self._request, prefer=origin))
+            return (yield from self._attempts.send(self._request, prefer=origin, is_stream=True))
         return (yield from self._begin_again(None))
 
     def _begin_again(self, failure: LockstepError | None) -> Steps[tuple[Router, Head]]:
@@ -305,7 +313,7 @@ class StreamedAnswer:
         self._attempts.begin_repeat(failure)
         self._transcript.start_over()
         self._stream_id, self._last_event_id, self._run_events = None, "", 0
-        return (yield from self._attempts.send(self._request))
+        return (yield from self._attempts.send(self._request, is_stream=True))
 
     def _resume(self, origin: Router) -> Steps[tuple[Router, Head] | None]:
         """The rest of the stream from a router that has it; None: no router has it.

@@ -66,8 +66,11 @@ class Streamed(_Generated):
             chunk |= {"choices": [], "usage": _usage(message.usage)}
         else:
             chunk |= {"choices": [self._choice(message)]}
-            if message.inexact:
-                chunk["lockstep"] = {"inexact": True}
+            extras: Body = {"inexact": True} if message.inexact else {}
+            if message.HasField("final_usage") and self._wants_usage:
+                extras["usage"] = _usage(message.final_usage)
+            if extras:
+                chunk["lockstep"] = extras
         return [ServerSentEvent(json.dumps(chunk, ensure_ascii=False), message.event_id)]
 
     def end(self) -> list[ServerSentEvent] | bytes:

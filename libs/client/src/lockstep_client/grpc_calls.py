@@ -42,14 +42,16 @@ class GrpcNetwork:
 
     Args:
         connect_timeout_s: for each connection.
+        probe_after_s: silence after which a router is asked for its health.
         verify: TLS settings: of an `SSLContext` its authorities are used.
 
     Raises:
         ValueError: gRPC cannot do without verification.
     """
 
-    def __init__(self, connect_timeout_s: float, verify: ssl.SSLContext | bool) -> None:
+    def __init__(self, connect_timeout_s: float, probe_after_s: float, verify: ssl.SSLContext | bool) -> None:
         self._connect_timeout_s = connect_timeout_s
+        self._probe_after_s = probe_after_s
         self._credentials = _credentials(verify)
         self._channels: OrderedDict[Router, _Channel] = OrderedDict()
 
@@ -70,6 +72,7 @@ class GrpcNetwork:
         wanted = grpc_request(request)
         is_alone = any(name.lower() == "connection" and value == "close" for name, value in request.headers.items())
         channel = self._new_channel(router) if is_alone else self._channel(router)
+        silence_s = min(silence_s, self._probe_after_s)
         call = OpenCall(channel, wanted, request, silence_s, self._connect_timeout_s, is_alone=is_alone)
         try:
             await call.begin()
@@ -95,6 +98,9 @@ class GrpcNetwork:
 
     def _channel(self, router: Router) -> "_Channel":
         channel = self._channels.get(router)
+        if channel is not None and channel.is_dead:
+            self._channels.pop(router).close_soon()
+            channel = None
         if channel is None:
             channel = self._channels[router] = self._new_channel(router)
         self._channels.move_to_end(router)
@@ -131,6 +137,8 @@ class _Channel:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
         self.calls = 0
+        self.is_dead = False
+        """Whether its router did not answer on it: the connection may have vanished, so no further call gets it."""
         self._closing: asyncio.Task[None] | None = None
 
     async def lives(self, timeout_s: float) -> bool:
@@ -139,6 +147,7 @@ class _Channel:
         try:
             await ask(b"", timeout=timeout_s)
         except grpc.aio.AioRpcError:
+            self.is_dead = True
             return False
         return True
 
@@ -195,6 +204,10 @@ class OpenCall:
         self.head = Head(200, {**metadata, "content-type": kind})
         if not wanted.answer.is_stream:
             await self._collect(wanted)
+
+    def expect(self, silence_s: float) -> None:
+        """Change the longest silence after which the router is asked whether it lives."""
+        self._silence_s = min(silence_s, self._silence_s)
 
     async def read(self) -> Chunk | None:
         """The next events; none while the router lives and has none; None at the end. Raises `BrokenError`."""

@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import httpx
@@ -31,10 +32,27 @@ _NOT_FORWARDED = frozenset({"host", "content-length", "transfer-encoding", "acce
 _NOT_GIVEN = frozenset({"content-length", "transfer-encoding", "content-encoding", "connection", "keep-alive"})
 
 
+@dataclass(frozen=True)
+class Connections:
+    """What connections there may be, and their limits."""
+
+    connect_timeout_s: float
+    """For each connection."""
+    probe_after_s: float
+    """Silence over gRPC after which a router is asked for its health."""
+    is_proxied: bool
+    """Whether the environment names a proxy for HTTP."""
+    has_grpc: bool
+    """Whether some routers are spoken to over gRPC."""
+
+
 class Response(Protocol):
     """The answer of one router to one request."""
 
     head: Head
+
+    def expect(self, silence_s: float) -> None:
+        """Change the longest wait for the next bytes, before the first of them is read."""
 
     async def read(self) -> Chunk | None:
         """The next part of the content; None at its end. Raises `BrokenError`."""
@@ -76,22 +94,18 @@ class BlockingNetwork:
     """Blocks the calling thread; it may be used by several threads.
 
     Args:
-        connect_timeout_s: for each connection.
+        connections: their kinds and limits.
         verify: TLS settings.
-        is_proxied: the environment names a proxy for HTTP.
-        has_grpc: some routers are spoken to over gRPC.
 
     Raises:
         ValueError: gRPC is not installed, or cannot use these TLS settings.
     """
 
-    def __init__(
-        self, connect_timeout_s: float, verify: ssl.SSLContext | bool, *, is_proxied: bool, has_grpc: bool
-    ) -> None:
-        self._connect_timeout_s = connect_timeout_s
+    def __init__(self, connections: Connections, verify: ssl.SSLContext | bool) -> None:
+        self._connect_timeout_s = connections.connect_timeout_s
         headers = {"User-Agent": _USER_AGENT}
-        self._client = httpx.Client(verify=verify, limits=_LIMITS, trust_env=is_proxied, headers=headers)
-        self._grpc = _grpc_network(connect_timeout_s, verify) if has_grpc else None
+        self._client = httpx.Client(verify=verify, limits=_LIMITS, trust_env=connections.is_proxied, headers=headers)
+        self._grpc = _grpc_network(connections, verify) if connections.has_grpc else None
 
     async def open(self, router: Router, request: Outgoing, silence_s: float) -> Response:
         """Send a request and wait for the head of its answer."""
@@ -126,13 +140,13 @@ class BlockingNetwork:
 class AsyncNetwork:
     """Lets the event loop run; it belongs to one. The arguments are those of `BlockingNetwork`."""
 
-    def __init__(
-        self, connect_timeout_s: float, verify: ssl.SSLContext | bool, *, is_proxied: bool, has_grpc: bool
-    ) -> None:
-        self._connect_timeout_s = connect_timeout_s
+    def __init__(self, connections: Connections, verify: ssl.SSLContext | bool) -> None:
+        self._connect_timeout_s = connections.connect_timeout_s
         headers = {"User-Agent": _USER_AGENT}
-        self._client = httpx.AsyncClient(verify=verify, limits=_LIMITS, trust_env=is_proxied, headers=headers)
-        self._grpc = _grpc_network(connect_timeout_s, verify) if has_grpc else None
+        self._client = httpx.AsyncClient(
+            verify=verify, limits=_LIMITS, trust_env=connections.is_proxied, headers=headers
+        )
+        self._grpc = _grpc_network(connections, verify) if connections.has_grpc else None
 
     async def open(self, router: Router, request: Outgoing, silence_s: float) -> Response:
         """Send a request and wait for the head of its answer."""
@@ -166,12 +180,12 @@ class AsyncNetwork:
             await self._grpc.close()
 
 
-def _grpc_network(connect_timeout_s: float, verify: ssl.SSLContext | bool) -> "GrpcNetwork":
+def _grpc_network(connections: Connections, verify: ssl.SSLContext | bool) -> "GrpcNetwork":
     try:
         from lockstep_client.grpc_calls import GrpcNetwork  # noqa: PLC0415 - not everyone has gRPC
     except ImportError as error:
         raise ValueError(f"routers over gRPC need lockstep-client[grpc]: {error}") from error
-    return GrpcNetwork(connect_timeout_s, verify)
+    return GrpcNetwork(connections.connect_timeout_s, connections.probe_after_s, verify)
 
 
 async def _limited(leaving: Coroutine[Any, Any, None]) -> None:
@@ -187,6 +201,10 @@ class _BlockingResponse:
         self._response = response
         self._chunks: Iterator[bytes] = response.iter_bytes()
         self.head = _head(response)
+
+    def expect(self, silence_s: float) -> None:
+        """Change the longest wait for the next bytes."""
+        _expect(self._response, silence_s)
 
     async def read(self) -> Chunk | None:
         """The next bytes."""
@@ -206,6 +224,10 @@ class _AsyncResponse:
         self._chunks: AsyncGenerator[bytes, None] = response.aiter_bytes()  # type: ignore[assignment]  # it is one
         self.head = _head(response)
 
+    def expect(self, silence_s: float) -> None:
+        """Change the longest wait for the next bytes."""
+        _expect(self._response, silence_s)
+
     async def read(self) -> Chunk | None:
         """The next bytes."""
         with _as_broken():
@@ -223,6 +245,10 @@ class _BlockingCall:
     def __init__(self, call: "OpenCall") -> None:
         self._call = call
         self.head = call.head
+
+    def expect(self, silence_s: float) -> None:
+        """Change the longest silence after which the router is asked whether it lives."""
+        self._call.expect(silence_s)
 
     async def read(self) -> Chunk | None:
         """The next events."""
@@ -252,6 +278,11 @@ def _built(
         timeout=httpx.Timeout(silence_s, connect=min(connect_s, silence_s)),
         extensions=extensions,
     )
+
+
+def _expect(response: httpx.Response, silence_s: float) -> None:
+    # The limits of a request are one of the documented extensions; that for reading is looked up when reading begins.
+    response.request.extensions["timeout"]["read"] = silence_s
 
 
 @contextmanager

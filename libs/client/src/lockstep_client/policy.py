@@ -16,7 +16,13 @@ class Policy:
     connect_timeout_s: float = 5.0
     """For each connection."""
     silence_timeout_s: float = 45.0
-    """A connection on which nothing comes for so long is given up. Routers send a comment every 15 s."""
+    """A connection on which nothing comes for so long is given up."""
+    keepalive_slack_s: float | None = 5.0
+    """A router tells how long its streams are silent at most: it sends comments. A stream that is silent for so much
+    longer is given up: its connection has vanished, or its router hangs. None: only `silence_timeout_s` counts."""
+    probe_after_s: float = 10.0
+    """Over gRPC, where streams have no comments: after so long without an event the router is asked whether it lives,
+    and has `connect_timeout_s` for the answer."""
     retries: int = 5
     """Rounds through all routers after the first, without anything new of the answer."""
     backoff_s: float = 0.1
@@ -35,7 +41,9 @@ class Policy:
             raise ValueError(f"on_lost must be restart or error, not {self.on_lost!r}")
         if self.retries < 0:
             raise ValueError("retries must not be negative")
-        for name in ("timeout_s", "connect_timeout_s", "silence_timeout_s"):
+        if self.keepalive_slack_s is not None and self.keepalive_slack_s < 0:
+            raise ValueError("keepalive_slack_s must not be negative")
+        for name in ("timeout_s", "connect_timeout_s", "silence_timeout_s", "probe_after_s"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive")

@@ -80,6 +80,8 @@ class Routers:
         self._addresses: dict[Name, tuple[str, ...]] = {}
         self._resolved_s: dict[Name, float] = {}
         self._failures: dict[Router, _Failure] = {}
+        self._silences_s: dict[str, float] = {}
+        """By root, how long the streams of its routers are silent at most, as they have told."""
 
     def resolve_nothing(self) -> None:
         """Leave the look-up of names to the connections."""
@@ -120,6 +122,16 @@ class Routers:
             if well:
                 return self._random.choice(well)
             return min(left, key=lambda router: self._failures[router].until_s, default=None)
+
+    def told_silence(self, router: Router, silence_s: float) -> None:
+        """Note how long a router's streams are silent at most."""
+        with self._lock:
+            self._silences_s[router.root] = silence_s
+
+    def silence_of(self, router: Router) -> float | None:
+        """How long a router's streams are silent at most; None: it is not known."""
+        with self._lock:
+            return self._silences_s.get(router.root)
 
     def failed(self, router: Router, for_s: float | None = None) -> None:
         """Avoid a router for a time; the default grows with each failure in a row."""

@@ -59,6 +59,13 @@ class Send:
 
 
 @dataclass(frozen=True)
+class Expect:
+    """Change the longest wait for the next bytes of a response, before the first of them is read."""
+
+    silence_s: float
+
+
+@dataclass(frozen=True)
 class Read:
     """The next `Chunk` of the response; None at its end. Raises `BrokenError`."""
 
@@ -84,7 +91,7 @@ class Give:
     value: Head | bytes | ServerSentEvent
 
 
-Step: TypeAlias = Send | Read | Pause | Resolve | Give
+Step: TypeAlias = Send | Expect | Read | Pause | Resolve | Give
 Steps: TypeAlias = Generator[Step, Any, T]
 
 

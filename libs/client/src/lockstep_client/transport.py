@@ -15,11 +15,19 @@ import httpx
 
 from lockstep_client.errors import Received
 from lockstep_client.generation import Exchange, StreamedAnswer, exchange_for
-from lockstep_client.network import FAREWELL_S, AsyncNetwork, BlockingNetwork, Network, Response, run_blocking
+from lockstep_client.network import (
+    FAREWELL_S,
+    AsyncNetwork,
+    BlockingNetwork,
+    Connections,
+    Network,
+    Response,
+    run_blocking,
+)
 from lockstep_client.policy import Policy
 from lockstep_client.routers import Routers, is_grpc
 from lockstep_client.sse import ServerSentEvent
-from lockstep_client.steps import BrokenError, Chunk, Give, Head, Outgoing, Pause, Read, Resolve, Send, Step
+from lockstep_client.steps import BrokenError, Chunk, Expect, Give, Head, Outgoing, Pause, Read, Resolve, Send, Step
 
 Content = bytes | ServerSentEvent
 
@@ -34,8 +42,12 @@ class _Shared:
         is_proxied = any(map(_is_proxied, self.routers.roots))
         if is_proxied:
             self.routers.resolve_nothing()  # the proxy looks names up
-        self.kinds = {"is_proxied": is_proxied, "has_grpc": any(map(is_grpc, self.routers.roots))}
-        """The kinds of connections that there may be."""
+        self.connections = Connections(
+            policy.connect_timeout_s,
+            policy.probe_after_s,
+            is_proxied=is_proxied,
+            has_grpc=any(map(is_grpc, self.routers.roots)),
+        )
 
     def exchange(self, request: Outgoing, policy: Policy | None) -> Exchange:
         """How a request is carried out."""
@@ -119,6 +131,10 @@ class _Course:
                 await self._close_response()
                 self._response = await self._network.open(step.router, step.request, step.silence_s)
                 return self._response.head
+            case Expect():
+                assert self._response is not None
+                self._response.expect(step.silence_s)
+                return None
             case Read():
                 assert self._response is not None
                 return await self._response.read()
@@ -181,7 +197,7 @@ class Transport:
         random: Random | None = None,
     ) -> None:
         self._shared = _Shared(base_urls, policy, random)
-        self._network = BlockingNetwork(policy.connect_timeout_s, verify, **self._shared.kinds)
+        self._network = BlockingNetwork(self._shared.connections, verify)
 
     @property
     def policy(self) -> Policy:
@@ -254,7 +270,7 @@ class AsyncTransport:
         random: Random | None = None,
     ) -> None:
         self._shared = _Shared(base_urls, policy, random)
-        self._network = AsyncNetwork(policy.connect_timeout_s, verify, **self._shared.kinds)
+        self._network = AsyncNetwork(self._shared.connections, verify)
 
     @property
     def policy(self) -> Policy:

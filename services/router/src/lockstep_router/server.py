@@ -204,8 +204,7 @@ def http_config(router: Router, tls: ssl.SSLContext | None = None) -> HttpConfig
         application,
         http=protocol,
         ws="none",
-        proxy_headers=bool(settings.trusted_proxies),
-        forwarded_allow_ips=list(settings.trusted_proxies),
+        proxy_headers=False,  # the application does it, for requests that need no ASGI as well
         lifespan="off",
         access_log=False,
         log_config=None,

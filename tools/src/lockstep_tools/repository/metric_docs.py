@@ -30,6 +30,7 @@ LABELS = {
     "calls": "two values: `requests`, `mirror`",
     "certificate": "the certificates that a service's settings name",
     "code": "HTTP or gRPC statuses, and the codes of errors (docs/api.md)",
+    "decision": "why a trace was kept, named in the description, or `dropped`",
     "direction": "two values: `in`, `out`",
     "endpoint": "the routes of the API; what is none of them counts as one",
     "face": "three values: `http`, `websocket`, `grpc`",
@@ -51,6 +52,7 @@ LABELS = {
     "tenant": "the 20 tenants that had most in the last minutes; the rest as `other`",
     "tier": "two values: `hot`, `cold`",
     "use": "two values: `used`, `free`",
+    "way": "three values: `in`, `out`, `dropped`",
 }
 """Every label of the services' own metrics, and what bounds its values. No label has a value that a client chooses."""
 

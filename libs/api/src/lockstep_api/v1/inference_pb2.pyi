@@ -307,7 +307,7 @@ class CancelResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class GenerateEvent(_message.Message):
-    __slots__ = ("request_id", "index", "ids", "text", "logprobs", "finish", "usage", "choice", "event_id", "inexact", "reasoning", "tool_calls")
+    __slots__ = ("request_id", "index", "ids", "text", "logprobs", "finish", "usage", "choice", "event_id", "inexact", "reasoning", "tool_calls", "final_usage")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -320,6 +320,7 @@ class GenerateEvent(_message.Message):
     INEXACT_FIELD_NUMBER: _ClassVar[int]
     REASONING_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    FINAL_USAGE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
     ids: _containers.RepeatedScalarFieldContainer[int]
@@ -332,7 +333,8 @@ class GenerateEvent(_message.Message):
     inexact: bool
     reasoning: str
     tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCallPiece]
-    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., choice: _Optional[int] = ..., event_id: _Optional[str] = ..., inexact: _Optional[bool] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallPiece, _Mapping]]] = ...) -> None: ...
+    final_usage: Usage
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., choice: _Optional[int] = ..., event_id: _Optional[str] = ..., inexact: _Optional[bool] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallPiece, _Mapping]]] = ..., final_usage: _Optional[_Union[Usage, _Mapping]] = ...) -> None: ...
 
 class ToolCallPiece(_message.Message):
     __slots__ = ("index", "id", "name", "arguments")

@@ -173,6 +173,12 @@ class Generation:
         return frozenset([index for index, stream in enumerate(self._streams) if stream.journal.is_inexact])
 
     @property
+    def is_finished(self) -> bool:
+        """Whether all choices have their finish."""
+        choices = self._choices
+        return choices[0].is_finished if len(choices) == 1 else all(choice.is_finished for choice in choices)
+
+    @property
     def best_choices(self) -> list[int]:
         """Of each prompt the choices that the answer keeps, those first whose tokens were the most likely ones on
         average.
@@ -249,7 +255,7 @@ class Generation:
         Raises:
             LockstepError: one of the streams cannot continue; its deltas have been yielded before.
         """
-        while not all(choice.is_finished for choice in self._choices):
+        while not self.is_finished:
             self._sink = sink
             try:
                 await self._arrival.wait()
@@ -296,7 +302,7 @@ class Generation:
             if not update.finish:
                 # The worker does not know stop strings and would continue.
                 self._stop(index)
-            if len(self._choices) == 1 or all(each.is_finished for each in self._choices):
+            if self.is_finished:
                 self._arrival.set()
         elif len(self._choices) == 1 and choice.is_plain and sink.is_caught_up:
             self._open_lane(sink)

@@ -53,7 +53,7 @@ class WorkerFacts:
     running: int = 0
     """Requests in its batch, likewise."""
     sent: int = 0
-    """Streams sent to it by this router since that report. They may run or wait."""
+    """Streams sent to it by this router that the report says nothing of. They may run or wait."""
     queue_wait_s: float = 0.0
     """Estimated wait of one more request in its queue."""
     capacity: int = 0

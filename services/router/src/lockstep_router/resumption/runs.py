@@ -101,6 +101,7 @@ class Runs:
         owner: str,
         key: IdempotencyKey | None = None,
         after: After | None = None,
+        on_stream: Callable[[str], None] = lambda _: None,
     ) -> Reading:
         """Start a generation, or join the one that the key has; read it. The caller closes the reading.
 
@@ -111,6 +112,7 @@ class Runs:
             owner: names who may resume it.
             key: its idempotency key.
             after: the last event that the client has, if it sends the request with this key again.
+            on_stream: called with the stream's id as soon as there is a stream, long before there is something to read.
 
         Raises:
             LockstepError: as from `Router.prepare` and `Router.run`; IDEMPOTENCY_KEY_REUSED; INVALID_REQUEST or
@@ -125,6 +127,7 @@ class Runs:
                     first = await self._claim(run, key, after)
                 if first is None:
                     arrival = self._attach(run)
+                    on_stream(run.request_id)
                     run.task = asyncio.create_task(self._generating.drive(run, request, account, style))
             finally:
                 if run.task is None:
@@ -132,7 +135,7 @@ class Runs:
             if first is None:
                 del request
                 return await self._read(run, arrival, None, is_resumed=False)
-            if (reading := await self._join(first, owner, account, after)) is not None:
+            if (reading := await self._join(first, owner, account, after, on_stream)) is not None:
                 return reading
         raise LockstepError(ErrorCode.UNAVAILABLE, "the request's first stream is ending", retry_after_s=1)
 
@@ -335,12 +338,16 @@ class Runs:
             raise LockstepError(ErrorCode.IDEMPOTENCY_KEY_REUSED, sentence, field=key.field)
         return known
 
-    async def _join(self, claim: Claim, owner: str, account: Account, after: After | None) -> Reading | None:
+    async def _join(
+        self, claim: Claim, owner: str, account: Account, after: After | None, on_stream: Callable[[str], None]
+    ) -> Reading | None:
         """Read the stream that has a key; None if it has just ended, and the key is free."""
         run = self._runs.get(claim.request_id)
         if run is not None and run.end is not None:
             await run.ended.wait()
             return None
+        if run is not None and run.owner == owner:
+            on_stream(run.request_id)
         try:
             reading = await self._resume(claim.request_id, owner, account, after)
         except LockstepError as error:

@@ -56,6 +56,13 @@ class Evidence:
         if suspicion:
             self._suspicions[stream_id] = suspicion
 
+    def unseen(self, status: worker_pb2.Status) -> int:
+        """Submits that the worker did not have yet when it sent its status: those that crossed it, or wait for it.
+
+        0 for a worker that does not say what it has got.
+        """
+        return max(0, self._sent - status.received) if status.HasField("received") else 0
+
     def note_over(self, stream_id: str) -> None:
         """Note that an attempt has ended."""
         self._numbers.pop(stream_id, None)

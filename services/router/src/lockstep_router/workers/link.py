@@ -140,7 +140,8 @@ class Link:
         self._stepped_at = 0.0
         self._served_life: Life | None = None
         """The current life if the worker has been ready in it, else None."""
-        self._sent_since_status = 0
+        self._unseen = 0
+        """Submits that the last status says nothing of."""
         self._attempts_at_status = 0
         self._attempts = RunningAttempts()
         self._evidence = Evidence()
@@ -239,9 +240,9 @@ class Link:
 
     @property
     def _waiting_since_s(self) -> float:
-        """What the streams that were sent since the last status add to the wait."""
+        """What the streams that the last status says nothing of add to the wait."""
         load = self._load
-        more = self._sent_since_status - load.free_seqs
+        more = self._unseen - load.free_seqs
         return more * load.queue_wait_per_request_s if more > 0 else 0.0
 
     @property
@@ -252,14 +253,14 @@ class Link:
 
     @property
     def facts(self) -> WorkerFacts:
-        """What policies choose by: the load last reported, and the streams sent since then."""
+        """What policies choose by: the load last reported, and the streams that it says nothing of."""
         load = self._load
         return WorkerFacts(
             worker_id=self.worker_id,
             life=self.life,
             queued=load.queued,
             running=load.running,
-            sent=self._sent_since_status,
+            sent=self._unseen,
             queue_wait_s=self.queue_wait_s,
             capacity=load.capacity,
             is_suspected=self.health.is_suspected,
@@ -285,7 +286,7 @@ class Link:
         self._attempts.add(attempt)
         submit.handle = attempt.handle
         submit.suspicion = suspicion = self._suspects.suspicion(attempt.stream_id)
-        self._sent_since_status += 1
+        self._unseen += 1
         self.health.note_prompt()
         self.health.breaker.note_sent(attempt.stream_id)
         if self._connected and self._connection.send(submit_frame(submit)):
@@ -346,7 +347,7 @@ class Link:
         self._connected = False
         self._silent = False
         self.health.note_connection(self._clock.now())
-        self._sent_since_status = 0
+        self._unseen = 0
         self.prefixes.clear()
         self._lose_attempts(Loss.LINK_LOST)
         self._on_change(self)
@@ -440,7 +441,7 @@ class Link:
         self._load = Reported.of(status)
         self.health.note_status(status, self._clock.now())
         self._attempts_at_status = len(self._attempts)
-        self._sent_since_status = 0
+        self._unseen = self._evidence.unseen(status)
         self.prefixes.note_status()
         if status.state in _RUNS_STREAMS:
             self._served_life = self.life

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lockstep_router.faces import identity
 from lockstep_router.faces.access import NOBODY, Call, authenticate, report
 from lockstep_router.faces.record import Record
+from lockstep_router.faces.rest.forwarded import ForwardedClients
 from lockstep_router.faces.rest.header_fields import header_fields
 from lockstep_router.faces.rest.replies import Headers, error_reply, send_response
 from lockstep_router.faces.websocket.handshake import SUBPROTOCOL_HEADER, keys_in_subprotocols, without_key
@@ -75,6 +76,8 @@ class AccessMiddleware:
     def __init__(self, app: ASGIApp, router: Router) -> None:
         self._app = app
         self._router = router
+        proxies = router.settings.trusted_proxies
+        self._forwarded = ForwardedClients(proxies) if proxies else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -93,6 +96,8 @@ class AccessMiddleware:
         began, fields, needs_key = time.perf_counter(), header_fields(scope["headers"]), self._needs_key(scope)
         record = Record(identity.request_id(fields), self._router.limits.account(NOBODY))
         exchange = Exchange(fields, record, self._router, send)
+        if self._forwarded is not None:
+            await self._forwarded.name(scope)
         try:
             refusal = self._identify(scope, exchange) if needs_key else None
             if refusal is None:

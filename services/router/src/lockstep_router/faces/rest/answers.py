@@ -1,12 +1,14 @@
 """Runs a request and writes its answer to the client, in one piece or as server-sent events."""
 
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 
+from lockstep_common.errors import LockstepError
 from pydantic_core import to_json
 
 from lockstep_router.faces.openai.format import Body, Format, inexact_mark, make_format
 from lockstep_router.faces.record import Record
-from lockstep_router.faces.rest.replies import Client, event, json_reply
+from lockstep_router.faces.rest.replies import DONE, Client, event, json_reply
 from lockstep_router.generation.choices import Delta
 from lockstep_router.generation.generation import Generation
 from lockstep_router.generation.request import GenerationRequest, PromptSource
@@ -34,7 +36,8 @@ async def answer(router: Router, request: GenerationRequest, style: Style, recor
             try:
                 if style.stream:
                     events = _Events(generation, answer_format, record.request_id, client)
-                    await client.reply_events(_written(generation, events, include_usage=style.include_usage))
+                    end = partial(events.end, include_usage=style.include_usage)
+                    await client.reply_events(_written(generation, events), end=end)
                     return
                 await generation.collect(answer_format.add)
             finally:
@@ -78,8 +81,12 @@ _NO_MARK: Body = {}
 class _Events:
     """An answer as server-sent events. An event's id is the request's id and its choice's number of tokens so far.
 
-    As the sink of a generation it writes events to a client that keeps up.
+    As the sink of a generation it writes events to a client that keeps up. It holds the last one back for what ends the
+    answer: they come from one frame, so they are one write.
     """
+
+    _last = b""
+    """The event of the last finish, until it is written."""
 
     def __init__(self, generation: Generation, answer_format: Format, request_id: str, client: Client) -> None:
         self._generation = generation
@@ -102,7 +109,10 @@ class _Events:
         data = b"%b%d\ndata: %b\n\n" % (self._id, delta.tokens, self._chunk(delta))
         if self._opening:
             data, self._opening = self._opening + data, b""
-        self._client.write_events(data)
+        if delta.finish_reason is not None and self._generation.is_finished:
+            self._last = data
+        else:
+            self._client.write_events(data)
 
     @property
     def is_caught_up(self) -> bool:
@@ -115,15 +125,24 @@ class _Events:
         return self._client.outlet(self._id, b"\ndata: " + before, after + b"\n\n")
 
     def of(self, deltas: Iterable[Delta]) -> bytes:
-        """The next deltas as events."""
+        """The next deltas as events; none if they are the last ones."""
         data = b"".join([b"%b%d\ndata: %b\n\n" % (self._id, delta.tokens, self._chunk(delta)) for delta in deltas])
         opening, self._opening = self._opening, b""
+        if self._generation.is_finished:
+            self._last, opening, data = opening + data, b"", b""
         return opening + data
 
-    def usage(self) -> bytes:
-        """The event that ends an answer with its usage."""
+    def take_last(self) -> bytes:
+        """The last events, which have not been written."""
+        last, self._last = self._last, b""
+        return last
+
+    def end(self, *, include_usage: bool) -> bytes:
+        """What ends an answer: its last events, its usage, and the end mark."""
         usage = self._generation.usage
-        return event(f"{self._request_id}:{usage.completion_tokens}", to_json(self._format.usage_chunk(usage)))
+        event_id = f"{self._request_id}:{usage.completion_tokens}"
+        told = event(event_id, to_json(self._format.usage_chunk(usage))) if include_usage else b""
+        return self.take_last() + told + DONE
 
     def _chunk(self, delta: Delta) -> bytes:
         if delta.finish_reason is None:
@@ -131,10 +150,14 @@ class _Events:
         return self._format.chunk(delta, inexact_mark(is_inexact=delta.index in self._generation.inexact_choices))
 
 
-async def _written(generation: Generation, events: _Events, *, include_usage: bool) -> AsyncIterator[bytes]:
-    """The events that are not written as soon as their tokens arrive."""
-    async for deltas in generation.deltas(events):
-        # All deltas that have arrived go out in one write: a client that keeps up gets each token separately.
-        yield events.of(deltas)
-    if include_usage:
-        yield events.usage()
+async def _written(generation: Generation, events: _Events) -> AsyncIterator[bytes]:
+    """The events that are not written as soon as their tokens arrive, without those that end the answer."""
+    try:
+        async for deltas in generation.deltas(events):
+            # All deltas that have arrived go out in one write: a client that keeps up gets each token separately.
+            if data := events.of(deltas):
+                yield data
+    except LockstepError:
+        if last := events.take_last():
+            yield last
+        raise

@@ -33,8 +33,12 @@ class Channel(Protocol):
     def write_whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """Send a whole answer at once; its headers name the length. `takes_whole` must hold."""
 
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether `takes_whole`, and the client understands an answer in chunks."""
+
     def begin(self, status: int, headers: Sequence[tuple[bytes, bytes]], data: bytes) -> None:
-        """Send the head of an answer in chunks and the first piece of its body at once. `takes_whole` must hold."""
+        """Send the head of an answer in chunks and the first piece of its body at once. `takes_chunks` must hold."""
 
     def end(self, data: bytes) -> None:
         """Send the last piece of an answer that `begin` has begun. The channel must be open."""

@@ -13,6 +13,7 @@ from typing import Any, cast
 import httptools
 from lockstep_common.errors import ErrorCode, LockstepError
 from pydantic_core import to_json
+from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -20,7 +21,13 @@ from uvicorn.server import ServerState
 from lockstep_router import metrics
 from lockstep_router.faces.rest import channel
 from lockstep_router.faces.rest.open_connections import Connections
-from lockstep_router.faces.rest.response_channel import DirectCycle, ResponseChannel, ResponseTransport
+from lockstep_router.faces.rest.response_channel import (
+    DirectCycle,
+    ResponseChannel,
+    ResponseTransport,
+    knows_chunks,
+    without_chunks,
+)
 from lockstep_router.faces.websocket import handshake
 from lockstep_router.faces.websocket.socket import Socket
 
@@ -214,6 +221,15 @@ class BoundedProtocol(HttpToolsProtocol):
             event.set()
         self._start_asgi_task(self.cycle, self.app)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if not knows_chunks(cycle.scope["http_version"]):
+            send, application = without_chunks(cycle), app
+
+            async def app(scope: Scope, receive: Receive, _: Send) -> None:
+                await application(scope, receive, send)
+
+        super()._start_asgi_task(cycle, app)
+
     def _start_direct(self) -> None:
         self._begun = False
         assert self._response is not None
@@ -224,7 +240,8 @@ class BoundedProtocol(HttpToolsProtocol):
     async def _serve_direct(self, cycle: RequestResponseCycle, response: ResponseChannel) -> None:
         assert self._direct is not None
         try:
-            await self._direct.serve(cycle.scope, cycle.send, response)
+            send = cycle.send if knows_chunks(cycle.scope["http_version"]) else without_chunks(cycle)
+            await self._direct.serve(cycle.scope, send, response)
         except BaseException as error:
             await cycle.run_asgi(_ended_with(error))
         else:
@@ -327,7 +344,7 @@ class BoundedProtocol(HttpToolsProtocol):
             "query_string": b"",
         }
         self.scope = scope
-        keep_alive = version != "1.0" and parser.should_keep_alive()
+        keep_alive = knows_chunks(version) and parser.should_keep_alive()
         self.cycle = DirectCycle(self, keep_alive=keep_alive, on_response=self.on_response_complete)
         self._begun = True
         return True

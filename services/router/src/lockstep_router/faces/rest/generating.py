@@ -128,7 +128,7 @@ class DirectFace:
                 return True
 
             def begin_at_once(status: int, headers: Headers, data: bytes) -> bool:
-                if not channel.takes_whole:
+                if not channel.takes_chunks:
                     return False
                 channel.begin(status, headers + exchange.begin(status), data)
                 return True

@@ -1,6 +1,7 @@
 """Responses that are cancelled when the client disconnects or stops reading."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -24,12 +25,13 @@ AtOnce = Callable[[int, Headers, bytes], bool]
 
 CLIENT_DISCONNECTED_STATUS = MEANINGS[ErrorCode.CANCELLED].http_status
 
-_EVENT_STREAM_HEADERS = [
+_EVENT_STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
 DONE = b"data: [DONE]\n\n"
+_SILENCE_HEADER = b"x-lockstep-max-silence"
 _KEEP_ALIVE = b": keep-alive\n\n"
 
 
@@ -82,7 +84,6 @@ class Client:
     """
 
     _wants_events = False
-    _event_headers = _EVENT_STREAM_HEADERS
     _is_started = False
     _writing_since: float | None = None
     _outlet: Outlet | None = None
@@ -106,11 +107,15 @@ class Client:
         self._record = record
         self._write_timeout_s = settings.write_timeout_s
         self._keepalive_s = settings.keepalive_interval_s
+        self._event_headers = _event_stream_headers(self._keepalive_s, self._write_timeout_s)
         self._loop = asyncio.get_running_loop()
         self._written_at = self._loop.time()
 
-    def expect_events(self) -> None:
-        """Note that the answer will be a stream."""
+    def expect_events(self, headers: Mapping[str, str] | None = None) -> None:
+        """Note that the answer will be a stream; with further headers, if there are any."""
+        if headers:
+            more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+            self._event_headers = _event_stream_headers(self._keepalive_s, self._write_timeout_s) + more
         self._wants_events = True
         self._begin_watch()
 
@@ -129,17 +134,12 @@ class Client:
         await self._put(_start(status, headers))
         await self._put(_body(body, more=False))
 
-    async def reply_events(
-        self, events: AsyncIterator[bytes], headers: Mapping[str, str] | None = None, *, end: bytes = DONE
-    ) -> None:
-        """Send server-sent events as they come, then `end`; with further headers, if there are any.
+    async def reply_events(self, events: AsyncIterator[bytes], *, end: Callable[[], bytes]) -> None:
+        """Send server-sent events as they come. What `end` gives after the last one ends the answer, in one write.
 
         Raises:
             LockstepError: raised by `events`. The caller passes it to `fail`.
         """
-        if headers:
-            more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-            self._event_headers = _EVENT_STREAM_HEADERS + more
         began_at_once = False
         async for data in events:
             if not self._is_started:
@@ -152,9 +152,9 @@ class Client:
             await self._begin_events()
         if began_at_once and self.takes_events:
             assert self._channel is not None
-            self._channel.end(end)
+            self._channel.end(end())
             return
-        await self._put(_body(end, more=False))
+        await self._put(_body(end(), more=False))
 
     def _begin_events_with(self, data: bytes) -> bool:
         """Begin with the first events in one write; False: the connection does not take them now."""
@@ -226,7 +226,7 @@ class Client:
                 lane.close()
             self._comment = asyncio.ensure_future(self._send_comment())
         # One timer serves all deadlines of a client, so that writing a token sets no timer.
-        interval_s = min(self._write_timeout_s, self._keepalive_s or self._write_timeout_s) / 4
+        interval_s = _watch_interval_s(self._keepalive_s, self._write_timeout_s)
         self._timer = self._loop.call_later(interval_s, self._watch, on_stuck)
 
     async def stop(self) -> None:
@@ -258,6 +258,19 @@ class Client:
         self._begin_watch()
         await self._send(message)
         self._writing_since = None
+
+
+def _watch_interval_s(keepalive_s: float, write_timeout_s: float) -> float:
+    return min(write_timeout_s, keepalive_s or write_timeout_s) / 4
+
+
+@functools.cache
+def _event_stream_headers(keepalive_s: float, write_timeout_s: float) -> Headers:
+    """The headers of all streams, which nobody changes: clients learn after which silence the connection is lost."""
+    if not keepalive_s:
+        return _EVENT_STREAM_HEADERS
+    silence_s = keepalive_s + _watch_interval_s(keepalive_s, write_timeout_s)
+    return [*_EVENT_STREAM_HEADERS, (_SILENCE_HEADER, b"%.3f" % silence_s)]
 
 
 def _start(status: int, headers: Headers) -> dict[str, Any]:

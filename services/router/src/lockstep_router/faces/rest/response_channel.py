@@ -7,8 +7,9 @@ the answer has not ended.
 import asyncio
 from collections.abc import Callable, Sequence
 from socket import socket
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
+from starlette.types import Message, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 
@@ -74,6 +75,29 @@ class DirectCycle(RequestResponseCycle):
         self.keep_alive = keep_alive
         self.on_response = on_response
         self.body = bytearray()
+
+
+def knows_chunks(version: str) -> bool:
+    """Whether clients of a version of HTTP understand answers in chunks."""
+    return version not in ("0.9", "1.0")
+
+
+def without_chunks(cycle: RequestResponseCycle) -> Send:
+    """`send` for a client that knows no chunks: an answer without a length in its head ends with its connection."""
+    has_length = True
+
+    async def send(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name == b"content-length" for name, _ in message["headers"])
+            if not has_length:
+                cycle.chunked_encoding = cycle.keep_alive = False
+        elif not has_length:
+            # Uvicorn compares the body with what the headers have promised.
+            cycle.expected_content_length = len(message.get("body", b""))
+        await cycle.send(cast("Any", message))
+
+    return send
 
 
 class ResponseTransport:
@@ -177,6 +201,11 @@ class ResponseChannel:
         """Whether nothing of the answer has been sent, and all of it can be written without waiting for the client."""
         cycle = self._cycle
         return not (cycle.flow.write_paused or cycle.response_started or cycle.disconnected)
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether `takes_whole`, and the client understands an answer in chunks."""
+        return self.takes_whole and knows_chunks(self._cycle.scope["http_version"])
 
     def write_whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """Send a whole answer at once. Uvicorn's `send` writes the same bytes."""

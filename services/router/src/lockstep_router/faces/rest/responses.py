@@ -35,7 +35,7 @@ async def answer_response(
             record.prompt_tokens = generation.usage.prompt_tokens
             try:
                 if style.stream:
-                    await client.reply_events(_events(generation, answer_format, record), end=b"")
+                    await client.reply_events(_events(generation, answer_format, record), end=bytes)
                     return
                 await generation.collect(answer_format.add)
             finally:

@@ -78,10 +78,20 @@ async def answer_resumable(
     if request.kept_per_prompt is not None:
         # Journals keep tokens without their log probabilities, so the best answers could not be chosen again.
         raise invalid("best_of", "cannot be more than n in a request that is resumable or has an idempotency key")
-    if style.stream:
-        client.expect_events()
+
+    def on_stream(request_id: str) -> None:
+        # Not sooner: a head that leaves with the first comment has the stream's id, too.
+        if style.stream:
+            client.expect_events({STREAM_HEADER: request_id})
+
     starting = router.runs.start(
-        request, record.account, style, owner=coming_back.owner, key=coming_back.key, after=coming_back.after
+        request,
+        record.account,
+        style,
+        owner=coming_back.owner,
+        key=coming_back.key,
+        after=coming_back.after,
+        on_stream=on_stream,
     )
     del request
     reading = await starting
@@ -109,9 +119,9 @@ async def _write(reading: Reading, record: Record, client: Client) -> None:
     with closing(reading):
         try:
             if style.stream:
-                client.expect_events()
+                client.expect_events(headers)
                 end = DONE if has_end_mark(reading) else b""
-                await client.reply_events(_events(reading, record), headers, end=end)
+                await client.reply_events(_events(reading, record), end=lambda: end)
             else:
                 await client.reply(json_reply(await whole_of(reading), headers=headers))
         finally:

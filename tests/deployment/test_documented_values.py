@@ -1,0 +1,72 @@
+"""The values and commands that docs/deployment.md shows are those of the chart, the Makefile and the command line."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from lockstep_tools.cli import parse
+from lockstep_tools.repository.images.catalog import IMAGES
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs/deployment.md").read_text()
+SCHEMA = json.loads((ROOT / "charts/lockstep/values.schema.json").read_text())
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+VALUES = [block for language, block in BLOCKS if language == "yaml"]
+CODE = "".join(block for language, block in BLOCKS if language in ("", "bash"))
+
+
+def _merged(defaults: Any, values: Any) -> Any:
+    """Values over the chart's own, as Helm puts them."""
+    if not isinstance(defaults, dict) or not isinstance(values, dict):
+        return values
+    return defaults | {name: _merged(defaults.get(name), value) for name, value in values.items()}
+
+
+def _properties(schema: dict[str, Any]) -> dict[str, Any]:
+    while "$ref" in schema:
+        schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
+    return schema["properties"]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("values", VALUES, ids=range(len(VALUES)))
+def test_values_are_those_of_the_chart(values: str) -> None:
+    defaults = yaml.safe_load((ROOT / "charts/lockstep/values.yaml").read_text())
+    jsonschema.validate(_merged(defaults, yaml.safe_load(values)), SCHEMA)
+
+
+def test_set_values_exist() -> None:
+    paths = re.findall(r"--set\s+([A-Za-z.]+)=", TEXT)
+    assert len(paths) > 3
+    for path in paths:
+        schema = SCHEMA
+        for name in path.split("."):
+            assert name in _properties(schema), path
+            schema = _properties(schema)[name]
+
+
+def test_commands_can_be_parsed() -> None:
+    commands = re.findall(r"^lockstep (.*)$", CODE, re.MULTILINE)
+    assert len(commands) > 3
+    for command in commands:
+        parse(shlex.split(re.sub(r"\s+>\s*\S+", "", command), comments=True))
+
+
+def test_targets_of_make_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"\bmake ([a-z-]+)", CODE):
+        assert f"\n{target}:" in makefile, target
+
+
+def test_first_request_is_for_the_model_of_the_first_values() -> None:
+    (served,) = [model["servedName"] for model in yaml.safe_load(VALUES[0])["models"]]
+    assert re.findall(r"""-d '{"model": "([^"]*)""", CODE) == [served]
+
+
+def test_all_images_are_named() -> None:
+    for name in IMAGES:
+        assert f"lockstep/{name}:" in TEXT, name
