@@ -5,10 +5,14 @@ BIN := .venv/bin
 PACKAGES := libs/api libs/common libs/client libs/engine services/router services/inference-worker services/kv-state-server tools
 SOURCES := libs services tools tests conftest.py
 # The longest tests first, so that no process is left with them at the end.
-PARALLEL_TESTS := tests/simulation tests/conformance libs services tools/tests tests/deployment tests/contract
-SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/cluster
+PARALLEL_SYSTEM_TESTS := $(addprefix tests/,hostile/test_schema.py hostile/test_doors.py hostile/test_state_door.py \
+  integration/test_refused_models.py integration/test_prefix_reports.py integration/test_traces.py integration/test_debug.py)
+PARALLEL_TESTS := tests/simulation tests/conformance $(PARALLEL_SYSTEM_TESTS) libs services tools/tests tests/deployment tests/contract
+SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/cluster $(addprefix --ignore=,$(PARALLEL_SYSTEM_TESTS))
 # Tests wait longer than they compute.
 JOBS ?= $(shell nproc | awk '{jobs = $$1 * 5 / 2; print jobs < 10 ? int(jobs) : 10}')
+# These compute all the time.
+COMPUTING_JOBS ?= $(shell nproc | awk '{print $$1 < 4 ? $$1 + 1 : 4}')
 MODEL ?= models/reference
 # Where it is set, every process that a test starts compiles our sources again, half a second each.
 export PYTHONDONTWRITEBYTECODE :=
@@ -50,12 +54,12 @@ endif
 
 # The tests that `make test` leaves out because they take long, and those again whose length can be chosen.
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m slow $(PARALLEL_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(COMPUTING_JOBS) -m slow $(PARALLEL_TESTS)
 	$(BIN)/pytest -m slow $(SYSTEM_TESTS)
 	$(BIN)/pytest tests/chaos/test_random_kills.py tests/hostile/test_schema.py --kills 12 --fuzz-cases 10000
 
 # The tests of equal bits again, as in `make test` and as on other machines: without the kernels, and with the libraries' settings changed.
-BITS = $(BIN)/pytest -n $(JOBS) -m bits libs/engine
+BITS = $(BIN)/pytest -n $(COMPUTING_JOBS) -m bits libs/engine
 test-bits: setup
 	env -u MKL_CBWR -u ATEN_CPU_CAPABILITY OMP_NUM_THREADS=1 $(BITS)
 	env -u MKL_CBWR -u ATEN_CPU_CAPABILITY OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS)

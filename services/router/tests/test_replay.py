@@ -31,7 +31,7 @@ class Growing:
 
 def stream_of(choices, *, stops=(), with_logprobs=False):
     """The record of a stream with so many choices."""
-    sampling = inference_pb2.Sampling(max_tokens=1000, logprobs=1 if with_logprobs else None)
+    sampling = inference_pb2.Sampling(max_tokens=5000, logprobs=1 if with_logprobs else None)
     return replace(
         record(),
         stops=tuple(stops),

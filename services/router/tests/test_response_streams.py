@@ -45,7 +45,7 @@ def thinking():
 def response_of():
     """The record of a streamed response."""
     style = Style("responses", stream=True, include_usage=True, logprobs=False, options=OPTIONS)
-    choices = (ChoiceRecord("s-0", inference_pb2.Sampling(max_tokens=1000)),)
+    choices = (ChoiceRecord("s-0", inference_pb2.Sampling(max_tokens=6000)),)
     return replace(stream_of(1), style=style, choices=choices, parsing=PARSING)
 
 

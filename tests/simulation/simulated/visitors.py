@@ -17,7 +17,7 @@ from lockstep_client.policy import Policy
 from lockstep_client.routers import Router as Address
 from lockstep_client.routers import Routers
 from lockstep_client.sse import Decoder, ServerSentEvent
-from lockstep_client.steps import BrokenError, Give, Head, Outgoing, Pause, Send, Step, Steps
+from lockstep_client.steps import BrokenError, Expect, Give, Head, Outgoing, Pause, Send, Step, Steps
 
 from simulated import model
 from simulated.history import Event, History, Kind
@@ -240,6 +240,9 @@ class Visitor:
     async def _do(self, step: Step) -> Any:
         if isinstance(step, Pause):
             await asyncio.sleep(step.seconds)
+            return None
+        if isinstance(step, Expect):
+            self._silence_s = step.silence_s
             return None
         if isinstance(step, Send):
             self._hang_up()

@@ -17,6 +17,7 @@ import lockstep_router.metrics
 import lockstep_state.metrics
 import lockstep_worker.metrics
 from lockstep_common import tls
+from lockstep_common.tracing import metrics as tracing_metrics
 from lockstep_router.processes.answers import process_metrics
 from lockstep_router.tallies import Distribution, Distributions, Tallies, Tally
 from lockstep_router.top_tallies import TopTallies
@@ -106,6 +107,7 @@ def services() -> dict[str, list[MetricFacts]]:
         "worker, with `vllm_metric_names`": _vllm_facts(),
         "state server": list(_facts_of(lockstep_state.metrics)),
         "all services, with TLS": list(_facts_of(tls)),
+        "all services, with traces": list(_facts_of(tracing_metrics)),
     }
 
 
