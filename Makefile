@@ -17,7 +17,7 @@ MODEL ?= models/reference
 # Where it is set, every process that a test starts compiles our sources again, half a second each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo serve check test test-slow test-bits test-strangers lint bench proto lock wheels images push model-image chart chart-docs api-docs manifests clean
+.PHONY: setup demo serve check test test-slow test-bits test-strangers lint bench proto lock wheels images push model-image chart chart-docs api-docs metric-docs dashboards manifests clean
 
 setup: .venv/ready
 
@@ -117,6 +117,13 @@ chart-docs: setup
 
 api-docs: setup
 	$(BIN)/python -m lockstep_tools.repository.api_docs
+
+metric-docs: setup
+	$(BIN)/python -m lockstep_tools.repository.metric_docs
+
+# Needs grafana-foundation-sdk, which is among the requirements for development.
+dashboards: setup
+	$(BIN)/python tools/dashboards/generate.py
 
 manifests: setup
 	$(BIN)/python -m lockstep_tools.repository.manifests $(ARGS)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from lockstep_router.discovery import Report, WorkerAddress
@@ -11,6 +11,7 @@ from lockstep_router.faces.rest.app import create_app
 from lockstep_router.generation.preparation import Prepared
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.router import Router
+from lockstep_router.running import RunningRequest
 from lockstep_router.tenants import Account
 
 from simulated.clients import Client
@@ -44,14 +45,22 @@ class ScriptedDiscovery:
             self.report.update(addresses)
 
 
-def watching(base: type[Router], on_prepared: Callable[[Prepared], None]) -> type[Router]:
-    """The class of routers that report what they have prepared."""
+def watching(
+    base: type[Router], on_prepared: Callable[[Prepared], None], on_continued: Callable[[Prepared], None]
+) -> type[Router]:
+    """The class of routers that report what they have prepared, and what they continue after it had failed."""
 
     class WatchedRouter(base):  # type: ignore[misc, valid-type]
         async def prepare(self, request: GenerationRequest, account: Account) -> Prepared:
             prepared: Prepared = await super().prepare(request, account)
             on_prepared(prepared)
             return prepared
+
+        def run(self, prepared: Prepared, *args: Any, **options: Any) -> RunningRequest:
+            if prepared.begun is not None:
+                on_continued(prepared)
+            running: RunningRequest = super().run(prepared, *args, **options)
+            return running
 
     return WatchedRouter
 
@@ -79,7 +88,11 @@ class RouterProcess:
         settings = settings_of(world.plan, self.name).model_copy(update=world.mutation.settings)
         dial = world.network.dial
         store = world.mutation.store(settings, self.loop)
-        router_class = watching(world.mutation.router, lambda prepared: world.on_prepared(self, prepared))
+        router_class = watching(
+            world.mutation.router,
+            lambda prepared: world.on_prepared(self, prepared),
+            lambda prepared: world.on_continued(self, prepared),
+        )
         watched = WatchedStore(store, self.tracks, lambda: world.kernel.now)
         async with router_class(
             settings, self.discovery, lambda target, _: dial(self.loop, target), rng, watched

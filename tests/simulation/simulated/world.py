@@ -298,6 +298,16 @@ class World:
         for journal, history in zip(prepared.journals, open_histories(request, request.name, 0.0), strict=True):
             self._add(journal, history.name, history.expected, request, process, None)
 
+    def on_continued(self, process: RouterProcess, prepared: Prepared) -> None:
+        """Note that resumable streams which had failed go on. They queue up anew: nobody had waited for them."""
+        self._mutate(prepared)
+        for journal in prepared.journals:
+            self.inside.streams[journal.stream_id].arrived_at = self._arrival(process, journal)
+
+    def _arrival(self, process: RouterProcess, journal: Journal) -> float:
+        now = process.loop.time()
+        return self.kernel.now - (now - (journal.arrived_at or now))
+
     def _add(
         self,
         journal: Journal,
@@ -307,7 +317,7 @@ class World:
         process: RouterProcess,
         history: History | None,
     ) -> None:
-        arrived_at = self.kernel.now - (process.loop.time() - (journal.arrived_at or process.loop.time()))
+        arrived_at = self._arrival(process, journal)
         self.inside.streams[journal.stream_id] = Streamed(
             name, journal.stream_id, expected, bool(request.stops), arrived_at, process, request.name, history
         )
