@@ -389,7 +389,7 @@ async def test_foreign_unknown_and_expired_streams_look_alike(sharing, tmp_path)
     write(keys, tenant("search", KEY), tenant("chat", OTHER_KEY))
     first, second = [await sharing.router(name, keys_file=str(keys)) for name in ("first", "second")]
     mine, other = bearer(KEY), bearer(OTHER_KEY)
-    slow(sharing)
+    slow(sharing, 0.2)
     async with first.over_http() as client:
         stream_id, before = await leave_after(client, LONG, 2, **mine)
     await mirrored(first)
@@ -401,9 +401,11 @@ async def test_foreign_unknown_and_expired_streams_look_alike(sharing, tmp_path)
         await resume(second.client, "x" * 3000, **mine),
     ]
     assert first.router.runs.running == 1, "nobody has ended it"
+    slow(sharing, 0.0)
     rest = await resume(second.client, stream_id, before[-1][0], **mine)
     assert text_of(before + events_of(rest)) == first.undisturbed("hello world", 7, 100)
     await second.client.delete(f"/v1/streams/{stream_id}", headers=mine)
+    await eventually(lambda: first.router.runs.running == 0)  # its next write tells it that the stream was taken
     answers.append(await resume(first.client, stream_id, **mine))
     assert {answer.status_code for answer in answers} == {404}
     assert len({answer.text for answer in answers}) == 1
