@@ -405,7 +405,9 @@ async def test_foreign_unknown_and_expired_streams_look_alike(sharing, tmp_path)
     rest = await resume(second.client, stream_id, before[-1][0], **mine)
     assert text_of(before + events_of(rest)) == first.undisturbed("hello world", 7, 100)
     await second.client.delete(f"/v1/streams/{stream_id}", headers=mine)
-    await eventually(lambda: first.router.runs.running == 0)  # its next write tells it that the stream was taken
+    # The first router's next write tells it that the stream was taken. The second one tells the state server of the end.
+    await eventually(lambda: first.router.runs.running == 0)
+    await mirrored(second)
     answers.append(await resume(first.client, stream_id, **mine))
     assert {answer.status_code for answer in answers} == {404}
     assert len({answer.text for answer in answers}) == 1
