@@ -381,6 +381,8 @@ class BlockTables:
             cold = moves[hot] = self.cold.allocate(sequence.request.tenant)
         else:
             self.cold.share(cold)
+            # Its load may have been left to a later plan, but this sequence reads it from the plan being made on.
+            self.host.hurry(self.host.wait_for(self._first_cold + cold))
             if moves is self._moves and hot in self._late_moves:  # a query of this step needs it
                 self._moves[hot] = self._late_moves.pop(hot)
         sequence.cold[index] = cold

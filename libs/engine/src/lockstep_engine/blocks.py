@@ -32,7 +32,7 @@ class HostSizes(msgspec.Struct, array_like=True, frozen=True):
     hot_slots: int = 1
     """Slots that a hot block takes."""
     step_slots: int = 0
-    """How many slots one step fills at most, and how many it reads at most if it computes other sequences, too."""
+    """How many slots one step reads at most if it computes other sequences, too; a rank copies so many at once."""
 
 
 class PoolSizes(msgspec.Struct, array_like=True, frozen=True):

@@ -50,7 +50,7 @@ class HostMemory:
             for version, rows in ((False, copies[~cold]), (True, copies[cold])):
                 slots = rows[:, 1 : 2 if version else 1 + self._sizes.hot_slots]
                 blocks = rows[:, 0].astype(np.int64) - (self._cache.first_cold if version else 0)
-                # No more at once than a step may spill, so that little of a GPU's memory is needed between the two.
+                # No more at once than a step loads beside others, so that little of a GPU's memory is needed between.
                 batch = max(1, self._sizes.step_slots // slots.shape[1])
                 for first in range(0, len(rows), batch):
                     part = slice(first, first + batch)

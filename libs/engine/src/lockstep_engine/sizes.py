@@ -18,7 +18,7 @@ FLAG_BYTES = 64
 
 _CPU_KV_BYTES = 512 * 2**20
 _STEP_COPY_BYTES = {"cpu": 8 * 2**20, "cuda": 32 * 2**20}
-"""Bytes that a step copies at most to host memory, and back beside other sequences: about a millisecond."""
+"""Bytes that a step copies at most from host memory beside other sequences: about a millisecond."""
 _CUDA_SHARE = 0.9
 """Part of a GPU's free memory that the KV cache and graphs take."""
 
