@@ -156,6 +156,37 @@ def test_all_that_a_step_evicts_is_kept_however_little_it_may_load(hot_window, c
     assert server.pool.host.usage.dropped == 0
 
 
+@pytest.mark.parametrize("hot_window", [None, LAZY], ids=str)
+@pytest.mark.parametrize("slots", [60, 400])
+def test_blocks_that_move_between_the_tiers_are_not_announced_again(hot_window, slots):
+    server = serve(hot_window, HostSizes(slots, 10, 3, 60))
+    follower = Follower(server)
+    for seed in (0, 1, 2, 3, 2, 0, 4, 2):
+        before = set(follower.held)
+        ask(server, seed)
+        changes = follower.follow()
+        assert not set(changes.added) & before
+        assert follower.held == held_by(server)
+    assert server.pool.host.usage.copied_in > 10
+
+
+def test_a_hit_counts_once_for_a_request_that_is_preempted_and_loaded_again():
+    server = serve(None)
+    for seed in range(5):
+        ask(server, seed)
+    number = server.submit(words(LONG, 0), max_tokens=30)
+    server.step()
+    first = server.pool.host.usage
+    assert first.hits == 1
+    server.submit(words(100, 9), max_tokens=100, priority=1)
+    server.run()
+    assert server.restarts() == 1
+    assert server.ids(number) == server.expected(number)
+    usage = server.pool.host.usage
+    assert usage.copied_in > first.copied_in
+    assert usage.hits == 1
+
+
 def test_a_request_that_ends_while_it_is_loaded_leaves_what_others_can_use():
     server = slow()
     server.submit(words(20, 99), max_tokens=40)

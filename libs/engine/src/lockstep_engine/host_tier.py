@@ -70,12 +70,19 @@ class HostTier:
 
     Args:
         sizes: size of the tier.
-        logs: note which hot and which cold blocks the tier loses.
+        logs: note which hot and which cold blocks the tier loses, unless the pools have them.
+        is_pooled: whether the pool of a version has the block with a digest.
     """
 
-    def __init__(self, sizes: HostSizes, logs: tuple[PrefixLog, PrefixLog]) -> None:
+    def __init__(
+        self,
+        sizes: HostSizes,
+        logs: tuple[PrefixLog, PrefixLog],
+        is_pooled: Callable[[bool, bytes], bool] = lambda *_: False,
+    ) -> None:
         self._sizes = sizes
         self._logs = logs
+        self._is_pooled = is_pooled
         self._held: OrderedDict[tuple[bool, bytes], _Held] = OrderedDict()
         """By version and digest, least recently used first."""
         self._free: list[int] = []
@@ -215,7 +222,8 @@ class HostTier:
                 return False
             cold, digest = oldest
             self._free.extend(self._held.pop(oldest).slots)
-            self._logs[cold].note(digest)
+            if not self._is_pooled(cold, digest):
+                self._logs[cold].note(digest)
         return True
 
     def _take_slot(self) -> int:
