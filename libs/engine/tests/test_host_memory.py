@@ -18,7 +18,7 @@ from lockstep_engine import AsyncEngine, Request, SamplingParams
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.blocks import HostSizes, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig, HotWindow
-from lockstep_engine.host_memory import HostMemory
+from lockstep_engine.host_memory import HostMemory, _pin
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.plan import LAST_SAMPLED, Result, decode_plan, encode_plan
 from lockstep_engine.sampling import Sampler
@@ -188,6 +188,41 @@ def test_a_rank_copies_what_plans_order(tmp_path, overlap):
     with InProcessRank(path, kv_memory_bytes=2**18, **settings) as rank:
         assert rank.loaded.blocks.host == HostSizes()
         assert [rank.run(prompt) for prompt in prompts] == found
+
+
+class Runtime:
+    """A CUDA runtime that cannot pin memory, and what torch does with its last error when it launches a kernel."""
+
+    def __init__(self):
+        self.last = 0
+
+    def cudaHostRegister(self, *_):
+        self.last = 304
+        return self.last
+
+    def launch(self, *_, device):
+        error, self.last = self.last, 0
+        if error:
+            raise RuntimeError("CUDA error: OS call failed")
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_kernel(monkeypatch, caplog):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
+    _pin(torch.empty(8, dtype=torch.uint8), torch.device("cuda"))
+    assert "not pinned: CUDA error 304" in caplog.text
+    assert runtime.last == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_so_it_is_with_the_real_runtime():
+    memory, device = torch.empty(2**20, dtype=torch.uint8), torch.device("cuda")
+    for _ in range(2):  # memory that is pinned already cannot be pinned again
+        _pin(memory, device)
+    assert int(torch.ones(2, device=device).sum()) == 2
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def test_a_tier_that_would_not_hold_a_block_is_refused(tmp_path):
