@@ -94,6 +94,24 @@ def host_sizes(config: EngineConfig, device: str, cold: bool, block_bytes: int, 
     return HostSizes(slots, slot_bytes, hot_slots, max(hot_slots, _STEP_COPY_BYTES[device] // slot_bytes))
 
 
+def check_host_memory(config: EngineConfig, usable_bytes: int) -> None:
+    """Check that all ranks' tiers in host memory fit into it. An allocation would succeed, and a rank be killed once it
+    has filled its tier.
+
+    Args:
+        config: its `host_cache_bytes` is what each rank takes.
+        usable_bytes: memory that the ranks can have together.
+
+    Raises:
+        LockstepError: INVALID_REQUEST: they do not fit.
+    """
+    size = config.tp * config.host_cache_bytes
+    if size > usable_bytes:
+        raise invalid(
+            "host_cache_bytes", f"is more than there is: {size} bytes for all ranks, of {usable_bytes} available"
+        )
+
+
 def kv_bytes(tokens: int, hot_window: HotWindow | None, block_bytes: int, cold_block_bytes: int) -> int:
     """Bytes of a sequence's KV between steps, when `tokens` of its tokens have been computed."""
     blocks = -(-tokens // BLOCK_SIZE)
