@@ -15,15 +15,16 @@ from in_process import InProcessGroup, on_all
 from in_process_rank import InProcessRank
 from lockstep_common.errors import LockstepError
 from lockstep_engine import AsyncEngine, Request, SamplingParams
+from lockstep_engine import engine as engine_module
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.blocks import HostSizes, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig, HotWindow
-from lockstep_engine.host_memory import HostMemory
+from lockstep_engine.host_memory import HostMemory, _pin
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.plan import LAST_SAMPLED, Result, decode_plan, encode_plan
 from lockstep_engine.sampling import Sampler
 from lockstep_engine.scheduler import Limits, Scheduler
-from lockstep_engine.sizes import host_sizes
+from lockstep_engine.sizes import check_host_memory, host_sizes
 
 MODEL = Path(__file__).parents[3] / "models/reference"
 BLOCKS = 16
@@ -188,6 +189,51 @@ def test_a_rank_copies_what_plans_order(tmp_path, overlap):
     with InProcessRank(path, kv_memory_bytes=2**18, **settings) as rank:
         assert rank.loaded.blocks.host == HostSizes()
         assert [rank.run(prompt) for prompt in prompts] == found
+
+
+async def test_a_tier_that_is_larger_than_the_memory_of_the_container_is_refused_at_the_start(monkeypatch):
+    monkeypatch.setattr(engine_module, "usable_memory", lambda: 2**24 - 1)
+    config = EngineConfig(model=str(MODEL), tp=2, threads=1, host_cache_bytes=2**23)
+    engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None)
+    with pytest.raises(LockstepError, match="host_cache_bytes is more than there is: 16777216 bytes for all ranks"):
+        await engine.start()
+    await engine.close()
+    check_host_memory(config, 2**24)
+
+
+class Runtime:
+    """A CUDA runtime that cannot pin memory, and what torch does with its last error when it launches a kernel."""
+
+    def __init__(self):
+        self.last = 0
+
+    def cudaHostRegister(self, *_):
+        self.last = 304
+        return self.last
+
+    def launch(self, *_, device):
+        error, self.last = self.last, 0
+        if error:
+            raise RuntimeError("CUDA error: OS call failed")
+
+
+def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_kernel(monkeypatch, caplog):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
+    _pin(torch.empty(8, dtype=torch.uint8), torch.device("cuda"))
+    assert "not pinned: CUDA error 304" in caplog.text
+    assert runtime.last == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_so_it_is_with_the_real_runtime():
+    memory, device = torch.empty(2**20, dtype=torch.uint8), torch.device("cuda")
+    for _ in range(2):  # memory that is pinned already cannot be pinned again
+        _pin(memory, device)
+    assert int(torch.ones(2, device=device).sum()) == 2
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def test_a_tier_that_would_not_hold_a_block_is_refused(tmp_path):

@@ -110,6 +110,83 @@ def test_a_prompt_that_nobody_else_delays_is_loaded_at_once():
     assert server.ranks.host.most["in"] > 4
 
 
+def test_a_running_sequence_reads_a_cold_block_that_another_one_is_loading():
+    """The first block that leaves its hot window is one that the last request needs cold, and that host memory has."""
+    server = serve(host=HostSizes(600, 10, 3, 3), blocks=26, cold_blocks=24, context_length=400)
+    text = words(12 * BLOCK_SIZE, 7)
+    longer = [*text, *words(64, 8)]
+    others = [words(count, seed) for seed, count in enumerate((289, 191, 303, 276), 20)]
+    for prompt in ([*text, *words(5, 9)], longer, *others):
+        server.submit(prompt, max_tokens=2)
+        server.run()
+    numbers = [server.submit(words(20, 99), max_tokens=60)]
+    server.step()
+    numbers.append(server.submit([*text, *words(34, 30)], max_tokens=60))
+    server.step()
+    numbers.append(server.submit([*longer, *words(9, 31)], max_tokens=5))
+    server.run()
+    assert [server.ids(each) for each in numbers] == [server.expected(each) for each in numbers]
+    server.assert_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_sequence_whose_loads_are_done_waits_for_the_room_of_one_that_is_loading(depth):
+    server = serve(None, HostSizes(300, 10, 1, 2), blocks=25, depth=depth, context_length=512)
+    length = 11 * BLOCK_SIZE + 5
+    for seed, count in ((1, length), (2, length), (3, 20 * BLOCK_SIZE), (4, 22 * BLOCK_SIZE)):
+        ask(server, seed, count)
+    numbers = [server.submit(words(20, 99), max_tokens=3)]
+    server.step()
+    numbers.append(server.submit([*words(length, 1), *words(60, 50)], max_tokens=3))
+    server.step()
+    numbers.append(server.submit([*words(length, 2), *words(4, 51)], max_tokens=3, priority=1))
+    server.run()
+    assert [server.ids(each) for each in numbers] == [server.expected(each) for each in numbers]
+    server.assert_idle()
+
+
+@pytest.mark.parametrize(("hot_window", "cold_blocks"), [(None, 0), (HotWindow(sink=1, size=4), 40)], ids=str)
+def test_all_that_a_step_evicts_is_kept_however_little_it_may_load(hot_window, cold_blocks):
+    """Steps allocate four blocks of each pool and more, a prompt that comes back all of its own."""
+    host = HostSizes(slots=4000, slot_bytes=10, hot_slots=2, step_slots=2)
+    server = serve(hot_window, host, cold_blocks=cold_blocks, blocks=40 - cold_blocks // 3, context_length=600)
+    for seed in range(6):
+        ask(server, seed, 485)
+    assert [ask(server, seed, 485) for seed in (1, 2, 3)] == [480, 480, 480]
+    assert server.pool.host.usage.dropped == 0
+
+
+@pytest.mark.parametrize("hot_window", [None, LAZY], ids=str)
+@pytest.mark.parametrize("slots", [60, 400])
+def test_blocks_that_move_between_the_tiers_are_not_announced_again(hot_window, slots):
+    server = serve(hot_window, HostSizes(slots, 10, 3, 60))
+    follower = Follower(server)
+    for seed in (0, 1, 2, 3, 2, 0, 4, 2):
+        before = set(follower.held)
+        ask(server, seed)
+        changes = follower.follow()
+        assert not set(changes.added) & before
+        assert follower.held == held_by(server)
+    assert server.pool.host.usage.copied_in > 10
+
+
+def test_a_hit_counts_once_for_a_request_that_is_preempted_and_loaded_again():
+    server = serve(None)
+    for seed in range(5):
+        ask(server, seed)
+    number = server.submit(words(LONG, 0), max_tokens=30)
+    server.step()
+    first = server.pool.host.usage
+    assert first.hits == 1
+    server.submit(words(100, 9), max_tokens=100, priority=1)
+    server.run()
+    assert server.restarts() == 1
+    assert server.ids(number) == server.expected(number)
+    usage = server.pool.host.usage
+    assert usage.copied_in > first.copied_in
+    assert usage.hits == 1
+
+
 def test_a_request_that_ends_while_it_is_loaded_leaves_what_others_can_use():
     server = slow()
     server.submit(words(20, 99), max_tokens=40)
@@ -217,5 +294,6 @@ def test_whatever_happens_every_stream_reads_its_own_text(hot_window, depth, slo
     server.run()
     for number in (*whole, *live):
         assert server.ids(number) == server.expected(number)
-    assert server.ranks.host.most["out"] <= budget
+    if slots == 400:  # more than all blocks of the pools take, so that they are never all pinned
+        assert server.pool.host.usage.dropped == 0
     server.assert_idle()

@@ -75,6 +75,14 @@ def test_a_full_index_takes_no_more_and_asks_for_a_smaller_snapshot(index):
     assert (len(index), index.known(KEYS[4:])) == (6, 6)
 
 
+def test_blocks_that_are_reported_again_take_no_room(index):
+    index.resize(len(KEYS) + 1)
+    index.take(report(1, KEYS, snapshot=True))
+    index.take(report(2, [*KEYS, 1, 1]))
+    assert (len(index), index.known([*KEYS, 1])) == (11, 11)
+    assert index.asks(99.0) is None
+
+
 def test_an_index_that_gets_less_room_asks_and_never_has_twice_as_much(index):
     index.take(report(1, KEYS, snapshot=True))
     index.resize(6)

@@ -11,6 +11,7 @@ in flight.
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import NamedTuple
 
@@ -74,9 +75,9 @@ class BlockTables:
     ) -> None:
         self._logs = logs or (PrefixLog(), PrefixLog())
         self.sizes = sizes
-        self.host = HostTier(sizes.host, self._logs)
-        self.hot = BlockPool(sizes.hot, self._logs[0], self._on_evict_hot)
-        self.cold = BlockPool(sizes.cold, self._logs[1], self._on_evict_cold)
+        self.host = HostTier(sizes.host, self._logs, self._is_pooled)
+        self.hot = BlockPool(sizes.hot, self._logs[0], self._on_evict_hot, partial(self.host.holds, cold=False))
+        self.cold = BlockPool(sizes.cold, self._logs[1], self._on_evict_cold, partial(self.host.holds, cold=True))
         self.compressed = 0
         """Blocks that have been compressed since the start."""
         self._hot_window = hot_window
@@ -207,7 +208,8 @@ class BlockTables:
                     pool.share(block)
                     own[index] = block
             self.host.pin((keys[index] for index in reversed(indices) if own[index] == _NONE), cold=cold)
-        self.host.note_hit(any(own[index] == _NONE for _, _, own, indices in versions for index in indices))
+        is_loaded = any(own[index] == _NONE for _, _, own, indices in versions for index in indices)
+        self.host.note_hit(is_loaded and sequence.cached_tokens is None)  # not once more after a preemption
         row, sequence.loads_end = self._rows[sequence.sampling_row], 0
         for cold, pool, own, indices in versions:
             for index in indices:
@@ -381,6 +383,8 @@ class BlockTables:
             cold = moves[hot] = self.cold.allocate(sequence.request.tenant)
         else:
             self.cold.share(cold)
+            # Its load may have been left to a later plan, but this sequence reads it from the plan being made on.
+            self.host.hurry(self.host.wait_for(self._first_cold + cold))
             if moves is self._moves and hot in self._late_moves:  # a query of this step needs it
                 self._moves[hot] = self._late_moves.pop(hot)
         sequence.cold[index] = cold
@@ -394,6 +398,9 @@ class BlockTables:
     def _has(self, key: BlockKey, *, cold: bool) -> bool:
         """Whether the version of a block is in its pool or in host memory."""
         return (self.cold if cold else self.hot).find(key) is not None or self.host.has(key, cold=cold)
+
+    def _is_pooled(self, cold: bool, digest: bytes) -> bool:
+        return (self.cold if cold else self.hot).holds(digest)
 
     def _on_evict_hot(self, block: int, key: BlockKey, is_wanted: bool) -> None:
         self.host.evicted(block, key, cold=False, is_wanted=is_wanted)

@@ -32,7 +32,7 @@ class HostSizes(msgspec.Struct, array_like=True, frozen=True):
     hot_slots: int = 1
     """Slots that a hot block takes."""
     step_slots: int = 0
-    """How many slots one step fills at most, and how many it reads at most if it computes other sequences, too."""
+    """How many slots one step reads at most if it computes other sequences, too; a rank copies so many at once."""
 
 
 class PoolSizes(msgspec.Struct, array_like=True, frozen=True):
@@ -70,9 +70,10 @@ class BlockPool:
 
     Args:
         total: number of blocks.
-        log: notes the blocks that become known by their keys, and that are evicted.
+        log: notes the blocks that become known by their keys, and that are evicted, unless the tier below has them too.
         on_evict: called before a block with a key is evicted, with its number, its key and whether it was not among
             those that are evicted first.
+        is_below: whether the tier below has the block with a digest, after `on_evict` also one that it is to get.
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class BlockPool:
         total: int,
         log: PrefixLog | None = None,
         on_evict: Callable[[int, BlockKey, bool], None] = lambda *_: None,
+        is_below: Callable[[bytes], bool] = lambda _: False,
     ) -> None:
         self.total = total
         self._on_evict = on_evict
+        self._is_below = is_below
         self._log = log or PrefixLog()
         self._references = [0] * total
         self._keys: list[BlockKey | None] = [None] * total
@@ -146,7 +149,7 @@ class BlockPool:
         if key.digest not in self._by_digest and self._keys[block] is None:
             self._by_digest[key.digest] = block
             self._keys[block] = key
-            self._log.note(key.digest)
+            self._note(key.digest)
 
     def holds(self, digest: bytes) -> bool:
         """Whether a block has the contents with this digest."""
@@ -193,7 +196,12 @@ class BlockPool:
             self._on_evict(block, key, is_wanted)
             del self._by_digest[key.digest]
             self._keys[block] = None
-            self._log.note(key.digest)
+            self._note(key.digest)
+
+    def _note(self, digest: bytes) -> None:
+        # What moves between the tiers stays in the cache: followers of the log have nothing to learn.
+        if not self._is_below(digest):
+            self._log.note(digest)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one state."""

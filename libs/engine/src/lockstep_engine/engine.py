@@ -17,6 +17,7 @@ from typing import Any
 
 from lockstep_common.cpu_limit import usable_cpus
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.memory_limit import usable_memory
 from lockstep_common.protocol import PRIORITIES
 
 from lockstep_engine.blocks import PoolSizes
@@ -33,7 +34,7 @@ from lockstep_engine.prefix_log import PrefixChanges
 from lockstep_engine.queue_estimate import QueueEstimate
 from lockstep_engine.request import Grammar, Output, Phase, PhaseChange, Request
 from lockstep_engine.scheduler import Limits, Scheduler, no_memory
-from lockstep_engine.sizes import collectives_segment_bytes
+from lockstep_engine.sizes import check_host_memory, collectives_segment_bytes
 
 logger = logging.getLogger("lockstep.engine")
 
@@ -210,6 +211,7 @@ class AsyncEngine:
         Raises:
             LockstepError: they cannot start, and another start would fail in the same way.
         """
+        check_host_memory(self.config, usable_memory())
         self._loop = loop = asyncio.get_running_loop()
         self._started = loop.create_future()
         self._group = RankGroup(group_settings(self.config, self.model, self._zygote), self)

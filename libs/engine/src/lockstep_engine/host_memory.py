@@ -6,6 +6,7 @@ steps, so that no host waits and no order but the plan's is possible; on a GPU t
 """
 
 import logging
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ class HostMemory:
             size = sizes.slots * sizes.slot_bytes
             raise invalid("host_cache_bytes", f"is more than there is: {size} bytes cannot be allocated") from error
         if sizes.slots and self._device.type == "cuda":
-            _pin(self._memory)
+            _pin(self._memory, self._device)
 
     def copy(self, spills: NDArray[np.int32] | None, loads: NDArray[np.int32] | None) -> None:
         """Execute the spills of a plan, then its loads (see `Plan`)."""
@@ -50,7 +51,7 @@ class HostMemory:
             for version, rows in ((False, copies[~cold]), (True, copies[cold])):
                 slots = rows[:, 1 : 2 if version else 1 + self._sizes.hot_slots]
                 blocks = rows[:, 0].astype(np.int64) - (self._cache.first_cold if version else 0)
-                # No more at once than a step may spill, so that little of a GPU's memory is needed between the two.
+                # No more at once than a step loads beside others, so that little of a GPU's memory is needed between.
                 batch = max(1, self._sizes.step_slots // slots.shape[1])
                 for first in range(0, len(rows), batch):
                     part = slice(first, first + batch)
@@ -82,7 +83,7 @@ class HostMemory:
                 self._memory[slot].copy_(piece, non_blocking=True)
 
 
-def _pin(memory: torch.Tensor) -> None:
+def _pin(memory: torch.Tensor, device: torch.device) -> None:
     """Pin host memory in place: torch's own pinned memory is rounded up to a power of two. Pages that cannot be pinned
     are copied all the same, but the host waits for each copy.
     """
@@ -90,3 +91,7 @@ def _pin(memory: torch.Tensor) -> None:
     error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if error:
         logger.warning("the host tier of the prefix cache is not pinned: CUDA error %d", error)
+        # The runtime keeps the error until somebody asks for the last one. torch does so after each launch of a kernel,
+        # and would take it for that kernel's own: one that does nothing takes it here.
+        with suppress(RuntimeError):
+            torch.ones(1, device=device)

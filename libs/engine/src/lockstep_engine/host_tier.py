@@ -2,7 +2,9 @@
 the next plan orders. Numbers only; `host_memory` has the memory of a rank.
 
 A block that the pools evict is copied to slots before it gets a new owner (a spill); a prompt that begins with it gets
-it back in a block of the pools (a load). A plan's spills come first, then its loads, then the step. The driver decides
+it back in a block of the pools (a load). A plan's spills come first, then its loads, then the step. Loads can wait for
+a later plan. Spills cannot, and none is left out: the text after a missing block could not be found any more. They are
+at most the blocks that a plan allocates, for its tokens and for the loads that are ordered with it. The driver decides
 both, as it decides block numbers: all ranks hold the same blocks in the same slots.
 
 Invariant: a slot that a plan reads has been written by an earlier plan or by a spill of the same plan, and nothing else
@@ -39,7 +41,7 @@ class HostUsage:
     copied_out: int = 0
     """Blocks that have been copied to host memory."""
     dropped: int = 0
-    """Evicted blocks that have not been copied, because a step may copy no more or all slots were pinned."""
+    """Evicted blocks that have not been copied, because all slots were pinned."""
 
 
 @dataclass(eq=False)
@@ -68,12 +70,19 @@ class HostTier:
 
     Args:
         sizes: size of the tier.
-        logs: note which hot and which cold blocks the tier loses.
+        logs: note which hot and which cold blocks the tier loses, unless the pools have them.
+        is_pooled: whether the pool of a version has the block with a digest.
     """
 
-    def __init__(self, sizes: HostSizes, logs: tuple[PrefixLog, PrefixLog]) -> None:
+    def __init__(
+        self,
+        sizes: HostSizes,
+        logs: tuple[PrefixLog, PrefixLog],
+        is_pooled: Callable[[bool, bytes], bool] = lambda *_: False,
+    ) -> None:
         self._sizes = sizes
         self._logs = logs
+        self._is_pooled = is_pooled
         self._held: OrderedDict[tuple[bool, bytes], _Held] = OrderedDict()
         """By version and digest, least recently used first."""
         self._free: list[int] = []
@@ -83,8 +92,6 @@ class HostTier:
         """By id of the block; those of the plan that is being made."""
         self._loads: OrderedDict[int, _Load] = OrderedDict()
         """By id of the block, in the order in which plans execute them."""
-        self._spilled = 0
-        """Slots of `_spills`."""
         self._ordered = 0
         """`_Load.end` of the last load."""
         self._reach = sizes.step_slots
@@ -176,7 +183,7 @@ class HostTier:
         if not self._spills and not self._loads:
             self._reach = self._ordered + self._sizes.step_slots
             return None, None
-        spills, self._spills, self._spilled = self._spills, {}, 0
+        spills, self._spills = self._spills, {}
         loads: dict[int, _Held] = {}
         while self._loads and (load := next(iter(self._loads.values()))).end <= self._reach:
             block, _ = self._loads.popitem(last=False)
@@ -193,7 +200,6 @@ class HostTier:
         used = [slot for held in self._held.values() for slot in held.slots]
         assert sorted([*used, *self._free]) == list(range(self._unused))
         assert self._unused <= self._sizes.slots
-        assert self._spilled == sum(len(held.slots) for held in self._spills.values()) <= self._sizes.step_slots
         copies = [*self._spills.values(), *(load.held for load in self._loads.values())]
         assert all(held.pins == sum(each is held for each in copies) for held in self._held.values())
         assert all(self._held[cold, held.key.digest] is held for (cold, _), held in self._held.items())
@@ -201,13 +207,12 @@ class HostTier:
 
     def _spill(self, block: int, key: BlockKey, cold: bool) -> None:
         count = 1 if cold else self._sizes.hot_slots
-        if self._spilled + count > self._sizes.step_slots or not self._make_room(count):
+        if not self._make_room(count):
             self._dropped += 1
             return
         held = _Held(key, tuple(self._take_slot() for _ in range(count)), pins=1)
         self._held[cold, key.digest] = held
         self._spills[block] = held
-        self._spilled += count
 
     def _make_room(self, count: int) -> bool:
         """Evict blocks until `count` slots are free; False if the oldest block is pinned."""
@@ -217,7 +222,8 @@ class HostTier:
                 return False
             cold, digest = oldest
             self._free.extend(self._held.pop(oldest).slots)
-            self._logs[cold].note(digest)
+            if not self._is_pooled(cold, digest):
+                self._logs[cold].note(digest)
         return True
 
     def _take_slot(self) -> int:

@@ -182,8 +182,10 @@ class Scheduler:
             MemoryError: the scheduler's state is inconsistent; call `shed`.
         """
         chunks = self._choose()
-        if not chunks and not self._in_flight and self.blocks.hurry(self._running):
-            chunks = self._choose()  # nothing waits but for loads from host memory, so they delay nobody else
+        # While nothing waits but for loads from host memory, they delay nobody else. A sequence whose loads are done
+        # may still lack room, which one that is loading has: each round ends the loads of at least one more.
+        while not chunks and not self._in_flight and self.blocks.hurry(self._running):
+            chunks = self._choose()
         if not chunks:
             return None
         self._current = chunks[-1].sequence

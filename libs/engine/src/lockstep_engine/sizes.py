@@ -18,7 +18,7 @@ FLAG_BYTES = 64
 
 _CPU_KV_BYTES = 512 * 2**20
 _STEP_COPY_BYTES = {"cpu": 8 * 2**20, "cuda": 32 * 2**20}
-"""Bytes that a step copies at most to host memory, and back beside other sequences: about a millisecond."""
+"""Bytes that a step copies at most from host memory beside other sequences: about a millisecond."""
 _CUDA_SHARE = 0.9
 """Part of a GPU's free memory that the KV cache and graphs take."""
 
@@ -92,6 +92,24 @@ def host_sizes(config: EngineConfig, device: str, cold: bool, block_bytes: int, 
     if slots < hot_slots:
         raise invalid("host_cache_bytes", f"must be 0 or at least {hot_slots * slot_bytes}, the size of a block")
     return HostSizes(slots, slot_bytes, hot_slots, max(hot_slots, _STEP_COPY_BYTES[device] // slot_bytes))
+
+
+def check_host_memory(config: EngineConfig, usable_bytes: int) -> None:
+    """Check that all ranks' tiers in host memory fit into it. An allocation would succeed, and a rank be killed once it
+    has filled its tier.
+
+    Args:
+        config: its `host_cache_bytes` is what each rank takes.
+        usable_bytes: memory that the ranks can have together.
+
+    Raises:
+        LockstepError: INVALID_REQUEST: they do not fit.
+    """
+    size = config.tp * config.host_cache_bytes
+    if size > usable_bytes:
+        raise invalid(
+            "host_cache_bytes", f"is more than there is: {size} bytes for all ranks, of {usable_bytes} available"
+        )
 
 
 def kv_bytes(tokens: int, hot_window: HotWindow | None, block_bytes: int, cold_block_bytes: int) -> int:

@@ -62,7 +62,7 @@ HOST_HITS = Counter(
 )
 HOST_COPIES = Counter(
     "lockstep_worker_host_cache_copies_total",
-    "KV blocks copied: in from host memory, out to it, or dropped because a step copies no more",
+    "KV blocks copied: in from host memory, out to it, or dropped because all slots were in use by other copies",
     ["way"],
     registry=REGISTRY,
 )

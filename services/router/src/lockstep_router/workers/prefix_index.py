@@ -143,10 +143,11 @@ class PrefixIndex:
         metrics.PREFIX_REPORTS.inc()
         self._held.difference_update(report.removed)
         room = max(0, self.max_blocks - len(self._held))
-        if len(report.added) > room:
+        added = [key for key in dict.fromkeys(report.added) if key not in self._held]
+        if len(added) > room:
             # Reports name new blocks only, so they do not say which old ones are used least: a snapshot does.
             self._wants = "full"
-        self._held.update(report.added[:room])
+        self._held.update(added[:room])
 
     def _lose(self, reason: str) -> None:
         self._held = set()
