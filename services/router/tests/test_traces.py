@@ -2,6 +2,7 @@
 
 import pytest
 from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
+from lockstep_common.telemetry import REGISTRY
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import Span, Tracing
 from router_cluster import Cluster, eventually
@@ -68,6 +69,30 @@ async def test_a_request_has_a_route_and_an_attempt(make_cluster, stream):
     assert (submit.traceparent, submit.tracestate) == (attempt.context.traceparent, "vendor=1")
     assert "canary" not in repr([(span.attributes, span.events) for span in spans])
     assert b"canary" not in submit.SerializeToString()  # baggage goes nowhere
+
+
+def streams_ended(outcome: str) -> float:
+    return REGISTRY.get_sample_value("lockstep_router_streams_ended_total", {"outcome": outcome}) or 0.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_finishes_a_stream(make_cluster, stream):
+    """The router finds it, and cancels what the worker would go on with."""
+    cluster = await make_cluster()
+    whole = (await cluster.complete()).json()["choices"][0]["text"]
+    spans, before = trace(cluster), [streams_ended(outcome) for outcome in ("finished", "cancelled")]
+    for worker in cluster.workers:
+        worker.script = Script(hang_after=8)
+    response = await cluster.complete(stop=whole[4:6], stream=stream)
+    assert response.status_code == 200
+    await eventually(lambda: named(spans, "attempt") and named(spans, "request"))
+    check_tree(spans)
+    (attempt,) = named(spans, "attempt")
+    assert (attempt.attributes["lockstep.outcome"], attempt.error) == ("finished", "")
+    (request,) = named(spans, "request")
+    assert request.attributes["gen_ai.response.finish_reasons"] == ["stop"]
+    after = [streams_ended(outcome) for outcome in ("finished", "cancelled")]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 0]
 
 
 async def test_a_request_that_moves_is_one_trace_with_linked_attempts(make_cluster):
