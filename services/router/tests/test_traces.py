@@ -133,6 +133,15 @@ async def test_only_what_is_slow_or_fails_is_kept_at_a_ratio_of_zero(make_cluste
     assert "secret detail" not in repr([(span.attributes, span.events) for span in spans])
 
 
+async def test_a_clients_own_timeout_is_no_reason_to_keep_a_trace(make_cluster):
+    cluster = await make_cluster()
+    spans = trace(cluster, ratio=0.0)
+    for worker in cluster.workers:
+        worker.script = Script(hang_after=0)
+    assert (await cluster.complete(headers={"X-Request-Timeout": "0.3"})).status_code == 504
+    assert spans == []
+
+
 async def test_slow_requests_are_kept(make_cluster):
     cluster = await make_cluster()
     spans = trace(cluster, ratio=0.0, slow_s=1e-6)
