@@ -36,7 +36,7 @@ RANK_COLLECTIVE = Counter(
 )
 RANK_MEMORY = Gauge(
     "lockstep_worker_rank_memory_bytes",
-    "Memory of the rank: `resident` of its process, `device` that it has reserved of its GPU",
+    "Memory of the rank: `resident` of its process, `device` that it had reserved of its GPU when it became ready",
     ["rank", "kind"],
     registry=REGISTRY,
 )
