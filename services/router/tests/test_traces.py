@@ -1,5 +1,7 @@
 """The router's spans: their tree, what they say of the route and of each attempt, and which traces are kept."""
 
+import asyncio
+
 import pytest
 from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
 from lockstep_common.telemetry import REGISTRY
@@ -179,6 +181,38 @@ async def test_a_client_that_leaves_ends_its_trace(make_cluster):
     (attempt,) = named(spans, "attempt")
     assert attempt.attributes["lockstep.outcome"] == "cancelled"
     assert cluster.router.tracing.waiting == 0
+
+
+@pytest.mark.parametrize("face", ["grpc", "websocket"])
+async def test_a_call_that_is_cancelled_while_its_stream_is_forgotten_ends_its_trace(make_cluster, monkeypatch, face):
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    cancel = cluster.router.runs.cancel
+
+    async def cancelled(request_id: str, owner: str) -> None:
+        await cancel(request_id, owner)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(cluster.router.runs, "cancel", cancelled)
+    for worker in cluster.workers:
+        worker.script = Script(hang_after=2)
+    if face == "grpc":
+        async with cluster.over_grpc() as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            sampling = inference_pb2.Sampling(max_tokens=12)
+            message = inference_pb2.GenerateRequest(
+                model="reference", prompt="hello", sampling=sampling, resumable=False
+            )
+            call = stub.Generate(message)
+            await call.read()
+            call.cancel()
+            await eventually(lambda: named(spans, "request"))
+    else:
+        async with cluster.over_http() as client, socket_of(client) as socket:
+            await socket.generate("a", model="reference", prompt="hello", max_tokens=12, resumable=False)
+            await eventually(lambda: any(worker.submits for worker in cluster.workers))
+        await eventually(lambda: named(spans, "request"))
+    await eventually(lambda: cluster.router.tracing.waiting == 0)
 
 
 async def test_a_resumed_client_links_to_the_trace_of_its_stream(make_cluster):
