@@ -19,7 +19,7 @@ def test_the_committed_document_is_what_the_code_says() -> None:
 def test_every_metric_has_a_name_with_its_service_a_meaning_and_bounded_labels() -> None:
     assert len(ALL) > 90
     for facts in ALL:
-        assert re.fullmatch(r"(lockstep_(router|worker|state|tls)|vllm:)[a-z_]+", facts.name), facts
+        assert re.fullmatch(r"(lockstep_(router|worker|state|tls|traces?)|vllm:)[a-z_]+", facts.name), facts
         assert len(facts.meaning) > 10, facts
         assert set(facts.labels) <= set(metric_docs.LABELS), facts
 

@@ -126,6 +126,21 @@ def test_a_trace_has_a_bounded_number_of_spans():
     assert count("limit") == before + 7
 
 
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+def test_the_span_that_all_others_are_below_is_never_beyond_the_bound(ratio: float):
+    made, exported = tracing(ratio)
+    trace, before = made.trace(), count("limit")
+    root = trace.begin("request")
+    for _ in range(spans.MAX_SPANS + 7):
+        trace.end(trace.begin("attempt", root))
+    trace.end(root)
+    trace.keep(Kept.ERROR)
+    trace.release()
+    assert [span.name for span in exported] == ["attempt"] * spans.MAX_SPANS + ["request"]
+    assert count("limit") == before + 7
+    assert made.waiting == 0
+
+
 def test_traces_that_are_not_decided_on_share_a_bound(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(spans, "MAX_WAITING_SPANS", 5)
     made, exported = tracing()

@@ -83,6 +83,28 @@ async def test_a_rank_that_dies_while_others_are_forked_is_told_after_the_start(
     assert len(listener.lost) == 1
 
 
+async def test_new_ranks_have_done_nothing_while_their_zygote_starts(group_of, monkeypatch):
+    ranks, _ = group_of(SCRIPT, 64)
+    seen, start_zygote = [], ranks._start_zygote
+
+    async def observed():
+        seen.append((ranks.epoch, ranks.steps))
+        await start_zygote()
+
+    monkeypatch.setattr(ranks, "_start_zygote", observed)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await ranks.start()
+            ranks._mailbox.steps[:] = 9
+            assert ranks.steps == [9, 9]
+            ranks._zygote.kill()
+            await asyncio.to_thread(ranks._zygote.wait)
+            await ranks.start()
+    finally:
+        await ranks.stop()
+    assert seen == [(1, [0, 0]), (2, [0, 0])]
+
+
 def plan(step, takes_ms):
     zero = np.zeros(1, dtype=np.int32)
     return Plan(

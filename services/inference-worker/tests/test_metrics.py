@@ -63,11 +63,35 @@ async def test_the_prefix_cache_in_host_memory_is_counted_over_all_epochs(model_
         (1, HostUsage(blocks=5, used_bytes=70, capacity_bytes=100, hits=1, copied_in=3, copied_out=8, dropped=2)),
         (1, HostUsage(blocks=6, used_bytes=80, capacity_bytes=100, hits=1, copied_in=4, copied_out=9, dropped=2)),
         (1, HostUsage()),
+        (1, HostUsage(blocks=1, used_bytes=10, capacity_bytes=100, hits=2, copied_in=1, copied_out=4, dropped=0)),
+        # The epoch begins before the counts do.
+        (2, HostUsage(blocks=1, used_bytes=10, capacity_bytes=100, hits=2, copied_in=1, copied_out=4, dropped=0)),
+        (2, HostUsage()),
         (2, HostUsage(blocks=2, used_bytes=20, capacity_bytes=100, hits=0, copied_in=0, copied_out=2, dropped=1)),
     ):
         meter.observe(replace(status, epoch=epoch, host=usage), ready=True, routers=0, streams=0)
     assert (value("host_cache_blocks"), value("host_cache_bytes")) == (2, 20 * len(status.ranks))
-    assert [now - then for now, then in zip(counts(), before, strict=True)] == [1, 4, 11, 3]
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [3, 5, 15, 3]
+
+
+async def test_counts_that_begin_anew_some_time_after_their_epoch_are_counted_once(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path)) as worker:
+        status = worker.engine.status()
+
+    def counts():
+        each_rank = ("rank_steps_total", "rank_forward_seconds_total", "rank_collective_seconds_total")
+        return [value(name) for name in ("steps_total", "compressed_blocks_total")] + [
+            value(name, rank="9") for name in each_rank
+        ]
+
+    meter = StatusMeter()
+    meter.observe(replace(status, epoch=1, steps=0, compressed_blocks=0, ranks=()), ready=True, routers=0, streams=0)
+    before = counts()
+    for epoch, steps in ((1, 70), (2, 70), (2, 0), (2, 5), (2, 40), (3, 40), (3, 40), (3, 2)):
+        rank = RankStatus(9, 1000 + epoch, "ready", steps, forward_s=steps / 4, collective_s=steps / 8)
+        now = replace(status, epoch=epoch, steps=steps, compressed_blocks=2 * steps, ranks=(rank,))
+        meter.observe(now, ready=True, routers=0, streams=0)
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [112, 224, 112, 28, 14]
 
 
 async def test_ranks_and_cache_are_measured(model_dir, socket_path):

@@ -1,7 +1,10 @@
 """The router's spans: their tree, what they say of the route and of each attempt, and which traces are kept."""
 
+import asyncio
+
 import pytest
 from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
+from lockstep_common.telemetry import REGISTRY
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import Span, Tracing
 from router_cluster import Cluster, eventually
@@ -70,6 +73,30 @@ async def test_a_request_has_a_route_and_an_attempt(make_cluster, stream):
     assert b"canary" not in submit.SerializeToString()  # baggage goes nowhere
 
 
+def streams_ended(outcome: str) -> float:
+    return REGISTRY.get_sample_value("lockstep_router_streams_ended_total", {"outcome": outcome}) or 0.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_finishes_a_stream(make_cluster, stream):
+    """The router finds it, and cancels what the worker would go on with."""
+    cluster = await make_cluster()
+    whole = (await cluster.complete()).json()["choices"][0]["text"]
+    spans, before = trace(cluster), [streams_ended(outcome) for outcome in ("finished", "cancelled")]
+    for worker in cluster.workers:
+        worker.script = Script(hang_after=8)
+    response = await cluster.complete(stop=whole[4:6], stream=stream)
+    assert response.status_code == 200
+    await eventually(lambda: named(spans, "attempt") and named(spans, "request"))
+    check_tree(spans)
+    (attempt,) = named(spans, "attempt")
+    assert (attempt.attributes["lockstep.outcome"], attempt.error) == ("finished", "")
+    (request,) = named(spans, "request")
+    assert request.attributes["gen_ai.response.finish_reasons"] == ["stop"]
+    after = [streams_ended(outcome) for outcome in ("finished", "cancelled")]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 0]
+
+
 async def test_a_request_that_moves_is_one_trace_with_linked_attempts(make_cluster):
     cluster = await make_cluster()
     spans = trace(cluster, ratio=0.0)
@@ -106,6 +133,15 @@ async def test_only_what_is_slow_or_fails_is_kept_at_a_ratio_of_zero(make_cluste
     (request,) = named(spans, "request")
     assert (request.error, request.attributes["lockstep.trace.kept_because"]) == ("500", "error")
     assert "secret detail" not in repr([(span.attributes, span.events) for span in spans])
+
+
+async def test_a_clients_own_timeout_is_no_reason_to_keep_a_trace(make_cluster):
+    cluster = await make_cluster()
+    spans = trace(cluster, ratio=0.0)
+    for worker in cluster.workers:
+        worker.script = Script(hang_after=0)
+    assert (await cluster.complete(headers={"X-Request-Timeout": "0.3"})).status_code == 504
+    assert spans == []
 
 
 async def test_slow_requests_are_kept(make_cluster):
@@ -145,6 +181,38 @@ async def test_a_client_that_leaves_ends_its_trace(make_cluster):
     (attempt,) = named(spans, "attempt")
     assert attempt.attributes["lockstep.outcome"] == "cancelled"
     assert cluster.router.tracing.waiting == 0
+
+
+@pytest.mark.parametrize("face", ["grpc", "websocket"])
+async def test_a_call_that_is_cancelled_while_its_stream_is_forgotten_ends_its_trace(make_cluster, monkeypatch, face):
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    cancel = cluster.router.runs.cancel
+
+    async def cancelled(request_id: str, owner: str) -> None:
+        await cancel(request_id, owner)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(cluster.router.runs, "cancel", cancelled)
+    for worker in cluster.workers:
+        worker.script = Script(hang_after=2)
+    if face == "grpc":
+        async with cluster.over_grpc() as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            sampling = inference_pb2.Sampling(max_tokens=12)
+            message = inference_pb2.GenerateRequest(
+                model="reference", prompt="hello", sampling=sampling, resumable=False
+            )
+            call = stub.Generate(message)
+            await call.read()
+            call.cancel()
+            await eventually(lambda: named(spans, "request"))
+    else:
+        async with cluster.over_http() as client, socket_of(client) as socket:
+            await socket.generate("a", model="reference", prompt="hello", max_tokens=12, resumable=False)
+            await eventually(lambda: any(worker.submits for worker in cluster.workers))
+        await eventually(lambda: named(spans, "request"))
+    await eventually(lambda: cluster.router.tracing.waiting == 0)
 
 
 async def test_a_resumed_client_links_to_the_trace_of_its_stream(make_cluster):

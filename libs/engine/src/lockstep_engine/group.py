@@ -221,6 +221,7 @@ class RankGroup:
         self.epoch += 1
         self._first_dead, self.exits = None, {}
         self.ranks = [RankProcess(rank) for rank in range(self._tp)]
+        self._mailbox = None  # it counts what the ranks before have done
         if self._zygote is None or self._zygote.poll() is not None:
             await self._start_zygote()
         settings = self._settings

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep_common.telemetry import REGISTRY
-from lockstep_engine import EngineState, EngineStatus, HostUsage, RankStatus
+from lockstep_engine import EngineState, EngineStatus, RankStatus
 from prometheus_client import Counter, Gauge, Histogram
 
 from lockstep_worker.streams import LiveStream
@@ -36,7 +36,7 @@ RANK_COLLECTIVE = Counter(
 )
 RANK_MEMORY = Gauge(
     "lockstep_worker_rank_memory_bytes",
-    "Memory of the rank: `resident` of its process, `device` that it has reserved of its GPU",
+    "Memory of the rank: `resident` of its process, `device` that it had reserved of its GPU when it became ready",
     ["rank", "kind"],
     registry=REGISTRY,
 )
@@ -169,21 +169,18 @@ def measure(stream: LiveStream, *, is_finished: bool) -> None:
 
 
 class Growth:
-    """Makes a counter grow as a count of the engine does, which begins at 0 again with new ranks."""
+    """Makes a counter grow as a count of the engine does. A count that has fallen has begun at 0 again: the engine sets
+    its counts back some time after the new epoch or the new process shows, so neither of these tells it.
+    """
 
     def __init__(self, grow: Callable[[float], None]) -> None:
         self._grow = grow
         self._last = 0.0
 
-    def restart(self) -> None:
-        """The count has begun at 0."""
-        self._last = 0.0
-
     def observe(self, count: float) -> None:
         """Take the present count."""
-        if count > self._last:
-            self._grow(count - self._last)
-            self._last = count
+        self._grow(count - self._last if count >= self._last else count)
+        self._last = count
 
 
 class RankMeter:
@@ -201,10 +198,7 @@ class RankMeter:
 
     def observe(self, status: RankStatus) -> None:
         """Record one status."""
-        if status.pid != self._pid:
-            self._pid = status.pid
-            for growth in (self._steps, self._forward, self._collective):
-                growth.restart()
+        self._pid = status.pid
         self._up.set(status.state == "ready")
         self._steps.observe(status.steps)
         self._forward.observe(status.forward_s)
@@ -227,13 +221,14 @@ class StatusMeter:
         self._blocks = {
             (tier, use): KV_BLOCKS.labels(tier, use) for tier in ("hot", "cold") for use in ("used", "free")
         }
+        self._finished_steps = Growth(STEPS.inc)
         self._compressed = Growth(COMPRESSED.inc)
         self._preemptions = Growth(PREEMPTIONS.inc)
         self._prompt_tokens = Growth(PROMPT_TOKENS.inc)
         self._hit_tokens = Growth(PREFIX_HIT_TOKENS.inc)
         self._epoch = 0
-        self._steps = 0
-        self._host = HostUsage()
+        self._host_hits = Growth(HOST_HITS.inc)
+        self._host_copies = {way: Growth(HOST_COPIES.labels(way).inc) for way in ("in", "out", "dropped")}
         self._was_ready = False
         self._fingerprint = ""
 
@@ -242,12 +237,9 @@ class StatusMeter:
         if status.epoch != self._epoch:
             if self._was_ready:
                 RESTARTS.inc(status.epoch - self._epoch)
-            self._epoch, self._steps = status.epoch, 0
-            self._host = HostUsage()
-            self._compressed.restart()
+            self._epoch = status.epoch
         self._was_ready = self._was_ready or status.state is EngineState.READY
-        STEPS.inc(max(0, status.steps - self._steps))
-        self._steps = max(self._steps, status.steps)
+        self._finished_steps.observe(status.steps)
         READY.set(ready)
         EPOCH.set(status.epoch)
         RUNNING.set(status.running)
@@ -283,15 +275,10 @@ class StatusMeter:
         self._hit_tokens.observe(status.cached_tokens)
 
     def _observe_host(self, status: EngineStatus) -> None:
-        now, before = status.host, self._host
-        HOST_BLOCKS.set(now.blocks)
-        HOST_BYTES.set(now.used_bytes * len(status.ranks))
-        # Its counts begin again also where the pools do, within an epoch.
-        HOST_HITS.inc(max(0, now.hits - before.hits))
-        for way, count, counted in (
-            ("in", now.copied_in, before.copied_in),
-            ("out", now.copied_out, before.copied_out),
-            ("dropped", now.dropped, before.dropped),
-        ):
-            HOST_COPIES.labels(way).inc(max(0, count - counted))
-        self._host = now
+        usage = status.host
+        HOST_BLOCKS.set(usage.blocks)
+        HOST_BYTES.set(usage.used_bytes * len(status.ranks))
+        self._host_hits.observe(usage.hits)
+        self._host_copies["in"].observe(usage.copied_in)
+        self._host_copies["out"].observe(usage.copied_out)
+        self._host_copies["dropped"].observe(usage.dropped)

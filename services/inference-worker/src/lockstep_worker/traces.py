@@ -64,7 +64,7 @@ class AttemptTrace:
         if output.ids:
             self._note_tokens(output)
         if output.finish or output.error:
-            self.end("", output.error)
+            self.end(output.error)
 
     def _note_tokens(self, output: Output) -> None:
         if self._phase.name != "decode":
@@ -77,13 +77,16 @@ class AttemptTrace:
                 del self._marks[::2]
                 self._stride *= 2
 
-    def end(self, error: str = "", failure: LockstepError | None = None) -> None:
+    def end(self, failure: LockstepError | None = None, *, is_cancelled: bool = False) -> None:
         """The attempt has ended.
 
         Args:
-            error: a word for it; empty: it is complete.
             failure: if the worker ended it with an error.
+            is_cancelled: the router wants no more of it, which is no error.
         """
+        error = ""
+        if is_cancelled:
+            self._phase.attributes[names.OUTCOME] = "cancelled"
         if failure is not None:
             error = str(failure.code)
             if failure.meaning.http_status >= 500:

@@ -238,7 +238,7 @@ class Worker:
 
     def _cancel(self, stream: LiveStream, failure: LockstepError | None = None) -> None:
         if stream.spans is not None:
-            stream.spans.end("cancelled", failure)
+            stream.spans.end(failure, is_cancelled=failure is None)
         self._streams.remove(stream)
         self.engine.cancel(stream.request_id)
         self._log("stream cancelled", stream)

@@ -68,7 +68,8 @@ PROMPT_TOKENS = Tally("lockstep_router_prompt_tokens", "Tokens of accepted promp
 GENERATED_TOKENS = Tally("lockstep_router_generated_tokens", "Tokens accepted from workers.", registry=REGISTRY)
 STREAMS_ENDED = Tallies(
     "lockstep_router_streams_ended",
-    "Streams that have ended, by outcome: `finished`, `cancelled` because the client left, or the code of the error.",
+    "Streams that have ended, by outcome: `finished`, also at a stop string, `cancelled` because the client left, or "
+    "the code of the error.",
     ["outcome"],
     registry=REGISTRY,
 )

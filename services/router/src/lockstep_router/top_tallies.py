@@ -20,9 +20,12 @@ class TopTallies(Collector):
     """A counter whose first label has a bounded number of values.
 
     At the end of each interval a name that had more in it than the least of those with a place takes over its place.
-    What the displaced name had is added to `other`, so `other` only grows. A name that takes a place begins at 0:
-    what it had before stays in `other`. Within an interval the candidates are counted in bounded memory, as Misra and
-    Gries do ("Finding repeated elements", 1982): whoever has more than its part of the interval is among them.
+    The displaced name's series end. What it had is not added to `other`, where it would look like a burst of just now;
+    so `other` grows by what is counted there only, rates are those of the traffic, and the sum over all names falls
+    when a name is displaced. A name that takes a place begins at 0: what it had before stays in `other`.
+
+    Within an interval the candidates are counted in bounded memory, as Misra and Gries do ("Finding repeated elements",
+    1982): whoever has more than its part of the interval is among them.
 
     Args:
         name: the metric's name, without `_total`.
@@ -98,9 +101,7 @@ class TopTallies(Collector):
         for (had, leaving), (has, coming) in zip(places, rising, strict=False):
             if has <= had:
                 break
-            other = self._counts[OTHER]
-            for labels, count in self._counts.pop(leaving).items():
-                other[labels] = other.get(labels, 0) + count
+            del self._counts[leaving]
             self._counts[coming] = {}
         self._recent, self._candidates = {}, {}
         self._ends_at = self._clock() + self._interval_s

@@ -19,6 +19,8 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
 }
+_CLIENTS_TIMEOUT = 504
+"""The request's own timeout has passed: its span says so, but that alone is no reason to keep the trace."""
 _METHODS = {"http": names.HTTP_METHOD, "websocket": names.HTTP_METHOD}
 
 
@@ -117,7 +119,7 @@ class RequestTrace:
         if self.finish_reasons:
             attributes[names.RESPONSE_FINISH_REASONS] = self.finish_reasons
         is_error = record.status >= 500
-        if is_error:
+        if is_error and record.status != _CLIENTS_TIMEOUT:
             trace.keep(Kept.ERROR)
         trace.keep_if_slow(seconds)
         if trace.kept is not None:

@@ -16,7 +16,9 @@ from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import metrics, names
 
 MAX_SPANS = 256
-"""Spans of one trace in this process. Further ones are not recorded, but counted."""
+"""Spans of one trace in this process. Further ones are not recorded, but counted; the first that begins always is: it
+ends last, and without it the others hang in the air.
+"""
 MAX_EVENTS = 64
 """Events of one span."""
 MAX_WAITING_SPANS = 32_768
@@ -133,7 +135,18 @@ class Tracing:
 class Trace:
     """The spans of one request in this process."""
 
-    __slots__ = ("_ended", "_holds", "_offset_ns", "_parent", "_recorded", "_tracing", "kept", "state", "trace_id")
+    __slots__ = (
+        "_ended",
+        "_first_id",
+        "_holds",
+        "_offset_ns",
+        "_parent",
+        "_recorded",
+        "_tracing",
+        "kept",
+        "state",
+        "trace_id",
+    )
 
     def __init__(self, tracing: Tracing, trace_id: int, parent: TraceContext | None, kept: Kept | None) -> None:
         self.trace_id = trace_id
@@ -144,6 +157,7 @@ class Trace:
         self._parent = parent
         self._holds = 1
         self._recorded = 0
+        self._first_id = 0
         self._ended: list[Span] = []
         # Read once: within a trace, times follow the monotonic clock, which processes of one host share.
         self._offset_ns = time.time_ns() - time.monotonic_ns()
@@ -157,20 +171,20 @@ class Trace:
     ) -> Span:
         """A span that begins at a time of the monotonic clock; None: now. Without a parent it is the caller's child."""
         begin_ns, caller = self.time_of(at_ns), self._parent
+        span_id = self._tracing.new_span_id()
+        self._first_id = self._first_id or span_id
         if parent is None:
             return Span(
                 name,
                 self,
-                self._tracing.new_span_id(),
+                span_id,
                 0 if caller is None else caller.span_id,
                 caller is not None,
                 begin_ns,
                 kind,
             )
         # A child cannot begin before its parent.
-        return Span(
-            name, self, self._tracing.new_span_id(), parent.span_id, False, max(begin_ns, parent.begin_ns), kind
-        )
+        return Span(name, self, span_id, parent.span_id, False, max(begin_ns, parent.begin_ns), kind)
 
     def end(self, span: Span, error: str = "", at_ns: int | None = None) -> None:
         """End a span, once.
@@ -186,7 +200,8 @@ class Trace:
         self._recorded += 1
         if not self._holds:
             return  # what ends after its request tells nothing about it
-        if self._recorded > MAX_SPANS or (self.kept is None and self._tracing.waiting >= MAX_WAITING_SPANS):
+        is_beyond = self._recorded > MAX_SPANS and span.span_id != self._first_id
+        if is_beyond or (self.kept is None and self._tracing.waiting >= MAX_WAITING_SPANS):
             metrics.SPANS.labels("limit").inc()
         elif self.kept is not None:
             self._tracing.export([span])

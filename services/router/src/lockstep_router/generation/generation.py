@@ -237,6 +237,11 @@ class Generation:
         if self._failure is not None:
             raise self._failure
 
+    def _complete(self, index: int) -> None:
+        """End a stream whose choice is finished. The worker does not know stop strings and would continue."""
+        self._streams[index].is_complete = True
+        self._stop(index)
+
     def _stop(self, index: int) -> None:
         """End a stream of which no more is wanted."""
         if not self.runs_alone:
@@ -300,8 +305,7 @@ class Generation:
             return True
         if choice.is_finished:
             if not update.finish:
-                # The worker does not know stop strings and would continue.
-                self._stop(index)
+                self._complete(index)
             if self.is_finished:
                 self._arrival.set()
         elif len(self._choices) == 1 and choice.is_plain and sink.is_caught_up:
@@ -341,8 +345,7 @@ class Generation:
         if self._observe is not None:
             self._observe(choice, updates, deltas)
         if choice.is_finished:
-            # The worker does not know stop strings and would continue.
-            self._tasks[index].cancel()
+            self._complete(index)
         return deltas
 
 

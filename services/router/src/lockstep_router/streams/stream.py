@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from lockstep_api.v1 import worker_pb2
+from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router import metrics
@@ -77,6 +77,8 @@ class Stream:
     # State that most streams never change. Setting all of it for each one would take longer than what it is for.
 
     failovers = 0
+    is_complete = False
+    """Whether all that is wanted of it has arrived, such as a stop string: a cancellation of `run` is its good end."""
     unread_tokens = 0
     """Tokens that have arrived since the last `take`."""
     _caught_up: asyncio.Event | None = None
@@ -160,6 +162,11 @@ class Stream:
         try:
             await self._run_in_time()
             outcome = "finished"
+        except asyncio.CancelledError:
+            if self.is_complete:
+                outcome = "finished"
+                self._trace.leave(self._finish)
+            raise
         except LockstepError as error:
             outcome = error.code
             raise
@@ -170,6 +177,16 @@ class Stream:
             self._trace.end(sys.exception())
             # Both refer to this object in turn: only the garbage collector would free it.
             self._attempt, self._on_update = None, _let_wait
+
+    @property
+    def _finish(self) -> Finished:
+        """How it ended that is complete: as its worker says, if it has ended it too, else by what it has generated."""
+        over = None if self._attempt is None else self._attempt.over
+        if over is not None and over.done() and not over.cancelled():
+            outcome = over.result()
+            if isinstance(outcome, Finished):
+                return outcome
+        return Finished(inference_pb2.FINISH_REASON_STOP)
 
     async def _run_in_time(self) -> None:
         if self._deadline_at is None:

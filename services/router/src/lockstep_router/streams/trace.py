@@ -6,7 +6,7 @@ The stream calls this at each of its moves, a few times in its life and never fo
 import time
 
 from lockstep_api.v1 import inference_pb2
-from lockstep_common.errors import LockstepError
+from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import Kept, Kind, Span, names
 
@@ -136,7 +136,8 @@ class _Recorded(StreamTrace):
         code = ""
         if isinstance(error, LockstepError):
             code = str(error.code)
-            if error.meaning.http_status >= 500:
+            # A deadline is the client's own.
+            if error.meaning.http_status >= 500 and error.code is not ErrorCode.DEADLINE_EXCEEDED:
                 self._trace.keep(Kept.ERROR)
         self._close("cancelled", code)
         self._trace.keep_if_slow(time.monotonic() - self._began_at)

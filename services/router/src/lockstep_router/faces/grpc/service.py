@@ -150,10 +150,12 @@ class Inference:
             record.release_body()
             if failure is not None:
                 record.status = failure.meaning.http_status
-            if call.is_unwanted and call.owner is not None and record.status != 200:
-                await _forget(self._router, record.request_id, call.owner)
-            is_audited = self._router.keys is not None
-            report(Call("grpc", call.endpoint), record, time.perf_counter() - began, is_audited=is_audited)
+            try:
+                if call.is_unwanted and call.owner is not None and record.status != 200:
+                    await _forget(self._router, record.request_id, call.owner)
+            finally:  # also if this is cancelled meanwhile
+                is_audited = self._router.keys is not None
+                report(Call("grpc", call.endpoint), record, time.perf_counter() - began, is_audited=is_audited)
         if failure is not None:
             await abort(context, failure, self._router.settings.router_id)
 

@@ -209,10 +209,12 @@ class Session:
             failure = LockstepError(ErrorCode.INTERNAL, "something went wrong in the router")
         if failure is not None:
             record.status = failure.meaning.http_status
-        if request.is_unwanted and request.has_stream:
-            with suppress(LockstepError):
-                await self._router.runs.cancel(record.request_id, self._owner(record))
-        report(request.call, record, time.perf_counter() - began, is_audited=self._client.access is not None)
+        try:
+            if request.is_unwanted and request.has_stream:
+                with suppress(LockstepError):
+                    await self._router.runs.cancel(record.request_id, self._owner(record))
+        finally:  # also if this is cancelled meanwhile
+            report(request.call, record, time.perf_counter() - began, is_audited=self._client.access is not None)
         if failure is not None and self._socket.is_open:
             with suppress(SocketClosedError):
                 await self._socket.send(messages.failed(request.client_id, failure))
