@@ -405,7 +405,7 @@ async def test_foreign_unknown_and_expired_streams_look_alike(sharing, tmp_path)
     rest = await resume(second.client, stream_id, before[-1][0], **mine)
     assert text_of(before + events_of(rest)) == first.undisturbed("hello world", 7, 100)
     await second.client.delete(f"/v1/streams/{stream_id}", headers=mine)
-    # The first router learns from its next write that it was taken, the state server from the second router that it ended.
+    # The first router learns from its next write that the stream was taken, the state server that it has ended.
     await eventually(lambda: first.router.runs.running == 0)
     await mirrored(second)
     answers.append(await resume(first.client, stream_id, **mine))
