@@ -1,5 +1,6 @@
 """What a rank takes from the driver instead of finding it out again."""
 
+import logging
 import time
 
 import torch
@@ -7,6 +8,7 @@ from checkpoints import VOCABULARY, make
 from in_process_rank import InProcessRank
 from lockstep_engine import SamplingParams
 from lockstep_engine.config import EngineConfig
+from lockstep_engine.control import SetLogLevel
 from lockstep_engine.model_config import inspect_model
 
 SETTINGS = {"device": "cpu", "max_seqs": 2, "max_batch_tokens": 64, "kv_memory_bytes": 2**22, "threads": 1}
@@ -33,6 +35,18 @@ def test_a_rank_does_not_inspect_the_checkpoint_again(tmp_path):
         (path / name).write_text("not JSON")
     with InProcessRank(path, model=info, **SETTINGS) as served:
         assert served.run(([5, 6, 7], SamplingParams(max_tokens=2, temperature=0)))
+
+
+def test_a_rank_that_loads_obeys_an_order_for_its_log(tmp_path):
+    path, _ = make("llama-grouped-untied", tmp_path)
+    logger = logging.getLogger("lockstep")
+    before = logger.level
+    try:
+        with InProcessRank(path, orders=[SetLogLevel("error"), SetLogLevel("warning")], **SETTINGS) as served:
+            assert logger.level == logging.WARNING
+            assert served.run(([5, 6, 7], SamplingParams(max_tokens=2, temperature=0)))
+    finally:
+        logger.setLevel(before)
 
 
 def test_a_rank_counts_the_time_of_its_forward_passes(tmp_path):

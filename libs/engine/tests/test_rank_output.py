@@ -1,13 +1,16 @@
 """What a rank logs, writes and ends with reaches the driver's log, and nothing of it can delay or flood the driver."""
 
 import asyncio
+import contextlib
 import logging
 import os
+import select
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
+from lockstep_engine.control import SetLogLevel, encode_control
 from lockstep_engine.group import GroupSettings, RankGroup
 from lockstep_engine.plan import Plan
 from specs import rank_spec
@@ -92,6 +95,24 @@ async def test_ranks_follow_the_level(group):
     ranks, _, run, logged = group
     logging.getLogger("lockstep").setLevel(logging.DEBUG)
     ranks.set_log_level("debug")
+    await run(LOG)
+    await until(lambda: logged("at debug"))
+
+
+async def test_a_rank_with_a_full_socket_does_not_keep_the_level_from_the_others(group):
+    ranks, _, run, logged = group
+    first, control = ranks.ranks[0].pid, ranks._controls[0]
+    logging.getLogger("lockstep").setLevel(logging.DEBUG)
+    os.kill(first, signal.SIGSTOP)
+    try:
+        await until(lambda: ranks.view()[0].process_state == "stopped")
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                control.send(encode_control(SetLogLevel("info")))
+        ranks.set_log_level("debug")
+    finally:
+        os.kill(first, signal.SIGCONT)
+    await until(lambda: select.select([], [control], [], 0)[1])
     await run(LOG)
     await until(lambda: logged("at debug"))
 

@@ -266,6 +266,25 @@ def test_an_operator_reaches_all_processes():
     assert JointAnswers("r", [Dead()]).to_operator("GET", "/debug/stacks").status == 503
 
 
+def test_an_answer_that_cannot_be_made_is_one_and_the_next_is_made():
+    class Answers:
+        def of(self, path, *, is_stranger):
+            if path == "/status":
+                raise OSError(2, "No such file", "f")
+            return as_json(200, path)
+
+    ours, theirs = Pipe()
+    with ours, theirs:
+        answer_parent(theirs, Answers())
+        asker = Asker(ours)
+        failed = asker.ask("/status")
+        assert (failed.status, "No such file" in json.loads(failed.body)["error"]) == (500, True)
+        assert asker.ask("/healthz").status == 200
+    joint = JointAnswers("r", [Alive(0, failed)])
+    assert json.loads(joint.of("/healthz", is_stranger=False).body) == {"status": "failed", "process": 0}
+    assert b'process_up{process="0"} 0.0' in joint.of("/metrics", is_stranger=False).body
+
+
 def test_a_process_answers_its_parent_as_an_operator():
     class Answers:
         def of(self, path, *, is_stranger):

@@ -207,7 +207,9 @@ def _omit_unused_facts() -> None:
 
 def recent_lines() -> list[str]:
     """The newest lines of the log, the oldest first; none if it goes to a terminal."""
-    return [line for handler in logging.root.handlers if isinstance(handler, BatchHandler) for line in handler.recent]
+    handlers = [handler for handler in logging.root.handlers if isinstance(handler, BatchHandler)]
+    # `list` copies at once; other threads append to the deque while it is iterated.
+    return [line for handler in handlers for line in list(handler.recent)]
 
 
 def _log_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

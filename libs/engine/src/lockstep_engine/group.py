@@ -211,9 +211,10 @@ class RankGroup:
     def set_log_level(self, level: str) -> None:
         """Order all ranks, and those that are started later, to log from this level on."""
         self._log_level = level
-        with contextlib.suppress(OSError):  # a full socket, or a rank that has just died
-            for control in self._controls:
-                control.send(encode_control(SetLogLevel(level)))
+        order = encode_control(SetLogLevel(level))
+        for control in self._controls:
+            with contextlib.suppress(OSError):  # a full socket, or a rank that has just died: the others obey
+                control.send(order)
 
     async def start(self) -> None:
         """Begin a new epoch: start a zygote if there is none, and fork the ranks. `on_ready` is called later."""

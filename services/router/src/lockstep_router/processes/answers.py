@@ -113,7 +113,7 @@ class JointAnswers:
         """
         texts = {_PARENT: exposition().decode()}
         for process, answer in self._ask("/metrics", self._processes):
-            if answer is not None:
+            if answer is not None and answer.status == 200:
                 texts[str(process.number)] = answer.body.decode()
         own = CollectorRegistry()
         up, restarts = process_metrics(own)
