@@ -62,7 +62,7 @@ def act(what):
             logger.warning("flood %d", index)
     elif what == WRITE:
         print("from a library", file=sys.stderr, flush=True)
-        os.write(2, b"x" * 1_000_000)  # much more than a pipe takes: none of it may stop the rank
+        print("x" * 1_000_000, file=sys.stderr, flush=True)  # much more than a pipe takes: none of it may stop the rank
     elif what == CRASH:
         os.kill(os.getpid(), signal.SIGSEGV)
     elif what == RAISE:

@@ -6,13 +6,16 @@ import logging
 import os
 import select
 import signal
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
-from lockstep_engine.control import SetLogLevel, encode_control
+from lockstep_engine.control import MAX_CONTROL_BYTES, SetLogLevel, decode_rank_message, encode_control
+from lockstep_engine.engine import group_settings
 from lockstep_engine.group import GroupSettings, RankGroup
 from lockstep_engine.plan import Plan
+from lockstep_engine.rank_log import RankLogHandler
 from specs import rank_spec
 from talking_zygote import CRASH, FLOOD, HANG, LOG, MESSAGE_BYTES, RAISE, STOP, WRITE
 
@@ -60,11 +63,15 @@ async def until(condition):
 
 
 @pytest.fixture
-async def group(caplog):
+async def group(caplog, monkeypatch):
     """A started group, its listener, and a function that runs a step."""
     logging.getLogger("lockstep").setLevel(logging.INFO)
     listener = Listener()
-    settings = GroupSettings(SPEC, MESSAGE_BYTES, MESSAGE_BYTES, collectives_bytes=64, environment={}, zygote=RUN)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    environment = group_settings(SPEC.config, SPEC.model).environment
+    settings = GroupSettings(
+        SPEC, MESSAGE_BYTES, MESSAGE_BYTES, collectives_bytes=64, environment=environment, zygote=RUN
+    )
     ranks = RankGroup(settings, listener)
     await ranks.start()
     await until(lambda: listener.ready)
@@ -115,6 +122,42 @@ async def test_a_rank_with_a_full_socket_does_not_keep_the_level_from_the_others
     await until(lambda: select.select([], [control], [], 0)[1])
     await run(LOG)
     await until(lambda: logged("at debug"))
+
+
+def test_a_record_that_cannot_be_sent_keeps_none_behind_it(monkeypatch):
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(WAIT_S)
+    odd = {"size": 1 << 100_000, "number": np.float64(0.5), "text": "\ud800", "level_": True, "n": -(1 << 62)}
+
+    class Unspeakable:
+        def __str__(self):
+            raise ValueError
+
+    with ours, theirs:
+        handler = RankLogHandler(theirs, lambda: 3)
+        for fields in (odd, {"field": Unspeakable()}, {"\ud800": "𝄞" * 10_000}):
+            handler.handle(logging.makeLogRecord({"name": "n", "levelno": 30, "msg": "m \ud800"} | fields))
+        first, last = (decode_rank_message(ours.recv(MAX_CONTROL_BYTES)) for _ in range(2))
+        handler.close()
+    assert (first.message, first.dropped, last.dropped) == ("m ?", 0, 1)
+    assert first.fields == {
+        "size": "an integer of 100001 bits",
+        "number": "0.5",
+        "text": "?",
+        "level_": True,
+        "n": -(1 << 62),
+    }
+    assert list(last.fields) == ["?"]
+
+
+def test_what_cannot_be_sent_at_the_end_does_not_hide_why_a_rank_ends(monkeypatch):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        handler = RankLogHandler(theirs, lambda: 0)
+        handler._waiting.append(b"packet")
+        theirs.close()  # `select` then raises ValueError
+        handler.close()
 
 
 async def test_a_flood_is_cut_and_counted(group, caplog):

@@ -115,7 +115,7 @@ def run_rank(
     except LockstepError as error:
         _send(control, StartFailed(error.message, permanent=True))
         return
-    except (OSError, RuntimeError, MemoryError) as error:
+    except Exception as error:  # there is no request yet that it could quote
         _send(control, StartFailed(f"rank {spec.rank}: {type(error).__name__}: {error}", permanent=False))
         return
     try:
