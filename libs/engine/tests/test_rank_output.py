@@ -11,13 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lockstep_common import telemetry
+from lockstep_common.telemetry import JsonFormatter
 from lockstep_engine.control import MAX_CONTROL_BYTES, SetLogLevel, decode_rank_message, encode_control
 from lockstep_engine.engine import group_settings
-from lockstep_engine.group import GroupSettings, RankGroup
+from lockstep_engine.group import GroupSettings, RankGroup, _chunks
 from lockstep_engine.plan import Plan
 from lockstep_engine.rank_log import RankLogHandler
+from lockstep_engine.rank_output import RankOutput
 from specs import rank_spec
-from talking_zygote import CRASH, FLOOD, HANG, LOG, MESSAGE_BYTES, RAISE, STOP, WRITE
+from talking_zygote import CRASH, FLOOD, HANG, LOG, MESSAGE_BYTES, POUR, RAISE, STOP, WRITE
 
 WAIT_S = 60
 SPEC = rank_spec(tp=2, max_seqs=1, max_batch_tokens=16, context_length=16, start_timeout_s=60.0)
@@ -177,6 +180,37 @@ async def test_stderr_is_passed_on_and_never_stops_a_rank(group):
     (first, *_) = await until(lambda: logged("rank wrote to stderr"))
     assert (first.rank, first.stderr.startswith("from a library")) == (1, True)
     assert not listener.lost
+
+
+async def test_a_rank_that_pours_lines_is_read_seldom(group, monkeypatch):
+    ranks, _, run, logged = group
+    reads = []
+    read_lines = RankOutput.read_lines
+    monkeypatch.setattr(RankOutput, "read_lines", lambda output: reads.append(output.rank) or read_lines(output))
+    await run(POUR)
+    await ranks.kill()
+    told = logged("rank wrote to stderr")
+    assert reads.count(1) <= 20  # the burst, and twice a second
+    assert sum(getattr(record, "dropped_lines", 0) for record in told) > 0
+    assert sum(record.stderr.count("line") for record in told) < 1000
+
+
+def test_long_stacks_keep_their_end_and_long_lines_a_bound():
+    output = RankOutput(0)
+    try:
+        os.write(output.stacks, b"Thread 1\n" * 10_000 + b"Current thread\n")
+        stack = output.stack(0.0)
+        os.write(output.stderr, (b"x" * 4000 + b"\n") * 10 + b"the end\n")
+        lines, _ = output.read_lines()
+        assert (len(stack), stack.endswith("Current thread\n")) == (16 << 10, True)
+        assert (len(output.last_words(4000)), output.last_words(9)) == (4000, "x\nthe end")
+    finally:
+        output.close()
+    chunks = _chunks(lines)
+    assert "\n".join(chunks).split("\n") == lines
+    assert max(map(len, chunks)) <= 12_000
+    entry = logging.makeLogRecord({"stderr": '"' * 12_000, "stack": "\n" * 4000})
+    assert len(JsonFormatter("worker").format(entry)) < telemetry._MAX_RECENT_CHARS
 
 
 async def test_the_stack_of_a_crash_is_not_lost(group):

@@ -34,7 +34,7 @@ METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FLUSH_AFTER_S = 0.1
 _MAX_WAITING_LINES = 512
 _RECENT_LINES = 1000
-_MAX_RECENT_CHARS = 8192
+_MAX_RECENT_CHARS = 32 << 10
 """A longer line is kept without its end."""
 
 _PLAIN_FIELDS = frozenset(vars(logging.makeLogRecord({})))
