@@ -255,9 +255,11 @@ class Alive:
 
 
 def test_an_operator_reaches_all_processes():
+    dead = Dead()
+    dead.number = 2
     levels = [Alive(number, as_json(200, {"level": "debug"})) for number in (0, 1)]
-    answer = JointAnswers("r", [*levels, Dead()]).to_operator("POST", "/loglevel?level=debug")
-    assert json.loads(answer.body) == {"processes": {"0": {"level": "debug"}, "1": {"level": "debug"}}}
+    answer = JointAnswers("r", [*levels, dead]).to_operator("POST", "/loglevel?level=debug")
+    assert json.loads(answer.body) == {"processes": {"0": {"level": "debug"}, "1": {"level": "debug"}, "2": None}}
     assert [each.asked for each in levels] == [[("POST", "/loglevel?level=debug")]] * 2
     logs = [Alive(number, Answer(200, "application/x-ndjson", b"{}\n")) for number in (0, 1)]
     assert JointAnswers("r", logs).to_operator("GET", "/debug/logs").body == b"{}\n{}\n"
