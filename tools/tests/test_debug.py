@@ -130,10 +130,14 @@ def test_a_bundle_is_bounded_and_names_what_is_missing(tmp_path, monkeypatch):
 class Service(http.server.BaseHTTPRequestHandler):
     """A worker's management port."""
 
+    stacks = None
+    """Status and body of what it says instead of the stacks."""
+
     def do_GET(self):
         engine = look(rank(0, 5, 52), rank(1, 5, 51), runs_s=3.0)
-        body = json.dumps({"engine": engine} if self.path == "/debug/stacks" else {"page": self.path}).encode()
-        self.send_response(200)
+        status, stacks = self.stacks or (200, {"engine": engine, "threads": []})
+        body = json.dumps(stacks if self.path == "/debug/stacks" else {"page": self.path}).encode()
+        self.send_response(status if self.path == "/debug/stacks" else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -203,6 +207,30 @@ def test_a_release_is_looked_into_by_port_forward(tmp_path, monkeypatch, capsys)
         names = {name.partition("/")[2] for name in tar.getnames()}
         assert tar.extractfile("cluster/cluster/pods.txt").read() == b"pods within 10 s"
     assert {"pod-w-0/metrics.txt", "pod-w-0/settings.json", "cluster/events.txt", "summary.txt"} <= names
+
+
+@pytest.mark.parametrize(
+    ("status", "stacks", "says"),
+    [(403, {}, "! pod-w-0 refuses operators: HTTP 403; run it on that host or with --client-cert"),
+     (404, {"error": "not found"}, "! pod-w-0 has no stacks: not found"),
+     (503, {"error": "no process answers"}, "! pod-w-0 has no stacks: no process answers"),
+     (200, {"processes": {"0": {"threads": []}, "1": None}}, "! pod-w-0: its process 1 does not answer")],
+)  # fmt: skip
+def test_a_service_without_stacks_is_unusual_and_its_other_parts_are_collected(
+    status, stacks, says, tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "cluster.tar.gz"
+    monkeypatch.setattr(Service, "stacks", (status, stacks))
+    with served() as port:
+        release = Release(port)
+        monkeypatch.setattr("lockstep_tools.commands.debug.Kubectl", lambda _: release)
+        monkeypatch.setattr("lockstep_tools.commands.debug.Release", lambda *_: release)
+        assert cli.main(["debug", "--release", "lockstep", "--output", str(path), "--interval", "0.1"]) == 0
+    printed = capsys.readouterr().out
+    assert says in printed
+    assert "nothing unusual" not in printed
+    with tarfile.open(path) as tar:
+        assert {"cluster/pod-w-0/metrics.txt", "cluster/pod-w-0/status.json"} <= set(tar.getnames())
 
 
 def test_a_pod_that_is_not_forwarded_is_a_failed_part(monkeypatch):

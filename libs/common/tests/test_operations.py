@@ -111,9 +111,26 @@ async def test_others_than_operators_are_refused(port, monkeypatch):
 
 
 def test_who_is_local():
-    local = {host for host in ("127.0.0.1", "127.8.0.1", "::1", "::ffff:127.0.0.1") if operations.is_local(host)}
-    assert len(local) == 4
-    assert not any(map(operations.is_local, ("10.0.0.1", "fe80::1%eth0", "::ffff:10.0.0.1", "", "localhost")))
+    assert all(map(operations.is_local, ("127.0.0.1", "::ffff:127.0.0.1", "::1")))
+    others = ("127.0.0.6", "127.8.0.1", "10.0.0.1", "fe80::1%eth0", "::ffff:10.0.0.1", "", "localhost")
+    assert not any(map(operations.is_local, others))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("X-Forwarded-For", "10.0.0.1"), ("forwarded", "for=10.0.0.1"), ("x-envoy-attempt-count", "1"),
+     ("l5d-client-id", "c"), ("Host", "evil.example:9001"), ("Host", "127.0.0.1.evil.example")],
+)  # fmt: skip
+async def test_a_mesh_and_a_page_of_another_name_are_no_operators(port, name, value):
+    status, text = await ask(port, "/loglevel?level=debug", "POST", **{name: value})
+    assert (status, "proxy" in text, LOG_LEVEL.level) == (403, True, "info")
+
+
+@pytest.mark.parametrize("host", ["localhost:1", "LOCALHOST", "127.0.0.1", "[::1]:9001", "10.0.0.7:9001"])
+async def test_names_of_this_host_are_accepted(port, host, caplog):
+    assert (await ask(port, "/loglevel?level=error", "POST", Host=host))[0] == 200
+    (record,) = [each for each in caplog.records if "changed the log level" in each.getMessage()]
+    assert (record.new_level, record.for_s) == ("error", 600.0)
 
 
 async def test_settings_have_no_secrets(port):

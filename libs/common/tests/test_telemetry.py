@@ -99,6 +99,28 @@ def test_levels_count_and_other_listeners_hear(logged, records):
     assert len(lines(stream)) == 1
 
 
+def test_recent_lines_are_read_while_others_are_written(monkeypatch):
+    handler = BatchHandler(io.StringIO(), JsonFormatter("s"))
+    handler.recent.extend("abc")
+    monkeypatch.setattr(logging.root, "handlers", [handler])
+
+    def write_between_two_instructions(frame, event, _):
+        if frame.f_code.co_filename == telemetry.__file__:  # a comprehension may have a frame of its own
+            frame.f_trace_opcodes = True
+        if event == "opcode":
+            handler.recent.append("d")
+        return write_between_two_instructions
+
+    before = sys.gettrace()
+    sys.settrace(write_between_two_instructions)
+    try:
+        lines = telemetry.recent_lines()
+    finally:
+        sys.settrace(before)
+    assert lines[:3] == ["a", "b", "c"]
+    assert "d" in handler.recent
+
+
 def test_what_waits_is_written_when_the_process_ends():
     script = """
 import asyncio, logging

@@ -36,7 +36,8 @@ def test_an_exception_is_its_type_and_its_places_with_those_that_caused_it():
 
 
 def test_errors_of_the_system_and_ours_keep_what_is_harmless():
-    assert traceback_text(FileNotFoundError(2, "No such file", "m")).endswith("FileNotFoundError: No such file")
+    assert traceback_text(FileNotFoundError(2, "No such file", "m")).endswith("FileNotFoundError: No such file: 'm'")
+    assert traceback_text(ConnectionRefusedError(111, "refused")).endswith("ConnectionRefusedError: refused")
     assert traceback_text(LockstepError(ErrorCode.INTERNAL, CANARY)).endswith("LockstepError: internal")
 
 

@@ -31,9 +31,11 @@ _WAIT_S = 300
 
 
 class InProcessRank:
-    """The only rank of an engine. `model`: what is known of it, None: it is inspected; `settings`: `EngineConfig`'s."""
+    """The only rank of an engine. `model`: what is known of it, None: it is inspected; `orders`: what the
+    driver sends before the blocks; `settings`: `EngineConfig`'s.
+    """
 
-    def __init__(self, path, *, model=None, **settings):
+    def __init__(self, path, *, model=None, orders=(), **settings):
         config = EngineConfig(model=str(path), **settings)
         info = model or inspect_model(config)
         spec, plan_bytes, result_bytes = (
@@ -50,6 +52,8 @@ class InProcessRank:
         self._thread = threading.Thread(target=self._run, args=(spec, theirs, fd), daemon=True)
         self._thread.start()
         self.loaded = self._await(Loaded)
+        for order in orders:
+            self._control.send(encode_control(order))
         self._control.send(encode_control(AllocateBlocks(self.loaded.blocks)))
         self.ready = self._await(Ready)
         assert self._made.wait(_WAIT_S)  # it is told before the constructor returns

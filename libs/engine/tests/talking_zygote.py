@@ -1,5 +1,6 @@
 """The zygote with ranks that log, write to stderr, stop, or crash, as the first token of a plan says. No torch."""
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -23,7 +24,7 @@ from lockstep_engine.plan import Result, decode_plan, encode_result
 from lockstep_engine.rank_log import send_logs
 
 MESSAGE_BYTES = 4096
-LOG, FLOOD, WRITE, CRASH, RAISE, HANG, STOP = range(1, 8)
+LOG, FLOOD, WRITE, CRASH, RAISE, HANG, STOP, POUR = range(1, 9)
 
 logger = logging.getLogger("lockstep.engine")
 
@@ -62,7 +63,9 @@ def act(what):
             logger.warning("flood %d", index)
     elif what == WRITE:
         print("from a library", file=sys.stderr, flush=True)
-        os.write(2, b"x" * 1_000_000)  # much more than a pipe takes: none of it may stop the rank
+        print("x" * 1_000_000, file=sys.stderr, flush=True)  # much more than a pipe takes: none of it may stop the rank
+    elif what == POUR:
+        pour()
     elif what == CRASH:
         os.kill(os.getpid(), signal.SIGSEGV)
     elif what == RAISE:
@@ -72,6 +75,13 @@ def act(what):
         hang_here()
     elif what == STOP:
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def pour():
+    ends_at = time.monotonic() + 1.0
+    while time.monotonic() < ends_at:
+        with contextlib.suppress(BlockingIOError):
+            os.write(2, b"line\n" * 100)
 
 
 def hang_here():

@@ -1,17 +1,26 @@
 """What a rank logs, writes and ends with reaches the driver's log, and nothing of it can delay or flood the driver."""
 
 import asyncio
+import contextlib
 import logging
 import os
+import select
 import signal
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
-from lockstep_engine.group import GroupSettings, RankGroup
+from lockstep_common import telemetry
+from lockstep_common.telemetry import JsonFormatter
+from lockstep_engine.control import MAX_CONTROL_BYTES, SetLogLevel, decode_rank_message, encode_control
+from lockstep_engine.engine import group_settings
+from lockstep_engine.group import GroupSettings, RankGroup, _chunks
 from lockstep_engine.plan import Plan
+from lockstep_engine.rank_log import RankLogHandler
+from lockstep_engine.rank_output import RankOutput
 from specs import rank_spec
-from talking_zygote import CRASH, FLOOD, HANG, LOG, MESSAGE_BYTES, RAISE, STOP, WRITE
+from talking_zygote import CRASH, FLOOD, HANG, LOG, MESSAGE_BYTES, POUR, RAISE, STOP, WRITE
 
 WAIT_S = 60
 SPEC = rank_spec(tp=2, max_seqs=1, max_batch_tokens=16, context_length=16, start_timeout_s=60.0)
@@ -57,11 +66,15 @@ async def until(condition):
 
 
 @pytest.fixture
-async def group(caplog):
+async def group(caplog, monkeypatch):
     """A started group, its listener, and a function that runs a step."""
     logging.getLogger("lockstep").setLevel(logging.INFO)
     listener = Listener()
-    settings = GroupSettings(SPEC, MESSAGE_BYTES, MESSAGE_BYTES, collectives_bytes=64, environment={}, zygote=RUN)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    environment = group_settings(SPEC.config, SPEC.model).environment
+    settings = GroupSettings(
+        SPEC, MESSAGE_BYTES, MESSAGE_BYTES, collectives_bytes=64, environment=environment, zygote=RUN
+    )
     ranks = RankGroup(settings, listener)
     await ranks.start()
     await until(lambda: listener.ready)
@@ -96,6 +109,60 @@ async def test_ranks_follow_the_level(group):
     await until(lambda: logged("at debug"))
 
 
+async def test_a_rank_with_a_full_socket_does_not_keep_the_level_from_the_others(group):
+    ranks, _, run, logged = group
+    first, control = ranks.ranks[0].pid, ranks._controls[0]
+    logging.getLogger("lockstep").setLevel(logging.DEBUG)
+    os.kill(first, signal.SIGSTOP)
+    try:
+        await until(lambda: ranks.view()[0].process_state == "stopped")
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                control.send(encode_control(SetLogLevel("info")))
+        ranks.set_log_level("debug")
+    finally:
+        os.kill(first, signal.SIGCONT)
+    await until(lambda: select.select([], [control], [], 0)[1])
+    await run(LOG)
+    await until(lambda: logged("at debug"))
+
+
+def test_a_record_that_cannot_be_sent_keeps_none_behind_it(monkeypatch):
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(WAIT_S)
+    odd = {"size": 1 << 100_000, "number": np.float64(0.5), "text": "\ud800", "level_": True, "n": -(1 << 62)}
+
+    class Unspeakable:
+        def __str__(self):
+            raise ValueError
+
+    with ours, theirs:
+        handler = RankLogHandler(theirs, lambda: 3)
+        for fields in (odd, {"field": Unspeakable()}, {"\ud800": "𝄞" * 10_000}):
+            handler.handle(logging.makeLogRecord({"name": "n", "levelno": 30, "msg": "m \ud800"} | fields))
+        first, last = (decode_rank_message(ours.recv(MAX_CONTROL_BYTES)) for _ in range(2))
+        handler.close()
+    assert (first.message, first.dropped, last.dropped) == ("m ?", 0, 1)
+    assert first.fields == {
+        "size": "an integer of 100001 bits",
+        "number": "0.5",
+        "text": "?",
+        "level_": True,
+        "n": -(1 << 62),
+    }
+    assert list(last.fields) == ["?"]
+
+
+def test_what_cannot_be_sent_at_the_end_does_not_hide_why_a_rank_ends(monkeypatch):
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        handler = RankLogHandler(theirs, lambda: 0)
+        handler._waiting.append(b"packet")
+        theirs.close()  # `select` then raises ValueError
+        handler.close()
+
+
 async def test_a_flood_is_cut_and_counted(group, caplog):
     _, _, run, logged = group
     await run(FLOOD)
@@ -113,6 +180,37 @@ async def test_stderr_is_passed_on_and_never_stops_a_rank(group):
     (first, *_) = await until(lambda: logged("rank wrote to stderr"))
     assert (first.rank, first.stderr.startswith("from a library")) == (1, True)
     assert not listener.lost
+
+
+async def test_a_rank_that_pours_lines_is_read_seldom(group, monkeypatch):
+    ranks, _, run, logged = group
+    reads = []
+    read_lines = RankOutput.read_lines
+    monkeypatch.setattr(RankOutput, "read_lines", lambda output: reads.append(output.rank) or read_lines(output))
+    await run(POUR)
+    await ranks.kill()
+    told = logged("rank wrote to stderr")
+    assert reads.count(1) <= 20  # the burst, and twice a second
+    assert sum(getattr(record, "dropped_lines", 0) for record in told) > 0
+    assert sum(record.stderr.count("line") for record in told) < 1000
+
+
+def test_long_stacks_keep_their_end_and_long_lines_a_bound():
+    output = RankOutput(0)
+    try:
+        os.write(output.stacks, b"Thread 1\n" * 10_000 + b"Current thread\n")
+        stack = output.stack(0.0)
+        os.write(output.stderr, (b"x" * 4000 + b"\n") * 10 + b"the end\n")
+        lines, _ = output.read_lines()
+        assert (len(stack), stack.endswith("Current thread\n")) == (16 << 10, True)
+        assert (len(output.last_words(4000)), output.last_words(9)) == (4000, "x\nthe end")
+    finally:
+        output.close()
+    chunks = _chunks(lines)
+    assert "\n".join(chunks).split("\n") == lines
+    assert max(map(len, chunks)) <= 12_000
+    entry = logging.makeLogRecord({"stderr": '"' * 12_000, "stack": "\n" * 4000})
+    assert len(JsonFormatter("worker").format(entry)) < telemetry._MAX_RECENT_CHARS
 
 
 async def test_the_stack_of_a_crash_is_not_lost(group):

@@ -255,15 +255,36 @@ class Alive:
 
 
 def test_an_operator_reaches_all_processes():
+    dead = Dead()
+    dead.number = 2
     levels = [Alive(number, as_json(200, {"level": "debug"})) for number in (0, 1)]
-    answer = JointAnswers("r", [*levels, Dead()]).to_operator("POST", "/loglevel?level=debug")
-    assert json.loads(answer.body) == {"processes": {"0": {"level": "debug"}, "1": {"level": "debug"}}}
+    answer = JointAnswers("r", [*levels, dead]).to_operator("POST", "/loglevel?level=debug")
+    assert json.loads(answer.body) == {"processes": {"0": {"level": "debug"}, "1": {"level": "debug"}, "2": None}}
     assert [each.asked for each in levels] == [[("POST", "/loglevel?level=debug")]] * 2
     logs = [Alive(number, Answer(200, "application/x-ndjson", b"{}\n")) for number in (0, 1)]
     assert JointAnswers("r", logs).to_operator("GET", "/debug/logs").body == b"{}\n{}\n"
     bad = [Alive(number, as_json(400, {"error": "level"})) for number in (0, 1)]
     assert JointAnswers("r", bad).to_operator("POST", "/loglevel").status == 400
     assert JointAnswers("r", [Dead()]).to_operator("GET", "/debug/stacks").status == 503
+
+
+def test_an_answer_that_cannot_be_made_is_one_and_the_next_is_made():
+    class Answers:
+        def of(self, path, *, is_stranger):
+            if path == "/status":
+                raise OSError(2, "No such file", "f")
+            return as_json(200, path)
+
+    ours, theirs = Pipe()
+    with ours, theirs:
+        answer_parent(theirs, Answers())
+        asker = Asker(ours)
+        failed = asker.ask("/status")
+        assert (failed.status, "No such file" in json.loads(failed.body)["error"]) == (500, True)
+        assert asker.ask("/healthz").status == 200
+    joint = JointAnswers("r", [Alive(0, failed)])
+    assert json.loads(joint.of("/healthz", is_stranger=False).body) == {"status": "failed", "process": 0}
+    assert b'process_up{process="0"} 0.0' in joint.of("/metrics", is_stranger=False).body
 
 
 def test_a_process_answers_its_parent_as_an_operator():

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from lockstep_common.answers import Answer, as_json, needs_certificate, not_found
 from lockstep_common.errors import cannot_listen
-from lockstep_common.operations import Operations, is_for_operators, is_local, refused
+from lockstep_common.operations import Operations, is_for_operators, is_local, is_relayed, names_this_host, refused
 from lockstep_common.telemetry import METRICS_CONTENT_TYPE, exposition
 
 logger = logging.getLogger("lockstep.management")
@@ -351,7 +351,8 @@ class _Handler(BaseHTTPRequestHandler):
         if is_stranger:
             return needs_certificate()
         has_certificate = isinstance(self.connection, ssl.SSLSocket)
-        if not (has_certificate or is_local(str(self.client_address[0]))) or self.headers.get("Origin"):
+        is_here = is_local(str(self.client_address[0])) and names_this_host(self.headers.get("Host", ""))
+        if not (has_certificate or is_here) or self.headers.get("Origin") or is_relayed(self.headers):
             return refused()
         return self.server.answers.to_operator("POST" if self.command == "POST" else "GET", self.path)
 

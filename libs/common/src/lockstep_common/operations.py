@@ -8,14 +8,18 @@ and another log level.
     POST /loglevel?level=debug&for_s=600
 
 An operator is who has shown a certificate or, without TLS, who connects from this machine or pod: `kubectl
-port-forward` and `kubectl exec` do. Nothing here waits for the event loop, which may be what is stuck.
+port-forward` and `kubectl exec` do. A mesh's sidecar connects from the pod for others, so a mesh has to leave the port
+out, or the port has to have TLS; requests with a proxy's headers are refused.
+
+Nothing here waits for the event loop, which may be what is stuck.
 """
 
 import asyncio
 import ipaddress
+import logging
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from typing import Any
 from urllib.parse import parse_qs
@@ -25,6 +29,10 @@ from lockstep_common.log_level import DEFAULT_CHANGE_S, LOG_LEVEL
 from lockstep_common.stacks import task_places, thread_stacks
 from lockstep_common.telemetry import recent_lines
 
+logger = logging.getLogger("lockstep.management")
+
+_PROXY_HEADERS = frozenset({"forwarded", "x-forwarded-for"})
+_MESH_HEADERS = ("x-envoy-", "l5d-")
 _PACKAGES = ("lockstep-common", "lockstep-engine", "torch", "numpy", "grpcio", "protobuf", "transformers", "uvloop")
 """Those whose versions are reported, where they are installed."""
 
@@ -37,17 +45,38 @@ def is_for_operators(path: str) -> bool:
 
 def is_local(host: str) -> bool:
     """Whether a peer's address is of this machine or pod itself."""
+    return host in (
+        "127.0.0.1",
+        "::ffff:127.0.0.1",
+        "::1",
+    )  # not all of 127.0.0.0/8: Istio's sidecar connects from 127.0.0.6
+
+
+def is_relayed(headers: Iterable[str]) -> bool:
+    """Whether a proxy, such as a mesh's sidecar, has passed the request on: its peer is then not who asks."""
+    names = [name.lower() for name in headers]
+    return any(name in _PROXY_HEADERS or name.startswith(_MESH_HEADERS) for name in names)
+
+
+def names_this_host(host: str) -> bool:
+    """Whether a Host header is localhost or an address. Another name may be a web page's, which its owner has let
+    point to this machine (DNS rebinding).
+    """
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() == "localhost":
+        return True
     try:
-        address = ipaddress.ip_address(host.partition("%")[0])
+        ipaddress.ip_address(name)
     except ValueError:
         return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+    return True
 
 
 def refused() -> Answer:
     """The answer to others."""
-    return as_json(403, {"error": "only for operators: from this machine or pod, or with a client certificate"})
+    return as_json(
+        403, {"error": "only for operators: from this machine or pod, without a proxy, or with a client certificate"}
+    )
 
 
 class Operations:
@@ -111,4 +140,7 @@ def _change_level(query: str) -> Answer:
         LOG_LEVEL.change(given.get("level", ""), for_s)
     except ValueError as error:
         return as_json(400, {"error": str(error)})
+    told = {"name": logger.name, "levelno": logging.WARNING, "levelname": "WARNING", "new_level": LOG_LEVEL.level}
+    # `handle` does not ask the level, which may be above that of this line now.
+    logger.handle(logging.makeLogRecord(told | {"msg": "an operator has changed the log level", "for_s": for_s}))
     return as_json(200, {"level": LOG_LEVEL.level, "left_s": LOG_LEVEL.left_s})

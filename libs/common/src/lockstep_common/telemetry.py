@@ -34,7 +34,7 @@ METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FLUSH_AFTER_S = 0.1
 _MAX_WAITING_LINES = 512
 _RECENT_LINES = 1000
-_MAX_RECENT_CHARS = 8192
+_MAX_RECENT_CHARS = 32 << 10
 """A longer line is kept without its end."""
 
 _PLAIN_FIELDS = frozenset(vars(logging.makeLogRecord({})))
@@ -207,7 +207,9 @@ def _omit_unused_facts() -> None:
 
 def recent_lines() -> list[str]:
     """The newest lines of the log, the oldest first; none if it goes to a terminal."""
-    return [line for handler in logging.root.handlers if isinstance(handler, BatchHandler) for line in handler.recent]
+    handlers = [handler for handler in logging.root.handlers if isinstance(handler, BatchHandler)]
+    # `list` copies at once; other threads append to the deque while it is iterated.
+    return [line for handler in handlers for line in list(handler.recent)]
 
 
 def _log_end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

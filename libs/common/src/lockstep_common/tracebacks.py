@@ -49,5 +49,5 @@ def sentence(error: BaseException) -> str:
     if isinstance(error, LockstepError):
         return f"{name}: {error.code}"
     if isinstance(error, OSError) and error.strerror:
-        return f"{name}: {error.strerror}"
+        return f"{name}: {error.strerror}" + (f": {error.filename!r}" if error.filename else "")
     return name

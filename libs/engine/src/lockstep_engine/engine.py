@@ -694,6 +694,8 @@ def group_settings(config: EngineConfig, model: ModelInfo, zygote: str = RUN_ZYG
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "PYTHONFAULTHANDLER": "1",
+        # Its stderr is a pipe that drops what does not fit; a buffered one would raise an error then.
+        "PYTHONUNBUFFERED": "1",
         # Asking the CUDA runtime would initialise it in the zygote, and a forked child could not use it.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }

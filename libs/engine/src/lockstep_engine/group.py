@@ -62,8 +62,12 @@ _VIEW_S = 0.5
 """The same when somebody asks for them."""
 _FORK_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 15.0
-_MAX_TOLD_CHARS = 8_000
+_MAX_TOLD_CHARS = 4_000
 """Of a rank's stderr, in the line that says that it failed."""
+_MAX_CHUNK_CHARS = 12_000
+"""Of a rank's stderr in one line, which `telemetry.recent_lines` keeps whole, also with its quotes escaped."""
+_FLOOD_PAUSE_S = 0.5
+"""A rank that writes more than it may is not read for so long: its pipe drops what does not fit."""
 _NO_MEMORY = "the driver had no memory for a step"
 
 
@@ -211,9 +215,10 @@ class RankGroup:
     def set_log_level(self, level: str) -> None:
         """Order all ranks, and those that are started later, to log from this level on."""
         self._log_level = level
-        with contextlib.suppress(OSError):  # a full socket, or a rank that has just died
-            for control in self._controls:
-                control.send(encode_control(SetLogLevel(level)))
+        order = encode_control(SetLogLevel(level))
+        for control in self._controls:
+            with contextlib.suppress(OSError):  # a full socket, or a rank that has just died: the others obey
+                control.send(order)
 
     async def start(self) -> None:
         """Begin a new epoch: start a zygote if there is none, and fork the ranks. `on_ready` is called later."""
@@ -506,7 +511,7 @@ class RankGroup:
         for output in self._outputs:
             self._pass_on_stderr(output)
             if output.rank == rank:
-                told = "\n".join(output.last_lines)[-_MAX_TOLD_CHARS:]
+                told = output.last_words(_MAX_TOLD_CHARS)
         # At this level whatever its stderr had: a log without warnings must have the stack of a crash too.
         logger.error("rank failed", extra=self._named(rank) | {"reason": reason} | ({"stderr": told} if told else {}))
         self._fail(reason)
@@ -519,18 +524,38 @@ class RankGroup:
     def _pass_on_stderr(self, output: RankOutput) -> None:
         """Log what a rank has written to its stderr: warnings of libraries, the stack of a crash."""
         lines, has_more = output.read_lines()
-        dropped = output.take_dropped()
-        if lines or dropped:
-            fields: dict[str, str | int] = {"stderr": "\n".join(lines)} | (
-                {"dropped_lines": dropped} if dropped else {}
-            )
-            logger.warning("rank wrote to stderr", extra=self._named(output.rank) | fields)
-        if not has_more:
+        is_flood = output.dropped > 0
+        if lines or not has_more:  # what is dropped is told with a line that is not
+            dropped = output.take_dropped()
+            fields: dict[str, str | int] = {"dropped_lines": dropped} if dropped else {}
+            for chunk in _chunks(lines) or ([""] if dropped else []):
+                logger.warning("rank wrote to stderr", extra=self._named(output.rank) | {"stderr": chunk} | fields)
+                fields = {}
+        if is_flood or not has_more:
             self._loop.remove_reader(output.read_end)
+        if is_flood and has_more:
+            self._loop.call_later(_FLOOD_PAUSE_S, self._read_again, output)
+
+    def _read_again(self, output: RankOutput) -> None:
+        if output in self._outputs:  # else it is closed
+            self._loop.add_reader(output.read_end, self._pass_on_stderr, output)
 
     def _fail(self, reason: str) -> None:
         self._stop_listening()
         self._listener.on_lost(reason)
+
+
+def _chunks(lines: list[str]) -> list[str]:
+    """The lines in as few texts as there have to be for their bound; each line is below it."""
+    chunks: list[list[str]] = []
+    left = 0
+    for line in lines:
+        if len(line) + 1 > left:
+            chunks.append([])
+            left = _MAX_CHUNK_CHARS
+        chunks[-1].append(line)
+        left -= len(line) + 1
+    return ["\n".join(chunk) for chunk in chunks]
 
 
 def _describe(status: int) -> str:

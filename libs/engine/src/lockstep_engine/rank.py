@@ -115,7 +115,7 @@ def run_rank(
     except LockstepError as error:
         _send(control, StartFailed(error.message, permanent=True))
         return
-    except (OSError, RuntimeError, MemoryError) as error:
+    except Exception as error:  # there is no request yet that it could quote
         _send(control, StartFailed(f"rank {spec.rank}: {type(error).__name__}: {error}", permanent=False))
         return
     try:
@@ -220,7 +220,7 @@ class Rank:
                         return
                     step = decode_doorbell(message)
                     if step is None:
-                        _obey(message)
+                        _obey(decode_rank_message(message))
                         continue
                     plan = decode_plan(self._mailbox.get_plan(step))
                     launched.append(self.launch(plan, [*idle, (free, self._timer.now())]))
@@ -479,12 +479,13 @@ class Rank:
         return PoolSizes(pools.hot, pools.cold, host_sizes(config, self._device.type, bool(pools.cold), *sizes))
 
     def _receive_blocks(self) -> PoolSizes:
-        message = self._control.recv(MAX_CONTROL_BYTES)
-        if not message:
-            os._exit(0)
-        answer = decode_rank_message(message)
-        assert isinstance(answer, AllocateBlocks)
-        return answer.blocks
+        """Wait for the driver's answer. An order for the log may come before it."""
+        while message := self._control.recv(MAX_CONTROL_BYTES):
+            answer = decode_rank_message(message)
+            if isinstance(answer, AllocateBlocks):
+                return answer.blocks
+            _obey(answer)
+        os._exit(0)
 
     def _report_loading(self) -> Callable[[int, int], None]:
         last = 0.0
@@ -530,8 +531,7 @@ def _describe_failure(rank: int, error: BaseException) -> str:
     return f"rank {rank} {what}: {type(error).__name__}: {quoted}"
 
 
-def _obey(message: bytes) -> None:
-    order = decode_rank_message(message)
+def _obey(order: RankMessage) -> None:
     assert isinstance(order, SetLogLevel)
     logging.getLogger("lockstep").setLevel(order.level.upper())
 

@@ -23,8 +23,9 @@ logger = logging.getLogger("lockstep.rank")
 _MAX_WAITING = 256
 _MAX_MESSAGE_CHARS = 1_000
 _MAX_EXCEPTION_CHARS = 8_000
-_MAX_FIELDS, _MAX_FIELD_CHARS = 16, 300
+_MAX_FIELDS, _MAX_FIELD_CHARS, _MAX_NAME_CHARS = 16, 300, 64
 """Together less than MAX_CONTROL_BYTES, whatever the characters are."""
+_INT_BITS = 64
 _BURST, _PER_S = 200, 50.0
 _END_S = 0.5
 """Time for the last records to be sent when the rank ends."""
@@ -43,7 +44,8 @@ class RankLogHandler(logging.Handler):
         self._control = control
         self._step = step
         self._allowance = Allowance(_BURST, _PER_S)
-        self._waiting: deque[RankLogEntry] = deque()
+        self._waiting: deque[bytes] = deque()
+        """Packets: what cannot be encoded never waits, so it keeps nothing behind it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Send a record, or let it wait. `handle` has locked."""
@@ -51,7 +53,12 @@ class RankLogHandler(logging.Handler):
             if len(self._waiting) >= _MAX_WAITING:
                 self._allowance.dropped += 1
             elif self._allowance.take():
-                self._waiting.append(self._entry(record))
+                dropped, self._allowance.dropped = self._allowance.dropped, 0
+                try:
+                    self._waiting.append(encode_control(self._entry(record, dropped)))
+                except Exception:
+                    self._allowance.dropped += dropped + 1
+                    raise
             self._send()
         except Exception:
             self.handleError(record)
@@ -59,29 +66,33 @@ class RankLogHandler(logging.Handler):
     def close(self) -> None:
         """Send what waits, for a moment at most, at the end of the rank."""
         ends_at = time.monotonic() + _END_S
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):  # the reason of the rank's end is sent after this, whatever happens here
             while self._waiting and (left_s := ends_at - time.monotonic()) > 0:
                 select.select([], [self._control], [], left_s)
                 self._send()
         super().close()
 
-    def _entry(self, record: logging.LogRecord) -> RankLogEntry:
+    def _entry(self, record: logging.LogRecord, dropped: int) -> RankLogEntry:
         error = record.exc_info[1] if record.exc_info else None
-        dropped, self._allowance.dropped = self._allowance.dropped, 0
         return RankLogEntry(
             level=record.levelno,
-            logger=record.name,
-            message=record.getMessage()[:_MAX_MESSAGE_CHARS],
+            logger=_text(record.name, _MAX_NAME_CHARS),
+            message=_text(record.getMessage(), _MAX_MESSAGE_CHARS),
             step=self._step(),
-            exception="" if error is None else traceback_text(error)[-_MAX_EXCEPTION_CHARS:],
-            fields={key: _plain(value) for key, value in list(extra_fields(record).items())[:_MAX_FIELDS]},
+            exception=""
+            if error is None
+            else _text(traceback_text(error)[-_MAX_EXCEPTION_CHARS:], _MAX_EXCEPTION_CHARS),
+            fields={
+                _text(key, _MAX_NAME_CHARS): _plain(value)
+                for key, value in list(extra_fields(record).items())[:_MAX_FIELDS]
+            },
             dropped=dropped,
         )
 
     def _send(self) -> None:
         while self._waiting:
             try:
-                self._control.send(encode_control(self._waiting[0]), socket.MSG_DONTWAIT)
+                self._control.send(self._waiting[0], socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
             except OSError:  # the driver is gone
@@ -117,6 +128,14 @@ _TAKEN = frozenset(vars(logging.makeLogRecord({}))) | {"asctime", "message"}
 
 
 def _plain(value: object) -> str | int | float | bool | None:
-    if value is None or isinstance(value, str | int | float | bool):
-        return value[:_MAX_FIELD_CHARS] if isinstance(value, str) else value
-    return str(value)[:_MAX_FIELD_CHARS]
+    """The value as the driver can be told it: numpy's numbers are subclasses of Python's, and an int has no bound."""
+    if value is None or type(value) is bool or type(value) is float:
+        return value
+    if type(value) is int:
+        return value if value.bit_length() < _INT_BITS else f"an integer of {value.bit_length()} bits"
+    return _text(str(value), _MAX_FIELD_CHARS)
+
+
+def _text(text: str, most_chars: int) -> str:
+    """The text as UTF-8 can have it, of no other type than `str`."""
+    return text[:most_chars].encode(errors="replace").decode()

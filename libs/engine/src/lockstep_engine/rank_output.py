@@ -23,7 +23,9 @@ logger = logging.getLogger("lockstep.rank")
 _MAX_LINE_BYTES = 4096
 _LAST_LINES = 60
 _READ_BYTES = 1 << 16
-"""Size of a pipe, and most bytes of stacks that are read."""
+"""Size of a pipe."""
+_MAX_STACK_BYTES = 16 << 10
+"""Of a rank's stacks, the last ones: faulthandler writes the main thread's at the end. A log line can hold them."""
 _BURST, _PER_S = 400, 50.0
 _POLL_S = 0.01
 
@@ -77,8 +79,7 @@ class RankOutput:
         self._pid = 0
         self._lock = threading.Lock()
         self._is_open = True
-        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        """The newest lines of its stderr: why it has crashed, if it has."""
+        self._last_lines: deque[bytes] = deque(maxlen=_LAST_LINES)
         self._partial = b""
         self._allowance = Allowance(_BURST, _PER_S)
 
@@ -111,9 +112,19 @@ class RankOutput:
         if is_ended or len(self._partial) > _MAX_LINE_BYTES:
             lines.append(self._partial)
             self._partial = b""
-        shown = [line[:_MAX_LINE_BYTES].decode(errors="replace") for line in lines if line.strip()]
-        self.last_lines.extend(shown)
-        return [line for line in shown if self._allowance.take()], not is_ended
+        lines = [line[:_MAX_LINE_BYTES] for line in lines if line.strip()]
+        self._last_lines.extend(lines)
+        # The allowance comes first: lines that are not shown cost no decoding.
+        return [line.decode(errors="replace") for line in lines if self._allowance.take()], not is_ended
+
+    @property
+    def dropped(self) -> int:
+        """How many lines were too many since `take_dropped`."""
+        return self._allowance.dropped
+
+    def last_words(self, most_chars: int) -> str:
+        """The newest lines of its stderr: why it has crashed, if it has."""
+        return b"\n".join(self._last_lines).decode(errors="replace")[-most_chars:]
 
     def take_dropped(self) -> int:
         """How many lines were too many since the last call."""
@@ -137,7 +148,8 @@ class RankOutput:
                     return ""
                 before, size = size, os.fstat(self.stacks).st_size
                 if (size and size == before) or time.monotonic() >= until:
-                    return os.pread(self.stacks, _READ_BYTES, 0).decode(errors="replace")
+                    from_byte = max(0, size - _MAX_STACK_BYTES)
+                    return os.pread(self.stacks, _MAX_STACK_BYTES, from_byte).decode(errors="replace")
             time.sleep(_POLL_S)
 
     def process_state(self) -> tuple[str, str]:

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from lockstep_tools.chaos.release import Release
 from lockstep_tools.debug import cluster, local
 from lockstep_tools.debug.bundle import Bundle
 from lockstep_tools.debug.findings import Finding, of_log, of_worker
-from lockstep_tools.debug.process import PART_S, PartError, Process, fetch
+from lockstep_tools.debug.process import PART_S, PartError, Process, RefusedError, fetch
 from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.load.endpoint import checked_url, root_url, tls_context
 from lockstep_tools.logs.lines import harmless
@@ -107,10 +108,10 @@ def _collect(bundle: Bundle, client: httpx.Client, processes: Sequence[Process],
     bodies: dict[tuple[str, str], bytes | None] = {}
     first = {each.name: _stacks(bundle, client, each, "stacks-1.json") for each in processes}
     for process in processes:
-        if first[process.name] is None:
+        if first[process.name].is_silent:
             continue  # it does not answer: no more waits
         for part, page in _PARTS.items():
-            if part == "status.json" and "engine" in (first[process.name] or {}):
+            if part == "status.json" and "engine" in first[process.name].found:
                 continue  # a worker's is in the router's, and in its stacks
             bodies[process.name, part] = bundle.add(
                 f"{process.name}/{part}", partial(fetch, client, process.url + page)
@@ -119,25 +120,59 @@ def _collect(bundle: Bundle, client: httpx.Client, processes: Sequence[Process],
     findings = []
     for process in processes:
         before = first[process.name]
-        last = None if before is None else _stacks(bundle, client, process, "stacks-2.json")
-        if before is None or last is None:
+        last = _stacks(bundle, client, process, "stacks-2.json") if before.found else before
+        if last.refusal:
+            findings.append(Finding(f"{process.name} {last.refusal}"))
+        elif last.is_silent:
             state = "" if process.pid is None else local.process_state(process.pid)
             told = f"; its process {process.pid} is {state or 'gone'}" if process.pid is not None else ""
             findings.append(Finding(f"{process.name} does not answer{told}"))
-        elif "engine" in last and "engine" in before:
-            findings += of_worker(process.name, before["engine"], last["engine"])
+        elif "engine" in last.found and "engine" in before.found:
+            findings += of_worker(process.name, before.found["engine"], last.found["engine"])
             log = bodies.get((process.name, "log.jsonl")) or b""
             findings += of_log(process.name, log.decode(errors="replace").splitlines())
+        silent = [number for number, found in last.found.get("processes", {}).items() if found is None]
+        findings += [Finding(f"{process.name}: its process {number} does not answer") for number in silent]
     return findings
 
 
-def _stacks(bundle: Bundle, client: httpx.Client, process: Process, name: str) -> dict[str, Any] | None:
-    body = bundle.add(f"{process.name}/{name}", lambda: fetch(client, process.url + _STACKS))
+@dataclass(frozen=True)
+class _Look:
+    """What a process says to the question for its stacks."""
+
+    found: dict[str, Any] = field(default_factory=dict)
+    """The stacks, of it or of its processes; empty: there are none."""
+    refusal: str = ""
+    """Why it gives none, although it answers."""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it does not answer."""
+        return not (self.found or self.refusal)
+
+
+def _stacks(bundle: Bundle, client: httpx.Client, process: Process, name: str) -> _Look:
+    refusal = ""
+
+    def get() -> bytes:
+        nonlocal refusal
+        try:
+            return fetch(client, process.url + _STACKS)
+        except RefusedError as error:
+            refusal = str(error)
+            raise
+
+    body = bundle.add(f"{process.name}/{name}", get)
+    if body is None:
+        return _Look(refusal=refusal)
     try:
-        found = None if body is None else json.loads(body)
+        found = json.loads(body)
     except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+        found = None
+    if isinstance(found, dict) and found.keys() & {"threads", "processes"}:
+        return _Look(found)
+    error = found.get("error") if isinstance(found, dict) else None
+    return _Look(refusal=f"has no stacks: {error or 'its answer is not of this version'}")
 
 
 def _add_cluster(bundle: Bundle, kubectl: Kubectl) -> None:

@@ -9,12 +9,17 @@ import httpx
 
 PART_BYTES = 8 << 20
 PART_S = 10.0
+_FORBIDDEN = 403
 _ANSWERS = (200, 404, 503)
 """503 is the answer of a service that is not ready, and says why; 404 that of one that has no such page."""
 
 
 class PartError(Exception):
     """A part cannot be collected; the message says why."""
+
+
+class RefusedError(PartError):
+    """The service answers, and refuses it."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ def fetch(client: httpx.Client, url: str) -> bytes:
     ends_at = time.monotonic() + PART_S
     body = bytearray()
     with named_errors(), client.stream("GET", url) as answer:
+        if answer.status_code == _FORBIDDEN:
+            raise RefusedError(f"refuses operators: HTTP {_FORBIDDEN}; run it on that host or with --client-cert")
         if answer.status_code not in _ANSWERS:
             raise PartError(f"HTTP status {answer.status_code}")
         for chunk in answer.iter_bytes():

@@ -74,10 +74,11 @@ class JointAnswers:
         return not_found()
 
     def to_operator(self, method: str, path: str) -> Answer:
-        """The answers of all processes to an operator, by their numbers; log lines one after the other."""
-        answers = {
-            process.number: answer for process, answer in self._ask(path, self._processes, method) if answer is not None
-        }
+        """The answers of all processes to an operator, by their numbers; null: it does not answer. Log lines come one
+        after the other.
+        """
+        asked = {process.number: answer for process, answer in self._ask(path, self._processes, method)}
+        answers = {number: answer for number, answer in asked.items() if answer is not None}
         if not answers:
             return as_json(503, {"error": "no process answers"})
         first = next(iter(answers.values()))
@@ -85,7 +86,8 @@ class JointAnswers:
             return first
         if first.content_type != "application/json":
             return Answer(200, first.content_type, b"".join(answer.body for answer in answers.values()))
-        return as_json(200, {"processes": {number: json.loads(answer.body) for number, answer in answers.items()}})
+        bodies = {number: json.loads(answer.body) if answer else None for number, answer in asked.items()}
+        return as_json(200, {"processes": bodies})
 
     def _ask(
         self, path: str, processes: Iterable[ProcessFacts], operation: str = ""
@@ -113,7 +115,7 @@ class JointAnswers:
         """
         texts = {_PARENT: exposition().decode()}
         for process, answer in self._ask("/metrics", self._processes):
-            if answer is not None:
+            if answer is not None and answer.status == 200:
                 texts[str(process.number)] = answer.body.decode()
         own = CollectorRegistry()
         up, restarts = process_metrics(own)

@@ -5,12 +5,16 @@ and JSON.
 """
 
 import json
+import logging
 import time
 from multiprocessing.connection import Connection
 from threading import Lock, Thread
 
-from lockstep_common.answers import Answer
+from lockstep_common.answers import Answer, as_json
 from lockstep_common.management import Answers
+from lockstep_common.tracebacks import sentence
+
+logger = logging.getLogger("lockstep.management")
 
 TIMEOUT_S = 2.0
 """For an answer: longer than a process waits for its event loop, shorter than probes wait."""
@@ -62,8 +66,7 @@ def answer_parent(connection: "Connection[bytes, bytes]", answers: Answers) -> N
         try:
             while True:
                 question = json.loads(connection.recv_bytes())
-                path, operation = question["path"], question["operation"]
-                answer = answers.to_operator(operation, path) if operation else answers.of(path, is_stranger=False)
+                answer = _made(answers, question["path"], question["operation"])
                 head = {"number": question["number"], "status": answer.status, "content_type": answer.content_type}
                 connection.send_bytes(json.dumps(head).encode())
                 connection.send_bytes(answer.body)
@@ -71,3 +74,12 @@ def answer_parent(connection: "Connection[bytes, bytes]", answers: Answers) -> N
             return  # the parent has ended, and so will this process
 
     Thread(target=run, name="parent", daemon=True).start()
+
+
+def _made(answers: Answers, path: str, operation: str) -> Answer:
+    """The answer, or one that says that it cannot be made: the thread, and with it the process's health, lives on."""
+    try:
+        return answers.to_operator(operation, path) if operation else answers.of(path, is_stranger=False)
+    except Exception as error:
+        logger.exception("an answer to the parent cannot be made")
+        return as_json(500, {"status": "failed", "error": f"the answer cannot be made: {sentence(error)}"})
