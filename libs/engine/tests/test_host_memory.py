@@ -221,6 +221,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_kernel(monkeyp
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "ones", runtime.launch)
+    caplog.set_level("WARNING", "lockstep.engine")
     _pin(torch.empty(8, dtype=torch.uint8), torch.device("cuda"))
     assert "not pinned: CUDA error 304" in caplog.text
     assert runtime.last == 0
