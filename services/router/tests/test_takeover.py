@@ -611,6 +611,23 @@ async def test_client_has_a_failed_stream_continued_and_begins_nothing_again(sha
     assert [len(submit.emitted_ids) for submit in sharing.submits] == [0, 5, 10]
 
 
+async def test_delete_where_a_stream_has_failed_ends_it_where_it_goes_on(sharing, routers):
+    first, second = routers
+    fail(sharing, after=3)
+    failed = events_of(await first.client.post("/v1/completions", json=LONG | {"max_tokens": 200}))
+    stream_id = failed[0][0].partition(":")[0]
+    await mirrored(first)
+    fail(sharing, after=None)
+    async with second.over_http() as client:
+        reading = asyncio.create_task(resume(client, stream_id, failed[-2][0]))
+        await eventually(lambda: second.router.runs.readings == 1 and len(sharing.submits) == 2)
+        assert (await first.client.delete(f"/v1/streams/{stream_id}")).status_code in (200, 204)
+        await eventually(lambda: second.router.streams == 0)
+        assert "error" in events_of(await reading)[-1][1]
+    for router in routers:
+        assert (await resume(router.client, stream_id)).status_code == 404
+
+
 # Two readers.
 
 
@@ -645,6 +662,28 @@ async def test_older_reader_is_ended_once_and_takes_nothing_back(sharing):
     assert len(sharing.submits) == 3, "each router has run it once"
     assert count(metrics.STREAMS_TAKEN) - before == 2
     assert "".join(readers[-1][0]) == routers[0].undisturbed("hello world", 7, 40)
+
+
+async def test_reader_that_came_back_from_where_its_stream_was_taken_may_try_again(sharing, routers):
+    slow(sharing, 0.3)
+    first, _ = routers
+    body = LONG | {"max_tokens": 6}
+    async with first.over_http() as client:
+        stream_id, before = await leave_after(client, body, 1)
+        older = asyncio.create_task(resume(client, stream_id, before[-1][0]))
+        await eventually(lambda: first.router.runs.readings == 1)
+        # A write is acknowledged after that one has come.
+        written_at = first.router.mirrored.mirror.entries[stream_id].written_at
+        await eventually(lambda: first.router.mirrored.mirror.entries[stream_id].written_at > written_at)
+        tenant = tenant_of((await first.router.journals.read(stream_id)).record.owner)
+        request = state_pb2.TakeRequest(tenant=tenant, stream_id=stream_id, owner="dead", ttl_s=60.0)
+        assert await first.router.mirrored.client.take(request) is not None
+        newer = events_of(await resume(client, stream_id, before[-1][0]))
+        error = newer.pop()[1]["error"]
+        assert (error["code"], error["message"]) == ("unavailable", "another router has the stream; it can be resumed")
+        assert events_of(await older)[-1][1]["error"]["code"] == "stream_moved"
+        rest = events_of(await resume(client, stream_id, (before + newer)[-1][0]))
+    assert text_of(before + newer + rest) == first.undisturbed("hello world", 7, 6)
 
 
 async def test_whole_answer_of_a_stream_that_moved_is_refused_for_good(sharing, routers):

@@ -133,7 +133,7 @@ class ChoiceLog:
         self.ids.extend(piece.ids[known:])
         self.logprobs.extend(piece.logprobs[known:])
         self.finish = self.finish or piece.finish
-        self.cached_tokens = piece.cached_tokens
+        self.cached_tokens = piece.cached_tokens or self.cached_tokens
         self.is_inexact = self.is_inexact or piece.is_inexact
         self.numerics = self.numerics or piece.numerics
 
