@@ -161,6 +161,12 @@ class StoredStream:
     outcome: Outcome | None
     """None: it has not ended."""
 
+    @property
+    def size_bytes(self) -> int:
+        """Approximate memory."""
+        tokens = (Piece(0, 0, log.ids, log.logprobs) for log in self.logs)
+        return self.record.size_bytes + sum(each.size_bytes for each in tokens)
+
 
 @dataclass(frozen=True)
 class Claim:

@@ -59,6 +59,8 @@ class Run:
         """It goes on after an earlier run, whose clients may have had more than the store knows."""
         self.is_kept = False
         """The store has it, as one that runs here."""
+        self.failed: Outcome | None = None
+        """How it had failed here, if it goes on after that."""
         self.record: Record | None = None
         self.tokenizer: Tokenizer | None = None
         self.unproven: frozenset[int] = frozenset()

@@ -226,7 +226,10 @@ class Runs:
         """Continue a stream of another router, or one that has failed, and read it."""
         request_id, owner = stored.record.request_id, stored.record.owner
         run = self._runs.get(request_id)
-        if run is None or run.end is not None:
+        if run is not None and run.end is not None:
+            await run.ended.wait()  # it would close the journal of the next one
+            return await self._resume(request_id, owner, account, after)
+        if run is None:
             # Who cannot continue it, or give it from there, must not take it: that ends it where it runs.
             self._host.tokenizer(stored.record.tokenizer_digest)
             if after is not None:
