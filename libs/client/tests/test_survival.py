@@ -460,6 +460,16 @@ def test_head_of_a_stream_comes_as_soon_as_a_comment():
     assert network.waits == [45.0, 45.0, 7.5]
 
 
+def test_what_a_router_has_told_is_forgotten_when_a_stream_does_not_tell_it():
+    router = FakeRouter(max_silence="2.5")
+    network = Network({A: router})
+    assert history(network.request(CHAT, CHAT_BODY, POLICY)) == undisturbed(CHAT)
+    router.max_silence = ""
+    assert history(network.request(CHAT, CHAT_BODY, POLICY)) == undisturbed(CHAT)
+    assert history(network.request(CHAT, CHAT_BODY, POLICY)) == undisturbed(CHAT)
+    assert network.expected == [7.5, 45.0, 45.0]
+
+
 def test_whole_answer_joins_its_generation_on_a_router_that_lives():
     router = FakeRouter()
     network = Network({A: router, B: FakeRouter("other")}, [40])

@@ -7,6 +7,7 @@ import random
 import socket
 from dataclasses import replace
 
+import grpc
 import pytest
 from lockstep_api.v1 import inference_pb2
 from lockstep_client import (
@@ -22,6 +23,7 @@ from lockstep_client import (
     Usage,
 )
 from lockstep_client.grpc_answers import Streamed
+from lockstep_client.grpc_calls import _Channel
 from lockstep_client.transcript import Transcript
 from router_cluster import eventually
 from router_process import listening, start
@@ -342,3 +344,72 @@ def test_nothing_is_asked_for_after_a_finish_that_has_the_usage():
     told, end = transcript.ending()
     assert json.loads(told.data)["usage"]["total_tokens"] == 3
     assert end.data == "[DONE]"
+
+
+async def test_failed_question_for_health_ends_no_other_stream(cluster):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.02)
+    fields = {"prompt": "hello", "model": "reference", "max_tokens": 60, "seed": 1}
+    async with cluster.over_grpc(), AsyncLockstepClient(f"grpc://{cluster.grpc_address}", policy=POLICY) as client:
+        stream = await client.complete(**fields, stream=True)
+        events = aiter(stream)
+        received = [await anext(events)]
+        [channel] = client._transport._network._grpc._channels.values()
+        # A question to which the answer came too late: the router was merely slow.
+        assert not await channel.lives(1e-6)
+        assert (await client.complete(**fields)).text == cluster.undisturbed("hello", 1, 60)
+        assert channel.calls == 1
+        assert channel._closing is None
+        received += [event async for event in events]
+        await stream.aclose()
+        assert channel.calls == 0
+        await channel._closing
+    assert pieces(received)[0][0] == cluster.undisturbed("hello", 1, 60)
+    assert sum(len(worker.submits) for worker in cluster.workers) == 2
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+async def test_call_that_ends_with_its_channel_is_a_broken_connection(cluster, is_begun):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.3)
+    fields = {"prompt": "hello", "model": "reference", "max_tokens": 6, "seed": 1}
+    async with cluster.over_grpc(), AsyncLockstepClient(f"grpc://{cluster.grpc_address}", policy=POLICY) as client:
+        if is_begun:
+            stream = await client.complete(**fields, stream=True)
+            reading = asyncio.create_task(_all(stream))
+        else:
+            reading = asyncio.create_task(client.complete(**fields))
+        await eventually(lambda: cluster.router.streams == 1)
+        network = client._transport._network._grpc
+        router, channel = network._channels.popitem()
+        await channel.channel.close()
+        answer = await reading
+        text = pieces(answer)[0][0] if is_begun else answer.text
+        assert text == cluster.undisturbed("hello", 1, 6)
+        # A connection that has been closed is dead for all further calls.
+        network._channels[router] = channel
+        assert not await channel.lives(1.0)
+        assert (await client.complete(**fields)).text == text
+
+
+async def _all(stream):
+    return [event async for event in stream]
+
+
+@pytest.mark.parametrize(("code", "is_alive"), [("INTERNAL", True), ("UNKNOWN", True), ("UNAVAILABLE", False)])
+async def test_only_a_missing_answer_for_health_means_a_dead_router(code, is_alive):
+    async def check(_, context):
+        await context.abort(grpc.StatusCode[code], "no")
+
+    server = grpc.aio.server()
+    handler = grpc.unary_unary_rpc_method_handler(check)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = _Channel(grpc.aio.insecure_channel(f"127.0.0.1:{port}"))
+    try:
+        assert await channel.lives(5.0) is is_alive
+        assert channel.is_dead is not is_alive
+    finally:
+        await channel.channel.close()
+        await server.stop(0)

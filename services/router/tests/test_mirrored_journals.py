@@ -181,6 +181,92 @@ async def test_stream_that_has_failed_here_and_ended_elsewhere_is_taken_back_as_
     assert not store.mirror.entries
 
 
+async def fail_after_taking_back(store, server):
+    """A stream that this router has taken, and that has failed here."""
+    other = MirroredJournalStore(
+        MemoryJournalStore(max_streams=4, max_bytes=1 << 20),
+        server.target,
+        dial_plain,
+        owner="router-3",
+        window_s=WINDOW_S,
+        timeout_s=TIMEOUT_S,
+        max_lag_s=0.01,
+    )
+    other.start()
+    await fill(other)
+    await mirrored(other)
+    await take(store)
+    await other.close()
+    await store.seal("r-1", Outcome(LockstepError(ErrorCode.WORKER_LOST, "gone")), KEEP_S)
+    await mirrored(store)
+
+
+async def test_stream_that_is_taken_back_without_an_answer_keeps_its_epoch(store, other, server):
+    lost = []
+    store.on_taken(lambda *taken: lost.append(taken))
+    await fail_after_taking_back(store, server)
+    server.backend.is_away = store.client.mirror.is_open = True
+    assert (await store.take(await store.read("r-1"))).outcome is None
+    server.backend.is_away = store.client.mirror.is_open = False
+    store.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    await mirrored(store)
+    assert not lost
+    assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6, 8]
+
+
+async def test_failed_stream_is_not_taken_back_while_it_is_not_known_who_has_it(store, other, server):
+    await fill(store)
+    server.backend.delay_s = 0.05
+    await store.seal("r-1", Outcome(LockstepError(ErrorCode.WORKER_LOST, "gone")), KEEP_S)  # nothing is written yet
+    server.backend.is_away = True
+    known = await store.read("r-1")
+    with pytest.raises(LockstepError) as refused:
+        await store.take(known)
+    assert refused.value.code is ErrorCode.UNAVAILABLE
+    assert (await store.read("r-1")).outcome is not None
+    server.backend.is_away, server.backend.delay_s = False, 0.0
+    await eventually(lambda: not store.client.mirror.is_open and not store.mirror.entries)
+    assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6]
+    assert list((await store.take(known)).logs[0].ids) == [5, 6]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_failed_stream_that_is_removed_elsewhere_is_gone_here(store, other, goes_on):
+    await fill(store)
+    await store.seal("r-1", Outcome(LockstepError(ErrorCode.WORKER_LOST, "gone")), KEEP_S)
+    await mirrored(store)
+    if goes_on:
+        await take(other)
+        await other.remove("r-1")
+    else:
+        assert await other.discard("r-1", "tenant")
+    await mirrored(other)
+    assert await store.take(await store.read("r-1")) is None
+    assert await store.read("r-1") is None
+
+
+async def test_removing_a_failed_stream_ends_it_where_it_goes_on(store, other):
+    lost = []
+    other.on_taken(lambda request_id, _: lost.append(request_id))
+    await fill(store)
+    await store.seal("r-1", Outcome(LockstepError(ErrorCode.WORKER_LOST, "gone")), KEEP_S)
+    await mirrored(store)
+    await take(other)
+    await mirrored(other)
+    await store.remove("r-1")
+    await mirrored(store)
+    other.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    await eventually(lambda: lost == ["r-1"])
+    await mirrored(other)
+    assert await store.look_up("r-1", "tenant") is None
+
+
+async def test_mark_after_the_tokens_keeps_the_cached_ones(store):
+    await fill(store)
+    store.append("r-1", Piece(0, 2, (), is_inexact=True))
+    assert (await store.read("r-1")).logs[0].cached_tokens == 2
+
+
 async def test_foreign_owner_sees_nothing(store, other):
     await fill(store)
     await mirrored(store)
@@ -201,7 +287,7 @@ async def test_clients_without_a_key_have_streams_too(store, other):
 
 async def test_taken_stream_is_fenced(store, other):
     lost = []
-    store.on_taken(lost.append)
+    store.on_taken(lambda request_id, _: lost.append(request_id))
     await fill(store)
     await mirrored(store)
     taken = await take(other)
@@ -250,7 +336,7 @@ async def test_stream_without_room_is_not_taken(store, make_store):
 
 async def test_discarded_stream_ends_where_it_runs_and_is_gone_for_all(store, other):
     lost = []
-    store.on_taken(lost.append)
+    store.on_taken(lambda request_id, _: lost.append(request_id))
     await fill(store)
     await fill(store, "r-2")
     await store.seal("r-2", Outcome(), KEEP_S)

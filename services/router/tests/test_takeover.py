@@ -14,6 +14,8 @@ from lockstep_client.openai import AsyncOpenAI
 from lockstep_router import metrics
 from lockstep_router.journals import ChoiceLog, Piece
 from lockstep_router.journals.stored_form import tenant_of, to_message, to_piece
+from lockstep_router.resumption.endings import gone
+from lockstep_router.resumption.run import Run
 from lockstep_router.status import status_body
 from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card
@@ -601,6 +603,73 @@ async def test_failed_stream_stays_when_it_cannot_go_on_now(sharing, routers):
     assert text_of(failed[:-1] + rest) == first.undisturbed("hello world", 7, 10)
 
 
+@pytest.mark.parametrize("settings", [{}, {"state_server": ""}], ids=["shared", "alone"])
+async def test_failed_stream_stays_when_its_client_leaves_before_it_goes_on(sharing, monkeypatch, settings):
+    first = await sharing.router("first", **settings)
+    fail(sharing, after=3)
+    failed = events_of(await first.client.post("/v1/completions", json=LONG | {"max_tokens": 10}))
+    stream_id = failed[0][0].partition(":")[0]
+    fail(sharing, after=None)
+    begun = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def restore(*_, **__):
+        begun.set()
+        await asyncio.Event().wait()
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first.router, "run", restore)
+        resuming = asyncio.create_task(resume(first.client, stream_id, failed[-2][0]))
+        await begun.wait()
+        resuming.cancel()
+        await asyncio.gather(resuming, return_exceptions=True)
+        await eventually(lambda: not first.router.runs.running)
+    rest = events_of(await resume(first.client, stream_id, failed[-2][0]))
+    assert text_of(failed[:-1] + rest) == first.undisturbed("hello world", 7, 10)
+
+
+async def test_stream_goes_on_after_its_earlier_run_has_closed_the_journal(sharing, monkeypatch):
+    first = await sharing.router("first")
+    fail(sharing, after=3)
+    failed = events_of(await first.client.post("/v1/completions", json=LONG | {"max_tokens": 10}))
+    stream_id = failed[0][0].partition(":")[0]
+    fail(sharing, after=None)
+    runs, read = first.router.runs, first.router.journals.read
+    stored = await read(stream_id)
+    earlier = Run(stored.record.owner, stream_id)
+    earlier.cancel(gone())
+
+    async def read_while_it_ends(request_id):
+        if not earlier.ended.is_set():
+            runs._runs[request_id] = earlier
+        return await read(request_id)
+
+    monkeypatch.setattr(first.router.journals, "read", read_while_it_ends)
+    resuming = asyncio.create_task(resume(first.client, stream_id, failed[-2][0]))
+    await eventually(lambda: stream_id in runs._runs)
+    await asyncio.sleep(0.05)
+    assert runs._runs[stream_id] is earlier
+    del runs._runs[stream_id]
+    earlier.ended.set()
+    assert text_of(failed[:-1] + events_of(await resuming)) == first.undisturbed("hello world", 7, 10)
+
+
+async def test_stream_whose_tokens_have_no_room_is_not_taken(sharing):
+    slow(sharing, 0.5)
+    first, second = await sharing.router("first"), await sharing.router("second")
+    async with first.over_http() as client:
+        stream_id, before = await leave_after(client, LONG, 1)
+        await mirrored(first)
+        known = await second.router.journals.look_up(
+            stream_id, (await first.router.journals.read(stream_id)).record.owner
+        )
+        second.router._preparing_bytes = second.router.settings.max_journals_bytes - known.size_bytes
+        response = await resume(second.client, stream_id, before[-1][0])
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+        await goes_on(first)
+
+
 @pytest.mark.parametrize("is_alone", [False, True])
 async def test_client_has_a_failed_stream_continued_and_begins_nothing_again(sharing, routers, is_alone):
     fail(sharing, after=5)
@@ -613,6 +682,23 @@ async def test_client_has_a_failed_stream_continued_and_begins_nothing_again(sha
                     text += event.text if isinstance(event, TextPiece) else ""
     assert text == routers[0].undisturbed("hello world", 7, 12)
     assert [len(submit.emitted_ids) for submit in sharing.submits] == [0, 5, 10]
+
+
+async def test_delete_where_a_stream_has_failed_ends_it_where_it_goes_on(sharing, routers):
+    first, second = routers
+    fail(sharing, after=3)
+    failed = events_of(await first.client.post("/v1/completions", json=LONG | {"max_tokens": 200}))
+    stream_id = failed[0][0].partition(":")[0]
+    await mirrored(first)
+    fail(sharing, after=None)
+    async with second.over_http() as client:
+        reading = asyncio.create_task(resume(client, stream_id, failed[-2][0]))
+        await eventually(lambda: second.router.runs.readings == 1 and len(sharing.submits) == 2)
+        assert (await first.client.delete(f"/v1/streams/{stream_id}")).status_code in (200, 204)
+        await eventually(lambda: second.router.streams == 0)
+        assert "error" in events_of(await reading)[-1][1]
+    for router in routers:
+        assert (await resume(router.client, stream_id)).status_code == 404
 
 
 # Two readers.
@@ -649,6 +735,28 @@ async def test_older_reader_is_ended_once_and_takes_nothing_back(sharing):
     assert len(sharing.submits) == 3, "each router has run it once"
     assert count(metrics.STREAMS_TAKEN) - before == 2
     assert "".join(readers[-1][0]) == routers[0].undisturbed("hello world", 7, 40)
+
+
+async def test_reader_that_came_back_from_where_its_stream_was_taken_may_try_again(sharing, routers):
+    slow(sharing, 0.3)
+    first, _ = routers
+    body = LONG | {"max_tokens": 6}
+    async with first.over_http() as client:
+        stream_id, before = await leave_after(client, body, 1)
+        older = asyncio.create_task(resume(client, stream_id, before[-1][0]))
+        await eventually(lambda: first.router.runs.readings == 1)
+        # A write is acknowledged after that one has come.
+        written_at = first.router.mirrored.mirror.entries[stream_id].written_at
+        await eventually(lambda: first.router.mirrored.mirror.entries[stream_id].written_at > written_at)
+        tenant = tenant_of((await first.router.journals.read(stream_id)).record.owner)
+        request = state_pb2.TakeRequest(tenant=tenant, stream_id=stream_id, owner="dead", ttl_s=60.0)
+        assert await first.router.mirrored.client.take(request) is not None
+        newer = events_of(await resume(client, stream_id, before[-1][0]))
+        error = newer.pop()[1]["error"]
+        assert (error["code"], error["message"]) == ("unavailable", "another router has the stream; it can be resumed")
+        assert events_of(await older)[-1][1]["error"]["code"] == "stream_moved"
+        rest = events_of(await resume(client, stream_id, (before + newer)[-1][0]))
+    assert text_of(before + newer + rest) == first.undisturbed("hello world", 7, 6)
 
 
 async def test_whole_answer_of_a_stream_that_moved_is_refused_for_good(sharing, routers):

@@ -234,8 +234,9 @@ class StreamedAnswer:
         self._router_id = head.headers.get(ROUTER_HEADER)
         self._stream_id = head.headers.get(STREAM_HEADER) or self._stream_id
         told = head.headers.get(SILENCE_HEADER, "")
-        if _SECONDS.fullmatch(told):
-            self._attempts.routers.told_silence(router, float(told))
+        if head.headers.get("content-type", "").startswith("text/event-stream"):
+            # A proxy that does not pass it on may not pass the comments on either.
+            self._attempts.routers.told_silence(router, float(told) if _SECONDS.fullmatch(told) else None)
 
     def _relay(self, router: Router) -> Steps[None]:
         """Give the events of one connection.

@@ -35,6 +35,8 @@ _STATUSES: Mapping[grpc.StatusCode, tuple[int, str]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: (503, "overloaded"),
 }
 """Statuses that gRPC itself, or a proxy, may give, as HTTP status and error code. Others mean a broken connection."""
+_DEAD = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+"""What a question for a router's health ends with if there was no answer. All else is one."""
 
 
 class GrpcNetwork:
@@ -54,11 +56,13 @@ class GrpcNetwork:
         self._probe_after_s = probe_after_s
         self._credentials = _credentials(verify)
         self._channels: OrderedDict[Router, _Channel] = OrderedDict()
+        self._dropped: list[_Channel] = []
+        """Those that no further call gets, while calls are on them."""
 
     @property
     def has_channels(self) -> bool:
         """Whether there is something to close."""
-        return bool(self._channels)
+        return bool(self._channels or self._dropped)
 
     async def open(self, router: Router, request: Outgoing, silence_s: float) -> "OpenCall":
         """Begin a call and wait for the head of its answer; of an answer that is no stream, for all of it.
@@ -83,8 +87,9 @@ class GrpcNetwork:
 
     async def close(self) -> None:
         """Close all connections."""
-        channels = [each.channel for each in self._channels.values()]
+        channels = [each.channel for each in (*self._channels.values(), *self._dropped)]
         self._channels.clear()
+        self._dropped.clear()
         for channel in channels:
             await channel.close()
 
@@ -99,7 +104,9 @@ class GrpcNetwork:
     def _channel(self, router: Router) -> "_Channel":
         channel = self._channels.get(router)
         if channel is not None and channel.is_dead:
-            self._channels.pop(router).close_soon()
+            # Other calls on it may have a router that was merely slow: they find out for themselves.
+            self._dropped = [each for each in (*self._dropped, self._channels.pop(router)) if each.calls]
+            channel.drop()
             channel = None
         if channel is None:
             channel = self._channels[router] = self._new_channel(router)
@@ -107,7 +114,7 @@ class GrpcNetwork:
         for old in [each for each, kept in self._channels.items() if not kept.calls and kept is not channel]:
             if len(self._channels) <= _MAX_CHANNELS:
                 break
-            self._channels.pop(old).close_soon()
+            self._channels.pop(old).drop()
         return channel
 
     def _new_channel(self, router: Router) -> "_Channel":
@@ -139,6 +146,7 @@ class _Channel:
         self.calls = 0
         self.is_dead = False
         """Whether its router did not answer on it: the connection may have vanished, so no further call gets it."""
+        self._is_dropped = False
         self._closing: asyncio.Task[None] | None = None
 
     async def lives(self, timeout_s: float) -> bool:
@@ -146,14 +154,28 @@ class _Channel:
         ask = self.channel.unary_unary(_HEALTH, request_serializer=bytes, response_deserializer=bytes)
         try:
             await ask(b"", timeout=timeout_s)
-        except grpc.aio.AioRpcError:
+        except grpc.aio.AioRpcError as error:
+            self.is_dead = self.is_dead or error.code() in _DEAD
+            return error.code() not in _DEAD
+        except (asyncio.CancelledError, grpc.aio.UsageError) as error:
+            _raise_own(error)
             self.is_dead = True
             return False
         return True
 
-    def close_soon(self) -> None:
-        """Close it without a wait."""
-        self._closing = asyncio.ensure_future(self.channel.close())
+    def drop(self) -> None:
+        """Close it after its last call, without a wait."""
+        self._is_dropped = True
+        self._close_if_idle()
+
+    def note_end(self) -> None:
+        """A call on it is over."""
+        self.calls -= 1
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if self._is_dropped and not self.calls and self._closing is None:
+            self._closing = asyncio.ensure_future(self.channel.close())
 
 
 class OpenCall:
@@ -194,8 +216,11 @@ class OpenCall:
         )
         given_s = next((value for name, value in self._request.headers.items() if name.lower() == _TIMEOUT), None)
         timeout_s = None if given_s is None else float(given_s)
+        try:
+            self._call = start(wanted.message, metadata=metadata_of(self._request), timeout=timeout_s)
+        except grpc.aio.UsageError:
+            raise _closed() from None
         self._channel.calls += 1
-        self._call = start(wanted.message, metadata=metadata_of(self._request), timeout=timeout_s)
         metadata = _texts(await self._patiently(self._call.initial_metadata()))
         if _ROUTER not in metadata:
             await self._refused()
@@ -226,6 +251,9 @@ class OpenCall:
             message = reading.result()
         except grpc.aio.AioRpcError:
             message = grpc.aio.EOF
+        except (asyncio.CancelledError, grpc.aio.UsageError) as ended:
+            _raise_own(ended)
+            raise _closed() from None
         if message is not grpc.aio.EOF:
             return self._wanted.answer.take(message)
         error = await self._error()
@@ -241,7 +269,7 @@ class OpenCall:
             self._reading = None
         if call is not None:
             call.cancel()
-            self._channel.calls -= 1
+            self._channel.note_end()
         if self._is_alone:
             await self._channel.channel.close()
 
@@ -306,11 +334,26 @@ class OpenCall:
         except BaseException:
             waiting.cancel()
             raise
-        return waiting.result()
+        try:
+            return waiting.result()
+        except (asyncio.CancelledError, grpc.aio.UsageError) as error:
+            _raise_own(error)
+            raise _closed() from None
 
     async def _check_life(self) -> None:
         if not await self._channel.lives(self._connect_timeout_s):
             raise BrokenError("silent", "the router does not answer")
+
+
+def _raise_own(error: BaseException) -> None:
+    """Raise a cancellation that is this task's own: calls that end with their channel look like cancelled tasks."""
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+
+
+def _closed() -> BrokenError:
+    return BrokenError("broken", "the connection was closed")
 
 
 def _texts(metadata: Any) -> dict[str, str]:

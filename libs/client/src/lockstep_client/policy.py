@@ -19,7 +19,8 @@ class Policy:
     """A connection on which nothing comes for so long is given up."""
     keepalive_slack_s: float | None = 5.0
     """A router tells how long its streams are silent at most: it sends comments. A stream that is silent for so much
-    longer is given up: its connection has vanished, or its router hangs. None: only `silence_timeout_s` counts."""
+    longer is given up: its connection has vanished, or its router hangs. None: only `silence_timeout_s` counts,
+    as it must behind a proxy that passes the header on and buffers the comments."""
     probe_after_s: float = 10.0
     """Over gRPC, where streams have no comments: after so long without an event the router is asked whether it lives,
     and has `connect_timeout_s` for the answer."""

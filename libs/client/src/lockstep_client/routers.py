@@ -123,10 +123,13 @@ class Routers:
                 return self._random.choice(well)
             return min(left, key=lambda router: self._failures[router].until_s, default=None)
 
-    def told_silence(self, router: Router, silence_s: float) -> None:
-        """Note how long a router's streams are silent at most."""
+    def told_silence(self, router: Router, silence_s: float | None) -> None:
+        """Note how long a router's streams are silent at most; None: it tells nothing (any more)."""
         with self._lock:
-            self._silences_s[router.root] = silence_s
+            if silence_s is None:
+                self._silences_s.pop(router.root, None)
+            else:
+                self._silences_s[router.root] = silence_s
 
     def silence_of(self, router: Router) -> float | None:
         """How long a router's streams are silent at most; None: it is not known."""

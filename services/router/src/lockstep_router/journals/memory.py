@@ -164,7 +164,7 @@ class MemoryJournalStore:
         """False: this store knows no other router's streams."""
         return False
 
-    def on_taken(self, callback: Callable[[str], None]) -> None:
+    def on_taken(self, callback: Callable[[str, float], None]) -> None:
         """Nobody takes a stream from this store."""
 
     async def claim(self, scope: str, claim: Claim) -> Claim | None:

@@ -102,11 +102,12 @@ class Mirror:
         owner: this router's name.
         lag_s: the time for which tokens may be missing there.
         ttl_s: for how long a running stream is kept there without a write.
-        on_stale: called with the id of a stream that has a higher epoch: it is no longer this router's.
+        on_stale: called with the id of a stream that has a higher epoch, and so is no longer this router's, and with
+            the time of the event loop at which the state server last acknowledged that it was.
     """
 
     def __init__(
-        self, client: StateClient, owner: str, *, lag_s: float, ttl_s: float, on_stale: Callable[[str], None]
+        self, client: StateClient, owner: str, *, lag_s: float, ttl_s: float, on_stale: Callable[[str, float], None]
     ) -> None:
         self.entries: dict[str, Entry] = {}
         self._client = client
@@ -348,7 +349,7 @@ class Mirror:
                 self._note_written(sent, now)
             case state_pb2.WRITE_OUTCOME_STALE:
                 self.drop(sent.request_id)
-                self._on_stale(sent.request_id)
+                self._on_stale(sent.request_id, entry.written_at)
             case state_pb2.WRITE_OUTCOME_TOO_LARGE:
                 self._freeze(sent)
             case state_pb2.WRITE_OUTCOME_SEALED:

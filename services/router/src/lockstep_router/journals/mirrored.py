@@ -17,7 +17,7 @@ from lockstep_router.journals.mirror import Entry, Mirror, lengths_of
 from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, Record, StoredStream
 from lockstep_router.journals.shared_keys import SharedKeys
 from lockstep_router.journals.state_client import Dial, StateAwayError, StateClient, StateRefusedError
-from lockstep_router.journals.stored_form import Found, from_response, pieces_of, tenant_of, to_ending
+from lockstep_router.journals.stored_form import Found, Key, from_response, is_removed, pieces_of, tenant_of, to_ending
 
 _MAX_TTL_S = 86_400.0
 """The longest time to live that the state server takes, unless its settings say otherwise."""
@@ -61,7 +61,9 @@ class MirroredJournalStore:
         self._ttl_s = min(1.5 * window_s, _MAX_TTL_S)
         self._claiming: dict[str, asyncio.Event] = {}
         """Keys that the state server is being asked for."""
-        self._on_taken: Callable[[str], None] = lambda _: None
+        self._origins: dict[str, tuple[int, Key | None]] = {}
+        """The epoch of each stream of this router in the state server, and the key in its record there."""
+        self._on_taken: Callable[[str, float], None] = lambda *_: None
         self.client = StateClient(target, dial, timeout_s)
         self.mirror = Mirror(self.client, owner, lag_s=max_lag_s, ttl_s=self._ttl_s, on_stale=self._note_stale)
         self.client.on_return = self.mirror.note_return
@@ -97,7 +99,8 @@ class MirroredJournalStore:
         """
         await self._front.open(record)
         self._keys.note_open(record.request_id)
-        self.mirror.add(record.request_id, Entry(self._held(record.request_id), 1, self._keys.of(record.request_id)))
+        epoch, key = self._origins[record.request_id] = 1, self._keys.of(record.request_id)
+        self.mirror.add(record.request_id, Entry(self._held(record.request_id), epoch, key))
 
     def append(self, request_id: str, piece: Piece) -> None:
         """Append tokens.
@@ -122,12 +125,22 @@ class MirroredJournalStore:
         return await self._front.read(request_id)
 
     async def remove(self, request_id: str) -> None:
-        """Forget a stream, and the idempotency key that names it."""
+        """Forget a stream, and the idempotency key that names it.
+
+        Raises:
+            LockstepError: as for `look_up`, of a failed stream, which may go on elsewhere. It is forgotten here.
+        """
         await self.release(request_id)
         stream = self._front.held(request_id)
-        if not self.mirror.remove(request_id) and stream is not None:
-            await self._trim(stream.record.owner, request_id)
+        is_mirrored = self.mirror.remove(request_id)
         await self._front.remove(request_id)
+        if stream is None:
+            return
+        if stream.outcome is not None and stream.outcome.may_go_on:
+            # It ends where it runs now. Forgetting it in the state server would let that router write it again.
+            await self.discard(request_id, stream.record.owner)
+        elif not is_mirrored:
+            await self._trim(stream.record.owner, request_id)
 
     async def leave(self, request_id: str) -> None:
         """Forget a running stream here, so that another router may continue it; it keeps its idempotency key."""
@@ -144,11 +157,13 @@ class MirroredJournalStore:
         self._front.expire()
         self.mirror.tend(lambda request_id: self._front.held(request_id) is not None)
         self._keys.tend(lambda request_id: self._front.held(request_id) is not None)
+        for request_id in [each for each in self._origins if self._front.held(each) is None]:
+            del self._origins[request_id]
 
     # Streams of other routers.
 
-    def on_taken(self, callback: Callable[[str], None]) -> None:
-        """Have this called with the id of each stream that another router has taken over. It is not kept here then."""
+    def on_taken(self, callback: Callable[[str, float], None]) -> None:
+        """Have this called with each stream that another router has taken over. It is not kept here then."""
         self._on_taken = callback
 
     async def look_up(self, request_id: str, owner: str) -> StoredStream | None:
@@ -158,8 +173,7 @@ class MirroredJournalStore:
             LockstepError: UNAVAILABLE, the state server has just failed to answer, or the stream was found by its key
                 and is still being prepared; OVERLOADED, too many ask at a time.
         """
-        request = state_pb2.ReadRequest(tenant=tenant_of(owner), stream_id=request_id)
-        found = await self._find(request_id, owner, self.client.read, request)
+        found = await self._read_there(request_id, owner)
         found_at = self._keys.found_at(request_id)
         if found_at is not None:
             loop = asyncio.get_running_loop()
@@ -171,7 +185,7 @@ class MirroredJournalStore:
                     sentence = "the request with this key is still being prepared"
                     raise LockstepError(ErrorCode.UNAVAILABLE, sentence, retry_after_s=1)
                 await asyncio.sleep(_LOOK_EVERY_S if age_s < _OPENING_S else _LOOK_PREPARING_EVERY_S)
-                found = await self._find(request_id, owner, self.client.read, request)
+                found = await self._read_there(request_id, owner)
         return None if found is None else found.stream
 
     async def take(self, known: StoredStream) -> StoredStream | None:
@@ -199,14 +213,27 @@ class MirroredJournalStore:
         """Take a stream that has failed here. What is here may be more than what was mirrored; or less, if another
         router has continued it.
         """
+        entry = self.mirror.entries.get(request_id)
         self.mirror.drop(request_id)
-        found: Found | None = None
-        with suppress(LockstepError):  # this router's streams are served without the state server, too
-            found = await self._take(request_id, owner)
+        response: state_pb2.ReadResponse | None = None
+        try:
+            response = await self._ask_to_take(request_id, owner)
+        except BaseException as error:
+            # This router's streams are served without the state server, too; but not while it may have a newer copy.
+            if not isinstance(error, LockstepError) or not self.client.mirror.is_open:
+                if entry is not None:
+                    entry.changed_at = None
+                    self.mirror.add(request_id, entry)
+                raise
+        if response is not None and is_removed(response):
+            self._front.forget(request_id)
+            return None
+        found = _found(request_id, owner, response)
         if found is None:
             stream = self._front.reopen(request_id)
             if stream is not None:
-                self.mirror.add(request_id, Entry(self._held(request_id), 1))
+                epoch, key = self._origins[request_id]
+                self.mirror.add(request_id, Entry(self._held(request_id), epoch, key))
             return stream
         own = self._front.held(request_id)
         has_all = own is not None and all(map(ChoiceLog.begins, found.stream.logs, own.logs))
@@ -224,6 +251,7 @@ class MirroredJournalStore:
         for piece in pieces_of(stream.logs):
             self._front.append(request_id, piece)
         if stream.outcome is not None:
+            self._origins[request_id] = found.epoch, found.key
             await self._front.seal(request_id, stream.outcome, self._ttl_s)
         else:
             self._mirror_on(request_id, found)
@@ -233,6 +261,7 @@ class MirroredJournalStore:
         """Write on after what was found."""
         if found.key is not None:
             self._keys.adopt(request_id, found.key)
+        self._origins[request_id] = found.epoch, found.key
         written, has_finish = lengths_of(found.stream.logs)
         self.mirror.add(
             request_id,
@@ -264,31 +293,32 @@ class MirroredJournalStore:
             await self.client.trim(state_pb2.TrimRequest(tenant=tenant_of(owner), stream_ids=[request_id]))
 
     async def _take(self, request_id: str, owner: str) -> Found | None:
+        return _found(request_id, owner, await self._ask_to_take(request_id, owner))
+
+    async def _ask_to_take(self, request_id: str, owner: str) -> state_pb2.ReadResponse | None:
         request = state_pb2.TakeRequest(
             tenant=tenant_of(owner), stream_id=request_id, owner=self._owner, ttl_s=self._ttl_s
         )
-        return await self._find(request_id, owner, self.client.take, request)
+        return await self._ask(self.client.take, request)
 
-    async def _find(
-        self,
-        request_id: str,
-        owner: str,
-        ask: Callable[[Any], Awaitable[state_pb2.ReadResponse | None]],
-        request: object,
-    ) -> Found | None:
+    async def _read_there(self, request_id: str, owner: str) -> Found | None:
+        request = state_pb2.ReadRequest(tenant=tenant_of(owner), stream_id=request_id)
+        return _found(request_id, owner, await self._ask(self.client.read, request))
+
+    async def _ask(
+        self, ask: Callable[[Any], Awaitable[state_pb2.ReadResponse | None]], request: object
+    ) -> state_pb2.ReadResponse | None:
         if self.client.mirror.is_open:
             metrics.TAKEOVERS.labels("away").inc()
             return None
         try:
-            response = await ask(request)
+            return await ask(request)
         except StateRefusedError:
             return None  # an id that no router has made up
         except StateAwayError:
             metrics.TAKEOVERS.labels("away").inc()
             sentence = "this router does not have the stream, and cannot ask for it now"
             raise LockstepError(ErrorCode.UNAVAILABLE, sentence, retry_after_s=1) from None
-        found = None if response is None else from_response(request_id, response)
-        return found if found is not None and found.stream.record.owner == owner else None
 
     # Idempotency keys.
 
@@ -321,14 +351,20 @@ class MirroredJournalStore:
 
     # What the state server tells.
 
-    def _note_stale(self, request_id: str) -> None:
+    def _note_stale(self, request_id: str, owned_at: float) -> None:
         """Another router has taken the stream over: what is here is not what clients are given there."""
         metrics.STREAMS_TAKEN.inc()
         self._keys.forget(request_id)
         self._front.forget(request_id)
-        self._on_taken(request_id)
+        self._on_taken(request_id, owned_at)
 
     def _held(self, request_id: str) -> StoredStream:
         stream = self._front.held(request_id)
         assert stream is not None
         return stream
+
+
+def _found(request_id: str, owner: str, response: state_pb2.ReadResponse | None) -> Found | None:
+    """An owner's stream as the state server has given it."""
+    found = None if response is None else from_response(request_id, response)
+    return found if found is not None and found.stream.record.owner == owner else None

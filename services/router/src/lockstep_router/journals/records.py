@@ -133,7 +133,7 @@ class ChoiceLog:
         self.ids.extend(piece.ids[known:])
         self.logprobs.extend(piece.logprobs[known:])
         self.finish = self.finish or piece.finish
-        self.cached_tokens = piece.cached_tokens
+        self.cached_tokens = piece.cached_tokens or self.cached_tokens
         self.is_inexact = self.is_inexact or piece.is_inexact
         self.numerics = self.numerics or piece.numerics
 
@@ -160,6 +160,12 @@ class StoredStream:
     """One for each choice. Not to be changed."""
     outcome: Outcome | None
     """None: it has not ended."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Approximate memory."""
+        tokens = (Piece(0, 0, log.ids, log.logprobs) for log in self.logs)
+        return self.record.size_bytes + sum(each.size_bytes for each in tokens)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,11 @@ class JournalStore(Protocol):
         """A stream; None if there is none."""
 
     async def remove(self, request_id: str) -> None:
-        """Forget a stream, and the idempotency key that names it."""
+        """Forget a stream, and the idempotency key that names it. A failed one that goes on elsewhere is ended there.
+
+        Raises:
+            LockstepError: as for `look_up`, of a failed stream. It is forgotten here.
+        """
 
     async def leave(self, request_id: str) -> None:
         """Forget a running stream here, so that another router may continue it; it keeps its idempotency key. Where no
@@ -78,8 +82,12 @@ class JournalStore(Protocol):
             LockstepError: as for `look_up`.
         """
 
-    def on_taken(self, callback: Callable[[str], None]) -> None:
-        """Have this called with the id of each stream that another router has taken over. It is not kept here then."""
+    def on_taken(self, callback: Callable[[str, float], None]) -> None:
+        """Have this called with each stream that another router has taken over. It is not kept here then.
+
+        Args:
+            callback: gets the stream's id, and when it was last known to be this router's, in the event loop's time.
+        """
 
     async def claim(self, scope: str, claim: Claim) -> Claim | None:
         """Give an idempotency key to a stream that is about to be opened; of several at once, one gets it.

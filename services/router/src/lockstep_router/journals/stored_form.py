@@ -145,6 +145,14 @@ def from_response(request_id: str, response: state_pb2.ReadResponse) -> Found | 
     return Found(stream, request.key, response.epoch)
 
 
+def is_removed(response: state_pb2.ReadResponse) -> bool:
+    """Whether a stream that was read has been ended by its client."""
+    try:
+        return response.HasField("seal") and _ENDING.validate_json(response.seal.outcome).is_removed
+    except ValidationError:
+        return False
+
+
 def _log(message: state_pb2.ChoiceLog) -> ChoiceLog:
     log = ChoiceLog()
     log.add(

@@ -61,12 +61,16 @@ class Generating:
             record = known.record
             tokenizer = self._host.tokenizer(record.tokenizer_digest)
             prompt_bytes = BYTES_OF_AN_ID * record.prompt_tokens + sum(map(len, record.prefixes))
+            # What has failed here is in the store already.
+            kept_bytes = 0 if known.outcome is not None else known.size_bytes
             # Room first: a stream that is taken has ended where it ran.
-            with self._host.reserved(len(record.choices), prompt_bytes, account):
+            with self._host.reserved(len(record.choices), prompt_bytes + kept_bytes, account):
                 stored = await self._store.take(known)
             if stored is None:
                 raise not_found()
             run.is_kept = True
+            if known.outcome is not None and known.outcome.may_go_on:
+                run.failed = known.outcome
             if stored.outcome is not None:
                 run.record, run.tokenizer, run.logs = stored.record, tokenizer, list(stored.logs)
                 if stored.outcome.failure is not None:
@@ -155,6 +159,9 @@ class Generating:
             may_go_on = run.end is not None and run.end.code is ErrorCode.DRAINING
             if run.is_taken and not run.is_kept:
                 pass  # it was not taken, and is where it was
+            elif run.failed is not None and run.record is None and not may_go_on:
+                # It has not gone on: its client may have left before that.
+                await self._store.seal(run.request_id, run.failed, self._settings.resume_window_s)
             elif may_go_on or (run.is_taken and run.record is None):
                 await self._store.leave(run.request_id)
             elif run.record is None or run.end is not None:

@@ -7,13 +7,14 @@ from array import array
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Protocol
 
-from lockstep_common.errors import LockstepError
+from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router.generation.generation import Generation, Observer
 from lockstep_router.generation.preparation import Prepared
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
 from lockstep_router.journals import ChoiceLog, ChoiceRecord, Outcome, Record
+from lockstep_router.resumption.endings import taken
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account
 from lockstep_router.text.tokenizer import Tokenizer
@@ -58,6 +59,8 @@ class Run:
         """It goes on after an earlier run, whose clients may have had more than the store knows."""
         self.is_kept = False
         """The store has it, as one that runs here."""
+        self.failed: Outcome | None = None
+        """How it had failed here, if it goes on after that."""
         self.record: Record | None = None
         self.tokenizer: Tokenizer | None = None
         self.unproven: frozenset[int] = frozenset()
@@ -67,14 +70,24 @@ class Run:
         self.prepared = asyncio.Event()
         """Set when there is a record, or an outcome without one."""
         self.ended = asyncio.Event()
-        self.readers: dict[asyncio.Event, None] = {}
-        """A set in the order in which they came."""
+        self.readers: dict[asyncio.Event, float] = {}
+        """Those who read it, and when they came, in the event loop's time."""
+        self.owned_at: float | None = None
+        """When it was last known to be this router's, if another one has taken it."""
         self.task: asyncio.Task[None] | None = None
         self.has_begun = False
         self.end: LockstepError | None = None
         """Why it is being ended; it can no longer be read then."""
         self.is_ending = False
         self.timer: asyncio.TimerHandle | None = None
+
+    def outcome_for(self, arrival: asyncio.Event) -> Outcome | None:
+        """How it ended for one of its readers; None: it runs."""
+        came_at = self.readers.get(arrival)
+        if self.outcome is None or self.owned_at is None or came_at is None or came_at <= self.owned_at:
+            return self.outcome
+        failure = self.outcome.failure
+        return Outcome(taken()) if failure is not None and failure.code is ErrorCode.STREAM_MOVED else self.outcome
 
     def wake(self) -> None:
         """Tell all readers that there is more."""

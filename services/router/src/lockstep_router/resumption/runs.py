@@ -5,7 +5,7 @@ long. The client's connection has no part in it.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router import metrics
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
-from lockstep_router.journals import Claim, JournalStore, Outcome, StoredStream
+from lockstep_router.journals import ChoiceLog, Claim, JournalStore, Outcome, StoredStream
 from lockstep_router.resumption.continuation import is_exact, unproven
 from lockstep_router.resumption.endings import draining, gone, moved, not_found
 from lockstep_router.resumption.generating import Generating
@@ -226,7 +226,10 @@ class Runs:
         """Continue a stream of another router, or one that has failed, and read it."""
         request_id, owner = stored.record.request_id, stored.record.owner
         run = self._runs.get(request_id)
-        if run is None or run.end is not None:
+        if run is not None and run.end is not None:
+            await run.ended.wait()  # it would close the journal of the next one
+            return await self._resume(request_id, owner, account, after)
+        if run is None:
             # Who cannot continue it, or give it from there, must not take it: that ends it where it runs.
             self._host.tokenizer(stored.record.tokenizer_digest)
             if after is not None:
@@ -264,12 +267,13 @@ class Runs:
         try:
             await run.prepared.wait()
             if run.record is None or run.tokenizer is None:
-                assert run.outcome is not None
-                raise run.outcome.failure or gone()
+                outcome = run.outcome_for(arrival)
+                assert outcome is not None
+                raise outcome.failure or gone()
         except BaseException:
             self._detach(run, arrival)
             raise
-        source: Source = run
+        source: Source = _Followed(run, arrival)
         reading = Reading(
             run.record,
             source,
@@ -290,7 +294,7 @@ class Runs:
     def _attach(self, run: Run) -> asyncio.Event:
         self._count_reading()
         arrival = asyncio.Event()
-        run.readers[arrival] = None
+        run.readers[arrival] = asyncio.get_running_loop().time()
         if run.timer is not None:
             run.timer.cancel()
             run.timer = None
@@ -366,10 +370,11 @@ class Runs:
         self._detached.discard(run)
         self._measure()
 
-    def _lose(self, request_id: str) -> None:
+    def _lose(self, request_id: str, owned_at: float) -> None:
         """End a run that another router has taken over."""
         run = self._runs.get(request_id)
         if run is not None:
+            run.owned_at = owned_at
             run.cancel(moved())
 
     def _cancel_all(self, is_meant: Callable[[Run], bool]) -> None:
@@ -387,6 +392,24 @@ class Runs:
         metrics.DETACHED_STREAMS.set(self.detached)
         metrics.KEPT_STREAMS.set(self._store.kept)
         metrics.KEPT_BYTES.set(self._store.size_bytes)
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """A run as one of its readers sees it."""
+
+    run: Run
+    arrival: asyncio.Event
+
+    @property
+    def logs(self) -> Sequence[ChoiceLog]:
+        """The choices so far."""
+        return self.run.logs
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How it ended; None: it runs."""
+        return self.run.outcome_for(self.arrival)
 
 
 async def _begin(reading: Reading, after: After | None) -> Reading:
