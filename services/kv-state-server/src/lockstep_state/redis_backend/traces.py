@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lockstep_common.tracing import names
+from lockstep_common.tracing.spans import CURRENT, Kind
 from opentelemetry.instrumentation.redis import RedisInstrumentor
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import Decision, Sampler, SamplingResult
 from opentelemetry.trace import StatusCode
-
-from lockstep_common.tracing import names
-from lockstep_common.tracing.spans import CURRENT, Kind
 
 _MAX_NAME_CHARS = 64
 
