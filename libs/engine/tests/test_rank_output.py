@@ -68,7 +68,9 @@ async def until(condition):
 @pytest.fixture
 async def group(caplog, monkeypatch):
     """A started group, its listener, and a function that runs a step."""
-    logging.getLogger("lockstep").setLevel(logging.INFO)
+    logger = logging.getLogger("lockstep")
+    level_before = logger.level
+    logger.setLevel(logging.INFO)
     listener = Listener()
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     environment = group_settings(SPEC.config, SPEC.model).environment
@@ -88,7 +90,7 @@ async def group(caplog, monkeypatch):
 
     yield ranks, listener, run, lambda message: [each for each in caplog.records if each.getMessage() == message]
     await ranks.stop()
-    logging.getLogger("lockstep").setLevel(logging.NOTSET)
+    logger.setLevel(level_before)
 
 
 async def test_records_come_with_rank_step_epoch_and_their_fields(group):

@@ -338,8 +338,10 @@ async def test_request_that_is_sent_again_elsewhere_joins_one_that_is_still_prep
 
     first.router.prepare = prepare_slowly
     headers = {"idempotency-key": "mine", "authorization": "Bearer one"}
+    granted = metrics.STATE_CLAIMS.labels("granted")
+    granted_before = granted._value.get()
     asking = asyncio.create_task(first.client.post("/v1/completions", json=STREAM, headers=headers))
-    await eventually(lambda: first.router.runs.running == 1)
+    await eventually(lambda: granted._value.get() > granted_before)
     again = asyncio.create_task(second.client.post("/v1/completions", json=STREAM, headers=headers))
     await asyncio.sleep(1.5)  # longer than an unmarked request is waited for
     assert not again.done()
