@@ -50,9 +50,14 @@ async def served_by(system: System, session: str) -> str:
     before = {worker_id: worker["steps"] for worker_id, worker in system.workers().items()}
     await stream(system, session, 20)
     await asyncio.to_thread(system.until_idle)
-    moved = [worker_id for worker_id, worker in system.workers().items() if worker["steps"] != before[worker_id]]
-    assert len(moved) == 1, moved
-    return moved[0]
+
+    def moved() -> list[str]:
+        return [worker_id for worker_id, worker in system.workers().items() if worker["steps"] != before[worker_id]]
+
+    # A stream may be over before the worker's next status.
+    ran = await asyncio.to_thread(wait_for, moved, "a worker has computed it")
+    assert len(ran) == 1, ran
+    return ran[0]
 
 
 async def test_new_streams_avoid_a_worker_whose_rank_hangs(system: System) -> None:

@@ -116,8 +116,8 @@ class RunsThatSkipAToken(RunsThatRepeatAToken):
 
 
 class RunsThatIgnoreKeys(Runs):
-    async def start(self, request, account, style, *, owner, key=None, after=None):
-        return await super().start(request, account, style, owner=owner)
+    async def start(self, request, account, style, *, owner, key=None, after=None, **options):
+        return await super().start(request, account, style, owner=owner, **options)
 
 
 class RunsThatIgnoreCancels(Runs):

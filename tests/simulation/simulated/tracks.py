@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep_router.journals import Claim, JournalStore, Outcome, Record
+from lockstep_router.journals import Claim, JournalStore, Outcome, Record, StoredStream
 
 SLACK_S = 0.3
 """Delays of the network, and turns of the event loop."""
@@ -88,6 +88,13 @@ class WatchedStore:
         track = self._tracks.by_id.get(request_id)
         if track is not None:
             track.sealed_at, track.has_failed = self._now(), outcome.failure is not None
+
+    async def take(self, known: StoredStream) -> StoredStream | None:
+        taken = await self._store.take(known)
+        track = self._tracks.by_id.get(known.record.request_id)
+        if taken is not None and taken.outcome is None and track is not None:
+            track.sealed_at, track.has_failed = None, False  # it had failed, and goes on
+        return taken
 
     async def claim(self, scope: str, claim: Claim) -> Claim | None:
         self._tracks.scopes.append(scope)
