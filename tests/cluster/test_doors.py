@@ -11,7 +11,7 @@ from machine import wait_for
 
 HTTP, GRPC = 8000, 8002
 MODEL = "reference"
-STREAMS, TOKENS = 8, 400
+STREAMS, TOKENS = 8, 1600
 _SURVIVED_S = 400.0
 _TRIES = 3
 
