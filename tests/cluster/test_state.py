@@ -16,7 +16,7 @@ from machine import wait_for
 
 HTTP, GRPC, MANAGEMENT, REDIS_PORT = 8000, 9100, 9101, 6379
 MODEL = "reference"
-STREAMS, TOKENS = 8, 400
+STREAMS, TOKENS = 8, 1600
 _SURVIVED_S = 400.0
 _WAIT_S = 120.0
 
