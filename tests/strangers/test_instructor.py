@@ -56,6 +56,6 @@ def test_parallel_calls(scripted: str) -> None:
 
 
 def test_a_responses_tool(real: str) -> None:
-    ask = {"input": MESSAGES, "model": MODEL, "max_output_tokens": 500, "max_retries": 0}
+    ask = {"input": MESSAGES, "model": MODEL, "max_output_tokens": 500, "temperature": 0, "max_retries": 0}
     night = client(real, Mode.RESPONSES_TOOLS).responses.create(**ask, response_model=Night)
     assert isinstance(night, Night)
