@@ -1,10 +1,13 @@
 """What holds for every test of the repository: Ctrl-C reaches what a test starts, a run may have a time budget, no
-example of Hypothesis has a deadline (machines differ), and the garbage collector leaves alone what was imported.
+example of Hypothesis has a deadline (machines differ), the garbage collector leaves alone what was imported, and no
+test changes the level of the next one's logs.
 """
 
 import gc
+import logging
 import signal
 import time
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -42,6 +45,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     budget_s = item.config.getoption("budget_s")
     if budget_s is not None and time.monotonic() - item.config.stash[BEGAN_S] > budget_s:
         pytest.skip("the time budget is used up")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Around a test and its fixtures."""
+    logger = logging.getLogger("lockstep")
+    level = logger.level
+    try:
+        return (yield)
+    finally:
+        logger.setLevel(level)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -683,7 +683,12 @@ async def test_client_has_a_failed_stream_continued_and_begins_nothing_again(sha
                 async for event in stream:
                     text += event.text if isinstance(event, TextPiece) else ""
     assert text == routers[0].undisturbed("hello world", 7, 12)
-    assert [len(submit.emitted_ids) for submit in sharing.submits] == [0, 5, 10]
+    first, second, third = (len(submit.emitted_ids) for submit in sharing.submits)
+    if is_alone:
+        assert (first, second, third) == (0, 5, 10)
+    else:  # what was not mirrored yet is computed again
+        assert 0 == first < second <= 5
+        assert second <= third <= second + 5
 
 
 async def test_delete_where_a_stream_has_failed_ends_it_where_it_goes_on(sharing, routers):
