@@ -1,0 +1,75 @@
+"""What the engine needs of a store for KV blocks outside of this machine, the prefix cache's third tier. The engine
+knows which blocks it wants and where their contents go; whoever implements this knows the network.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class HeadRange:
+    """Heads of the model's KV cache that one rank has."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """How a block's contents are laid out; equal for all blocks of a worker that have one version."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    length: int
+    """Bytes of one rank's part."""
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A block that a rank has in host memory."""
+
+    hash: bytes
+    """SHA-256 of the chain of exact token ids, seeded with all that decides about the content."""
+    heads: HeadRange
+    form: BlockForm
+    content: memoryview
+    """Valid until `offer` returns."""
+
+
+@dataclass(frozen=True)
+class FetchResult:
+    """How a fetch has ended."""
+
+    blocks: int
+    """Leading blocks whose contents are complete for every rank."""
+    outcome: str
+    """`fetched`, `absent`, `gate` (computing is faster), `deadline`, `unavailable` or `damaged`."""
+
+
+class RemoteStore(Protocol):
+    """All is called in the driver's loop; nothing blocks it, and nothing raises but CancelledError."""
+
+    async def fetch(
+        self,
+        tenant: str,
+        hashes: Sequence[bytes],
+        heads: Sequence[HeadRange],
+        form: BlockForm,
+        recompute_s: Callable[[int], float],
+        into: Callable[[int, int], memoryview],
+    ) -> FetchResult:
+        """Fetch the leading blocks of a chain that are there for all heads, if that is faster than computing them.
+
+        Args:
+            tenant: whose blocks; nobody else's are seen.
+            hashes: of the blocks wanted, in the chain's order.
+            heads: of each rank.
+            form: what each part must be; other parts count as damaged.
+            recompute_s: estimates the seconds until so many leading blocks would be computed.
+            into: the memory, of `form.length` bytes, for the block at an index of `hashes` and the rank at an index of
+                `heads`. It stays valid until the fetch ends or is cancelled.
+        """
+
+    def offer(self, tenant: str, blocks: Sequence[StoredBlock]) -> int:
+        """Have blocks stored later. Returns how many leading blocks were taken; the others do not fit the queue."""
