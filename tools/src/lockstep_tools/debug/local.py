@@ -13,6 +13,7 @@ import httpx
 
 from lockstep_tools.debug.process import PartError, Process, fetch
 from lockstep_tools.failure import UNUSABLE, CommandError
+from lockstep_tools.serving.status import ADDRESS_HINT
 
 _LISTENING = "0A"  # linux/tcp_states.h
 _MAX_PROCESSES = 512
@@ -38,7 +39,9 @@ def from_router(client: httpx.Client, url: str) -> list[Process]:
         status = json.loads(fetch(client, f"{url}/status"))
         workers = [(str(each["id"]), each["pid"], str(each["target"])) for each in status["workers"]]
     except PartError as error:
-        raise CommandError(f"nothing answers at {url}: {error}", UNUSABLE) from None
+        raise CommandError(
+            f"nothing answers at {url}: {error}. {ADDRESS_HINT}, or use --pid or --release", UNUSABLE
+        ) from None
     except (ValueError, KeyError, TypeError):
         raise CommandError(f"{url} is not the management port of a router", UNUSABLE) from None
     for name, pid, target in workers:

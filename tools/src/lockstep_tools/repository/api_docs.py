@@ -1,15 +1,10 @@
 """Write the generated parts of `docs/api.md` from the OpenAPI document, the proto file and the table of errors.
 
-`--check` fails when they differ. A part stands between `<!-- NAME -->` and `<!-- end of NAME -->`; the rest of the
-document is written by hand.
+`--check` fails when they differ.
 """
 
-import argparse
 import json
-import re
-import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +13,7 @@ from lockstep_router.faces.rest.app import create_app
 from lockstep_router.router import Router
 from lockstep_router.settings import RouterSettings
 
+from lockstep_tools.repository.generated_parts import fill, write_or_check
 from lockstep_tools.repository.grpc_docs import service
 
 DOCUMENT = Path(__file__).resolve().parents[4] / "docs/api.md"
@@ -87,14 +83,7 @@ def complete(text: str) -> str:
     """The document with its generated parts up to date."""
     api = document()
     parts = {"endpoints": endpoints(api), "bodies": bodies(api), "grpc": service(), "errors": errors()}
-    for name, part in parts.items():
-        found = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        text = found.sub(partial(_replace, part), text)
-    return text
-
-
-def _replace(part: str, found: re.Match[str]) -> str:
-    return f"{found[1]}\n{part}\n{found[2]}"
+    return fill(text, parts)
 
 
 def _parameters(parameters: Any) -> Iterator[str]:
@@ -121,19 +110,5 @@ def _form(schema: dict[str, Any]) -> str:
     return " ".join(words) + (f" ({', '.join(limits)})" if limits else "")
 
 
-def main() -> None:
-    """Write the document, or check it."""
-    parser = argparse.ArgumentParser(description="Write the generated parts of docs/api.md.")
-    parser.add_argument("--check", action="store_true", help="fail if they differ from what stands there")
-    arguments = parser.parse_args()
-    before = DOCUMENT.read_text()
-    after = complete(before)
-    if arguments.check:
-        if after != before:
-            sys.exit("docs/api.md is not what the router says; run: python -m lockstep_tools.repository.api_docs")
-        return
-    DOCUMENT.write_text(after)
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(DOCUMENT, complete, "lockstep_tools.repository.api_docs")

@@ -1,15 +1,11 @@
 """Write the generated parts of `docs/metrics.md`: all metrics of the services, as the code defines them.
 
-`--check` fails when they differ. A part stands between `<!-- NAME -->` and `<!-- end of NAME -->`; the rest of the
-document is written by hand.
+`--check` fails when they differ.
 """
 
-import argparse
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -24,6 +20,8 @@ from lockstep_router.top_tallies import TopTallies
 from lockstep_worker import vllm_names
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
+
+from lockstep_tools.repository.generated_parts import fill, write_or_check
 
 DOCUMENT = Path(__file__).resolve().parents[4] / "docs/metrics.md"
 
@@ -138,14 +136,7 @@ def labels() -> str:
 
 def complete(text: str) -> str:
     """The document with its generated parts up to date."""
-    for name, part in {"tables": tables(), "labels": labels()}.items():
-        found = re.compile(f"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        text = found.sub(partial(_replace, part), text)
-    return text
-
-
-def _replace(part: str, found: re.Match[str]) -> str:
-    return f"{found[1]}\n{part}\n{found[2]}"
+    return fill(text, {"tables": tables(), "labels": labels()})
 
 
 def _facts_of(module: ModuleType) -> Iterator[MetricFacts]:
@@ -191,19 +182,5 @@ def _unit(name: str, meaning: str) -> str:
     return "0 or 1" if meaning.startswith(("1 while", "1 for")) else "count"
 
 
-def main() -> None:
-    """Write the document, or check it."""
-    parser = argparse.ArgumentParser(description="Write the generated parts of docs/metrics.md.")
-    parser.add_argument("--check", action="store_true", help="fail if they differ from what stands there")
-    arguments = parser.parse_args()
-    before = DOCUMENT.read_text()
-    after = complete(before)
-    if arguments.check:
-        if after != before:
-            sys.exit("docs/metrics.md is not what the code says; run: python -m lockstep_tools.repository.metric_docs")
-        return
-    DOCUMENT.write_text(after)
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(DOCUMENT, complete, "lockstep_tools.repository.metric_docs")

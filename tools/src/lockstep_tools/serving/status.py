@@ -8,6 +8,8 @@ import httpx
 from lockstep_tools.failure import UNUSABLE, CommandError
 
 READY = "ready"
+ADDRESS_HINT = "`lockstep serve` prints the address of its management port as `manage`: give it with --url"
+"""What to do where nothing answers."""
 
 
 def fetch(client: httpx.Client, root: str) -> dict[str, Any]:
@@ -24,7 +26,8 @@ def fetch(client: httpx.Client, root: str) -> dict[str, Any]:
         response = client.get(f"{root}/status")
         status = response.json() if response.status_code == 200 else None
     except httpx.HTTPError as error:
-        raise CommandError(f"no router answers at {root} ({error or type(error).__name__})", UNUSABLE) from None
+        sentence = f"no router answers at {root} ({error or type(error).__name__}). {ADDRESS_HINT}"
+        raise CommandError(sentence, UNUSABLE) from None
     except ValueError:
         status = None
     if not isinstance(status, dict) or "workers" not in status:
