@@ -129,6 +129,8 @@ async def serving(tmp_path, store, seed, timeout_s=TIMEOUT_S, **options):
 
 def spread(results):
     """Median, 99th percentile and maximum of the times, in ms."""
+    if not results:
+        return "no calls"
     times = sorted(1000 * each.took_s for each in results)
     p99 = times[min(len(times) - 1, int(0.99 * len(times)))]
     return f"p50 {statistics.median(times):.1f}, p99 {p99:.1f}, max {times[-1]:.1f} ms of {len(times)} calls"
