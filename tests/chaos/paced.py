@@ -35,6 +35,7 @@ class Paced:
         self._token_every_s = token_every_s
         self._store = store
         self._flags: list[str] = []
+        self._state_flags: list[str] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ls-")
         self.workers: list[subprocess.Popen[str]] = []
         self.routers: list[subprocess.Popen[str]] = []
@@ -58,7 +59,8 @@ class Paced:
         self._flags = ["--workers", ",".join(f"unix:{socket}" for socket in sockets)]
         if self._store is not None:
             target = f"unix:{self._directory.name}/state"
-            self.state = self._start("state", "lockstep_state", "--listen", target, "--store", self._store)
+            self._state_flags = ["--listen", target, "--store", self._store]
+            self.state = self._start("state", "lockstep_state", *self._state_flags)
             # More patient than a router's default: these tests are about what is lost, on machines of any speed.
             self._flags += ["--state-server", target, "--state-timeout-s", "1"]
         for number in range(routers):
@@ -79,6 +81,13 @@ class Paced:
         self.routers[number] = router
         entry = self._listening(f"router{number}", router)
         self.management_urls[number] = f"http://127.0.0.1:{entry['management_port']}"
+
+    def restart_state(self) -> None:
+        """Start the state server again that was killed."""
+        assert self.state is not None
+        self.state.wait(_END_S)
+        self.state = self._start("state", "lockstep_state", *self._state_flags)
+        self._listening("state", self.state)
 
     def _start(self, name: str, module: str, *flags: str) -> subprocess.Popen[str]:
         with self._log(name).open("wb") as output:
