@@ -59,10 +59,10 @@ test-slow: setup
 	$(BIN)/pytest -m slow $(SYSTEM_TESTS)
 	$(BIN)/pytest tests/chaos/test_random_kills.py tests/hostile/test_schema.py --kills 12 --fuzz-cases 10000
 
-# The tests of equal bits again, as in `make test` and as on other machines: without the kernels, and with the libraries' settings changed.
+# The tests of equal bits again, after those of `make test` and `make test-slow`, as on other machines: without the kernels, and with the
+# libraries' settings changed.
 BITS = $(BIN)/pytest -n $(COMPUTING_JOBS) -m bits libs/engine
 test-bits: setup
-	env -u MKL_CBWR -u ATEN_CPU_CAPABILITY OMP_NUM_THREADS=1 $(BITS)
 	env -u MKL_CBWR -u ATEN_CPU_CAPABILITY OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS)
 	MKL_CBWR=AUTO,STRICT OMP_NUM_THREADS=1 LOCKSTEP_CPU_KERNELS=off $(BITS)
 	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS)
