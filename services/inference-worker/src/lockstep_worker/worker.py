@@ -11,12 +11,14 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from lockstep_common.trace_context import parse_traceparent
 from lockstep_common.tracing import Tracing
 from lockstep_engine import EngineState, EngineStatus, Output, Phase, PhaseChange
+from lockstep_engine.remote_store import RemoteStore
 
 from lockstep_worker import metrics, translate
 from lockstep_worker.engine import EngineFactory, EngineLike
@@ -45,13 +47,15 @@ class Worker:
         engine_factory: EngineFactory,
         notify: Callable[[Notice], None] = lambda _: None,
         tracing: Tracing | None = None,
+        remote_store: RemoteStore | None = None,
     ) -> None:
         self._settings = settings
         self._incarnation = time.time_ns()
         self._pid = os.getpid()
         on_outputs = self._on_outputs if tracing is None else self._on_traced_outputs
+        remote: dict[str, Any] = {} if remote_store is None else {"remote_store": remote_store}
         self.engine: EngineLike = engine_factory(
-            settings.engine_config(), on_outputs=on_outputs, on_change=self.publish, on_phases=self._on_phases
+            settings.engine_config(), on_outputs=on_outputs, on_change=self.publish, on_phases=self._on_phases, **remote
         )
         self._tracing = tracing
         if tracing is not None:
