@@ -123,7 +123,8 @@ REMOTE_BANDWIDTH = Gauge(
 REMOTE_PUTS = Counter(
     "lockstep_worker_remote_cache_puts_total",
     "Parts of KV blocks offered to the state server, by outcome: `stored`; `full`, there is no room for the tenant; "
-    "`refused`; `failed`, it did not answer; `dropped`, the queue was full or the worker ended",
+    "`refused`; `failed`, it did not answer; `dropped`, the queue was full, so that the engine offers them again for a "
+    "while, or the worker ended",
     ["outcome"],
     registry=REGISTRY,
 )

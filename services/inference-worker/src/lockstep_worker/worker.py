@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
@@ -215,11 +216,11 @@ class Worker:
             raise LockstepError(ErrorCode.DRAINING, "the worker is going down")
         if not self.ready:
             raise LockstepError(ErrorCode.UNAVAILABLE, f"the worker's ranks are not ready ({self._state})")
-        self.engine.submit(request)
+        stream.spans = begin_attempt(self._tracing, trace, submit.tracestate, self.engine.rank_times)
+        with nullcontext() if stream.spans is None else stream.spans.submitting():
+            self.engine.submit(request)
         if submit.deadline_s > 0:
             stream.deadline = asyncio.get_running_loop().call_later(submit.deadline_s, self._expire, stream)
-        if self._tracing is not None:
-            stream.spans = begin_attempt(self._tracing, trace, submit.tracestate, self.engine.rank_times)
         self._streams.add(stream)
         self._log("stream begins", stream)
 
