@@ -1,8 +1,8 @@
 """The worker's part of a request's trace: what an attempt waited for and what the ranks did meanwhile.
 
 `grammar`, `queue`, `prefill` and `decode` are children of the router's `attempt`; below `queue` is a fetch of KV blocks
-(`kv_store/`), below the last two each rank has a span. A preempted attempt has a further queue, prefill and decode. A token costs a count, and a few of them an entry in
-a list of bounded length.
+(`kv_store/`), below the last two each rank has a span. A preempted attempt has a further queue, prefill and decode. A
+token costs a count, and a few of them an entry in a list of bounded length.
 """
 
 import time
