@@ -52,7 +52,7 @@ QUOTED_NETWORKS = (
 SOURCES = (
     "KV bytes of a token in bfloat16: kvcache-ai/Mooncake, docs/source/performance/mooncake/storage-benchmark.md.",
     "Blocks in eight bits: half of that.",
-    "Prefill: computed, two operations for each parameter and token at half of an H100's 989 TFLOP/s; on four fourfold.",
+    "Prefill: computed, two operations for each parameter and token at half of an H100's 989 TFLOP/s; 4 times on 4.",
     "Measured for comparison: 15,926 tokens/s, Qwen3-32B on two H100 (llm-d/llm-d PR #2071).",
     "Redis: 14 to 16 Gb/s of one server with values of 32 MiB (LMCache/LMCache PR #1238).",
     "Host memory: about 50 GB/s one way (vLLM's post on its offloading connector, 2025-12-29).",
