@@ -51,6 +51,21 @@ def test_a_stack_comes_up_and_leaves_nothing(stubs: Path, model: str) -> None:
         pass
 
 
+def test_workers_keep_cold_prefixes_in_a_state_server(stubs: Path, model: str) -> None:
+    with Stack(StackSettings(model, host_cache="64Mi", remote_cache=True)) as stack:
+        stack.wait_ready(30)
+        words = psutil.Process(stack.worker_pids["w0"]).cmdline()
+        directory = socket_of(stack.worker_pids["w0"]).parent
+        assert {"--host-cache-bytes=64Mi", f"--state-server=unix:{directory}/state.sock"} <= set(words)
+        assert (directory / "state.sock").is_socket()
+
+
+def test_a_worker_alone_has_no_state_server(stubs: Path, model: str) -> None:
+    with Stack(StackSettings(model, state="memory")) as stack:
+        stack.wait_ready(30)
+        assert not any("state-server" in word for word in psutil.Process(stack.worker_pids["w0"]).cmdline())
+
+
 def test_routers_share_a_state_server(stubs: Path, model: str) -> None:
     events: list[str] = []
     with Stack(StackSettings(model, routers=3), on_event=events.append) as stack:

@@ -28,6 +28,7 @@ from lockstep_engine import (
     Request,
     TokenLogprob,
 )
+from lockstep_engine.remote_store import RemoteStore
 from lockstep_worker.engine import OnChange, OnOutputs, OnPhases
 
 VOCAB_SIZE = 1000
@@ -82,10 +83,12 @@ class Script:
         on_outputs: OnOutputs,
         on_change: OnChange,
         on_phases: OnPhases = lambda _: None,
+        remote_store: RemoteStore | None = None,
     ) -> "ScriptedEngine":
         if self.construct_error is not None:
             raise self.construct_error
         self.engine = ScriptedEngine(self, config, on_outputs, on_change, on_phases)
+        self.engine.remote_store = remote_store
         return self.engine
 
 
@@ -108,6 +111,7 @@ class ScriptedEngine:
         self.queue_wait = (0.0, 0.0)
         self.grammar_engine = ""
         self.step_deadline_s = 0.0
+        self.remote_store: RemoteStore | None = None
         self._state = EngineState.STARTING
         self._reason = ""
         self._epoch = 1

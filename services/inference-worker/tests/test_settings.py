@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from lockstep_common.errors import LockstepError
 from lockstep_engine import EngineConfig
-from lockstep_worker.settings import INTERNAL_OPTIONS, OTHER_NAMES, WorkerSettings, parse_bytes
+from lockstep_worker.quantities import parse_bytes
+from lockstep_worker.settings import INTERNAL_OPTIONS, OTHER_NAMES, WorkerSettings
 from pydantic import ValidationError
 
 README = Path(__file__).parents[1] / "README.md"
@@ -64,6 +65,13 @@ def test_the_prefix_cache_in_host_memory_has_a_size_or_none():
         WorkerSettings(model="m", host_cache_bytes="1Gi", prefix_cache=False).engine_config()
 
 
+def test_the_state_server_needs_a_cache_in_host_memory():
+    with pytest.raises(ValidationError, match="must be set for a state_server"):
+        WorkerSettings(model="m", state_server="state:9100")
+    settings = WorkerSettings(model="m", state_server="state:9100", host_cache_bytes="1Gi", state_queue_bytes="64Mi")
+    assert (settings.state_server, settings.state_queue_bytes) == ("state:9100", 64 << 20)
+
+
 def test_kv_compression_reaches_the_engine(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_KV_COMPRESSED_LAYERS", "3,1")
     flags = ["--kv-compression", "per_layer", "--kv-hot-window", "100", "--kv-tenant-share", "0.25"]
@@ -110,6 +118,11 @@ def test_the_defaults_are_the_engines_own():
         {"kv_compressed_layers": "one"},
         {"kv_tenant_share": 0},
         {"kv_tenant_share": 1.5},
+        {"host_cache_bytes": "1Gi", "state_server": "nowhere"},
+        {"host_cache_bytes": "1Gi", "state_server": "host:0"},
+        {"host_cache_bytes": "1Gi", "state_server": "host:1", "state_timeout_s": 0},
+        {"host_cache_bytes": "1Gi", "state_server": "host:1", "state_queue_bytes": "1Ki"},
+        {"host_cache_bytes": "1Gi", "state_server": "host:1", "state_identity": "name"},
         {"unknown": 1},
     ],
 )

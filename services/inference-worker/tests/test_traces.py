@@ -8,6 +8,7 @@ from harness import PATIENCE_S, make_settings, served, submit, until
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import Span, Tracing
+from lockstep_common.tracing.spans import CURRENT
 from lockstep_engine import FinishReason, Output, Phase, RankTimes
 from lockstep_worker.traces import AttemptTrace, begin_attempt
 from otlp_receiver import Received, grpc_receiver
@@ -133,6 +134,24 @@ def test_the_worker_keeps_traces_of_failures_that_the_router_did_not_foresee(fai
     attempt.on_output(Output("r", 0, (), finish=None if error else FinishReason.STOP, error=error))
     assert bool(spans) is is_kept
     assert "canary" not in repr([(span.attributes, span.error) for span in spans])
+
+
+def test_what_the_engine_begins_for_a_request_belongs_to_its_wait():
+    attempt, spans = traced()
+    with attempt.submitting():
+        span = CURRENT.get()
+    assert CURRENT.get() is None
+    assert (span.name, span.trace.trace_id) == ("queue", 0xA)
+    attempt.end()
+    assert names_of(spans) == ["queue"]
+
+
+def test_a_request_that_is_refused_has_no_spans():
+    attempt, spans = traced()
+    with pytest.raises(LockstepError), attempt.submitting():
+        raise LockstepError(ErrorCode.OVERLOADED, "full")
+    assert CURRENT.get() is None
+    assert spans == []
 
 
 def test_the_worker_keeps_slow_traces():

@@ -7,8 +7,8 @@ import time
 
 import pytest
 from journal_store_contract import record
+from lockstep_common.grpc_tls import dial_plain
 from lockstep_router.journals import Claim, MemoryJournalStore, MirroredJournalStore, Outcome, Piece
-from lockstep_router.tls import dial_plain
 from router_cluster import eventually
 from state_server_process import StateProcess
 

@@ -10,11 +10,11 @@ import pytest
 from journal_store_contract import KEEP_S, STOP, JournalStoreContract, logprobs, record
 from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.grpc_tls import dial_plain
 from lockstep_router import metrics
 from lockstep_router.generation.parsing import Parsing
 from lockstep_router.journals import Claim, MemoryJournalStore, MirroredJournalStore, Outcome, Piece, shared_keys
 from lockstep_router.journals import mirrored as mirrored_journals
-from lockstep_router.tls import dial_plain
 from router_cluster import eventually
 from state_server import Clock, StateServer
 

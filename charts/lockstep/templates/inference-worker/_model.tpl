@@ -79,6 +79,9 @@ container's, so a limit without them could be exceeded.
 {{- end -}}
 {{- $_ := set $settings "kubernetes_events" .root.Values.worker.events -}}
 {{- include "lockstep.tls.settings" (dict "root" .root "settings" $settings "peer" "router") -}}
+{{- if .root.Values.worker.remoteCache.enabled -}}
+{{- include "lockstep.state.callerSettings" (dict "root" .root "settings" $settings) -}}
+{{- end -}}
 {{- include "lockstep.tracing.settings" (dict "root" .root "settings" $settings) -}}
 {{- toYaml $settings -}}
 {{- end -}}

@@ -57,6 +57,14 @@ process. Nothing without a limit, and nothing with Redis.
 {{- toYaml $settings -}}
 {{- end -}}
 
+{{/* Those of routers and workers that call it. Takes (root, settings); changes the settings. */}}
+{{- define "lockstep.state.callerSettings" -}}
+{{- $_ := set .settings "state_server" (printf "%s.%s.svc:9100" (include "lockstep.state.name" .root) .root.Release.Namespace) -}}
+{{- if .root.Values.tls.enabled -}}
+{{- $_ := set .settings "state_identity" (include "lockstep.tls.state.identity" .root) -}}
+{{- end -}}
+{{- end -}}
+
 {{/* Those about Redis. Takes (root, settings); changes the settings. An address that is in a Secret is an environment variable. */}}
 {{- define "lockstep.state.redisSettings" -}}
 {{- $redis := .root.Values.state.redis -}}

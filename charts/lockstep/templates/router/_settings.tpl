@@ -54,10 +54,7 @@ max_bodies_bytes: {{ $settings.max_bodies_bytes | default (div . 8) | int64 }}
 {{- end -}}
 {{- end -}}
 {{- if .Values.state.enabled -}}
-{{- $_ := set $settings "state_server" (printf "%s.%s.svc:9100" (include "lockstep.state.name" .) .Release.Namespace) -}}
-{{- if .Values.tls.enabled -}}
-{{- $_ := set $settings "state_identity" (include "lockstep.tls.state.identity" .) -}}
-{{- end -}}
+{{- include "lockstep.state.callerSettings" (dict "root" . "settings" $settings) -}}
 {{- end -}}
 {{- include "lockstep.tracing.settings" (dict "root" . "settings" $settings) -}}
 {{- toYaml $settings -}}

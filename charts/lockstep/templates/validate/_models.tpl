@@ -13,7 +13,7 @@
 {{- end -}}
 {{- range $index, $model := include "lockstep.models" . | fromYamlArray -}}
 {{- $here := dict "root" $ "model" $model "at" (printf "models[%d]" $index) "options" $model -}}
-{{- range list "name" "source" "ranks" "memory" "shm" "settings" "routers" "scaling" -}}
+{{- range list "name" "source" "ranks" "memory" "shm" "settings" "remoteCache" "routers" "scaling" -}}
 {{- include (printf "lockstep.validate.model.%s" .) $here -}}
 {{- end -}}
 {{- include "lockstep.validate.settings" (merge (dict "owned" "worker") $here) -}}
@@ -97,6 +97,12 @@
 {{- if lt (include "lockstep.model.shm" $ | int64) (include "lockstep.bytes" . | int64) }}
 {{ $.at }}.settings.min_shm: {{ . }} is more than the /dev/shm of {{ include "lockstep.quantity" (include "lockstep.model.shm" $) }} that shmSize comes to: the worker would not start
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "lockstep.validate.model.remoteCache" -}}
+{{- if and .root.Values.worker.remoteCache.enabled (not .model.settings.host_cache_bytes) }}
+{{ .at }}.settings.host_cache_bytes is not set, but worker.remoteCache.enabled is: blocks go to the state server from host memory, and come back to it
 {{- end -}}
 {{- end -}}
 

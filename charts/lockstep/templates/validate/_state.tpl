@@ -3,6 +3,9 @@
 {{- $state := .Values.state -}}
 {{- $here := dict "root" . "at" "state" "options" $state "owned" "state" -}}
 {{- include "lockstep.validate.settings" $here -}}
+{{- if and .Values.worker.remoteCache.enabled (not $state.enabled) }}
+worker.remoteCache.enabled: workers keep blocks in the state server; set state.enabled
+{{- end -}}
 {{- if $state.enabled -}}
 {{- include "lockstep.validate.grace" $here -}}
 {{- include "lockstep.validate.disruption" $here -}}

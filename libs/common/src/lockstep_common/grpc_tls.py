@@ -1,4 +1,4 @@
-"""Mutual TLS of gRPC servers: credentials that follow files, and the check of peers.
+"""Mutual TLS over gRPC: credentials that follow files, channels to other services, and the check of peers.
 
 It is for services that have gRPC among their dependencies: this package has not.
 """
@@ -33,6 +33,26 @@ def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
         return configuration()
 
     return grpc.dynamic_ssl_server_credentials(configuration(), fetch, require_client_authentication=True)
+
+
+Dial = Callable[[str, tuple[tuple[str, object], ...]], grpc.aio.Channel]
+"""Opens a channel to a target with these gRPC options."""
+
+
+def dial_plain(target: str, options: tuple[tuple[str, object], ...]) -> grpc.aio.Channel:
+    """A channel without TLS."""
+    return grpc.aio.insecure_channel(target, options=options)
+
+
+def dial_secure(
+    target: str, options: tuple[tuple[str, object], ...], certificates: Certificates, identity: str
+) -> grpc.aio.Channel:
+    """A channel with the newest certificates to a server whose own has to be for an identity, a DNS name."""
+    material = certificates.current()
+    credentials = grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
+    # Servers may be dialled by IP address, and their certificates hold names only.
+    named = (*options, ("grpc.ssl_target_name_override", identity))
+    return grpc.aio.secure_channel(target, credentials, options=named)
 
 
 class PeerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]

@@ -66,6 +66,82 @@ HOST_COPIES = Counter(
     ["way"],
     registry=REGISTRY,
 )
+REMOTE_FETCHES = Counter(
+    "lockstep_worker_remote_cache_fetches_total",
+    "Fetches of cached prefixes from the state server, by outcome: `fetched`; `absent`; `gate`, computing is faster; "
+    "`deadline`, blocks that had come count; `unavailable`; `damaged`; `cancelled`",
+    ["outcome"],
+    registry=REGISTRY,
+)
+REMOTE_FETCHED_BLOCKS = Counter(
+    "lockstep_worker_remote_cache_fetched_blocks_total",
+    "KV blocks fetched from the state server, each with the parts of all ranks",
+    registry=REGISTRY,
+)
+REMOTE_FETCH_SECONDS = Histogram(
+    "lockstep_worker_remote_cache_fetch_seconds",
+    "Time of a fetch from the state server that the gate let pass, whatever its outcome",
+    buckets=_SECONDS,
+    registry=REGISTRY,
+)
+REMOTE_BYTES = Counter(
+    "lockstep_worker_remote_cache_bytes_total",
+    "Content of KV blocks from the state server (`in`) and to it (`out`)",
+    ["direction"],
+    registry=REGISTRY,
+)
+REMOTE_GATE_FETCH = Counter(
+    "lockstep_worker_remote_cache_estimated_fetch_seconds_total",
+    "What the gate had estimated for the complete fetches",
+    registry=REGISTRY,
+)
+REMOTE_GATE_RECOMPUTE = Counter(
+    "lockstep_worker_remote_cache_estimated_recompute_seconds_total",
+    "What the gate had estimated for computing their blocks instead",
+    registry=REGISTRY,
+)
+REMOTE_GATE_TOOK = Counter(
+    "lockstep_worker_remote_cache_complete_fetch_seconds_total",
+    "What the complete fetches took, to be compared with both estimates",
+    registry=REGISTRY,
+)
+REMOTE_GATE_ERRORS = Counter(
+    "lockstep_worker_remote_cache_slow_fetches_total",
+    "Complete fetches that took longer than computing their blocks was estimated to take",
+    registry=REGISTRY,
+)
+REMOTE_LATENCY = Gauge(
+    "lockstep_worker_remote_cache_latency_seconds",
+    "Mean time of the state server's last answers without content",
+    registry=REGISTRY,
+)
+REMOTE_BANDWIDTH = Gauge(
+    "lockstep_worker_remote_cache_bytes_per_second",
+    "Bandwidth of the last transfers from the state server; 0: none yet",
+    registry=REGISTRY,
+)
+REMOTE_PUTS = Counter(
+    "lockstep_worker_remote_cache_puts_total",
+    "Parts of KV blocks offered to the state server, by outcome: `stored`; `full`, there is no room for the tenant; "
+    "`refused`; `failed`, it did not answer; `dropped`, the queue was full, so that the engine offers them again for a "
+    "while, or the worker ended",
+    ["outcome"],
+    registry=REGISTRY,
+)
+REMOTE_QUEUE_BYTES = Gauge(
+    "lockstep_worker_remote_cache_queue_bytes", "Parts of KV blocks that wait to be stored", registry=REGISTRY
+)
+REMOTE_FAILURES = Counter(
+    "lockstep_worker_remote_cache_failures_total",
+    "Calls of the state server that failed, by gRPC status",
+    ["reason"],
+    registry=REGISTRY,
+)
+REMOTE_BREAKER = Gauge(
+    "lockstep_worker_remote_cache_breaker_open",
+    "1 while the state server is not asked, because it did not answer",
+    registry=REGISTRY,
+)
 KV_BLOCKS = Gauge(
     "lockstep_worker_kv_blocks",
     "KV blocks by tier, `hot` in the model's precision or `cold` in eight bits, and use, `used` by running requests or "

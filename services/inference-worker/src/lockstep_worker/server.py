@@ -31,11 +31,12 @@ from lockstep_engine import AsyncEngine
 
 from lockstep_worker.engine import EngineFactory
 from lockstep_worker.health import READINESS, Health
+from lockstep_worker.kv_store import KvStore, StoreOptions
 from lockstep_worker.notices import Notice, posting
 from lockstep_worker.service import WorkerService
 from lockstep_worker.settings import WorkerSettings
 from lockstep_worker.shared_memory import check_shared_memory
-from lockstep_worker.tls import check_peers, load_certificates, management_context
+from lockstep_worker.tls import check_peers, load_certificates, management_context, state_dial
 from lockstep_worker.worker import Worker
 
 _OPTIONS = (
@@ -53,6 +54,7 @@ _OPTIONS = (
 )
 
 _FLUSH_TIMEOUT_S = 2.0
+_STORE_TIMEOUT_S = 1.0  # blocks are stored all the time, also during the drain
 _STOP_GRACE_S = 0.2  # time to send the statuses of RPCs that have just ended
 _CLOSE_TIMEOUT_S = 10.0
 _CLIENT_ERROR_STATUSES = range(400, 500)
@@ -99,10 +101,11 @@ async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: Eng
         tracing = setup_tracing("worker", settings.worker_id, settings)
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
-        worker = Worker(settings, engine_factory, notify, tracing)
         certificates = load_certificates(settings)
         if certificates is not None:
             await stack.enter_async_context(watched(certificates))
+        store = await stack.enter_async_context(_store(settings, certificates)) if settings.state_server else None
+        worker = Worker(settings, engine_factory, notify, tracing, store)
         management_port = await stack.enter_async_context(_managed(worker, settings, certificates))
         server = _listen(worker, settings, certificates)
         await server.start()
@@ -112,6 +115,8 @@ async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: Eng
         fields = {"address": settings.listen, "management_port": management_port, "model": worker.engine.model.name}
         logger.info("listening", extra=fields)
         await _serve(worker, stop)
+        if store is not None and stop.is_set():
+            await store.flush(_STORE_TIMEOUT_S)
         await worker.hang_up(_FLUSH_TIMEOUT_S)
     if stop.is_set() or worker.failure is None:
         return 0
@@ -120,6 +125,18 @@ async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: Eng
     logger.error("the engine failed: %s", worker.failure.message)
     leave_message(worker.failure.message, settings.termination_log)
     return 1
+
+
+def _store(settings: WorkerSettings, certificates: Certificates | None) -> KvStore:
+    options = StoreOptions(
+        target=settings.state_server,
+        timeout_s=settings.state_timeout_s,
+        fetch_timeout_s=settings.state_fetch_timeout_s,
+        queue_bytes=settings.state_queue_bytes,
+        ttl_s=settings.state_block_ttl_s,
+        name=settings.worker_id,
+    )
+    return KvStore(options, state_dial(settings, certificates))
 
 
 def _managed(

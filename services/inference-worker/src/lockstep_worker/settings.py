@@ -1,21 +1,16 @@
 """The worker's settings, from flags, environment (`LOCKSTEP_…`), a YAML file, or the defaults here."""
 
-import re
 import socket
 from dataclasses import fields
 from typing import Annotated, Literal
 
 from lockstep_common.address import check_listen_address
-from lockstep_common.settings import PodSettings
 from lockstep_engine import EngineConfig
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
-_UNITS = {"": 1} | {
-    letter + suffix: base**power
-    for power, letter in enumerate("KMGT", start=1)
-    for suffix, base in (("", 1000), ("i", 1024))
-}
+from lockstep_worker.kv_store.settings import StateServerSettings
+from lockstep_worker.quantities import Bytes, BytesOrNone
 
 OTHER_NAMES = {"kv_memory_bytes": "kv_memory", "label": "worker_id"}
 """Engine options whose setting has another name."""
@@ -24,24 +19,7 @@ INTERNAL_OPTIONS = frozenset({"collectives"})
 """Engine options without a setting: they exist for tests and measurements."""
 
 
-def parse_bytes(value: object) -> object:
-    """The size in bytes of a quantity in Kubernetes' form: `512Mi`, `2Gi`, `1.5G` or a plain number.
-
-    Values other than text are left to pydantic.
-    """
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?|)B?", value.strip())
-    if match is None:
-        raise ValueError("must be a number of bytes such as 536870912, 512Mi or 2Gi")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
-BytesOrNone = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
-
-
-class WorkerSettings(PodSettings):
+class WorkerSettings(StateServerSettings):
     """The settings of one worker process."""
 
     model: str = Field(description="Model directory in the Hugging Face layout.")
@@ -88,7 +66,9 @@ class WorkerSettings(PodSettings):
     )
     prefix_cache: bool = Field(True, description="Keep the KV of shared prompt prefixes.")
     host_cache_bytes: BytesOrNone = Field(
-        0, description="Host memory of one rank, as 4Gi, for cached prefixes that its KV cache has evicted; 0: none."
+        0,
+        validate_default=True,
+        description="Host memory of one rank, as 4Gi, for cached prefixes that its KV cache has evicted; 0: none.",
     )
     embeddings: Literal["auto", "last", "mean", "none"] = Field(
         "auto",
@@ -132,6 +112,13 @@ class WorkerSettings(PodSettings):
     def _split(cls, value: object) -> object:
         """Split comma-separated text, the form of a list in flags and environment."""
         return [part for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("host_cache_bytes")
+    @classmethod
+    def _check_host_cache(cls, value: int, info: ValidationInfo) -> int:
+        if info.data.get("state_server") and not value:
+            raise ValueError("must be set for a state_server: blocks go there from host memory, and come back to it")
+        return value
 
     @field_validator("kubernetes_events")
     @classmethod

@@ -1,12 +1,14 @@
-"""Mutual TLS of the worker's gRPC port: its own certificate, and the check of its peers.
+"""Mutual TLS of the worker's gRPC port, and of its calls of the state server: its own certificate, and the check of its
+peers.
 
 A peer without a certificate of the authority fails in the handshake. One whose certificate is for another identity gets
 PERMISSION_DENIED for every call, including health and reflection.
 """
 
 import ssl
+from functools import partial
 
-from lockstep_common.grpc_tls import PeerInterceptor
+from lockstep_common.grpc_tls import Dial, PeerInterceptor, dial_plain, dial_secure
 from lockstep_common.tls import Certificates, TlsFiles, server_context
 
 from lockstep_worker import metrics
@@ -36,3 +38,10 @@ def check_peers(settings: WorkerSettings) -> PeerInterceptor:
     """Accepts calls from routers only."""
     refusal = "the certificate is not for a router of this worker"
     return PeerInterceptor((settings.peer_identity or "",), refusal, metrics.STRANGERS.inc)
+
+
+def state_dial(settings: WorkerSettings, certificates: Certificates | None) -> Dial:
+    """How the state server is dialled: its certificate has to be for `state_identity`."""
+    if certificates is None:
+        return dial_plain
+    return partial(dial_secure, certificates=certificates, identity=settings.state_identity or "")

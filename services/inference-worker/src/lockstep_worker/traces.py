@@ -1,16 +1,18 @@
 """The worker's part of a request's trace: what an attempt waited for and what the ranks did meanwhile.
 
-`grammar`, `queue`, `prefill` and `decode` are children of the router's `attempt`; below the last two each rank has a
-span. A preempted attempt has a further queue, prefill and decode. A token costs a count, and a few of them an entry in
-a list of bounded length.
+`grammar`, `queue`, `prefill` and `decode` are children of the router's `attempt`; below `queue` is a fetch of KV blocks
+(`kv_store/`), below the last two each rank has a span. A preempted attempt has a further queue, prefill and decode. A
+token costs a count, and a few of them an entry in a list of bounded length.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from lockstep_common.errors import LockstepError
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import Kept, Span, Tracing, names
+from lockstep_common.tracing.spans import CURRENT
 from lockstep_engine import Output, RankTimes
 
 _MAX_MARKS = 48
@@ -40,6 +42,20 @@ class AttemptTrace:
         self._stride = 1
         self._marks: list[tuple[int, int]] = []
         """Of the decode's steps: the monotonic clock in ns, and the tokens so far."""
+
+    @contextmanager
+    def submitting(self) -> Iterator[None]:
+        """What the engine begins for the request within this block, such as a fetch of blocks, belongs to its wait. A
+        request that is refused has no trace here.
+        """
+        token = CURRENT.set(self._phase)
+        try:
+            yield
+        except BaseException:
+            self._trace.release()
+            raise
+        finally:
+            CURRENT.reset(token)
 
     def on_compiled(self, began_ns: int, ended_ns: int) -> None:
         """The request's grammar was compiled between these times of the monotonic clock; it waits for its turn now."""

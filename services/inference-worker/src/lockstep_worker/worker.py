@@ -11,12 +11,15 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from lockstep_common.trace_context import parse_traceparent
 from lockstep_common.tracing import Tracing
 from lockstep_engine import EngineState, EngineStatus, Output, Phase, PhaseChange
+from lockstep_engine.remote_store import RemoteStore
 
 from lockstep_worker import metrics, translate
 from lockstep_worker.engine import EngineFactory, EngineLike
@@ -45,13 +48,15 @@ class Worker:
         engine_factory: EngineFactory,
         notify: Callable[[Notice], None] = lambda _: None,
         tracing: Tracing | None = None,
+        remote_store: RemoteStore | None = None,
     ) -> None:
         self._settings = settings
         self._incarnation = time.time_ns()
         self._pid = os.getpid()
         on_outputs = self._on_outputs if tracing is None else self._on_traced_outputs
+        remote: dict[str, Any] = {} if remote_store is None else {"remote_store": remote_store}
         self.engine: EngineLike = engine_factory(
-            settings.engine_config(), on_outputs=on_outputs, on_change=self.publish, on_phases=self._on_phases
+            settings.engine_config(), on_outputs=on_outputs, on_change=self.publish, on_phases=self._on_phases, **remote
         )
         self._tracing = tracing
         if tracing is not None:
@@ -211,11 +216,11 @@ class Worker:
             raise LockstepError(ErrorCode.DRAINING, "the worker is going down")
         if not self.ready:
             raise LockstepError(ErrorCode.UNAVAILABLE, f"the worker's ranks are not ready ({self._state})")
-        self.engine.submit(request)
+        stream.spans = begin_attempt(self._tracing, trace, submit.tracestate, self.engine.rank_times)
+        with nullcontext() if stream.spans is None else stream.spans.submitting():
+            self.engine.submit(request)
         if submit.deadline_s > 0:
             stream.deadline = asyncio.get_running_loop().call_later(submit.deadline_s, self._expire, stream)
-        if self._tracing is not None:
-            stream.spans = begin_attempt(self._tracing, trace, submit.tracestate, self.engine.rank_times)
         self._streams.add(stream)
         self._log("stream begins", stream)
 

@@ -13,6 +13,7 @@ from typing import Self
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.grpc_tls import Dial, dial_plain
 from lockstep_common.tracing import Tracing
 from lockstep_common.watched_files import watched
 
@@ -38,7 +39,6 @@ from lockstep_router.tenants import Account, KeyFile, TenantLimits
 from lockstep_router.tenants.shared_storage import open_storage
 from lockstep_router.text.threads import TextThreads
 from lockstep_router.text.tokenizer import Tokenizer
-from lockstep_router.tls import Dial, dial_plain
 from lockstep_router.workers import Workers, model_not_found
 
 logger = logging.getLogger("lockstep.router")

@@ -5,23 +5,15 @@ Without certificates in the settings both sides use plain text. A worker has to 
 """
 
 import ssl
-from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import grpc
+from lockstep_common.grpc_tls import dial_plain, dial_secure
 from lockstep_common.tls import Certificates, TlsFiles, server_context
 from lockstep_common.watched_files import watched
 
 from lockstep_router.settings import RouterSettings
-
-Dial = Callable[[str, tuple[tuple[str, object], ...]], grpc.aio.Channel]
-"""Opens a channel to a target with these gRPC options."""
-
-
-def dial_plain(target: str, options: tuple[tuple[str, object], ...]) -> grpc.aio.Channel:
-    """A channel without TLS."""
-    return grpc.aio.insecure_channel(target, options=options)
 
 
 @dataclass(frozen=True)
@@ -66,11 +58,7 @@ class RouterTls:
     def _dial(self, target: str, options: tuple[tuple[str, object], ...], identity: str) -> grpc.aio.Channel:
         if self.workers is None:
             return dial_plain(target, options)
-        material = self.workers.current()
-        credentials = grpc.ssl_channel_credentials(material.ca, material.key, material.cert)
-        # Workers are dialled by IP address, and their certificates hold names only.
-        named = (*options, ("grpc.ssl_target_name_override", identity))
-        return grpc.aio.secure_channel(target, credentials, options=named)
+        return dial_secure(target, options, self.workers, identity)
 
     @property
     def http_context(self) -> ssl.SSLContext | None:

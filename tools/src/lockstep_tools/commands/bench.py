@@ -1,4 +1,7 @@
-"""`lockstep bench`: steady clients against an endpoint, and a table of the delays that they saw."""
+"""`lockstep bench`: steady clients against an endpoint, and a table of the delays that they saw.
+
+`lockstep bench state` measures the state server as the prefix cache's third tier.
+"""
 
 import argparse
 import asyncio
@@ -16,15 +19,18 @@ from lockstep_tools.load.endpoint import Endpoint, EndpointError, first_model
 from lockstep_tools.load.generator import Prompts, drive
 from lockstep_tools.load.history import History
 from lockstep_tools.load.report import Percentiles, Report, summarize
+from lockstep_tools.state_bench import options
 
 DESCRIPTION = """\
 Put an OpenAI endpoint under steady load and measure it: time to first token, time between tokens, longest silence,
 tokens/s. Every stream is also checked: positions in order, one end, usage equal to the tokens delivered.
-Exit code 1 when a request failed or a check found something, 2 when no server answers."""
+Exit code 1 when a request failed or a check found something, 2 when no server answers.
+`lockstep bench state` measures KV blocks in the state server instead, and when it pays to fetch them."""
 
 EXAMPLES = """\
   lockstep bench --clients 8 --requests 64
-  lockstep bench --url http://gateway/v1 --prompt-tokens 512 --max-tokens 64 --json > run.json"""
+  lockstep bench --url http://gateway/v1 --prompt-tokens 512 --max-tokens 64 --json > run.json
+  lockstep bench state"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,10 +51,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seed", type=integer(0), default=0, metavar="N", help="seed of prompts and sampling (default: 0)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    subjects = parser.add_subparsers(title="other subjects", metavar="SUBJECT", dest="subject")
+    summary = "KV blocks in the state server: MB/s, round trip, break-even"
+    options.configure(subjects.add_parser("state", help=summary, description=options.DESCRIPTION))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the load and print its report."""
+    if arguments.subject == "state":
+        from lockstep_tools.state_bench import command  # noqa: PLC0415 - it needs the engine
+
+        return command.run(arguments)
     try:
         report = asyncio.run(_measure(arguments, endpoint.from_arguments(arguments)))
     except EndpointError as error:

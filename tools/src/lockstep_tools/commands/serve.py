@@ -28,6 +28,7 @@ EXAMPLES = """\
   lockstep serve models/reference
   lockstep serve /models/llama --workers 2 --tp 2 --port 9000
   lockstep serve --routers 2 --state redis://localhost:6379/0
+  lockstep serve /models/llama --workers 2 --host-cache 8Gi --remote-cache
   lockstep serve /models/llama --device cuda --dtype bfloat16 --kv-memory 20Gi"""
 
 
@@ -59,12 +60,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--state",
         metavar="STORE",
-        help="run a state server for the routers, which keeps streams in its `memory` or in Redis: redis://host:port/0 "
-        "(default: memory if there are several routers, else none)",
+        help="run a state server, which keeps streams and cached prefixes in its `memory` or in Redis: "
+        "redis://host:port/0 (default: memory if there are several routers or --remote-cache, else none)",
     )
     parser.add_argument("--name", help="served model name (default: the directory's)")
     add_engine(parser)
     parser.add_argument("--kv-memory", metavar="SIZE", help="KV cache of a rank, e.g. 512Mi or 20Gi")
+    parser.add_argument(
+        "--host-cache", metavar="SIZE", help="host memory of a rank for cached prefixes, e.g. 4Gi (default: none)"
+    )
+    parser.add_argument(
+        "--remote-cache",
+        action="store_true",
+        help="workers also keep cached prefixes in the state server, and fetch them where that is faster than "
+        "computing; needs --host-cache",
+    )
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
@@ -76,6 +86,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Start the stack, show how it comes up, and stay until a signal."""
     name_process("serve")
+    if arguments.remote_cache and not arguments.host_cache:
+        raise CommandError("--remote-cache needs --host-cache: prefixes come back into host memory", UNUSABLE)
     settings = StackSettings(
         model=model_directory(arguments.model),
         workers=arguments.workers,
@@ -91,6 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=arguments.dtype,
         threads=arguments.threads,
         kv_memory=arguments.kv_memory,
+        host_cache=arguments.host_cache,
+        remote_cache=arguments.remote_cache,
         max_context=arguments.max_context,
         log_level=arguments.log_level,
     )

@@ -16,7 +16,8 @@ import yaml
 from lockstep_common.settings import ServiceSettings
 from lockstep_router.settings import RouterSettings
 from lockstep_state.settings import StateSettings
-from lockstep_worker.settings import Bytes, WorkerSettings, parse_bytes
+from lockstep_worker.quantities import Bytes, parse_bytes
+from lockstep_worker.settings import WorkerSettings
 from pydantic import BeforeValidator
 
 CHART = Path(__file__).resolve().parents[4] / "charts/lockstep"

@@ -68,6 +68,7 @@ _SUFFIXES = {
 }
 _UNITS = {
     "lockstep_router_load_imbalance": "ratio, 1 or more",
+    "lockstep_worker_remote_cache_bytes_per_second": "bytes/s",
     "vllm:kv_cache_usage_perc": "0 to 1",
     "vllm:gpu_cache_usage_perc": "0 to 1",
 }

@@ -59,7 +59,7 @@ class StackSettings:
     """
     state: str | None = None
     """What the routers' state server keeps is in its `memory`, or in Redis at this address; None: there is no state
-    server, unless there are several routers.
+    server, unless there are several routers, or workers keep blocks there.
     """
     name: str | None = None
     """Served model name; the directory's base name when None."""
@@ -69,13 +69,17 @@ class StackSettings:
     """CPU threads of each rank; when None the cores divided by the ranks, at least 1."""
     kv_memory: str | None = None
     """KV cache of a rank, e.g. 512Mi."""
+    host_cache: str | None = None
+    """Host memory of a rank for cached prefixes, e.g. 4Gi."""
+    remote_cache: bool = False
+    """Workers keep cold blocks of their prefix caches in the state server. Needs `host_cache`."""
     max_context: int | None = None
     log_level: str = "error"
 
     @property
     def store(self) -> str | None:
         """Where the state server keeps everything; None: there is no state server."""
-        return self.state or (MEMORY if self.routers > 1 else None)
+        return self.state or (MEMORY if self.routers > 1 or self.remote_cache else None)
 
     @property
     def rank_threads(self) -> int:
@@ -360,6 +364,8 @@ class Stack:
             "dtype": settings.dtype,
             "threads": settings.rank_threads,
             "kv-memory": settings.kv_memory,
+            "host-cache-bytes": settings.host_cache,
+            "state-server": f"unix:{self._state_socket}" if settings.remote_cache else None,
             "max-context": settings.max_context,
             "drain-timeout-s": _DRAIN_S,
             "management-port": 0,

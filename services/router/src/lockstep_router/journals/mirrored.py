@@ -10,13 +10,14 @@ from typing import Any
 
 from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.grpc_tls import Dial
 
 from lockstep_router import metrics
 from lockstep_router.journals.memory import MemoryJournalStore
 from lockstep_router.journals.mirror import Entry, Mirror, lengths_of
 from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, Record, StoredStream
 from lockstep_router.journals.shared_keys import SharedKeys
-from lockstep_router.journals.state_client import Dial, StateAwayError, StateClient, StateRefusedError
+from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
 from lockstep_router.journals.stored_form import Found, Key, from_response, is_removed, pieces_of, tenant_of, to_ending
 
 _MAX_TTL_S = 86_400.0

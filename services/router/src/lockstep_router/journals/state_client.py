@@ -13,16 +13,14 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep_api.v1 import state_pb2, state_pb2_grpc
+from lockstep_common.breaker import Breaker
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.grpc_tls import Dial
 from lockstep_common.tracing.calls import Metadata, calling
 
 from lockstep_router import metrics
-from lockstep_router.journals.breaker import Breaker
 
 logger = logging.getLogger("lockstep.router")
-
-Dial = Callable[[str, tuple[tuple[str, object], ...]], grpc.aio.Channel]
-"""Opens a channel to a target with these gRPC options."""
 
 _OPTIONS: tuple[tuple[str, object], ...] = (
     ("grpc.max_receive_message_length", -1),  # a stream's journal; the server bounds it

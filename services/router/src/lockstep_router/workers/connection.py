@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import grpc
 from lockstep_api.v1 import worker_pb2, worker_pb2_grpc
+from lockstep_common.grpc_tls import Dial
 from lockstep_common.protocol import MAX_MESSAGE_BYTES
 
 from lockstep_router.discovery import WorkerAddress
 from lockstep_router.settings import RouterSettings
-from lockstep_router.tls import Dial
 from lockstep_router.workers.clock import AwakeClock
 from lockstep_router.workers.connect import connect
 from lockstep_router.workers.outbox import Outbox

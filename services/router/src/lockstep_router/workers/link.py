@@ -13,6 +13,7 @@ from random import Random, SystemRandom
 from typing import Any, Self
 
 from lockstep_api.v1 import worker_pb2
+from lockstep_common.grpc_tls import Dial, dial_plain
 
 from lockstep_router import metrics
 from lockstep_router.discovery import WorkerAddress
@@ -20,7 +21,6 @@ from lockstep_router.lanes import Lane
 from lockstep_router.policies import WorkerFacts
 from lockstep_router.settings import RouterSettings
 from lockstep_router.text.tokenizer import Tokenizer
-from lockstep_router.tls import Dial, dial_plain
 from lockstep_router.workers.clock import AwakeClock
 from lockstep_router.workers.connection import Connection, ProtocolError, describe
 from lockstep_router.workers.evidence import Evidence

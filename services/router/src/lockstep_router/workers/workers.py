@@ -12,6 +12,7 @@ from random import Random
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.grpc_tls import Dial, dial_plain
 
 from lockstep_router import metrics
 from lockstep_router.discovery import Discovery, Report, WorkerAddress
@@ -19,7 +20,6 @@ from lockstep_router.policies import Policy, RequestFacts, imbalance, make_polic
 from lockstep_router.randomness import RANDOMNESS
 from lockstep_router.settings import RouterSettings
 from lockstep_router.text.tokenizer import Tokenizer
-from lockstep_router.tls import Dial, dial_plain
 from lockstep_router.workers.clock import AwakeClock
 from lockstep_router.workers.health import HealthWatch
 from lockstep_router.workers.health.watch import note_closed, note_ejected

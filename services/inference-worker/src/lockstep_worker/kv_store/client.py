@@ -1,0 +1,211 @@
+"""Calls of the state server's Kv service: with a deadline each, and not at all while it is away.
+
+After failures in a row the breaker opens. Then a probe asks the server's health twice a second, over a new connection
+with the newest certificates if the last probe failed.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from lockstep_api.v1 import state_pb2, state_pb2_grpc
+from lockstep_common.breaker import Breaker
+from lockstep_common.grpc_tls import Dial
+from lockstep_common.tracing.calls import calling
+
+from lockstep_worker import metrics
+
+logger = logging.getLogger("lockstep.worker")
+
+_OPTIONS: tuple[tuple[str, object], ...] = (
+    ("grpc.max_receive_message_length", 8 << 20),  # the server sends blocks in messages of 1 MiB
+    ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+)
+_FAILURES_TO_OPEN = 3
+_PROBE_EVERY_S = 0.5
+_REFUSALS = frozenset(
+    {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED}
+)
+
+
+class StateAwayError(Exception):
+    """The state server does not answer, has no room for the call, or is not asked because it did not answer."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.is_late = reason == grpc.StatusCode.DEADLINE_EXCEEDED.name
+
+
+class StateRefusedError(Exception):
+    """The state server takes no such call; another try would not help."""
+
+
+class KvClient:
+    """The state server as a worker calls it.
+
+    Args:
+        target: its address.
+        dial: opens a channel to it with options.
+        timeout_s: longest time of a call without content.
+    """
+
+    def __init__(self, target: str, dial: Dial, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.is_reachable = asyncio.Event()
+        """Clear while the breaker is open."""
+        self.is_reachable.set()
+        self.on_return: Callable[[], None] = lambda: None
+        """Called when it answers again after it was away."""
+        self._target = target
+        self._dial = dial
+        self._breaker = Breaker("kv", _FAILURES_TO_OPEN)
+        self._channel: grpc.aio.Channel | None = None
+        self._probing: asyncio.Task[None] | None = None
+        self._refusals: set[str] = set()
+        metrics.REMOTE_BREAKER.set(0)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it is not asked now."""
+        return self._breaker.is_open or self._channel is None
+
+    def start(self) -> None:
+        """Connect, without waiting for it."""
+        self._channel = self._dial(self._target, _OPTIONS)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            await channel.close()
+
+    async def look_up(self, request: state_pb2.LookUpBlocksRequest) -> state_pb2.LookUpBlocksResponse:
+        """How many leading blocks are there.
+
+        Raises:
+            StateAwayError, StateRefusedError: it is not known.
+        """
+        with self._noting() as stub, calling("Kv.LookUp") as metadata:
+            response: state_pb2.LookUpBlocksResponse = await stub.LookUp(
+                request, timeout=self.timeout_s, metadata=metadata
+            )
+        return response
+
+    async def get(
+        self, request: state_pb2.GetBlocksRequest, timeout_s: float
+    ) -> AsyncGenerator[state_pb2.GetBlocksResponse, None]:
+        """The messages of the blocks that are there. Whoever stops early has to close the iterator.
+
+        Raises:
+            StateAwayError, StateRefusedError: there may be more.
+        """
+        # One that has sent something by the deadline is slower than was estimated, and not away.
+        with self._noting(may_be_late=timeout_s < self.timeout_s) as stub, calling("Kv.Get") as metadata:
+            call = stub.Get(request, timeout=timeout_s, metadata=metadata)
+            try:
+                async for message in call:
+                    self._breaker.note_success()
+                    yield message
+            finally:
+                call.cancel()
+
+    async def put(
+        self, messages: AsyncIterator[state_pb2.PutBlocksRequest], timeout_s: float
+    ) -> state_pb2.PutBlocksResponse:
+        """Store blocks.
+
+        Raises:
+            StateAwayError, StateRefusedError: nothing is known of what was stored.
+        """
+        with self._noting() as stub:
+            response: state_pb2.PutBlocksResponse = await stub.Put(messages, timeout=timeout_s)
+        return response
+
+    @contextmanager
+    def _noting(self, *, may_be_late: bool = False) -> Iterator[state_pb2_grpc.KvStub]:
+        """A call within this block counts for the breaker, and its errors are this module's.
+
+        Args:
+            may_be_late: its deadline is so soon that missing it says nothing about the server.
+        """
+        channel = self._channel
+        if self._breaker.is_open or channel is None:
+            raise StateAwayError("BREAKER_OPEN")
+        try:
+            yield state_pb2_grpc.KvStub(channel)  # type: ignore[no-untyped-call]
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+            if code in _REFUSALS:
+                self._note_refusal(error.details() or code.name)
+                raise StateRefusedError(code.name) from None
+            if code is grpc.StatusCode.RESOURCE_EXHAUSTED or (
+                may_be_late and code is grpc.StatusCode.DEADLINE_EXCEEDED
+            ):
+                metrics.REMOTE_FAILURES.labels(code.name.lower()).inc()
+            else:
+                self._note_failure(code.name)
+            raise StateAwayError(code.name) from None
+        except asyncio.CancelledError:
+            # A call that ends with its channel, which a probe has replaced, looks like a cancelled task.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            self._note_failure("CANCELLED")
+            raise StateAwayError("CANCELLED") from None
+        self._breaker.note_success()
+
+    def _note_refusal(self, sentence: str) -> None:
+        self._breaker.note_success()
+        metrics.REMOTE_FAILURES.labels("refused").inc()
+        if sentence not in self._refusals and len(self._refusals) < 16:
+            self._refusals.add(sentence)
+            logger.warning("the state server refuses KV blocks: %s", sentence)
+
+    def _note_failure(self, reason: str) -> None:
+        metrics.REMOTE_FAILURES.labels(reason.lower()).inc()
+        if not self._breaker.note_failure():
+            return
+        logger.warning("the state server does not answer: prefixes are computed", extra={"reason": reason})
+        self.is_reachable.clear()
+        metrics.REMOTE_BREAKER.set(1)
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe())
+
+    async def _probe(self) -> None:
+        while self._breaker.is_open:
+            await asyncio.sleep(_PROBE_EVERY_S)
+            if not await self._is_healthy():
+                await self._redial()
+                continue
+            logger.info("the state server answers again")
+            self._breaker.close()
+            self.is_reachable.set()
+            metrics.REMOTE_BREAKER.set(0)
+            self.on_return()
+
+    async def _is_healthy(self) -> bool:
+        if self._channel is None:
+            return False
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        request = health_pb2.HealthCheckRequest(service="lockstep.v1.Kv")
+        try:
+            answer = await stub.Check(request, timeout=self.timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    async def _redial(self) -> None:
+        old, self._channel = self._channel, self._dial(self._target, _OPTIONS)
+        if old is not None:
+            await old.close()

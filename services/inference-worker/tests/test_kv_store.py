@@ -1,0 +1,349 @@
+"""The worker's store of cold KV blocks, against a scripted state server: what is fetched and stored, and every way in
+which the server can be away.
+"""
+
+import asyncio
+
+import grpc
+import pytest
+from harness import make_settings, served, until
+from lockstep_api.v1 import state_pb2
+from lockstep_common.telemetry import REGISTRY
+from lockstep_common.trace_context import TraceContext
+from lockstep_common.tracing.spans import CURRENT, Tracing
+from lockstep_engine.remote_store import BlockForm
+from scripted_kv import FORM, HEADS, Memory, ScriptedKv, block_hash, content_of, fetch, opened, parts_of, serving
+
+PREFIX = "lockstep_worker_remote_cache_"
+RANKS = len(HEADS)
+
+
+def value(name, **labels):
+    return REGISTRY.get_sample_value(PREFIX + name, labels) or 0.0
+
+
+@pytest.fixture
+def target(socket_path):
+    return f"unix:{socket_path}"
+
+
+@pytest.fixture
+async def kv(target):
+    async with serving(ScriptedKv(), target) as kv:
+        yield kv
+
+
+@pytest.fixture
+async def store(kv, target):
+    async with opened(target) as store:
+        kv.calls.clear()
+        yield store
+
+
+async def stored(store, names, **options):
+    """Store blocks and wait until they are."""
+    parts = parts_of(names, **options)
+    assert store.offer("t", parts) == len(parts)
+    await store.flush(30.0)
+
+
+async def test_blocks_come_back_into_the_memory_they_are_wanted_in(kv, store):
+    before = value("bytes_total", direction="in"), value("fetches_total", outcome="fetched")
+    await stored(store, "abc")
+    memory = Memory()
+    result = await fetch(store, "abcd", memory)
+    assert (result.blocks, result.outcome) == (3, "fetched")
+    assert memory.has("abc", 3)
+    assert kv.calls == ["Put", "LookUp", "Get"]
+    assert value("bytes_total", direction="in") - before[0] == 3 * RANKS * FORM.length
+    assert value("fetches_total", outcome="fetched") - before[1] == 1
+
+
+async def test_estimates_of_the_gate_are_counted_beside_what_fetches_took(store):
+    names = ("estimated_fetch_seconds_total", "estimated_recompute_seconds_total", "complete_fetch_seconds_total")
+    before = [value(name) for name in names]
+    await stored(store, "ab")
+    await fetch(store, "ab", Memory(), recompute_s=100.0)
+    estimated_s, recompute_s, took_s = (value(name) - old for name, old in zip(names, before, strict=True))
+    assert estimated_s > 0
+    assert recompute_s == pytest.approx(200.0)
+    assert took_s > 0
+    assert value("latency_seconds") > 0
+    assert value("bytes_per_second") > 0
+
+
+async def test_large_parts_are_stored_and_fetched_in_slices(store):
+    form = BlockForm("bfloat16", (3, 1 << 20), 3 << 20)
+    await stored(store, ["a"], form=form)
+    memory = Memory(form.length)
+    assert (await fetch(store, ["a"], memory, form=form)).blocks == 1
+    assert memory.has("a", 1)
+
+
+async def test_another_tenant_has_other_blocks(store):
+    await stored(store, "ab")
+    for tenant in ("", "other", "-probe", "T"):
+        assert (await fetch(store, "ab", Memory(), tenant=tenant)).outcome == "absent"
+    assert store.offer("", parts_of("x")) == RANKS
+    await store.flush(30.0)
+    assert (await fetch(store, "x", Memory(), tenant="")).blocks == 1
+    assert (await fetch(store, "x", Memory())).outcome == "absent"
+
+
+async def test_a_block_that_went_between_the_calls_ends_the_fetch(kv, store):
+    await stored(store, "abc")
+
+    def forget(messages):
+        return [message for message in messages if message.index != 1 * RANKS]
+
+    kv.mangle = forget
+    memory = Memory()
+    result = await fetch(store, "abc", memory)
+    assert (result.blocks, result.outcome) == (1, "fetched")
+    assert memory.has("abc", 1)
+
+
+async def test_what_is_faster_to_compute_is_not_asked_for(kv, store):
+    await stored(store, "ab")
+    kv.calls.clear()
+    result = await fetch(store, "ab", Memory(), recompute_s=1e-9)
+    assert (result.blocks, result.outcome) == (0, "gate")
+    assert kv.calls == []
+
+
+async def test_nothing_is_fetched_over_a_link_that_was_not_measured(kv, target):
+    kv.answers.clear()
+    async with opened(target, is_measured=False) as store:
+        assert (await fetch(store, "ab", Memory())).outcome == "gate"
+        kv.answers.set()
+        await until(lambda: store.link.estimate() is not None)
+        assert kv.probes() == 2
+
+
+async def test_nothing_wanted_is_absent(store):
+    assert (await fetch(store, "", Memory())).outcome == "absent"
+
+
+async def test_what_has_come_by_the_deadline_counts(kv, target):
+    async with opened(target, fetch_timeout_s=1.0) as store:
+        await stored(store, "abc")
+        kv.before = 6 + 2  # of the three messages that each part has: the first block, and some of the second
+        kv.sends.clear()
+        memory = Memory()
+        result = await fetch(store, "abc", memory)
+        assert (result.blocks, result.outcome) == (1, "deadline")
+        assert memory.has("abc", 1)
+        assert not store.client.is_away, "it is slow, not away"
+
+
+async def test_a_fetch_ends_when_its_blocks_would_have_been_computed(kv, target):
+    async with opened(target, fetch_timeout_s=60.0) as store:
+        await stored(store, "a")
+        kv.sends.clear()
+        result = await fetch(store, "a", Memory(), recompute_s=1.0)
+        assert (result.blocks, result.outcome) == (0, "deadline")
+
+
+async def test_a_cancelled_fetch_writes_nothing_more(kv, store):
+    await stored(store, "ab")
+    kv.before = 1
+    kv.sends.clear()
+    memory = Memory()
+    task = asyncio.create_task(fetch(store, "ab", memory))
+    await until(lambda: memory.parts)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    kept = {key: bytes(part) for key, part in memory.parts.items()}
+    kv.sends.set()
+    kv.before = 0
+    assert (await fetch(store, "ab", Memory())).blocks == 2
+    assert {key: bytes(part) for key, part in memory.parts.items()} == kept
+
+
+async def test_a_server_that_stops_opens_the_breaker_and_its_return_closes_it(kv, target):
+    async with opened(target, timeout_s=0.3) as store:
+        await stored(store, "a")
+        kv.answers.clear()
+        outcomes = []
+        while not store.client.is_away:
+            outcomes.append((await fetch(store, "a", Memory())).outcome)
+        assert outcomes == ["deadline"] * 3
+        assert value("breaker_open") == 1
+        kv.calls.clear()
+        assert (await fetch(store, "a", Memory())).outcome == "unavailable"
+        assert kv.calls == [], "it is not asked any more"
+        kv.answers.set()
+        await until(lambda: not store.client.is_away)
+        assert value("breaker_open") == 0
+        # The link may look slow after the stop; it is measured again.
+        async with asyncio.timeout(30):
+            while (await fetch(store, "a", Memory())).blocks != 1:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_server_that_dies_is_found_again(target):
+    async with serving(ScriptedKv(), target) as first:
+        opening = opened(target, timeout_s=5.0)
+        store = await opening.__aenter__()
+        await stored(store, "a")
+        blocks = first.blocks
+    try:
+        while not store.client.is_away:
+            assert (await fetch(store, "a", Memory())).outcome in ("unavailable", "deadline")
+        second = ScriptedKv()
+        second.blocks = blocks
+        async with serving(second, target):
+            await until(lambda: not store.client.is_away)
+            memory = Memory()
+            assert (await fetch(store, "a", memory)).blocks == 1
+            assert memory.has("a", 1)
+            await opening.__aexit__(None, None, None)
+            opening = None
+    finally:
+        if opening is not None:
+            await opening.__aexit__(None, None, None)
+
+
+async def test_a_defect_of_the_engine_is_a_miss(store):
+    await stored(store, "a")
+
+    def broken(_block, _rank):
+        raise RuntimeError("no memory")
+
+    assert (await fetch(store, "a", broken)).outcome == "unavailable"
+    assert (await fetch(store, "a", Memory(FORM.length - 1))).outcome == "unavailable"
+
+
+# The queue.
+
+
+async def test_the_queue_is_bounded_in_bytes_and_copies_what_it_takes(kv, target):
+    async with opened(target, queue_bytes=5 * FORM.length) as store:
+        kv.answers.clear()
+        dropped = value("puts_total", outcome="dropped")
+        content = bytearray(content_of("a", 0))
+        parts = parts_of("abcd")
+        first = type(parts[0])(parts[0].hash, parts[0].heads, FORM, memoryview(content))
+        assert store.offer("t", [first, *parts[1:]]) == 5
+        assert value("puts_total", outcome="dropped") - dropped == 3
+        assert value("queue_bytes") == 5 * FORM.length
+        content[:] = bytes(FORM.length)
+        assert store.offer("t", parts) == 5, "those that wait already are not copied again"
+        assert store.offer("t", parts_of("e")) == 0
+        kv.answers.set()
+        await store.flush(30.0)
+        assert value("queue_bytes") == 0
+        memory = Memory()
+        assert (await fetch(store, "ab", memory)).blocks == 2
+        assert memory.has("ab", 2)
+
+
+async def test_blocks_wait_for_a_server_that_is_away(kv, target):
+    async with opened(target, timeout_s=0.3) as store:
+        kv.answers.clear()
+        while not store.client.is_away:
+            await fetch(store, "x", Memory())
+        assert store.offer("t", parts_of("a")) == RANKS
+        await store.flush(60.0)  # does not wait for it
+        assert value("queue_bytes") == RANKS * FORM.length
+        kv.answers.set()
+        await until(lambda: value("queue_bytes") == 0)
+        assert ("t", block_hash("a"), HEADS[0].first, HEADS[0].count) in kv.blocks
+
+
+async def test_blocks_of_several_tenants_are_stored_for_each(kv, store):
+    for number in range(6):
+        assert store.offer(f"t{number % 2}", parts_of(str(number))) == RANKS
+    await store.flush(30.0)
+    for number in range(6):
+        assert (await fetch(store, str(number), Memory(), tenant=f"t{number % 2}")).blocks == 1
+        assert (await fetch(store, str(number), Memory(), tenant=f"t{1 - number % 2}")).blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome"),
+    [
+        ({"put_outcome": state_pb2.PUT_OUTCOME_FULL}, "full"),
+        ({"put_status": grpc.StatusCode.INVALID_ARGUMENT}, "refused"),
+        ({"put_status": grpc.StatusCode.RESOURCE_EXHAUSTED}, "failed"),
+    ],
+)
+async def test_blocks_that_cannot_be_stored_are_dropped_and_counted(kv, store, change, outcome):
+    before = value("puts_total", outcome=outcome)
+    for name, setting in change.items():
+        setattr(kv, name, setting)
+    assert store.offer("t", parts_of("a")) == RANKS
+    await until(lambda: value("puts_total", outcome=outcome) - before == RANKS)
+    assert value("queue_bytes") == 0
+    assert not store.client.is_away
+    kv.put_outcome, kv.put_status = state_pb2.PUT_OUTCOME_STORED, None
+    await stored(store, "b")
+    assert (await fetch(store, "b", Memory())).blocks == 1
+
+
+async def test_a_flush_ends_at_its_time(kv, store):
+    kv.answers.clear()
+    store.offer("t", parts_of("a"))
+    async with asyncio.timeout(30):
+        await store.flush(0.05)
+    assert value("queue_bytes") > 0
+
+
+async def test_the_end_counts_what_was_not_stored(kv, target):
+    dropped = value("puts_total", outcome="dropped")
+    async with opened(target) as store:
+        kv.answers.clear()
+        store.offer("t", parts_of("ab"))
+    assert value("puts_total", outcome="dropped") - dropped == 2 * RANKS
+    assert value("queue_bytes") == 0
+
+
+# Traces.
+
+
+async def test_a_fetch_is_a_span_of_its_request(store):
+    await stored(store, "a")
+    exported = []
+    trace = Tracing(ratio=1.0, slow_s=10.0, export=exported.extend).trace(TraceContext(1, 2, True))
+    queue = trace.begin("queue")
+    token = CURRENT.set(queue)
+    try:
+        assert (await fetch(store, "a", Memory())).blocks == 1
+    finally:
+        CURRENT.reset(token)
+    spans = {span.name: span for span in exported}
+    assert set(spans) == {"kv fetch", "Kv.LookUp", "Kv.Get"}
+    assert spans["kv fetch"].parent_id == queue.span_id
+    assert spans["Kv.Get"].parent_id == spans["kv fetch"].span_id
+    assert spans["kv fetch"].attributes == {"lockstep.outcome": "fetched", "lockstep.kv.blocks": 1}
+
+
+# The process.
+
+
+async def test_the_worker_gives_the_store_to_its_engine_and_flushes_it_when_it_drains(kv, target, model_dir):
+    changes = {"state_server": target, "host_cache_bytes": 1 << 20, "state_timeout_s": 10.0}
+    settings = make_settings(model_dir, f"{target.removeprefix('unix:')}w", **changes)
+    async with served(settings) as worker:
+        await worker.greeted()
+        store = worker.engine.remote_store
+        await until(lambda: store.link.estimate() is not None)
+        assert store.offer("t", parts_of("ab")) == 2 * RANKS
+        worker.stop.set()
+        assert await worker.exit_code() == 0
+    assert {key[1] for key in kv.blocks if key[0] == "t"} == {block_hash("a"), block_hash("b")}
+
+
+async def test_a_worker_without_a_state_server_has_no_store(worker):
+    await worker.greeted()
+    assert worker.engine.remote_store is None
+
+
+async def test_a_worker_starts_and_ends_without_its_state_server(target, model_dir):
+    changes = {"state_server": target, "host_cache_bytes": 1 << 20}
+    async with served(make_settings(model_dir, f"{target.removeprefix('unix:')}w", **changes)) as worker:
+        await worker.greeted()
+        assert worker.engine.remote_store.offer("t", parts_of("a")) == RANKS
+        worker.stop.set()
+        assert await worker.exit_code() == 0
