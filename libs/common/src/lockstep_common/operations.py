@@ -3,6 +3,7 @@ and another log level.
 
     GET /debug/stacks     threads and tasks of this process; a worker adds its ranks
     GET /debug/logs       the newest lines of the log
+    GET /debug/trace/ID   the newest spans of a trace or of a request, if traces are on
     GET /debug/settings   the settings without secrets, and versions
     GET /loglevel
     POST /loglevel?level=debug&for_s=600
@@ -31,6 +32,7 @@ from lockstep_common.errors import LockstepError
 from lockstep_common.log_level import DEFAULT_CHANGE_S, LOG_LEVEL
 from lockstep_common.stacks import task_places, thread_stacks
 from lockstep_common.telemetry import recent_lines
+from lockstep_common.tracing.kept import KEPT_SPANS
 
 logger = logging.getLogger("lockstep.management")
 
@@ -41,6 +43,7 @@ PROFILE_S = 60.0
 Profile = Callable[[int], Coroutine[Any, Any, bytes]]
 """Profiles a number of steps, in the service's loop; returns a tar archive."""
 
+_TRACE = "/debug/trace/"
 _PROXY_HEADERS = frozenset({"forwarded", "x-forwarded-for"})
 _MESH_HEADERS = ("x-envoy-", "l5d-")
 _PACKAGES = ("lockstep-common", "lockstep-engine", "torch", "numpy", "grpcio", "protobuf", "transformers", "uvloop")
@@ -115,18 +118,28 @@ class Operations:
     def of(self, method: str, path: str) -> Answer:
         """The answer to a GET or a POST."""
         name, _, query = path.partition("?")
-        match method, name:
-            case "GET", "/debug/stacks":
+        if method == "GET":
+            return self._page(name)
+        match name:
+            case "/loglevel":
+                return _change_level(query)
+            case "/debug/profile":
+                return self._profiled(query)
+        return not_found()
+
+    def _page(self, name: str) -> Answer:
+        match name:
+            case "/debug/stacks":
                 own = {"pid": os.getpid(), "threads": thread_stacks(), "tasks": task_places(self._loop)}
                 return as_json(200, own | {part: function() for part, function in self._parts.items()})
-            case "GET", "/debug/logs":
+            case "/debug/logs":
                 return Answer(200, "application/x-ndjson", "".join(f"{line}\n" for line in recent_lines()).encode())
-            case "GET", "/debug/settings":
+            case "/debug/settings":
                 return as_json(200, {"settings": dict(self._settings), "versions": versions()})
-            case _, "/loglevel":
-                return _change_level(query) if method == "POST" else _level()
-            case "POST", "/debug/profile":
-                return self._profiled(query)
+            case "/loglevel":
+                return _level()
+            case _ if name.startswith(_TRACE):
+                return as_json(200, KEPT_SPANS.find(name.removeprefix(_TRACE)))
         return not_found()
 
     def _profiled(self, query: str) -> Answer:
