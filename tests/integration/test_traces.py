@@ -1,8 +1,10 @@
 """One trace from the client to each rank, from real processes: edges, times, a failover, a collector that goes away."""
 
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
 import httpx
@@ -10,7 +12,7 @@ import psutil
 import pytest
 from machine import left_since, traces, wait_for
 from otlp_receiver import Received, Receiver, grpc_receiver
-from serving import Serve
+from serving import Serve, run
 from system import MODEL, System
 
 CALLER = "00-{:032x}-{:016x}-01"
@@ -90,12 +92,12 @@ def test_a_trace_reaches_from_the_request_to_each_rank(traced: Traced) -> None:
     assert min(span.attributes["lockstep.rank.peer_wait_s"] for span in ranks) == 0
 
 
-def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(traced: Traced) -> None:
+def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(traced: Traced, tmp_path: Path) -> None:
     tokens = traced.system.tokens_lasting(1.0)
     body = {"model": MODEL, "prompt": "canary", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     with httpx.stream(
         "POST", f"{traced.system.api}/completions", json=body, timeout=60, trust_env=False,
-        headers={"traceparent": CALLER.format(2, 7)},
+        headers={"traceparent": CALLER.format(2, 7), "x-request-id": "req-moved"},
     ) as response:  # fmt: skip
         lines = response.iter_lines()
         assert next(lines).startswith("id: ")
@@ -114,6 +116,22 @@ def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(traced: T
     assert first.attributes["lockstep.worker"] != second.attributes["lockstep.worker"]
     assert first.is_error
     check_edges([span for span in spans if span.name in PARENTS or span.name == "request"])
+    check_drawings(traced.system, first, second, tmp_path / "page.html")
+
+
+def check_drawings(system: System, first: Received, second: Received, path: Path) -> None:
+    """`lockstep trace` finds the request by its id in the services' memory, with both attempts and all ranks."""
+    command = ("trace", "req-moved", "--url", system.management_url, "--html", str(path))
+    code, output, notes = run(*command, within_s=60.0)
+    assert code == 0, notes
+    lost, last = (str(each.attributes["lockstep.worker"]) for each in (first, second))
+    assert f"1 failover: {lost} (lost) → {last} (finished)" in output
+    assert output.index(f"attempt 1 → {lost} lost") < output.index(f"attempt 2 → {last} finished")
+    assert all(f"(worker {worker})" in output for worker in (lost, last))
+    assert len(re.findall(r"^ +rank [01] ", output, re.MULTILINE)) >= 4
+    assert "not complete" not in output
+    assert "<script" not in path.read_text()
+    assert f"attempt 2 → {last} finished" in path.read_text()
 
 
 def test_no_text_is_in_any_message(traced: Traced) -> None:

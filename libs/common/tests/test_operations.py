@@ -9,6 +9,7 @@ import time
 
 import pytest
 from lockstep_common import operations
+from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.log_level import LOG_LEVEL, LogLevel
 from lockstep_common.management import Reports, managed
 from lockstep_common.settings import without_secrets
@@ -158,3 +159,46 @@ def test_listeners_hear_each_level_once():
     finally:
         logging.getLogger("lockstep").setLevel(before)
     assert heard == ["info", "debug", "info"]
+
+
+class Profiles:
+    """A service whose ranks are profiled."""
+
+    def __init__(self):
+        self.asked = []
+        self.error = None
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+
+    async def profile(self, steps):
+        self.asked.append(steps)
+        await self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+        return b"archive"
+
+
+async def test_a_profile_is_given_to_operators_one_at_a_time(port):
+    assert (await ask(port, "/debug/profile", "POST"))[0] == 404
+    profiles = Profiles()
+    reports = Reports(unready=lambda: None, profile=profiles.profile)
+    async with managed("127.0.0.1", 0, reports, liveness_timeout_s=30) as own:
+        assert await ask(own, "/debug/profile", "POST") == (200, "archive")
+        assert await ask(own, "/debug/profile?steps=7", "POST") == (200, "archive")
+        assert (await ask(own, "/debug/profile?steps=7"))[0] == 404
+        assert (await ask(own, "/debug/profile?steps=7", "POST", Origin="http://evil.example"))[0] == 403
+        for query, reason in (("steps=x", "whole number"), ("steps=", "whole number"), ("step=1", "unknown")):
+            status, text = await ask(own, f"/debug/profile?{query}", "POST")
+            assert (status, reason in text) == (400, True)
+        profiles.error = LockstepError(ErrorCode.UNAVAILABLE, "no steps ran")
+        assert await ask(own, "/debug/profile?steps=8", "POST") == (503, '{"error":"no steps ran"}')
+        profiles.error = None
+        profiles.may_end.clear()
+        first = asyncio.create_task(ask(own, "/debug/profile?steps=9", "POST"))
+        async with asyncio.timeout(30):
+            while profiles.asked[-1] != 9:
+                await asyncio.sleep(0.01)
+        assert (await ask(own, "/debug/profile", "POST"))[0] == 409
+        profiles.may_end.set()
+        assert await first == (200, "archive")
+    assert profiles.asked == [20, 7, 8, 9]

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from lockstep_common.errors import LockstepError
 from lockstep_common.settings import PodSettings
 from lockstep_common.trace_context import TraceContext, parse_tracestate
 from lockstep_common.tracing import Kept, Kind, Span, Tracing, make_tracing, metrics, names, setup_tracing, spans
+from lockstep_common.tracing.kept import KeptSpans
 from lockstep_common.tracing.options import DEFAULT_RATIO, TraceOptions, trace_options
 from lockstep_common.tracing.queue import SpanQueue
 from opentelemetry.semconv._incubating.attributes import (
@@ -335,3 +337,43 @@ def test_an_exporter_that_is_gone_does_not_keep_the_process():
     trace = made.trace()
     trace.end(trace.begin("request"))
     made.close(0.2)  # interrupts the exporter's retries
+
+
+def test_kept_spans_are_found_by_trace_and_by_request_and_are_bounded() -> None:
+    kept = KeptSpans(3)
+    assert kept.find("req-1") == {"tracing": False, "resource": {}, "spans": []}
+    kept.configure({"service.name": "lockstep-router"})
+    made = Tracing(ratio=1.0, slow_s=1.0, export=kept.add)
+    trace = made.trace(CALLER)
+    trace.keep(Kept.ERROR)
+    request = trace.begin("request")
+    request.attributes[names.REQUEST_ID] = "req-1"
+    child = trace.begin("route", request)
+    child.event("chosen")
+    trace.end(child, "lost")
+    trace.end(request)
+    body = json.loads(json.dumps(kept.find("req-1")))
+    assert [each["name"] for each in body["spans"]] == ["route", "request"]
+    first, last = body["spans"]
+    assert (first["parent_id"], first["error"], first["events"][0][0]) == (last["span_id"], "lost", "chosen")
+    assert kept.find(f"{CALLER.trace_id:032x}") == body
+    assert kept.find("0" * 32)["spans"] == kept.find("req-2")["spans"] == []
+    other = made.trace()
+    for _ in range(3):
+        other.end(other.begin("queue"))
+    assert kept.find("req-1")["spans"] == [], "the oldest go"
+
+
+def test_traces_are_kept_in_memory_without_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = trace_options(Given(trace_ratio=1.0), {"OTEL_TRACES_EXPORTER": "memory"})
+    assert options == TraceOptions("", "grpc", 1.0, 10.0)
+    monkeypatch.setattr("lockstep_common.tracing.KEPT_SPANS", kept := KeptSpans())
+    made = make_tracing(options, {"service.instance.id": "w0"})
+    trace = made.trace()
+    trace.end(trace.begin("request"))
+    made.close()
+    found = kept.find(f"{trace.trace_id:032x}")
+    assert (found["resource"], [each["name"] for each in found["spans"]]) == (
+        {"service.instance.id": "w0"},
+        ["request"],
+    )

@@ -223,6 +223,9 @@ class ScriptedEngine:
     def set_log_level(self, level: str) -> None:
         self.log_levels.append(level)
 
+    async def profile(self, steps: int) -> list[bytes]:
+        return [f"{rank} {steps}".encode() for rank in range(self.config.tp)]
+
     async def close(self) -> None:
         self.closed = True
         if self.close_error is not None:

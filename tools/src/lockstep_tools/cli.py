@@ -42,6 +42,8 @@ COMMANDS = {
     "keys": "make an API key for a tenant",
     "status": "show workers, ranks, process ids, queues",
     "debug": "collect what explains a hang, name the rank",
+    "profile": "profile the ranks, name the one that holds up the others",
+    "trace": "draw a request's timeline over router and ranks",
     "logs": "show log lines by request, rank, level, time",
     "demo": "watch a stream survive killed processes",
     "train": "train a small model like the reference model",

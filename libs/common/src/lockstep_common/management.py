@@ -22,7 +22,15 @@ from typing import Any, Protocol, TypeVar
 
 from lockstep_common.answers import Answer, as_json, needs_certificate, not_found
 from lockstep_common.errors import cannot_listen
-from lockstep_common.operations import Operations, is_for_operators, is_local, is_relayed, names_this_host, refused
+from lockstep_common.operations import (
+    Operations,
+    Profile,
+    is_for_operators,
+    is_local,
+    is_relayed,
+    names_this_host,
+    refused,
+)
 from lockstep_common.telemetry import METRICS_CONTENT_TYPE, exposition
 
 logger = logging.getLogger("lockstep.management")
@@ -60,6 +68,8 @@ class Reports:
     """Parts of `/debug/stacks`, by name, as JSON types. Unlike the others they are called in any thread."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The service's settings without secrets, as JSON types."""
+    profile: Profile | None = None
+    """Profiles the service; None: it cannot."""
 
 
 class Answers(Protocol):
@@ -153,7 +163,7 @@ class _OwnAnswers:
         self._reports = reports
         self._heartbeat = heartbeat
         self._liveness_timeout_s = liveness_timeout_s
-        self._operations = Operations(loop, reports.stacks, reports.settings)
+        self._operations = Operations(loop, reports.stacks, reports.settings, reports.profile)
 
     def to_operator(self, method: str, path: str) -> Answer:
         """The answer to an operator."""

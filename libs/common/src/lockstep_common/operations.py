@@ -3,15 +3,17 @@ and another log level.
 
     GET /debug/stacks     threads and tasks of this process; a worker adds its ranks
     GET /debug/logs       the newest lines of the log
+    GET /debug/trace/ID   the newest spans of a trace or of a request, if traces are on
     GET /debug/settings   the settings without secrets, and versions
     GET /loglevel
     POST /loglevel?level=debug&for_s=600
+    POST /debug/profile?steps=20    a worker's: what its ranks do in the next steps
 
 An operator is who has shown a certificate or, without TLS, who connects from this machine or pod: `kubectl
 port-forward` and `kubectl exec` do. A mesh's sidecar connects from the pod for others, so a mesh has to leave the port
 out, or the port has to have TLS; requests with a proxy's headers are refused.
 
-Nothing here waits for the event loop, which may be what is stuck.
+Nothing here but a profile waits for the event loop, which may be what is stuck.
 """
 
 import asyncio
@@ -19,18 +21,29 @@ import ipaddress
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from importlib import metadata
 from typing import Any
 from urllib.parse import parse_qs
 
 from lockstep_common.answers import Answer, as_json, not_found
+from lockstep_common.errors import LockstepError
 from lockstep_common.log_level import DEFAULT_CHANGE_S, LOG_LEVEL
 from lockstep_common.stacks import task_places, thread_stacks
 from lockstep_common.telemetry import recent_lines
+from lockstep_common.tracing.kept import KEPT_SPANS
 
 logger = logging.getLogger("lockstep.management")
 
+PROFILED_STEPS = 20
+PROFILE_S = 60.0
+"""A service has to end a profile earlier."""
+
+Profile = Callable[[int], Coroutine[Any, Any, bytes]]
+"""Profiles a number of steps, in the service's loop; returns a tar archive."""
+
+_TRACE = "/debug/trace/"
 _PROXY_HEADERS = frozenset({"forwarded", "x-forwarded-for"})
 _MESH_HEADERS = ("x-envoy-", "l5d-")
 _PACKAGES = ("lockstep-common", "lockstep-engine", "torch", "numpy", "grpcio", "protobuf", "transformers", "uvloop")
@@ -86,6 +99,7 @@ class Operations:
         loop: the event loop of the process.
         parts: what a service adds to `/debug/stacks`, by name: functions that any thread may call.
         settings: the service's settings without secrets, as JSON types.
+        profile: profiles the service; None: it cannot.
     """
 
     def __init__(
@@ -93,27 +107,64 @@ class Operations:
         loop: asyncio.AbstractEventLoop,
         parts: Mapping[str, Callable[[], Any]],
         settings: Mapping[str, Any],
+        profile: Profile | None = None,
     ) -> None:
         self._loop = loop
         self._parts = parts
         self._settings = settings
+        self._profile = profile
+        self._profiling = threading.Lock()
 
     def of(self, method: str, path: str) -> Answer:
         """The answer to a GET or a POST."""
         name, _, query = path.partition("?")
-        match method, name:
-            case "GET", "/debug/stacks":
+        if method == "GET":
+            return self._page(name)
+        match name:
+            case "/loglevel":
+                return _change_level(query)
+            case "/debug/profile":
+                return self._profiled(query)
+        return not_found()
+
+    def _page(self, name: str) -> Answer:
+        match name:
+            case "/debug/stacks":
                 own = {"pid": os.getpid(), "threads": thread_stacks(), "tasks": task_places(self._loop)}
                 return as_json(200, own | {part: function() for part, function in self._parts.items()})
-            case "GET", "/debug/logs":
+            case "/debug/logs":
                 return Answer(200, "application/x-ndjson", "".join(f"{line}\n" for line in recent_lines()).encode())
-            case "GET", "/debug/settings":
+            case "/debug/settings":
                 return as_json(200, {"settings": dict(self._settings), "versions": versions()})
-            case "GET", "/loglevel":
-                return as_json(200, {"level": LOG_LEVEL.level, "left_s": LOG_LEVEL.left_s})
-            case "POST", "/loglevel":
-                return _change_level(query)
+            case "/loglevel":
+                return _level()
+            case _ if name.startswith(_TRACE):
+                return as_json(200, KEPT_SPANS.find(name.removeprefix(_TRACE)))
         return not_found()
+
+    def _profiled(self, query: str) -> Answer:
+        if self._profile is None:
+            return as_json(404, {"error": "this process has no ranks; profile a worker"})
+        if not self._profiling.acquire(blocking=False):
+            return as_json(409, {"error": "a profile runs already; try again in a minute"})
+        try:
+            return Answer(200, "application/x-tar", self._wait_for_profile(self._profile, _steps(query)))
+        except ValueError as error:
+            return as_json(400, {"error": str(error)})
+        except LockstepError as error:
+            return as_json(error.meaning.http_status, {"error": error.message})
+        except TimeoutError:
+            return as_json(503, {"error": f"no profile within {PROFILE_S:g} s; `lockstep debug` shows what is stuck"})
+        finally:
+            self._profiling.release()
+
+    def _wait_for_profile(self, profile: Profile, steps: int) -> bytes:
+        logger.warning("an operator profiles the ranks", extra={"steps": steps})
+        future = asyncio.run_coroutine_threadsafe(profile(steps), self._loop)
+        try:
+            return future.result(PROFILE_S)
+        finally:
+            future.cancel()
 
 
 def versions() -> dict[str, str]:
@@ -125,6 +176,20 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _steps(query: str) -> int:
+    given = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
+    if unknown := sorted(given.keys() - {"steps"}):
+        raise ValueError(f"unknown parameter {unknown[0][:32]!r}: there is steps")
+    text = given.get("steps", str(PROFILED_STEPS))
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError("steps must be a whole number")
+    return int(text[:9])
+
+
+def _level() -> Answer:
+    return as_json(200, {"level": LOG_LEVEL.level, "left_s": LOG_LEVEL.left_s})
 
 
 def _change_level(query: str) -> Answer:
@@ -143,4 +208,4 @@ def _change_level(query: str) -> Answer:
     told = {"name": logger.name, "levelno": logging.WARNING, "levelname": "WARNING", "new_level": LOG_LEVEL.level}
     # `handle` does not ask the level, which may be above that of this line now.
     logger.handle(logging.makeLogRecord(told | {"msg": "an operator has changed the log level", "for_s": for_s}))
-    return as_json(200, {"level": LOG_LEVEL.level, "left_s": LOG_LEVEL.left_s})
+    return _level()

@@ -18,6 +18,8 @@ from lockstep_engine.model_config import ModelInfo
 
 MAX_CONTROL_BYTES = 64 * 1024
 """Most bytes of one message."""
+MAX_PROFILE_BYTES = 16 << 20
+"""Most bytes of a rank's profile, compressed."""
 
 ZYGOTE_READY = b"ready"
 """The zygote's first packet: it has imported what ranks need. Its later packets are messages."""
@@ -100,6 +102,28 @@ class SetLogLevel(msgspec.Struct, tag=True):
     level: str
 
 
+class StartProfile(msgspec.Struct, tag=True):
+    """The driver's order to profile steps. All ranks read it between the same two steps."""
+
+    number: int
+    """Of the profile."""
+    steps: int
+    """How many; the rank may stop earlier."""
+
+
+class StopProfile(msgspec.Struct, tag=True):
+    """The driver's order to give what there is of a profile, or to forget it."""
+
+    number: int
+
+
+class ProfileEnded(msgspec.Struct, tag=True):
+    """A rank's profile, whose file is sent along, or why there is none."""
+
+    number: int
+    error: str
+
+
 class Fork(msgspec.Struct, tag=True):
     """To the zygote: start a rank. `RankDescriptors` are sent along."""
 
@@ -145,7 +169,18 @@ class Killed(msgspec.Struct, tag=True):
     statuses: dict[int, int]
 
 
-RankMessage = Loading | Loaded | AllocateBlocks | Ready | StartFailed | RankLogEntry | SetLogLevel
+RankMessage = (
+    Loading
+    | Loaded
+    | AllocateBlocks
+    | Ready
+    | StartFailed
+    | RankLogEntry
+    | SetLogLevel
+    | StartProfile
+    | StopProfile
+    | ProfileEnded
+)
 ZygoteMessage = Fork | Forked | KillAll | Killed
 
 

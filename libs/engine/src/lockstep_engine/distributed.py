@@ -41,6 +41,9 @@ class Collectives(Protocol):
     size: int
     spent_ns: int
     """Time in collectives since the counter was last set to 0: transfer, and waiting for other ranks."""
+    marks: list[tuple[str, int, int]] | None
+    """While the rank is profiled: each collective's name, begin and end, in ns of the monotonic clock. None: no marks
+    are wanted."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, same shape; may overwrite `x`."""
@@ -57,6 +60,7 @@ class Alone:
     rank = 0
     size = 1
     spent_ns = 0
+    marks: list[tuple[str, int, int]] | None = None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """`x` itself."""
@@ -85,6 +89,7 @@ class SharedMemory:
         self.rank = rank
         self.size = size
         self.spent_ns = 0
+        self.marks: list[tuple[str, int, int]] | None = None
         self._on_progress = on_progress
         self._calls = 0
         self._capacity = capacity
@@ -104,7 +109,7 @@ class SharedMemory:
         out = torch.add(parts[0], parts[1], out=x)
         for part in parts[2:]:
             out.add_(part)
-        self._finish()
+        self._finish("all_reduce")
         return out
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -114,7 +119,7 @@ class SharedMemory:
             pieces = torch.split(rows, max(1, self._capacity // (rows.shape[1] * rows.itemsize)))
             return torch.cat([self.all_gather(piece) for piece in pieces]).view(*x.shape[:-1], -1)
         out = torch.cat(self._exchange(x), dim=-1)
-        self._finish()
+        self._finish("all_gather")
         return out
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -142,8 +147,11 @@ class SharedMemory:
             else:
                 time.sleep(_SLEEP_S)
 
-    def _finish(self) -> None:
-        self.spent_ns += time.perf_counter_ns() - self._began_ns
+    def _finish(self, name: str) -> None:
+        ended_ns = time.perf_counter_ns()
+        self.spent_ns += ended_ns - self._began_ns
+        if self.marks is not None:
+            self.marks.append((name, self._began_ns, ended_ns))
 
 
 class OneShot(Protocol):
@@ -215,6 +223,7 @@ class TorchDistributed:
         self.rank = rank
         self.size = size
         self.spent_ns = 0
+        self.marks: list[tuple[str, int, int]] | None = None
         self._on_progress = on_progress
         self._one_shot = one_shot
         # The order in which gloo adds more than two summands depends on the element's position in the buffer.
@@ -233,14 +242,14 @@ class TorchDistributed:
         else:
             x = x.contiguous()
             dist.all_reduce(x)
-        self._finish(began)
+        self._finish("all_reduce", began)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The parts of all ranks, concatenated along the last dimension."""
         began = self._begin()
         out = torch.cat(self._gather(x), dim=-1)
-        self._finish(began)
+        self._finish("all_gather", began)
         return out
 
     def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -253,8 +262,11 @@ class TorchDistributed:
         self._on_progress()
         return time.perf_counter_ns()
 
-    def _finish(self, began: int) -> None:
-        self.spent_ns += time.perf_counter_ns() - began
+    def _finish(self, name: str, began: int) -> None:
+        ended = time.perf_counter_ns()
+        self.spent_ns += ended - began
+        if self.marks is not None:
+            self.marks.append((name, began, ended))
 
 
 def init_torch_distributed(backend: str, store_path: str, rank: int, size: int, timeout_s: float) -> None:

@@ -31,6 +31,7 @@ from lockstep_engine.mailbox import MAX_IN_FLIGHT, RankTimes
 from lockstep_engine.model_config import ModelInfo, inspect_model
 from lockstep_engine.plan import Result, message_sizes
 from lockstep_engine.prefix_log import PrefixChanges
+from lockstep_engine.profile_collection import check_steps
 from lockstep_engine.queue_estimate import QueueEstimate
 from lockstep_engine.request import Grammar, Output, Phase, PhaseChange, Request
 from lockstep_engine.scheduler import Limits, Scheduler, no_memory
@@ -375,6 +376,18 @@ class AsyncEngine:
         """Make the ranks log from this level on."""
         if self._group is not None:
             self._group.set_log_level(level)
+
+    async def profile(self, steps: int) -> list[bytes]:
+        """The ranks' profiles of the next steps, in the order of ranks: each is a gzip of a line of JSON with the marks
+        of steps and collectives, and of torch's trace. Steps go on meanwhile, a little slower.
+
+        Raises:
+            LockstepError: INVALID_REQUEST, naming `steps`; UNAVAILABLE: there is no profile; it says why.
+        """
+        check_steps(steps)
+        if self._group is None or self._state is not EngineState.READY:
+            raise LockstepError(ErrorCode.UNAVAILABLE, f"the engine is {self._state}; profile it when it is ready")
+        return await self._group.profile(steps)
 
     def note_prefixes(self, *, wanted: bool) -> None:
         """Begin or stop to note what `take_prefix_changes` returns."""

@@ -31,6 +31,7 @@ from lockstep_engine.control import (
     Killed,
     Loaded,
     Loading,
+    ProfileEnded,
     RankDescriptors,
     RankLogEntry,
     RankMessage,
@@ -38,6 +39,8 @@ from lockstep_engine.control import (
     Ready,
     SetLogLevel,
     StartFailed,
+    StartProfile,
+    StopProfile,
     decode_doorbell,
     decode_rank_message,
     decode_zygote_message,
@@ -48,6 +51,7 @@ from lockstep_engine.control import (
 from lockstep_engine.mailbox import MAX_IN_FLIGHT, NOTHING_DONE, Mailbox, RankTimes
 from lockstep_engine.model_config import refuse
 from lockstep_engine.plan import Plan, Result, decode_result, encode_plan
+from lockstep_engine.profile_collection import PROFILE_ALLOWANCE_S, ProfileCollection
 from lockstep_engine.rank_log import write_entry
 from lockstep_engine.rank_output import STOPPED, RankOutput, RankView
 
@@ -153,6 +157,8 @@ class RankGroup:
         """How each rank of the last epoch ended: a signal's name or an exit code."""
         self._step_since = 0.0
         self._log_level = logging.getLevelName(logging.getLogger("lockstep").getEffectiveLevel()).lower()
+        self._profile: ProfileCollection | None = None
+        self._profiles = 0
         self._first_dead: int | None = None
         """The rank that ended by itself; the others were killed because of it."""
 
@@ -215,10 +221,33 @@ class RankGroup:
     def set_log_level(self, level: str) -> None:
         """Order all ranks, and those that are started later, to log from this level on."""
         self._log_level = level
-        order = encode_control(SetLogLevel(level))
-        for control in self._controls:
-            with contextlib.suppress(OSError):  # a full socket, or a rank that has just died: the others obey
-                control.send(order)
+        self._order(SetLogLevel(level))
+
+    async def profile(self, steps: int) -> list[bytes]:
+        """The ranks' profiles of the next steps, in the order of ranks.
+
+        Raises:
+            LockstepError: there is none; it says why.
+        """
+        if self._profile is not None:
+            raise LockstepError(ErrorCode.UNAVAILABLE, "the ranks are being profiled already; try again in a minute")
+        self._profiles += 1
+        self._profile = ProfileCollection(self._profiles, self._tp)
+        try:
+            return await self._profile.run(steps, self._order, lambda: min(self.steps))
+        finally:
+            self._profile = None
+
+    def _order(self, order: SetLogLevel | StartProfile | StopProfile) -> list[int]:
+        """Send all ranks an order; returns those that do not take it."""
+        deaf = []
+        message = encode_control(order)
+        for rank, control in enumerate(self._controls):
+            try:
+                control.send(message)
+            except OSError:  # a full socket, or a rank that has just died: the others obey
+                deaf.append(rank)
+        return deaf
 
     async def start(self) -> None:
         """Begin a new epoch: start a zygote if there is none, and fork the ranks. `on_ready` is called later."""
@@ -266,6 +295,7 @@ class RankGroup:
         assert len(self._in_flight) < MAX_IN_FLIGHT
         self._mailbox.put_plan(plan.step, encode_plan(plan))
         doorbell = encode_doorbell(plan.step)
+        deadline_s += PROFILE_ALLOWANCE_S if self._profile is not None else 0.0
         try:
             with contextlib.suppress(OSError):  # a rank has just died: `_receive` will read the end of its socket
                 for control in self._controls:
@@ -375,6 +405,8 @@ class RankGroup:
         """Close the control sockets. Ranks end when they notice it."""
         self._disarm()
         self._in_flight.clear()
+        if self._profile is not None:
+            self._profile.fail("the ranks were lost; `lockstep debug` shows why")
         for control in self._controls:
             self._loop.remove_reader(control)
             control.close()
@@ -387,19 +419,27 @@ class RankGroup:
             self._fail(_NO_MEMORY)
 
     def _receive(self, rank: int, control: socket.socket) -> None:
+        descriptors: list[int] = []
         try:
-            data = control.recv(MAX_CONTROL_BYTES)
+            data, descriptors, _, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
             return
         except OSError:
             data = b""
+        try:
+            self._on_packet(rank, data, descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _on_packet(self, rank: int, data: bytes, descriptors: list[int]) -> None:
         if not data:
             self._first_dead = rank
             self._lose(f"rank {rank} (pid {self.ranks[rank].pid}) died", rank)
         elif (step := decode_doorbell(data)) is not None:
             self._finish_step(step)
         else:
-            self._on_message(rank, decode_rank_message(data))
+            self._on_message(rank, decode_rank_message(data), descriptors)
 
     def _arm_step(self) -> None:
         """Start the deadline of the oldest step in flight."""
@@ -415,7 +455,7 @@ class RankGroup:
             self._arm_step()
         self._listener.on_result(decode_result(self._mailbox.get_result(step)))
 
-    def _on_message(self, rank: int, message: RankMessage) -> None:
+    def _on_message(self, rank: int, message: RankMessage, descriptors: list[int]) -> None:
         process = self.ranks[rank]
         if isinstance(message, Loading):
             process.loading = (message.done_bytes, message.total_bytes)
@@ -430,6 +470,9 @@ class RankGroup:
                 self._listener.on_ready(self._blocks(), self._common_ready(message))
         elif isinstance(message, RankLogEntry):
             write_entry(message, rank, self.epoch, process.pid)
+        elif isinstance(message, ProfileEnded):
+            if self._profile is not None:
+                self._profile.take(rank, message, descriptors)
         elif isinstance(message, StartFailed):
             if message.permanent:
                 self._stop_listening()

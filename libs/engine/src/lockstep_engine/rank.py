@@ -39,6 +39,8 @@ from lockstep_engine.control import (
     Ready,
     SetLogLevel,
     StartFailed,
+    StartProfile,
+    StopProfile,
     decode_doorbell,
     decode_rank_message,
     encode_control,
@@ -53,6 +55,7 @@ from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.models import BuiltModel, build_model
 from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, decode_plan, encode_result, message_sizes
 from lockstep_engine.pooling import Pooled, Pooler
+from lockstep_engine.profiler import RankProfiler
 from lockstep_engine.rank_log import send_logs
 from lockstep_engine.sampling import Sampled, Sampler, Scores, score
 from lockstep_engine.sizes import canary_tokens, collective_bytes, host_sizes, kv_memory_bytes, pool_sizes
@@ -153,6 +156,7 @@ class Rank:
         self._deterministic = self._device.type == "cpu" if config.deterministic is None else config.deterministic
         self._dtype = _pick_dtype(config.dtype, model.dtype, self._device)
         self._group = self.join(collectives_fd, store_path)
+        self._profiler = RankProfiler(spec.rank, self._device, self._group, control)
         phases.end("join")
         self.model: BuiltModel = build_model(model, self._group, self._dtype)
         self.model.exact = self._deterministic
@@ -220,10 +224,11 @@ class Rank:
                         return
                     step = decode_doorbell(message)
                     if step is None:
-                        _obey(decode_rank_message(message))
+                        self._obey(decode_rank_message(message))
                         continue
                     plan = decode_plan(self._mailbox.get_plan(step))
-                    launched.append(self.launch(plan, [*idle, (free, self._timer.now())]))
+                    with self._profiler.step(plan):
+                        launched.append(self.launch(plan, [*idle, (free, self._timer.now())]))
                     idle, free = [], launched[-1].end
                     self._answer_finished(launched)  # on the CPU: late moves are done while the driver plans
                     if len(plan.late_moves):
@@ -484,8 +489,19 @@ class Rank:
             answer = decode_rank_message(message)
             if isinstance(answer, AllocateBlocks):
                 return answer.blocks
-            _obey(answer)
+            self._obey(answer)
         os._exit(0)
+
+    def _obey(self, order: RankMessage) -> None:
+        match order:
+            case SetLogLevel():
+                logging.getLogger("lockstep").setLevel(order.level.upper())
+            case StartProfile():
+                self._profiler.start(order)
+            case StopProfile():
+                self._profiler.stop(order)
+            case _:
+                raise AssertionError(type(order).__name__)
 
     def _report_loading(self) -> Callable[[int, int], None]:
         last = 0.0
@@ -529,11 +545,6 @@ def _describe_failure(rank: int, error: BaseException) -> str:
         return f"rank {rank} {what}: {sentence(error)}"
     quoted = _MANY_NUMBERS.sub("…", str(error).partition("\n")[0])[:_MAX_QUOTED_CHARS]
     return f"rank {rank} {what}: {type(error).__name__}: {quoted}"
-
-
-def _obey(order: RankMessage) -> None:
-    assert isinstance(order, SetLogLevel)
-    logging.getLogger("lockstep").setLevel(order.level.upper())
 
 
 def _send(control: socket.socket, message: RankMessage) -> None:

@@ -94,6 +94,9 @@ class EngineLike(Protocol):
     def set_log_level(self, level: str) -> None:
         """Make the ranks log from this level on."""
 
+    async def profile(self, steps: int) -> list[bytes]:
+        """The ranks' profiles of the next steps, in the order of ranks; raise LockstepError if there are none."""
+
     async def close(self) -> None:
         """Stop the ranks, also if `start` was cancelled before it returned."""
 

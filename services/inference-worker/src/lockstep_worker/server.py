@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 
 import grpc
 import uvloop
@@ -33,6 +34,7 @@ from lockstep_worker.engine import EngineFactory
 from lockstep_worker.health import READINESS, Health
 from lockstep_worker.kv_store import KvStore, StoreOptions
 from lockstep_worker.notices import Notice, posting
+from lockstep_worker.profile import profile_archive
 from lockstep_worker.service import WorkerService
 from lockstep_worker.settings import WorkerSettings
 from lockstep_worker.shared_memory import check_shared_memory
@@ -149,6 +151,7 @@ def _managed(
             unready=lambda: None if worker.ready else "the worker takes no requests",
             stacks={"engine": worker.engine.view_ranks},
             settings=settings.shown(),
+            profile=partial(profile_archive, worker.engine),
         ),
         liveness_timeout_s=settings.liveness_timeout_s,
         tls=management_context(settings, certificates),

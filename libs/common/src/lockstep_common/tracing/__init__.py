@@ -1,13 +1,14 @@
 """Traces of requests: spans, the decision which traces are kept, and their export by OTLP.
 
 A service calls `setup_tracing` once and makes a `Trace` for each request. Without a collector there is no `Tracing`,
-and OpenTelemetry's SDK is not imported.
+and OpenTelemetry's SDK is not imported, unless `OTEL_TRACES_EXPORTER` is `memory`: then traces are only kept here.
 """
 
 import os
 from collections.abc import Mapping
 from typing import Protocol
 
+from lockstep_common.tracing.kept import KEPT_SPANS
 from lockstep_common.tracing.options import Given, TraceOptions, trace_options
 from lockstep_common.tracing.queue import SpanQueue
 from lockstep_common.tracing.spans import CURRENT, Attributes, Kept, Kind, Span, Trace, Tracing
@@ -44,12 +45,20 @@ def setup_tracing(service: str, instance: str, settings: ServiceGiven) -> Tracin
 
 
 def make_tracing(options: TraceOptions, resource: Mapping[str, str]) -> Tracing:
-    """Traces that are exported by OTLP."""
+    """Traces that are exported by OTLP, if there is a collector, and whose newest spans this process keeps."""
+    KEPT_SPANS.configure(resource)
+    if not options.endpoint:
+        return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=KEPT_SPANS.add)
     from lockstep_common.tracing.otlp import OtlpExport  # noqa: PLC0415 - the SDK is for those who trace
 
     exporter = OtlpExport(options, resource)
     queue = SpanQueue(exporter.export, exporter.shutdown)
-    return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=queue.put, on_close=queue.close)
+
+    def export(spans: list[Span]) -> None:
+        KEPT_SPANS.add(spans)
+        queue.put(spans)
+
+    return Tracing(ratio=options.ratio, slow_s=options.slow_s, export=export, on_close=queue.close)
 
 
 def _resource(service: str, instance: str, settings: ServiceGiven) -> dict[str, str]:

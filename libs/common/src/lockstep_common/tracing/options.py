@@ -17,6 +17,8 @@ Protocols = Literal["grpc", "http"]
 DEFAULT_RATIO = 0.1
 _PROTOCOLS: dict[str, Protocols] = {"grpc": "grpc", "http/protobuf": "http", "http": "http"}
 _TIMEOUT_S = 5.0
+_MEMORY = "memory"
+"""A value of `OTEL_TRACES_EXPORTER` that is Lockstep's own."""
 _HTTP_PATH = "/v1/traces"
 
 
@@ -38,7 +40,7 @@ class TraceOptions:
     """Where traces go and which are kept."""
 
     endpoint: str
-    """A URL; for gRPC also host:port, in plain text."""
+    """A URL; for gRPC also host:port, in plain text. Empty: traces are kept in memory only."""
     protocol: Protocols
     ratio: float
     slow_s: float
@@ -71,6 +73,8 @@ def trace_options(given: Given, environment: Mapping[str, str] = os.environ) -> 
         return None
     own = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     endpoint = given.otlp_endpoint or own or environment.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    if environment.get("OTEL_TRACES_EXPORTER") == _MEMORY:
+        return TraceOptions("", "grpc", _ratio(given, environment), given.trace_slow_s)
     if not endpoint:
         return None
     is_whole = given.otlp_endpoint is None and bool(own)

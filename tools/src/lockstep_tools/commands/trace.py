@@ -1,0 +1,98 @@
+"""`lockstep trace`: draws a request's timeline over router, workers and ranks."""
+
+import argparse
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from lockstep_tools.arguments import DEFAULT_MANAGEMENT_URL, add_tls
+from lockstep_tools.chaos.kubectl import Kubectl
+from lockstep_tools.chaos.release import Release
+from lockstep_tools.console import output
+from lockstep_tools.debug import cluster, local
+from lockstep_tools.debug.process import PART_S, Process
+from lockstep_tools.failure import UNUSABLE, CommandError
+from lockstep_tools.load.endpoint import checked_url, root_url, tls_context
+from lockstep_tools.logs.lines import harmless
+from lockstep_tools.trace.drawing import lines, page
+from lockstep_tools.trace.sources import from_jaeger, from_services
+
+DESCRIPTION = """\
+Draw where a request's time went: router, attempts on workers, queue, prefill, decode, and each rank. REQUEST is the
+X-Request-ID of the answer, or the id of a trace. The spans come from the memory of the running services, which keep the
+newest ones of the traces that are kept, or from a Jaeger. Traces have to be on: with a collector in the settings, or
+with OTEL_TRACES_EXPORTER=memory in the services' environment. Which are kept: those that failed, were slow or moved to
+another worker, and a part of the others (trace_ratio)."""
+
+EXAMPLES = """\
+  lockstep trace 4f0c2a9b1d7e
+  lockstep trace 4f0c2a9b1d7e --release lockstep -n serving --html trace.html
+  lockstep trace 0af7651916cd43dd8448eb211c80319c --jaeger http://127.0.0.1:16686"""
+
+_MAX_ID_CHARS = 64
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("request", metavar="REQUEST", help="X-Request-ID of an answer, or the 32 digits of a trace")
+    parser.add_argument(
+        "--url", default=DEFAULT_MANAGEMENT_URL, help="the router's management port (default: %(default)s)"
+    )
+    parser.add_argument("--release", help="a Helm release, by kubectl, in place of --url")
+    parser.add_argument("-n", "--namespace", default="default", help="of the release (default: %(default)s)")
+    parser.add_argument("--jaeger", metavar="URL", help="take the spans from a Jaeger, in place of the services")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
+    add_tls(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Find the spans, draw them, and write the page."""
+    wanted = arguments.request
+    if not 0 < len(wanted) <= _MAX_ID_CHARS or not wanted.isascii() or not wanted.isprintable():
+        raise CommandError(f"REQUEST must be an id of 1 to {_MAX_ID_CHARS} characters", UNUSABLE)
+    context = tls_context(arguments)
+    if context is not None and arguments.release:
+        context.check_hostname = False  # kubectl's tunnel ends at the pod; the certificate is not for this address
+    remarks: list[str] = []
+    with httpx.Client(verify=context or True, timeout=PART_S, trust_env=False) as client:
+        if arguments.jaeger:
+            spans = from_jaeger(client, checked_url(arguments.jaeger).rstrip("/"), wanted)
+        else:
+            with _processes(arguments, client) as (processes, unreached):
+                spans, remarks = from_services(client, processes, wanted)
+            remarks += [f"{name}: {reason}" for name, reason in unreached.items()]
+    console = output()
+    for remark in remarks:
+        console.print(f"not complete: {harmless(remark)}", markup=False)
+    if not spans:
+        raise CommandError(
+            f"no spans of {wanted}: its trace was not kept, or is too old; `lockstep trace --help` says which are kept"
+        )
+    for line in lines(spans, console.width):
+        console.print(line, soft_wrap=True)
+    if arguments.html:
+        _write(arguments.html, page(spans, wanted))
+        console.print(f"page: {arguments.html}", markup=False)
+    return 0
+
+
+@contextmanager
+def _processes(arguments: argparse.Namespace, client: httpx.Client) -> Iterator[tuple[list[Process], dict[str, str]]]:
+    """The system's processes, and why others cannot be reached."""
+    if arguments.release:
+        with cluster.forwarded(Release(arguments.release, Kubectl(arguments.namespace))) as found:
+            yield found
+    else:
+        yield local.from_router(client, root_url(checked_url(arguments.url))), {}
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise CommandError(f"--html {path}: {error.strerror or error}", UNUSABLE) from None

@@ -1,0 +1,1 @@
+"""What `lockstep trace` reads of a request's spans, and how it draws them."""

@@ -1,0 +1,172 @@
+"""Spans as they are drawn, their readers for the services' own form and for Jaeger's, and their tree.
+
+Nothing in a span is trusted: it may come from a collector that others write to.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep_common.tracing import names
+
+MAX_SPANS = 4096
+_MAX_TEXT = 300
+_US = 1000
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work. Times are ns since 1970."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str
+    """Empty: it begins the trace."""
+    name: str
+    process: str
+    """Who made it: `router`, `worker w0`."""
+    begin_ns: int
+    end_ns: int
+    error: str = ""
+    """Its type; empty: none."""
+    attributes: dict[str, str] = field(default_factory=dict)
+    events: list[tuple[str, int]] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """The name, with what tells it from the others: an attempt's worker and outcome, a rank's number."""
+        told = self.attributes
+        if self.name == "attempt":
+            parts = [told.get(names.ATTEMPT, ""), "→", told.get(names.WORKER, "?"), told.get(names.OUTCOME, "")]
+            return " ".join(["attempt", *(part for part in parts if part)])
+        if self.name == "rank" and names.RANK in told:
+            return f"rank {told[names.RANK]}{self._computes()}"
+        return self.name
+
+    def _computes(self) -> str:
+        """The part of a rank's time in which it computes: a low one waits for something."""
+        try:
+            seconds = float(self.attributes[names.COMPUTE_S])
+        except (KeyError, ValueError):
+            return ""
+        whole_ns = self.end_ns - self.begin_ns
+        return f" computes {min(100.0, 100e9 * seconds / whole_ns):.0f} %" if whole_ns > 0 and seconds >= 0 else ""
+
+
+def of_service(body: Mapping[str, Any]) -> list[Span]:
+    """The spans of a process's answer.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is not of this form.
+    """
+    resource = body["resource"]
+    process = _process(str(resource.get("service.name", "")), str(resource.get("service.instance.id", "")))
+    return [
+        Span(
+            _text(each["trace_id"]),
+            _text(each["span_id"]),
+            _text(each["parent_id"]),
+            _text(each["name"]),
+            process,
+            int(each["begin_ns"]),
+            int(each["end_ns"]),
+            _text(each["error"]),
+            {_text(key): _text(value) for key, value in each["attributes"].items()},
+            [(_text(name), int(at_ns)) for name, at_ns in each["events"]],
+        )
+        for each in body["spans"][:MAX_SPANS]
+    ]
+
+
+def of_jaeger(body: Mapping[str, Any]) -> list[Span]:
+    """The spans of an answer of Jaeger's HTTP API.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: it is not of this form.
+    """
+    found = []
+    for trace in body["data"] or []:
+        processes = {key: _jaeger_process(value) for key, value in trace["processes"].items()}
+        for each in trace["spans"][:MAX_SPANS]:
+            tags = _tags(each["tags"])
+            parents = [link["spanID"] for link in each.get("references") or [] if link.get("refType") == "CHILD_OF"]
+            begin_ns = int(each["startTime"]) * _US
+            error = tags.get("error", "") in ("True", "true")
+            found.append(
+                Span(
+                    _text(each["traceID"]),
+                    _text(each["spanID"]),
+                    _text(parents[0]) if parents else "",
+                    _text(each["operationName"]),
+                    processes.get(each["processID"], "?"),
+                    begin_ns,
+                    begin_ns + int(each["duration"]) * _US,
+                    tags.get(names.ERROR_TYPE, "error") if error else "",
+                    tags,
+                    [
+                        (_tags(log["fields"]).get("event", "event"), int(log["timestamp"]) * _US)
+                        for log in each.get("logs") or []
+                    ],
+                )
+            )
+    return found
+
+
+def tree(spans: Iterable[Span]) -> list[tuple[int, Span]]:
+    """The spans with their depths, each once and after its parent, children by begin. One whose parent is not known
+    begins a tree of its own.
+    """
+    known: dict[str, Span] = {}
+    for span in spans:
+        known.setdefault(span.span_id, span)
+    children: dict[str, list[Span]] = {}
+    for span in sorted(known.values(), key=lambda each: (each.begin_ns, -each.end_ns)):
+        parent = span.parent_id if span.parent_id in known and span.parent_id != span.span_id else ""
+        children.setdefault(parent, []).append(span)
+    ordered: list[tuple[int, Span]] = []
+    waiting = [(0, span) for span in reversed(children.get("", []))]
+    while waiting:
+        depth, span = waiting.pop()
+        ordered.append((depth, span))
+        waiting += [(depth + 1, child) for child in reversed(children.get(span.span_id, []))]
+    seen = {span.span_id for _, span in ordered}
+    return ordered + [(0, span) for span in known.values() if span.span_id not in seen]  # parents in a circle
+
+
+def headline(spans: Sequence[Span]) -> str:
+    """What happened, in a line: how long, which workers tried, and how it ended."""
+    begin, end = min(each.begin_ns for each in spans), max(each.end_ns for each in spans)
+    attempts = sorted((each for each in spans if each.name == "attempt"), key=lambda each: each.begin_ns)
+    told = [f"{duration(end - begin)}, {len(spans)} spans of {len({each.process for each in spans})} processes"]
+    if attempts:
+        ways = [
+            f"{each.attributes.get(names.WORKER, '?')} ({each.attributes.get(names.OUTCOME, each.error or '?')})"
+            for each in attempts
+        ]
+        failovers = len(attempts) - 1
+        what = f"{failovers} failover{'s' if failovers > 1 else ''}: " if failovers else "worker "
+        told.append(what + " → ".join(ways))
+    return "; ".join(told)
+
+
+def duration(ns: int) -> str:
+    """A time for people."""
+    return f"{ns / 1e9:.2f} s" if ns >= 1_000_000_000 else f"{ns / 1e6:.1f} ms"
+
+
+def _jaeger_process(value: Mapping[str, Any]) -> str:
+    return _process(str(value["serviceName"]), _tags(value.get("tags") or []).get("service.instance.id", ""))
+
+
+def _tags(tags: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    return {_text(each["key"]): _text(each["value"]) for each in tags}
+
+
+def _process(service: str, instance: str) -> str:
+    kind = service.removeprefix("lockstep-")
+    return _text(kind if instance in ("", kind) else f"{kind} {re.sub(f'^{re.escape(kind)}[ -]', '', instance)}")
+
+
+def _text(value: object) -> str:
+    return str(value)[:_MAX_TEXT]
