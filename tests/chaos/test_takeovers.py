@@ -54,9 +54,8 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     server.kill()
 
 
-async def receive(urls: list[str], seed: int, tokens: int, begun: asyncio.Semaphore) -> Received:
+async def receive(urls: list[str], seed: int, tokens: int, begun: asyncio.Semaphore, received: Received) -> None:
     """Read a stream of its own client; `begun` is released once text has come."""
-    received = Received()
     fields = {"model": "reference", "prompt": "hello world", "seed": seed, "max_tokens": tokens, "stream": True}
     async with AsyncLockstepClient(urls, policy=POLICY) as client:
         try:
@@ -72,7 +71,6 @@ async def receive(urls: list[str], seed: int, tokens: int, begun: asyncio.Semaph
         except LockstepError as error:
             received.error = error
             begun.release()
-    return received
 
 
 async def run_streams(
@@ -80,15 +78,29 @@ async def run_streams(
 ) -> tuple[list[Received], float]:
     """All streams at once; `kill` is called at a random moment after all have begun. When that was."""
     begun, killed_at = asyncio.Semaphore(0), 0.0
-    async with asyncio.timeout(_WHOLE_S):
-        running = [asyncio.create_task(receive(urls, seed, tokens, begun)) for seed in range(streams)]
-        for _ in running:
-            await begun.acquire()
-        if kill is not None:
-            await asyncio.sleep(_MIRRORED_S + chance.uniform(0.0, 0.5))
-            killed_at = time.monotonic()
-            kill()
-        return await asyncio.gather(*running), killed_at
+    all_received = [Received() for _ in range(streams)]
+    try:
+        async with asyncio.timeout(_WHOLE_S):
+            running = [
+                asyncio.create_task(receive(urls, seed, tokens, begun, received))
+                for seed, received in enumerate(all_received)
+            ]
+            for _ in running:
+                await begun.acquire()
+            if kill is not None:
+                await asyncio.sleep(_MIRRORED_S + chance.uniform(0.0, 0.5))
+                killed_at = time.monotonic()
+                kill()
+            await asyncio.gather(*running)
+    except TimeoutError:
+        now = time.monotonic()
+        silent = {
+            seed: (len(each.times), round(now - max(each.times, default=now), 1))
+            for seed, each in enumerate(all_received)
+            if Finish not in each.ends
+        }
+        raise AssertionError(f"events of the streams that did not end, and seconds since the last: {silent}") from None
+    return all_received, killed_at
 
 
 def takeovers(management_url: str) -> int:
@@ -108,6 +120,7 @@ async def check_kills(
         assert {(each.error, *each.ends) for each in whole} == {(None, Finish, Usage)}
         total, silences, doomed = 0, [], 0
         for kill in range(kills):
+            print(f"kill {kill}")
             if kill:
                 await asyncio.to_thread(paced.restart_router, doomed)
             doomed = chance.randrange(2)
