@@ -116,7 +116,7 @@ OVERVIEW = (
     Chart("Request duration", "s", percentiles("lockstep_router_request_duration_seconds")),
 )
 
-RANKS = (
+RANKS: tuple[Chart, ...] = (
     Chart(
         "Computing, of each rank's step",
         "s",
@@ -157,6 +157,39 @@ RANKS = (
     ),
     Chart("Prefill", "s", percentiles("lockstep_worker_prefill_seconds", is_workers=True), "LockstepSlowFirstToken"),
     Chart("Decoding", "s", percentiles("lockstep_worker_decode_seconds", is_workers=True)),
+)
+
+RANKS += (
+    Chart(
+        "GPUs in use",
+        "percentunit",
+        [(f"max by (pod, rank) ({of_model('lockstep_worker_gpu_utilization_ratio')})", "{{pod}} {{rank}}")],
+    ),
+    Chart(
+        "GPUs: temperature and power",
+        "short",
+        [
+            (f"max by (pod, rank) ({of_model('lockstep_worker_gpu_temperature_celsius')})", "{{pod}} {{rank}} °C"),
+            (f"max by (pod, rank) ({of_model('lockstep_worker_gpu_power_watts')})", "{{pod}} {{rank}} W"),
+        ],
+        "LockstepGpuThrottled",
+    ),
+    Chart(
+        "GPUs: errors",
+        "short",
+        [
+            (
+                increase(of_model("lockstep_worker_gpu_xid_errors_total"), "pod, rank, xid"),
+                "{{pod}} {{rank}} XID {{xid}}",
+            ),
+            (
+                increase(of_model("lockstep_worker_gpu_ecc_errors_total"), "pod, rank, kind"),
+                "{{pod}} {{rank}} ECC {{kind}}",
+            ),
+            (increase(of_model("lockstep_worker_gpu_nvlink_errors_total"), "pod, rank"), "{{pod}} {{rank}} NVLink"),
+        ],
+        "LockstepGpuXid",
+    ),
 )
 
 CACHE = (
