@@ -124,11 +124,13 @@ class Distribution(Collector):
 
     def add_to(self, family: HistogramMetricFamily, values: Sequence[str], labels: dict[str, str]) -> None:
         """Add the present counts to those of a metric with labels."""
-        count, buckets = 0, []
+        count = 0
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
         for number, (bound, counted) in enumerate(zip((*self._bounds, float("inf")), self._counts, strict=True)):
             count += counted
             name: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
-            buckets.append((name, float(count), self._exemplars.get(number)))
+            exemplar = self._exemplars.get(number)
+            buckets.append((name, float(count)) if exemplar is None else (name, float(count), exemplar))
         family.add_metric(values, buckets=buckets, sum_value=self._sum)
         family.add_sample(f"{self._name}_created", labels, self._created)
 
