@@ -170,7 +170,7 @@ class _Labelled(Collector):
         """Each metric once, with the samples of all."""
         families: dict[str, Metric] = {}
         for process, text in self._texts.items():
-            for family in text_string_to_metric_families(text):
+            for family in text_string_to_metric_families(text):  # type: ignore[no-untyped-call]
                 known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 known.samples += [
                     sample._replace(labels=sample.labels | {"process": process}) for sample in family.samples
