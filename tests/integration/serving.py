@@ -52,6 +52,11 @@ class Serve:
         return self._err.read_text()
 
     @property
+    def log(self) -> Path:
+        """The file that has it."""
+        return self._err
+
+    @property
     def pid(self) -> int:
         return self.process.pid
 

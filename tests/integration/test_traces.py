@@ -1,11 +1,12 @@
 """One trace from the client to each rank, from real processes: edges, times, a failover, a collector that goes away."""
 
+import json
 import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -23,6 +24,7 @@ PARENTS = {"route": "request", "attempt": "route", "queue": "attempt", "prefill"
 
 class Traced(NamedTuple):
     system: System
+    log: Path
     receiver: Receiver
     end: ExitStack
     """Ends the receiver."""
@@ -36,8 +38,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory, private_tmp: object) -> Ite
         receiver = end.enter_context(grpc_receiver())
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
         patch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
-        with Serve(tmp_path_factory.mktemp("serve"), "--workers", "2", "--tp", "2") as serve:
-            yield Traced(serve.ready().system, receiver, end)
+        with Serve(tmp_path_factory.mktemp("serve"), "--workers", "2", "--tp", "2", "--log-level", "info") as serve:
+            yield Traced(serve.ready().system, serve.log, receiver, end)
             serve.interrupt(signal.SIGINT)
             assert serve.end() == 0
             assert "Traceback" not in serve.notes, serve.notes
@@ -116,6 +118,7 @@ def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(traced: T
     assert first.attributes["lockstep.worker"] != second.attributes["lockstep.worker"]
     assert first.is_error
     check_edges([span for span in spans if span.name in PARENTS or span.name == "request"])
+    check_lines(traced.log, [first, second])
     check_drawings(traced.system, first, second, tmp_path / "page.html")
 
 
@@ -132,6 +135,25 @@ def check_drawings(system: System, first: Received, second: Received, path: Path
     assert "not complete" not in output
     assert "<script" not in path.read_text()
     assert f"attempt 2 → {last} finished" in path.read_text()
+
+
+def check_lines(log: Path, attempts: list[Received]) -> None:
+    """The router's and both workers' lines of the request are found by its id, and name the spans of their attempts."""
+
+    def lines() -> list[dict[str, Any]]:
+        code, found, problem = run("logs", str(log), "--request", "req-moved", "--json")
+        assert code == 0, problem
+        return [json.loads(line) for line in found.splitlines()]
+
+    found = wait_for(lambda: (each := lines()) and each[-1]["message"] == "request" and each, "the log is written")
+    by_message = {line["message"]: line for line in found}
+    assert set(by_message) == {"attempt failed", "stream leaves worker", "stream begins", "request"}
+    assert {line["trace_id"] for line in found} == {f"{2:032x}"}
+    lost, moved = by_message["attempt failed"], by_message["stream begins"]
+    for line, attempt in ((lost, attempts[0]), (by_message["stream leaves worker"], attempts[0]), (moved, attempts[1])):
+        assert line["span_id"] == attempt.span_id
+        assert (line["attempt"], line["epoch"]) == (attempt.attributes["lockstep.attempt"], 1)
+    assert lost["service"] != moved["service"]
 
 
 def test_no_text_is_in_any_message(traced: Traced) -> None:

@@ -1,7 +1,7 @@
-"""`python tools/dashboards/generate.py [--check]`: writes the chart's dashboards that are made by code.
+"""`python tools/dashboards/generate.py [--check]`: writes the chart's dashboards.
 
-They are `overview`, `ranks`, `cache`, `tenants` and `failures` in `charts/lockstep/dashboards`; then `make manifests`
-copies them to `k8s/observability`. It needs the package grafana-foundation-sdk; nothing else does.
+They are in `charts/lockstep/dashboards`; then `make manifests` copies them to `k8s/observability`. It needs the package
+grafana-foundation-sdk; nothing else does.
 """
 
 import argparse
@@ -22,6 +22,9 @@ SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _OF = 'namespace="$namespace",release="$release"'
 _OF_MODEL = _OF + ',model=~"$model"'
 _WIDTH, _HEIGHT = 8, 7
+_COLUMNS = 24
+_NUMBERS_OF_A_ROW, _NUMBERS_HEIGHT = 4, 4
+"""From so many numbers on, they are one flat row above the graphs."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class Chart:
     """The alert whose runbook explains it."""
     is_number: bool = False
     """Show the last value instead of a graph."""
+    is_stacked: bool = False
+    """Show the sum of the series too."""
+    description: str = ""
 
 
 def of(metric: str) -> str:
@@ -50,6 +56,11 @@ def of_model(metric: str) -> str:
 def rate(selected: str, by: str = "") -> str:
     """The rate of a counter, summed."""
     return f"sum{f' by ({by})' if by else ''} (rate({selected}[$__rate_interval]))"
+
+
+def increase(selected: str, by: str = "") -> str:
+    """The increase of a counter in an interval of the graph, summed."""
+    return f"sum{f' by ({by})' if by else ''} (increase({selected}[$__rate_interval]))"
 
 
 def percentiles(metric: str, *, is_workers: bool = False) -> tuple[tuple[str, str], ...]:
@@ -105,7 +116,7 @@ OVERVIEW = (
     Chart("Request duration", "s", percentiles("lockstep_router_request_duration_seconds")),
 )
 
-RANKS = (
+RANKS: tuple[Chart, ...] = (
     Chart(
         "Computing, of each rank's step",
         "s",
@@ -146,6 +157,39 @@ RANKS = (
     ),
     Chart("Prefill", "s", percentiles("lockstep_worker_prefill_seconds", is_workers=True), "LockstepSlowFirstToken"),
     Chart("Decoding", "s", percentiles("lockstep_worker_decode_seconds", is_workers=True)),
+)
+
+RANKS += (
+    Chart(
+        "GPUs in use",
+        "percentunit",
+        [(f"max by (pod, rank) ({of_model('lockstep_worker_gpu_utilization_ratio')})", "{{pod}} {{rank}}")],
+    ),
+    Chart(
+        "GPUs: temperature and power",
+        "short",
+        [
+            (f"max by (pod, rank) ({of_model('lockstep_worker_gpu_temperature_celsius')})", "{{pod}} {{rank}} °C"),
+            (f"max by (pod, rank) ({of_model('lockstep_worker_gpu_power_watts')})", "{{pod}} {{rank}} W"),
+        ],
+        "LockstepGpuThrottled",
+    ),
+    Chart(
+        "GPUs: errors",
+        "short",
+        [
+            (
+                increase(of_model("lockstep_worker_gpu_xid_errors_total"), "pod, rank, xid"),
+                "{{pod}} {{rank}} XID {{xid}}",
+            ),
+            (
+                increase(of_model("lockstep_worker_gpu_ecc_errors_total"), "pod, rank, kind"),
+                "{{pod}} {{rank}} ECC {{kind}}",
+            ),
+            (increase(of_model("lockstep_worker_gpu_nvlink_errors_total"), "pod, rank"), "{{pod}} {{rank}} NVLink"),
+        ],
+        "LockstepGpuXid",
+    ),
 )
 
 CACHE = (
@@ -269,12 +313,303 @@ FAILURES = (
     ),
 )
 
+
+def _three_percentiles(selected: str) -> list[tuple[str, str]]:
+    return [
+        (f"histogram_quantile({part}, {rate(selected, 'le')})", legend)
+        for part, legend in (("0.5", "p50"), ("0.9", "p90"), ("0.99", "p99"))
+    ]
+
+
+# The same selection of failures as in the rules: a client's own timeout, 504, is none.
+_FAILED = f'lockstep_router_requests_total{{{_OF},endpoint=~"/v1/.*",code=~"5..",code!="504"}}'
+
+SERVICE = (
+    Chart("Streams now", "short", [(f"sum({of('lockstep_router_streams')})", "")], is_number=True),
+    Chart("Ready workers", "short", [(f"sum({of('lockstep_worker_ready')})", "")], "LockstepModelDown", is_number=True),
+    Chart(
+        "Generated tokens a second", "short", [(rate(of("lockstep_router_generated_tokens_total")), "")], is_number=True
+    ),
+    Chart("Requests a second", "reqps", [(rate(_ANSWERED), "")], is_number=True),
+    Chart(
+        "Failing requests",
+        "percentunit",
+        [(f"({rate(_FAILED)} or vector(0)) / {rate(_ANSWERED)}", "")],
+        "LockstepErrors",
+        is_number=True,
+        description="Answers with a status of 5xx, without 504, which is the client's own timeout; the promise is less "
+        "than 0.1 %",
+    ),
+    Chart(
+        "Failovers in the last hour",
+        "short",
+        [(f"sum(increase({of('lockstep_router_failovers_total')}[1h])) or vector(0)", "")],
+        "LockstepFailovers",
+        is_number=True,
+        description="Streams that left their worker and went on elsewhere",
+    ),
+    Chart(
+        "Requests by endpoint and status",
+        "reqps",
+        [(rate(_ANSWERED, "endpoint, code"), "{{endpoint}} {{code}}")],
+        "LockstepErrors",
+        is_stacked=True,
+    ),
+    Chart(
+        "Time to first token",
+        "s",
+        _three_percentiles(of("lockstep_router_time_to_first_token_seconds_bucket")),
+        "LockstepSlowFirstToken",
+    ),
+    Chart(
+        "Time between tokens",
+        "s",
+        _three_percentiles(of("lockstep_router_inter_token_latency_seconds_bucket")),
+        description="Between two deliveries to one stream, failovers included",
+    ),
+    Chart(
+        "Tokens",
+        "short",
+        [
+            (rate(of("lockstep_router_prompt_tokens_total")), "prompt"),
+            (rate(of("lockstep_router_generated_tokens_total")), "generated"),
+        ],
+        description="Tokens a second",
+    ),
+    Chart(
+        "Streams by router", "short", [(f"sum by (pod) ({of('lockstep_router_streams')})", "{{pod}}")], is_stacked=True
+    ),
+    Chart(
+        "Request duration",
+        "s",
+        _three_percentiles(f'lockstep_router_request_duration_seconds_bucket{{{_OF},endpoint=~"/v1/.*completions"}}'),
+    ),
+    Chart(
+        "Failovers by reason",
+        "short",
+        [(increase(of("lockstep_router_failovers_total"), "reason"), "{{reason}}")],
+        "LockstepFailovers",
+        is_stacked=True,
+    ),
+    Chart(
+        "Silence of a stream that moves",
+        "s",
+        _three_percentiles(of("lockstep_router_failover_gap_seconds_bucket")),
+        "LockstepSlowFailover",
+        description="From the last token before a failover to the first after it",
+    ),
+    Chart(
+        "Frames not taken",
+        "short",
+        [(rate(of("lockstep_router_dropped_frames_total"), "reason"), "{{reason}}")],
+        description="Late frames of workers that streams had left: they show that fencing works",
+    ),
+    Chart(
+        "Workers as routers see them",
+        "short",
+        [(f"sum by (pod, state) ({of('lockstep_router_workers')}) > 0", "{{pod}} {{state}}")],
+        "LockstepWorkerNotReady",
+    ),
+    Chart(
+        "Workers found by discovery",
+        "short",
+        [(f"sum by (pod) ({of('lockstep_router_discovered_workers')})", "{{pod}}")],
+        "LockstepDiscoveryStale",
+    ),
+    Chart(
+        "Age of discovery",
+        "s",
+        [
+            (f"max by (pod) ({of('lockstep_router_discovery_age_seconds')})", "{{pod}}"),
+            (increase(of("lockstep_router_discovery_errors_total"), "pod"), "{{pod}} errors"),
+        ],
+        "LockstepDiscoveryStale",
+    ),
+    Chart(
+        "Impaired workers",
+        "short",
+        [(f"max by (model, problem) ({of('lockstep_router_impaired_workers')}) > 0", "{{model}} {{problem}}")],
+        "LockstepWorkerEjected",
+    ),
+    Chart(
+        "Workers that became impaired",
+        "short",
+        [
+            (increase(of("lockstep_router_impairments_total"), "problem"), "{{problem}}"),
+            (increase(of("lockstep_router_hedged_connects_total")), "hedged connects"),
+        ],
+        "LockstepWorkerSlow",
+    ),
+    Chart(
+        "Most loaded worker over the average",
+        "short",
+        [(f"max by (model) ({of('lockstep_router_load_imbalance')})", "{{model}}")],
+        "LockstepImbalance",
+    ),
+    Chart(
+        "State server: calls by method and status",
+        "reqps",
+        [(rate(of("lockstep_state_calls_total"), "method, code"), "{{method}} {{code}}")],
+        "LockstepStateRefuses",
+    ),
+    Chart("State server: time of a call", "s", _three_percentiles(of("lockstep_state_call_seconds_bucket"))),
+    Chart(
+        "State server: memory",
+        "bytes",
+        [
+            (f"max by (pod) ({of('lockstep_state_memory_bytes')})", "{{pod}}"),
+            (f"max by (pod) ({of('lockstep_state_memory_limit_bytes')} > 0)", "{{pod}} limit"),
+        ],
+        "LockstepStateMemoryNearLimit",
+    ),
+    Chart(
+        "State server: failures of Redis",
+        "ops",
+        [
+            (rate(of("lockstep_state_store_failures_total"), "reason"), "{{reason}}"),
+            (f"max by (pod) ({of('lockstep_state_breaker_open')})", "breaker of {{pod}} open"),
+        ],
+        "LockstepStateStoreUnreachable",
+    ),
+    Chart(
+        "State server: writes by outcome",
+        "ops",
+        [(rate(of("lockstep_state_writes_total"), "outcome"), "{{outcome}}")],
+    ),
+    Chart(
+        "State server: evicted and damaged",
+        "short",
+        [
+            (increase(of("lockstep_state_evictions_total"), "kind"), "evicted {{kind}}"),
+            (increase(of("lockstep_state_damaged_values_total")), "damaged"),
+        ],
+        "LockstepStateEvictsStreams",
+    ),
+)
+
+
+def _by(function: str, labels: str, metric: str) -> str:
+    return f"{function} by ({labels}) ({of_model(metric)})"
+
+
+WORKERS = (
+    Chart("Ready", "short", [(_by("sum", "model", "lockstep_worker_ready"), "{{model}}")], is_number=True),
+    Chart("Ranks up", "short", [(_by("sum", "model", "lockstep_worker_rank_up"), "{{model}}")], is_number=True),
+    Chart(
+        "Restarts of ranks in the last hour",
+        "short",
+        [(f"sum by (model) (increase({of_model('lockstep_worker_restarts_total')}[1h]))", "{{model}}")],
+        "LockstepRankRestarts",
+        is_number=True,
+    ),
+    Chart(
+        "Tokens a second",
+        "short",
+        [(rate(of_model("lockstep_worker_tokens_total"), "model"), "{{model}}")],
+        is_number=True,
+    ),
+    Chart("Running", "short", [(_by("sum", "pod", "lockstep_worker_running"), "{{pod}}")], is_stacked=True),
+    Chart(
+        "Waiting",
+        "short",
+        [(_by("sum", "pod", "lockstep_worker_queued"), "{{pod}}")],
+        "LockstepOverload",
+        is_stacked=True,
+    ),
+    Chart(
+        "KV cache in use",
+        "percentunit",
+        [
+            (
+                (
+                    f"max by (pod) (1 - {of_model('lockstep_worker_free_blocks')} / "
+                    f"({of_model('lockstep_worker_total_blocks')} > 0))"
+                ),
+                "{{pod}}",
+            )
+        ],
+        "LockstepKvCacheFull",
+    ),
+    Chart(
+        "Tokens a second by worker",
+        "short",
+        [(rate(of_model("lockstep_worker_tokens_total"), "pod"), "{{pod}}")],
+        is_stacked=True,
+    ),
+    Chart(
+        "Time of a step", "s", [(_by("max", "pod", "lockstep_worker_step_seconds"), "{{pod}}")], "LockstepWorkerSlow"
+    ),
+    Chart("Of that, ranks without work", "s", [(_by("max", "pod", "lockstep_worker_driver_seconds"), "{{pod}}")]),
+    Chart(
+        "Tokens of a step",
+        "short",
+        [
+            (
+                f"histogram_quantile(0.5, {rate(of_model('lockstep_worker_step_tokens_bucket'), 'le, pod')})",
+                "{{pod}} p50",
+            )
+        ],
+    ),
+    Chart(
+        "Steps a second",
+        "short",
+        [(rate(of_model("lockstep_worker_steps_total"), "pod"), "{{pod}}")],
+        "LockstepStepStalled",
+    ),
+    Chart(
+        "Ranks that are ready",
+        "short",
+        [(_by("min", "pod, rank", "lockstep_worker_rank_up"), "{{pod}} rank {{rank}}")],
+        "LockstepRankDown",
+    ),
+    Chart(
+        "Submits and refusals",
+        "reqps",
+        [
+            (rate(of_model("lockstep_worker_submitted_total"), "model"), "{{model}} submitted"),
+            (rate(of_model("lockstep_worker_rejected_total"), "model, code"), "{{model}} {{code}}"),
+        ],
+        "LockstepOverload",
+    ),
+    Chart(
+        "Epochs and restarts",
+        "short",
+        [
+            (_by("max", "pod", "lockstep_worker_epoch"), "{{pod}} epoch"),
+            (_by("sum", "pod", "lockstep_worker_restarts_total"), "{{pod}} restarts"),
+        ],
+        "LockstepRankRestarts",
+    ),
+    Chart(
+        "Loading",
+        "percentunit",
+        [(_by("max", "pod", "lockstep_worker_loading_ratio"), "{{pod}}")],
+        "LockstepWorkerNotReady",
+        description="Share of the weights read by a start",
+    ),
+    Chart(
+        "Routers and streams",
+        "short",
+        [
+            (_by("sum", "pod", "lockstep_worker_routers"), "{{pod}} routers"),
+            (_by("sum", "pod", "lockstep_worker_streams"), "{{pod}} streams"),
+        ],
+    ),
+    Chart(
+        "Routers cut off for reading too slowly",
+        "short",
+        [(increase(of_model("lockstep_worker_overflows_total"), "pod"), "{{pod}}")],
+    ),
+)
+
 DASHBOARDS = {
     "overview": ("Overview", OVERVIEW),
     "ranks": ("Ranks", RANKS),
     "cache": ("KV and state", CACHE),
     "tenants": ("Tenants", TENANTS),
     "failures": ("Failures", FAILURES),
+    "service": ("Service", SERVICE),
+    "workers": ("Workers", WORKERS),
 }
 
 
@@ -292,12 +627,21 @@ def build(name: str) -> str:
     )
     for variable in _variables():
         made = made.with_variable(variable)
-    for number, chart in enumerate(charts):
-        row, column = divmod(number, 24 // _WIDTH)
-        made = made.with_panel(
-            _panel(chart, number + 1, models.GridPos(_HEIGHT, _WIDTH, _WIDTH * column, _HEIGHT * row))
-        )
+    for number, (chart, place) in enumerate(zip(charts, _places(charts), strict=True)):
+        made = made.with_panel(_panel(chart, number + 1, place))
     return json.dumps(made.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
+
+
+def _places(charts: Sequence[Chart]) -> Iterator[models.GridPos]:
+    """Where each panel stands."""
+    numbers = sum(chart.is_number for chart in charts)
+    flat = numbers if numbers >= _NUMBERS_OF_A_ROW else 0
+    for number in range(flat):
+        width = _COLUMNS // flat
+        yield models.GridPos(_NUMBERS_HEIGHT, width, width * number, 0)
+    for number in range(len(charts) - flat):
+        row, column = divmod(number, _COLUMNS // _WIDTH)
+        yield models.GridPos(_HEIGHT, _WIDTH, _WIDTH * column, _HEIGHT * row + (_NUMBERS_HEIGHT if flat else 0))
 
 
 def _variables() -> Iterator[dashboard.DatasourceVariable | dashboard.QueryVariable | dashboard.TextBoxVariable]:
@@ -317,10 +661,12 @@ def _variables() -> Iterator[dashboard.DatasourceVariable | dashboard.QueryVaria
 
 
 def _panel(chart: Chart, number: int, place: models.GridPos) -> stat.Panel | timeseries.Panel:
-    panel: stat.Panel | timeseries.Panel = _number() if chart.is_number else _graph()
+    panel: stat.Panel | timeseries.Panel = _number() if chart.is_number else _graph(chart)
     panel = panel.id(number).title(chart.title).datasource(SOURCE).unit(chart.unit).grid_pos(place)
     for letter, (query, legend) in zip("ABCDE", chart.queries, strict=False):
         panel = panel.with_target(prometheus.Dataquery().expr(query).legend_format(legend).ref_id(letter))
+    if chart.description:
+        panel = panel.description(chart.description)
     if chart.alert:
         link = dashboard.DashboardLink(f"Runbook {chart.alert}").type(models.DashboardLinkType.LINK)
         panel = panel.links([link.url(f"${{runbooks}}/{chart.alert}.md").target_blank(True)])
@@ -331,10 +677,13 @@ def _number() -> stat.Panel:
     return stat.Panel().reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
 
 
-def _graph() -> timeseries.Panel:
+def _graph(chart: Chart) -> timeseries.Panel:
     legend = common.VizLegendOptions().display_mode(common_models.LegendDisplayMode.LIST)
     tooltip = common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI)
-    return timeseries.Panel().min(0).fill_opacity(10).legend(legend).tooltip(tooltip)
+    graph = timeseries.Panel().min(0).fill_opacity(40 if chart.is_stacked else 10).legend(legend).tooltip(tooltip)
+    if chart.is_stacked:
+        graph = graph.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL))
+    return graph
 
 
 def main() -> int:

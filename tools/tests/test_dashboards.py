@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from lockstep_tools.repository.metric_docs import DOCUMENT
 
 ROOT = DOCUMENT.parents[1]
 FOLDER = ROOT / "charts/lockstep/dashboards"
-MADE = ("overview", "ranks", "cache", "tenants", "failures")
+MADE = ("overview", "ranks", "cache", "tenants", "failures", "service", "workers")
 
 
 def load(name: str) -> dict[str, Any]:
@@ -60,6 +61,14 @@ def test_panels_link_to_runbooks_that_exist(name: str) -> None:
         variable, _, file = link.partition("/")
         assert variable == "${runbooks}"
         assert (ROOT / "docs/runbooks" / file).exists(), link
+
+
+def test_a_panel_and_the_rules_count_the_same_failures() -> None:
+    (panel,) = [each for each in load("service")["panels"] if each["title"] == "Failing requests"]
+    rules = (ROOT / "charts/lockstep/rules/lockstep.yaml").read_text()
+    failures = re.findall(r"lockstep_router_requests_total\{[^}]*5[^}]*\}", panel["targets"][0]["expr"])
+    assert len(failures) == 1
+    assert failures[0] in rules
 
 
 def test_all_dashboards_are_in_the_stack_for_clusters_without_one() -> None:

@@ -8,7 +8,7 @@ import pytest
 from lockstep_tools import cli
 from lockstep_tools.chaos.release import Pod
 from lockstep_tools.logs import sources
-from lockstep_tools.logs.lines import Choice, harmless, moment, parse, readable
+from lockstep_tools.logs.lines import Choice, Line, harmless, moment, parse, readable
 
 HOSTILE = "\x1b[2J\x1b]0;own\x07 a\u202eb\u2066c \u200b\ud800 é 日本 \r\n"
 
@@ -112,26 +112,33 @@ class Cluster:
     def require(self):
         return [Pod(name, kind, "n", True, 0, False, name) for name, kind, _ in self.logs]
 
-    def start(self, *arguments):
+    def start(self, *arguments, errors):
         self.commands.append(arguments)
         (lines,) = [lines for name, _, lines in self.logs if name == arguments[1]]
+        if lines is None:
+            errors.write("a warning\nError from server (NotFound): \x1b[2J gone\n")
         return Process(self, lines)
 
 
 class Process:
     def __init__(self, cluster, lines):
-        self._cluster, self.stdout = cluster, io.StringIO("\n".join(lines) + "\n")
+        self._cluster, self._code = cluster, int(lines is None)
+        self.stdout = io.StringIO("\n".join(lines or ()) + "\n")
 
     def kill(self):
         self._cluster.killed += 1
 
     def wait(self, _):
-        return 0
+        return self._code
+
+    def poll(self):
+        return self._code
 
 
 def test_both_services_of_a_release_are_read_at_once():
     cluster = Cluster([("r-a", "router", ROUTER), ("w-0", "inference-worker", WORKER), ("redis", "redis", ["x"])])
-    lines = list(sources.from_release(cluster, tail=7, since="2026-01-31T10:00:00.000Z", follow_s=None))
+    since = "2026-01-31T10:00:00.000Z"
+    lines = list(sources.from_release(cluster, tail=7, since=since, follow_s=None, on_failure=pytest.fail))
     assert sorted(line.source for line in lines) == ["r-a"] * 3 + ["w-0"] * 3
     assert [command[1:4] for command in cluster.commands] == [
         ("r-a", "-c", "router"),
@@ -147,3 +154,40 @@ def test_an_age_is_a_moment():
     assert not Choice(since=moment("1h", now)).wants(parse("f", "not JSON"))
     assert readable(parse("f", "{}")) == "f: {}"
     assert harmless("a\tb") == "a\\x09b"
+
+
+@pytest.mark.parametrize("follow", [(), ("--follow", "60")])
+def test_a_pod_whose_lines_cannot_be_read_is_named(monkeypatch, capsys, follow):
+    cluster = Cluster([("r-a", "router", ROUTER), ("w-0", "inference-worker", None)])
+    monkeypatch.setattr("lockstep_tools.commands.logs.Release", lambda *_: cluster)
+    code = cli.main(["logs", "--release", "lockstep", "--json", *follow])
+    output, errors = capsys.readouterr()
+    assert (code, output.splitlines()) == (1, ROUTER)
+    assert errors == "lockstep: kubectl logs w-0: exit code 1: Error from server (NotFound): \\x1b[2J gone\n"
+
+
+def test_the_newest_lines_are_those_of_all_sources_by_time(capsys, files):
+    """Not those of the source that was read last."""
+    assert shown(capsys, *files, "--tail", "2", "--json") == (0, [WORKER[2], ROUTER[2]])
+    assert shown(capsys, *reversed(files), "--tail", "2", "--json") == (0, [WORKER[2], ROUTER[2]])
+
+
+def test_only_the_lines_to_be_shown_are_kept():
+    alive = 0
+
+    class Counted(Line):
+        def __init__(self, number):
+            nonlocal alive
+            alive += 1
+            super().__init__("f", "", {"message": "m", "time": f"{number:06d}"})
+
+        def __del__(self):
+            nonlocal alive
+            alive -= 1
+
+    def lines():
+        for number in range(1000):
+            yield Counted(number)
+            assert alive <= 12
+
+    assert [line.time for line in sources.in_order(lines(), 10)] == [f"{number:06d}" for number in range(990, 1000)]

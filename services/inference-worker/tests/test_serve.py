@@ -409,3 +409,20 @@ async def test_status_says_what_the_ranks_ran_when_they_were_lost(worker):
         assert again.lost == status.lost, "a router that missed the first status gets it too"
     worker.engine.restart()
     assert not (await first.status(worker_pb2.WORKER_STATE_READY)).HasField("lost")
+
+
+async def test_lines_of_a_stream_that_moves_name_its_request_and_trace(worker, caplog):
+    caplog.set_level("INFO", logger="lockstep")
+    router = await worker.greeted()
+    traceparent = f"00-{10:032x}-{11:016x}-01"
+    await router.send(submit=submit("a", 2, max_tokens=100, request_id="q-1", traceparent=traceparent))
+    await router.send(submit=submit("b", 1, max_tokens=100, request_id="line\nbreak"))
+    await until(lambda: len(worker.engine.requests) == 2)
+    worker.engine.lose_ranks()
+    await router.next("rejected")
+    begins, *failed = [vars(record) for record in caplog.records if "stream" in vars(record)]
+    common = {"request_id": "q-1", "trace_id": f"{10:032x}", "span_id": f"{11:016x}", "stream": "a", "attempt": 2}
+    assert begins | common | {"message": "stream begins", "epoch": 1} == begins
+    by_stream = {record["stream"]: record for record in failed}
+    assert by_stream["a"] | common | {"message": "attempt failed", "code": "worker_lost"} == by_stream["a"]
+    assert "request_id" not in by_stream["b"]

@@ -249,7 +249,7 @@ class Alive:
     def __init__(self, number, answer):
         self.number, self._answer, self.asked, self.asker = number, answer, [], self
 
-    def ask(self, path, operation=""):
+    def ask(self, path, operation="", accept=""):
         self.asked.append((operation, path))
         return self._answer
 
@@ -270,7 +270,7 @@ def test_an_operator_reaches_all_processes():
 
 def test_an_answer_that_cannot_be_made_is_one_and_the_next_is_made():
     class Answers:
-        def of(self, path, *, is_stranger):
+        def of(self, path, *, is_stranger, accept=""):
             if path == "/status":
                 raise OSError(2, "No such file", "f")
             return as_json(200, path)
@@ -289,7 +289,7 @@ def test_an_answer_that_cannot_be_made_is_one_and_the_next_is_made():
 
 def test_a_process_answers_its_parent_as_an_operator():
     class Answers:
-        def of(self, path, *, is_stranger):
+        def of(self, path, *, is_stranger, accept=""):
             return as_json(200, [path, is_stranger])
 
         def to_operator(self, method, path):

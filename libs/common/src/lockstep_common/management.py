@@ -31,7 +31,7 @@ from lockstep_common.operations import (
     names_this_host,
     refused,
 )
-from lockstep_common.telemetry import METRICS_CONTENT_TYPE, exposition
+from lockstep_common.telemetry import exposition_for
 
 logger = logging.getLogger("lockstep.management")
 
@@ -75,12 +75,13 @@ class Reports:
 class Answers(Protocol):
     """Makes the answer to each path. It is called in many threads."""
 
-    def of(self, path: str, *, is_stranger: bool) -> Answer:
+    def of(self, path: str, *, is_stranger: bool, accept: str = "") -> Answer:
         """The answer to a GET.
 
         Args:
             path: with or without a query.
             is_stranger: the client has to show a certificate for more than health, and has not.
+            accept: the request's header `Accept`.
         """
 
     def to_operator(self, method: str, path: str) -> Answer:
@@ -169,7 +170,7 @@ class _OwnAnswers:
         """The answer to an operator."""
         return self._operations.of(method, path)
 
-    def of(self, path: str, *, is_stranger: bool) -> Answer:
+    def of(self, path: str, *, is_stranger: bool, accept: str = "") -> Answer:
         """The answer to a GET."""
         match path.partition("?")[0]:
             case "/healthz":
@@ -179,7 +180,8 @@ class _OwnAnswers:
             case _ if is_stranger:
                 return needs_certificate()
             case "/metrics":
-                return Answer(200, METRICS_CONTENT_TYPE, exposition())
+                body, content_type = exposition_for(accept)
+                return Answer(200, content_type, body)
             case "/status" if self._reports.status is not None:
                 return self._status(self._reports.status)
         return not_found()
@@ -348,7 +350,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.command == "POST":
             answer = as_json(405, {"error": "method not allowed"})
         else:
-            answer = self.server.answers.of(self.path, is_stranger=is_stranger)
+            accept = self.headers.get("Accept", "")
+            answer = self.server.answers.of(self.path, is_stranger=is_stranger, accept=accept)
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.content_type)
         self.send_header("Content-Length", str(len(answer.body)))

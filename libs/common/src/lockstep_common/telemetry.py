@@ -21,6 +21,8 @@ from typing import Any, TextIO
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
 from pydantic_core import to_json
 
 from lockstep_common.log_level import LOG_LEVEL
@@ -29,7 +31,8 @@ from lockstep_common.tracebacks import traceback_text
 REGISTRY = CollectorRegistry()
 """The registry of all metrics of the process; names begin with `lockstep_`."""
 
-METRICS_CONTENT_TYPE = CONTENT_TYPE_LATEST
+OPENMETRICS = "application/openmetrics-text"
+_OPENMETRICS_VERSION = "1.0.0"
 
 _FLUSH_AFTER_S = 0.1
 _MAX_WAITING_LINES = 512
@@ -228,3 +231,32 @@ def _log_end_of_thread(given: threading.ExceptHookArgs) -> None:
 def exposition() -> bytes:
     """The registry in Prometheus' text format."""
     return generate_latest(REGISTRY)
+
+
+def exposition_for(accept: str, registry: Collector = REGISTRY) -> tuple[bytes, str]:
+    """The metrics and their content type: OpenMetrics, which has exemplars, for those who prefer it, else Prometheus'
+    text format.
+
+    Args:
+        accept: the header `Accept` of who asks.
+        registry: the metrics.
+    """
+    if _prefers_openmetrics(accept):
+        text: bytes = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
+        return text, openmetrics.CONTENT_TYPE_LATEST
+    return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+def _prefers_openmetrics(accept: str) -> bool:
+    """Whether a header `Accept` puts OpenMetrics, in the version that is written here, before other text."""
+    weights: dict[str, float] = {}
+    for each in accept.split(","):
+        kind, *parameters = (part.strip().lower() for part in each.split(";"))
+        given = dict(part.split("=", 1) for part in parameters if "=" in part)
+        if kind == OPENMETRICS and given.get("version", _OPENMETRICS_VERSION) != _OPENMETRICS_VERSION:
+            continue
+        try:
+            weights[kind] = max(weights.get(kind, 0.0), float(given.get("q", "1")))
+        except ValueError:
+            continue
+    return weights.get(OPENMETRICS, 0.0) > 0 and weights[OPENMETRICS] >= weights.get("text/plain", 0.0)

@@ -47,6 +47,14 @@ def parse_tracestate(text: str) -> str:
     return ",".join(members)
 
 
+def trace_fields(traceparent: str) -> dict[str, str]:
+    """What a log line says of a well-formed `traceparent`; nothing if it is empty."""
+    if not traceparent:
+        return {}
+    _, trace_id, span_id, *_ = traceparent.split("-")
+    return {"trace_id": trace_id, "span_id": span_id}
+
+
 @dataclass(frozen=True, slots=True)
 class TraceContext:
     """A span, as other services refer to it."""

@@ -2,13 +2,13 @@
 
 import resource
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from lockstep_common.telemetry import REGISTRY
 from lockstep_engine import EngineState, EngineStatus, RankStatus
 from prometheus_client import Counter, Gauge, Histogram
 
+from lockstep_worker.growth import Growth
 from lockstep_worker.streams import LiveStream
 from lockstep_worker.vllm_names import VllmNames
 
@@ -242,21 +242,6 @@ def measure(stream: LiveStream, *, is_finished: bool) -> None:
         PREFILL_SECONDS.observe(now - (stream.started_at or stream.arrived_at))
     if is_finished:
         DECODE_SECONDS.observe(now - stream.first_token_at)
-
-
-class Growth:
-    """Makes a counter grow as a count of the engine does. A count that has fallen has begun at 0 again: the engine sets
-    its counts back some time after the new epoch or the new process shows, so neither of these tells it.
-    """
-
-    def __init__(self, grow: Callable[[float], None]) -> None:
-        self._grow = grow
-        self._last = 0.0
-
-    def observe(self, count: float) -> None:
-        """Take the present count."""
-        self._grow(count - self._last if count >= self._last else count)
-        self._last = count
 
 
 class RankMeter:

@@ -30,6 +30,7 @@ from lockstep_common.tracing import setup_tracing
 from lockstep_common.watched_files import watched
 from lockstep_engine import AsyncEngine
 
+from lockstep_worker import gpu_health
 from lockstep_worker.engine import EngineFactory
 from lockstep_worker.health import READINESS, Health
 from lockstep_worker.kv_store import KvStore, StoreOptions
@@ -114,6 +115,8 @@ async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: Eng
         stack.push_async_callback(server.stop, _STOP_GRACE_S)
         stack.push_async_callback(_close, worker)
         stack.enter_context(_level_of_ranks(worker))
+        if settings.device == "cuda":
+            stack.enter_context(gpu_health.watching(settings.tp))
         fields = {"address": settings.listen, "management_port": management_port, "model": worker.engine.model.name}
         logger.info("listening", extra=fields)
         await _serve(worker, stop)

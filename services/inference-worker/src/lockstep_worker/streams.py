@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lockstep_api.v1 import worker_pb2
+from lockstep_common.trace_context import trace_fields
 
 from lockstep_worker.router_connection import RouterConnection
 from lockstep_worker.traces import AttemptTrace
@@ -19,10 +20,13 @@ class LiveStream:
     stream_id: str
     attempt: int
     trace: str = ""
+    """`traceparent` of the router's attempt, or empty."""
     handle: int = 0
     """The attempt's name in columns of tokens; 0: it has none."""
     suspicion: worker_pb2.Suspicion = worker_pb2.SUSPICION_NONE
     """Its router's, that it makes workers die."""
+    client_request_id: str = ""
+    """The client's request that it belongs to, for log lines."""
     is_running: bool = False
     """Whether the ranks compute it, as the engine has last reported."""
     spans: AttemptTrace | None = field(default=None, repr=False)
@@ -33,6 +37,12 @@ class LiveStream:
     started_at: float | None = None
     """When the engine first reported that the ranks compute it."""
     first_token_at: float | None = None
+
+    def log_fields(self) -> dict[str, str | int]:
+        """What each log line about it says; the span is the router's attempt."""
+        fields: dict[str, str | int] = {"request_id": self.client_request_id} if self.client_request_id else {}
+        fields |= trace_fields(self.trace)
+        return fields | {"stream": self.stream_id, "attempt": self.attempt, "router": self.router.router_id}
 
     @property
     def request_id(self) -> str:

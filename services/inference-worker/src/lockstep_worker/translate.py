@@ -3,6 +3,7 @@ the name of its field.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -26,6 +27,7 @@ from lockstep_worker.engine import ModelLike
 MAX_STREAM_ID_CHARS = 128
 MAX_TENANT_CHARS = 128
 MAX_FIELD_CHARS = 64
+_SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 _FINISH = {
     FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
@@ -64,6 +66,11 @@ def check_attempt(submit: worker_pb2.Submit) -> None:
         raise invalid("stream_id", f"must have 1 to {MAX_STREAM_ID_CHARS} characters")
     if submit.attempt < 1:
         raise invalid("attempt", "must be at least 1")
+
+
+def client_request_id(submit: worker_pb2.Submit) -> str:
+    """The client's request of a Submit; empty without one, or if it is not harmless: it is for log lines only."""
+    return submit.request_id if _SANE_ID.fullmatch(submit.request_id) else ""
 
 
 def engine_request(submit: worker_pb2.Submit, request_id: str, model: ModelLike, greeted_at: float) -> Request:

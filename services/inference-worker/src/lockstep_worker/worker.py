@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.telemetry import log_line
 from lockstep_common.trace_context import parse_traceparent
 from lockstep_common.tracing import Tracing
 from lockstep_engine import EngineState, EngineStatus, Output, Phase, PhaseChange
@@ -211,6 +212,7 @@ class Worker:
         self._supersede(router, submit)
         trace = parse_traceparent(submit.traceparent)
         stream = LiveStream(router, submit.stream_id, submit.attempt, trace, submit.handle, submit.suspicion)
+        stream.client_request_id = translate.client_request_id(submit)
         request = translate.engine_request(submit, stream.request_id, self.engine.model, router.greeted_at)
         if self._draining:
             raise LockstepError(ErrorCode.DRAINING, "the worker is going down")
@@ -222,7 +224,8 @@ class Worker:
         if submit.deadline_s > 0:
             stream.deadline = asyncio.get_running_loop().call_later(submit.deadline_s, self._expire, stream)
         self._streams.add(stream)
-        self._log("stream begins", stream)
+        # Lines of every stream are for the debug level; those of a request that moved are always there.
+        self._log("stream begins", stream, logging.INFO if submit.attempt > 1 else logging.DEBUG)
 
     def _supersede(self, router: RouterConnection, submit: worker_pb2.Submit) -> None:
         """Cancel the live attempt of the stream, without an answer, if this one is later.
@@ -252,6 +255,7 @@ class Worker:
         self._end(stream, LockstepError(ErrorCode.DEADLINE_EXCEEDED, "the deadline has passed", field="deadline_s"))
 
     def _end(self, stream: LiveStream, error: LockstepError) -> None:
+        self._log("attempt failed", stream, logging.INFO, code=error.code)
         self._cancel(stream, error)
         self._reject(stream.router, stream.stream_id, stream.attempt, error)
 
@@ -259,10 +263,9 @@ class Worker:
         metrics.REJECTED.labels(error.code).inc()
         router.outbox.put(self._frame(rejected=translate.rejected(stream_id, attempt, error)))
 
-    def _log(self, message: str, stream: LiveStream) -> None:
-        if logger.isEnabledFor(logging.DEBUG):
-            fields = {"router": stream.router.router_id, "stream": stream.stream_id, "attempt": stream.attempt}
-            logger.debug(message, extra={**fields, "trace": stream.trace, "epoch": self._epoch})
+    def _log(self, message: str, stream: LiveStream, level: int = logging.DEBUG, **more: str | int) -> None:
+        if logger.isEnabledFor(level):
+            log_line(logger, level, message, stream.log_fields() | {"epoch": self._epoch} | more)
 
     # -- the engine's callbacks ----------------------------------------------------------------------------------------
 
@@ -289,6 +292,7 @@ class Worker:
         for router, batch in batches.items():
             router.outbox.put(self._frame(tokens=batch))
         for stream, error in failures:
+            self._log("attempt failed", stream, logging.INFO, code=error.code)
             self._reject(stream.router, stream.stream_id, stream.attempt, error)
         metrics.count_tokens(emitted)
 

@@ -65,6 +65,7 @@ class Lane:
         "send",
         "send_later",
         "size",
+        "trace_id",
     )
 
     def __init__(
@@ -87,6 +88,7 @@ class Lane:
         """The position from which on the lane takes no tokens."""
         self.at = 0.0
         """When the last token was sent, in the event loop's time."""
+        self.trace_id = 0
         self.fail = on_failure
         self._fixed_bytes = outlet.fixed_bytes
         self._on_close = on_close
@@ -94,7 +96,7 @@ class Lane:
         self._handle = 0
         outlet.lane = self
 
-    def open(self, lanes: "dict[int, Lane]", handle: int, end: int, at: float) -> None:
+    def open(self, lanes: "dict[int, Lane]", handle: int, end: int, at: float, trace_id: int = 0) -> None:
         """Take the stream's tokens from now on.
 
         Args:
@@ -102,11 +104,13 @@ class Lane:
             handle: of the stream's attempt.
             end: the position from which on it takes none.
             at: when the stream's last token was sent.
+            trace_id: of the stream's trace if that is kept; else 0.
         """
         digits = len(str(len(self.emitted_ids) + 1))
         self.size = self._fixed_bytes + digits
         self.end = min(end, 10**digits - 1)
         self.at = at
+        self.trace_id = trace_id
         self._lanes, self._handle = lanes, handle
         lanes[handle] = self
 
@@ -134,7 +138,7 @@ def push(
         What no lane takes, in order: handle, position and id.
     """
     others = []
-    pushed = alike = 0
+    pushed = alike = trace_id = 0
     at = now
     for handle, position, token_id in zip(handles, positions, ids, strict=True):
         lane = lanes.get(handle)
@@ -148,9 +152,10 @@ def push(
                 continue
             lane.emitted_ids.append(token_id)
             if lane.at != at:
-                # Streams that run together have the same intervals: these are counted together.
-                metrics.INTER_TOKEN_SECONDS.observe(now - at, alike)
-                at, alike = lane.at, 0
+                # Streams that run together have the same intervals: these are counted together, and the first one's
+                # trace is the example of them.
+                metrics.INTER_TOKEN_SECONDS.observe(now - at, alike, trace_id)
+                at, alike, trace_id = lane.at, 0, lane.trace_id
             alike += 1
             lane.at = now
             pushed += 1
@@ -166,6 +171,6 @@ def push(
             # The other streams of the worker go on.
             lane.close()
             lane.fail(error)
-    metrics.INTER_TOKEN_SECONDS.observe(now - at, alike)
+    metrics.INTER_TOKEN_SECONDS.observe(now - at, alike, trace_id)
     metrics.GENERATED_TOKENS.inc(pushed)
     return others

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 
@@ -101,14 +102,19 @@ class Distribution(Collector):
         self._bounds = tuple(map(float, buckets))
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
+        self._exemplars: dict[int, Exemplar] = {}
+        """The last one of each bucket that has had any."""
         self._created = time.time()
         if registry is not None:
             registry.register(self)
 
-    def observe(self, value: float, count: int = 1) -> None:
-        """Count a value, several times if it came so often."""
-        self._counts[bisect_left(self._bounds, value)] += count
+    def observe(self, value: float, count: int = 1, trace_id: int = 0) -> None:
+        """Count a value, several times if it came so often. `trace_id`: of a trace that is kept; 0: there is none."""
+        bucket = bisect_left(self._bounds, value)
+        self._counts[bucket] += count
         self._sum += count * value
+        if trace_id:
+            self._exemplars[bucket] = Exemplar({"trace_id": f"{trace_id:032x}"}, value, time.time())
 
     def collect(self) -> Iterator[Metric]:
         """The present counts, each with those of the smaller buckets."""
@@ -118,10 +124,13 @@ class Distribution(Collector):
 
     def add_to(self, family: HistogramMetricFamily, values: Sequence[str], labels: dict[str, str]) -> None:
         """Add the present counts to those of a metric with labels."""
-        count, buckets = 0, []
-        for bound, counted in zip((*self._bounds, float("inf")), self._counts, strict=True):
+        count = 0
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+        for number, (bound, counted) in enumerate(zip((*self._bounds, float("inf")), self._counts, strict=True)):
             count += counted
-            buckets.append((floatToGoString(bound), float(count)))  # type: ignore[no-untyped-call]
+            name: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
+            exemplar = self._exemplars.get(number)
+            buckets.append((name, float(count)) if exemplar is None else (name, float(count), exemplar))
         family.add_metric(values, buckets=buckets, sum_value=self._sum)
         family.add_sample(f"{self._name}_created", labels, self._created)
 

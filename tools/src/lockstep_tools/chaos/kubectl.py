@@ -11,7 +11,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lockstep_tools.failure import UNUSABLE, CommandError
 
@@ -48,10 +48,14 @@ class Kubectl:
         found: dict[str, Any] = json.loads(self.run(*arguments, "-o", "json"))
         return found
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """A command whose output is read while it runs."""
+    def start(self, *arguments: str, errors: IO[str] | None = None) -> subprocess.Popen[str]:
+        """A command whose output is read while it runs. Its errors go into a file, or nowhere."""
         return subprocess.Popen(
-            self._command(arguments), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1
+            self._command(arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if errors is None else errors,
+            text=True,
+            bufsize=1,
         )
 
     def _command(self, arguments: Sequence[str]) -> list[str]:

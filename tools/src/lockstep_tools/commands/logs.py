@@ -1,7 +1,7 @@
 """`lockstep logs`: the log lines of files or of a whole release, filtered and in the order of time."""
 
 import argparse
-from collections import deque
+import sys
 from datetime import UTC, datetime
 
 from lockstep_tools.arguments import integer, real
@@ -11,10 +11,13 @@ from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.logs.lines import LEVELS, Choice, Line, moment, readable
 from lockstep_tools.logs.sources import from_files, from_release, in_order
 
+_MOST_READ = 1_000_000
+"""Lines of each pod that are searched; kubelets keep 10 MiB of a container's log by default."""
+
 DESCRIPTION = """\
 Show log lines of routers, workers, their ranks and state servers: from files, from stdin (-), or with --release from
 all pods of a release at once. Characters that a terminal would act on are shown escaped.
-Exit code 1 when no line is found."""
+Exit code 1 when no line is found, or when the lines of a pod could not be read; stderr says which."""
 
 EXAMPLES = """\
   lockstep logs serve.log --level warning
@@ -41,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=integer(1, 1_000_000),
         default=10_000,
         metavar="N",
-        help="most lines: the newest; read of each pod, and shown (default: %(default)s)",
+        help="most lines shown: the newest of all sources by time (default: %(default)s)",
     )
     parser.add_argument(
         "--follow", type=real(1, 86_400), metavar="S", help="show new lines of a release for so many seconds"
@@ -63,17 +66,24 @@ def run(arguments: argparse.Namespace) -> int:
         _moment("--since", arguments.since),
         _moment("--until", arguments.until),
     )
+    failures: list[str] = []
     if arguments.files:
         lines = from_files(arguments.files)
     else:
         release = Release(arguments.release, Kubectl(arguments.namespace))
-        lines = from_release(release, tail=arguments.tail, since=choice.since, follow_s=arguments.follow)
+        # A pod's newest lines need not be about what is asked for: the limit is for those that are.
+        read = arguments.tail if arguments.follow or choice == Choice(since=choice.since) else _MOST_READ
+        lines = from_release(
+            release, tail=read, since=choice.since, follow_s=arguments.follow, on_failure=failures.append
+        )
     wanted = (line for line in lines if choice.wants(line))
     shown = 0
     # What is followed is shown as it comes: only what is complete can be sorted.
-    for line in wanted if arguments.follow else in_order(deque(wanted, arguments.tail)):
+    for line in wanted if arguments.follow else in_order(wanted, arguments.tail):
         shown += _show(line, as_json=arguments.json)
-    return 0 if shown else 1
+    for failure in failures:
+        print(f"lockstep: {failure}", file=sys.stderr)
+    return 0 if shown and not failures else 1
 
 
 def _show(line: Line, *, as_json: bool) -> bool:

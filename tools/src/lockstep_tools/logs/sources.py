@@ -1,22 +1,26 @@
 """Where log lines come from: files, stdin, and the pods of a release by `kubectl logs`, several at once."""
 
+import heapq
+import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import IO
 
 from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.chaos.release import ROUTER, STATE, WORKER, Release
 from lockstep_tools.failure import UNUSABLE, CommandError
-from lockstep_tools.logs.lines import MAX_LINE_CHARS, Line, parse
+from lockstep_tools.logs.lines import MAX_LINE_CHARS, Line, harmless, parse
 
 _MAX_WAITING = 10_000
 """Lines that are read and not shown yet; more are not read meanwhile."""
 _END_S = 5.0
+_MAX_ERROR_CHARS = 1000
 
 
 def from_files(paths: Sequence[str]) -> Iterator[Line]:
@@ -36,7 +40,9 @@ def from_files(paths: Sequence[str]) -> Iterator[Line]:
             raise CommandError(f"{path}: {error.strerror or error}", UNUSABLE) from None
 
 
-def from_release(release: Release, *, tail: int, since: str, follow_s: float | None) -> Iterator[Line]:
+def from_release(
+    release: Release, *, tail: int, since: str, follow_s: float | None, on_failure: Callable[[str], None]
+) -> Iterator[Line]:
     """The lines of all routers, workers and state servers of a release.
 
     Args:
@@ -44,6 +50,7 @@ def from_release(release: Release, *, tail: int, since: str, follow_s: float | N
         tail: most lines of each pod, the newest; with `follow_s` those before the new ones.
         since: as `Line.time`; empty: no limit.
         follow_s: wait for new lines for so long; None: do not.
+        on_failure: called with a sentence for each `kubectl logs` that has failed, when its lines are read.
     """
     containers = [(pod.name, pod.component) for pod in release.require() if pod.component in (ROUTER, WORKER, STATE)]
     options = [f"--tail={tail}", *([f"--since-time={since}"] if since else []), *(["-f"] if follow_s else [])]
@@ -53,13 +60,18 @@ def from_release(release: Release, *, tail: int, since: str, follow_s: float | N
             for name, container in containers
         }
         yield from _merged({name: each.lines for name, each in running.items()}, follow_s)
+        # Those that still follow when the time is over have not failed.
+        for name, each in running.items():
+            if (failure := each.failure(waits=follow_s is None)) is not None:
+                on_failure(f"kubectl logs {name}: {failure}")
 
 
 class _Running:
     """A `kubectl logs` that ends with the block."""
 
     def __init__(self, kubectl: Kubectl, arguments: Sequence[str]) -> None:
-        self._process: subprocess.Popen[str] = kubectl.start(*arguments)
+        self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed at the exit
+        self._process: subprocess.Popen[str] = kubectl.start(*arguments, errors=self._errors)
         assert self._process.stdout is not None
         self.lines: IO[str] = self._process.stdout
 
@@ -69,6 +81,20 @@ class _Running:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait(_END_S)
+        self._errors.close()
+
+    def failure(self, *, waits: bool) -> str | None:
+        """How it has failed; None: it has not, or it still runs. `waits`: its output has ended, and so will it."""
+        try:
+            code = self._process.wait(_END_S) if waits else self._process.poll()
+        except subprocess.TimeoutExpired:
+            return f"its output has ended, and it has not after {_END_S:g} s"
+        if not code:
+            return None
+        self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, self._errors.tell() - _MAX_ERROR_CHARS))
+        said = self._errors.read().strip().rpartition("\n")[2]
+        return f"exit code {code}: {harmless(said)}" if said else f"exit code {code}"
 
 
 def _merged(sources: dict[str, IO[str]], follow_s: float | None) -> Iterator[Line]:
@@ -107,11 +133,17 @@ def _lines(name: str, file: IO[str]) -> Iterator[Line]:
         is_rest = not text.endswith("\n")
 
 
-def in_order(lines: Iterable[Line]) -> list[Line]:
-    """Sorted by time; a line without one stays behind the line before it."""
-    keyed: list[tuple[str, Line]] = []
+def in_order(lines: Iterable[Line], most: int) -> list[Line]:
+    """The newest lines of all sources, sorted by time; a line without one stays behind the line before it. No more
+    lines than these are kept meanwhile.
+    """
+    kept: list[tuple[str, int, Line]] = []
     last: dict[str, str] = {}
-    for line in lines:
+    for number, line in enumerate(lines):
         last[line.source] = line.time or last.get(line.source, "")
-        keyed.append((last[line.source], line))
-    return [line for _, line in sorted(keyed, key=lambda pair: pair[0])]
+        entry = (last[line.source], number, line)
+        if len(kept) < most:
+            heapq.heappush(kept, entry)
+        else:
+            heapq.heappushpop(kept, entry)
+    return [line for *_, line in sorted(kept, key=lambda entry: entry[:2])]

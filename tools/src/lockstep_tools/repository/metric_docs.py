@@ -11,6 +11,7 @@ from types import ModuleType
 
 import lockstep_router.metrics
 import lockstep_state.metrics
+import lockstep_worker.gpu_metrics
 import lockstep_worker.metrics
 from lockstep_common import tls
 from lockstep_common.tracing import metrics as tracing_metrics
@@ -34,7 +35,8 @@ LABELS = {
     "endpoint": "the routes of the API; what is none of them counts as one",
     "face": "three values: `http`, `websocket`, `grpc`",
     "fingerprint": "one at a time: that of the current ranks",
-    "kind": "the kinds of entries of the store in memory; of a rank's memory two: `resident`, `device`",
+    "kind": "the kinds of entries of the store in memory; of a rank's memory two: `resident`, `device`; of a "
+    "GPU's memory two: `used`, `total`; of its errors two: `corrected`, `uncorrected`",
     "limit": "the limits that a tenant can have",
     "method": "the methods of the state server's API",
     "model_name": "the worker's model",
@@ -46,12 +48,13 @@ LABELS = {
     "process": "the processes of a router (setting `processes`), and `parent`",
     "rank": "the ranks of a worker (setting `tp`)",
     "reason": "a fixed set, named in the description or by the code",
-    "state": "the states of a worker",
+    "state": "the states of a worker; of NVLinks two: `up`, `down`",
     "status": "gRPC statuses in lower case",
     "tenant": "the 20 tenants that had most in the last minutes; the rest as `other`",
     "tier": "two values: `hot`, `cold`",
     "use": "two values: `used`, `free`",
     "way": "three values: `in`, `out`, `dropped`",
+    "xid": "NVIDIA's numbers of errors, about 170",
 }
 """Every label of the services' own metrics, and what bounds its values. No label has a value that a client chooses."""
 
@@ -62,6 +65,8 @@ _SUFFIXES = {
     "_seconds": "seconds",
     "_bytes": "bytes",
     "_ratio": "0 to 1",
+    "_watts": "watts",
+    "_celsius": "degrees Celsius",
     "_tokens": "tokens",
     "_blocks": "blocks",
     "_info": "always 1",
@@ -102,7 +107,7 @@ def services() -> dict[str, list[MetricFacts]]:
     supervised = process_metrics(CollectorRegistry())
     return {
         "router": [*_facts_of(lockstep_router.metrics), *map(_facts, supervised)],
-        "worker": list(_facts_of(lockstep_worker.metrics)),
+        "worker": [*_facts_of(lockstep_worker.metrics), *_facts_of(lockstep_worker.gpu_metrics)],
         "worker, with `vllm_metric_names`": _vllm_facts(),
         "state server": list(_facts_of(lockstep_state.metrics)),
         "all services, with TLS": list(_facts_of(tls)),

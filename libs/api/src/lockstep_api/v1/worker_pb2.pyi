@@ -79,7 +79,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("stream_id", "attempt", "prompt_ids", "emitted_ids", "sampling", "deadline_s", "tenant", "priority", "traceparent", "arrived_s", "embed", "handle", "suspicion", "tracestate")
+    __slots__ = ("stream_id", "attempt", "prompt_ids", "emitted_ids", "sampling", "deadline_s", "tenant", "priority", "traceparent", "arrived_s", "embed", "handle", "suspicion", "tracestate", "request_id")
     STREAM_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class Submit(_message.Message):
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     SUSPICION_FIELD_NUMBER: _ClassVar[int]
     TRACESTATE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     stream_id: str
     attempt: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -108,7 +109,8 @@ class Submit(_message.Message):
     handle: int
     suspicion: Suspicion
     tracestate: str
-    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., arrived_s: _Optional[float] = ..., embed: _Optional[bool] = ..., handle: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ..., tracestate: _Optional[str] = ...) -> None: ...
+    request_id: str
+    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., emitted_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_inference_pb2.Sampling, _Mapping]] = ..., deadline_s: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., traceparent: _Optional[str] = ..., arrived_s: _Optional[float] = ..., embed: _Optional[bool] = ..., handle: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, str]] = ..., tracestate: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("stream_id", "attempt")

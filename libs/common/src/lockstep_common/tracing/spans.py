@@ -162,6 +162,11 @@ class Trace:
         # Read once: within a trace, times follow the monotonic clock, which processes of one host share.
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
+    @property
+    def kept_id(self) -> int:
+        """Its id if it is kept, as far as that is known now; else 0."""
+        return 0 if self.kept is None else self.trace_id
+
     def time_of(self, monotonic_ns: int | None = None) -> int:
         """Nanoseconds since 1970; None: now."""
         return self._offset_ns + (time.monotonic_ns() if monotonic_ns is None else monotonic_ns)

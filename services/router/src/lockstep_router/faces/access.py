@@ -38,15 +38,15 @@ class Call:
     """Counters of its answers, by the status."""
     _seconds: Distribution | None = None
 
-    def count(self, status: int, seconds: float) -> None:
-        """Count an answer."""
+    def count(self, status: int, seconds: float, trace_id: int = 0) -> None:
+        """Count an answer; `trace_id` is of a trace that is kept, 0 without one."""
         answers = self._answers.get(status)
         if answers is None:
             answers = self._answers[status] = metrics.REQUESTS.labels(self.face, self.endpoint, str(status))
         answers.value += 1
         if self._seconds is None:
             self._seconds = metrics.REQUEST_SECONDS.labels(self.face, self.endpoint)
-        self._seconds.observe(seconds)
+        self._seconds.observe(seconds, 1, trace_id)
 
 
 def authenticate(keys: KeyFile, given: Sequence[bytes]) -> Access:
@@ -67,9 +67,11 @@ def authenticate(keys: KeyFile, given: Sequence[bytes]) -> Access:
 
 def report(call: Call, record: Record, seconds: float, *, is_audited: bool) -> None:
     """Log and count a request that has ended."""
-    call.count(record.status, seconds)
-    if record.trace is not None:
+    if record.trace is None:
+        call.count(record.status, seconds)
+    else:
         record.trace.end(call, record, seconds)
+        call.count(record.status, seconds, record.trace.trace.kept_id)
     if (tenant := record.account.tenant.name) != NOBODY.name:
         metrics.TENANT_REQUESTS.add(tenant, (str(record.status),), 1)
         metrics.TENANT_TOKENS.add(tenant, ("in",), record.prompt_tokens)
@@ -78,8 +80,8 @@ def report(call: Call, record: Record, seconds: float, *, is_audited: bool) -> N
         logger,
         call.level,
         "request",
-        {
-            "request_id": record.request_id,
+        record.log_fields()
+        | {
             "face": call.face,
             "method": call.method,
             "endpoint": call.endpoint,

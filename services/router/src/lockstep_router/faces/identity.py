@@ -35,6 +35,8 @@ class Origin:
     """The tenant that the client's key belongs to, if the router has keys."""
     trace: RequestTrace | None = None
     """The request's trace; None: it has none."""
+    request_id: str = ""
+    """For log lines."""
 
 
 def caller(origin: Origin, user: str | None) -> Caller:
@@ -52,6 +54,7 @@ def caller(origin: Origin, user: str | None) -> Caller:
         timeout_s(headers) if _TIMEOUT_NAME in headers else None,
         tracestate,
         origin.trace,
+        origin.request_id,
     )
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from lockstep_common.trace_context import trace_fields
+
 from lockstep_router.faces.bodies import Reservation
 from lockstep_router.tenants import Access, Account
 from lockstep_router.traces import RequestTrace
@@ -30,6 +32,11 @@ class Record:
     """None: there are no traces."""
     body: Reservation | None = None
     """The body's share of the budget for bodies."""
+
+    def log_fields(self) -> dict[str, str]:
+        """What each log line about the request says."""
+        fields = {"request_id": self.request_id}
+        return fields if self.trace is None else fields | trace_fields(self.trace.context.traceparent)
 
     def join(self, traceparent: str) -> None:
         """Let its trace refer to that of the request which began its stream; `traceparent` is that one's."""

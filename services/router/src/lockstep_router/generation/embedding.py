@@ -101,6 +101,7 @@ async def prepare_embedding(
             traceparent=request.caller.traceparent,
             tracestate=request.caller.tracestate,
             trace=request.caller.trace,
+            request_id=request.caller.request_id,
             arrived_at=arrived_at,
             timeout_s=timeout_s,
             priority=priority,

@@ -152,6 +152,7 @@ async def _prepare(
                     priority,
                     caller.tracestate,
                     caller.trace,
+                    request_id=caller.request_id,
                 )
             )
     return Prepared(

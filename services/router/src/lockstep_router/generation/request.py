@@ -30,6 +30,8 @@ class Caller:
     tracestate: str = ""
     trace: RequestTrace | None = None
     """The request's trace; None: it has none."""
+    request_id: str = ""
+    """For log lines."""
 
 
 @dataclass(frozen=True)

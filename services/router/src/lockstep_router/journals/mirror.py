@@ -271,7 +271,8 @@ class Mirror:
             self._batch_writes = max(1, min(self._batch_writes, len(self._flight)) // 2)
             self._give_back()
             return
-        logger.error("the state server refuses a stream", extra={"reason": reason})
+        ids = [each.request_id for each in self._flight]  # one, or none
+        logger.error("the state server refuses a stream", extra={"request_id": ",".join(ids), "reason": reason})
         for each in self._flight:
             self.drop(each.request_id)
         self._flight = []
@@ -286,7 +287,7 @@ class Mirror:
                 write, sent = self._write(request_id, entry)
             except Exception:
                 # A defect in one stream must not stop the others.
-                logger.exception("a stream cannot be mirrored", extra={"stream": request_id})
+                logger.exception("a stream cannot be mirrored", extra={"request_id": request_id})
                 self.drop(request_id)
                 continue
             del self._changed[request_id]

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from lockstep_common.answers import Answer, as_json, needs_certificate, not_found
-from lockstep_common.telemetry import METRICS_CONTENT_TYPE, exposition
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from lockstep_common.telemetry import OPENMETRICS, exposition_for
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from lockstep_router.processes.channel import Asker, NoAnswerError
@@ -56,7 +56,7 @@ class JointAnswers:
         self._processes = processes
         self._threads = ThreadPoolExecutor(2 * len(processes), thread_name_prefix="ask")
 
-    def of(self, path: str, *, is_stranger: bool) -> Answer:
+    def of(self, path: str, *, is_stranger: bool, accept: str = "") -> Answer:
         """The answer to a GET."""
         match path.partition("?")[0]:
             case "/healthz":
@@ -68,7 +68,8 @@ class JointAnswers:
             case "/metrics" | "/status" if is_stranger:
                 return needs_certificate()
             case "/metrics":
-                return Answer(200, METRICS_CONTENT_TYPE, self._metrics())
+                body, content_type = self._metrics(accept)
+                return Answer(200, content_type, body)
             case "/status":
                 return self._status()
         return not_found()
@@ -90,10 +91,10 @@ class JointAnswers:
         return as_json(200, {"processes": bodies})
 
     def _ask(
-        self, path: str, processes: Iterable[ProcessFacts], operation: str = ""
+        self, path: str, processes: Iterable[ProcessFacts], operation: str = "", accept: str = ""
     ) -> Iterator[tuple[ProcessFacts, Answer | None]]:
         """Each process with its answer; None if there is none. `operation`: the method of an operator's question."""
-        asked = [(process, self._threads.submit(_answer, process, path, operation)) for process in processes]
+        asked = [(process, self._threads.submit(_answer, process, path, operation, accept)) for process in processes]
         for process, future in asked:
             yield process, future.result()
 
@@ -108,13 +109,13 @@ class JointAnswers:
                 return as_json(503, {"status": reason, "process": process.number})
         return as_json(200, {"status": good})
 
-    def _metrics(self) -> bytes:
+    def _metrics(self, accept: str) -> tuple[bytes, str]:
         """Their metrics with the label `process`.
 
         They are not added up: the sum would fall when a process is started again, which would look as if all had been.
         """
-        texts = {_PARENT: exposition().decode()}
-        for process, answer in self._ask("/metrics", self._processes):
+        texts = {_PARENT: exposition_for(OPENMETRICS)[0].decode()}
+        for process, answer in self._ask("/metrics", self._processes, accept=OPENMETRICS):
             if answer is not None and answer.status == 200:
                 texts[str(process.number)] = answer.body.decode()
         own = CollectorRegistry()
@@ -122,7 +123,8 @@ class JointAnswers:
         for process in self._processes:
             up.labels(str(process.number)).set(str(process.number) in texts)
             restarts.labels(str(process.number)).inc(process.restarts)
-        return generate_latest(own) + generate_latest(_registry(_Labelled(texts)))
+        own.register(_Labelled(texts))
+        return exposition_for(accept, own)
 
     def _status(self) -> Answer:
         """The state as the first process that answers sees it, with the counts of all."""
@@ -148,18 +150,18 @@ class JointAnswers:
         return as_json(200, bodies[first] | {"router": together, "processes": processes})
 
 
-def _answer(process: ProcessFacts, path: str, operation: str) -> Answer | None:
+def _answer(process: ProcessFacts, path: str, operation: str, accept: str) -> Answer | None:
     asker = process.asker
     if asker is None:
         return None
     try:
-        return asker.ask(path, operation)
+        return asker.ask(path, operation, accept)
     except NoAnswerError:
         return None
 
 
 class _Labelled(Collector):
-    """Metrics of several processes, each with the label of its own."""
+    """Metrics of several processes, in OpenMetrics, each with the label of its own."""
 
     def __init__(self, texts: dict[str, str]) -> None:
         self._texts = texts
@@ -168,15 +170,9 @@ class _Labelled(Collector):
         """Each metric once, with the samples of all."""
         families: dict[str, Metric] = {}
         for process, text in self._texts.items():
-            for family in text_string_to_metric_families(text):
+            for family in text_string_to_metric_families(text):  # type: ignore[no-untyped-call]
                 known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 known.samples += [
                     sample._replace(labels=sample.labels | {"process": process}) for sample in family.samples
                 ]
         yield from families.values()
-
-
-def _registry(collector: Collector) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    registry.register(collector)
-    return registry

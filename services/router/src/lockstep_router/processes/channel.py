@@ -32,8 +32,9 @@ class Asker:
         self._lock = Lock()
         self._asked = 0
 
-    def ask(self, path: str, operation: str = "") -> Answer:
-        """The process's answer to a GET or, if there is an `operation`, to an operator's request by this method.
+    def ask(self, path: str, operation: str = "", accept: str = "") -> Answer:
+        """The process's answer to a GET that accepts these types or, if there is an `operation`, to an operator's
+        request by this method.
 
         Raises:
             NoAnswerError: there is none.
@@ -43,7 +44,7 @@ class Asker:
             raise NoAnswerError
         try:
             self._asked += 1
-            self._connection.send_bytes(_question(self._asked, path, operation))
+            self._connection.send_bytes(_question(self._asked, path, operation, accept))
             while self._connection.poll(max(0.0, deadline_s - time.monotonic())):
                 head, body = json.loads(self._connection.recv_bytes()), self._connection.recv_bytes()
                 if head["number"] == self._asked:  # else it is one that nobody waits for any more
@@ -55,8 +56,8 @@ class Asker:
         raise NoAnswerError
 
 
-def _question(number: int, path: str, operation: str) -> bytes:
-    return json.dumps({"number": number, "path": path, "operation": operation}).encode()
+def _question(number: int, path: str, operation: str, accept: str) -> bytes:
+    return json.dumps({"number": number, "path": path, "operation": operation, "accept": accept}).encode()
 
 
 def answer_parent(connection: "Connection[bytes, bytes]", answers: Answers) -> None:
@@ -66,7 +67,7 @@ def answer_parent(connection: "Connection[bytes, bytes]", answers: Answers) -> N
         try:
             while True:
                 question = json.loads(connection.recv_bytes())
-                answer = _made(answers, question["path"], question["operation"])
+                answer = _made(answers, question["path"], question["operation"], question["accept"])
                 head = {"number": question["number"], "status": answer.status, "content_type": answer.content_type}
                 connection.send_bytes(json.dumps(head).encode())
                 connection.send_bytes(answer.body)
@@ -76,10 +77,12 @@ def answer_parent(connection: "Connection[bytes, bytes]", answers: Answers) -> N
     Thread(target=run, name="parent", daemon=True).start()
 
 
-def _made(answers: Answers, path: str, operation: str) -> Answer:
+def _made(answers: Answers, path: str, operation: str, accept: str) -> Answer:
     """The answer, or one that says that it cannot be made: the thread, and with it the process's health, lives on."""
     try:
-        return answers.to_operator(operation, path) if operation else answers.of(path, is_stranger=False)
+        if operation:
+            return answers.to_operator(operation, path)
+        return answers.of(path, is_stranger=False, accept=accept)
     except Exception as error:
         logger.exception("an answer to the parent cannot be made")
         return as_json(500, {"status": "failed", "error": f"the answer cannot be made: {sentence(error)}"})

@@ -57,6 +57,7 @@ def _journal(record: Record, index: int, prompt: Prompt, log: ChoiceLog, priorit
         attempt=_attempts_before(),
         fingerprint=log.numerics if log.ids else None,
         is_inexact=log.is_inexact,
+        request_id=record.request_id,
     )
 
 

@@ -93,7 +93,7 @@ class Generating:
             run.prepared.set()
             if run.is_taken:
                 metrics.TAKEOVERS.labels("continued").inc()
-                logger.info("stream of an earlier run continued", extra={"stream": run.request_id})
+                logger.info("stream of an earlier run continued", extra={"request_id": run.request_id})
             async for _ in generation.deltas():
                 pass
 
@@ -110,7 +110,7 @@ class Generating:
         except asyncio.CancelledError:
             outcome = Outcome(run.end or gone())
         except Exception:
-            logger.exception("resumable stream failed")
+            logger.exception("resumable stream failed", extra={"request_id": run.request_id})
             outcome = Outcome(LockstepError(ErrorCode.INTERNAL, "something went wrong in the router"))
         await self.finish(run, outcome)
 
@@ -150,7 +150,7 @@ class Generating:
             run.logs[index].add(mark)
             self._store.append(run.request_id, mark)
             metrics.INEXACT_CONTINUATIONS.inc()
-            logger.warning("stream continued inexactly: its copy had no token", extra={"stream": run.request_id})
+            logger.warning("stream continued inexactly: its copy had no token", extra={"request_id": run.request_id})
 
     async def finish(self, run: Run, outcome: Outcome) -> None:
         """Keep what a run gave, or forget it, and tell its readers."""
@@ -175,7 +175,7 @@ class Generating:
             Exception,
             asyncio.CancelledError,
         ):  # the run itself may have ended by being cancelled; who waits must know
-            logger.exception("the journal of a resumable stream was not closed")
+            logger.exception("the journal of a resumable stream was not closed", extra={"request_id": run.request_id})
         run.outcome = outcome
         self._on_end(run)
         if run.timer is not None:

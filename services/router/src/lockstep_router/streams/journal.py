@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
+from lockstep_common.trace_context import trace_fields
 
 from lockstep_router.traces import RequestTrace
 
@@ -59,6 +60,8 @@ class Journal:
     """`numerics` of the worker that gave the first token; empty: unknown; None: there is no token yet."""
     is_inexact: bool = False
     """Whether a later attempt gave tokens with other, or unknown, numerics."""
+    request_id: str = ""
+    """The client's request that the stream belongs to, for log lines here and in the worker."""
     max_tokens: int = field(init=False)
     logprobs_per_token: int = field(init=False)
     """Log probabilities that come with each token: the token's own and those of alternatives; 0 if none do."""
@@ -92,6 +95,8 @@ class Journal:
         if self.traceparent:
             submit.traceparent = self.traceparent
             submit.tracestate = self.tracestate
+        if self.request_id:
+            submit.request_id = self.request_id
         if deadline_s:
             submit.deadline_s = deadline_s
         if self.embeds:
@@ -120,6 +125,11 @@ class Journal:
             return Acceptance.EMPTY
         self.emitted_ids.extend(ids)
         return Acceptance.ACCEPTED
+
+    def log_fields(self) -> dict[str, str | int]:
+        """What each log line about the stream says. The span is that of the current attempt, if it has one."""
+        fields: dict[str, str | int] = {"request_id": self.request_id} if self.request_id else {}
+        return fields | trace_fields(self.traceparent) | {"stream": self.stream_id, "attempt": self.attempt}
 
     @property
     def is_full(self) -> bool:

@@ -144,7 +144,7 @@ class Stream:
         if not self._is_proved:
             end = min(end, len(journal.emitted_ids) - attempt.tokens + PROOF_TOKENS - 1)
         attempt.lane = lane
-        lane.open(link.lanes, attempt.handle, end, self._token_at)
+        lane.open(link.lanes, attempt.handle, end, self._token_at, self._trace.kept_id)
 
     def note_pushed(self, at: float) -> None:
         """Note when a lane has sent the stream's last token."""
@@ -220,7 +220,7 @@ class Stream:
                     f"its turn on worker {link.worker_id!r}, where {link.status.queued} requests wait",
                     link.queue_wait_of(self.journal.priority),
                 )
-            self._note_loss(link, outcome)
+            self._note_loss(outcome)
             if outcome.reason is Loss.SLOW_CLIENT:
                 self._activity = "its client read too slowly"
                 assert self._caught_up is not None
@@ -325,13 +325,17 @@ class Stream:
             metrics.INEXACT_CONTINUATIONS.inc()
             logger.warning(
                 "stream continued inexactly",
-                extra={
-                    "stream": journal.stream_id,
-                    "worker": journal.worker_id,
+                extra=self._log_fields()
+                | {
                     "fingerprint": self._fingerprint,
                     "began_with": journal.fingerprint,
                 },
             )
+
+    def _log_fields(self) -> dict[str, str | int]:
+        """What each log line says of the stream and of the attempt that it is about, the last one."""
+        _, _, epoch = self._life
+        return self.journal.log_fields() | {"worker": self.journal.worker_id, "epoch": epoch}
 
     # Evidence about workers.
 
@@ -367,10 +371,10 @@ class Stream:
         now = self._loop.time()
         metrics.GENERATED_TOKENS.inc(tokens)
         if self._token_at is None:
-            metrics.FIRST_TOKEN_SECONDS.observe(now - self._arrived_at)
             self._trace.note_first_token(now - self._arrived_at)
+            metrics.FIRST_TOKEN_SECONDS.observe(now - self._arrived_at, 1, self._trace.kept_id)
         else:
-            metrics.INTER_TOKEN_SECONDS.observe(now - self._token_at)
+            metrics.INTER_TOKEN_SECONDS.observe(now - self._token_at, 1, self._trace.kept_id)
         if self._gap_from is not None:
             metrics.FAILOVER_GAP_SECONDS.observe(now - self._gap_from)
             self._gap_from = None
@@ -378,7 +382,7 @@ class Stream:
 
     # Losses.
 
-    def _note_loss(self, link: Link, lost: Lost) -> None:
+    def _note_loss(self, lost: Lost) -> None:
         """Count a loss.
 
         Raises:
@@ -396,13 +400,7 @@ class Stream:
             self._gap_from = self._gap_from or self._token_at
         logger.info(
             "stream leaves worker",
-            extra={
-                "stream": self.journal.stream_id,
-                "attempt": self.journal.attempt,
-                "worker": link.worker_id,
-                "reason": reason.value,
-                "emitted": len(self.journal.emitted_ids),
-            },
+            extra=self._log_fields() | {"reason": reason.value, "emitted": len(self.journal.emitted_ids)},
         )
         awake_s = self._workers.clock.now()
         back_off_s = (lost.retry_after_s or reason.avoid_s) * self._workers.rng.uniform(1.0, 1.0 + _JITTER)
@@ -438,7 +436,7 @@ class Stream:
         metrics.QUARANTINED.inc()
         logger.error(
             "stream quarantined: workers died one after the other while it ran on them",
-            extra={"stream": self.journal.stream_id, "deaths": deaths, "emitted": len(self.journal.emitted_ids)},
+            extra=self._log_fields() | {"deaths": deaths, "emitted": len(self.journal.emitted_ids)},
         )
         self._suspects.quarantine(self.journal.request_digest(), asyncio.get_running_loop().time())
         return LockstepError(

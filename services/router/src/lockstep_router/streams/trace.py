@@ -26,6 +26,11 @@ _FINISHES: dict[int, str] = {
 class StreamTrace:
     """What a stream tells of itself; this class is for streams without a trace, and does nothing."""
 
+    @property
+    def kept_id(self) -> int:
+        """The id of its trace if that is kept; else 0."""
+        return 0
+
     def begin(self) -> None:
         """The stream begins to run."""
 
@@ -64,6 +69,10 @@ class _Recorded(StreamTrace):
         """The attempt before."""
         self._emitted = 0
         self._began_at = time.monotonic()
+
+    @property
+    def kept_id(self) -> int:
+        return self._trace.kept_id
 
     def begin(self) -> None:
         self._trace.hold()

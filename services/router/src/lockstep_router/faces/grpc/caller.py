@@ -61,7 +61,7 @@ def origin_of(
     if router.keys is None:
         headers |= {name: str(value) for name, value in metadata if name == _AUTHORIZATION}
     address = address_of(context.peer()) if router.settings.anonymous_cache == "address" else ""
-    return Origin(headers, address, record.account.tenant.name, record.trace)
+    return Origin(headers, address, record.account.tenant.name, record.trace, record.request_id)
 
 
 def address_of(peer: str) -> str:

@@ -144,7 +144,7 @@ class Inference:
             record.status = LockstepError(ErrorCode.CANCELLED, "").meaning.http_status
             raise
         except Exception:
-            logger.exception("request failed", extra={"request_id": record.request_id})
+            logger.exception("request failed", extra=record.log_fields())
             failure = LockstepError(ErrorCode.INTERNAL, "something went wrong in the router")
         finally:
             record.release_body()
@@ -358,7 +358,7 @@ class Inference:
             async with asyncio.timeout(limit_s):
                 await call.context.write(message)
         except TimeoutError:
-            logger.warning("client does not read", extra={"request_id": call.record.request_id})
+            logger.warning("client does not read", extra=call.record.log_fields())
             raise LockstepError(ErrorCode.CANCELLED, f"nothing was read for {limit_s:g} seconds") from None
 
 

@@ -107,7 +107,7 @@ class AccessMiddleware:
             else:
                 await send_response(error_reply(refusal), exchange.send)
         except Exception:
-            logger.exception("request failed", extra={"request_id": record.request_id})
+            logger.exception("request failed", extra=record.log_fields())
             await _send_internal_error(record, exchange.send)
         finally:
             record.release_body()

@@ -86,7 +86,7 @@ def origin_of(scope: Scope, fields: Mapping[str, str], record: Record, router: R
     """Who sends a request."""
     separates_by_address = router.settings.anonymous_cache == "address"
     address = scope["client"][0] if separates_by_address and scope.get("client") else ""
-    return Origin(fields, address, record.account.tenant.name, record.trace)
+    return Origin(fields, address, record.account.tenant.name, record.trace, record.request_id)
 
 
 class DirectFace:

@@ -370,7 +370,7 @@ async def _told(answer: Awaitable[None], client: Client) -> None:
 
 
 def _note_stuck(record: Record) -> None:
-    logger.warning("client does not read", extra={"request_id": record.request_id})
+    logger.warning("client does not read", extra=record.log_fields())
 
 
 async def _no_answer(_: Client) -> None:

@@ -205,7 +205,7 @@ class Session:
         except asyncio.CancelledError:
             failure = LockstepError(ErrorCode.CANCELLED, "the request was cancelled")
         except Exception:
-            logger.exception("request failed", extra={"request_id": record.request_id})
+            logger.exception("request failed", extra=record.log_fields())
             failure = LockstepError(ErrorCode.INTERNAL, "something went wrong in the router")
         if failure is not None:
             record.status = failure.meaning.http_status
@@ -308,7 +308,7 @@ class Session:
         headers = self._client.headers
         if session is not None:
             headers = {**headers, "x-session-id": session}
-        return Origin(headers, self._client.address, record.account.tenant.name, record.trace)
+        return Origin(headers, self._client.address, record.account.tenant.name, record.trace, record.request_id)
 
     def _owner(self, record: Record) -> str:
         return owner_of(self._origin(record))

@@ -1,0 +1,237 @@
+"""The health of GPUs, from a scripted NVML."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from lockstep_common.telemetry import REGISTRY
+from lockstep_worker import gpu_health
+from prometheus_client.metrics import MetricWrapperBase
+
+
+class NVMLError(Exception):
+    def __init__(self, value: int) -> None:
+        super().__init__(f"error {value}")
+        self.value = value
+
+
+NOT_SUPPORTED, TIMEOUT, LOST = 3, 10, 15
+
+
+class Nvml:
+    """Two GPUs; the second one has a MIG instance, no ECC and no links. A handle is the GPU's name."""
+
+    NVMLError = NVMLError
+    NVML_ERROR_TIMEOUT = TIMEOUT
+    NVML_TEMPERATURE_GPU = NVML_VOLATILE_ECC = 0
+    NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 0, 1
+    NVML_NVLINK_ERROR_DL_REPLAY, NVML_NVLINK_ERROR_DL_RECOVERY = 0, 1
+    NVML_NVLINK_ERROR_DL_CRC_FLIT, NVML_NVLINK_ERROR_DL_CRC_DATA = 2, 3
+    nvmlEventTypeXidCriticalError = 8
+    nvmlClocksEventReasonSwPowerCap = 0x04
+    nvmlClocksEventReasonHwSlowdown = 0x08
+    nvmlClocksEventReasonSwThermalSlowdown = 0x20
+    nvmlClocksEventReasonHwThermalSlowdown = 0x40
+    nvmlClocksEventReasonHwPowerBrakeSlowdown = 0x80
+
+    def __init__(self) -> None:
+        self.ecc = {"GPU-a": [5, 0]}
+        self.reasons = 0x40
+        self.lost: set[str] = set()
+        self.events: list[tuple[str, int]] = []
+        self.is_open = False
+
+    def nvmlInit(self):
+        self.is_open = True
+
+    def nvmlShutdown(self):
+        self.is_open = False
+
+    def nvmlDeviceGetCount(self):
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return ("GPU-a", "GPU-b")[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if uuid != "MIG-b1":
+            raise NVMLError(6)
+        return uuid
+
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle):
+        return "GPU-b"
+
+    def nvmlDeviceGetUUID(self, handle):
+        return handle
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        if handle in self.lost:
+            raise NVMLError(LOST)
+        return SimpleNamespace(used=1 << 30, total=(10 if handle.startswith("MIG") else 80) << 30)
+
+    def nvmlDeviceGetUtilizationRates(self, handle):
+        if handle.startswith("MIG"):
+            raise NVMLError(NOT_SUPPORTED)
+        return SimpleNamespace(gpu=75)
+
+    def nvmlDeviceGetPowerUsage(self, handle):
+        return 350_500
+
+    def nvmlDeviceGetTemperature(self, handle, sensor):
+        return 61
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
+        return self.reasons
+
+    def nvmlDeviceGetTotalEccErrors(self, handle, kind, counter):
+        if handle not in self.ecc:
+            raise NVMLError(NOT_SUPPORTED)
+        return self.ecc[handle][kind]
+
+    def nvmlDeviceGetNvLinkState(self, handle, link):
+        if handle != "GPU-a" or link >= 4:
+            raise NVMLError(NOT_SUPPORTED)
+        return link != 3
+
+    def nvmlDeviceGetNvLinkErrorCounter(self, handle, link, counter):
+        return 0
+
+    def nvmlEventSetCreate(self):
+        return "events"
+
+    def nvmlDeviceRegisterEvents(self, handle, types, events):
+        pass
+
+    def nvmlEventSetWait_v2(self, events, wait_ms):
+        if not self.events:
+            raise NVMLError(TIMEOUT)
+        device, xid = self.events.pop()
+        return SimpleNamespace(device=device, eventData=xid)
+
+
+def value(name, rank, **labels):
+    return REGISTRY.get_sample_value(f"lockstep_worker_gpu_{name}", {"rank": str(rank)} | labels)
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    made = Nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for metric in vars(gpu_health.metrics).values():
+        if isinstance(metric, MetricWrapperBase):
+            metric.clear()
+    return made
+
+
+class Rounds:
+    """An end of the watch after so many looks at it; calls a function before each."""
+
+    def __init__(self, *steps):
+        self._steps = list(steps)
+
+    def is_set(self):
+        if not self._steps:
+            return True
+        self._steps.pop(0)()
+        return False
+
+    def wait(self, _):
+        pass
+
+
+def nothing():
+    pass
+
+
+def test_a_gpu_tells_how_it_is(nvml):
+    gpu_health._watch(1, 0.0, Rounds(nothing))
+    assert value("health_available", 0) == 1
+    assert (value("utilization_ratio", 0), value("power_watts", 0), value("temperature_celsius", 0)) == (
+        0.75,
+        350.5,
+        61,
+    )
+    assert (value("memory_bytes", 0, kind="used"), value("memory_bytes", 0, kind="total")) == (1 << 30, 80 << 30)
+    throttled = [value("throttled", 0, reason=reason) for reason in ("thermal", "power", "hardware")]
+    assert throttled == [1, 0, 0]
+    assert (value("nvlinks", 0, state="up"), value("nvlinks", 0, state="down")) == (3, 1)
+    assert not nvml.is_open
+
+
+def test_errors_before_the_worker_are_not_its(nvml):
+    def damage():
+        nvml.ecc["GPU-a"] = [7, 1]
+
+    gpu_health._watch(1, 0.0, Rounds(nothing, damage))
+    assert (value("ecc_errors_total", 0, kind="corrected"), value("ecc_errors_total", 0, kind="uncorrected")) == (2, 1)
+
+
+def test_an_instance_has_its_own_memory_and_its_gpus_power(nvml, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-b1,GPU-a")
+    gpu_health._watch(2, 0.0, Rounds(nothing))
+    assert value("memory_bytes", 0, kind="total") == 10 << 30
+    assert value("utilization_ratio", 0) is None
+    assert value("ecc_errors_total", 0, kind="corrected") is None
+    assert (value("power_watts", 0), value("health_available", 0)) == (350.5, 1)
+    assert value("ecc_errors_total", 1, kind="corrected") == 0
+
+
+def test_an_xid_is_counted_for_the_rank_of_its_gpu(nvml, monkeypatch, caplog):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    nvml.events = [("GPU-a", 79)]
+    gpu_health._watch(2, 60.0, Rounds(nothing, nothing))
+    assert (value("xid_errors_total", 1, xid="79"), value("xid_errors_total", 0, xid="79")) == (1, None)
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert (line.rank, line.xid) == (1, 79)
+
+
+def test_a_gpu_that_is_lost_is_said_once(nvml, caplog):
+    gpu_health._watch(2, 0.0, Rounds(nothing, lambda: nvml.lost.add("GPU-b"), nothing, nothing))
+    assert (value("health_available", 0), value("health_available", 1)) == (1, 0)
+    assert [(record.message, record.rank) for record in caplog.records] == [("a GPU does not answer", 1)]
+
+
+@pytest.mark.parametrize("problem", ["no library", "no driver", "too few"])
+def test_what_cannot_be_known_is_one_line(nvml, monkeypatch, caplog, problem):
+    if problem == "no library":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    elif problem == "no driver":
+        monkeypatch.setattr(nvml, "nvmlDeviceGetCount", None)
+        nvml.nvmlInit = lambda: (_ for _ in ()).throw(NVMLError(9))
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,no such")
+    ranks = 2 if problem == "too few" else 1
+    with gpu_health.watching(ranks, 60.0):
+        pass
+    assert value("health_available", ranks - 1) == 0
+    assert len(caplog.records) == 1
+
+
+def test_the_thread_ends_with_the_worker(nvml):
+    with gpu_health.watching(1, 60.0):
+        pass
+    assert not nvml.is_open
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, ["0", "1", "2"]),
+        ("", []),
+        ("2,0", ["2", "0"]),
+        ("GPU-1234, MIG-5", ["GPU-1234", "MIG-5"]),
+        ("1,-1,0", ["1"]),
+        ("1,7,0", ["1"]),
+        ("0,0", ["0"]),
+    ],
+)
+def test_devices_are_those_that_cuda_shows(given, expected):
+    assert gpu_health.visible_devices(given, 3) == expected
+
+
+def test_the_beginning_of_a_uuid_names_a_gpu(nvml, monkeypatch, caplog):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b,GPU-")
+    gpu_health._watch(2, 0.0, Rounds(nothing))
+    assert (value("health_available", 0), value("health_available", 1)) == (1, 0)
+    assert "2 GPUs have a UUID" in caplog.records[0].problem
