@@ -188,7 +188,7 @@ async def test_journals_have_a_budget_together(make_cluster):
 
 
 @pytest.mark.parametrize(
-    "more", [{"n": 8, "logprobs": 20, "max_tokens": 60}, {"prompt": ["hello " * 20_000] * 4, "echo": True}]
+    "more", [{"n": 8, "logprobs": 20}, {"prompt": ["hello " * 20_000] * 4, "echo": True}], ids=["logprobs", "echo"]
 )
 async def test_what_is_kept_for_whole_answers_counts_in_the_budget(make_cluster, more):
     cluster = await make_cluster(max_journals_bytes=1 << 20)
@@ -196,8 +196,9 @@ async def test_what_is_kept_for_whole_answers_counts_in_the_budget(make_cluster,
         worker.card = model_card(context_length=1 << 16)
         worker.announce(epoch=2)
     await eventually(lambda: cluster.router.workers.models["reference"].context_length == 1 << 16)
-    slow(cluster, 0.02)
-    running = asyncio.create_task(cluster.complete(**more))
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.001, hang_after=100)  # it does not end by itself
+    running = asyncio.create_task(cluster.complete(**more, max_tokens=200))
     await eventually(lambda: cluster.router.streams or running.done())
     async with asyncio.timeout(30):
         while not running.done() and (await cluster.complete(max_tokens=1)).status_code == 200:
