@@ -91,7 +91,7 @@ async def test_lame_duck_still_serves_but_sends_its_clients_away_until_a_second_
 
 
 async def test_drain_after_the_lame_duck_closes_connections_too(worker):
-    worker.script = Script(delay_s=0.1)
+    worker.script = Script(delay_s=0.2)
     async with serving(worker, "--lame-duck-s", "0.2") as (process, client):
         await readyz(client, 200)
         running = asyncio.create_task(client.post("/v1/completions", json=BODY))
