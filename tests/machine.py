@@ -19,11 +19,14 @@ import psutil
 
 Found = TypeVar("Found")
 
+PATIENCE_S = 30.0
+"""When a test gives up that waits for something of which no time is demanded; machines may be slow and busy."""
+
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _SHARED_MEMORY = Path("/dev/shm")
 
 
-def wait_for(find: Callable[[], Found], what: str, within_s: float = 10.0, *, every_s: float = 0.01) -> Found:
+def wait_for(find: Callable[[], Found], what: str, within_s: float = PATIENCE_S, *, every_s: float = 0.01) -> Found:
     """The first true value of `find`; fails the test when there is none in time."""
     deadline_s = time.monotonic() + within_s
     while not (found := find()):
@@ -65,7 +68,7 @@ def traces() -> Traces:
     )
 
 
-def left_since(before: Traces, within_s: float = 2.0) -> list[str]:
+def left_since(before: Traces, within_s: float = PATIENCE_S) -> list[str]:
     """What has come since `before` and has not gone after `within_s`, in words."""
     deadline_s = time.monotonic() + within_s
     while (left := traces() - before) and time.monotonic() < deadline_s:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 from lockstep_tools.failure import CommandError
 from lockstep_tools.serving.status import READY, fetch
-from machine import wait_for
+from machine import PATIENCE_S, wait_for
 
 REFERENCE = Path(__file__).parents[1] / "models/reference"
 MODEL = REFERENCE.name
@@ -66,7 +66,9 @@ class System:
             client.post(f"{self.api}/completions", json=body).raise_for_status()
         return min(max(200, int(100 * seconds / (time.monotonic() - began_s))), MOST_TOKENS)
 
-    def until(self, holds: Callable[[dict[str, Json]], object], what: str, within_s: float = 10.0) -> dict[str, Json]:
+    def until(
+        self, holds: Callable[[dict[str, Json]], object], what: str, within_s: float = PATIENCE_S
+    ) -> dict[str, Json]:
         """Wait until something holds of the workers; returns them."""
 
         def find() -> dict[str, Json] | None:
@@ -77,7 +79,7 @@ class System:
         assert found is not None
         return found
 
-    def until_state(self, worker_id: str, state: str, within_s: float = 10.0) -> Json:
+    def until_state(self, worker_id: str, state: str, within_s: float = PATIENCE_S) -> Json:
         """Wait until a worker is in a state; returns it."""
         return self.until(lambda all_: all_[worker_id]["state"] == state, f"{worker_id} is {state}", within_s)[
             worker_id
@@ -87,11 +89,11 @@ class System:
         """Wait until every worker is ready; returns them."""
         return self.until(all_ready, "every worker is ready", within_s)
 
-    def until_idle(self, within_s: float = 2.0) -> dict[str, Json]:
+    def until_idle(self, within_s: float = PATIENCE_S) -> dict[str, Json]:
         """Wait until nothing runs or waits and every block is free; returns the workers."""
         return self.until(lambda workers: all(map(is_idle, workers.values())), "all blocks are free", within_s)
 
-    def serving(self, within_s: float = 5.0) -> Json:
+    def serving(self, within_s: float = PATIENCE_S) -> Json:
         """The worker that runs something."""
         workers = self.until(lambda all_: any(each["running"] for each in all_.values()), "something runs", within_s)
         return next(worker for worker in workers.values() if worker["running"])

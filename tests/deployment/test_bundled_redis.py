@@ -12,10 +12,11 @@ import pytest
 import redis
 import yaml
 from lockstep_api.v1 import state_pb2
+from lockstep_common.ports import free_port
 from lockstep_state.backend import Block, Limits, Opening, Take, Write
 from lockstep_state.redis_backend import RedisBackend, RedisOptions
 from lockstep_state.values import Values
-from redis_server import free_port, program
+from redis_server import program
 
 CHART = Path(__file__).parents[2] / "charts/lockstep"
 HELM = shutil.which("helm")

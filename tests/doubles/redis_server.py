@@ -7,6 +7,7 @@ import subprocess
 import time
 
 import pytest
+from lockstep_common.ports import free_port
 
 PATIENCE_S = 60.0
 
@@ -19,19 +20,11 @@ def program(name):
     return path
 
 
-def free_port(most=65535):
-    """A TCP port on which no process listens."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            if free.getsockname()[1] <= most:
-                return free.getsockname()[1]
-
-
 class RedisServer:
     """Started at once, on a port that stays the same."""
 
     def __init__(self, directory, password=None, *arguments):
-        self.port = free_port(most=55000)  # a cluster's nodes use port + 10000, too
+        self.port = free_port()
         directory.mkdir(parents=True, exist_ok=True)
         fixed = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         secret = ["--requirepass", password] if password else []
@@ -135,7 +128,7 @@ class RedisSentinels:
 
     def _watch(self, directory):
         directory.mkdir(parents=True)
-        port = free_port(most=55000)
+        port = free_port()
         lines = (
             f"port {port}",
             "bind 127.0.0.1",

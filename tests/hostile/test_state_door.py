@@ -17,7 +17,8 @@ from typing import Any
 
 import odd_requests
 import pytest
-from redis_server import RedisServer, free_port
+from lockstep_common.ports import free_port
+from redis_server import RedisServer
 from state_load import Load, loaded
 from state_process import dialled, running
 

@@ -143,7 +143,8 @@ def test_no_signal_has_a_prompt_an_output_or_a_key(system: tuple[System, Stack, 
     here.until(lambda workers: workers["w0"]["epoch"] == 2, "the ranks are started again", 60)
     ends.join(HUNG_S)
     assert not ends.is_alive()
-    time.sleep(0.3)  # lines are written up to 0.1 s late
+    wait_for(lambda: b"Segmentation fault" in log.read_bytes(), "the rank's last words are written")
+    time.sleep(0.3)  # other lines are written up to 0.1 s late
     printed, parts = bundle(tmp_path / "canary.tar.gz", "--url", stack.management_url)
     assert "rank 0" in printed
     assert "FAILED" in printed

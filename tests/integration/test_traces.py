@@ -95,7 +95,7 @@ def test_a_trace_reaches_from_the_request_to_each_rank(traced: Traced) -> None:
 
 
 def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(traced: Traced, tmp_path: Path) -> None:
-    tokens = traced.system.tokens_lasting(1.0)
+    tokens = traced.system.tokens_lasting(3.0)
     body = {"model": MODEL, "prompt": "canary", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     with httpx.stream(
         "POST", f"{traced.system.api}/completions", json=body, timeout=60, trust_env=False,

@@ -137,14 +137,17 @@ async def test_idle_connections_keep_no_probe_out():
                     await asyncio.sleep(0.01)
 
 
-async def test_connection_that_has_sent_its_request_is_not_closed_for_idle_ones():
-    async with managed("127.0.0.1", 0, Reports(unready=lambda: time.sleep(0.5)), liveness_timeout_s=30) as port:
-        asking = asyncio.create_task(ask(port, "/readyz"))
-        await asyncio.sleep(0.1)
-        with contextlib.ExitStack() as stack:
+async def test_connection_that_has_sent_its_request_is_not_closed_for_idle_ones(monkeypatch):
+    monkeypatch.setattr(management, "_ASK_TIMEOUT_S", 30.0)
+    with contextlib.ExitStack() as stack:
+
+        def unready():
+            """The request waits for its answer while they come."""
             for _ in range(3 * management.MAX_CONNECTIONS):
                 stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-            assert (await asking)[0] == 200
+
+        async with managed("127.0.0.1", 0, Reports(unready=unready), liveness_timeout_s=30) as port:
+            assert (await ask(port, "/readyz"))[0] == 200
 
 
 async def test_flood_of_connections_is_paced():

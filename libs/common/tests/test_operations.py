@@ -81,11 +81,16 @@ async def test_the_level_is_changed_for_a_while(port):
     status, text = await ask(port, "/loglevel?level=debug&for_s=60", "POST")
     assert (status, json.loads(text)["level"], logger.level) == (200, "debug", logging.DEBUG)
     assert 0 < json.loads(text)["left_s"] <= 60
-    status, text = await ask(port, "/loglevel?level=error&for_s=0.05", "POST")
-    assert logger.level == logging.ERROR
-    async with asyncio.timeout(30):
-        while logger.level != logging.INFO:
-            await asyncio.sleep(0.01)
+    levels = []
+    LOG_LEVEL.subscribe(levels.append)
+    try:
+        status, text = await ask(port, "/loglevel?level=error&for_s=0.05", "POST")
+        async with asyncio.timeout(30):
+            while len(levels) < 2:
+                await asyncio.sleep(0.01)
+    finally:
+        LOG_LEVEL.unsubscribe(levels.append)
+    assert (status, levels, logger.level) == (200, ["error", "info"], logging.INFO)
     assert LOG_LEVEL.left_s is None
 
 

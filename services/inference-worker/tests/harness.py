@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,12 +38,6 @@ def make_settings(model: Path, socket_path: str, **changes: Any) -> WorkerSettin
 def submit(stream_id: str = "s", attempt: int = 1, *, max_tokens: int = 4, **fields: Any) -> worker_pb2.Submit:
     message = {"prompt_ids": [1, 2, 3], "sampling": inference_pb2.Sampling(max_tokens=max_tokens)} | fields
     return worker_pb2.Submit(stream_id=stream_id, attempt=attempt, **message)
-
-
-def free_port() -> int:
-    """A TCP port on which no process listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 async def until(holds: Callable[[], Any]) -> None:

@@ -7,8 +7,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import PATIENCE_S, free_port, make_settings, served, submit, until
+from harness import PATIENCE_S, make_settings, served, submit, until
 from lockstep_common.log_level import LOG_LEVEL
+from lockstep_common.ports import free_port
 from scripted_engine import Script
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

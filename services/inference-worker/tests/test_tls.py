@@ -16,8 +16,9 @@ import pytest
 from authority import ROUTER, WORKER, Authority, Mounted
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import PATIENCE_S, Router, free_port, make_settings, served, submit, until
+from harness import PATIENCE_S, Router, make_settings, served, submit, until
 from lockstep_api.v1 import worker_pb2, worker_pb2_grpc
+from lockstep_common.ports import free_port
 from lockstep_common.telemetry import REGISTRY
 from trustme import LeafCert
 

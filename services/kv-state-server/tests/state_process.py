@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -10,12 +9,6 @@ import time
 import grpc
 from backends import PATIENCE_S
 from state_serving import Client
-
-
-def free_port():
-    """A TCP port on which no process listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def start(*flags):

@@ -15,7 +15,8 @@ import pytest
 import redis
 from backends import PATIENCE_S
 from grpc_health.v1 import health_pb2
-from redis_server import RedisSentinels, RedisServer, free_port
+from lockstep_common.ports import free_port
+from redis_server import RedisSentinels, RedisServer
 from state_load import CLIENTS, READS, WRITES, loaded
 from state_process import dialled, running
 from tcp_proxy import TcpProxy

@@ -8,8 +8,8 @@ from backends import PATIENCE_S, eventually
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from lockstep_api.v1 import state_pb2, state_pb2_grpc
+from lockstep_common.ports import free_port
 from lockstep_state.health import SERVICES
-from state_process import free_port
 from state_serving import dial, make_settings, refused, serving
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

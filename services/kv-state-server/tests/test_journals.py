@@ -158,9 +158,9 @@ async def test_stream_expires(kept):
 
 
 async def test_a_write_without_content_prolongs(kept):
-    await kept.open(ttl_s=0.4)
+    await kept.open(ttl_s=1.0)
     await kept.append(ttl_s=TTL_S)
-    await asyncio.sleep(0.8)
+    await asyncio.sleep(1.2)
     assert await kept.backend.read(kept.key()) is not None
 
 

@@ -10,9 +10,10 @@ import grpc
 import pytest
 from backends import PATIENCE_S, eventually
 from lockstep_api.v1 import state_pb2
+from lockstep_common.ports import free_port
 from lockstep_state.settings import StateSettings
 from redis_server import RedisServer
-from state_process import dialled, ended, free_port, running, start
+from state_process import dialled, ended, running, start
 from test_journal_service import OK, append_one, piece, reading, record
 from test_kv_service import get, header, key, put
 from test_names_service import acquire, bind, worker_of

@@ -4,7 +4,8 @@ import pytest
 import redis
 from authority import Authority, Mounted
 from backends import SECRET
-from redis_server import RedisServer, free_port
+from lockstep_common.ports import free_port
+from redis_server import RedisServer
 from state_serving import served
 from test_journal_service import OK, append_one, piece, reading, record
 from test_kv_service import STORED, get, header, key, put
@@ -62,7 +63,7 @@ async def test_redis_with_mutual_tls(tmp_path):
     authority = Authority()
     theirs = Mounted(tmp_path / "theirs", authority, "localhost")
     ours = Mounted(tmp_path / "ours", authority, "state.test")
-    port = free_port(most=55000)
+    port = free_port()
     files = ["--tls-cert-file", theirs.cert, "--tls-key-file", theirs.key, "--tls-ca-cert-file", ours.ca]
     server = RedisServer(tmp_path / "redis", None, "--tls-port", str(port), *files)
     options = {"store": f"rediss://localhost:{port}/0", "store_ca": ours.ca}

@@ -37,6 +37,14 @@ async def failing(kept):
     return caught.value
 
 
+async def answers(kept):
+    """Whether a small operation is answered in time; on a busy machine, one that has to connect may not be."""
+    try:
+        return await kept.backend.bound(kept.key()) is None
+    except LockstepError:
+        return False
+
+
 async def test_waiting_for_others_does_not_open_the_breaker(proxy):
     async with behind(proxy, connections=1) as kept:
         assert await kept.backend.get([kept.key()]) == [None]
@@ -52,7 +60,7 @@ async def test_waiting_for_others_does_not_open_the_breaker(proxy):
 
 async def test_a_process_that_stood_still_does_not_open_the_breaker(proxy):
     async with behind(proxy, breaker_failures=1) as kept:
-        assert await kept.backend.bound(kept.key()) is None
+        await eventually(lambda: answers(kept))
         asking = [asyncio.create_task(kept.backend.bound(kept.key())) for _ in range(5)]
         await asyncio.sleep(0)
         time.sleep(5 * SHORT_S)
@@ -62,7 +70,7 @@ async def test_a_process_that_stood_still_does_not_open_the_breaker(proxy):
 
 async def test_late_answers_of_batches_do_not_hide_failures_of_small_operations(proxy):
     async with behind(proxy, breaker_failures=4) as kept:
-        assert await kept.backend.bound(kept.key()) is None
+        await eventually(lambda: answers(kept))
         proxy.delay_s = (SHORT_S, SHORT_S)
         for _ in range(50):  # two rounds, but failures while this process itself is stalled do not count
             await asyncio.gather(failing(kept), failing(kept))
@@ -74,21 +82,21 @@ async def test_late_answers_of_batches_do_not_hide_failures_of_small_operations(
 
 async def test_late_answers_of_probes_do_not_close_the_breaker(proxy):
     async with behind(proxy, breaker_failures=1) as kept:
-        assert await kept.backend.bound(kept.key()) is None
+        await eventually(lambda: answers(kept))
         proxy.delay_s = (SHORT_S, SHORT_S)
-        await failing(kept)
-        assert kept.backend.unready is not None
+        while kept.backend.unready is None:  # a failure while this process itself is stalled does not count
+            await failing(kept)
         opened = proxy.connections
         await eventually(lambda: _is(proxy.connections > opened + 3))  # it is probed again and again
         assert kept.backend.unready is not None
         proxy.delay_s = (0.0, 0.0)
         await eventually(lambda: _is(kept.backend.unready is None))
-        assert await kept.backend.bound(kept.key()) is None
+        await eventually(lambda: answers(kept))
 
 
 async def test_a_batch_waits_for_one_timeout_and_not_for_one_of_each_part(proxy):
     async with behind(proxy, batch_timeout_s=0.5, breaker_failures=100) as kept:
-        assert await kept.backend.bound(kept.key()) is None
+        await eventually(lambda: answers(kept))
         proxy.silence()
         began = time.monotonic()
         results = await kept.backend.append([kept.write(f"s{number}") for number in range(256 * 40)])

@@ -14,6 +14,7 @@ from test_names_service import bind, worker_of
 
 UNKNOWN = state_pb2.WRITE_OUTCOME_UNKNOWN
 ROUNDS = 300
+TRIES = 5
 
 
 async def test_stranger_finds_and_changes_nothing(client):
@@ -79,16 +80,20 @@ def calls(server):
 async def test_time_does_not_tell_foreign_from_absent_blocks(tmp_path, store):
     """Look-ups in random order: how often the foreign one takes longer is as for a coin.
 
-    The own block, with its content, is the control: that one can be told apart.
+    The own block, with its content, is the control: that one can be told apart. Where it cannot, since the machine is
+    busy, the look-ups show nothing and are made again.
     """
     async with served(tmp_path, store=store) as client:
         content = bytes(1 << 20)
         assert await put(client, (header("there", content), content)) == [STORED]
         stranger = f"{client.tenant}-other"
-        foreign = await compare(client, ("there", stranger), ("absent", stranger))
-        own = await compare(client, ("there", client.tenant), ("absent", client.tenant))
-    print(f"the foreign one takes longer in {foreign:.1%}, the own one in {own:.1%}")
-    assert 0.35 < foreign < 0.65  # six standard deviations of a coin's
+        for _ in range(TRIES):
+            foreign = await compare(client, ("there", stranger), ("absent", stranger))
+            own = await compare(client, ("there", client.tenant), ("absent", client.tenant))
+            print(f"the foreign one takes longer in {foreign:.1%}, the own one in {own:.1%}")
+            assert 0.35 < foreign < 0.65  # six standard deviations of a coin's
+            if own > 0.75:
+                break
     assert own > 0.75
 
 

@@ -64,5 +64,10 @@ class Sharing:
 
 async def mirrored(cluster):
     """Wait until the state server has everything of a router."""
-    mirror = cluster.router.mirrored.mirror
-    await eventually(lambda: not (mirror._changed or mirror._flight or mirror._chores))
+    await eventually(lambda: cluster.router.mirrored.mirror.is_idle)
+
+
+async def mirrored_to(cluster, stream_id, tokens):
+    """Wait until the state server has so many tokens of each choice of a stream of this router, or its end."""
+    entries = cluster.router.mirrored.mirror.entries
+    await eventually(lambda: stream_id not in entries or min(entries[stream_id].written) >= tokens)

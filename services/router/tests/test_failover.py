@@ -24,7 +24,8 @@ def rejection(code, *, retryable=True, message="no", field="", retry_after_s=0.0
     )
 
 
-async def test_text_is_the_same_wherever_the_worker_dies(cluster):
+async def test_text_is_the_same_wherever_the_worker_dies(make_cluster):
+    cluster = await make_cluster(eject_after=0)
     expected = cluster.undisturbed(PROMPT, 7, TOKENS)
     first, _ = cluster.worker_of("user:u")
     for position in range(TOKENS):
@@ -310,7 +311,7 @@ async def test_stream_goes_on_on_a_worker_with_the_same_fingerprint_unmarked(mak
 
 
 async def test_worker_with_the_same_fingerprint_is_preferred(make_cluster):
-    cluster = await make_cluster(3)
+    cluster = await make_cluster(3, eject_after=0)
     own, others = cluster.worker_of("user:u")
     cards = {"equal": others[0], "other": others[1]}
     cards["other"].card = model_card(fingerprint="other numerics")

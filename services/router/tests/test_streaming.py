@@ -115,7 +115,7 @@ async def test_client_that_never_reads_is_paused_and_then_cut_off(make_cluster):
         body = BODY | {"stream": True, "max_tokens": 1 << 19, "logprobs": 20}
         _, writer = await unread_request(client, body)
         await eventually(lambda: worker.submits)
-        await eventually(lambda: cluster.router.requests == 0, timeout_s=60)
+        await eventually(lambda: cluster.router.requests == 0, timeout_s=240)
         writer.close()
     assert metrics.FAILOVERS.labels("slow_client")._value.get() > before
     assert worker.cancels
@@ -188,7 +188,7 @@ async def test_journals_have_a_budget_together(make_cluster):
 
 
 @pytest.mark.parametrize(
-    "more", [{"n": 8, "logprobs": 20, "max_tokens": 60}, {"prompt": ["hello " * 20_000] * 4, "echo": True}]
+    "more", [{"n": 8, "logprobs": 20}, {"prompt": ["hello " * 20_000] * 4, "echo": True}], ids=["logprobs", "echo"]
 )
 async def test_what_is_kept_for_whole_answers_counts_in_the_budget(make_cluster, more):
     cluster = await make_cluster(max_journals_bytes=1 << 20)
@@ -196,8 +196,9 @@ async def test_what_is_kept_for_whole_answers_counts_in_the_budget(make_cluster,
         worker.card = model_card(context_length=1 << 16)
         worker.announce(epoch=2)
     await eventually(lambda: cluster.router.workers.models["reference"].context_length == 1 << 16)
-    slow(cluster, 0.02)
-    running = asyncio.create_task(cluster.complete(**more))
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.001, hang_after=100)  # it does not end by itself
+    running = asyncio.create_task(cluster.complete(**more, max_tokens=200))
     await eventually(lambda: cluster.router.streams or running.done())
     async with asyncio.timeout(30):
         while not running.done() and (await cluster.complete(max_tokens=1)).status_code == 200:
@@ -206,8 +207,9 @@ async def test_what_is_kept_for_whole_answers_counts_in_the_budget(make_cluster,
         assert running.result().status_code == 503
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await asyncio.sleep(0.15)
-    assert (await cluster.complete(max_tokens=1)).status_code == 200
+    async with asyncio.timeout(30):
+        while (await cluster.complete(max_tokens=1)).status_code != 200:
+            await asyncio.sleep(0.02)
 
 
 async def test_prompts_that_are_tokens_count_before_the_last_one_is(make_cluster):

@@ -19,7 +19,7 @@ from lockstep_router.resumption.run import Run
 from lockstep_router.status import status_body
 from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card
-from takeover_cluster import Sharing, mirrored
+from takeover_cluster import Sharing, mirrored, mirrored_to
 from test_router_deaths import prefer
 from websocket_client import socket_of
 from websocket_client import text_of as text_of_messages
@@ -175,6 +175,7 @@ async def test_client_that_comes_back_elsewhere_gets_the_rest_and_the_first_rout
     first, second = routers
     async with first.over_http() as client:
         stream_id, before = await leave_after(client, LONG, 3)
+        await mirrored_to(first, stream_id, 2)
     rest = asyncio.create_task(resume(second.client, stream_id, before[-1][0]))
     await eventually(lambda: first.router.runs.running == 0)
     events = events_of(await rest)
@@ -192,6 +193,8 @@ async def test_reader_at_the_first_router_gets_a_typed_error(sharing, routers):
     first, second = routers
     async with first.over_http() as client:
         stream_id, before = await leave_after(client, LONG, 2)
+        await mirrored_to(first, stream_id, 1)
+        await eventually(lambda: first.router.runs.detached == 1)
         reading = asyncio.create_task(resume(client, stream_id, before[-1][0]))
         await eventually(lambda: first.router.runs.readings == 1)
         whole = events_of(await resume(second.client, stream_id, before[-1][0]))
@@ -208,8 +211,9 @@ async def test_stream_moves_back_and_forth(sharing, routers):
     events = []
     async with routers[0].over_http() as one, routers[1].over_http() as two:
         stream_id, events = await leave_after(one, LONG | {"max_tokens": 60}, 3)
+        await mirrored_to(routers[0], stream_id, 1)
         for turn in range(6):
-            client = (two, one)[turn % 2]
+            client, left = ((two, routers[0]), (one, routers[1]))[turn % 2]
             async with client.stream(
                 "GET", f"/v1/streams/{stream_id}", headers={"last-event-id": events[-1][0]}
             ) as response:
@@ -222,6 +226,7 @@ async def test_stream_moves_back_and_forth(sharing, routers):
                         gained += 1
                         if gained == 4:
                             break
+            await eventually(lambda left=left: left.router.runs.running == 0)
         events += events_of(await resume(one, stream_id, events[-1][0]))
     assert text_of(events) == routers[0].undisturbed("hello world", 7, 60)
     attempts = [submit.attempt for submit in sharing.submits]
@@ -234,6 +239,7 @@ async def test_several_clients_take_it_once(sharing, routers):
     first, second = routers
     async with first.over_http() as client:
         stream_id, before = await leave_after(client, LONG | {"max_tokens": 50}, 2)
+        await mirrored_to(first, stream_id, 1)
     answers = await asyncio.gather(*(resume(second.client, stream_id, before[-1][0]) for _ in range(5)))
     for response in answers:
         assert text_of(before + events_of(response)) == first.undisturbed("hello world", 7, 50)
@@ -270,6 +276,7 @@ async def test_deadline_of_the_client_holds_at_the_next_router(sharing, routers)
     slow(sharing)
     async with first.over_http() as client:
         stream_id, before = await leave_after(client, LONG, 1, **{"x-request-timeout": "1.0"})
+        await mirrored_to(first, stream_id, 1)
     rest = events_of(await resume(second.client, stream_id, before[-1][0]))
     assert rest[-1][1]["error"]["code"] == "deadline_exceeded"
 
@@ -280,12 +287,14 @@ async def test_other_faces_take_streams_over(sharing, routers):
     expected = first.undisturbed("hello world", 7, 60)
     async with first.over_http() as client, second.over_http() as there, second.over_grpc() as channel:
         stream_id, before = await leave_after(client, LONG | {"max_tokens": 60}, 2)
+        await mirrored_to(first, stream_id, 1)
         async with socket_of(there) as socket:
             await socket.send(type="resume", id="a", stream=stream_id, last_event_id=before[-1][0])
             answer = await socket.answer("a")
         assert answer[-1]["type"] == "done"
         assert text_of(before) + text_of_messages(answer) == expected
         stream_id, before = await leave_after(client, LONG | {"max_tokens": 60}, 2)
+        await mirrored_to(first, stream_id, 1)
         stub = inference_pb2_grpc.InferenceStub(channel)
         message = inference_pb2.ResumeRequest(request_id=stream_id, last_event_id=before[-1][0])
         rest = [event async for event in stub.Resume(message)]
@@ -318,7 +327,8 @@ async def test_request_that_is_sent_again_elsewhere_joins_its_stream(sharing, ro
     first, second = routers
     headers = {"idempotency-key": "mine", "authorization": "Bearer one"}
     async with first.over_http() as client:
-        _, before = await leave_after(client, LONG | {"max_tokens": 40}, 3, **headers)
+        stream_id, before = await leave_after(client, LONG | {"max_tokens": 40}, 3, **headers)
+        await mirrored_to(first, stream_id, 1)
         other = await second.client.post("/v1/completions", json=STREAM, headers=headers)
         assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
         again = await second.client.post("/v1/completions", json=LONG | {"max_tokens": 40}, headers=headers)
@@ -358,6 +368,7 @@ async def test_drained_router_hands_its_streams_over(sharing, routers):
     first, second = routers
     async with first.over_http() as client:
         stream_id, before = await leave_after(client, LONG | {"max_tokens": 80}, 2)
+        await mirrored_to(first, stream_id, 1)
         await eventually(lambda: first.router.runs.detached == 1)
         async with asyncio.timeout(30):
             await first.router.leave()
@@ -373,13 +384,14 @@ async def test_continued_stream_ends_when_nobody_comes_back(sharing):
     slow(sharing)
     async with first.over_http() as client:
         stream_id, before = await leave_after(client, LONG, 2)
+        await mirrored_to(first, stream_id, 1)
     async with second.over_http() as client:
         async with client.stream(
             "GET", f"/v1/streams/{stream_id}", headers={"last-event-id": before[-1][0]}
         ) as response:
             await anext(response.aiter_lines())
         await eventually(lambda: second.router.runs.running == 0)
-        assert sum(len(worker.cancels) for worker in sharing.workers) == 2
+        await eventually(lambda: sum(len(worker.cancels) for worker in sharing.workers) == 2)
     await mirrored(second)
     for cluster in (first, second):
         assert (await resume(cluster.client, stream_id)).status_code == 404
@@ -424,6 +436,7 @@ async def test_limits_of_the_tenant_hold_for_continued_streams(sharing, tmp_path
     slow(sharing)
     async with first.over_http() as client, second.over_http() as there:
         stream_id, before = await leave_after(client, LONG, 2, **bearer(KEY))
+        await mirrored_to(first, stream_id, 1)
         own, _ = await leave_after(there, LONG, 1, **bearer(KEY))
         refused = await resume(there, stream_id, before[-1][0], **bearer(KEY))
         assert (refused.status_code, refused.json()["error"]["param"]) == (429, "concurrent_streams")
@@ -439,6 +452,7 @@ async def test_positions_that_the_stream_never_had(sharing, routers, position):
     first, second = routers
     async with first.over_http() as client, second.over_http() as there:
         stream_id, _ = await leave_after(client, STREAM, 1)
+        await mirrored_to(first, stream_id, 1)
         response = await resume(there, stream_id, f"{stream_id}:{position}")
     assert (response.status_code, response.json()["error"]["param"]) == (400, "Last-Event-ID")
 
@@ -750,6 +764,7 @@ async def test_reader_that_came_back_from_where_its_stream_was_taken_may_try_aga
     body = LONG | {"max_tokens": 6}
     async with first.over_http() as client:
         stream_id, before = await leave_after(client, body, 1)
+        await eventually(lambda: first.router.runs.detached == 1)
         older = asyncio.create_task(resume(client, stream_id, before[-1][0]))
         await eventually(lambda: first.router.runs.readings == 1)
         # A write is acknowledged after that one has come.

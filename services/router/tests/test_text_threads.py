@@ -117,11 +117,16 @@ async def test_memory_is_returned_when_the_work_has_ended_after_its_caller_had_l
         def trim_soon(self):
             self.calls += 1
 
-    trimmer, release = Trimmer(), threading.Event()
+    trimmer, begun, release = Trimmer(), threading.Event(), threading.Event()
     threads = TextThreads(1, trimmer)
+
+    def work():
+        begun.set()
+        release.wait()
+
     try:
-        caller = asyncio.create_task(threads.run(release.wait, 1_000_000))
-        await asyncio.sleep(0.01)
+        caller = asyncio.create_task(threads.run(work, 1_000_000))
+        await eventually(begun.is_set)
         caller.cancel()
         await asyncio.gather(caller, return_exceptions=True)
         assert trimmer.calls == 0

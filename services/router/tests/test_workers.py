@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import gc
 import logging
-import socket
 
 import pytest
 from fake_kubernetes import NAMESPACE, SELECTOR, FakeEndpointSlices, endpoint, endpoint_slice
 from lockstep_api.v1 import worker_pb2
+from lockstep_common.ports import free_port
 from lockstep_router import metrics
 from lockstep_router.discovery import WorkerAddress
 from lockstep_router.discovery.endpoint_slices import EndpointSlices, workers_of
@@ -344,14 +344,9 @@ async def test_worker_that_stays_away_is_a_warning_and_one_that_comes_soon_is_no
     assert (warning.message, warning.worker) == ("no link to worker", "w-0")
 
 
-def free_port(host="127.0.0.1", family=socket.AF_INET):
-    with socket.create_server((host, 0), family=family) as listener:
-        return listener.getsockname()[1]
-
-
 async def test_worker_at_an_ipv6_address(routed, make_worker):
     try:
-        port = free_port("::1", socket.AF_INET6)
+        port = free_port("::1")
     except OSError:
         pytest.skip("no IPv6 here")
     worker = await make_worker("w-0", f"[::1]:{port}")

@@ -4,7 +4,6 @@
 """
 
 import os
-import socket
 import ssl
 import sys
 import time
@@ -15,6 +14,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 import httpx
+from lockstep_common import ports
 from lockstep_common.address import join_host_port
 from lockstep_common.errors import LockstepError
 
@@ -410,11 +410,6 @@ def free_port(host: str, port: int) -> int:
         CommandError: it is taken, or the host is not an address of this machine.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            # As servers do: connections of an earlier server in TIME_WAIT do not block the port.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
+        return ports.probe(host, port) if port else ports.free_port(host)
     except OSError as error:
         raise CommandError(f"cannot listen on {host}:{port}: {error.strerror or error}", UNUSABLE) from None

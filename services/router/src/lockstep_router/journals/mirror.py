@@ -120,6 +120,7 @@ class Mirror:
         self._wake = asyncio.Event()
         self._chores: deque[Callable[[], Awaitable[None]]] = deque(maxlen=_MAX_CHORES)
         """What else the state server is to be told; beyond the bound it forgets by its times to live."""
+        self._chores_in_flight = 0
         self._batch_writes = _BATCH_WRITES
         self._writing: asyncio.Task[None] | None = None
         self._flight: list[_Sent] = []
@@ -415,8 +416,16 @@ class Mirror:
 
     async def _do_chores(self) -> None:
         works = [self._chores.popleft() for _ in range(min(len(self._chores), _CHORES_AT_ONCE))]
-        if works:
+        self._chores_in_flight = len(works)
+        try:
             await asyncio.gather(*(_done(work) for work in works))
+        finally:
+            self._chores_in_flight = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the state server was told everything that happened until now."""
+        return not (self._changed or self._flight or self._chores or self._chores_in_flight)
 
 
 async def _done(work: Callable[[], Awaitable[None]]) -> None:
