@@ -56,6 +56,10 @@ class Reports:
     """Why no requests should be sent here, in a few words; None if the service is ready."""
     status: Callable[[], Any] | None = None
     """The service's state as JSON types; without it there is no `/status`."""
+    files: Mapping[str, Answer] = field(default_factory=dict)
+    """Answers that never change, by their paths: web pages and what belongs to them."""
+    views: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Further states as JSON types, by their paths. They are called in the serving loop, and must not block."""
     stacks: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     """Parts of `/debug/stacks`, by name, as JSON types. Unlike the others they are called in any thread."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -161,7 +165,7 @@ class _OwnAnswers:
 
     def of(self, path: str, *, is_stranger: bool) -> Answer:
         """The answer to a GET."""
-        match path.partition("?")[0]:
+        match name := path.partition("?")[0]:
             case "/healthz":
                 return self._healthz()
             case "/readyz":
@@ -172,6 +176,10 @@ class _OwnAnswers:
                 return Answer(200, METRICS_CONTENT_TYPE, exposition())
             case "/status" if self._reports.status is not None:
                 return self._status(self._reports.status)
+            case _ if name in self._reports.views:
+                return self._status(self._reports.views[name])
+            case _ if name in self._reports.files:
+                return self._reports.files[name]
         return not_found()
 
     def _healthz(self) -> Answer:
@@ -339,9 +347,13 @@ class _Handler(BaseHTTPRequestHandler):
             answer = as_json(405, {"error": "method not allowed"})
         else:
             answer = self.server.answers.of(self.path, is_stranger=is_stranger)
+        answer = answer.unless_known(self.headers.get("If-None-Match", ""))
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.content_type)
-        self.send_header("Content-Length", str(len(answer.body)))
+        if answer.status != 304:
+            self.send_header("Content-Length", str(len(answer.body)))
+        for name, value in answer.headers:
+            self.send_header(name, value)
         self.end_headers()
         if with_body:
             self.wfile.write(answer.body)

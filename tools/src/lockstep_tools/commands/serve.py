@@ -159,6 +159,7 @@ def _introduce(stack: Stack) -> None:
     body = json.dumps({"model": name, "prompt": "It was a dark night, and", "max_tokens": 40})
     rows = {
         "API": f"{stack.url}/v1",
+        "console": stack.console_url,
         "manage": f"{stack.management_url} (/status, /metrics)",
         **({"routers": ", ".join(f"{url}/v1" for url in stack.urls)} if len(stack.urls) > 1 else {}),
         "model": f"{name} ({settings.model})",
