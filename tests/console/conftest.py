@@ -17,7 +17,9 @@ TIMEOUT_MS = 120_000
 
 @pytest.fixture(scope="session")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright for Python: pip install playwright")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="needs Playwright for Python: pip install playwright"
+    )
     if CHROMIUM is None:
         pytest.skip("needs Chromium: apt-get install chromium")
     with playwright.sync_playwright() as driver:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from lockstep_common.management import Reports, managed
 
-REPOSITORY = Path(__file__).parents[2]
-sys.path.append(str(REPOSITORY / "services/router/tests"))
+sys.path.append(str(Path(__file__).parents[2] / "services/router/tests"))
 
 from lockstep_router.console import files
 from lockstep_router.console.state import ConsoleState
@@ -20,7 +19,7 @@ from lockstep_router.settings import RouterSettings
 from router_cluster import eventually
 from scripted_worker import Script, ScriptedWorker
 
-DEADLINE_S = 15
+DEADLINE_S = 120
 
 
 class Served:

@@ -17,7 +17,7 @@ HOSTILE = (
 
 
 def wait_until(page, function, arg=None):
-    """Wait until a function is true in the page. Playwright's own waiting needs `eval`, which the page's policy forbids."""
+    """Wait until a function is true in the page. Playwright's own waiting needs `eval`, which the page forbids."""
     end = time.monotonic() + DEADLINE_S
     while not page.evaluate(function, arg):
         assert time.monotonic() < end, f"did not happen in time: {function} {arg}; the page: {page.inner_text('main')}"
@@ -26,7 +26,10 @@ def wait_until(page, function, arg=None):
 
 def wait_text(page, selector, pattern):
     """Wait until the text of an element has the pattern."""
-    find = "([selector, pattern]) => [...document.querySelectorAll(selector)].some(e => RegExp(pattern).test(e.textContent))"
+    find = (
+        "([selector, pattern]) =>"
+        " [...document.querySelectorAll(selector)].some(found => RegExp(pattern).test(found.textContent))"
+    )
     wait_until(page, find, [selector, pattern])
 
 

@@ -165,7 +165,7 @@ class _OwnAnswers:
 
     def of(self, path: str, *, is_stranger: bool) -> Answer:
         """The answer to a GET."""
-        match name := path.partition("?")[0]:
+        match path.partition("?")[0]:
             case "/healthz":
                 return self._healthz()
             case "/readyz":
@@ -174,13 +174,16 @@ class _OwnAnswers:
                 return needs_certificate()
             case "/metrics":
                 return Answer(200, METRICS_CONTENT_TYPE, exposition())
-            case "/status" if self._reports.status is not None:
-                return self._status(self._reports.status)
-            case _ if name in self._reports.views:
-                return self._status(self._reports.views[name])
-            case _ if name in self._reports.files:
-                return self._reports.files[name]
-        return not_found()
+            case name:
+                return self._report(name)
+
+    def _report(self, path: str) -> Answer:
+        """What the service itself reports at a path."""
+        reports = self._reports
+        view = reports.status if path == "/status" else reports.views.get(path)
+        if view is not None:
+            return self._status(view)
+        return reports.files.get(path) or not_found()
 
     def _healthz(self) -> Answer:
         age_s = self._heartbeat.age_s

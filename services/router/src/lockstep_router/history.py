@@ -120,8 +120,6 @@ class History:
     def move(self, stream: StreamRecord, worker: str, reason: str, at: float) -> Move:
         """Note that a stream leaves a worker."""
         self._moved += 1
-        move = Move(
-            self._moved, stream.stream_id, stream.run_id, stream.tenant, worker, reason, at, stream.tokens
-        )
+        move = Move(self._moved, stream.stream_id, stream.run_id, stream.tenant, worker, reason, at, stream.tokens)
         self.moves.append(move)
         return move
