@@ -31,7 +31,7 @@ def browser():
 
 
 @pytest.fixture
-def served(tmp_path):
+def served(browser, tmp_path):  # without a browser nothing needs to start
     with Served(tmp_path) as running:
         yield running
 

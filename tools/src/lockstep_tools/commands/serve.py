@@ -159,8 +159,8 @@ def _introduce(stack: Stack) -> None:
     body = json.dumps({"model": name, "prompt": "It was a dark night, and", "max_tokens": 40})
     rows = {
         "API": f"{stack.url}/v1",
-        "console": stack.console_url,
         "manage": f"{stack.management_url} (/status, /metrics)",
+        "console": stack.console_url,
         **({"routers": ", ".join(f"{url}/v1" for url in stack.urls)} if len(stack.urls) > 1 else {}),
         "model": f"{name} ({settings.model})",
         "workers": f"{workers}; {settings.tp} rank{'s' * (settings.tp > 1)} each",
