@@ -84,6 +84,17 @@ def test_routers_share_a_state_server(stubs: Path, model: str) -> None:
     assert events == ["router 2 was killed by SIGKILL; starting it again"]
 
 
+@pytest.mark.parametrize(("host", "is_public"), [("127.0.0.1", True), ("0.0.0.0", False)])
+def test_the_console_can_chat_only_where_no_other_machine_reaches_it(
+    stubs: Path, model: str, host: str, is_public: bool
+) -> None:
+    with Stack(StackSettings(model, host=host)) as stack:
+        stack.wait_ready(30)
+        flags = psutil.Process(stack.router_pid).cmdline()
+        assert ("--console=public" in flags) is is_public
+        assert stack.console_url == f"{stack.url if is_public else stack.management_url}/console/"
+
+
 def test_one_router_has_no_state_server_unless_asked_for(stubs: Path, model: str) -> None:
     assert StackSettings(model).store is None
     assert StackSettings(model, state="redis://localhost:1/0").store == "redis://localhost:1/0"

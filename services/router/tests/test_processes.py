@@ -83,6 +83,10 @@ async def test_both_serve_and_report_together(tmp_path):
         assert [(each["process"], each["router"]["id"]) for each in body["processes"]] == [(0, "r-0"), (1, "r-1")]
         assert len({process.pid, *(each["pid"] for each in body["processes"])}) == 3
         assert [worker["id"] for worker in body["workers"]] == ["w0"]
+        state = (await client.get("/console/state")).json()
+        assert (state["router"]["id"], state["processes"]) == ("r", 2)
+        assert {each["key"].partition(".")[0] for each in state["streams"]} == {"0", "1"}
+        assert (await client.get("/console/")).headers["content-type"] == "text/html; charset=utf-8"
         families = text_string_to_metric_families((await client.get("/metrics")).text)
         samples = [sample for family in families for sample in family.samples]
         requests = {

@@ -1,7 +1,7 @@
 """Answers of the management port."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -12,6 +12,18 @@ class Answer:
     status: int
     content_type: str
     body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+    """Further ones."""
+
+    @property
+    def tag(self) -> str:
+        """Its ETag; empty: it has none."""
+        return next((value for name, value in self.headers if name == "ETag"), "")
+
+    def unless_known(self, if_none_match: str) -> "Answer":
+        """This answer, or 304 without a body for a client that has the same one already."""
+        known = [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]
+        return replace(self, status=304, body=b"") if self.tag and self.tag in known else self
 
 
 def as_json(status: int, value: Any) -> Answer:

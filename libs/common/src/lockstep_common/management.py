@@ -64,6 +64,10 @@ class Reports:
     """Why no requests should be sent here, in a few words; None if the service is ready."""
     status: Callable[[], Any] | None = None
     """The service's state as JSON types; without it there is no `/status`."""
+    files: Mapping[str, Answer] = field(default_factory=dict)
+    """Answers that never change, by their paths: web pages and what belongs to them."""
+    views: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
+    """Further states as JSON types, by their paths. They are called in the serving loop, and must not block."""
     stacks: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     """Parts of `/debug/stacks`, by name, as JSON types. Unlike the others they are called in any thread."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -182,9 +186,16 @@ class _OwnAnswers:
             case "/metrics":
                 body, content_type = exposition_for(accept)
                 return Answer(200, content_type, body)
-            case "/status" if self._reports.status is not None:
-                return self._status(self._reports.status)
-        return not_found()
+            case name:
+                return self._report(name)
+
+    def _report(self, path: str) -> Answer:
+        """What the service itself reports at a path."""
+        reports = self._reports
+        view = reports.status if path == "/status" else reports.views.get(path)
+        if view is not None:
+            return self._status(view)
+        return reports.files.get(path) or not_found()
 
     def _healthz(self) -> Answer:
         age_s = self._heartbeat.age_s
@@ -352,9 +363,13 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             accept = self.headers.get("Accept", "")
             answer = self.server.answers.of(self.path, is_stranger=is_stranger, accept=accept)
+        answer = answer.unless_known(self.headers.get("If-None-Match", ""))
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.content_type)
-        self.send_header("Content-Length", str(len(answer.body)))
+        if answer.status != 304:
+            self.send_header("Content-Length", str(len(answer.body)))
+        for name, value in answer.headers:
+            self.send_header(name, value)
         self.end_headers()
         if with_body:
             self.wfile.write(answer.body)

@@ -147,6 +147,11 @@ class Router:
         return time.monotonic() - self._began_at
 
     @property
+    def loop_time(self) -> float:
+        """The time in which its records are: that of the running event loop."""
+        return asyncio.get_running_loop().time()
+
+    @property
     def failovers(self) -> int:
         """Number of times that a stream moved to another worker."""
         return self.workers.failovers

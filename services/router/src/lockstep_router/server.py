@@ -24,6 +24,8 @@ from lockstep_common.settings import fail
 from lockstep_common.termination import leave_message
 from lockstep_common.tracing import setup_tracing
 
+from lockstep_router.console import files
+from lockstep_router.console.state import ConsoleState
 from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.faces.rest.app import create_app
 from lockstep_router.faces.rest.connections import BoundedProtocol
@@ -243,7 +245,14 @@ async def serve(
     tls = RouterTls.load(settings)
     tracing = setup_tracing("router", settings.router_id, settings)
     router = Router(settings, dial=tls.dial, dial_state=tls.dial_state, tracing=tracing)
-    reports = Reports(unready=lambda: router.unready, status=lambda: status_body(router), settings=settings.shown())
+    console = ConsoleState(router)
+    reports = Reports(
+        unready=lambda: router.unready,
+        status=lambda: status_body(router),
+        files=files.of(settings.console),
+        views={} if settings.console == "off" else {files.STATE: console.on_management},
+        settings=settings.shown(),
+    )
     async with reporting(settings, reports, tls) as management_port, tls.watched(), router:
         if settings.processes > 1:
             await _until_ready(router)

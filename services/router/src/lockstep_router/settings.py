@@ -4,6 +4,7 @@ import ipaddress
 import os
 import socket
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from lockstep_common.address import check_target, is_unix
 from lockstep_common.settings import UNQUOTED
@@ -23,6 +24,7 @@ _PAIRS = {
     "model_tool_formats": "model=format",
     "model_reasoning_formats": "model=format",
 }
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _NEEDED_BY = {"workers": "static", "workers_dns": "dns", "kubernetes_selector": "kubernetes"}
 
 
@@ -78,6 +80,14 @@ class RouterSettings(StateServerSettings):
         None,
         description="YAML file of tenants with the hashes of their API keys and their limits: requests without one of "
         "the keys are 401. If not set, everyone is served.",
+    )
+    console: Literal["off", "management", "public"] = Field(
+        "management",
+        description="Where /console/ is served, the web page for people: nowhere, on the management port (read-only), "
+        "or on `port` too, where it can chat; `public` needs `keys_file`, unless `host` is a loopback address.",
+    )
+    dashboard_url: str = Field(
+        "", max_length=2048, description="Address of dashboards (http or https) that the console links to."
     )
     limits_storage: str = Field(
         "memory",
@@ -368,6 +378,24 @@ class RouterSettings(StateServerSettings):
     def _check_password_file(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("limits_storage") == MEMORY:
             raise ValueError("needs limits_storage")
+        return value
+
+    @field_validator("console")
+    @classmethod
+    def _check_console(cls, value: str, info: ValidationInfo) -> str:
+        if value == "public" and info.data.get("keys_file") is None and info.data.get("host") not in _LOOPBACK:
+            raise ValueError("needs keys_file, unless host is a loopback address")
+        return value
+
+    @field_validator("dashboard_url")
+    @classmethod
+    def _check_dashboard_url(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+        except ValueError:
+            parts = None
+        if value and (parts is None or parts.scheme not in ("http", "https") or not parts.hostname or "@" in value):
+            raise ValueError("must be an address with http:// or https://, without a user")
         return value
 
     @field_validator("http_tls_key")

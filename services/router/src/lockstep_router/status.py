@@ -32,7 +32,7 @@ def status_body(router: Router) -> dict[str, Any]:
                 "kept": router.journals.kept,
                 "bytes": router.journals.size_bytes,
             },
-            "state": _state(router),
+            "state": state_server_body(router),
             "suspects": dict(router.workers.suspects.counts),
         },
         "discovery": {
@@ -54,11 +54,11 @@ def status_body(router: Router) -> dict[str, Any]:
             }
             for card in router.workers.models.values()
         ],
-        "workers": [_worker(link, router.workers.clock.now()) for link in router.workers.links],
+        "workers": [worker_body(link, router.workers.clock.now()) for link in router.workers.links],
     }
 
 
-def _state(router: Router) -> dict[str, Any] | None:
+def state_server_body(router: Router) -> dict[str, Any] | None:
     """How the journals are mirrored; None: they are not."""
     if router.mirrored is None:
         return None
@@ -72,7 +72,8 @@ def _state(router: Router) -> dict[str, Any] | None:
     }
 
 
-def _worker(link: Link, now: float) -> dict[str, Any]:
+def worker_body(link: Link, now: float) -> dict[str, Any]:
+    """What is known of one worker."""
     status = link.status
     silence_s = link.silence_s()
     return {

@@ -174,6 +174,7 @@ def _introduce(stack: Stack) -> None:
     rows = {
         "API": f"{stack.url}/v1",
         "manage": f"{stack.management_url} (/status, /metrics, lockstep debug)",
+        "console": stack.console_url,
         **({"routers": ", ".join(f"{url}/v1" for url in stack.urls)} if len(stack.urls) > 1 else {}),
         "model": f"{name} ({settings.model})",
         "workers": f"{workers}; {settings.tp} rank{'s' * (settings.tp > 1)} each",

@@ -68,6 +68,7 @@ class Demo:
             self._stack.wait_ready(_START_TIMEOUT_S)
         pids = ", ".join(f"{worker} (pid {pid})" for worker, pid in self._stack.worker_pids.items())
         self._aside(f"router at {self._stack.url}, {pids}: ready after {time.monotonic() - began_s:.1f} s")
+        self._aside(f"watch it in a browser: {self._stack.console_url}")
 
     async def _fitting_tokens(self, model: Mapping[str, Any]) -> int:
         """Tokens of a stream that lasts long enough for both kills, within the model's context."""

@@ -33,6 +33,7 @@ _DRAIN_S = 5.0  # time for running streams to end
 _GRACE_S = 8.0  # time for processes to end: the drain, and the end of ranks after it
 _POLL_S = 0.1
 _LOOPBACK = "127.0.0.1"
+_LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 _PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Trusts nobody. To load the system's certificates, which plain HTTP does not need, takes 30 ms."""
 _MOST_PORT = 65535
@@ -160,6 +161,15 @@ class Stack:
     def management_urls(self) -> list[str]:
         """The same of all routers."""
         return [f"http://{_LOOPBACK}:{port}" for port in self.management_ports]
+
+    @property
+    def console_url(self) -> str:
+        """The address of the first router's console: with chat, if only this machine reaches the router."""
+        return f"{self.url if self._is_for_this_machine else self.management_url}/console/"
+
+    @property
+    def _is_for_this_machine(self) -> bool:
+        return self.settings.host in _LOOPBACKS
 
     @property
     def started(self) -> bool:
@@ -331,6 +341,7 @@ class Stack:
                     "port": port,
                     "management-port": management_port,
                     "workers": ",".join(sockets.values()),
+                    "console": "public" if self._is_for_this_machine else None,
                     "processes": self.settings.router_processes,
                     "state-server": None if self.settings.store is None else f"unix:{self._state_socket}",
                     "drain-timeout-s": _DRAIN_S,

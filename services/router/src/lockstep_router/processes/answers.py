@@ -1,7 +1,7 @@
 """The management port of several processes: one health, one readiness, their metrics and states together."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -12,6 +12,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from lockstep_router.console import files
+from lockstep_router.console.joined import joined
 from lockstep_router.processes.channel import Asker, NoAnswerError
 
 _PARENT = "parent"
@@ -49,10 +51,14 @@ class JointAnswers:
     Args:
         router_id: the router's name, without a process's number.
         processes: of the router.
+        pages: of the console, by their paths; None: there is no console.
     """
 
-    def __init__(self, router_id: str, processes: Sequence[ProcessFacts]) -> None:
+    def __init__(
+        self, router_id: str, processes: Sequence[ProcessFacts], pages: Mapping[str, Answer] | None = None
+    ) -> None:
         self._router_id = router_id
+        self._pages = pages or {}
         self._processes = processes
         self._threads = ThreadPoolExecutor(2 * len(processes), thread_name_prefix="ask")
 
@@ -65,13 +71,21 @@ class JointAnswers:
                 # A process that is being started again takes no connections, and the others do.
                 listening = [process for process in self._processes if process.asker is not None]
                 return self._health("/readyz", "ready", listening)
-            case "/metrics" | "/status" if is_stranger:
+            case _ if is_stranger:
                 return needs_certificate()
+        return self._to_known(path.partition("?")[0], accept)
+
+    def _to_known(self, name: str, accept: str) -> Answer:
+        match name:
             case "/metrics":
                 body, content_type = self._metrics(accept)
                 return Answer(200, content_type, body)
             case "/status":
                 return self._status()
+            case files.STATE if self._pages:
+                return self._console()
+            case _ if name in self._pages:
+                return self._pages[name]
         return not_found()
 
     def to_operator(self, method: str, path: str) -> Answer:
@@ -125,6 +139,18 @@ class JointAnswers:
             restarts.labels(str(process.number)).inc(process.restarts)
         own.register(_Labelled(texts))
         return exposition_for(accept, own)
+
+    def _console(self) -> Answer:
+        """What the console shows, of all processes together."""
+        answers = {process.number: answer for process, answer in self._ask(files.STATE, self._processes)}
+        bodies = {
+            number: json.loads(answer.body)
+            for number, answer in answers.items()
+            if answer is not None and answer.status == 200
+        }
+        if not bodies:
+            return as_json(503, {"error": "no process answers"})
+        return as_json(200, joined(bodies, self._router_id, len(answers)))
 
     def _status(self) -> Answer:
         """The state as the first process that answers sees it, with the counts of all."""

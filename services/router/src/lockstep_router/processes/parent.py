@@ -20,6 +20,7 @@ from lockstep_common.management import served
 from lockstep_common.settings import USAGE_EXIT_CODE, fail
 from lockstep_common.termination import leave_message
 
+from lockstep_router.console import files
 from lockstep_router.processes.answers import JointAnswers
 from lockstep_router.processes.channel import Asker
 from lockstep_router.settings import RouterSettings
@@ -138,7 +139,7 @@ async def _supervise(settings: RouterSettings) -> int:
             Process(number, settings.model_copy(update=ports | {"router_id": f"{settings.router_id}-{number}"}))
             for number in range(settings.processes)
         ]
-        answers = JointAnswers(settings.router_id, processes)
+        answers = JointAnswers(settings.router_id, processes, files.of(settings.console))
         managing = served(settings.management_host, settings.management_port, answers, tls=tls.management_context)
         async with managing as management_port, tls.watched():
             fields = {"host": settings.host, "management_port": management_port, "processes": settings.processes}

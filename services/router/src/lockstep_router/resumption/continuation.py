@@ -55,6 +55,7 @@ def _journal(record: Record, index: int, prompt: Prompt, log: ChoiceLog, priorit
         priority=priority,
         emitted_ids=list(log.ids),
         attempt=_attempts_before(),
+        run_id=record.request_id,
         fingerprint=log.numerics if log.ids else None,
         is_inexact=log.is_inexact,
         request_id=record.request_id,

@@ -44,6 +44,8 @@ class Generating:
         async def generate() -> None:
             nonlocal request
             prepared = await self._host.prepare(request, account)
+            for journal in prepared.journals:
+                journal.run_id = run.request_id
             deadline_s = request.caller.timeout_s
             session = request.caller.session
             del request

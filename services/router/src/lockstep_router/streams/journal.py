@@ -50,6 +50,8 @@ class Journal:
     tracestate: str = ""
     trace: RequestTrace | None = None
     """The request's trace; None: it has none."""
+    run_id: str = ""
+    """The id by which the client of a resumable request comes back to it; empty: it is not resumable."""
     embeds: bool = False
     """The prompt's embedding is wanted, and no tokens."""
     emitted_ids: list[int] = field(default_factory=list)

@@ -18,6 +18,7 @@ from lockstep_router.policies import RequestFacts
 from lockstep_router.settings import RouterSettings
 from lockstep_router.streams.attempt import Attempt, Finished, Outcome, WaitedTooLong
 from lockstep_router.streams.journal import Journal
+from lockstep_router.streams.timeline import timeline_of
 from lockstep_router.streams.trace import trace_of
 from lockstep_router.workers import Link, Workers
 from lockstep_router.workers.health.health import PROOF_TOKENS
@@ -115,12 +116,12 @@ class Stream:
         self._suspects = workers.suspects
         self._facts = RequestFacts(journal.session, journal.stream_id, journal.tenant, journal.prompt_ids)
         self._settings = settings
-        self._trace = trace_of(journal)
         self._on_arrival = on_arrival
         self._on_update = on_update or _let_wait
         self._arrived: deque[worker_pb2.StreamTokens] = deque()
         self._loop = asyncio.get_running_loop()
         self._arrived_at = self._loop.time() if journal.arrived_at is None else journal.arrived_at
+        self._trace = timeline_of(journal, workers.history, trace_of(journal), self._arrived_at)
         self._deadline_at = None if journal.timeout_s is None else self._arrived_at + journal.timeout_s
         self._stalled_at = self._arrived_at  # when the stream last began to wait
 
@@ -280,6 +281,7 @@ class Stream:
     def note_start(self) -> None:
         """The worker begins to run the stream."""
         self._activity = _RUNNING
+        self._trace.note_start()
         if self._started_at is None:
             self._started_at = self._loop.time()
             metrics.WAIT_SECONDS.observe(self._started_at - self._arrived_at)
@@ -377,6 +379,7 @@ class Stream:
             metrics.INTER_TOKEN_SECONDS.observe(now - self._token_at, 1, self._trace.kept_id)
         if self._gap_from is not None:
             metrics.FAILOVER_GAP_SECONDS.observe(now - self._gap_from)
+            self._trace.note_gap(now - self._gap_from)
             self._gap_from = None
         self._token_at = now
 

@@ -43,6 +43,12 @@ class StreamTrace:
     def note_first_token(self, seconds: float) -> None:
         """Its first token has come, so long after the request's arrival."""
 
+    def note_start(self) -> None:
+        """Its worker runs it: for the first time in this attempt, or again."""
+
+    def note_gap(self, seconds: float) -> None:
+        """The first token after one or several moves has come, so long after the one before."""
+
     def leave(self, outcome: Outcome) -> None:
         """The attempt has ended."""
 

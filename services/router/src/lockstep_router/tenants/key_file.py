@@ -113,6 +113,12 @@ class KeyFile:
         metrics.KEYS_RELOADS.labels("loaded").inc()
         logger.info("API keys reloaded", extra={"keys": len(keys)})
 
+    @property
+    def tenants(self) -> list[Tenant]:
+        """The tenants that have keys, by their names."""
+        found = {key.access.tenant.name: key.access.tenant for key in self._keys.values()}
+        return [found[name] for name in sorted(found)]
+
     def authenticate(self, key: bytes) -> Access:
         """Whose request a key makes.
 

@@ -9,6 +9,7 @@ progress may take a tenant beyond its tokens, and it is refused until the slidin
 import asyncio
 import math
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class TenantLimits:
         self._storage = storage or MemoryStorage()
         self._streams: dict[str, int] = {}
         self._charging: set[asyncio.Task[bool]] = set()
+        self._last: dict[tuple[str, str], tuple[float, Standing]] = {}
 
     def account(self, tenant: Tenant) -> "Account":
         """The account of a request that has just arrived."""
@@ -101,6 +103,20 @@ class TenantLimits:
             self._streams[tenant.name] = now
         else:
             self._streams.pop(tenant.name, None)
+
+    def note_standing(self, tenant: Tenant, what: str, standing: Standing) -> None:
+        """Keep what a request has found of one of its tenant's limits."""
+        self._last[tenant.name, what] = (time.monotonic(), standing)
+
+    def used(self, tenant: Tenant, what: str) -> int:
+        """What the tenant's last request found used of a limit of a minute; 0 if nothing of that counts any more.
+
+        It asks no storage: that would take as long as the storage likes.
+        """
+        at, standing = self._last.get((tenant.name, what), (0.0, None))
+        if standing is None or time.monotonic() - at >= standing.reset_s:
+            return 0
+        return standing.limit - standing.remaining
 
     async def acquire(self, tenant: Tenant, what: str, limit: int, amount: int) -> bool:
         """Count an amount, unless it would exceed the limit of the sliding minute."""
@@ -233,7 +249,8 @@ class Account:
 
     async def _note(self, what: str, limit: int) -> Usage:
         usage = await self._limits.usage(self.tenant, what)
-        self.standings[what] = Standing(limit, max(0, limit - usage.count), usage.empty_s)
+        self.standings[what] = standing = Standing(limit, max(0, limit - usage.count), usage.empty_s)
+        self._limits.note_standing(self.tenant, what, standing)
         return usage
 
 

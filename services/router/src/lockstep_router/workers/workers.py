@@ -16,6 +16,7 @@ from lockstep_common.grpc_tls import Dial, dial_plain
 
 from lockstep_router import metrics
 from lockstep_router.discovery import Discovery, Report, WorkerAddress
+from lockstep_router.history import History
 from lockstep_router.policies import Policy, RequestFacts, imbalance, make_policy, rank, without_impaired
 from lockstep_router.randomness import RANDOMNESS
 from lockstep_router.settings import RouterSettings
@@ -52,6 +53,7 @@ class Workers:
         self.clock = AwakeClock(tick_s=min(_MAX_TICK_S, settings.heartbeat_timeout_s / 10))
         self.tokenizers = TokenizerCache()
         self.suspects = Suspects(settings.quarantine_after, self._announce)
+        self.history = History(is_kept=settings.console != "off")
         self.retries = RetryBudget(settings.retry_share)
         """Shared by all streams of this router."""
         self.report = Report(self._on_discovered)

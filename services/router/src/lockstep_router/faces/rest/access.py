@@ -14,6 +14,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from pydantic_core import to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from lockstep_router.console import files
 from lockstep_router.faces import identity
 from lockstep_router.faces.access import NOBODY, Call, authenticate, report
 from lockstep_router.faces.record import Record
@@ -30,6 +31,9 @@ _QUIET_ENDPOINTS = frozenset({"/healthz", "/readyz"})
 """Endpoints that probes request every few seconds: logged at debug level. Load balancers send no keys, so these need
 none; they tell nothing but whether the router serves.
 """
+
+_DEBUG_ENDPOINTS = _QUIET_ENDPOINTS | {files.ROUTE}
+"""Endpoints whose requests are logged at debug level; the console asks once a second."""
 
 _RESUMED = "/v1/streams/"
 """Paths of streams to come back to, which have traces, as all requests with POST have."""
@@ -76,6 +80,7 @@ class AccessMiddleware:
     def __init__(self, app: ASGIApp, router: Router) -> None:
         self._app = app
         self._router = router
+        self._pages = files.of("public") if router.settings.console == "public" else {}
         proxies = router.settings.trusted_proxies
         self._forwarded = ForwardedClients(proxies) if proxies else None
 
@@ -114,7 +119,13 @@ class AccessMiddleware:
             report(_call(scope), record, time.perf_counter() - began, is_audited=needs_key)
 
     def _needs_key(self, scope: Scope) -> bool:
-        return self._router.keys is not None and not (scope["method"] == "GET" and scope["path"] in _QUIET_ENDPOINTS)
+        if self._router.keys is None:
+            return False
+        path, method = scope["path"], scope["method"]
+        if method == "GET" and path in _QUIET_ENDPOINTS:
+            return False
+        # The page has to be there before anyone can type a key into it, and is the same for everyone.
+        return not (method in ("GET", "HEAD") and path in self._pages)
 
     def _identify(self, scope: Scope, exchange: Exchange) -> LockstepError | None:
         """Find out whose request it is; the error if it must not be served."""
@@ -154,4 +165,4 @@ def _call(scope: Scope) -> Call:
 
 @functools.cache
 def _call_of(endpoint: str, method: str) -> Call:
-    return Call("http", endpoint, method, logging.DEBUG if endpoint in _QUIET_ENDPOINTS else logging.INFO)
+    return Call("http", endpoint, method, logging.DEBUG if endpoint in _DEBUG_ENDPOINTS else logging.INFO)

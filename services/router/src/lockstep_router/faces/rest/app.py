@@ -27,6 +27,7 @@ from lockstep_router.faces.openai.schemas import (
 from lockstep_router.faces.parsing import Parsing
 from lockstep_router.faces.rest.access import AccessMiddleware
 from lockstep_router.faces.rest.answers import answer_ids, answer_text
+from lockstep_router.faces.rest.console import add_console
 from lockstep_router.faces.rest.direct_routes import Application, DirectRoutes
 from lockstep_router.faces.rest.embeddings import answer_embeddings
 from lockstep_router.faces.rest.generating import (
@@ -84,6 +85,8 @@ def create_app(router: Router) -> FastAPI:
     _add_tokens(app)
     _add_operation(app)
     add_stream(app, router, app.state.bodies, app.state.parsing)
+    if settings.console == "public":
+        add_console(app, router)
     describe(app)
     return app
 

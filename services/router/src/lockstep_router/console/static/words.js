@@ -1,0 +1,41 @@
+// Numbers, times and text as people read them.
+
+const COUNT = new Intl.NumberFormat("en");
+export const count = (number) => COUNT.format(number);
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
+  if (seconds < 0.9995) return `${Math.max(0, Math.round(seconds * 1000))} ms`;
+  if (seconds < 120) return `${seconds.toFixed(1)} s`;
+  if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
+  return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+}
+
+export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
+
+// Characters that a terminal or a line of text would obey instead of showing them: controls, and marks that turn or
+// hide what follows. Joiners are left alone, since scripts and emoji need them.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\u{e0000}-\u{e007f}]/gu;
+
+export function named(character) {
+  const code = character.codePointAt(0);
+  return `[U+${code.toString(16).toUpperCase().padStart(4, "0")}]`;
+}
+
+// Appends text to an element as text, with hidden characters made visible.
+export function appendShown(target, text) {
+  let from = 0;
+  for (const match of text.replaceAll("\r\n", "\n").matchAll(HIDDEN)) {
+    const source = match.input;
+    if (match.index > from) target.append(source.slice(from, match.index));
+    const mark = document.createElement("span");
+    mark.className = "control";
+    mark.textContent = named(match[0]);
+    target.append(mark);
+    from = match.index + match[0].length;
+  }
+  const rest = text.replaceAll("\r\n", "\n").slice(from);
+  if (rest) target.append(rest);
+}
+
+export const shown = (text) => String(text).replace(HIDDEN, named);

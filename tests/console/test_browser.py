@@ -1,0 +1,235 @@
+"""The console in a real browser: chat, a failover on the topology, a timeline, the keyboard, axe, both themes."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from served import DEADLINE_S, Served
+
+pytestmark = pytest.mark.slow
+
+SLOWLY = 0.05
+HOSTILE = (
+    "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    "\x1b[31mred\x1b[0m \u202eesrever\u2066 \x07 end"
+)
+
+
+def wait_until(page, function, arg=None):
+    """Wait until a function is true in the page. Playwright's own waiting needs `eval`, which the page forbids."""
+    end = time.monotonic() + DEADLINE_S
+    while not page.evaluate(function, arg):
+        assert time.monotonic() < end, f"did not happen in time: {function} {arg}; the page: {page.inner_text('main')}"
+        page.wait_for_timeout(30)
+
+
+def wait_text(page, selector, pattern):
+    """Wait until the text of an element has the pattern."""
+    find = (
+        "([selector, pattern]) =>"
+        " [...document.querySelectorAll(selector)].some(found => RegExp(pattern).test(found.textContent))"
+    )
+    wait_until(page, find, [selector, pattern])
+
+
+def wait_tokens(page):
+    """Wait until the newest answer has begun."""
+    wait_until(page, "() => document.querySelector('#talk li.model .text')?.textContent.length > 20")
+
+
+def say(page, text, most=24):
+    page.fill("#max-tokens", str(most))
+    page.fill("#message", text)
+    page.keyboard.press("Control+Enter")
+
+
+def answer(page):
+    return page.locator("#talk li.model .text").last.text_content()
+
+
+def speak(served, most):
+    """Let the workers give plain words, slowly; returns the text of so many tokens."""
+    tokenizer = served.router.workers.tokenizers.get("tokenizer-1")
+    ids = tokenizer.encode("It was a dark night, and the wind had fallen. " * 9)[:most]
+    served.script(delay_s=SLOWLY, token=lambda prompt, seed, position: ids[position])
+    return tokenizer.decode(ids)
+
+
+def said(page):
+    """What the model has said, without the marks of moves in it."""
+    return "".join(page.locator("#talk li.model .said").all_text_contents())
+
+
+def test_chat_streams_and_a_failover_is_seen_as_it_happens(served, open_page):
+    text = speak(served, 60)
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "tell me a story", 60)
+    wait_tokens(page)
+    victim = served.worker_with_streams()
+    other = next(worker for worker in served.workers if worker is not victim)
+    served.call(victim.kill)
+    wait_text(page, ".node.worker[data-kind='bad'] h3", victim.worker_id)
+    wait_text(page, ".node.worker[data-kind='bad'] .badge", "lost")
+    wait_text(page, "#move-list strong", rf"stream \w{{8}} moved {victim.worker_id} → {other.worker_id}, \d")
+    wait_text(page, "#announcer", rf"moved {victim.worker_id} to {other.worker_id}")
+    wait_text(page, "#talk .moved", f"{victim.worker_id} → {other.worker_id}")
+    wait_text(page, "#talk li.model .foot", "60 tokens")
+    assert said(page) == text
+
+
+def test_an_answer_goes_on_after_a_broken_connection(served, open_page):
+    text = speak(served, 60)
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "go on", 60)
+    wait_tokens(page)
+    served.break_clients()
+    wait_text(page, "#talk .moved", "the connection broke, and the answer goes on")
+    wait_text(page, "#talk li.model .foot", "60 tokens")
+    assert said(page) == text
+
+
+def test_stop_ends_the_stream_on_its_worker(served, open_page):
+    served.script(delay_s=SLOWLY)
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "never end", 200)
+    wait_tokens(page)
+    worker = served.worker_with_streams()
+    page.click("#stop")
+    wait_text(page, "#talk li.model .foot", "^stopped$")
+    wait_until(page, "() => document.activeElement.id === 'message'")
+    wait_text(page, "#stream-rows td", "cancelled")
+    assert not worker.seats.running
+
+
+def test_hostile_output_is_text(served, open_page):
+    tokenizer = served.router.workers.tokenizers.get("tokenizer-1")
+    ids = tokenizer.encode(HOSTILE)
+    served.script(token=lambda prompt, seed, position: ids[position])
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "<b>bold</b>", len(ids))
+    wait_text(page, "#talk li.model .foot", "tokens")
+    shown = answer(page)
+    assert "<script>document.title='owned'</script>" in shown
+    assert "[U+001B][31mred[U+001B][0m" in shown
+    assert "[U+202E]esrever[U+2066]" in shown
+    assert "[U+0007]" in shown
+    assert page.locator("#talk img, #talk script, #talk b").count() == 0
+    assert page.title() == "Lockstep console"
+    assert page.evaluate("getComputedStyle(document.querySelector('#talk bdi')).unicodeBidi") == "isolate"
+
+
+def test_a_timeline_opens_and_closes_by_keyboard_alone(served, open_page):
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+
+    def tab_to(selector):
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate("selector => document.activeElement.matches(selector)", selector):
+                return
+        raise AssertionError(f"no Tab leads to {selector}")
+
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    tab_to("#message")
+    page.keyboard.type("hello there")
+    tab_to("#send")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.keyboard.press("Enter")
+    wait_text(page, "#talk li.model .foot", "tokens")
+    wait_text(page, "#stream-rows td", "finished")
+    tab_to("#stream-rows button")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#timeline[open]")
+    wait_text(page, "#timeline-summary", "finished: .* prompt tokens")
+    phases = page.locator("#phase-rows th").all_text_contents()
+    assert phases[0] == "routing"
+    assert phases[-1] == "decode"
+    assert page.evaluate("document.querySelector('#timeline').contains(document.activeElement)")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#timeline", state="hidden")
+    assert page.evaluate("document.activeElement.matches('#stream-rows button')")
+
+
+def test_the_management_port_is_read_only(served, open_page):
+    page = open_page(served.management)
+    wait_text(page, "#workers h3", "w0")
+    wait_text(page, "#chat-off", "public port")
+    assert page.locator("#chat-on").is_hidden()
+
+
+def test_a_router_that_is_away_is_said_to_be(served, open_page):
+    page = open_page(served.management)
+    wait_text(page, "#connection", "live")
+    page.context.set_offline(True)
+    wait_text(page, "#connection", "not connected")
+    wait_text(page, "#problem", "What is shown is old")
+    page.context.set_offline(False)
+    wait_text(page, "#connection", "live")
+
+
+def test_a_key_opens_the_console_of_its_tenant(tmp_path, open_page):
+    import key_files  # noqa: PLC0415 - beside the router's tests, which `served` adds to the path
+
+    keys = key_files.write(
+        tmp_path / "keys.yaml",
+        key_files.tenant("search", key_files.KEY, requests_per_minute=100, concurrent_streams=4),
+        key_files.tenant("chat", key_files.OTHER_KEY),
+    )
+    with Served(tmp_path, keys_file=keys) as served:
+        page = open_page(served.public)
+        page.wait_for_selector("#key-form")
+        page.fill("#key", "lsk-wrong")
+        page.keyboard.press("Enter")
+        wait_text(page, "#problem", "key is not valid")
+        page.fill("#key", key_files.KEY)
+        page.keyboard.press("Enter")
+        wait_text(page, "#tenant-rows th", "search")
+        say(page, "hello")
+        wait_text(page, "#talk li.model .foot", "tokens")
+        wait_text(page, "#tenant-rows td", "1 of 100")
+        assert page.locator("#tenant-rows tr").count() == 1
+        kept = page.evaluate("[JSON.stringify(localStorage), document.cookie, location.href].join()")
+        assert key_files.KEY not in kept
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 380, 1440])
+def test_axe_finds_nothing_serious_and_nothing_overflows(served, open_page, theme, width):
+    served.script(delay_s=0.02)
+    page = open_page(served.public, width=width, theme=theme)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "tell me a story about a router and two workers", 90)
+    wait_tokens(page)
+    victim = served.worker_with_streams()
+    served.call(victim.kill)
+    wait_text(page, "#move-list strong", "moved")
+    wait_text(page, "#talk li.model .foot", "90 tokens")
+    wait_text(page, ".node.worker .badge", "lost")
+    picture(page, f"{theme}-{width}")
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    check_axe(page)
+    page.locator("#stream-rows button").first.click()
+    wait_text(page, "#timeline-summary", "2 attempts")
+    picture(page, f"{theme}-{width}-timeline", full=False)
+    check_axe(page)
+
+
+def picture(page, name, *, full=True):
+    """Keep a screenshot for people to look at, if a folder for them is named."""
+    if folder := os.environ.get("LOCKSTEP_SCREENSHOTS"):
+        page.screenshot(path=f"{folder}/{name}.png", full_page=full)
+
+
+def check_axe(page):
+    """Let axe-core judge the page: by the DevTools protocol, since the page's own policy allows no other script."""
+    package = pytest.importorskip("axe_playwright_python", reason="needs axe: pip install axe-playwright-python")
+    page.evaluate(Path(package.__file__).with_name("axe.min.js").read_text())
+    found = page.evaluate("axe.run(document).then(result => result.violations)")
+    faults = [(each["id"], [node["html"] for node in each["nodes"]]) for each in found]
+    assert not faults
