@@ -72,6 +72,9 @@ class ScriptedRanks:
         plan = decode_plan(encode_plan(plan))
         assert plan.step == self._step + 1
         self._step = plan.step
+        if not len(plan.lengths):
+            self.host.copy(self._cache, plan.spills, plan.loads)
+            return Result(plan.step, [], [], 10, 0)
         starts, lengths, tables = plan.starts, plan.lengths, plan.tables
         rows, emitted = plan.sampling_rows, plan.emitted
         tokens = plan.token_ids.copy()

@@ -43,10 +43,10 @@ class Ranks:
     """An engine of `tp` ranks in threads of this process, each with its cache and its host memory."""
 
     def __init__(self, path, tp, dtype, *, hot_window=None, compressed_layers=None, host_bytes=2**20):
-        self._group = InProcessGroup(
+        self.group = InProcessGroup(
             path, tp, dtype=dtype, hot_window=hot_window, blocks=BLOCKS, compressed_layers=compressed_layers
         )
-        model = self._group.models[0]
+        model = self.group.models[0]
         geometry = {"layers": model.layers, "kv_heads": model.kv_heads, "head_dim": model.head_dim, "dtype": dtype}
         sizes = (
             KvCache.block_bytes(**geometry),
@@ -54,10 +54,10 @@ class Ranks:
         )
         config = EngineConfig(model="m", host_cache_bytes=host_bytes)
         host = host_sizes(config, "cpu", hot_window is not None, *sizes)
-        self._memories = [HostMemory(host, cache) for cache in self._group.caches]
-        limits = Limits(4, 64, 100, 512, prefix_cache=True, hot_window=hot_window)
-        pools = PoolSizes(BLOCKS, 0 if hot_window is None else BLOCKS, host)
-        self.scheduler = Scheduler(limits, [], pools)
+        self.memories = [HostMemory(host, cache) for cache in self.group.caches]
+        self.limits = Limits(4, 64, 100, 512, prefix_cache=True, hot_window=hot_window)
+        self.sizes = PoolSizes(BLOCKS, 0 if hot_window is None else BLOCKS, host)
+        self.scheduler = Scheduler(self.limits, [], self.sizes)
         self._sampler = Sampler(4, model.vocab_size, torch.device("cpu"))
         self._names = iter(range(100))
 
@@ -67,7 +67,7 @@ class Ranks:
         ids, scores, cached = [], [], 0
         results = deque()
         while (plan := self.scheduler.schedule()) is not None:
-            results.append(self._execute(decode_plan(encode_plan(plan))))
+            results.append(self.execute(decode_plan(encode_plan(plan))))
             for output in self.scheduler.update(results.popleft()):
                 ids += output.ids
                 scores += output.logprobs
@@ -75,8 +75,12 @@ class Ranks:
             self.scheduler.blocks.check()
         return ids, scores, cached
 
-    def _execute(self, plan):
+    def execute(self, plan):
         assert LAST_SAMPLED not in plan.token_ids.tolist()
+        if not len(plan.lengths):
+            for memory in self.memories:
+                memory.copy(plan.spills, plan.loads)
+            return Result(plan.step, [], [], 0, 0)
         sampled = plan.samples.nonzero()[0]
         rows = (np.cumsum(plan.lengths) - 1)[sampled]
         layout = StepLayout(plan.starts, plan.lengths, plan.tables, plan.hot_tables, plan.moves)
@@ -84,11 +88,11 @@ class Ranks:
         logits = {}
 
         def step(rank):
-            self._memories[rank].copy(plan.spills, plan.loads)
-            logits[rank] = self._group.forward(rank, ids, layout, rows)
-            self._group.caches[rank].compress(plan.late_moves)
+            self.memories[rank].copy(plan.spills, plan.loads)
+            logits[rank] = self.group.forward(rank, ids, layout, rows)
+            self.group.caches[rank].compress(plan.late_moves)
 
-        on_all(step, self._group.tp)
+        on_all(step, self.group.tp)
         for entry in plan.added:
             self._sampler.add(entry)
         chosen = self._sampler.sample(logits[0], plan.sampling_rows[sampled], plan.emitted[sampled], plan.uniforms)
