@@ -148,11 +148,10 @@ class HostTier:
             load.held.pins -= 1
         elif self.holds(key.digest, cold=cold):
             self._held.move_to_end((cold, key.digest))
-        elif is_wanted and self._sizes.slots:
-            if not self._spill(block, key, cold):
-                self._dropped += 1
-            elif self._shared is not None:
-                self._shared.spilled.append((cold, key))
+        elif is_wanted and self._sizes.slots and not self._spill(block, key, cold):
+            self._dropped += 1
+        if self._shared is not None and self.holds(key.digest, cold=cold):
+            self._shared.spilled.append((cold, key))
 
     def pin(self, keys: Iterable[BlockKey], *, cold: bool) -> None:
         """Keep blocks that the tier has until `load` has been called for each of them and a plan has executed it.
