@@ -17,7 +17,7 @@ from lockstep_common.errors import LockstepError
 from lockstep_engine import AsyncEngine, Request, SamplingParams
 from lockstep_engine import engine as engine_module
 from lockstep_engine.attention import StepLayout
-from lockstep_engine.blocks import HostSizes, PoolSizes
+from lockstep_engine.blocks import HostSizes, PoolSizes, extend_keys
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig, HotWindow
 from lockstep_engine.host_memory import HostMemory, _pin
 from lockstep_engine.kv_cache import KvCache
@@ -193,6 +193,25 @@ def test_a_rank_copies_what_plans_order(tmp_path, overlap):
     with InProcessRank(path, kv_memory_bytes=2**18, **settings) as rank:
         assert rank.loaded.blocks.host == HostSizes()
         assert [rank.run(prompt) for prompt in prompts] == found
+
+
+def test_a_rank_executes_a_step_that_only_copies(tmp_path):
+    path, _ = make("llama", tmp_path)
+    settings = {"device": "cpu", "threads": 1, "max_seqs": 2, "max_batch_tokens": 64, "kv_compression": "none"}
+    with InProcessRank(path, kv_memory_bytes=2**18, host_cache_bytes=2**20, **settings) as rank:
+        rank.scheduler = Scheduler(rank.scheduler._limits, [], rank.loaded.blocks, shares_slots=True)
+        first = rank.run((words(0), PARAMS))
+        keys, blocks = [], rank.scheduler.blocks
+        extend_keys(keys, words(0), "")
+        assert blocks.stage(keys[1], cold=False)
+        assert blocks.host.slots_of(keys[1], cold=False) == ()
+        assert rank.run() == []
+        (slot,) = blocks.host.slots_of(keys[1], cold=False)
+        block = blocks.hot.find(keys[1])
+        parts = [each.select(dim, block).contiguous() for each, dim in rank.rank.cache.block_tensors(cold=False)]
+        expected = b"".join(each.view(torch.uint8).numpy().tobytes() for each in parts)
+        assert rank.rank.host._memory[slot].numpy().tobytes() == expected
+        assert rank.run((words(0), PARAMS)) == first
 
 
 async def test_a_tier_that_is_larger_than_the_memory_of_the_container_is_refused_at_the_start(monkeypatch):

@@ -404,8 +404,8 @@ class Served:
                 cached += last.cached_tokens
         return ids, scores, cached, last.error
 
-    async def ask(self, name, prompt):
-        self.engine.submit(Request(name, tuple(prompt), PARAMS))
+    async def ask(self, name, prompt, tenant=""):
+        self.engine.submit(Request(name, tuple(prompt), PARAMS, tenant=tenant))
         return await self.answer()
 
 
@@ -417,31 +417,25 @@ async def test_workers_with_processes_share_a_store_and_survive_that_a_rank_dies
     try:
         ids, *_ = await first.ask("first", words(0, 300))
         assert await first.engine.store_prefixes(60)
-        turn = [*words(0, 300), *ids, 7]
-        second = Served(store)
-        await second.engine.start()
-        try:
-            store.gate = asyncio.Event()
-            second.engine.submit(Request("lost", tuple(turn), PARAMS))
-            await store.began.wait()
-            os.kill(second.engine.status().ranks[1].pid, signal.SIGKILL)
-            assert (await second.answer())[3] is not None
-            store.gate = None
-            async with asyncio.timeout(60):
-                await second.ready.wait()
-            found = await second.ask("second", turn)
-            assert found[2] == 304
-            assert second.engine.status().remote.fetched >= 19
-        finally:
-            await second.engine.close()
-        store.outcome = "absent"
-        third = Served(store)
-        await third.engine.start()
-        try:
-            computed = await third.ask("second", turn)
-            assert computed[2] == 0
-            assert found[:2] == computed[:2]
-        finally:
-            await third.engine.close()
     finally:
         await first.engine.close()
+    turn = [*words(0, 300), *ids, 7]
+    second = Served(store)
+    await second.engine.start()
+    try:
+        store.gate = asyncio.Event()
+        second.engine.submit(Request("lost", tuple(turn), PARAMS))
+        await store.began.wait()
+        os.kill(second.engine.status().ranks[1].pid, signal.SIGKILL)
+        assert (await second.answer())[3] is not None
+        store.gate = None
+        async with asyncio.timeout(60):
+            await second.ready.wait()
+        found = await second.ask("second", turn)
+        assert found[2] == 304
+        assert second.engine.status().remote.fetched >= 19
+        computed = await second.ask("of another tenant", turn, tenant="b")
+        assert computed[2] == 0
+        assert found[:2] == computed[:2]
+    finally:
+        await second.engine.close()
