@@ -78,6 +78,18 @@ def test_what_is_filled_outlives_a_tier_that_is_forgotten():
     assert again.has(key(1), cold=False)
 
 
+def test_a_tier_that_is_forgotten_may_still_be_copied_to():
+    host, shared = tier()
+    host.stage(1, key(1), cold=False)
+    spills, _ = host.take()
+    shared.forget(1)
+    again, _ = tier(shared=shared)
+    found = [slot for slots in again.reserve(9, cold=False) for slot in slots]
+    assert len(found) == 2
+    assert spills[0][1] not in found
+    again.check()
+
+
 def test_a_block_that_came_by_itself_meanwhile_is_not_there_twice():
     host, shared = tier()
     (slots,) = host.reserve(1, cold=False)

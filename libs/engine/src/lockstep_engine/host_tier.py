@@ -249,7 +249,8 @@ class HostTier:
         found: list[tuple[int, ...]] = []
         while len(found) < count and len(filling) + each <= self._sizes.slots // 2:
             while len(quiet) < each and self._unused < self._sizes.slots:
-                quiet.append(self._unused)
+                # After the tier was forgotten, plans in flight may use slots that it has not.
+                (self._free if self._unused in busy else quiet).append(self._unused)
                 self._unused += 1
             while len(quiet) < each and (evicted := self._evict_oldest()):
                 for slot in evicted:
