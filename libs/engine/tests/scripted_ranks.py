@@ -72,6 +72,9 @@ class ScriptedRanks:
         plan = decode_plan(encode_plan(plan))
         assert plan.step == self._step + 1
         self._step = plan.step
+        if not len(plan.lengths):
+            self.host.copy(self._cache, plan.spills, plan.loads)
+            return Result(plan.step, [], [], 10, 0)
         starts, lengths, tables = plan.starts, plan.lengths, plan.tables
         rows, emitted = plan.sampling_rows, plan.emitted
         tokens = plan.token_ids.copy()
@@ -242,7 +245,7 @@ class HostSlots:
 class Server:
     """A scheduler and its ranks. Requests have numbers from 0. `depth`: most plans in flight."""
 
-    def __init__(self, *, blocks=64, cold_blocks=0, host=None, depth=1, **limits):
+    def __init__(self, *, blocks=64, cold_blocks=0, host=None, depth=1, shares_slots=False, **limits):
         defaults = {
             "max_seqs": 4,
             "max_batch_tokens": 64,
@@ -252,7 +255,7 @@ class Server:
         }
         self.limits = Limits(**{**defaults, **limits})
         sizes = PoolSizes(blocks, cold_blocks, host or HostSizes())
-        self.scheduler = Scheduler(self.limits, [EOS], sizes)
+        self.scheduler = Scheduler(self.limits, [EOS], sizes, shares_slots=shares_slots)
         self.ranks = ScriptedRanks(
             sizes,
             self.limits.hot_window,

@@ -17,7 +17,7 @@ from lockstep_common.errors import LockstepError
 from lockstep_engine import AsyncEngine, Request, SamplingParams
 from lockstep_engine import engine as engine_module
 from lockstep_engine.attention import StepLayout
-from lockstep_engine.blocks import HostSizes, PoolSizes
+from lockstep_engine.blocks import HostSizes, PoolSizes, extend_keys
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig, HotWindow
 from lockstep_engine.host_memory import HostMemory, _pin
 from lockstep_engine.kv_cache import KvCache
@@ -43,10 +43,10 @@ class Ranks:
     """An engine of `tp` ranks in threads of this process, each with its cache and its host memory."""
 
     def __init__(self, path, tp, dtype, *, hot_window=None, compressed_layers=None, host_bytes=2**20):
-        self._group = InProcessGroup(
+        self.group = InProcessGroup(
             path, tp, dtype=dtype, hot_window=hot_window, blocks=BLOCKS, compressed_layers=compressed_layers
         )
-        model = self._group.models[0]
+        model = self.group.models[0]
         geometry = {"layers": model.layers, "kv_heads": model.kv_heads, "head_dim": model.head_dim, "dtype": dtype}
         sizes = (
             KvCache.block_bytes(**geometry),
@@ -54,10 +54,10 @@ class Ranks:
         )
         config = EngineConfig(model="m", host_cache_bytes=host_bytes)
         host = host_sizes(config, "cpu", hot_window is not None, *sizes)
-        self._memories = [HostMemory(host, cache) for cache in self._group.caches]
-        limits = Limits(4, 64, 100, 512, prefix_cache=True, hot_window=hot_window)
-        pools = PoolSizes(BLOCKS, 0 if hot_window is None else BLOCKS, host)
-        self.scheduler = Scheduler(limits, [], pools)
+        self.memories = [HostMemory(host, cache) for cache in self.group.caches]
+        self.limits = Limits(4, 64, 100, 512, prefix_cache=True, hot_window=hot_window)
+        self.sizes = PoolSizes(BLOCKS, 0 if hot_window is None else BLOCKS, host)
+        self.scheduler = Scheduler(self.limits, [], self.sizes)
         self._sampler = Sampler(4, model.vocab_size, torch.device("cpu"))
         self._names = iter(range(100))
 
@@ -67,7 +67,7 @@ class Ranks:
         ids, scores, cached = [], [], 0
         results = deque()
         while (plan := self.scheduler.schedule()) is not None:
-            results.append(self._execute(decode_plan(encode_plan(plan))))
+            results.append(self.execute(decode_plan(encode_plan(plan))))
             for output in self.scheduler.update(results.popleft()):
                 ids += output.ids
                 scores += output.logprobs
@@ -75,8 +75,12 @@ class Ranks:
             self.scheduler.blocks.check()
         return ids, scores, cached
 
-    def _execute(self, plan):
+    def execute(self, plan):
         assert LAST_SAMPLED not in plan.token_ids.tolist()
+        if not len(plan.lengths):
+            for memory in self.memories:
+                memory.copy(plan.spills, plan.loads)
+            return Result(plan.step, [], [], 0, 0)
         sampled = plan.samples.nonzero()[0]
         rows = (np.cumsum(plan.lengths) - 1)[sampled]
         layout = StepLayout(plan.starts, plan.lengths, plan.tables, plan.hot_tables, plan.moves)
@@ -84,11 +88,11 @@ class Ranks:
         logits = {}
 
         def step(rank):
-            self._memories[rank].copy(plan.spills, plan.loads)
-            logits[rank] = self._group.forward(rank, ids, layout, rows)
-            self._group.caches[rank].compress(plan.late_moves)
+            self.memories[rank].copy(plan.spills, plan.loads)
+            logits[rank] = self.group.forward(rank, ids, layout, rows)
+            self.group.caches[rank].compress(plan.late_moves)
 
-        on_all(step, self._group.tp)
+        on_all(step, self.group.tp)
         for entry in plan.added:
             self._sampler.add(entry)
         chosen = self._sampler.sample(logits[0], plan.sampling_rows[sampled], plan.emitted[sampled], plan.uniforms)
@@ -189,6 +193,25 @@ def test_a_rank_copies_what_plans_order(tmp_path, overlap):
     with InProcessRank(path, kv_memory_bytes=2**18, **settings) as rank:
         assert rank.loaded.blocks.host == HostSizes()
         assert [rank.run(prompt) for prompt in prompts] == found
+
+
+def test_a_rank_executes_a_step_that_only_copies(tmp_path):
+    path, _ = make("llama", tmp_path)
+    settings = {"device": "cpu", "threads": 1, "max_seqs": 2, "max_batch_tokens": 64, "kv_compression": "none"}
+    with InProcessRank(path, kv_memory_bytes=2**18, host_cache_bytes=2**20, **settings) as rank:
+        rank.scheduler = Scheduler(rank.scheduler._limits, [], rank.loaded.blocks, shares_slots=True)
+        first = rank.run((words(0), PARAMS))
+        keys, blocks = [], rank.scheduler.blocks
+        extend_keys(keys, words(0), "")
+        assert blocks.stage(keys[1], cold=False)
+        assert blocks.host.slots_of(keys[1], cold=False) == ()
+        assert rank.run() == []
+        (slot,) = blocks.host.slots_of(keys[1], cold=False)
+        block = blocks.hot.find(keys[1])
+        parts = [each.select(dim, block).contiguous() for each, dim in rank.rank.cache.block_tensors(cold=False)]
+        expected = b"".join(each.view(torch.uint8).numpy().tobytes() for each in parts)
+        assert rank.rank.host._memory[slot].numpy().tobytes() == expected
+        assert rank.run((words(0), PARAMS)) == first
 
 
 async def test_a_tier_that_is_larger_than_the_memory_of_the_container_is_refused_at_the_start(monkeypatch):

@@ -66,7 +66,7 @@ def test_a_rank_that_cannot_load_says_why():
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(60)
     context = multiprocessing.get_context("fork")  # it changes its process: name, signals, log
-    process = context.Process(target=run_rank, args=(spec, theirs, fd, -1, "", make))
+    process = context.Process(target=run_rank, args=(spec, theirs, fd, -1, "", -1, make))
     with ours, theirs:
         process.start()
         failed = decode_rank_message(ours.recv(MAX_CONTROL_BYTES))

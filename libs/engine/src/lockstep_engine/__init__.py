@@ -12,6 +12,8 @@ from lockstep_engine.mailbox import RankTimes
 from lockstep_engine.model_config import ModelInfo
 from lockstep_engine.offline import Engine
 from lockstep_engine.prefix_log import PrefixChanges
+from lockstep_engine.remote_store import BlockForm, FetchResult, HeadRange, RemoteStore, StoredBlock
+from lockstep_engine.remote_tier import RemoteUsage
 from lockstep_engine.request import (
     FinishReason,
     Grammar,
@@ -29,14 +31,17 @@ from lockstep_engine.request import (
 
 __all__ = [
     "AsyncEngine",
+    "BlockForm",
     "EmbeddingInfo",
     "Engine",
     "EngineConfig",
     "EngineState",
     "EngineStatus",
+    "FetchResult",
     "FinishReason",
     "Grammar",
     "GrammarKind",
+    "HeadRange",
     "HostUsage",
     "Logprobs",
     "ModelInfo",
@@ -48,7 +53,10 @@ __all__ = [
     "PromptScores",
     "RankStatus",
     "RankTimes",
+    "RemoteStore",
+    "RemoteUsage",
     "Request",
     "SamplingParams",
+    "StoredBlock",
     "TokenLogprob",
 ]

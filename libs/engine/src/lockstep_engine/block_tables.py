@@ -24,6 +24,7 @@ from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.host_tier import HostTier
 from lockstep_engine.prefix_log import PrefixChanges, PrefixLog
 from lockstep_engine.sequence import Sequence
+from lockstep_engine.shared_slots import SharedSlots
 
 _NONE = -1
 _NO_MOVES = np.empty((0, 2), dtype=np.int32)
@@ -62,6 +63,7 @@ class BlockTables:
         context_length: most tokens of a sequence.
         tenant_share: part of each pool that one tenant's running sequences may hold.
         logs: note which blocks the two pools gain and lose, and the tier.
+        shared: slots of host memory that the driver itself uses; None: it uses none.
     """
 
     def __init__(
@@ -72,10 +74,11 @@ class BlockTables:
         context_length: int,
         tenant_share: float = 1.0,
         logs: tuple[PrefixLog, PrefixLog] | None = None,
+        shared: SharedSlots | None = None,
     ) -> None:
         self._logs = logs or (PrefixLog(), PrefixLog())
         self.sizes = sizes
-        self.host = HostTier(sizes.host, self._logs, self._is_pooled)
+        self.host = HostTier(sizes.host, self._logs, self._is_pooled, shared)
         self.hot = BlockPool(sizes.hot, self._logs[0], self._on_evict_hot, partial(self.host.holds, cold=False))
         self.cold = BlockPool(sizes.cold, self._logs[1], self._on_evict_cold, partial(self.host.holds, cold=True))
         self.compressed = 0
@@ -158,13 +161,13 @@ class BlockTables:
         hot_window = self._hot_window
         if hot_window is None:
             found = len(self.hot.match(keys))
-            while found < len(keys) and self._has(keys[found], cold=False):
+            while found < len(keys) and self.has(keys[found], cold=False):
                 found += 1
             return Hits(found, found)
         usable = hot_run = 0
         cold_end, known = hot_window.sink, len(keys)
         for index, key in enumerate(keys):
-            hot, cold = self._has(key, cold=False), self._has(key, cold=True)
+            hot, cold = self.has(key, cold=False), self.has(key, cold=True)
             if not hot and (not cold or index < hot_window.sink):
                 known = index
                 break
@@ -175,12 +178,23 @@ class BlockTables:
                 usable = index + 1
         return Hits(usable, known)
 
+    def has(self, key: BlockKey, *, cold: bool) -> bool:
+        """Whether the version of a block is in its pool or in host memory."""
+        return (self.cold if cold else self.hot).find(key) is not None or self.host.has(key, cold=cold)
+
+    def stage(self, key: BlockKey, *, cold: bool) -> bool:
+        """Have the version of a block in host memory, if a pool has it; False if it is not there and will not be."""
+        block = (self.cold if cold else self.hot).find(key)
+        if block is None:
+            return self.host.has(key, cold=cold)
+        return self.host.stage(block + (self._first_cold if cold else 0), key, cold=cold)
+
     def admits(self, sequence: Sequence, keys: Items[BlockKey], hits: Hits) -> Needs:
         """Blocks that a sequence takes from the free ones if it starts after its hits and gets KV for all of its tokens
         and one more.
         """
         needs = self.needs(len(sequence.tokens) + 1)
-        first, sink = self._hot_part(hits.usable)
+        first, sink = self.hot_part(hits.usable)
         hot = [self.hot.find(keys[index]) for index in (*range(sink), *range(first, hits.usable))]
         cold = [self.cold.find(keys[index]) for index in range(sink, first)]
         return Needs(
@@ -192,7 +206,7 @@ class BlockTables:
         """Give a sequence, which has its sampling row already, the cached blocks that it starts after. Those that only
         host memory has are loaded; `is_loading` says whether plans still have to do that.
         """
-        first, sink = self._hot_part(hits.usable)
+        first, sink = self.hot_part(hits.usable)
         sequence.hot, sequence.cold = [_NONE] * hits.usable, [_NONE] * hits.usable
         sequence.fork = hits.known
         sequence.remembered = hits.usable
@@ -343,7 +357,7 @@ class BlockTables:
         self._moves, self._late_moves = {}, {}
         return moves, late_moves
 
-    def _hot_part(self, blocks: int) -> tuple[int, int]:
+    def hot_part(self, blocks: int) -> tuple[int, int]:
         """The first hot block after the sink, and the end of the sink, for the query after a sequence's first `blocks`
         blocks.
         """
@@ -394,10 +408,6 @@ class BlockTables:
         pool = self.cold if cold else self.hot
         found = pool.newest(in_use, limit)
         return found + self.host.newest(limit - len(found), cold=cold, but_not=pool.holds)
-
-    def _has(self, key: BlockKey, *, cold: bool) -> bool:
-        """Whether the version of a block is in its pool or in host memory."""
-        return (self.cold if cold else self.hot).find(key) is not None or self.host.has(key, cold=cold)
 
     def _is_pooled(self, cold: bool, digest: bytes) -> bool:
         return (self.cold if cold else self.hot).holds(digest)

@@ -33,6 +33,8 @@ class HostSizes(msgspec.Struct, array_like=True, frozen=True):
     """Slots that a hot block takes."""
     step_slots: int = 0
     """How many slots one step reads at most if it computes other sequences, too; a rank copies so many at once."""
+    hot_bytes: int = 0
+    """Bytes of a hot block, which may leave the end of its last slot unused."""
 
 
 class PoolSizes(msgspec.Struct, array_like=True, frozen=True):

@@ -71,6 +71,11 @@ class Ready(msgspec.Struct, tag=True):
     step_s: float = 0.0
     """How long a step took in the self-test, without `token_s` for each of its tokens; both 0: unknown."""
     token_s: float = 0.0
+    layers: int = 0
+    """`layers` and the next three: the shape of its KV cache; 0: unknown."""
+    first_kv_head: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
 
 
 class StartFailed(msgspec.Struct, tag=True):
@@ -129,6 +134,7 @@ class Fork(msgspec.Struct, tag=True):
 
     spec: RankSpec
     shared_collectives: bool
+    shared_host: bool = False
 
 
 class RankDescriptors(NamedTuple):
@@ -145,6 +151,8 @@ class RankDescriptors(NamedTuple):
     """The rank's standard error: a pipe to the driver."""
     stacks: int
     """File to which the rank writes its stacks on SIGUSR1."""
+    host: int
+    """Shared segment of the rank's tier in host memory; not used unless `Fork.shared_host`."""
 
     def close(self) -> None:
         """Close all of them."""

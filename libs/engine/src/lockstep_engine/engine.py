@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -32,7 +32,10 @@ from lockstep_engine.model_config import ModelInfo, inspect_model
 from lockstep_engine.plan import Result, message_sizes
 from lockstep_engine.prefix_log import PrefixChanges
 from lockstep_engine.profile_collection import check_steps
+from lockstep_engine.prompt_pace import PromptPace
 from lockstep_engine.queue_estimate import QueueEstimate
+from lockstep_engine.remote_store import RemoteStore
+from lockstep_engine.remote_tier import RemoteTier, RemoteUsage
 from lockstep_engine.request import Grammar, Output, Phase, PhaseChange, Request
 from lockstep_engine.scheduler import Limits, Scheduler, no_memory
 from lockstep_engine.sizes import check_host_memory, collectives_segment_bytes
@@ -115,6 +118,8 @@ class EngineStatus:
     """Blocks that have been compressed in this epoch."""
     host: HostUsage = field(default_factory=HostUsage)
     """The prefix cache's second tier, in host memory."""
+    remote: RemoteUsage = field(default_factory=RemoteUsage)
+    """Its third tier, outside of the machine."""
     fingerprint: str = ""
     """Fingerprint of the numerics (see `canary`): engines with equal fingerprints give equal tokens; empty: unknown."""
     step_deadline_s: float = 0.0
@@ -152,6 +157,7 @@ class AsyncEngine:
         on_phases: called when requests began to run or were preempted, and when a step computed a part of a prompt.
         on_progress: called when more of the weights has been read.
         zygote: code for `python -c` that runs the zygote (see `GroupSettings`).
+        remote_store: the prefix cache's third tier, which needs `host_cache_bytes`; None: there is none.
 
     Raises:
         LockstepError: the model cannot be served; one sentence says why.
@@ -166,7 +172,10 @@ class AsyncEngine:
         on_phases: Callable[[list[PhaseChange]], None] = lambda _: None,
         on_progress: Callable[[], None] = lambda: None,
         zygote: str = RUN_ZYGOTE,
+        remote_store: RemoteStore | None = None,
     ) -> None:
+        if remote_store is not None and not config.host_cache_bytes:
+            raise invalid("host_cache_bytes", "must be above 0 with a store for KV blocks: they come and go there")
         self.config = config
         self._zygote = zygote
         self.model: ModelInfo = inspect_model(config)
@@ -184,7 +193,9 @@ class AsyncEngine:
             tenant_share=config.kv_tenant_share,
             mean_pooling=self.model.embedding is not None and self.model.embedding.pooling == "mean",
         )
-        self._scheduler = Scheduler(self._limits, self.model.eos_ids, PoolSizes(0))
+        self._scheduler = Scheduler(
+            self._limits, self.model.eos_ids, PoolSizes(0), shares_slots=remote_store is not None
+        )
         self._group: RankGroup | None = None
         self._state = EngineState.STARTING
         self._reason = ""
@@ -198,6 +209,12 @@ class AsyncEngine:
         self._timing = _Timing()
         self._queue = QueueEstimate()
         self._closing = False
+        self._pace = PromptPace()
+        self._remote: RemoteTier | None = None
+        if remote_store is not None:
+            self._remote = RemoteTier(
+                remote_store, config, self.model.digest, self._scheduler, self._prompt_s, self._on_remote
+            )
         self._masks = MaskThreads(self._on_masks_in_thread)
         self._compiler = GrammarCompiler(self.model, self._masks)
         self.on_compiled: Callable[[str, int, int], None] = lambda *_: None
@@ -215,7 +232,7 @@ class AsyncEngine:
         check_host_memory(self.config, usable_memory())
         self._loop = loop = asyncio.get_running_loop()
         self._started = loop.create_future()
-        self._group = RankGroup(group_settings(self.config, self.model, self._zygote), self)
+        self._group = RankGroup(self._group_settings(), self)
         self._restart = loop.create_task(self._run_epoch(0.0))
         await self._compiler.load()
         if self._compiler.name:
@@ -274,6 +291,8 @@ class AsyncEngine:
         only_output = self._scheduler.submit(request, arrived_at, constraint)
         try:
             if only_output is None:
+                if self._remote is not None:
+                    self._remote.begin(request)
                 sampling = request.sampling
                 self._queue.add(
                     request.id,
@@ -298,6 +317,8 @@ class AsyncEngine:
         task = self._compiling.pop(request_id, None)
         if task is not None:
             task.cancel()
+        if self._remote is not None:
+            self._remote.cancel(request_id)
         self._scheduler.cancel(request_id)
         self._queue.drop([request_id])
 
@@ -325,6 +346,7 @@ class AsyncEngine:
             cold_blocks=self._scheduler.blocks.cold.total,
             compressed_blocks=self._scheduler.blocks.compressed,
             host=self._scheduler.blocks.host.usage,
+            remote=RemoteUsage() if self._remote is None else self._remote.usage,
             free_cold_blocks=self._scheduler.blocks.cold.free,
             preemptions=self._scheduler.preemptions,
             prompt_tokens=self._scheduler.prompt_tokens,
@@ -401,6 +423,15 @@ class AsyncEngine:
         """Keys of at most `limit` blocks of the prefix cache, those that are kept longest first."""
         return self._scheduler.newest_prefixes(limit)
 
+    async def store_prefixes(self, timeout_s: float) -> bool:
+        """Have the KV blocks of running requests stored outside of the machine, and those of the prefix cache that have
+        not been yet, for the workers that continue them. To be called while the engine still runs.
+
+        Returns:
+            Whether the store was offered all of them in time.
+        """
+        return self._remote is None or await self._remote.store_all(timeout_s)
+
     async def close(self) -> None:
         """Kill the ranks and wait for them. Requests that were running get no further output."""
         self._closing = True
@@ -412,6 +443,9 @@ class AsyncEngine:
         for task in self._compiling.values():
             task.cancel()
         self._compiling.clear()
+        if self._remote is not None:
+            self._remote.close()
+            await self._remote.wait_closed()
         self._compiler.close()
         self._masks.close()
         if self._group is not None:
@@ -429,6 +463,10 @@ class AsyncEngine:
         self._steps = 0
         self._timing = _Timing()
         self._queue.calibrate(ready.step_s, ready.token_s)
+        self._pace.begin(ready.token_s)
+        if self._remote is not None and self._group is not None:
+            ranks = [each.ready for each in self._group.ranks if each.ready is not None]
+            self._remote.open(ready, ranks, blocks.host, [memoryview(each) for each in self._group.host_memory])
         if self._group is not None:
             logger.info(
                 "ranks are ready",
@@ -445,6 +483,9 @@ class AsyncEngine:
         """A step is done: plan another one, then pass on the outputs of this one."""
         self._steps += 1
         self._timing.result(result)
+        self._pace.done(time.monotonic())
+        if self._remote is not None:
+            self._remote.on_step()
         self._masks.begin_step()
         outputs = self._scheduler.update(result)
         self._fill_pipeline()
@@ -516,6 +557,8 @@ class AsyncEngine:
         error = LockstepError(ErrorCode.WORKER_LOST, f"{self.config.label}: {reason}")
         for task in self._compiling.values():
             task.cancel()
+        if self._remote is not None:
+            self._remote.close()
         lost = [Output(each, 0, (), error=error) for each in (*self._scheduler.clear(), *self._compiling)]
         self._compiling.clear()
         self._queue.clear()
@@ -568,6 +611,7 @@ class AsyncEngine:
                     self._timing.plan(plan.step)
                 config, is_long = self.config, plan.has_prefill or plan.loads is not None
                 self._group.execute(plan, config.prefill_deadline_s if is_long else config.decode_deadline_s)
+                self._pace.planned(len(plan.token_ids) if plan.has_prefill else 0, time.monotonic())
         except MemoryError:
             try:
                 asyncio.get_running_loop().call_soon(self._pass_on_ends, self._scheduler.shed(self._group.in_flight))
@@ -575,6 +619,21 @@ class AsyncEngine:
                 self._group.fail_for_memory()
         if self._group.in_flight == 0:
             self._timing.idle()
+
+    def _group_settings(self) -> GroupSettings:
+        settings = group_settings(self.config, self.model, self._zygote)
+        return settings if self._remote is None else replace(settings, host_bytes=self.config.host_cache_bytes)
+
+    def _prompt_s(self, tokens: int) -> float:
+        """Estimates the seconds until so many tokens of one more prompt would be computed."""
+        scheduler = self._scheduler
+        places, is_full = scheduler.running + scheduler.free_seqs, not scheduler.free_seqs
+        wait_s, _ = self._queue.waits(places=places, is_full=is_full, now=time.monotonic())
+        return wait_s + (scheduler.backlog + tokens) * self._pace.token_s
+
+    def _on_remote(self) -> None:
+        """A request need not wait for its blocks any more, or blocks are to be copied."""
+        self._pass_on_ends([])
 
     def _on_masks_in_thread(self) -> None:
         """Masks are ready that a plan did not wait for, or a constraint has failed."""

@@ -7,6 +7,7 @@ Everything runs in the thread of one asyncio loop.
 import asyncio
 import contextlib
 import logging
+import mmap
 import os
 import signal
 import socket
@@ -127,6 +128,8 @@ class GroupSettings:
     """Size of the shared segment for collectives; 0: the ranks use torch.distributed."""
     environment: dict[str, str]
     """Variables that the ranks have before any library is loaded."""
+    host_bytes: int = 0
+    """Size of each rank's tier in host memory if the driver reads and writes it too; 0: it does not."""
     zygote: str = RUN_ZYGOTE
     """Code for `python -c` that runs the zygote. Tests run scripted ranks with it."""
 
@@ -142,6 +145,8 @@ class RankGroup:
         self.epoch = 0
         self.ranks = [RankProcess(rank) for rank in range(self._tp)]
         self._mailbox: Mailbox | None = None
+        self.host_memory: list[mmap.mmap] = []
+        """What the driver sees of each rank's tier in host memory, in this epoch; each epoch has memory of its own."""
         self._zygote: subprocess.Popen[bytes] | None = None
         self._zygote_socket: socket.socket | None = None
         """Set once the zygote is ready."""
@@ -256,6 +261,7 @@ class RankGroup:
         self._first_dead, self.exits = None, {}
         self.ranks = [RankProcess(rank) for rank in range(self._tp)]
         self._mailbox = None  # it counts what the ranks before have done
+        self.host_memory = []
         if self._zygote is None or self._zygote.poll() is not None:
             await self._start_zygote()
         settings = self._settings
@@ -357,10 +363,17 @@ class RankGroup:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         rank = output.rank
         spec = msgspec.structs.replace(self._settings.spec, rank=rank, epoch=self.epoch, log_level=self._log_level)
-        message = Fork(spec, shared_collectives=self._settings.collectives_bytes > 0)
-        own = {"control": theirs.fileno(), "stderr": output.stderr, "stacks": output.stacks}
-        with theirs:
-            send_fork(self._zygote_socket, message, RankDescriptors(**own, **shared))
+        settings = self._settings
+        message = Fork(spec, settings.collectives_bytes > 0, shared_host=settings.host_bytes > 0)
+        host = Mailbox.create(self._settings.host_bytes, f"host-{rank}")
+        try:
+            if self._settings.host_bytes:
+                self.host_memory.append(mmap.mmap(host, self._settings.host_bytes))
+            own = {"control": theirs.fileno(), "stderr": output.stderr, "stacks": output.stacks, "host": host}
+            with theirs:
+                send_fork(self._zygote_socket, message, RankDescriptors(**own, **shared))
+        finally:
+            os.close(host)
         answer = decode_zygote_message(await self._from_zygote(self._zygote_socket, _FORK_TIMEOUT_S))
         assert isinstance(answer, Forked)
         output.close_theirs()

@@ -6,6 +6,7 @@ steps, so that no host waits and no order but the plan's is possible; on a GPU t
 """
 
 import logging
+import mmap
 from contextlib import suppress
 
 import numpy as np
@@ -25,19 +26,24 @@ class HostMemory:
     Args:
         sizes: number and size of the slots.
         cache: the blocks.
+        segment: descriptor of the memory, which the driver shares; -1: it is the rank's own.
 
     Raises:
         LockstepError: INVALID_REQUEST: there is not so much memory.
     """
 
-    def __init__(self, sizes: HostSizes, cache: KvCache) -> None:
+    def __init__(self, sizes: HostSizes, cache: KvCache, segment: int = -1) -> None:
         self._sizes = sizes
         self._cache = cache
         self._device = cache.keys.device
+        size = sizes.slots * sizes.slot_bytes
         try:
-            self._memory = torch.empty((sizes.slots, sizes.slot_bytes), dtype=torch.uint8)
-        except RuntimeError as error:
-            size = sizes.slots * sizes.slot_bytes
+            if segment < 0 or not size:
+                self._memory = torch.empty((sizes.slots, sizes.slot_bytes), dtype=torch.uint8)
+            else:
+                shared = torch.frombuffer(mmap.mmap(segment, size), dtype=torch.uint8)
+                self._memory = shared.view(sizes.slots, sizes.slot_bytes)
+        except (RuntimeError, OSError, ValueError) as error:
             raise invalid("host_cache_bytes", f"is more than there is: {size} bytes cannot be allocated") from error
         if sizes.slots and self._device.type == "cuda":
             _pin(self._memory, self._device)

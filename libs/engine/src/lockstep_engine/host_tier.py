@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from lockstep_engine.blocks import BlockKey, HostSizes
 from lockstep_engine.prefix_log import PrefixLog
+from lockstep_engine.shared_slots import SharedSlots
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class HostTier:
         sizes: size of the tier.
         logs: note which hot and which cold blocks the tier loses, unless the pools have them.
         is_pooled: whether the pool of a version has the block with a digest.
+        shared: slots that the driver itself uses; None: it uses none.
     """
 
     def __init__(
@@ -79,15 +81,20 @@ class HostTier:
         sizes: HostSizes,
         logs: tuple[PrefixLog, PrefixLog],
         is_pooled: Callable[[bool, bytes], bool] = lambda *_: False,
+        shared: SharedSlots | None = None,
     ) -> None:
         self._sizes = sizes
         self._logs = logs
         self._is_pooled = is_pooled
+        self._shared = shared
         self._held: OrderedDict[tuple[bool, bytes], _Held] = OrderedDict()
         """By version and digest, least recently used first."""
         self._free: list[int] = []
         self._unused = 0
         """The first slot that has never been used."""
+        if shared is not None and shared.filling and sizes.slots:
+            self._unused = max(shared.filling) + 1
+            self._free = [slot for slot in range(self._unused) if slot not in shared.filling]
         self._spills: dict[int, _Held] = {}
         """By id of the block; those of the plan that is being made."""
         self._loads: OrderedDict[int, _Load] = OrderedDict()
@@ -141,8 +148,10 @@ class HostTier:
             load.held.pins -= 1
         elif self.holds(key.digest, cold=cold):
             self._held.move_to_end((cold, key.digest))
-        elif is_wanted and self._sizes.slots:
-            self._spill(block, key, cold)
+        elif is_wanted and self._sizes.slots and not self._spill(block, key, cold):
+            self._dropped += 1
+        if self._shared is not None and self.holds(key.digest, cold=cold):
+            self._shared.spilled.append((cold, key))
 
     def pin(self, keys: Iterable[BlockKey], *, cold: bool) -> None:
         """Keep blocks that the tier has until `load` has been called for each of them and a plan has executed it.
@@ -182,6 +191,8 @@ class HostTier:
         """The spills and loads of the plan that is being made (see `Plan`). Call it once for each plan."""
         if not self._spills and not self._loads:
             self._reach = self._ordered + self._sizes.step_slots
+            if self._shared is not None:
+                self._shared.planned(())
             return None, None
         spills, self._spills = self._spills, {}
         loads: dict[int, _Held] = {}
@@ -191,13 +202,87 @@ class HostTier:
         self._reach = (self._reach if self._loads else self._ordered) + self._sizes.step_slots
         for held in (*spills.values(), *loads.values()):
             held.pins -= 1
+        if self._shared is not None:
+            self._shared.planned(slot for held in (*spills.values(), *loads.values()) for slot in held.slots)
         self._copied_out += len(spills)
         self._copied_in += len(loads)
         return self._rows(spills), self._rows(loads)
 
+    @property
+    def has_spills(self) -> bool:
+        """Whether the next plan spills a block."""
+        return bool(self._spills)
+
+    def stage(self, block: int, key: BlockKey, *, cold: bool) -> bool:
+        """Order that a block is copied here that stays in the pools, too; nothing if it is here. False: no room."""
+        return self.holds(key.digest, cold=cold) or self._spill(block, key, cold)
+
+    def slots_of(self, key: BlockKey, *, cold: bool) -> tuple[int, ...] | None:
+        """The slots of a block, whose contents the driver may read now; None: there are none. Empty: a plan is still to
+        copy from or to them.
+        """
+        held = self._held.get((cold, key.digest))
+        if held is None or held.key != key or self._shared is None:
+            return None
+        return () if held.pins or not self._shared.busy().isdisjoint(held.slots) else held.slots
+
+    def demote(self, key: BlockKey, *, cold: bool) -> None:
+        """Evict a block first that the pools have too: it was here to be read by the driver."""
+        if self.has(key, cold=cold) and self._is_pooled(cold, key.digest) and not self._held[cold, key.digest].pins:
+            self._held.move_to_end((cold, key.digest), last=False)
+
+    def keep(self, keys: Iterable[BlockKey], *, cold: bool) -> None:
+        """Evict those of these blocks last that the tier has; the first of all after the others."""
+        for key in keys:
+            if self.has(key, cold=cold):
+                self._held.move_to_end((cold, key.digest))
+
+    def reserve(self, count: int, *, cold: bool) -> list[tuple[int, ...]]:
+        """Slots for at most `count` blocks, which the driver may fill now, until `adopt` and `give_back`. It never
+        fills more than half of the tier.
+        """
+        if self._shared is None:
+            return []
+        busy, filling, each = self._shared.busy(), self._shared.filling, 1 if cold else self._sizes.hot_slots
+        quiet = [slot for slot in self._free if slot not in busy]
+        self._free = [slot for slot in self._free if slot in busy]
+        found: list[tuple[int, ...]] = []
+        while len(found) < count and len(filling) + each <= self._sizes.slots // 2:
+            while len(quiet) < each and self._unused < self._sizes.slots:
+                # After the tier was forgotten, plans in flight may use slots that it has not.
+                (self._free if self._unused in busy else quiet).append(self._unused)
+                self._unused += 1
+            while len(quiet) < each and (evicted := self._evict_oldest()):
+                for slot in evicted:
+                    (self._free if slot in busy else quiet).append(slot)
+            if len(quiet) < each:
+                break
+            found.append(tuple(sorted(quiet.pop() for _ in range(each))))
+            filling.update(found[-1])
+        self._free.extend(quiet)
+        return found
+
+    def adopt(self, key: BlockKey, slots: tuple[int, ...], *, cold: bool) -> None:
+        """Reserved slots have the contents of a block: it belongs to the tier now."""
+        if self.holds(key.digest, cold=cold):
+            self.give_back(slots)
+            return
+        if self._shared is not None:
+            self._shared.filling.difference_update(slots)
+        self._held[cold, key.digest] = _Held(key, slots)
+        if not self._is_pooled(cold, key.digest):
+            self._logs[cold].note(key.digest)
+
+    def give_back(self, slots: tuple[int, ...]) -> None:
+        """Reserved slots are not filled any more."""
+        if self._shared is not None:
+            self._shared.filling.difference_update(slots)
+        self._free.extend(slots)
+
     def check(self) -> None:
         """Raise AssertionError unless every slot has at most one use."""
         used = [slot for held in self._held.values() for slot in held.slots]
+        used += () if self._shared is None else self._shared.filling
         assert sorted([*used, *self._free]) == list(range(self._unused))
         assert self._unused <= self._sizes.slots
         copies = [*self._spills.values(), *(load.held for load in self._loads.values())]
@@ -205,26 +290,34 @@ class HostTier:
         assert all(self._held[cold, held.key.digest] is held for (cold, _), held in self._held.items())
         assert {id(each) for each in copies} <= {id(each) for each in self._held.values()}
 
-    def _spill(self, block: int, key: BlockKey, cold: bool) -> None:
+    def _spill(self, block: int, key: BlockKey, cold: bool) -> bool:
         count = 1 if cold else self._sizes.hot_slots
         if not self._make_room(count):
-            self._dropped += 1
-            return
+            return False
         held = _Held(key, tuple(self._take_slot() for _ in range(count)), pins=1)
         self._held[cold, key.digest] = held
         self._spills[block] = held
+        return True
 
     def _make_room(self, count: int) -> bool:
         """Evict blocks until `count` slots are free; False if the oldest block is pinned."""
         while len(self._free) + self._sizes.slots - self._unused < count:
-            oldest = next(iter(self._held), None)
-            if oldest is None or self._held[oldest].pins:
+            evicted = self._evict_oldest()
+            if not evicted:
                 return False
-            cold, digest = oldest
-            self._free.extend(self._held.pop(oldest).slots)
-            if not self._is_pooled(cold, digest):
-                self._logs[cold].note(digest)
+            self._free.extend(evicted)
         return True
+
+    def _evict_oldest(self) -> tuple[int, ...]:
+        """The slots of the block that is evicted; none if the oldest is pinned."""
+        oldest = next(iter(self._held), None)
+        if oldest is None or self._held[oldest].pins:
+            return ()
+        cold, digest = oldest
+        slots = self._held.pop(oldest).slots
+        if not self._is_pooled(cold, digest):
+            self._logs[cold].note(digest)
+        return slots
 
     def _take_slot(self) -> int:
         if self._free:

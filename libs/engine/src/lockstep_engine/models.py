@@ -52,6 +52,8 @@ class BuiltModel:
     layers: int
     kv_heads: int
     """Key/value heads on this rank."""
+    first_kv_head: int
+    """The first of them, among those of the model."""
     head_dim: int
     vocab_size: int
     hidden_act: str
@@ -206,6 +208,7 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype) -> Buil
         module=model,
         layers=int(text.num_hidden_layers),
         kv_heads=splitter.kv_heads.count,
+        first_kv_head=splitter.kv_heads.first,
         head_dim=splitter.cached_dim,
         vocab_size=info.vocab_size,
         hidden_act=str(getattr(text, "hidden_act", "")),

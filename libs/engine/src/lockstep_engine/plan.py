@@ -95,6 +95,26 @@ class Plan(msgspec.Struct, array_like=True):
         return len(self.token_ids) > len(self.lengths)
 
 
+def nothing(step: int, spills: NDArray[np.int32] | None, loads: NDArray[np.int32] | None) -> Plan:
+    """The plan of a step that only copies blocks to host memory and from it."""
+    none, moves = np.empty(0, np.int32), np.empty((0, 2), np.int32)
+    return Plan(
+        step=step,
+        token_ids=none,
+        starts=none,
+        lengths=none,
+        sampling_rows=none,
+        samples=np.empty(0, np.bool_),
+        emitted=none,
+        uniforms=np.empty(0, np.float64),
+        tables=np.empty((0, 1), np.int32),
+        moves=moves,
+        late_moves=moves,
+        spills=spills,
+        loads=loads,
+    )
+
+
 class StepLogprobs(msgspec.Struct, array_like=True):
     """Log probabilities for one sampled token."""
 

@@ -96,6 +96,7 @@ def run_rank(
     mailbox_fd: int,
     collectives_fd: int,
     store_path: str,
+    host_fd: int = -1,
     kind: "type[Rank] | None" = None,
 ) -> None:
     """Run a rank until the driver is gone. Returns only if the start fails, after it has sent the driver the reason.
@@ -106,6 +107,7 @@ def run_rank(
         mailbox_fd: shared segment of plans and results.
         collectives_fd: shared segment of collectives; -1: none.
         store_path: file through which ranks meet if there is no such segment.
+        host_fd: segment of its tier in host memory that the driver shares; -1: nobody shares it.
         kind: class of the rank; `Rank` if None. Tests run subclasses.
     """
     name_process(f"rank {spec.config.label}/{spec.rank}")
@@ -114,7 +116,7 @@ def run_rank(
     progress = Mailbox(mailbox_fd, spec.config.tp, *message_sizes(spec)).steps
     log = send_logs(control, spec.log_level, lambda: int(progress[spec.rank]))
     try:
-        rank = (kind or Rank)(spec, control, mailbox_fd, collectives_fd, store_path)
+        rank = (kind or Rank)(spec, control, mailbox_fd, collectives_fd, store_path, host_fd)
     except LockstepError as error:
         _send(control, StartFailed(error.message, permanent=True))
         return
@@ -143,7 +145,13 @@ class Rank:
     """
 
     def __init__(
-        self, spec: RankSpec, control: socket.socket, mailbox_fd: int, collectives_fd: int, store_path: str
+        self,
+        spec: RankSpec,
+        control: socket.socket,
+        mailbox_fd: int,
+        collectives_fd: int,
+        store_path: str,
+        host_fd: int = -1,
     ) -> None:
         self._spec = spec
         config, model = spec.config, spec.model
@@ -182,7 +190,7 @@ class Rank:
         _send(control, Loaded(self._affordable_blocks(graph_bytes), phases.seconds))
         blocks = self._receive_blocks()
         self.cache = self._make_cache(blocks)
-        self.host = HostMemory(blocks.host, self.cache)
+        self.host = HostMemory(blocks.host, self.cache, host_fd)
         self._sampler = Sampler(config.max_seqs, model.vocab_size, self._device) if spec.rank == 0 else None
         by_mean = model.embedding is not None and model.embedding.pooling == "mean"
         self._pooler = Pooler(mean=by_mean, size=model.hidden_size)
@@ -204,6 +212,10 @@ class Rank:
                 fingerprint=numerics.fingerprint if self._deterministic else "",
                 step_s=numerics.pace.step_s,
                 token_s=numerics.pace.token_s,
+                layers=self.model.layers,
+                first_kv_head=self.model.first_kv_head,
+                kv_heads=self.model.kv_heads,
+                head_dim=self.model.head_dim,
             ),
         )
 
@@ -264,6 +276,8 @@ class Rank:
         """
         self._group.spent_ns = 0
         self.host.copy(plan.spills, plan.loads)
+        if not len(plan.lengths):
+            return self._launch_nothing(plan.step, idle)
         sampled = plan.samples.nonzero()[0]
         targets = np.empty(0, np.int32) if plan.targets is None else plan.targets
         scored = (targets >= 0).nonzero()[0]
@@ -291,6 +305,13 @@ class Rank:
                 scores = score(logits[len(sampled) :], targets[scored], vocabulary=plan.vocabulary_logprobs)
         spent_us = self._group.spent_ns // 1000
         return Launched(plan.step, chosen, unserved, scores, pooled, spent_us, idle, computed, self._timer.now())
+
+    def _launch_nothing(self, step: int, idle: list[tuple[Timestamp, Timestamp]]) -> Launched:
+        """The rest of a step that only copies. The ranks meet once, so that rank 0's result tells that all have."""
+        self._group.all_gather(torch.zeros(1, dtype=torch.int64, device=self._device))
+        computed = self._timer.now()
+        chosen = None if self._sampler is None else Sampled(torch.empty(0, dtype=torch.int64), {})
+        return Launched(step, chosen, [], None, None, self._group.spent_ns // 1000, idle, computed, self._timer.now())
 
     def _add_requests(self, added: list[RowSampling]) -> list[int]:
         """Prepare the sampler for sampling rows that get a new request. This is done before the step's first

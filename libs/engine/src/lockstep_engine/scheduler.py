@@ -13,7 +13,7 @@ This module owns the sequences, their blocks and the sampling rows. It knows not
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from lockstep_engine.blocks import BlockKey, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.constraint import Constraint
 from lockstep_engine.draws import uniform
-from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, StepLogprobs
+from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, StepLogprobs, nothing
 from lockstep_engine.prefix_log import PrefixChanges, PrefixLog
 from lockstep_engine.request import (
     FinishReason,
@@ -41,6 +41,7 @@ from lockstep_engine.request import (
     TokenLogprob,
 )
 from lockstep_engine.sequence import Sequence
+from lockstep_engine.shared_slots import SharedSlots
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,12 @@ class _Chunk(NamedTuple):
 class Scheduler:
     """Waiting and running sequences, and the blocks of the KV cache."""
 
-    def __init__(self, limits: Limits, eos_ids: Iterable[int], sizes: PoolSizes) -> None:
+    def __init__(self, limits: Limits, eos_ids: Iterable[int], sizes: PoolSizes, *, shares_slots: bool = False) -> None:
         self._limits = limits
+        self.slots = SharedSlots() if shares_slots else None
+        """Slots of host memory that the driver itself uses, in this epoch."""
+        self.on_end: Callable[[Sequence], None] = lambda _: None
+        """Called when a request that holds blocks ends, before they are released."""
         self._eos_ids = frozenset(eos_ids)
         self._prefix_logs = (PrefixLog(), PrefixLog())
         self.blocks = self._new_blocks(sizes)
@@ -114,7 +119,9 @@ class Scheduler:
     @property
     def free_seqs(self) -> int:
         """Number of requests that have a sampling row free; 0 if others wait already."""
-        return 0 if self._waiting else len(self._free_rows)
+        if any(not sequence.is_held for sequence in self._waiting):
+            return 0
+        return max(0, len(self._free_rows) - len(self._waiting))
 
     @property
     def request_ids(self) -> list[str]:
@@ -187,7 +194,7 @@ class Scheduler:
         while not chunks and not self._in_flight and self.blocks.hurry(self._running):
             chunks = self._choose()
         if not chunks:
-            return None
+            return self._copies()
         self._current = chunks[-1].sequence
         plan = self._plan(chunks)
         self._in_flight.append(chunks)
@@ -235,6 +242,8 @@ class Scheduler:
         sampled = scored = embedded = 0
         chunks = self._in_flight.popleft()
         self._updated += 1
+        if self.slots is not None:
+            self.slots.executed()
         for chunk in chunks:
             index, first_score, embedding = sampled, scored, embedded
             sampled += chunk.samples
@@ -302,6 +311,8 @@ class Scheduler:
         )
         if ended is not None:
             del self._by_id[ended.request.id]
+        if self.slots is not None:
+            self.slots.forget(seen)
         self._start_over(self.blocks.sizes)
         return [] if ended is None else [Output(ended.request.id, ended.emitted, (), error=no_memory())]
 
@@ -329,6 +340,7 @@ class Scheduler:
         ids = [*self.request_ids, *self._ended]
         self._by_id, self._ended, self._phases = {}, [], {}
         self._in_flight.clear()
+        self._forget_slots()
         self._start_over(PoolSizes(0))
         return ids
 
@@ -337,7 +349,34 @@ class Scheduler:
         assert not self._by_id
         self._in_flight.clear()
         self._updated = 0
+        self._forget_slots()
         self._start_over(sizes)
+
+    def prefix_keys(self, request_id: str) -> list[BlockKey]:
+        """Keys of the blocks of a waiting request that it need not compute if the prefix cache has them."""
+        sequence = self._by_id.get(request_id)
+        return [] if sequence is None or sequence.sampling_row >= 0 else self._cacheable_keys(sequence)
+
+    def hold(self, request_id: str, *, held: bool) -> None:
+        """Keep a request waiting while others go on, or admit it again. Unknown ids are ignored."""
+        sequence = self._by_id.get(request_id)
+        if sequence is not None:
+            sequence.is_held = held
+
+    def running_sequences(self) -> list[Sequence]:
+        """Those that hold blocks."""
+        return list(self._running)
+
+    @property
+    def backlog(self) -> int:
+        """Tokens of prompts that are to be computed for requests that came first."""
+        sequences = (*self._running, *(each for each in self._waiting if not each.is_held))
+        return sum(each.remaining for each in sequences if each.remaining > 1)
+
+    def _forget_slots(self) -> None:
+        """The ranks that have the slots are gone."""
+        if self.slots is not None:
+            self.slots = SharedSlots()
 
     def _start_over(self, sizes: PoolSizes) -> None:
         """Empty the pools and let all requests wait, in the state that they have once the plans in flight are done."""
@@ -361,7 +400,13 @@ class Scheduler:
         for log in self._prefix_logs:
             log.lose()
         return BlockTables(
-            sizes, limits.hot_window, limits.max_seqs, limits.context_length, limits.tenant_share, self._prefix_logs
+            sizes,
+            limits.hot_window,
+            limits.max_seqs,
+            limits.context_length,
+            limits.tenant_share,
+            self._prefix_logs,
+            self.slots,
         )
 
     def _check_capacity(self, request: Request) -> None:
@@ -389,14 +434,13 @@ class Scheduler:
                 return
             if sequence.in_flight:  # preempted while its last token was in flight; that comes with the next result
                 return
-            if not sequence.may_sample:  # it was preempted, and its grammar is not ready for its next token
+            # Blocks are on their way to it; or it was preempted, and its grammar is not ready for its next token.
+            if sequence.is_held or not sequence.may_sample:
                 continue
             self._current = sequence
             if self._count(sequence, budget, chunks) == 0:
                 return
-            cached = self._limits.prefix_cache and not self._needs_every_token(sequence)
-            # The last token is always computed: its logits choose the next one.
-            keys = self._keys(sequence)[: (len(sequence.tokens) - 1) // BLOCK_SIZE] if cached else []
+            keys = self._cacheable_keys(sequence)
             hits = self.blocks.match(keys)
             if hits.usable < len(keys) and keys[hits.usable].digest in computing:
                 continue  # a running sequence is computing this prefix; wait and share its blocks
@@ -412,6 +456,13 @@ class Scheduler:
                 self.blocks.grow(sequence, count)
                 chunks.append(self._chunk(sequence, count))
                 budget -= count
+
+    def _cacheable_keys(self, sequence: Sequence) -> list[BlockKey]:
+        """Keys of the blocks that it takes from the prefix cache if that has them."""
+        if not self._limits.prefix_cache or self._needs_every_token(sequence):
+            return []
+        # The last token is always computed: its logits choose the next one.
+        return self._keys(sequence)[: (len(sequence.tokens) - 1) // BLOCK_SIZE]
 
     def _needs_every_token(self, sequence: Sequence) -> bool:
         """Whether all tokens are computed, even if the prefix cache has their KV."""
@@ -506,6 +557,7 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.sampling_row >= 0:
+            self.on_end(sequence)
             self._release_row(sequence)
         else:
             self._waiting.remove(sequence)
@@ -551,6 +603,17 @@ class Scheduler:
             return Output(request_id, 0, (), error=error)
         cached = sequence.cached_tokens or 0
         return Output(request_id, 0, (), finish=FinishReason.STOP, cached_tokens=cached, embedding=embedding)
+
+    def _copies(self) -> Plan | None:
+        """A step that computes nothing, if blocks are to be copied to where the driver reads them and no other step
+        would do it.
+        """
+        if self.slots is None or self._in_flight or not self.blocks.host.has_spills:
+            return None
+        spills, loads = self.blocks.host.take()
+        plan = nothing(self._updated + 1, spills, loads)
+        self._in_flight.append([])
+        return plan
 
     def _plan(self, chunks: list[_Chunk]) -> Plan:
         sequences = [chunk.sequence for chunk in chunks]

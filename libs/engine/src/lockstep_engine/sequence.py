@@ -44,6 +44,8 @@ class Sequence:
     """Prompt tokens found in the prefix cache at the first admission."""
     has_output: bool = False
     """An output has been produced; `cached_tokens` was in the first one."""
+    is_held: bool = False
+    """It is not admitted yet: blocks of its prompt are on their way to host memory."""
     score_from: int = 1
     """First prompt position that still needs a log probability. Position 0 never has one."""
     scores_delivered: int = 1

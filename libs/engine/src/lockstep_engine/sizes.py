@@ -91,7 +91,7 @@ def host_sizes(config: EngineConfig, device: str, cold: bool, block_bytes: int, 
     slots = config.host_cache_bytes // slot_bytes
     if slots < hot_slots:
         raise invalid("host_cache_bytes", f"must be 0 or at least {hot_slots * slot_bytes}, the size of a block")
-    return HostSizes(slots, slot_bytes, hot_slots, max(hot_slots, _STEP_COPY_BYTES[device] // slot_bytes))
+    return HostSizes(slots, slot_bytes, hot_slots, max(hot_slots, _STEP_COPY_BYTES[device] // slot_bytes), block_bytes)
 
 
 def check_host_memory(config: EngineConfig, usable_bytes: int) -> None:

@@ -32,7 +32,7 @@ from lockstep_engine.control import (
     receive_order,
 )
 
-RunRank = Callable[[RankSpec, socket.socket, int, int, str], None]
+RunRank = Callable[[RankSpec, socket.socket, int, int, str, int], None]
 """Runs a rank, as `rank.run_rank` does."""
 
 
@@ -93,6 +93,7 @@ def _become_rank(run_rank: RunRank, message: Fork, control: socket.socket, descr
             descriptors.mailbox,
             descriptors.collectives if message.shared_collectives else -1,
             f"/proc/self/fd/{descriptors.rendezvous}",
+            descriptors.host if message.shared_host else -1,
         )
         code = 0
     except ConnectionError:

@@ -1,0 +1,332 @@
+"""The prefix cache's third tier: KV blocks that come from a store outside of the machine, and go to it.
+
+Blocks come and go through the second tier, in host memory. What is fetched is written to slots that nobody else uses
+meanwhile; once it is complete for every rank, the blocks belong to the second tier, whose loads are ordered by plans.
+So all ranks agree on a hit before a step is planned, and the bits are those of any block that was copied to host memory
+and back. A request whose blocks are being fetched waits; others go on. Whatever goes wrong, it is computed.
+
+Which versions of a block are stored follows from what a query sees: those that the query after the end of a text needs.
+A prompt that begins with this text needs the same ones. Its compressed blocks are fetched first; how far they reach
+decides which uncompressed ones, before its next token, are needed with them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lockstep_engine import remote_keys
+from lockstep_engine.blocks import BlockKey, HostSizes
+from lockstep_engine.config import BLOCK_SIZE, EngineConfig
+from lockstep_engine.control import Ready
+from lockstep_engine.host_view import HostView
+from lockstep_engine.remote_store import RemoteStore
+from lockstep_engine.remote_writer import RemoteWriter
+from lockstep_engine.request import Request
+from lockstep_engine.scheduler import Scheduler
+from lockstep_engine.sequence import Sequence as RunningSequence
+
+logger = logging.getLogger("lockstep.engine")
+
+_MAX_FETCHES = 16
+"""Requests that wait for blocks at once. Others are computed at once."""
+_FETCH_DEADLINE_S = 5.0
+"""For a store that does not keep its own."""
+
+
+@dataclass(frozen=True)
+class RemoteUsage:
+    """What the third tier has done since the engine's start."""
+
+    fetching: int = 0
+    """Requests that wait for blocks now."""
+    fetches: int = 0
+    """Requests that have waited for blocks."""
+    fetched: int = 0
+    """Blocks that have come, in any version."""
+    stored: int = 0
+    """Blocks that the store has taken."""
+
+
+class _Epoch:
+    """What is valid for one life of the ranks."""
+
+    def __init__(self, view: HostView, seed: Callable[[str], bytes], writer: RemoteWriter) -> None:
+        self.view = view
+        self.seed = seed
+        self.writer = writer
+        self.task = asyncio.get_running_loop().create_task(writer.run())
+
+
+class RemoteTier:
+    """Fetches blocks for requests before they run, and has blocks stored behind them.
+
+    Args:
+        store: the store.
+        config, model_digest: part of the names of blocks.
+        scheduler: has the requests and the other tiers.
+        recompute_s: estimates the seconds until so many tokens of a further prompt would be computed.
+        on_change: called when the scheduler may plan something: a request need not wait any more, or blocks are to be
+            copied.
+    """
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        config: EngineConfig,
+        model_digest: str,
+        scheduler: Scheduler,
+        recompute_s: Callable[[int], float],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._config = config
+        self._model_digest = model_digest
+        self._scheduler = scheduler
+        self._recompute_s = recompute_s
+        self._on_change = on_change
+        self._epoch: _Epoch | None = None
+        self._fetches: dict[str, asyncio.Task[None]] = {}
+        """By the id of the request."""
+        self._first_missing: dict[bytes, asyncio.Task[None]] = {}
+        """By the digest of the first block that each of these fetches lacks."""
+        self._count = self._fetched = self._stored = 0
+        self._ending: set[asyncio.Task[None]] = set()
+        """Cancelled tasks that have not ended."""
+        self.fetch_deadline_s = _FETCH_DEADLINE_S
+        scheduler.on_end = self._on_end
+
+    @property
+    def usage(self) -> RemoteUsage:
+        """What it has done."""
+        stored = self._stored + (0 if self._epoch is None else self._epoch.writer.blocks)
+        return RemoteUsage(len(self._fetches), self._count, self._fetched, stored)
+
+    def open(self, ready: Ready, ranks: Sequence[Ready], sizes: HostSizes, memories: Sequence[memoryview]) -> None:
+        """New ranks are ready.
+
+        Args:
+            ready: what holds for the group.
+            ranks: what each has said.
+            sizes: of the tier in host memory.
+            memories: each rank's.
+        """
+        self.close()
+        seeds: dict[str, bytes] = {}
+
+        def seed(tenant: str) -> bytes:
+            if tenant not in seeds:
+                if len(seeds) >= 1024:
+                    seeds.clear()
+                seeds[tenant] = remote_keys.seed(self._config, self._model_digest, ready, tenant)
+            return seeds[tenant]
+
+        view = HostView.of(ranks, sizes, memories)
+        writer = RemoteWriter(self._store, self._scheduler, view, self._config.hot_window, seed, self._on_change)
+        self._epoch = _Epoch(view, seed, writer)
+
+    def close(self) -> None:
+        """The ranks are gone, and with them the requests. Fetches that have not ended write to the memory of these
+        ranks only.
+        """
+        for task in self._fetches.values():
+            self._end(task)
+        self._fetches.clear()
+        self._first_missing.clear()
+        if self._epoch is not None:
+            self._stored += self._epoch.writer.blocks
+            self._end(self._epoch.task)
+            self._epoch = None
+
+    async def wait_closed(self) -> None:
+        """Wait until what `close` has cancelled has ended."""
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=self.fetch_deadline_s)
+
+    def begin(self, request: Request) -> None:
+        """Fetch blocks for a request that the scheduler has just queued, if it lacks any."""
+        epoch = self._epoch
+        if epoch is None or len(self._fetches) >= _MAX_FETCHES:
+            return
+        keys = self._scheduler.prefix_keys(request.id)
+        usable = self._scheduler.blocks.match(keys).usable
+        if usable == len(keys):
+            return
+        self._scheduler.hold(request.id, held=True)
+        first = keys[usable].digest
+        task = asyncio.get_running_loop().create_task(self._run(epoch, request, keys, self._first_missing.get(first)))
+        self._fetches[request.id] = task
+        self._first_missing[first] = task
+        self._count += 1
+
+        def done(ended: asyncio.Task[None]) -> None:
+            if self._first_missing.get(first) is ended:
+                del self._first_missing[first]
+
+        task.add_done_callback(done)
+
+    def cancel(self, request_id: str) -> None:
+        """A request has been cancelled."""
+        task = self._fetches.pop(request_id, None)
+        if task is not None:
+            self._end(task)
+
+    def on_step(self) -> None:
+        """A step is done."""
+        if self._epoch is not None:
+            self._epoch.writer.notify()
+
+    async def store_all(self, timeout_s: float) -> bool:
+        """Have the blocks of running requests stored, and all others that have not been; False if there is no time."""
+        epoch = self._epoch
+        if epoch is None:
+            return True
+        for sequence in self._scheduler.running_sequences():
+            self._on_end(sequence)
+        epoch.writer.add_evicted()
+        waiter = asyncio.ensure_future(epoch.writer.wait_idle())
+        done, _ = await asyncio.wait((waiter, epoch.task), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        waiter.cancel()
+        return waiter in done
+
+    def _on_end(self, sequence: RunningSequence) -> None:
+        if self._epoch is not None:
+            keys = sequence.keys[: sequence.remembered]
+            self._epoch.writer.add(sequence.request.tenant, keys, sequence.fork)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _run(
+        self, epoch: _Epoch, request: Request, keys: list[BlockKey], other: asyncio.Task[None] | None
+    ) -> None:
+        """Fetch, then let the request be admitted.
+
+        Args:
+            epoch: the ranks' life.
+            request: the request.
+            keys: of the blocks that it need not compute.
+            other: a fetch that brings the first of those that it lacks. What it does not bring is computed.
+        """
+        try:
+            async with asyncio.timeout(self.fetch_deadline_s):
+                if other is None:
+                    await self._fetch(epoch, request.tenant, keys)
+                else:
+                    await asyncio.wait((other,))
+        except TimeoutError:
+            logger.warning("the store for KV blocks has not kept its deadline")
+        except Exception:
+            logger.exception("the store for KV blocks has failed")
+        if self._epoch is epoch and self._fetches.pop(request.id, None) is not None:
+            self._scheduler.hold(request.id, held=False)
+            self._on_change()
+
+    async def _fetch(self, epoch: _Epoch, tenant: str, keys: list[BlockKey]) -> None:
+        links = list(remote_keys.chain(epoch.seed(tenant), keys))
+        window, end = self._config.hot_window, len(keys)
+        if window is not None and window.first_hot(end) > window.sink:
+            middle = range(window.sink, window.first_hot(end))
+            reached = await self._fetch_part(epoch, tenant, keys, links, middle, cold=True, ahead=window.size)
+            if reached is None:
+                return
+            end = min(end, reached + window.size)
+            if self._scheduler.blocks.match(keys[:end]).usable == end:
+                return
+        first, sink = self._scheduler.blocks.hot_part(end)
+        hot = range(end) if window is None else [*range(sink), *range(first, end)]
+        await self._fetch_part(epoch, tenant, keys, links, hot, cold=False, ahead=0)
+
+    async def _fetch_part(
+        self,
+        epoch: _Epoch,
+        tenant: str,
+        keys: list[BlockKey],
+        links: list[bytes],
+        indices: Sequence[int],
+        *,
+        cold: bool,
+        ahead: int,
+    ) -> int | None:
+        """Fetch those of the blocks at `indices` that are not in the other tiers; they are of use with `ahead` more.
+
+        Returns:
+            The index of the first block that is still missing, or the end of `indices`; None: the store does not serve
+            this request.
+        """
+        blocks = self._scheduler.blocks
+        blocks.host.keep((keys[index] for index in reversed(indices)), cold=cold)
+        missing = [index for index in indices if not blocks.has(keys[index], cold=cold)]
+        if not missing:
+            return max(indices, default=-1) + 1
+        usable = blocks.match(keys).usable
+
+        def recompute_s(count: int) -> float:
+            if count < 1:
+                return 0.0
+            end = min(len(keys), missing[min(count, len(missing)) - 1] + 1 + ahead)
+            return self._recompute_s(max(0, end - usable) * BLOCK_SIZE)
+
+        wanted = [keys[index] for index in missing]
+        names = [remote_keys.block_name(links[index], cold=cold) for index in missing]
+        count = await self._receive(epoch, tenant, wanted, names, recompute_s, cold=cold)
+        if count is None:
+            return None
+        return missing[count] if count < len(missing) else max(indices) + 1
+
+    async def _receive(
+        self,
+        epoch: _Epoch,
+        tenant: str,
+        keys: list[BlockKey],
+        names: list[bytes],
+        recompute_s: Callable[[int], float],
+        *,
+        cold: bool,
+    ) -> int | None:
+        """Fetch these blocks to host memory. Returns how many of the first ones have come; None: it is of no use to ask
+        for others.
+        """
+        shared, view = self._scheduler.slots, epoch.view
+        reserved = self._scheduler.blocks.host.reserve(len(keys), cold=cold)
+        if not reserved:
+            return None
+        parts = [[view.part(rank, slots, cold=cold) for rank in range(len(view.heads))] for slots in reserved]
+        length, count = view.forms[cold].length, 0
+        # Where slots do not follow each other, the parts are copied once they are complete.
+        apart = {
+            (index, rank): memoryview(bytearray(length))
+            for index, ranks in enumerate(parts)
+            for rank, each in enumerate(ranks)
+            if each is None
+        }
+
+        def into(index: int, rank: int) -> memoryview:
+            each = parts[index][rank]
+            return apart[index, rank] if each is None else each
+
+        try:
+            result = await self._store.fetch(
+                tenant, names[: len(reserved)], view.heads, view.forms[cold], recompute_s, into
+            )
+            fetched = min(max(0, result.blocks), len(reserved)) if result.outcome == "fetched" else 0
+            for index in range(fetched):
+                for rank in range(len(view.heads)):
+                    if (index, rank) in apart:
+                        view.write(rank, reserved[index], apart[index, rank])
+                        await asyncio.sleep(0)
+            count = fetched
+        finally:
+            # After a restart of the ranks these are the numbers of other slots.
+            if self._epoch is epoch and self._scheduler.slots is shared:
+                host = self._scheduler.blocks.host
+                for slots in reserved[count:]:
+                    host.give_back(slots)
+                for key, slots in reversed(list(zip(keys, reserved[:count], strict=False))):
+                    host.adopt(key, slots, cold=cold)
+        if self._epoch is epoch:
+            self._fetched += count
+            epoch.writer.mark(names[:count])
+        return count if result.outcome in ("fetched", "absent") else None

@@ -1,0 +1,262 @@
+"""Write-behind of the prefix cache: blocks of texts that have ended, and blocks that the pools have evicted, are
+offered to a store outside of the machine.
+
+Nothing waits for it. It works in small pieces between the events of the driver's loop, from queues with bounds, and
+drops what the store does not take in time. A block is read from its slots of host memory. One that only the pools have
+is first copied there by a plan, and is evicted from there before all others afterwards.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from lockstep_engine import remote_keys
+from lockstep_engine.blocks import BlockKey
+from lockstep_engine.config import HotWindow
+from lockstep_engine.host_view import HostView
+from lockstep_engine.remote_store import RemoteStore, StoredBlock
+from lockstep_engine.scheduler import Scheduler
+
+logger = logging.getLogger("lockstep.engine")
+
+_MAX_TEXTS = 1024
+_MAX_DUE = 1 << 16
+_MAX_NAMES = 1 << 16
+"""Blocks whose names, or whose being offered, is remembered."""
+_PIECE_BLOCKS = 256
+"""Blocks that are named between two turns of the loop: less than a millisecond."""
+_PIECE_BYTES = 2**20
+"""Bytes that are offered, and so copied, between two turns of the loop, unless one block has more."""
+_FULL_WAIT_S = 0.02
+_PATIENCE_S = 2.0
+"""How long a block waits for room in the store's queue."""
+_COPY_WAIT_S = 30.0
+"""How long a block waits for the plan that copies it; longer than any step may take."""
+
+
+class _Text(NamedTuple):
+    """The blocks of a text whose contents are known."""
+
+    tenant: str
+    keys: list[BlockKey]
+    fork: int
+
+
+class _Due(NamedTuple):
+    """A version of a block that is to be offered."""
+
+    tenant: str
+    key: BlockKey
+    cold: bool
+    name: bytes
+
+
+class RemoteWriter:
+    """Offers blocks in one epoch of the ranks.
+
+    Args:
+        store: where to.
+        scheduler: has the blocks.
+        view: their contents in host memory.
+        hot_window: decides which versions a later text needs.
+        seed: of a tenant's chain of names.
+        on_copies: called when the scheduler is to plan copies.
+    """
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        scheduler: Scheduler,
+        view: HostView,
+        hot_window: HotWindow | None,
+        seed: Callable[[str], bytes],
+        on_copies: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._scheduler = scheduler
+        self._view = view
+        self._hot_window = hot_window
+        self._seed = seed
+        self._on_copies = on_copies
+        self._texts: deque[_Text] = deque(maxlen=_MAX_TEXTS)
+        self._due: deque[_Due] = deque(maxlen=_MAX_DUE)
+        self._links: OrderedDict[bytes, tuple[str, BlockKey, bytes]] = OrderedDict()
+        """By a block's digest: whose it is, and its link of the chain."""
+        self._offered: OrderedDict[bytes, None] = OrderedDict()
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self.blocks = 0
+        """Blocks that the store has taken."""
+
+    def add(self, tenant: str, keys: Sequence[BlockKey], fork: int) -> None:
+        """Have the blocks of a text offered.
+
+        Args:
+            tenant: whose text it is.
+            keys: of its blocks whose contents are known.
+            fork: after so many of them other texts have diverged.
+        """
+        if keys:
+            self._texts.append(_Text(tenant, list(keys), fork))
+            self.notify()
+
+    def add_evicted(self) -> None:
+        """Have all known blocks offered that have not been yet, wherever they are."""
+        for tenant, key, link in list(self._links.values()):
+            self._list(tenant, key, link, (False, True))
+        self.notify()
+
+    def mark(self, names: Sequence[bytes]) -> None:
+        """The store has these blocks."""
+        for name in names:
+            self._remember(name)
+
+    def notify(self) -> None:
+        """There may be something to do: a step is done, or something was added."""
+        self._idle.clear()
+        self._wake.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until all was offered or dropped."""
+        self.notify()
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Offer blocks until it is cancelled."""
+        while True:
+            try:
+                while self._texts:
+                    await self._list_text(self._texts.popleft())
+                self._list_spilled()
+                while batch := self._next_batch():
+                    await self._offer_batch(batch)
+            except Exception:
+                logger.exception("blocks of the prefix cache were not stored")
+            if not (self._texts or self._due or self._spilled):
+                self._idle.set()
+                self._wake.clear()
+                await self._wake.wait()
+
+    @property
+    def _spilled(self) -> deque[tuple[bool, BlockKey]]:
+        return deque() if self._scheduler.slots is None else self._scheduler.slots.spilled
+
+    async def _list_text(self, text: _Text) -> None:
+        """List the versions of a text's blocks that a later text which begins with it needs."""
+        count, window = len(text.keys), self._hot_window
+        first, sink = self._scheduler.blocks.hot_part(count)
+        fork = range(0) if window is None else range(text.fork - window.size, min(text.fork, count))
+        last = self._seed(text.tenant)
+        for begin in range(0, count, _PIECE_BLOCKS):
+            piece = text.keys[begin : begin + _PIECE_BLOCKS]
+            links = list(remote_keys.chain(last, piece))
+            last = links[-1]
+            for index, (key, link) in enumerate(zip(piece, links, strict=True), begin):
+                self._links[key.digest] = text.tenant, key, link
+                self._links.move_to_end(key.digest)
+                is_hot = window is None or index < sink or index >= first
+                versions = (False,) if is_hot else (True, False) if index in fork else (True,)
+                self._list(text.tenant, key, link, versions)
+            while len(self._links) > _MAX_NAMES:
+                self._links.popitem(last=False)
+            await asyncio.sleep(0)
+
+    def _list_spilled(self) -> None:
+        """List the blocks that have been evicted to host memory, if it is known of which text they are."""
+        spilled = self._spilled
+        while spilled:
+            cold, key = spilled.popleft()
+            tenant, known, link = self._links.get(key.digest, ("", None, b""))
+            if known == key:
+                self._list(tenant, key, link, (cold,))
+
+    def _list(self, tenant: str, key: BlockKey, link: bytes, versions: tuple[bool, ...]) -> None:
+        for cold in versions:
+            name = remote_keys.block_name(link, cold=cold)
+            if name not in self._offered:
+                self._due.append(_Due(tenant, key, cold, name))
+
+    def _next_batch(self) -> list[_Due]:
+        """The next blocks of one tenant: a part of what a step may copy, and of host memory."""
+        sizes = self._scheduler.blocks.sizes.host
+        most = min(sizes.step_slots, sizes.slots) // 4
+        batch: list[_Due] = []
+        slots = 0
+        while self._due and (not batch or self._due[0].tenant == batch[0].tenant):
+            slots += 1 if self._due[0].cold else sizes.hot_slots
+            if batch and slots > most:
+                break
+            each = self._due.popleft()
+            if each.name not in self._offered:
+                batch.append(each)
+        return batch
+
+    async def _offer_batch(self, batch: list[_Due]) -> None:
+        blocks = self._scheduler.blocks
+        absent = [each for each in batch if not blocks.host.has(each.key, cold=each.cold)]
+        staged = [each for each in absent if blocks.stage(each.key, cold=each.cold)]
+        if staged:
+            self._on_copies()
+        try:
+            async with asyncio.timeout(_COPY_WAIT_S):
+                await self._offer(batch)
+        except TimeoutError:
+            logger.warning("blocks of the prefix cache were not stored: no step has copied them")
+        for each in staged:
+            self._scheduler.blocks.host.demote(each.key, cold=each.cold)
+
+    async def _offer(self, batch: list[_Due]) -> None:
+        """Offer blocks once host memory has them; leave out those that it has no more."""
+        loop = asyncio.get_running_loop()
+        left, until = deque(batch), loop.time() + _PATIENCE_S
+        while left:
+            piece, contents = self._readable(left)
+            if not piece:
+                if not left:
+                    return
+                self._wake.clear()
+                if self._scheduler.blocks.host.slots_of(left[0].key, cold=left[0].cold) == ():
+                    await self._wake.wait()  # for the end of a step
+                continue
+            ranks = len(self._view.heads)
+            taken = max(0, self._store.offer(piece[0].tenant, contents)) // ranks
+            for each in piece[:taken]:
+                self._remember(each.name)
+                self.blocks += 1
+                left.popleft()
+            if taken < len(piece):
+                if loop.time() > until:
+                    return
+                await asyncio.sleep(_FULL_WAIT_S)
+            elif taken:
+                until = loop.time() + _PATIENCE_S
+                await asyncio.sleep(0)
+
+    def _readable(self, left: deque[_Due]) -> tuple[list[_Due], list[StoredBlock]]:
+        """The first blocks that can be read now, as much as may be copied at once; those that are gone are removed."""
+        piece: list[_Due] = []
+        contents: list[StoredBlock] = []
+        size = 0
+        for each in list(left):
+            slots = self._scheduler.blocks.host.slots_of(each.key, cold=each.cold)
+            if slots is None:
+                left.remove(each)
+                continue
+            form = self._view.forms[each.cold]
+            size += form.length * len(self._view.heads)
+            if not slots or (piece and size > _PIECE_BYTES):
+                break
+            piece.append(each)
+            contents.extend(
+                StoredBlock(each.name, heads, form, self._view.read(rank, slots, cold=each.cold))
+                for rank, heads in enumerate(self._view.heads)
+            )
+        return piece, contents
+
+    def _remember(self, name: bytes) -> None:
+        self._offered[name] = None
+        self._offered.move_to_end(name)
+        while len(self._offered) > _MAX_NAMES:
+            self._offered.popitem(last=False)

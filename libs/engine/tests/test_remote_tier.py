@@ -1,0 +1,441 @@
+"""KV blocks from a store outside of the machine: a stream that begins with them has the bits of one that computed all
+of its blocks, and whatever the store does, no stream gets another token.
+"""
+
+import asyncio
+import mmap
+import os
+import signal
+from dataclasses import dataclass, replace
+
+import msgspec
+import pytest
+import torch
+from checkpoints import make
+from lockstep_common.errors import LockstepError
+from lockstep_engine import AsyncEngine, EngineConfig, Request
+from lockstep_engine.config import BLOCK_SIZE, HotWindow
+from lockstep_engine.control import Ready
+from lockstep_engine.host_memory import HostMemory
+from lockstep_engine.mailbox import Mailbox
+from lockstep_engine.plan import decode_plan, encode_plan
+from lockstep_engine.remote_tier import RemoteTier
+from lockstep_engine.scheduler import Scheduler
+from remote_double import MemoryStore
+from test_host_memory import MODEL, MODES, PARAMS, TEXT, Ranks, words
+
+FULL = (TEXT + PARAMS.max_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
+"""Tokens of the blocks that a first turn leaves."""
+
+
+class Worker(Ranks):
+    """An engine with a third tier, without processes: what `AsyncEngine` does with it, step by step."""
+
+    def __init__(self, path, store, tp=1, dtype=torch.float32, **mode):
+        super().__init__(path, tp, dtype, **mode)
+        self.scheduler = Scheduler(self.limits, [], self.sizes, shares_slots=True)
+        config = _Config(model="m", host_cache_bytes=1)
+        window, layers = mode.get("hot_window"), mode.get("compressed_layers")
+        self.config = replace(
+            config,
+            window=window,
+            kv_compression="per_layer" if layers else config.kv_compression,
+            kv_compressed_layers=layers or (),
+        )
+        self.changes = 0
+        self.tier = RemoteTier(store, self.config, "digest", self.scheduler, lambda tokens: tokens / 1000, self._change)
+        self.outputs = {}
+        self.open()
+
+    def open(self):
+        """Begin an epoch, with memory of its own."""
+        self.views, model, host = [], self.group.models[0], self.sizes.host
+        for rank, cache in enumerate(self.group.caches):
+            fd = Mailbox.create(host.slots * host.slot_bytes + 5, "test")
+            self.views.append(memoryview(mmap.mmap(fd, host.slots * host.slot_bytes + 5)))
+            self.memories[rank] = HostMemory(host, cache, fd)
+            os.close(fd)
+        dtype = str(self.group.caches[0].keys.dtype).removeprefix("torch.")
+        ready = Ready(True, "cpu", dtype, "fingerprint", layers=model.layers, head_dim=model.head_dim)
+        ranks = [
+            msgspec.structs.replace(ready, first_kv_head=rank * model.kv_heads, kv_heads=model.kv_heads)
+            for rank in range(self.group.tp)
+        ]
+        self.scheduler.reset(self.sizes)
+        self.tier.open(ranks[0], ranks, host, self.views)
+
+    def submit(self, name, prompt, params=PARAMS, tenant=""):
+        request = Request(name, tuple(prompt), params, tenant=tenant)
+        self.outputs[name] = [], [], []
+        assert self.scheduler.submit(request) is None
+        self.tier.begin(request)
+
+    async def step(self):
+        """One step if there is something to plan; and a turn of the loop."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            for output in self.scheduler.update(self.execute(decode_plan(encode_plan(plan)))):
+                ids, scores, cached = self.outputs[output.request_id]
+                ids.extend(output.ids)
+                scores.extend(output.logprobs)
+                cached.append(output.cached_tokens)
+            self.tier.on_step()
+            self.scheduler.blocks.check()
+        await asyncio.sleep(0)
+        return plan is not None
+
+    async def end(self, name):
+        """Ids, log probabilities and the number of cached tokens of a request."""
+        async with asyncio.timeout(60):
+            while name in self.scheduler.request_ids:
+                await self.step()
+        ids, scores, cached = self.outputs[name]
+        return ids, scores, sum(cached)
+
+    async def ask(self, name, prompt, **options):
+        self.submit(name, prompt, **options)
+        return await self.end(name)
+
+    async def stored(self):
+        """Wait until all blocks were offered."""
+        return await self._step_until(self.tier.store_all(60))
+
+    async def settled(self):
+        """Wait until all that has been listed was offered or dropped."""
+        await self._step_until(self.tier._epoch.writer.wait_idle())
+
+    async def _step_until(self, awaited):
+        task = asyncio.ensure_future(awaited)
+        async with asyncio.timeout(60):
+            while not task.done():
+                await self.step()
+        return task.result()
+
+    async def close(self):
+        self.tier.close()
+        await self.tier.wait_closed()
+        self.scheduler.blocks.check()
+
+    def _change(self):
+        self.changes += 1
+
+
+@dataclass(frozen=True)
+class _Config(EngineConfig):
+    """Settings with a hot window that the tests choose."""
+
+    window: HotWindow | None = None
+
+    @property
+    def hot_window(self):
+        return self.window
+
+
+async def first_turn(path, store, **options):
+    """A worker serves the first turn of a conversation and stores it; the ids of the answer."""
+    worker = Worker(path, store, **options)
+    ids, _, cached = await worker.ask("first", words(0))
+    assert cached == 0
+    assert await worker.stored()
+    await worker.close()
+    return ids
+
+
+def second_turn(ids):
+    return [*words(0), *ids, *words(9, 40)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return make("llama", tmp_path_factory.mktemp("model"))[0]
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("mode", "tp"), [*((mode, 1) for mode in MODES), ("none", 2), ("lazy", 2)])
+async def test_a_session_goes_on_at_another_worker_with_the_bits_of_computed_blocks(path, mode, tp, dtype):
+    store, mode = MemoryStore(), MODES[mode]
+    ids = await first_turn(path, store, tp=tp, dtype=dtype, **mode)
+    other = Worker(path, store, tp, dtype, **mode)
+    *found, cached = await other.ask("second", second_turn(ids))
+    assert cached == FULL
+    assert other.tier.usage.fetched >= FULL // BLOCK_SIZE
+    assert other.scheduler.blocks.host.usage.copied_in >= FULL // BLOCK_SIZE
+    await other.close()
+    *computed, cached = Ranks(path, tp, dtype, **mode).run(second_turn(ids))
+    assert cached == 0
+    assert found == computed
+
+
+@pytest.mark.parametrize("mode", ["none", "lazy"])
+@pytest.mark.parametrize("fault", ["fewer", "absent", "damaged", "unavailable", "gate", "deadline", "error", "silent"])
+async def test_whatever_the_store_does_the_tokens_are_those_of_computed_blocks(path, mode, fault):
+    """The parts that are not complete have been written to all the same."""
+    store, mode = MemoryStore(), MODES[mode]
+    ids = await first_turn(path, store, **mode)
+    store.spoils = True
+    if fault == "fewer":
+        store.most = 4
+    elif fault == "error":
+        store.error = OSError("the connection is gone")
+    elif fault == "silent":
+        store.gate = asyncio.Event()
+    else:
+        store.outcome = fault
+    worker = Worker(path, store, **mode)
+    worker.tier.fetch_deadline_s = 0.05
+    *found, cached = await worker.ask("second", second_turn(ids))
+    *computed, _ = Ranks(path, 1, torch.float32, **mode).run(second_turn(ids))
+    assert found == computed
+    assert cached == (4 * BLOCK_SIZE if (mode, fault) == ({}, "fewer") else 0) or fault == "fewer"
+    assert len(store.asked) >= 2
+    assert not worker.scheduler.slots.filling
+    await worker.close()
+
+
+async def test_others_go_on_while_a_request_waits_for_its_blocks(path):
+    store = MemoryStore()
+    ids = await first_turn(path, store)
+    worker = Worker(path, store)
+    store.gate = asyncio.Event()
+    worker.submit("waits", second_turn(ids))
+    assert worker.scheduler.free_seqs == 3
+    store.gate.clear()
+    await store.began.wait()
+    gate, store.gate = store.gate, None
+    await worker.ask("other", words(1, 20))
+    assert worker.tier.usage.fetching == 1
+    assert worker.scheduler.queued == 1
+    gate.set()
+    assert (await worker.end("waits"))[2] == FULL
+    assert worker.changes > 0
+    await worker.close()
+
+
+async def test_a_request_that_needs_nothing_does_not_ask(path):
+    store = MemoryStore()
+    worker = Worker(path, store)
+    await worker.ask("short", words(0, BLOCK_SIZE))
+    assert store.asked == []
+    await worker.ask("first", words(0))
+    asked = len(store.asked)
+    assert (await worker.ask("again", words(0)))[2] == TEXT // BLOCK_SIZE * BLOCK_SIZE
+    assert len(store.asked) == asked
+    assert store.estimates[0] == pytest.approx((TEXT // BLOCK_SIZE - 1) * BLOCK_SIZE / 1000)
+    await worker.close()
+
+
+async def test_two_requests_with_one_beginning_fetch_it_once(path):
+    store = MemoryStore()
+    ids = await first_turn(path, store)
+    store.asked.clear()
+    worker = Worker(path, store)
+    worker.submit("a", second_turn(ids))
+    worker.submit("b", [*second_turn(ids), 7, 8])
+    assert [(await worker.end(each))[2] for each in "ab"] == [FULL, (TEXT + 45) // BLOCK_SIZE * BLOCK_SIZE]
+    assert len(store.asked) == 1
+    await worker.close()
+
+
+async def test_other_tenants_see_nothing(path):
+    store = MemoryStore()
+    worker = Worker(path, store)
+    ids, *_ = await worker.ask("first", words(0), tenant="a")
+    assert await worker.stored()
+    await worker.close()
+    assert {tenant for tenant, *_ in store.parts} == {"a"}
+    store.parts |= {("b", *rest): part for (_, *rest), part in store.parts.items()}
+    other = Worker(path, store)
+    assert (await other.ask("second", second_turn(ids), tenant="b"))[2] == 0
+    await other.close()
+
+
+async def test_a_request_that_is_cancelled_gives_back_what_was_kept_for_it(path):
+    store = MemoryStore()
+    ids = await first_turn(path, store)
+    store.gate = asyncio.Event()
+    worker = Worker(path, store)
+    worker.submit("second", second_turn(ids))
+    await store.began.wait()
+    assert len(worker.scheduler.slots.filling) == len(second_turn(ids)) // BLOCK_SIZE
+    worker.scheduler.blocks.check()
+    worker.tier.cancel("second")
+    assert worker.scheduler.cancel("second")
+    await worker.tier.wait_closed()
+    assert not worker.scheduler.slots.filling
+    worker.scheduler.blocks.check()
+    assert worker.tier.usage.fetching == 0
+    await worker.close()
+
+
+async def test_what_comes_after_a_restart_of_the_ranks_does_not_reach_the_new_ones(path):
+    """Also if the store writes on when it should not."""
+    store = MemoryStore()
+    ids = await first_turn(path, store)
+    store.gate, store.spoils = asyncio.Event(), True
+    kept = []
+
+    async def fetch(tenant, hashes, heads, form, recompute_s, into, plain=store.fetch):
+        kept.append((into, form))
+        return await plain(tenant, hashes, heads, form, recompute_s, into)
+
+    store.fetch = fetch
+    worker = Worker(path, store)
+    worker.submit("second", second_turn(ids))
+    await store.began.wait()
+    worker.tier.close()
+    worker.scheduler.clear()
+    worker.open()
+    await worker.tier.wait_closed()
+    into, form = kept[0]
+    into(1, 0)[:] = b"\xff" * form.length
+    assert not any(map(any, worker.views))
+    assert not worker.scheduler.slots.filling
+    store.gate, store.spoils = None, False
+    *found, cached = await worker.ask("again", second_turn(ids))
+    assert cached == FULL
+    assert found == list(Ranks(path, 1, torch.float32).run(second_turn(ids))[:2])
+    await worker.close()
+
+
+async def test_a_fetch_survives_that_the_scheduler_starts_over(path):
+    store = MemoryStore()
+    ids = await first_turn(path, store)
+    worker = Worker(path, store)
+    store.gate = asyncio.Event()
+    worker.submit("second", second_turn(ids))
+    worker.submit("other", words(1, 20))
+    await store.began.wait()
+    filling = set(worker.scheduler.slots.filling)
+    (ended,) = worker.scheduler.shed(0)
+    assert ended.request_id == "other"
+    worker.tier.cancel("other")
+    worker.scheduler.blocks.check()
+    assert worker.scheduler.slots.filling == filling
+    store.gate.set()
+    assert (await worker.end("second"))[2] == FULL
+    await worker.close()
+
+
+async def test_no_block_is_offered_twice(path):
+    store = MemoryStore()
+    ids = await first_turn(path, store)
+    worker = Worker(path, store)
+    for name in ("second", "third"):
+        await worker.ask(name, second_turn(ids))
+        assert await worker.stored()
+    assert len(set(store.offers)) == len(store.offers)
+    assert worker.tier.usage.stored == (TEXT + 5 + 40 + 5 - 1) // BLOCK_SIZE - FULL // BLOCK_SIZE
+    await worker.close()
+
+
+async def test_what_the_store_does_not_take_is_dropped(path, monkeypatch):
+    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 0.0)
+    store = MemoryStore()
+    store.room = 3
+    ids = await first_turn(path, store)
+    assert len(store.offers) == 3
+    worker = Worker(path, store)
+    assert (await worker.ask("second", second_turn(ids)))[2] == 3 * BLOCK_SIZE
+    await worker.close()
+
+
+async def test_what_the_pools_evict_is_stored(path, monkeypatch):
+    """Here the end of a text stores nothing, because the store is full then."""
+    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 0.0)
+    store = MemoryStore()
+    store.room = 0
+    worker = Worker(path, store)
+    ids, *_ = await worker.ask("first", words(0))
+    await worker.settled()
+    assert store.parts == {}
+    store.room = None
+    for seed in range(1, 4):
+        await worker.ask(str(seed), words(seed))
+    await worker.settled()
+    await worker.close()
+    other = Worker(path, store)
+    assert (await other.ask("second", second_turn(ids)))[2] == FULL
+    await other.close()
+
+
+async def test_a_worker_that_drains_stores_what_runs(path):
+    store = MemoryStore()
+    worker = Worker(path, store)
+    worker.submit("long", words(0), replace(PARAMS, max_tokens=100))
+    while len(worker.outputs["long"][0]) < 5:
+        await worker.step()
+    ids = list(worker.outputs["long"][0])
+    assert await worker.stored()
+    await worker.close()
+    other = Worker(path, store)
+    assert (await other.ask("long", [*words(0), *ids, 7]))[2] == FULL
+    await other.close()
+
+
+def test_a_store_needs_memory_of_the_host():
+    config = EngineConfig(model=str(MODEL))
+    with pytest.raises(LockstepError, match="host_cache_bytes must be above 0 with a store"):
+        AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=object())
+
+
+class Served:
+    """A real engine."""
+
+    def __init__(self, store, **settings):
+        self.outputs, self.ready = asyncio.Queue(), asyncio.Event()
+        config = EngineConfig(
+            model=str(MODEL), tp=2, threads=1, max_seqs=4, kv_memory_bytes=2**21, host_cache_bytes=2**24, **settings
+        )
+        self.engine = AsyncEngine(
+            config,
+            on_outputs=lambda _step, new: [self.outputs.put_nowait(each) for each in new],
+            on_change=lambda: self.ready.set() if self.engine.status().state == "ready" else self.ready.clear(),
+            remote_store=store,
+        )
+
+    async def answer(self):
+        ids, scores, cached, last = [], [], 0, None
+        async with asyncio.timeout(60):
+            while last is None or (last.finish is None and last.error is None):
+                last = await self.outputs.get()
+                ids += last.ids
+                scores += last.logprobs
+                cached += last.cached_tokens
+        return ids, scores, cached, last.error
+
+    async def ask(self, name, prompt, tenant=""):
+        self.engine.submit(Request(name, tuple(prompt), PARAMS, tenant=tenant))
+        return await self.answer()
+
+
+@pytest.mark.slow
+async def test_workers_with_processes_share_a_store_and_survive_that_a_rank_dies_during_a_fetch():
+    store = MemoryStore()
+    first = Served(store)
+    await first.engine.start()
+    try:
+        ids, *_ = await first.ask("first", words(0, 300))
+        assert await first.engine.store_prefixes(60)
+    finally:
+        await first.engine.close()
+    turn = [*words(0, 300), *ids, 7]
+    second = Served(store)
+    await second.engine.start()
+    try:
+        store.gate = asyncio.Event()
+        second.engine.submit(Request("lost", tuple(turn), PARAMS))
+        await store.began.wait()
+        os.kill(second.engine.status().ranks[1].pid, signal.SIGKILL)
+        assert (await second.answer())[3] is not None
+        store.gate = None
+        async with asyncio.timeout(60):
+            await second.ready.wait()
+        found = await second.ask("second", turn)
+        assert found[2] == 304
+        assert second.engine.status().remote.fetched >= 19
+        computed = await second.ask("of another tenant", turn, tenant="b")
+        assert computed[2] == 0
+        assert found[:2] == computed[:2]
+    finally:
+        await second.engine.close()
