@@ -124,7 +124,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="This checkout's engine against another's, on the CPU.")
     parser.add_argument("--against", type=Path)
     parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--models", nargs="+", default=["reference"], help="reference, or a shape of synthetic.py")
+    parser.add_argument(
+        "--models", nargs="+", default=["reference"], help="reference, a shape of synthetic.py, a folder"
+    )
     parser.add_argument("--dtype", default="bfloat16", help="in which random weights are stored")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--tokens", type=int, default=128)
@@ -143,6 +145,8 @@ def main() -> None:
         for name in arguments.models:
             if name == "reference":
                 path = ROOT / "models/reference"
+            elif name not in SHAPES:
+                path = Path(name)
             else:
                 path = write_random(SHAPES[name], Path(folder, name), getattr(torch, arguments.dtype))
             settings = {"threads": arguments.threads}
