@@ -2,6 +2,7 @@
 parameter.
 """
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 
@@ -108,6 +109,14 @@ def load_weights(
     for layer in model.modules():
         if isinstance(layer, ColumnLinear | RowLinear | VocabHead):
             layer.pack()
+            _give_back_freed()
+
+
+def _give_back_freed() -> None:
+    """Return the memory of a weight that has been packed to the kernel: glibc would keep it for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _keep_narrow(model: nn.Module, checkpoint: Checkpoint) -> None:
