@@ -47,7 +47,10 @@ class EngineConfig:
     device: str = "auto"
     """cpu, cuda, or auto: cuda if there is a GPU for each rank."""
     dtype: str = "auto"
-    """float32, bfloat16, float16, or auto: float32 on the CPU, the checkpoint's own on CUDA."""
+    """float32, bfloat16, float16, or auto: float32 on the CPU, the checkpoint's own on CUDA. It is what the engine
+    computes in: on the CPU a checkpoint's weights of 16 bits stay so in memory where the kernels were built, with the
+    same results.
+    """
     max_seqs: int = 64
     """Most requests that run at once."""
     max_batch_tokens: int = 512

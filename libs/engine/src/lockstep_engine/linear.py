@@ -241,6 +241,7 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.group = group
         self.scale = scale
+        self._dtype = dtype
         self.start, self.rows, kept = vocab_shard(vocab_size, group)
         self.weight = nn.Parameter(torch.zeros(self.rows, width, dtype=dtype), requires_grad=False)
         self.pieces = {"weight": [Piece(f"{source}.weight", 0, self.start, kept, 0, full_size=vocab_size)]}
@@ -252,11 +253,15 @@ class VocabEmbedding(nn.Module):
 
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
-            return functional.embedding(ids, self.weight)
+            return self._read(ids)
         local = ids - self.start
         elsewhere = (local < 0) | (local >= self.rows)
-        rows = functional.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        rows = self._read(local.masked_fill(elsewhere, 0))
         return self.group.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    def _read(self, rows: torch.Tensor) -> torch.Tensor:
+        """These rows of the table, which may be kept in 16 bits."""
+        return functional.embedding(rows, self.weight).to(self._dtype)
 
 
 class VocabHead(nn.Module):

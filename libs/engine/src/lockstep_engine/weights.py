@@ -2,7 +2,8 @@
 parameter.
 """
 
-from collections.abc import Callable, Iterator
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 
 import torch
@@ -12,8 +13,12 @@ from torch import nn
 from lockstep_engine.architectures import ARCHITECTURES
 from lockstep_engine.distributed import Collectives
 from lockstep_engine.interception import intercepted
-from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabHead
+from lockstep_engine.kernels import cpu
+from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabEmbedding, VocabHead
 from lockstep_engine.model_config import ModelInfo, refuse
+
+_NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
+"""safetensors' names of dtypes that the CPU kernels widen."""
 
 
 class Checkpoint:
@@ -34,6 +39,12 @@ class Checkpoint:
             if spelling in self._owner:
                 return spelling
         return None
+
+    def narrow_dtype(self, pieces: Iterable[Piece]) -> torch.dtype | None:
+        """The dtype of 16 bits in which all of these slices are stored; None if there is no such dtype."""
+        names = [self.find(piece.source) for piece in pieces]
+        stored = {None if name is None else self._owner[name].get_slice(name).get_dtype() for name in names}
+        return _NARROW.get(str(stored.pop())) if len(stored) == 1 else None
 
     def slice(self, piece: Piece, shape: list[int]) -> torch.Tensor:
         """The part of a tensor that `piece` describes. Refuses a checkpoint whose tensor has another shape."""
@@ -67,6 +78,9 @@ def load_weights(
 ) -> None:
     """Allocate every parameter of `model`, which is on the meta device, on `device`, and read its values.
 
+    Where the CPU kernels run, weights that a checkpoint stores in 16 bits stay so in a model of float32: the kernels
+    widen them exactly, so that every result has the bits that widened weights would give.
+
     Args:
         on_progress: called with the bytes loaded so far and in total.
 
@@ -75,6 +89,8 @@ def load_weights(
     """
     checkpoint = Checkpoint(info)
     buffers = _unsaved_buffers(model)
+    if device.type == "cpu" and cpu.build is not None:
+        _keep_narrow(model, checkpoint)
     model.to_empty(device=device)
     with intercepted() if device.type == "cpu" else nullcontext():  # equal tables on every CPU
         for module in buffers:
@@ -93,6 +109,24 @@ def load_weights(
     for layer in model.modules():
         if isinstance(layer, ColumnLinear | RowLinear | VocabHead):
             layer.pack()
+            _give_back_freed()
+
+
+def _give_back_freed() -> None:
+    """Return the memory of a weight that has been packed to the kernel: glibc would keep it for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _keep_narrow(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Give float32 weights that only our own layers read the 16 bits of the checkpoint, before they are allocated."""
+    for module in model.modules():
+        if isinstance(module, ColumnLinear | RowLinear | VocabEmbedding | VocabHead):
+            weight = module.weight
+            narrow = checkpoint.narrow_dtype(piece for piece in module.pieces["weight"] if piece.length > 0)
+            if weight.dtype is torch.float32 and narrow is not None:
+                weight.data = weight.data.to(narrow)
 
 
 def _copy(checkpoint: Checkpoint, piece: Piece, parameter: torch.Tensor) -> None:

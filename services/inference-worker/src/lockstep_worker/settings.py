@@ -46,7 +46,9 @@ class WorkerSettings(StateServerSettings):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="cuda where there is one for each rank, if auto."
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="Of weights and KV cache.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="What the engine computes in, and of the KV cache; auto: float32 on the CPU."
+    )
     max_seqs: int = Field(64, ge=1, description="Requests running at once.")
     max_batch_tokens: int = Field(512, ge=1, description="Tokens computed in one step, over all requests.")
     max_queue: int = Field(256, ge=1, description="Requests waiting at most; one more is refused as overloaded.")

@@ -12,7 +12,7 @@
 #include <string.h>
 
 /* Raised with every change of a signature or layout, so that the caller can refuse a stale build. */
-const int lockstep_cpu_version = 8;
+const int lockstep_cpu_version = 9;
 
 #define BLOCK 16
 #define LANES 16 /* partial sums of a reduction, in every build */
@@ -22,8 +22,9 @@ const int lockstep_cpu_version = 8;
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* The type in which numbers are stored. */
-enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3 };
+/* The type in which numbers are stored. PAIRS, in packed weights alone: bfloat16, output feature i of a panel's half beside i of the other
+ * half, so that a register of 32-bit words is widened to two registers by a shift and by a mask. */
+enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3, PAIRS };
 
 /* Codes in e4m3 are read as their values divided by 256: half precision with the same fields, where the exponent's top bit and the
  * fraction's lower bits are 0, has that value. */
@@ -67,12 +68,15 @@ struct rope {
     float eps;
 };
 
-/* out [rows, out_features] = x [rows, in] times panels [ceil(out_features / PANEL), in, PANEL] in `kind`, plus bias or null. */
+/* out [rows, out_features] = x [rows, in] times panels [ceil(out_features / PANEL), in, PANEL] in `kind` (FLOAT32, FLOAT16 or PAIRS), plus
+ * bias or null. tiles: room for rows * in floats, or null for a single row. Rows go through a panel in tiles, and elements of a tile's
+ * rows are put side by side before: rows that are a power of two apart would push each other out of the cache. */
 struct linear {
     float *out;
     const float *x;
     const void *panels;
     const float *bias;
+    float *tiles;
     int64_t rows, in, out_features, kind;
 };
 
@@ -118,13 +122,14 @@ static float sine(float angle, int quarter) {
 }
 
 /* Each build has registers of VEC floats; LANES / VEC of them are one set of lanes. At most ROWS rows of x go through a panel
- * together, and at most DOT_ROWS rows of x through DOT_OUTPUTS outputs of a matrix that is not packed: their sums fill the registers. */
+ * together; so many panels go together that they hide the latency of an addition, TOGETHER(rows) for fewer rows than ROWS. At most DOT_ROWS rows of x go through DOT_OUTPUTS outputs of a matrix that is not packed: their sums fill the registers. */
 #if defined(__x86_64__)
 #pragma GCC push_options
 #pragma GCC target("arch=skylake-avx512,prefer-vector-width=512")
 #define NAME(name) name##_avx512
 #define VEC 16
 #define ROWS 12
+#define TOGETHER(rows) ((rows) <= 2 ? 4 : (rows) <= 6 ? 2 : 1)
 #define DOT_ROWS 4
 #define DOT_OUTPUTS 4
 #define COLUMNS 8
@@ -137,6 +142,7 @@ static float sine(float angle, int quarter) {
 #define NAME(name) name##_avx2
 #define VEC 8
 #define ROWS 3
+#define TOGETHER(rows) ((rows) <= 1 ? 2 : 1)
 #define DOT_ROWS 2
 #define DOT_OUTPUTS 2
 #define COLUMNS 4
@@ -148,12 +154,14 @@ static float sine(float angle, int quarter) {
 #define NAME(name) name##_plain
 #define VEC 4
 #define ROWS 2
+#define TOGETHER(rows) 1
 #define DOT_ROWS 1
 #define DOT_OUTPUTS 2
 #define COLUMNS 2
 #include "cpu_loops.h"
 
 struct kernels {
+    int64_t tile_rows;
     void (*attend)(const struct attention *, const struct layer *, float *, int64_t, int64_t);
     void (*compress)(const struct layer *, const int32_t *, int64_t, int64_t);
     void (*add_rms_norm)(float *, float *, const float *, const float *, int64_t, int64_t, float);
@@ -163,13 +171,14 @@ struct kernels {
     void (*silu_mul)(float *, const float *, int64_t, int64_t);
     void (*map)(float *, const float *, int64_t, int);
     void (*rotate_all)(const struct rope *);
+    void (*interleave)(const struct linear *, int64_t, int64_t);
     void (*linear)(const struct linear *, int64_t, int64_t);
     void (*multiply)(const struct product *, float *, int64_t, int64_t);
 };
 
 #define KERNELS(set)                                                                                                           \
-    {attend_##set, compress_##set, add_rms_norm_##set, layer_norm_##set, softmax_##set,  sum_##set,                            \
-     silu_mul_##set, map_##set,   rotate_all_##set,   linear_##set,     multiply_##set}
+    {tile_rows_##set,   attend_##set, compress_##set,   add_rms_norm_##set, layer_norm_##set, softmax_##set, sum_##set,              \
+     silu_mul_##set, map_##set,  rotate_all_##set, interleave_##set,   linear_##set,     multiply_##set}
 static struct kernels chosen = KERNELS(plain);
 
 /* Use the build for an instruction set, "avx512", "avx2" or "plain". Returns 0, and changes nothing, if this CPU does not have it. */
@@ -268,8 +277,17 @@ void lockstep_rotated_attention(const struct rope *r, struct attention *a, const
     lockstep_attention(a, l, scratch, size, threads);
 }
 
-void lockstep_linear(const struct linear *l, int threads) {
-    int64_t panels = (l->out_features + PANEL - 1) / PANEL;
+void lockstep_linear(struct linear *l, int threads) {
+    int64_t panels = (l->out_features + PANEL - 1) / PANEL, tiles = (l->rows + chosen.tile_rows - 1) / chosen.tile_rows;
+    if (l->rows == 1) {
+        l->tiles = (float *)l->x;
+    } else if (tiles < threads) {
+        chosen.interleave(l, 0, tiles);
+    } else {
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
+        for (int slice = 0; slice < threads; slice++)
+            chosen.interleave(l, tiles * slice / threads, tiles * (slice + 1) / threads);
+    }
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
     for (int slice = 0; slice < threads; slice++)
         chosen.linear(l, panels * slice / threads, panels * (slice + 1) / threads);

@@ -15,12 +15,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_VERSION = 8
+from lockstep_engine import huge_pages
+
+_VERSION = 9
 _PANEL = 32
 BUILDS = ("avx512", "avx2", "plain")
 """Widest vector registers first; `plain` uses none. All builds give the same bits."""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`enum kind` of cpu.c."""
+_PAIRS = 4
+"""Its kind of a packed bfloat16 weight."""
 WIDEN = 3
 """`WIDEN` of cpu.c."""
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -98,6 +102,7 @@ class LinearCall(ctypes.Structure):
         ("x", _POINTER),
         ("panels", _POINTER),
         ("bias", _POINTER),
+        ("tiles", _POINTER),
         ("rows", _LONG),
         ("inputs", _LONG),
         ("outputs", _LONG),
@@ -364,8 +369,7 @@ class PackedLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, inputs = weight.shape
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, -self.out_features % _PANEL))
-        self._panels = padded.view(-1, _PANEL, inputs).transpose(1, 2).contiguous()
+        self._panels = _panels(weight)
         self._bias = None if bias is None else bias.float().contiguous()
         self._threads = torch.get_num_threads()
         self._call = LinearCall(
@@ -373,7 +377,7 @@ class PackedLinear:
             bias=None if self._bias is None else self._bias.data_ptr(),
             inputs=inputs,
             outputs=self.out_features,
-            kind=_KINDS[weight.dtype],
+            kind=_PAIRS if weight.dtype is torch.bfloat16 else _KINDS[weight.dtype],
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -383,5 +387,30 @@ class PackedLinear:
         out = torch.empty(*x.shape[:-1], self.out_features)
         call = self._call
         call.out, call.x, call.rows = out.data_ptr(), x.data_ptr(), x.numel() // call.inputs
+        tiles = torch.empty(x.numel()) if call.rows > 1 else None
+        call.tiles = None if tiles is None else tiles.data_ptr()
         _library.lockstep_linear(call, self._threads)
         return out if dtype is torch.float32 else out.to(dtype)
+
+
+def _panels(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [out, in] in the layout of `struct linear`, padded with zeros: [panels, in, features of a panel]. No
+    other copy of it is made.
+    """
+    outputs, inputs = weight.shape
+    panels = huge_pages.empty((-(-outputs // _PANEL), inputs, _PANEL), weight.dtype)
+    halves = 2 if weight.dtype is torch.bfloat16 else 1
+    whole, rest = divmod(outputs, _PANEL)
+    _fill(panels[:whole], weight[: outputs - rest], halves)
+    if rest:
+        last = weight.new_zeros(_PANEL, inputs)
+        last[:rest] = weight[outputs - rest :]
+        _fill(panels[whole:], last, halves)
+    return panels
+
+
+def _fill(panels: torch.Tensor, weight: torch.Tensor, halves: int) -> None:
+    """Feature i of the first half of a panel is followed by feature i of the second, if there are halves."""
+    count, inputs, _ = panels.shape
+    features = weight.view(count, halves, _PANEL // halves, inputs).permute(0, 3, 2, 1)
+    panels.view(count, inputs, _PANEL // halves, halves).copy_(features)

@@ -593,32 +593,54 @@ static void NAME(rotate_all)(const struct rope *r) {
 
 #define WIDTH (PANEL / VEC)
 
-/* `rows` rows of x times one panel of PANEL output features, whose rows are `step` apart: every element is one running sum over the input
- * features in order, whatever the number of rows. */
-INLINE void NAME(panel_tile)(float *out, const float *x, const void *panel, int64_t step, const float *bias, int64_t in,
-                             int64_t stride, int64_t columns, int rows, enum kind kind) {
-    vec sums[ROWS][WIDTH] = {};
+enum { NAME(tile_rows) = ROWS };
+
+/* One row of a panel: the weights of PANEL output features for one input feature. */
+INLINE void NAME(load_panel_row)(vec *weights, const void *panel, int64_t at, enum kind kind) {
+    if (kind != PAIRS) {
+        for (int w = 0; w < WIDTH; w++) weights[w] = NAME(load)(panel, at + w * VEC, kind);
+        return;
+    }
+    for (int w = 0; w < WIDTH / 2; w++) {
+        int_vec pairs = *(const int_vec *)((const uint16_t *)panel + at + 2 * w * VEC);
+        weights[w] = (vec)(pairs << 16);
+        weights[WIDTH / 2 + w] = (vec)(pairs & (int32_t)0xffff0000);
+    }
+}
+
+/* `rows` rows of x times `panels` panels of PANEL output features, of which `columns` exist. Element k of row r is at
+ * x[k * x_step + r * x_stride]; rows of a panel are `step` apart, panels `panel_step`. Every result is one running sum over the input
+ * features in order, whatever the number of rows and of panels that are computed together. */
+INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t x_stride, const void *panel, int64_t step,
+                             int64_t panel_step, const float *bias, int64_t in, int64_t stride, int64_t columns, int rows, int panels,
+                             enum kind kind) {
+    vec sums[ROWS][TOGETHER(1)][WIDTH] = {};
     for (int64_t k = 0; k < in; k++) {
-        vec weights[WIDTH];
-        for (int w = 0; w < WIDTH; w++) weights[w] = NAME(load)(panel, k * step + w * VEC, kind);
+        vec weights[TOGETHER(1)][WIDTH];
+        for (int p = 0; p < panels; p++) NAME(load_panel_row)(weights[p], panel, p * panel_step + k * step, kind);
         for (int r = 0; r < rows; r++) {
-            vec each = EVERY(x[r * in + k]);
-            for (int w = 0; w < WIDTH; w++) sums[r][w] = NAME(fma)(weights[w], each, sums[r][w]);
+            vec each = EVERY(x[k * x_step + r * x_stride]);
+            for (int p = 0; p < panels; p++)
+                for (int w = 0; w < WIDTH; w++) sums[r][p][w] = NAME(fma)(weights[p][w], each, sums[r][p][w]);
         }
     }
-    float added[PANEL] = {};
-    if (bias) memcpy(added, bias, sizeof(float) * (size_t)columns);
-    for (int r = 0; r < rows; r++) {
-        float result[PANEL];
-        for (int w = 0; w < WIDTH; w++) *(vec *)(result + w * VEC) = sums[r][w] + *(const vec *)(added + w * VEC);
-        memcpy(out + r * stride, result, sizeof(float) * (size_t)columns);
+    for (int p = 0; p < panels; p++) {
+        int64_t first = p * PANEL, count = columns - first < PANEL ? columns - first : PANEL;
+        float added[PANEL] = {};
+        if (bias) memcpy(added, bias + first, sizeof(float) * (size_t)count);
+        for (int r = 0; r < rows; r++) {
+            float result[PANEL];
+            for (int w = 0; w < WIDTH; w++) *(vec *)(result + w * VEC) = sums[r][p][w] + *(const vec *)(added + w * VEC);
+            memcpy(out + r * stride + first, result, sizeof(float) * (size_t)count);
+        }
     }
 }
 
 /* Multiply all rows by one panel. */
 INLINE void NAME(panel_rows)(float *out, const float *x, const void *panel, int64_t step, const float *bias, int64_t rows,
                              int64_t in, int64_t stride, int64_t columns, enum kind kind) {
-#define TILE(count) NAME(panel_tile)(out + row * stride, x + row * in, panel, step, bias, in, stride, columns, count, kind), row += count
+#define TILE(count)                                                                                                            \
+    NAME(panel_tile)(out + row * stride, x + row * in, 1, in, panel, step, 0, bias, in, stride, columns, count, 1, kind), row += count
     for (int64_t row = 0; row < rows;) { /* constant numbers of rows let the compiler keep the sums in registers */
         int64_t left = rows - row;
         if (left >= ROWS) TILE(ROWS);
@@ -636,19 +658,62 @@ INLINE void NAME(panel_rows)(float *out, const float *x, const void *panel, int6
 #undef TILE
 }
 
+/* Lay the tiles begin..end of x out for a product, see `struct linear`. */
+static void NAME(interleave)(const struct linear *l, int64_t begin, int64_t end) {
+    for (int64_t first = begin * ROWS; first < end * ROWS && first < l->rows; first += ROWS) {
+        int64_t rows = l->rows - first < ROWS ? l->rows - first : ROWS;
+        const float *x = l->x + first * l->in;
+        float *to = l->tiles + first * l->in;
+        for (int64_t k = 0; k < l->in; k++)
+            for (int64_t r = 0; r < rows; r++) to[k * rows + r] = x[r * l->in + k];
+    }
+}
+
 /* Compute the panels begin..end of a product. */
 INLINE void NAME(linear_panels)(const struct linear *l, int64_t begin, int64_t end, enum kind kind) {
-    for (int64_t p = begin; p < end; p++) {
-        const char *panel = (const char *)l->panels + p * PANEL * l->in * (kind == FLOAT32 ? 4 : 2);
-        int64_t columns = l->out_features - p * PANEL < PANEL ? l->out_features - p * PANEL : PANEL;
-        NAME(panel_rows)(l->out + p * PANEL, l->x, panel, PANEL, l->bias ? l->bias + p * PANEL : NULL, l->rows, l->in,
-                         l->out_features, columns, kind);
+    int64_t step = PANEL * l->in, group = l->rows < ROWS ? TOGETHER(l->rows) : 1, together;
+    for (int64_t p = begin; p < end; p += together) {
+        const char *panel = (const char *)l->panels + p * step * (kind == FLOAT32 ? 4 : 2);
+        const float *bias = l->bias ? l->bias + p * PANEL : NULL;
+        int64_t columns = l->out_features - p * PANEL;
+        together = end - p >= group ? group : 1;
+        for (int64_t first = 0; first < l->rows; first += ROWS) {
+            const float *x = l->tiles + first * l->in;
+            float *out = l->out + first * l->out_features + p * PANEL;
+#define TILE(rows, panels)                                                                                                     \
+    NAME(panel_tile)(out, x, rows, 1, panel, PANEL, step, bias, l->in, l->out_features, columns, rows, panels, kind)
+#define CASE(rows)                                                                                                             \
+    case rows:                                                                                                                 \
+        if (together == 1) TILE(rows, 1);                                                                                      \
+        else TILE(rows, TOGETHER(rows));                                                                                       \
+        break
+            switch (l->rows - first < ROWS ? l->rows - first : ROWS) { /* constant numbers keep the sums in registers */
+                CASE(1);
+                CASE(2);
+#if ROWS > 2
+                CASE(3);
+#endif
+#if ROWS > 3
+                CASE(4);
+                CASE(5);
+                CASE(6);
+                CASE(7);
+                CASE(8);
+                CASE(9);
+                CASE(10);
+                CASE(11);
+                CASE(12);
+#endif
+            }
+#undef CASE
+#undef TILE
+        }
     }
 }
 
 static void NAME(linear)(const struct linear *l, int64_t begin, int64_t end) {
     if (l->kind == FLOAT32) NAME(linear_panels)(l, begin, end, FLOAT32);
-    else if (l->kind == BFLOAT16) NAME(linear_panels)(l, begin, end, BFLOAT16);
+    else if (l->kind == PAIRS) NAME(linear_panels)(l, begin, end, PAIRS);
     else NAME(linear_panels)(l, begin, end, FLOAT16);
 }
 
@@ -740,6 +805,7 @@ static void NAME(multiply)(const struct product *p, float *scratch, int64_t begi
 #undef NAME
 #undef VEC
 #undef ROWS
+#undef TOGETHER
 #undef DOT_ROWS
 #undef DOT_OUTPUTS
 #undef COLUMNS
