@@ -112,6 +112,8 @@ class ScriptedEngine:
         self.grammar_engine = ""
         self.step_deadline_s = 0.0
         self.remote_store: RemoteStore | None = None
+        self.stored_prefixes_of: list[str] | None = None
+        """The requests that ran when the prefix cache was to be stored."""
         self._state = EngineState.STARTING
         self._reason = ""
         self._epoch = 1
@@ -225,6 +227,10 @@ class ScriptedEngine:
 
     async def profile(self, steps: int) -> list[bytes]:
         return [f"{rank} {steps}".encode() for rank in range(self.config.tp)]
+
+    async def store_prefixes(self, timeout_s: float) -> bool:
+        self.stored_prefixes_of = list(self.requests)
+        return True
 
     async def close(self) -> None:
         self.closed = True

@@ -311,7 +311,7 @@ class RemoteTier:
             result = await self._store.fetch(
                 tenant, names[: len(reserved)], view.heads, view.forms[cold], recompute_s, into
             )
-            fetched = min(max(0, result.blocks), len(reserved)) if result.outcome == "fetched" else 0
+            fetched = min(max(0, result.blocks), len(reserved))
             for index in range(fetched):
                 for rank in range(len(view.heads)):
                     if (index, rank) in apart:

@@ -14,6 +14,7 @@ from lockstep_engine import (
     RankTimes,
     Request,
 )
+from lockstep_engine.remote_store import RemoteStore
 
 OnOutputs = Callable[[int, list[Output]], None]
 """Called once for each step, with the step's number and its outputs."""
@@ -97,6 +98,9 @@ class EngineLike(Protocol):
     async def profile(self, steps: int) -> list[bytes]:
         """The ranks' profiles of the next steps, in the order of ranks; raise LockstepError if there are none."""
 
+    async def store_prefixes(self, timeout_s: float) -> bool:
+        """Have what the prefix cache has stored outside of the machine; False if there is no time for all of it."""
+
     async def close(self) -> None:
         """Stop the ranks, also if `start` was cancelled before it returned."""
 
@@ -105,5 +109,11 @@ class EngineFactory(Protocol):
     """Creates an engine. Raises LockstepError for a model, or a split of it over ranks, that cannot be served."""
 
     def __call__(  # noqa: D102
-        self, config: EngineConfig, *, on_outputs: OnOutputs, on_change: OnChange, on_phases: OnPhases
+        self,
+        config: EngineConfig,
+        *,
+        on_outputs: OnOutputs,
+        on_change: OnChange,
+        on_phases: OnPhases,
+        remote_store: RemoteStore | None = None,
     ) -> EngineLike: ...

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
@@ -36,6 +35,10 @@ from lockstep_worker.traces import begin_attempt
 logger = logging.getLogger("lockstep.worker")
 
 
+_STORE_PREFIXES_S = 2.0
+"""At the end of a drain, for KV blocks that other workers may want."""
+
+
 class Worker:
     """One engine and the routers it serves.
 
@@ -55,9 +58,12 @@ class Worker:
         self._incarnation = time.time_ns()
         self._pid = os.getpid()
         on_outputs = self._on_outputs if tracing is None else self._on_traced_outputs
-        remote: dict[str, Any] = {} if remote_store is None else {"remote_store": remote_store}
         self.engine: EngineLike = engine_factory(
-            settings.engine_config(), on_outputs=on_outputs, on_change=self.publish, on_phases=self._on_phases, **remote
+            settings.engine_config(),
+            on_outputs=on_outputs,
+            on_change=self.publish,
+            on_phases=self._on_phases,
+            remote_store=remote_store,
         )
         self._tracing = tracing
         if tracing is not None:
@@ -131,6 +137,8 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_timeout_s):
                 await self._streams.idle.wait()
+        if not await self.engine.store_prefixes(_STORE_PREFIXES_S):
+            logger.info("not all KV blocks were offered to the state server")
         handed_over = tuple(self._streams)
         for stream in handed_over:
             self._end(stream, LockstepError(ErrorCode.DRAINING, "the worker is going down"))
