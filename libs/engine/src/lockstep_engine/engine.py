@@ -416,6 +416,11 @@ class AsyncEngine:
         self._steps = 0
         self._timing = _Timing()
         self._queue.calibrate(ready.step_s, ready.token_s)
+        if self.model.quantization is not None:
+            logger.info(
+                "weights are quantized and computed in float",
+                extra={"method": self.model.quantization.method, "remarks": list(self.model.quantization.remarks)},
+            )
         if self._group is not None:
             logger.info(
                 "ranks are ready",
