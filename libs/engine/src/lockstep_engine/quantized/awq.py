@@ -42,7 +42,8 @@ class AwqMatrix(CodedMatrix):
 
 def _ordered(words: torch.Tensor) -> torch.Tensor:
     """[n, words] → [n, 8 * words], in the order of the outputs."""
-    return unpack(words, 4, 1).unflatten(1, (-1, 8))[:, :, _PLACE].flatten(1)
+    fields = unpack(words, 4, 1)
+    return fields.reshape(len(fields), -1, 8)[:, :, _PLACE].flatten(1)
 
 
 def _groups(columns: slice, size: int) -> tuple[slice, torch.Tensor]:

@@ -17,6 +17,7 @@ code * SCB * (1 / 127), in float32 and in this order. Sources: `QuantState.as_di
 
 import json
 import math
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ class FourBitMatrix:
             tensors.expect(f"{name}.nested_quant_map", [[256]], ("F32",))
             tensors.expect(f"{name}.nested_absmax", [[-(-blocks // self._nested_block)]], ("F32",))
 
-    def _state(self, name: str) -> dict[str, object | list[int] | int | float]:
+    def _state(self, name: str) -> dict[str, Any]:
         try:
             state = json.loads(bytes(self._tensors.read(name).tolist()))
             fields = {key: state[key] for key in ("shape", "blocksize")}

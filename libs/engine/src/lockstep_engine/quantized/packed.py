@@ -55,7 +55,8 @@ class PackedMatrix(CodedMatrix):
         return self._grid.coded(self._signed(unpack(stored, self._bits, 1)[:, inside]), rows, columns, self._zeros())
 
     def _signed(self, integers: torch.Tensor) -> torch.Tensor:
-        return integers.to(torch.int16) - 2 ** (self._bits - 1)
+        signed: torch.Tensor = integers.to(torch.int16) - 2 ** (self._bits - 1)
+        return signed
 
     def _zeros(self) -> torch.Tensor | None:
         if self._zero is None:
