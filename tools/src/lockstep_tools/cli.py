@@ -39,6 +39,7 @@ COMMANDS = {
     "check": "check a served system: chat, stream, workers' health",
     "chaos": "run a fault experiment on a cluster and check it",
     "convert": "make a servable directory of a GGUF file, or the other way round",
+    "quantize": "write a checkpoint with smaller weights",
     "keys": "make an API key for a tenant",
     "status": "show workers, ranks, process ids, queues",
     "debug": "collect what explains a hang, name the rank",

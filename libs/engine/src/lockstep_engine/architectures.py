@@ -120,7 +120,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "*.mlp.experts.down_proj": "split_1",
             "*.mlp.experts.down_proj_bias": "first_rank",
         },
-        note="attention sinks, sliding window; not in MXFP4",
+        note="attention sinks, sliding window; experts in MXFP4 too",
     ),
     "granite": _PLAIN,
     "granitemoe": Architecture(spellings=_GRANITE_SPELLINGS),

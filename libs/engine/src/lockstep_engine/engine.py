@@ -467,6 +467,11 @@ class AsyncEngine:
         if self._remote is not None and self._group is not None:
             ranks = [each.ready for each in self._group.ranks if each.ready is not None]
             self._remote.open(ready, ranks, blocks.host, [memoryview(each) for each in self._group.host_memory])
+        if self.model.quantization is not None:
+            logger.info(
+                "weights are quantized and computed in float",
+                extra={"method": self.model.quantization.method, "remarks": list(self.model.quantization.remarks)},
+            )
         if self._group is not None:
             logger.info(
                 "ranks are ready",

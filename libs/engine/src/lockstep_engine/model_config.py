@@ -15,6 +15,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine.architectures import ARCHITECTURES, REFUSED
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.embedding_config import EmbeddingInfo, inspect_embedding
+from lockstep_engine.quantized import Scheme, read_scheme
 
 _MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
 _DIGEST_SAMPLE_BYTES = 2**12
@@ -54,6 +55,8 @@ class ModelInfo:
     """Names of the safetensors files in `path`."""
     embedding: EmbeddingInfo | None = None
     """How the model gives embeddings; None: it does not."""
+    quantization: Scheme | None = None
+    """How the stored weights are quantized; None: they are not."""
 
 
 def refuse(sentence: str) -> LockstepError:
@@ -81,6 +84,7 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
             f"model {path}: config.json names the architecture {architecture}; only …ForCausalLM generates text"
         )
     model_type = _known_type(path, settings, architecture)
+    quantization = read_scheme(settings, model_type, lambda sentence: refuse(f"model {path}: {sentence}"))
     for field, others in _OTHER_NAMES.items():
         settings.setdefault(field, next((settings[each] for each in others if each in settings), None))
     if settings["max_position_embeddings"] is None:
@@ -104,6 +108,7 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
         created=int((path / "config.json").stat().st_mtime),
         weight_files=files,
         embedding=embedding,
+        quantization=quantization,
     )
 
 
@@ -129,10 +134,6 @@ def _known_type(path: Path, settings: dict[str, Any], architecture: str) -> str:
             f"model {path}: {architecture} (model_type {model_type}) is not among the supported architectures: "
             f"{', '.join(ARCHITECTURES)}"
         )
-    quantization = settings.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise refuse(f"model {path}: its weights are quantized ({method}), which is not supported")
     return model_type
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from lockstep_engine.architectures import ARCHITECTURES
@@ -16,18 +15,22 @@ from lockstep_engine.interception import intercepted
 from lockstep_engine.kernels import cpu
 from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabEmbedding, VocabHead
 from lockstep_engine.model_config import ModelInfo, refuse
+from lockstep_engine.quantized.opening import has_weight, open_weight
+from lockstep_engine.quantized.tensors import Tensors
 
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 """safetensors' names of dtypes that the CPU kernels widen."""
 
 
 class Checkpoint:
-    """The tensors of a checkpoint's safetensors files, by name. Files are mapped, not read."""
+    """The tensors of a checkpoint as values, by the names that the model has for them, whether they are stored plain or
+    quantized.
+    """
 
     def __init__(self, info: ModelInfo) -> None:
         self._path = info.path
-        self._files = [safe_open(info.path / name, framework="pt") for name in info.weight_files]
-        self._owner = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - not a dict
+        self._tensors = Tensors(info.path, info.weight_files)
+        self._layout = info.quantization.layout if info.quantization else None
         self._spellings = ARCHITECTURES[info.model_type].spellings
 
     def find(self, name: str) -> str | None:
@@ -36,7 +39,7 @@ class Checkpoint:
         """
         spellings = [name, *(name.replace(ours, theirs) for ours, theirs in self._spellings)]
         for spelling in (*spellings, *(each.partition(".")[2] for each in spellings)):
-            if spelling in self._owner:
+            if self._has(spelling):
                 return spelling
         return None
 
@@ -51,10 +54,15 @@ class Checkpoint:
         name = self.find(piece.source)
         if name is None:
             raise refuse(f"model {self._path}: the checkpoint has no tensor {piece.source}")
-        view = self._owner[name].get_slice(name)
-        stored = list(view.get_shape())
-        dim = piece.dim
-        if piece.transposed:
+        weight = open_weight(self._tensors, name, self._layout) if self._layout else None
+        if weight is None and not self._tensors.is_float(name):
+            raise refuse(
+                f"model {self._path}: tensor {name} is of type {self._tensors.dtype(name)}, and config.json has no "
+                "quantization_config that explains it"
+            )
+        stored = list(weight.shape) if weight is not None else self._tensors.shape(name)
+        dim, transposed = piece.dim, piece.transposed and weight is None
+        if transposed:
             dim, shape = 1 - dim, shape[::-1]
         end = piece.start + piece.length
         fits = len(stored) == len(shape) and all(
@@ -63,10 +71,15 @@ class Checkpoint:
         )
         if not fits:
             raise refuse(f"model {self._path}: tensor {name} has shape {stored}, config.json implies {shape}")
+        if weight is not None:
+            return weight.read(dim, piece.start, end)
         index = [slice(None)] * len(stored)
         index[dim] = slice(piece.start, end)
-        part: torch.Tensor = view[tuple(index)]
-        return part.t() if piece.transposed else part
+        part = self._tensors.read(name, *index)
+        return part.t() if transposed else part
+
+    def _has(self, name: str) -> bool:
+        return name in self._tensors if self._layout is None else has_weight(self._tensors, name, self._layout)
 
 
 def load_weights(
@@ -95,15 +108,12 @@ def load_weights(
     with intercepted() if device.type == "cpu" else nullcontext():  # equal tables on every CPU
         for module in buffers:
             model._init_weights(module)  # type: ignore[operator]
-    parameters = list(_distinct_parameters(model))
+    parameters = list(distinct_parameters(model))
     total = sum(parameter.nbytes for _, _, parameter in parameters)
     done = 0
     for module, name, parameter in parameters:
-        pieces = _pieces(module, name, parameter, group, checkpoint)
-        if not pieces:
-            parameter.data.zero_()
-        for piece in pieces:
-            _copy(checkpoint, piece, parameter)
+        pieces = pieces_of(module, name, parameter, group, checkpoint)
+        fill(checkpoint, pieces, parameter)
         done += parameter.nbytes
         on_progress(done, total)
     for layer in model.modules():
@@ -129,14 +139,18 @@ def _keep_narrow(model: nn.Module, checkpoint: Checkpoint) -> None:
                 weight.data = weight.data.to(narrow)
 
 
-def _copy(checkpoint: Checkpoint, piece: Piece, parameter: torch.Tensor) -> None:
-    target = parameter.data if piece.index is None else parameter.data[piece.index]
-    values = checkpoint.slice(piece, list(target.shape))
-    target.narrow(piece.dim, piece.offset, piece.length).copy_(values)
+def fill(checkpoint: Checkpoint, pieces: list[Piece], parameter: torch.Tensor) -> None:
+    """Read the pieces of a parameter into it; one that has none is zero on this rank."""
+    if not pieces:
+        parameter.data.zero_()
+    for piece in pieces:
+        target = parameter.data if piece.index is None else parameter.data[piece.index]
+        values = checkpoint.slice(piece, list(target.shape))
+        target.narrow(piece.dim, piece.offset, piece.length).copy_(values)
 
 
-def _distinct_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """(module, full name, parameter or stored buffer). Tied ones are yielded once."""
+def distinct_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """(module, name in the model, parameter or stored buffer). Tied ones are yielded once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         stored = [
@@ -148,9 +162,12 @@ def _distinct_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, tor
                 yield module, f"{prefix}.{name}", parameter
 
 
-def _pieces(
+def pieces_of(
     module: nn.Module, name: str, parameter: torch.Tensor, group: Collectives, checkpoint: Checkpoint
 ) -> list[Piece]:
+    """The slices of checkpoint tensors that a parameter of `module` holds on this rank; `name` is its name in the
+    model.
+    """
     ours = getattr(module, "pieces", None)
     if ours is not None:
         pieces: list[Piece] = ours[name.rpartition(".")[2]]

@@ -1,0 +1,67 @@
+"""compressed-tensors' pack-quantized.
+
+    weight_packed      int32 [out, in / n]     n = 32 // bits integers along the inputs in a word, the first lowest; the
+                                               last word is filled up
+    weight_scale       float [out, groups]     or [out, 1], [1]
+    weight_zero_point  int32 [out / n, groups] packed along the outputs, or int8 [out, groups]; only if not symmetric
+    weight_g_idx       int32 [in]              the group of each input, with activation order
+    weight_shape       int   [2]               out, in
+
+Integers are signed and stored plus 2^(bits - 1), zero points alike. A value is (q - zero) * scale. Source:
+compressed-tensors, `pack_to_int32` and `dequantize`.
+"""
+
+import torch
+
+from lockstep_engine.quantized.coded import Coded, CodedMatrix, unpack, words_of
+from lockstep_engine.quantized.scaled import ScaleGrid, block_of
+from lockstep_engine.quantized.schemes import CompressedGroup
+from lockstep_engine.quantized.tensors import Tensors
+
+
+class PackedMatrix(CodedMatrix):
+    """The weight whose tensors begin with `stem`; `groups` are those of the configuration in this format."""
+
+    def __init__(self, tensors: Tensors, stem: str, groups: list[CompressedGroup]) -> None:
+        self._tensors, self._stem = tensors, stem
+        stored = tensors.matrix(f"{stem}.weight_packed", ("I32",))
+        tensors.expect(f"{stem}.weight_shape", [[2]], ("I64", "I32"))
+        rows, columns = (int(size) for size in tensors.read(f"{stem}.weight_shape"))
+        fitting = [each for each in groups if stored == (rows, -(-columns // (32 // each.bits)))]
+        if not fitting:
+            raise tensors.refusal(
+                f"tensor {stem}.weight_packed has shape {list(stored)}, which holds no weight of {[rows, columns]} in "
+                f"{' or '.join(str(each.bits) for each in groups) or 'any number of'} bits"
+            )
+        self._bits = fitting[0].bits
+        self.shape = (rows, columns)
+        zero, index, scale = f"{stem}.weight_zero_point", f"{stem}.weight_g_idx", f"{stem}.weight_scale"
+        self._grid = ScaleGrid(
+            tensors,
+            scale,
+            self.shape,
+            block=block_of(tensors, scale, self.shape, fitting),
+            group_index=index if index in tensors else None,
+        )
+        self._zero = zero if zero in tensors or not any(each.symmetric for each in fitting) else None
+        if self._zero is not None:
+            out, count = self._grid.grid
+            tensors.expect(zero, [[out, count], [-(-out // (32 // self._bits)), count]], ("I32", "I8"))
+
+    def coded(self, rows: slice, columns: slice) -> Coded:
+        """See `CodedMatrix.coded`."""
+        words, inside = words_of(columns, 32 // self._bits)
+        stored = self._tensors.read(f"{self._stem}.weight_packed", rows, words)
+        return self._grid.coded(self._signed(unpack(stored, self._bits, 1)[:, inside]), rows, columns, self._zeros())
+
+    def _signed(self, integers: torch.Tensor) -> torch.Tensor:
+        signed: torch.Tensor = integers.to(torch.int16) - 2 ** (self._bits - 1)
+        return signed
+
+    def _zeros(self) -> torch.Tensor | None:
+        if self._zero is None:
+            return None
+        stored = self._tensors.read(self._zero)
+        if stored.dtype is torch.int8:
+            return stored
+        return self._signed(unpack(stored, self._bits, 0)[: self._grid.grid[0]])

@@ -1,0 +1,73 @@
+"""Two real workers and a state server: a conversation that comes to another worker does not compute its prefix again."""
+
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from lockstep_tools.serving.stack import Stack, StackSettings
+from machine import wait_for
+from system import MODEL, REFERENCE, Json, System
+
+pytestmark = pytest.mark.usefixtures("private_tmp")
+
+BLOCKS, BLOCK = 32, 16
+_TRIES = 8
+
+
+@pytest.fixture(scope="module")
+def system(private_tmp: object) -> Iterator[System]:
+    settings = StackSettings(
+        str(REFERENCE), workers=2, device="cpu", threads=1, host_cache="64Mi", remote_cache=True, log_level="error"
+    )
+    with Stack(settings) as stack:
+        stack.wait_ready(120)
+        yield System(stack.url, stack.management_url)
+
+
+def ask(system: System, session: str, prompt: list[int]) -> tuple[str, int]:
+    """The text of an answer, and how many tokens of its prompt were cached."""
+    response = httpx.post(
+        f"{system.api}/completions",
+        json={"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True},
+        headers={"X-Session-ID": session},
+        timeout=120,
+        trust_env=False,
+    )
+    answer: Json = response.json()
+    assert response.status_code == 200, answer
+    return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def one_session_each(system: System) -> list[str]:
+    """Names of sessions, of which each comes to another worker."""
+    sessions: dict[str, str] = {}
+    for number in range(64):
+        before = {name: worker["steps"] for name, worker in system.workers().items()}
+        ask(system, f"session {number}", [5, 6, 7])
+
+        def worker(before: dict[str, int] = before) -> str | None:
+            return next((name for name, each in system.workers().items() if each["steps"] > before[name]), None)
+
+        found = wait_for(worker, "a worker reports its steps")
+        assert found is not None
+        system.until_idle()
+        sessions.setdefault(found, f"session {number}")
+        if len(sessions) == 2:
+            break
+    return list(sessions.values())
+
+
+def test_another_worker_takes_the_prefix_from_the_state_server(system: System) -> None:
+    one, other = one_session_each(system)
+    for attempt in range(_TRIES):
+        prompt = [20 + (attempt * 977 + 31 * position) % 900 for position in range(BLOCKS * BLOCK)]
+        text, cached = ask(system, one, prompt)
+        assert cached == 0
+        time.sleep(0.1 * 2**attempt)  # blocks are stored behind the answer; who asks too early computes them
+        again, cached = ask(system, other, prompt)
+        assert again == text
+        if cached:
+            assert cached % BLOCK == 0
+            return
+    raise AssertionError("the other worker has computed every prefix")

@@ -1,0 +1,163 @@
+"""Makes a quantized checkpoint of a float one, one decoder layer in memory at a time."""
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lockstep_engine.model_config import read_json
+from lockstep_engine.quantized.tensors import Tensors
+from torch import nn
+
+from lockstep_tools.quantization import rounding
+from lockstep_tools.quantization.files import Shards, Style, copy_rest, quantization_config, tensors_of
+from lockstep_tools.quantization.gptq import to_int4_by_hessian
+from lockstep_tools.quantization.layers import InputProducts, LayeredModel, Unit
+from lockstep_tools.quantization.rounding import Rounded
+
+SCHEMES: Mapping[str, str] = {
+    "int8": "8-bit integers, a scale for each row; activations stay float (W8A16)",
+    "w8a8": "as int8, and marked for engines that also compute activations in 8 bits",
+    "fp8": "e4m3, a scale for each row; activations stay float",
+    "gptq": "4-bit integers, a scale for each group; errors made good with the calibration text",
+    "rtn4": "4-bit integers rounded to the nearest; to compare gptq with",
+    "ternary": "BitNet b1.58's rounding; only for models that were trained for it",
+}
+"""Each scheme that is produced, and what it is."""
+
+Progress = Callable[[int, int], None]
+"""Called with the number of layers done and their total."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to quantize."""
+
+    scheme: str
+    """A key of `SCHEMES`."""
+    group_size: int = 128
+    by_activation: bool = True
+    """GPTQ rounds the inputs with the largest activations first."""
+    skip: tuple[str, ...] = ()
+    """Globs of names of modules that stay as they are."""
+
+    @property
+    def activations(self) -> bool:
+        """Whether the checkpoint says that activations are quantized as well."""
+        return self.scheme == "w8a8"
+
+
+@dataclass
+class Made:
+    """What a directory holds."""
+
+    folder: Path
+    styles: dict[str, Style] = field(default_factory=dict)
+    """Each quantized module, by its name in the checkpoint."""
+
+
+def produce(
+    model: LayeredModel,
+    folder: Path,
+    recipe: Recipe,
+    calibration: torch.Tensor | None = None,
+    progress: Progress = lambda _done, _total: None,
+) -> Made:
+    """Write the quantized checkpoint.
+
+    Args:
+        model: the float model.
+        folder: an empty directory.
+        calibration: windows of tokens [windows, tokens], for gptq.
+    """
+    made = Made(folder)
+    count = len(model.layers)
+    chosen = [[unit for unit in model.units(number) if _wanted(unit, recipe)] for number in range(count)]
+    tensors, shards = Tensors(model.info.path, model.info.weight_files), Shards(folder)
+    copy_plain(tensors, {unit.stored for units in chosen for unit in units}, shards)
+
+    def write(number: int, sums: Mapping[tuple[int, int], torch.Tensor]) -> None:
+        wanted = {unit.stored for unit in chosen[number]}
+        for unit in model.units(number):
+            if unit.stored in wanted:
+                rounded = round_unit(unit, recipe, sums.get(unit.inputs), _scale_dtype(model))
+                for name, tensor in tensors_of(unit.module, rounded, activations=recipe.activations).items():
+                    shards.add(name, tensor)
+                unit.value.copy_(rounded.values())
+                made.styles[unit.module] = (rounded.kind, rounded.group, recipe.activations)
+        progress(number + 1, count)
+
+    def calibrate(number: int, layer: nn.Module, compute: Callable[[], Any]) -> Any:
+        with InputProducts(layer) as products:
+            compute()
+        write(number, products.sums)
+        return compute()  # the next layer is calibrated on what this one now gives
+
+    with torch.inference_mode():
+        if calibration is not None and recipe.scheme == "gptq":
+            model.states(calibration, calibrate)
+        else:
+            for number in range(count):
+                with model.loaded(number):
+                    write(number, {})
+    shards.finish()
+    finish(model, made)
+    return made
+
+
+def _wanted(unit: Unit, recipe: Recipe) -> bool:
+    return not any(fnmatch.fnmatchcase(unit.module, glob) for glob in recipe.skip)
+
+
+def round_unit(unit: Unit, recipe: Recipe, products: torch.Tensor | None, scale_dtype: torch.dtype) -> Rounded:
+    """A matrix in a scheme; `products` is the sum of x xᵀ over its inputs."""
+    if recipe.scheme in ("int8", "w8a8"):
+        return rounding.to_int8(unit.value)
+    if recipe.scheme == "fp8":
+        return rounding.to_fp8(unit.value)
+    if recipe.scheme == "ternary":
+        return rounding.to_ternary(unit.value)
+    columns = unit.value.shape[1]
+    group = rounding.group_of(columns, recipe.group_size)
+    if recipe.scheme == "rtn4" or products is None:  # an expert that no token of the calibration chose
+        return rounding.to_int4(unit.value, group, scale_dtype)
+    return to_int4_by_hessian(unit.value, products, group, scale_dtype, by_activation=recipe.by_activation)
+
+
+def _scale_dtype(model: LayeredModel) -> torch.dtype:
+    return torch.bfloat16 if model.info.dtype == "bfloat16" else torch.float16
+
+
+def copy_plain(tensors: Tensors, quantized: set[str], shards: Shards) -> None:
+    """Copy the tensors that are not quantized."""
+    for name in tensors:
+        if name not in quantized:
+            shards.add(name, tensors.read(name))
+
+
+def finish(model: LayeredModel, made: Made) -> None:
+    """Write config.json and copy the tokenizer."""
+    settings = read_json(model.info.path / "config.json")
+    settings["quantization_config"] = quantization_config(made.styles, _ignored(model, made.styles))
+    copy_rest(model.info.path, made.folder, settings)
+
+
+def _ignored(model: LayeredModel, quantized: Mapping[str, Style]) -> set[str]:
+    """Linears that stay as they are, by name."""
+    names = {name for name, module in model.model.named_modules() if isinstance(module, nn.Linear)}
+    return names - set(quantized)
+
+
+def samples(ids: Sequence[int], count: int, length: int) -> torch.Tensor:
+    """Up to `count` windows of `length` tokens, spread evenly over a text: [windows, tokens].
+
+    Raises:
+        ValueError: the text is shorter than a window.
+    """
+    if len(ids) < length:
+        raise ValueError(f"the text has {len(ids)} tokens, fewer than a window of {length}")
+    count = min(count, len(ids) // length)
+    starts = [(len(ids) - length) * number // max(1, count - 1) for number in range(count)]
+    return torch.tensor([list(ids[start : start + length]) for start in starts])

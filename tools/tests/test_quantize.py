@@ -1,0 +1,149 @@
+"""`lockstep quantize`: what it writes, the engine computes; calibrated 4 bits beat rounding; nothing half done."""
+
+import json
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lockstep_engine import EngineConfig
+from lockstep_engine.model_config import inspect_model
+from lockstep_engine.weights import Checkpoint
+from lockstep_tools.cli import main
+from lockstep_tools.quantization import automatic, files, production, rounding
+from lockstep_tools.quantization.gptq import to_int4_by_hessian
+from lockstep_tools.quantization.layers import LayeredModel
+from lockstep_tools.quantization.production import Recipe, produce
+from safetensors.torch import load_file
+
+sys.path.append(str(Path(__file__).parents[2] / "libs/engine/tests"))
+from checkpoints import VOCABULARY, make
+
+REFERENCE = Path(__file__).parents[2] / "models/reference"
+WINDOWS = torch.randint(2, VOCABULARY, (4, 32), generator=torch.Generator().manual_seed(3))
+
+
+def model_of(path):
+    return LayeredModel(inspect_model(EngineConfig(model=str(path))))
+
+
+def directory(path):
+    path.mkdir()
+    return path
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "qwen3_moe", "falcon-new", "gemma2"])
+def test_a_layer_at_a_time_gives_what_transformers_gives(tmp_path, name):
+    path, reference = make(name, tmp_path)
+    with torch.inference_mode():
+        expected = reference(WINDOWS, labels=WINDOWS).loss.exp()
+    assert model_of(path).perplexity(WINDOWS) == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("scheme", production.SCHEMES)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_what_is_written_reads_back_as_it_was_rounded(tmp_path, name, scheme):
+    path, _ = make(name, tmp_path)
+    model = model_of(path)
+    made = produce(model, directory(tmp_path / "made"), Recipe(scheme, group_size=32), WINDOWS)
+    quantized = Checkpoint(inspect_model(EngineConfig(model=str(made.folder))))
+    assert len(made.styles) > 10
+    assert not any("embed" in module or "lm_head" in module or module.endswith(".gate") for module in made.styles)
+    with model.loaded(0), torch.inference_mode():
+        for unit in model.units(0):
+            own = unit.value.clone()
+            with model.loaded(0, quantized):
+                read = {each.stored: each.value.clone() for each in model.units(0)}[unit.stored]
+            if scheme in ("int8", "w8a8", "fp8"):
+                rounded = production.round_unit(
+                    unit.__class__(unit.stored, unit.parameter, own, unit.inputs), Recipe(scheme), None, torch.float16
+                )
+                assert torch.equal(rounded.values(), read)
+            assert (own - read).norm() / own.norm() < {"int8": 0.01, "w8a8": 0.01, "fp8": 0.04}.get(scheme, 0.7)
+            break
+
+
+def test_packed_words_are_those_of_the_format():
+    codes = torch.tensor([[-8, 7, 0, 1, -1, 2, -2, 3, 5]], dtype=torch.int8)
+    words = files.pack(codes, 4)
+    nibbles = [0, 15, 8, 9, 7, 10, 6, 11]
+    first = sum(nibble << (4 * place) for place, nibble in enumerate(nibbles))
+    assert [word % 2**32 for word in words[0].tolist()] == [first, 13]
+
+
+def test_gptq_keeps_the_outputs_better_than_rounding():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(400, 64, generator=generator) @ torch.randn(64, 64, generator=generator)
+    weight = torch.randn(32, 64, generator=generator)
+    error = {}
+    for order in (True, False):
+        ours = to_int4_by_hessian(weight, inputs.t() @ inputs, 32, torch.float16, by_activation=order)
+        error[order] = float((inputs @ (ours.values() - weight).t()).norm())
+    nearest = rounding.to_int4(weight, 32, torch.float16)
+    plain = float((inputs @ (nearest.values() - weight).t()).norm())
+    assert max(error.values()) < 0.8 * plain
+    nothing = to_int4_by_hessian(weight, torch.zeros(64, 64), 32, torch.float16)
+    assert torch.equal(nothing.codes, nearest.codes)
+
+
+def test_the_automatic_choice_mixes_layers_within_the_budget(tmp_path):
+    path, _ = make("llama", tmp_path)
+    model = model_of(path)
+    base = model.perplexity(WINDOWS)
+    chosen = {}
+    for budget in (1.0, 1e-9):
+        folder, scratch = directory(tmp_path / f"made{budget}"), directory(tmp_path / f"scratch{budget}")
+        choice = automatic.choose(model, folder, scratch, Recipe("gptq", 32), WINDOWS, WINDOWS, budget)
+        chosen[budget] = choice.levels
+        assert choice.perplexity <= base * (1 + budget)
+    assert chosen[1.0] == ("gptq",) * 3
+
+    candidates = {}
+    for scheme in ("gptq", "int8"):
+        candidates[scheme] = produce(model, directory(tmp_path / scheme), Recipe(scheme, 32), WINDOWS)
+    mixed = automatic.merge(model, directory(tmp_path / "mixed"), candidates, ["int8", "gptq", "float"])
+    settings = json.loads((mixed.folder / "config.json").read_text())["quantization_config"]
+    assert sorted(group["weights"]["num_bits"] for group in settings["config_groups"].values()) == [4, 8]
+    sources = [Checkpoint(inspect_model(EngineConfig(model=str(each.folder)))) for each in candidates.values()]
+    whole = Checkpoint(inspect_model(EngineConfig(model=str(mixed.folder))))
+    expected = model.perplexity(WINDOWS, [sources[1], sources[0], None])
+    assert model.perplexity(WINDOWS, [whole] * 3) == expected
+
+
+def quantize(*arguments):
+    return main(["quantize", *map(str, arguments)])
+
+
+def test_the_command_writes_a_directory_that_is_served(tmp_path, capsys):
+    path, _ = make("llama", tmp_path)
+    for file in REFERENCE.glob("tokenizer*"):
+        shutil.copy(file, path)
+    assert quantize(path, "--scheme", "int8", "--out", tmp_path / "small") == 0
+    assert "MiB" in capsys.readouterr().err
+    assert inspect_model(EngineConfig(model=str(tmp_path / "small"))).quantization.method == "compressed-tensors"
+    assert (tmp_path / "small/tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
+    assert not list(tmp_path.glob(".quantize-*"))
+    tensors = load_file(tmp_path / "small/model.safetensors")
+    assert tensors["model.layers.0.mlp.up_proj.weight_packed"].dtype is torch.int32
+
+    before = sorted(tmp_path.iterdir())
+    assert quantize(path, "--scheme", "int8", "--out", tmp_path / "small") == 2
+    assert "exists already" in capsys.readouterr().err
+    assert quantize(tmp_path / "small", "--scheme", "int8", "--out", tmp_path / "again") == 2
+    assert "quantized already (compressed-tensors)" in capsys.readouterr().err
+    assert quantize(path, "--scheme", "gptq", "--out", tmp_path / "other") == 2
+    assert "--calibration is needed for gptq" in capsys.readouterr().err
+    words = random.Random(0).choices(["some", "words"], k=20)
+    (tmp_path / "text").write_text(" ".join(words))
+    assert quantize(path, "--auto", "--calibration", tmp_path / "text", "--out", tmp_path / "other") == 2
+    assert "fewer than 4 windows of 512" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == [*before, tmp_path / "text"]
+
+
+def test_a_scheme_that_is_not_produced_is_refused_with_those_that_are(tmp_path, capsys):
+    for scheme, words in (("awq", "loaded, but not made; schemes: int8, w8a8"), ("int3", "unknown scheme 'int3'")):
+        with pytest.raises(SystemExit):
+            quantize(tmp_path, "--scheme", scheme, "--out", tmp_path / "out")
+        assert words in capsys.readouterr().err
