@@ -67,7 +67,7 @@ async def test_streams_that_take_too_long_are_handed_over(model_dir, socket_path
             assert rejected.retryable
         assert await worker.exit_code() == 0
         assert not worker.engine.requests
-        assert worker.engine.stored_prefixes_of == ["a", "b"], "they are stored before they go elsewhere"
+        assert worker.engine.stored_prefixes_of == ["1:a:2", "1:b:2"], "they are stored before they go elsewhere"
         assert "tokens" not in router.kinds()[router.kinds().index("rejected") :]
 
 

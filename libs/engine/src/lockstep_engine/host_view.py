@@ -29,7 +29,7 @@ class HostView:
         return cls(
             tuple(memories),
             tuple(HeadRange(each.first_kv_head, each.kv_heads) for each in ranks),
-            (BlockForm(first.dtype, shape, hot_bytes), BlockForm(f"{first.dtype}/e4m3", shape, sizes.slot_bytes)),
+            (BlockForm(first.dtype, shape, hot_bytes), BlockForm(f"{first.dtype}_e4m3", shape, sizes.slot_bytes)),
             sizes.slot_bytes,
         )
 

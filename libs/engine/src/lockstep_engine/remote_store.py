@@ -20,6 +20,7 @@ class BlockForm:
     """How a block's contents are laid out; equal for all blocks of a worker that have one version."""
 
     dtype: str
+    """Lower-case letters, digits and underscores."""
     shape: tuple[int, ...]
     length: int
     """Bytes of one rank's part."""

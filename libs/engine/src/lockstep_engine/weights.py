@@ -15,6 +15,7 @@ from lockstep_engine.interception import intercepted
 from lockstep_engine.kernels import cpu
 from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabEmbedding, VocabHead
 from lockstep_engine.model_config import ModelInfo, refuse
+from lockstep_engine.quantized.coded import StoredWeight
 from lockstep_engine.quantized.opening import has_weight, open_weight
 from lockstep_engine.quantized.tensors import Tensors
 
@@ -46,15 +47,15 @@ class Checkpoint:
     def narrow_dtype(self, pieces: Iterable[Piece]) -> torch.dtype | None:
         """The dtype of 16 bits in which all of these slices are stored; None if there is no such dtype."""
         names = [self.find(piece.source) for piece in pieces]
-        stored = {None if name is None else self._owner[name].get_slice(name).get_dtype() for name in names}
-        return _NARROW.get(str(stored.pop())) if len(stored) == 1 else None
+        stored = {None if name is None or self._quantized(name) else self._tensors.dtype(name) for name in names}
+        return _NARROW.get(stored.pop() or "") if len(stored) == 1 else None
 
     def slice(self, piece: Piece, shape: list[int]) -> torch.Tensor:
         """The part of a tensor that `piece` describes. Refuses a checkpoint whose tensor has another shape."""
         name = self.find(piece.source)
         if name is None:
             raise refuse(f"model {self._path}: the checkpoint has no tensor {piece.source}")
-        weight = open_weight(self._tensors, name, self._layout) if self._layout else None
+        weight = self._quantized(name)
         if weight is None and not self._tensors.is_float(name):
             raise refuse(
                 f"model {self._path}: tensor {name} is of type {self._tensors.dtype(name)}, and config.json has no "
@@ -77,6 +78,9 @@ class Checkpoint:
         index[dim] = slice(piece.start, end)
         part = self._tensors.read(name, *index)
         return part.t() if transposed else part
+
+    def _quantized(self, name: str) -> StoredWeight | None:
+        return None if self._layout is None else open_weight(self._tensors, name, self._layout)
 
     def _has(self, name: str) -> bool:
         return name in self._tensors if self._layout is None else has_weight(self._tensors, name, self._layout)
