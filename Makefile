@@ -9,7 +9,7 @@ PARALLEL_SYSTEM_TESTS := $(addprefix tests/,hostile/test_schema.py hostile/test_
   integration/test_refused_models.py integration/test_prefix_reports.py integration/test_traces.py integration/test_debug.py)
 # Nothing that imports triton may come before libs, whose tests choose its interpreter.
 PARALLEL_TESTS := tests/simulation tests/conformance libs $(PARALLEL_SYSTEM_TESTS) services tools/tests tests/deployment tests/contract
-SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/cluster $(addprefix --ignore=,$(PARALLEL_SYSTEM_TESTS))
+SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/console tests/cluster $(addprefix --ignore=,$(PARALLEL_SYSTEM_TESTS))
 # Tests wait longer than they compute.
 JOBS ?= $(shell nproc | awk '{jobs = $$1 * 5 / 2; print jobs < 10 ? int(jobs) : 10}')
 # These compute all the time.

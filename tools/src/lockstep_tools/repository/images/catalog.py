@@ -44,7 +44,7 @@ class Image:
     `unused` names distributions that a requirement asks for and this image never imports; what only they ask for
     stays out with them.
 
-    `cuda_only` names libraries that come with torch's CUDA build alone; what imports them is of no use elsewhere.
+    `cuda_only` names libraries that only images with torch's CUDA build have; what imports them is of no use elsewhere.
     """
 
     name: str
@@ -67,7 +67,7 @@ IMAGES = {
             "inference-worker",
             "services/inference-worker",
             ("lockstep_worker", "lockstep_engine", "lockstep_common", "lockstep_api"),
-            cuda_only=("triton",),
+            cuda_only=("triton", "nvidia-ml-py"),
             has_variants=True,
         ),
         # Of `lockstep_common` what it imports: it does not call Kubernetes, and has no client for that.
