@@ -6,7 +6,8 @@ PACKAGES := libs/api libs/common libs/client libs/engine services/router service
 SOURCES := libs services tools tests conftest.py
 # The longest tests first, so that no process is left with them at the end.
 PARALLEL_SYSTEM_TESTS := $(addprefix tests/,hostile/test_schema.py hostile/test_doors.py hostile/test_state_door.py \
-  integration/test_refused_models.py integration/test_prefix_reports.py integration/test_traces.py integration/test_debug.py)
+  integration/test_refused_models.py integration/test_prefix_reports.py integration/test_remote_cache.py integration/test_traces.py \
+  integration/test_debug.py)
 # Nothing that imports triton may come before libs, whose tests choose its interpreter.
 PARALLEL_TESTS := tests/simulation tests/conformance libs $(PARALLEL_SYSTEM_TESTS) services tools/tests tests/deployment tests/contract
 SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/console tests/cluster $(addprefix --ignore=,$(PARALLEL_SYSTEM_TESTS))
