@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Write a checkpoint with quantized weights, as compressed-tensors in safetensors. The decoder layers' matrices are
 quantized; embeddings, the head, norms and routers stay as they are. With --calibration the perplexity on the text's
-second half is reported before and after; gptq and --auto calibrate on its first half. --auto writes the smallest mixture
-of gptq, int8 and float layers that stays within the budget."""
+second half is reported before and after; gptq and --auto calibrate on its first half. --auto writes the smallest
+mixture of gptq, int8 and float layers that stays within the budget."""
 
 EXAMPLES = """\
   lockstep quantize /models/llama --scheme int8 --out /models/llama-int8
