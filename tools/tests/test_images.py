@@ -387,4 +387,4 @@ def test_only_the_cuda_build_has_the_libraries_of_gpus():
     absent = {
         variant: catalog.select(["inference-worker"], variant, dev=False)[0].absent for variant in catalog.VARIANTS
     }
-    assert absent == {"cpu": ("triton",), "cuda": ()}
+    assert absent == {"cpu": ("triton", "nvidia-ml-py"), "cuda": ()}

@@ -21,7 +21,7 @@ class FailingEngine(ScriptedEngine):
         return super().status()
 
 
-def make(config, *, on_outputs, on_change, on_phases):
+def make(config, *, on_outputs, on_change, on_phases, remote_store=None):
     return FailingEngine(Script(), config, on_outputs, on_change, on_phases)
 
 

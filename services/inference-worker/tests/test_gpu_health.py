@@ -1,5 +1,6 @@
 """The health of GPUs, from a scripted NVML."""
 
+import logging
 import sys
 from types import SimpleNamespace
 
@@ -114,7 +115,8 @@ def value(name, rank, **labels):
 
 
 @pytest.fixture
-def nvml(monkeypatch):
+def nvml(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, logger="lockstep")
     made = Nvml()
     monkeypatch.setitem(sys.modules, "pynvml", made)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
