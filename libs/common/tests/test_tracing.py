@@ -3,6 +3,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import opentelemetry.semconv._incubating.attributes as conventions
 import pytest
@@ -316,9 +317,21 @@ def test_messages_over_grpc_are_those_of_the_sdk():
         trace.end(trace.begin("decode", child))
         trace.end(root)
         trace.release()
-    resource = Resource({"service.name": "lockstep-router", "process.pid": 7})
+    resource = Resource({"service.name": "lockstep-router", "process.pid": 7, "process.command_args": ["a", "b"]})
     assert len(exported) == 9
     assert encoded(exported, resource) == encode_spans([to_readable(span, resource) for span in exported])
+
+
+def test_values_of_a_resource_that_are_not_plain_do_not_stop_the_export():
+    from lockstep_common.tracing.otlp import encoded  # noqa: PLC0415
+
+    resource = SimpleNamespace(attributes={"map": {"a": 1}, "nothing": None, "good": "g"})
+    attributes = encoded([], resource).resource_spans[0].resource.attributes
+    assert {each.key: each.value.string_value for each in attributes} == {
+        "map": "{'a': 1}",
+        "nothing": "None",
+        "good": "g",
+    }
 
 
 def test_text_that_has_no_utf8_loses_those_characters_only():

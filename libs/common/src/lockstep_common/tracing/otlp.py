@@ -20,7 +20,7 @@ from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import names
 from lockstep_common.tracing.encoding import encode
 from lockstep_common.tracing.options import TraceOptions
-from lockstep_common.tracing.spans import Span
+from lockstep_common.tracing.spans import Span, Value
 
 _NAME = "lockstep"
 _SCOPE = InstrumentationScope(_NAME, schema_url=names.SCHEMA_URL)
@@ -69,7 +69,18 @@ def _exporter(options: TraceOptions, resource: Resource) -> SpanExporter:
 
 def encoded(spans: Sequence[Span], resource: Resource) -> ExportTraceServiceRequest:
     """What a collector gets."""
-    return ExportTraceServiceRequest.FromString(encode(spans, resource.attributes, _NAME, names.SCHEMA_URL))
+    return ExportTraceServiceRequest.FromString(encode(spans, _plain(resource), _NAME, names.SCHEMA_URL))
+
+
+def _plain(resource: Resource) -> dict[str, Value]:
+    """The resource's attributes. Detectors that an operator has chosen may give values of further types, as text."""
+    found: dict[str, Value] = {}
+    for name, value in resource.attributes.items():
+        if isinstance(value, str | bool | int | float):
+            found[name] = value
+        else:
+            found[name] = [str(each) for each in value] if isinstance(value, list | tuple) else str(value)
+    return found
 
 
 def to_readable(span: Span, resource: Resource) -> ReadableSpan:
