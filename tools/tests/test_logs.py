@@ -2,10 +2,12 @@
 
 import io
 import json
+import os
 from datetime import UTC, datetime
 
 import pytest
 from lockstep_tools import cli
+from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.chaos.release import Pod
 from lockstep_tools.logs import sources
 from lockstep_tools.logs.lines import Choice, Line, harmless, moment, parse, readable
@@ -191,3 +193,38 @@ def test_only_the_lines_to_be_shown_are_kept():
             assert alive <= 12
 
     assert [line.time for line in sources.in_order(lines(), 10)] == [f"{number:06d}" for number in range(990, 1000)]
+
+
+@pytest.fixture
+def kubectl(tmp_path, monkeypatch):
+    """A kubectl whose `logs` prints a line that is not UTF-8 and a good one; that of the pod `hung` never ends then."""
+    program = tmp_path / "kubectl"
+    program.write_text(
+        "#!/bin/sh\n"
+        f"printf 'Segmentation \\377 fault\\n%s\\n' '{ROUTER[0]}'\n"
+        'case "$*" in *hung*) exec sleep 600 ;; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return Kubectl("default")
+
+
+def test_what_is_not_text_does_not_hide_the_lines_after_it(kubectl, monkeypatch, capsys):
+    cluster = Cluster([("r-a", "router", None)])
+    cluster.kubectl = kubectl
+    monkeypatch.setattr("lockstep_tools.commands.logs.Release", lambda *_: cluster)
+    assert shown(capsys, "--release", "lockstep", "--json") == (0, ROUTER[:1])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n" + ROUTER[1].encode()), encoding="utf-8"))
+    assert shown(capsys, "-", "--json") == (0, ROUTER[1:2])
+
+
+def test_a_kubectl_that_hangs_is_not_waited_for_without_end(kubectl, monkeypatch, capsys):
+    monkeypatch.setattr(sources, "_SILENT_S", 1.0)
+    cluster = Cluster([("r-a", "router", None), ("hung", "router", None)])
+    cluster.kubectl = kubectl
+    monkeypatch.setattr("lockstep_tools.commands.logs.Release", lambda *_: cluster)
+    assert cli.main(["logs", "--release", "lockstep", "--json"]) == 1
+    assert (
+        capsys.readouterr().err.splitlines()[-1]
+        == "lockstep: kubectl logs hung: it gives no more lines and does not end"
+    )

@@ -3,6 +3,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import opentelemetry.semconv._incubating.attributes as conventions
 import pytest
@@ -293,6 +294,58 @@ def test_spans_arrive_as_they_were_made(protocol: str):
     assert (tried.is_error, request.is_error) == (True, False)
     assert tried.attributes["error.type"] == "silent"
     assert request.begin_ns <= tried.begin_ns <= tried.end_ns <= request.end_ns
+
+
+def test_messages_over_grpc_are_those_of_the_sdk():
+    from lockstep_common.tracing.otlp import encoded, to_readable  # noqa: PLC0415 - see the test of imports
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans  # noqa: PLC0415
+    from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+
+    made, exported = tracing(ratio=1.0)
+    for parent in (None, TraceContext(5, 6, True, "vendor=1,other=2"), TraceContext(7, 8, True)):
+        trace = made.trace(parent)
+        root = trace.begin("POST /v1/completions", kind=Kind.SERVER)
+        values = (True, 1, 1.0, False, 0, 0.0, -1, -(1 << 63), (1 << 63) - 1, 127, 128, 16_384, -2.5, "", "ü" * 100)
+        root.attributes |= {f"a{number}": value for number, value in enumerate(values)}
+        root.attributes |= {"same": True, "list": ["stop", "", "length"], "none": [], "tuple": ("stop",)}
+        child = trace.begin("attempt", root, Kind.CLIENT)
+        child.attributes |= {"same": 1}
+        child.links += [TraceContext(5, 77, True), TraceContext(6, 78, False, "vendor=3")]
+        child.event("chunk")
+        child.event("first_token", {"same": 1.0, "text": "t" * 300})
+        trace.end(child, "silent")
+        trace.end(trace.begin("decode", child))
+        trace.end(root)
+        trace.release()
+    resource = Resource({"service.name": "lockstep-router", "process.pid": 7, "process.command_args": ["a", "b"]})
+    assert len(exported) == 9
+    assert encoded(exported, resource) == encode_spans([to_readable(span, resource) for span in exported])
+
+
+def test_values_of_a_resource_that_are_not_plain_do_not_stop_the_export():
+    from lockstep_common.tracing.otlp import encoded  # noqa: PLC0415
+
+    resource = SimpleNamespace(attributes={"map": {"a": 1}, "nothing": None, "good": "g"})
+    attributes = encoded([], resource).resource_spans[0].resource.attributes
+    assert {each.key: each.value.string_value for each in attributes} == {
+        "map": "{'a': 1}",
+        "nothing": "None",
+        "good": "g",
+    }
+
+
+def test_text_that_has_no_utf8_loses_those_characters_only():
+    from lockstep_common.tracing.encoding import encode  # noqa: PLC0415
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: PLC0415
+
+    made, exported = tracing(ratio=1.0)
+    trace = made.trace()
+    root = trace.begin("request")
+    root.attributes["lockstep.worker"] = "w\ud8000"
+    trace.end(root)
+    message = ExportTraceServiceRequest.FromString(encode(exported, {}, "lockstep", names.SCHEMA_URL))
+    (attribute,) = message.resource_spans[0].scope_spans[0].spans[0].attributes
+    assert attribute.value.string_value == "w?0"
 
 
 def test_a_full_queue_never_waits_and_counts_what_it_drops():

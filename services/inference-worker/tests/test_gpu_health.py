@@ -39,6 +39,8 @@ class Nvml:
         self.ecc = {"GPU-a": [5, 0]}
         self.reasons = 0x40
         self.lost: set[str] = set()
+        self.links_up = [True, True, True, False]
+        self.link_errors = 0
         self.events: list[tuple[str, int]] = []
         self.is_open = False
 
@@ -63,6 +65,8 @@ class Nvml:
         return "GPU-b"
 
     def nvmlDeviceGetUUID(self, handle):
+        if handle in self.lost:
+            raise NVMLError(LOST)
         return handle
 
     def nvmlDeviceGetMemoryInfo(self, handle):
@@ -92,10 +96,10 @@ class Nvml:
     def nvmlDeviceGetNvLinkState(self, handle, link):
         if handle != "GPU-a" or link >= 4:
             raise NVMLError(NOT_SUPPORTED)
-        return link != 3
+        return self.links_up[link]
 
     def nvmlDeviceGetNvLinkErrorCounter(self, handle, link, counter):
-        return 0
+        return self.link_errors
 
     def nvmlEventSetCreate(self):
         return "events"
@@ -186,6 +190,34 @@ def test_an_xid_is_counted_for_the_rank_of_its_gpu(nvml, monkeypatch, caplog):
     assert (value("xid_errors_total", 1, xid="79"), value("xid_errors_total", 0, xid="79")) == (1, None)
     (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert (line.rank, line.xid) == (1, 79)
+
+
+def test_the_xid_of_a_gpu_that_is_lost_is_counted_and_the_others_are_still_watched(nvml, caplog):
+    def lose():
+        nvml.lost.add("GPU-b")
+        nvml.events.append(("GPU-b", 79))
+
+    gpu_health._watch(2, 60.0, Rounds(nothing, lose, nothing))
+    assert (value("xid_errors_total", 0, xid="79"), value("xid_errors_total", 1, xid="79")) == (None, 1)
+    assert value("health_available", 0) == 1
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_link_that_goes_down_is_no_error_of_the_others(nvml):
+    def fail():
+        nvml.link_errors = 101
+
+    def go_down():
+        nvml.links_up[0] = False
+
+    def come_back():
+        nvml.links_up[0] = True
+
+    nvml.link_errors = 100
+    gpu_health._watch(1, 0.0, Rounds(nothing))
+    assert value("nvlink_errors_total", 0) == 0
+    gpu_health._watch(1, 0.0, Rounds(nothing, fail, go_down, come_back))
+    assert value("nvlink_errors_total", 0) == 3 * 4  # each kind of the three links
 
 
 def test_a_gpu_that_is_lost_is_said_once(nvml, caplog):

@@ -179,11 +179,19 @@ class _Watch:
                 logger.warning("XID errors of GPUs are not known any more", extra={"problem": _said(error)})
                 self._events = None
             return
-        uuid, xid = str(nvml.nvmlDeviceGetUUID(event.device)), int(event.eventData)
+        uuid, xid = self._uuid(event.device), int(event.eventData)
         for gpu in self._gpus:
-            if gpu.uuid == uuid:
+            # A GPU that has fallen off the bus, which is an event too, does not even tell its name any more.
+            if gpu.uuid == uuid or (not uuid and not self._uuid(gpu.whole)):
                 metrics.XID_ERRORS.labels(gpu.rank, str(xid)).inc()
                 logger.error("the driver has reported an error of a GPU", extra={"rank": int(gpu.rank), "xid": xid})
+
+    def _uuid(self, handle: Any) -> str:
+        """A GPU's name; empty if it does not answer."""
+        try:
+            return str(self._nvml.nvmlDeviceGetUUID(handle))
+        except self._nvml.NVMLError:
+            return ""
 
     def _read(self, gpu: _Gpu) -> None:
         """Set all metrics of a GPU. What this kind of GPU does not tell has none."""
@@ -243,7 +251,6 @@ class _Watch:
     def _read_links(self, gpu: _Gpu) -> None:
         nvml = self._nvml
         states: list[bool] = []
-        errors = 0
         for link in range(_MOST_LINKS):
             try:
                 is_up = bool(nvml.nvmlDeviceGetNvLinkState(gpu.whole, link))
@@ -253,11 +260,13 @@ class _Watch:
             for kind in _LINK_ERRORS if is_up else ():
                 with contextlib.suppress(nvml.NVMLError):
                     number = getattr(nvml, f"NVML_NVLINK_ERROR_DL_{kind}")
-                    errors += nvml.nvmlDeviceGetNvLinkErrorCounter(gpu.whole, link, number)
+                    count = nvml.nvmlDeviceGetNvLinkErrorCounter(gpu.whole, link, number)
+                    # Each count by itself: their sum falls when a link goes down, and that is no new beginning.
+                    gpu.grow(f"link {link} {kind}", metrics.NVLINK_ERRORS.labels(gpu.rank), count)
         metrics.NVLINKS.labels(gpu.rank, "up").set(sum(states))
         metrics.NVLINKS.labels(gpu.rank, "down").set(len(states) - sum(states))
         if states:
-            gpu.grow("links", metrics.NVLINK_ERRORS.labels(gpu.rank), errors)
+            metrics.NVLINK_ERRORS.labels(gpu.rank)  # a metric without errors is shown too
 
 
 def _said(error: Exception) -> str:

@@ -102,8 +102,10 @@ class Distribution(Collector):
         self._bounds = tuple(map(float, buckets))
         self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
-        self._exemplars: dict[int, Exemplar] = {}
-        """The last one of each bucket that has had any."""
+        self._exemplars: dict[int, tuple[int, float, float]] = {}
+        """The last one of each bucket that has had any: its trace's id, its value, and when it was. Tokens come more
+        often than anyone reads it, so they do not write it out.
+        """
         self._created = time.time()
         if registry is not None:
             registry.register(self)
@@ -114,7 +116,7 @@ class Distribution(Collector):
         self._counts[bucket] += count
         self._sum += count * value
         if trace_id:
-            self._exemplars[bucket] = Exemplar({"trace_id": f"{trace_id:032x}"}, value, time.time())
+            self._exemplars[bucket] = (trace_id, value, time.time())
 
     def collect(self) -> Iterator[Metric]:
         """The present counts, each with those of the smaller buckets."""
@@ -130,7 +132,11 @@ class Distribution(Collector):
             count += counted
             name: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
             exemplar = self._exemplars.get(number)
-            buckets.append((name, float(count)) if exemplar is None else (name, float(count), exemplar))
+            if exemplar is None:
+                buckets.append((name, float(count)))
+            else:
+                trace_id, value, at = exemplar
+                buckets.append((name, float(count), Exemplar({"trace_id": f"{trace_id:032x}"}, value, at)))
         family.add_metric(values, buckets=buckets, sum_value=self._sum)
         family.add_sample(f"{self._name}_created", labels, self._created)
 

@@ -54,7 +54,8 @@ class Kubectl:
             self._command(arguments),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if errors is None else errors,
-            text=True,
+            encoding="utf-8",
+            errors="replace",  # lines of other programs may be anything, and those after them are wanted
             bufsize=1,
         )
 

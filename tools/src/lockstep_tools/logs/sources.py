@@ -1,6 +1,7 @@
 """Where log lines come from: files, stdin, and the pods of a release by `kubectl logs`, several at once."""
 
 import heapq
+import io
 import os
 import queue
 import subprocess
@@ -19,6 +20,8 @@ from lockstep_tools.logs.lines import MAX_LINE_CHARS, Line, harmless, parse
 
 _MAX_WAITING = 10_000
 """Lines that are read and not shown yet; more are not read meanwhile."""
+_SILENT_S = 60.0
+"""Without any line of what is not followed: kubectl waits longer for an API server that is cut off."""
 _END_S = 5.0
 _MAX_ERROR_CHARS = 1000
 
@@ -31,6 +34,8 @@ def from_files(paths: Sequence[str]) -> Iterator[Line]:
     """
     for path in paths:
         if path == "-":
+            if isinstance(sys.stdin, io.TextIOWrapper):
+                sys.stdin.reconfigure(errors="replace")
             yield from _lines("stdin", sys.stdin)
             continue
         try:
@@ -84,11 +89,11 @@ class _Running:
         self._errors.close()
 
     def failure(self, *, waits: bool) -> str | None:
-        """How it has failed; None: it has not, or it still runs. `waits`: its output has ended, and so will it."""
+        """How it has failed; None: it has not, or it still runs. `waits`: it is given some time to end."""
         try:
             code = self._process.wait(_END_S) if waits else self._process.poll()
         except subprocess.TimeoutExpired:
-            return f"its output has ended, and it has not after {_END_S:g} s"
+            return "it gives no more lines and does not end"
         if not code:
             return None
         self._errors.seek(0, os.SEEK_END)
@@ -98,7 +103,7 @@ class _Running:
 
 
 def _merged(sources: dict[str, IO[str]], follow_s: float | None) -> Iterator[Line]:
-    """The lines of all sources as they come, until all have ended or the time is over."""
+    """The lines of all sources as they come, until all have ended, the time is over or, without one, none comes."""
     waiting: queue.Queue[Line | None] = queue.Queue(_MAX_WAITING)
 
     def read(name: str, source: IO[str]) -> None:
@@ -115,7 +120,7 @@ def _merged(sources: dict[str, IO[str]], follow_s: float | None) -> Iterator[Lin
     left = len(sources)
     while left:
         try:
-            line = waiting.get(timeout=None if ends_at is None else max(0.0, ends_at - time.monotonic()))
+            line = waiting.get(timeout=_SILENT_S if ends_at is None else max(0.0, ends_at - time.monotonic()))
         except queue.Empty:
             return
         if line is None:
