@@ -106,15 +106,32 @@ async def test_a_bad_change_is_refused_and_changes_nothing(port, query, names):
 
 
 async def test_others_than_operators_are_refused(port, monkeypatch):
-    for path in ("/debug/stacks", "/debug/logs", "/debug/settings", "/loglevel"):
+    for path in ("/debug/stacks", "/debug/logs", "/debug/settings", "/debug/trace/1", "/loglevel"):
         assert (await ask(port, path, Origin="http://evil.example"))[0] == 403
     monkeypatch.setattr("lockstep_common.management.is_local", lambda host: host != "127.0.0.1")
-    for path in ("/debug/stacks", "/debug/logs", "/debug/settings", "/loglevel"):
+    for path in ("/debug/stacks", "/debug/logs", "/debug/settings", "/debug/trace/1", "/loglevel"):
         assert (await ask(port, path))[0] == 403
-    assert (await ask(port, "/loglevel?level=debug", "POST"))[0] == 403
+    for path in ("/loglevel?level=debug", "/debug/profile", "/debug/trace/1"):
+        assert (await ask(port, path, "POST"))[0] == 403
     assert LOG_LEVEL.level == "info"
     assert (await ask(port, "/healthz"))[0] == 200
     assert (await ask(port, "/metrics", "POST"))[0] == 405
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "a/b", "../stacks", "%2e%2e%2fstacks", "%00", "x" * 10_000, "0" * 31, "g" * 32, "0x" + "1" * 30, "?a=b"],
+)
+async def test_an_odd_name_of_a_trace_finds_nothing(port, name):
+    status, text = await ask(port, f"/debug/trace/{name}")
+    assert (status, json.loads(text)["spans"]) == (200, [])
+    assert (await ask(port, f"/debug/trace/{name}", "POST"))[0] == 404
+
+
+async def test_a_path_that_only_looks_like_an_operators_finds_nothing(port):
+    for path in ("//debug/stacks/", "/debug", "/DEBUG/stacks", "/metrics/../debug/stacks", "http://h/debug/stacks"):
+        assert (await ask(port, path))[0] == 404
+    assert (await ask(port, "/debug/profile", "HEAD"))[0] == 404
 
 
 def test_who_is_local():
