@@ -12,6 +12,7 @@ from lockstep_tools import cli
 from lockstep_tools.chaos.release import WORKER
 from lockstep_tools.debug.process import Process
 from lockstep_tools.failure import CommandError
+from lockstep_tools.profile import parts
 from lockstep_tools.profile.merge import merged
 from lockstep_tools.profile.parts import read_parts
 from lockstep_tools.profile.summary import summarize, told
@@ -138,6 +139,74 @@ def test_on_a_gpu_the_times_are_those_of_the_device():
 def test_an_answer_that_is_no_profile_is_a_sentence(answer):
     with pytest.raises(CommandError, match="the worker's answer"):
         read_parts(answer)
+
+
+def with_members(*members, compression=""):
+    """An archive of (name or TarInfo, content)."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode=f"w:{compression}") as tar:
+        for info, data in members:
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return file.getvalue()
+
+
+def hostile(**changes):
+    """A part whose head or first event differs in these."""
+    head, events = part(0, 3)
+    events[0] |= {key: value for key, value in changes.items() if key in events[0]}
+    head |= {key: value for key, value in changes.items() if key not in events[0]}
+    return archive((head, events))
+
+
+def test_what_unpacks_to_too_much_is_refused_before_it_is_in_memory(monkeypatch):
+    """A worker that is not ours any more shall not take the operator's memory."""
+    monkeypatch.setattr(parts, "_MAX_PART_BYTES", 1 << 16)
+    monkeypatch.setattr(parts, "_MAX_UNPACKED_BYTES", 1 << 17)
+    for answer in (
+        with_members((tarfile.TarInfo("rank-0.gz"), gzip.compress(bytes(1 << 20)))),
+        with_members((tarfile.TarInfo("rank-0.gz"), bytes(1 << 20)), compression="xz"),
+        archive(*[part(rank, 3, steps=120) for rank in range(8)]),
+        archive(part(0, 3), part(0, 3)),
+    ):
+        with pytest.raises(CommandError, match="not a profile of this version"):
+            read_parts(answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        with_members((tarfile.TarInfo("rank-0.gz"), gzip.compress(b"x" * 99)[:-20] + b"y" * 20)),
+        with_members((tarfile.TarInfo("rank-0.gz"), gzip.compress(b"[" * 100_000))),
+        archive(({"rank": 0, "steps": [], "collectives": [], "device": "cpu"}, ["x"])),
+        hostile(ts=float("inf")),
+        hostile(dur="x"),
+        hostile(rank=10**30),
+        hostile(steps=[["a", "b", 1, 2, 3]]),
+        hostile(collectives=[["all_reduce", 1e300, {}]]),
+    ],
+)
+def test_a_damaged_part_is_a_sentence(answer):
+    with pytest.raises(CommandError, match="not a profile of this version"):
+        read_parts(answer)
+
+
+def test_nothing_of_a_part_acts_on_the_terminal():
+    profiles = read_parts(hostile(device="cpu\x1b[2J\u202e"))
+    text = told(summarize(profiles), profiles)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+
+
+def test_a_trace_that_cannot_be_written_leaves_no_file(worker, tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    worker.answer = archive(part(0, 3))
+    monkeypatch.setattr("lockstep_tools.commands.profile.open", full, raising=False)
+    assert cli.main(["profile", "--out", str(tmp_path / "trace")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture

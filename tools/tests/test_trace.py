@@ -161,6 +161,43 @@ def test_workers_are_asked_for_the_trace_that_the_router_names():
     ]
 
 
+def test_an_id_that_many_requests_have_does_not_ask_for_each_of_them():
+    """Clients choose the ids of their requests."""
+    many = [
+        Span(f"{number:032x}", "1", "", "request", "router", number * MS, (number + 1) * MS) for number in range(40)
+    ]
+    asked = []
+
+    def answer(request):
+        asked.append(request.url.path)
+        found = many if request.url.path.endswith("req-1") else []
+        return httpx.Response(200, json=body_of(*found))
+
+    client = httpx.Client(transport=httpx.MockTransport(answer))
+    spans, remarks = from_services(client, [Process("r", "http://r")], "req-1")
+    assert [each.begin_ns // MS for each in spans] == [*range(32, 40)]
+    assert remarks == ["40 traces have this id; these are the newest 8"]
+    assert len(asked) == 9
+
+
+@pytest.mark.parametrize("number", [10**30, -(10**30), float("inf"), float("nan")])
+@pytest.mark.parametrize("field", ["begin_ns", "end_ns"])
+def test_a_span_outside_of_time_is_not_drawn(field, number):
+    body = body_of(FAILOVER[3])
+    body["spans"][0][field] = number
+    text = json.dumps(body)
+    client = httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(200, text=text)))
+    assert from_services(client, [Process("r", "http://r")], "req-1") == (
+        [],
+        ["r: its answer is not of this version"],
+    )
+
+
+def test_an_answer_that_is_too_deep_is_a_remark():
+    client = httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(200, text="[" * 100_000)))
+    assert from_services(client, [Process("r", "http://r")], "req-1")[1] == ["r: its answer is not of this version"]
+
+
 JAEGER = {
     "data": [
         {
@@ -229,4 +266,6 @@ def test_the_command_says_what_is_wrong(monkeypatch, capsys, tmp_path):
     assert "\x1b" not in printed, "no colour outside of a terminal"
     assert "1 failover" in printed
     assert target.read_text().startswith("<!doctype html>")
-    assert cli.main(["trace", "req-1", "--html", str(tmp_path)]) == 2
+    assert cli.main(["trace", "req-1", "--html", str(target)]) == 2
+    assert "there is such a file already" in capsys.readouterr().err
+    assert cli.main(["trace", "req-1", "--html", str(tmp_path / "no" / "page")]) == 2

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import logging
+import socket
 import threading
 import time
 
@@ -105,15 +106,32 @@ async def test_a_bad_change_is_refused_and_changes_nothing(port, query, names):
 
 
 async def test_others_than_operators_are_refused(port, monkeypatch):
-    for path in ("/debug/stacks", "/debug/logs", "/debug/settings", "/loglevel"):
+    for path in ("/debug/stacks", "/debug/logs", "/debug/settings", "/debug/trace/1", "/loglevel"):
         assert (await ask(port, path, Origin="http://evil.example"))[0] == 403
     monkeypatch.setattr("lockstep_common.management.is_local", lambda host: host != "127.0.0.1")
-    for path in ("/debug/stacks", "/debug/logs", "/debug/settings", "/loglevel"):
+    for path in ("/debug/stacks", "/debug/logs", "/debug/settings", "/debug/trace/1", "/loglevel"):
         assert (await ask(port, path))[0] == 403
-    assert (await ask(port, "/loglevel?level=debug", "POST"))[0] == 403
+    for path in ("/loglevel?level=debug", "/debug/profile", "/debug/trace/1"):
+        assert (await ask(port, path, "POST"))[0] == 403
     assert LOG_LEVEL.level == "info"
     assert (await ask(port, "/healthz"))[0] == 200
     assert (await ask(port, "/metrics", "POST"))[0] == 405
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "a/b", "../stacks", "%2e%2e%2fstacks", "%00", "x" * 10_000, "0" * 31, "g" * 32, "0x" + "1" * 30, "?a=b"],
+)
+async def test_an_odd_name_of_a_trace_finds_nothing(port, name):
+    status, text = await ask(port, f"/debug/trace/{name}")
+    assert (status, json.loads(text)["spans"]) == (200, [])
+    assert (await ask(port, f"/debug/trace/{name}", "POST"))[0] == 404
+
+
+async def test_a_path_that_only_looks_like_an_operators_finds_nothing(port):
+    for path in ("//debug/stacks/", "/debug", "/DEBUG/stacks", "/metrics/../debug/stacks", "http://h/debug/stacks"):
+        assert (await ask(port, path))[0] == 404
+    assert (await ask(port, "/debug/profile", "HEAD"))[0] == 404
 
 
 def test_who_is_local():
@@ -207,3 +225,50 @@ async def test_a_profile_is_given_to_operators_one_at_a_time(port):
         profiles.may_end.set()
         assert await first == (200, "archive")
     assert profiles.asked == [20, 7, 8, 9]
+
+
+async def test_a_profile_that_the_end_of_the_service_cuts_off_is_answered(port):
+    profiles = Profiles()
+    profiles.may_end.clear()
+    reports = Reports(unready=lambda: None, profile=profiles.profile)
+    async with managed("127.0.0.1", 0, reports, liveness_timeout_s=30) as own:
+        asking = asyncio.create_task(ask(own, "/debug/profile", "POST"))
+        async with asyncio.timeout(30):
+            while not profiles.asked:
+                await asyncio.sleep(0.01)
+        (running,) = [each for each in asyncio.all_tasks() if each.get_coro().__name__ == "profile"]
+        running.cancel()
+        assert await asking == (503, '{"error":"no profile: the service is ending"}')
+
+
+def test_no_profile_is_asked_of_a_loop_that_is_closed():
+    loop = asyncio.new_event_loop()
+    loop.close()
+    profiles = Profiles()
+    operator = operations.Operations(loop, {}, {}, profiles.profile)
+    assert operator.of("POST", "/debug/profile").status == 503
+    assert profiles.asked == []
+
+
+async def test_a_large_answer_may_be_taken_slowly(monkeypatch):
+    """A profile of eight ranks has megabytes, and the operator may be far away."""
+    monkeypatch.setattr("lockstep_common.management.REQUEST_TIMEOUT_S", 0.2)
+    size = 32 << 20
+
+    async def profile(_):
+        return bytes(size)
+
+    def take(port):
+        with socket.socket() as far:
+            far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+            far.settimeout(60)
+            far.connect(("127.0.0.1", port))
+            far.sendall(b"POST /debug/profile HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            taken = len(far.recv(1 << 16))
+            time.sleep(1.0)
+            while more := len(far.recv(1 << 20)):
+                taken += more
+        return taken
+
+    async with managed("127.0.0.1", 0, Reports(lambda: None, profile=profile), liveness_timeout_s=30) as own:
+        assert await asyncio.to_thread(take, own) > size

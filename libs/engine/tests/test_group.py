@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from answering_zygote import HANGS, MESSAGE_BYTES
+from lockstep_common.errors import LockstepError
 from lockstep_engine.group import RUN_ZYGOTE, GroupSettings, RankGroup
 from lockstep_engine.plan import Plan
 from specs import rank_spec
@@ -148,6 +149,48 @@ async def test_the_deadline_of_a_step_begins_when_the_one_before_it_has_ended(gr
     assert [starting for _, starting in listener.lost] == [False]
     assert "has not finished its step" in listener.lost[0][0]
     assert ranks.in_flight == 0
+
+
+async def test_a_profile_lengthens_the_deadlines_of_steps_in_flight_once(group_of):
+    """Ranks start and stop their profilers between steps. Profiles one after the other must not hide a hang."""
+    ranks, listener = group_of(ANSWERING, MESSAGE_BYTES)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await ranks.start()
+            while not listener.ready:
+                await asyncio.sleep(0.01)
+            ranks.execute(plan(1, HANGS), 30.0)
+            ranks.execute(plan(2, takes_ms=0), 40.0)
+            for _ in range(2):
+                profiling = asyncio.create_task(ranks.profile(1))
+                await asyncio.sleep(0)
+                assert [seconds for _, seconds in ranks._in_flight] == [40.0, 50.0]
+                left_s = ranks._deadline.when() - asyncio.get_running_loop().time()
+                assert 0 < left_s <= 40.0
+                profiling.cancel()
+                await asyncio.gather(profiling, return_exceptions=True)
+            ranks._in_flight.popleft()
+            ranks.execute(plan(3, takes_ms=0), 30.0)
+            assert ranks._in_flight[-1] == (3, 40.0), "ranks may still stop their profilers"
+    finally:
+        await ranks.stop()
+
+
+async def test_a_profile_does_not_save_a_step_that_is_late(group_of):
+    ranks, listener = group_of(ANSWERING, MESSAGE_BYTES)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await ranks.start()
+            while not listener.ready:
+                await asyncio.sleep(0.01)
+            ranks.execute(plan(1, HANGS), 0.0)
+            while ranks._deadline is not None and ranks._deadline._callback.__name__ != "_lose_hung":
+                await asyncio.sleep(0)
+            with pytest.raises(LockstepError, match="the ranks were lost"):
+                await ranks.profile(1)
+    finally:
+        await ranks.stop()
+    assert len(listener.lost) == 1
 
 
 def test_a_zygote_whose_driver_died_before_it_looked_ends_at_once():

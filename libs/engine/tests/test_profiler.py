@@ -131,6 +131,24 @@ def test_a_trace_that_cannot_be_written_is_told(served, monkeypatch):
     assert (ended.error, data) == ("its trace cannot be written: ValueError", b"")
 
 
+def test_a_profiler_that_fails_ends_the_profile_and_not_the_rank(served, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("the profiler is in use")
+
+    plain = served.tokens(4)
+    for place, name in ((profiler.profiler, "profile"), (profiler.threading, "Thread")):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, fails)
+            served.order(StartProfile(9, 1))
+            while not served.ended:
+                assert served.tokens(4) == plain
+        ended, data = served.ended.pop(0)
+        assert (ended, data) == (ProfileEnded(9, "it cannot be recorded: RuntimeError"), b"")
+        assert served.rank._group.marks is None
+    served.order(StartProfile(10, 1))
+    assert served.profile()[0] == 10
+
+
 def test_collectives_are_marked_only_while_that_is_wanted():
     import torch  # noqa: PLC0415
 

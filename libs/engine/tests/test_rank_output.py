@@ -215,6 +215,17 @@ def test_long_stacks_keep_their_end_and_long_lines_a_bound():
     assert len(JsonFormatter("worker").format(entry)) < telemetry._MAX_RECENT_CHARS
 
 
+def test_what_the_profiler_says_of_itself_is_no_warning():
+    """Torch writes it to stderr whatever its log level is."""
+    output = RankOutput(0)
+    try:
+        mark = b"USDT:2026-11-23 16:10:47 14950:14950 SyncActivityProfilerHandler.cpp:52] profiler_start\n"
+        os.write(output.stderr, mark + b"ERROR: it is real\n" + mark)
+        assert output.read_lines() == (["ERROR: it is real"], True)
+    finally:
+        output.close()
+
+
 async def test_the_stack_of_a_crash_is_not_lost(group):
     ranks, listener, run, logged = group
     await run(CRASH)

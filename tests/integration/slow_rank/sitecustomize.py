@@ -1,5 +1,6 @@
-"""Makes rank 1 compute for longer, while the file exists that SLOW_RANK_FILE names. Python imports this at its start;
-only the process that forks ranks is changed.
+"""Makes rank 1 compute for longer, while the file exists that SLOW_RANK_FILE names, and profiles of an idle engine end
+after a second, while the one exists that HASTY_FILE names. Python imports this at its start; only workers and their
+processes that fork ranks are changed.
 """
 
 import os
@@ -19,3 +20,14 @@ if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "
         return forward(self, *arguments)
 
     Rank.forward = delayed
+
+if any("lockstep_worker" in argument for argument in sys.orig_argv) and "HASTY_FILE" in os.environ:
+    from lockstep_engine import profile_collection
+
+    first_step_s, run = profile_collection._FIRST_STEP_S, profile_collection.ProfileCollection.run
+
+    async def hasty(self, *arguments):
+        profile_collection._FIRST_STEP_S = 1.0 if os.path.exists(os.environ["HASTY_FILE"]) else first_step_s
+        return await run(self, *arguments)
+
+    profile_collection.ProfileCollection.run = hasty

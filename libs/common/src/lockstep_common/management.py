@@ -47,7 +47,12 @@ the time to send its request before so many others come that it is closed.
 
 MAX_REQUEST_BYTES = 16 << 10
 REQUEST_TIMEOUT_S = 5.0
-"""Limit from a connection's arrival to the end of its request, TLS included; the answer has the same limit."""
+"""Limit from a connection's arrival to the end of its request, TLS included; the answer has the same limit, and more
+if it is large.
+"""
+
+SLOWEST_BYTES_PER_S = 1 << 18
+"""Large answers, such as profiles, may be taken as slowly as this: `kubectl port-forward` from afar is not fast."""
 
 _BEAT_S = 0.25
 _ASK_TIMEOUT_S = 1.5  # below the timeouts of probes, so that they get an answer from a busy process
@@ -336,8 +341,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def finish(self) -> None:
         """Send the answer."""
-        self.connection.settimeout(REQUEST_TIMEOUT_S)
-        self.connection.sendall(self._answered.getvalue())
+        answer = self._answered.getvalue()
+        self.connection.settimeout(REQUEST_TIMEOUT_S + len(answer) / SLOWEST_BYTES_PER_S)
+        self.connection.sendall(answer)
         self.rfile.close()
 
     def do_GET(self) -> None:

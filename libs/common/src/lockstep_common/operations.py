@@ -23,6 +23,7 @@ import os
 import platform
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import CancelledError
 from importlib import metadata
 from typing import Any
 from urllib.parse import parse_qs
@@ -153,14 +154,21 @@ class Operations:
             return as_json(400, {"error": str(error)})
         except LockstepError as error:
             return as_json(error.meaning.http_status, {"error": error.message})
-        except TimeoutError:
-            return as_json(503, {"error": f"no profile within {PROFILE_S:g} s; `lockstep debug` shows what is stuck"})
+        except (TimeoutError, CancelledError) as error:
+            late = f"no profile within {PROFILE_S:g} s; `lockstep debug` shows what is stuck"
+            ends = "no profile: the service is ending"
+            return as_json(503, {"error": late if isinstance(error, TimeoutError) else ends})
         finally:
             self._profiling.release()
 
     def _wait_for_profile(self, profile: Profile, steps: int) -> bytes:
         logger.warning("an operator profiles the ranks", extra={"steps": steps})
-        future = asyncio.run_coroutine_threadsafe(profile(steps), self._loop)
+        made = profile(steps)
+        try:
+            future = asyncio.run_coroutine_threadsafe(made, self._loop)
+        except RuntimeError:  # the loop is closed
+            made.close()
+            raise CancelledError from None
         try:
             return future.result(PROFILE_S)
         finally:

@@ -73,6 +73,7 @@ _MAX_CHUNK_CHARS = 12_000
 """Of a rank's stderr in one line, which `telemetry.recent_lines` keeps whole, also with its quotes escaped."""
 _FLOOD_PAUSE_S = 0.5
 """A rank that writes more than it may is not read for so long: its pipe drops what does not fit."""
+_SLOW_STEP = "has not finished its step"
 _NO_MEMORY = "the driver had no memory for a step"
 
 
@@ -164,6 +165,10 @@ class RankGroup:
         self._log_level = logging.getLevelName(logging.getLogger("lockstep").getEffectiveLevel()).lower()
         self._profile: ProfileCollection | None = None
         self._profiles = 0
+        self._profiled_until = 0.0
+        """Until then steps have the deadline of profiled ones."""
+        self._allowed_step = -1
+        """The last step that has that deadline."""
         self._first_dead: int | None = None
         """The rank that ended by itself; the others were killed because of it."""
 
@@ -238,10 +243,29 @@ class RankGroup:
             raise LockstepError(ErrorCode.UNAVAILABLE, "the ranks are being profiled already; try again in a minute")
         self._profiles += 1
         self._profile = ProfileCollection(self._profiles, self._tp)
+        self._allow_more()
         try:
             return await self._profile.run(steps, self._order, lambda: min(self.steps))
         finally:
             self._profile = None
+            # Ranks that have been told to stop do so before a later step.
+            self._profiled_until = time.monotonic() + PROFILE_ALLOWANCE_S
+
+    def _allow_more(self) -> None:
+        """Give the steps in flight the deadline that later ones get: a GPU still computes them when its rank reads the
+        order, and their results wait until the profiler has started. A step gets it once, or profiles one after the
+        other would hide a rank that hangs.
+        """
+        now, first = time.monotonic(), self._in_flight[0] if self._in_flight else None
+        is_late = first is not None and now >= self._step_since + first[1]
+        for index, (step, seconds) in enumerate(self._in_flight):
+            if step > self._allowed_step and not is_late:
+                self._in_flight[index] = (step, seconds + PROFILE_ALLOWANCE_S)
+        if self._in_flight and self._in_flight[0] != first:
+            self._disarm()
+            left_s = self._step_since + self._in_flight[0][1] - now
+            self._deadline = self._loop.call_later(left_s, self._on_deadline, _SLOW_STEP, self._step_since)
+        self._allowed_step = max([self._allowed_step, *(step for step, _ in self._in_flight)])
 
     def _order(self, order: SetLogLevel | StartProfile | StopProfile) -> list[int]:
         """Send all ranks an order; returns those that do not take it."""
@@ -261,6 +285,7 @@ class RankGroup:
         self._first_dead, self.exits = None, {}
         self.ranks = [RankProcess(rank) for rank in range(self._tp)]
         self._mailbox = None  # it counts what the ranks before have done
+        self._profiled_until, self._allowed_step = 0.0, -1
         self.host_memory = []
         if self._zygote is None or self._zygote.poll() is not None:
             await self._start_zygote()
@@ -301,7 +326,9 @@ class RankGroup:
         assert len(self._in_flight) < MAX_IN_FLIGHT
         self._mailbox.put_plan(plan.step, encode_plan(plan))
         doorbell = encode_doorbell(plan.step)
-        deadline_s += PROFILE_ALLOWANCE_S if self._profile is not None else 0.0
+        if self._profile is not None or time.monotonic() < self._profiled_until:
+            deadline_s += PROFILE_ALLOWANCE_S
+            self._allowed_step = plan.step
         try:
             with contextlib.suppress(OSError):  # a rank has just died: `_receive` will read the end of its socket
                 for control in self._controls:
@@ -457,7 +484,7 @@ class RankGroup:
     def _arm_step(self) -> None:
         """Start the deadline of the oldest step in flight."""
         self._step_since = time.monotonic()
-        self._arm(self._in_flight[0][1], "has not finished its step")
+        self._arm(self._in_flight[0][1], _SLOW_STEP)
 
     def _finish_step(self, step: int) -> None:
         assert self._mailbox is not None

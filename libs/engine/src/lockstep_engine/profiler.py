@@ -68,7 +68,8 @@ class RankProfiler:
     def start(self, order: StartProfile) -> None:
         """Profile the steps that follow."""
         if self._order is not None:
-            self._abandon()
+            with self._harmless():
+                self._abandon()
         if self._writer is not None and self._writer.is_alive():
             self._answer(order.number, "the profile before this one is still being written; try again")
             return
@@ -76,17 +77,19 @@ class RankProfiler:
         if self._device.type == "cuda":
             # As torch.profiler does for CUDA graphs: they do not work once CUPTI has been torn down and set up again.
             os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
-        self._record()
+        with self._harmless():
+            self._record()
 
     def stop(self, order: StopProfile) -> None:
         """End the profile with this number, if it runs: the driver waits no longer for more steps."""
         if self._order is None or self._order.number != order.number:
             return
-        if self._steps and not self._is_trial:
-            self._finish("time")
-        else:
-            self._abandon()
-            self._answer(order.number, "no step ran")
+        with self._harmless():
+            if self._steps and not self._is_trial:
+                self._finish("time")
+            else:
+                self._abandon()
+                self._answer(order.number, "no step ran")
 
     def step(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
         """Around the launch of a step."""
@@ -99,6 +102,10 @@ class RankProfiler:
             yield
         lengths: np.ndarray[Any, Any] = plan.lengths
         self._steps.append((plan.step, len(lengths), int(lengths.sum()), began_ns, time.perf_counter_ns()))
+        with self._harmless():
+            self._after_step()
+
+    def _after_step(self) -> None:
         if self._is_trial:
             self._begin()
             return
@@ -107,6 +114,18 @@ class RankProfiler:
             self._finish("steps")
         elif time.monotonic() > self._ends_at:
             self._finish("time")
+
+    @contextlib.contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """What fails here ends the profile, and not the rank with all its streams."""
+        order = self._order
+        assert order is not None
+        try:
+            yield
+        except (RuntimeError, OSError, ValueError, MemoryError) as error:
+            logger.warning("the profile has failed", exc_info=error)
+            self._order, self._torch, self._steps, self._group.marks = None, None, [], None
+            self._answer(order.number, f"it cannot be recorded: {type(error).__name__}")
 
     def _begin(self) -> None:
         """The trial is over: record as many steps as wanted, or as there is room for."""
@@ -129,8 +148,8 @@ class RankProfiler:
 
     def _stop_recording(self) -> list[tuple[str, int, int]]:
         assert self._torch is not None
-        self._torch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         marks, self._group.marks = self._group.marks or [], None
+        self._torch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return marks
 
     def _abandon(self) -> None:
@@ -162,7 +181,7 @@ class RankProfiler:
     def _write(self, number: int, head: dict[str, Any], results: Any) -> None:
         try:
             profile = _compressed(head, results)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, MemoryError) as error:
             logger.warning("the profile cannot be written", exc_info=error)
             self._answer(number, f"its trace cannot be written: {type(error).__name__}")
             return

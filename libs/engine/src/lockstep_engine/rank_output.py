@@ -26,6 +26,8 @@ _READ_BYTES = 1 << 16
 """Size of a pipe."""
 _MAX_STACK_BYTES = 16 << 10
 """Of a rank's stacks, the last ones: faulthandler writes the main thread's at the end. A log line can hold them."""
+_PROFILER_MARK = b"USDT:"
+"""Torch's profiler says so when it starts and stops. It is no warning, and whoever profiles knows."""
 _BURST, _PER_S = 400, 50.0
 _POLL_S = 0.01
 
@@ -112,7 +114,7 @@ class RankOutput:
         if is_ended or len(self._partial) > _MAX_LINE_BYTES:
             lines.append(self._partial)
             self._partial = b""
-        lines = [line[:_MAX_LINE_BYTES] for line in lines if line.strip()]
+        lines = [line[:_MAX_LINE_BYTES] for line in lines if line.strip() and not line.startswith(_PROFILER_MARK)]
         self._last_lines.extend(lines)
         # The allowance comes first: lines that are not shown cost no decoding.
         return [line.decode(errors="replace") for line in lines if self._allowance.take()], not is_ended

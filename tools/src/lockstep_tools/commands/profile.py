@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -36,7 +37,9 @@ EXAMPLES = """\
 
 _MAX_STEPS = 200
 _OVERHEAD_S = 15.0
-"""For the answer to come, after the worker's own deadline."""
+"""For the answer to begin, after the worker's own deadline."""
+_MOST_S = 300.0
+"""For all of the answer."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -69,15 +72,24 @@ def run(arguments: argparse.Namespace) -> int:
     summary = summarize(profiles)
     if not summary.steps:
         raise CommandError("the ranks have no step in common; try again")
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(merged(profiles))
-    except OSError as error:
-        raise CommandError(f"--out {path}: {error.strerror or error}", UNUSABLE) from None
-    print(f"{worker.name}: {told(summary, profiles)}")
+    _write(path, merged(profiles))
+    print(f"{harmless(worker.name)}: {told(summary, profiles)}")
     print(f"\ntrace: {path} ({path.stat().st_size / 1024:.0f} KiB); open it in https://ui.perfetto.dev")
     return 0
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write the trace, whole or not at all, and over no other file."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(data)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise CommandError(f"--out {path}: {error.strerror or error}", UNUSABLE) from None
 
 
 @contextmanager
@@ -123,6 +135,7 @@ def _profile(client: httpx.Client, worker: Process, steps: int) -> bytes:
         CommandError: it gives no profile; the message says why.
     """
     body = bytearray()
+    ends_at = time.monotonic() + _MOST_S
     url = f"{worker.url}/debug/profile?steps={steps}"
     try:
         with client.stream("POST", url, timeout=PROFILE_S + _OVERHEAD_S) as answer:
@@ -130,8 +143,11 @@ def _profile(client: httpx.Client, worker: Process, steps: int) -> bytes:
                 body += chunk
                 if len(body) > MAX_ARCHIVE_BYTES:
                     raise CommandError(f"more than {MAX_ARCHIVE_BYTES >> 20} MiB; ask for fewer --steps")
+                if time.monotonic() > ends_at:
+                    raise CommandError(f"{harmless(worker.name)}: its answer is not complete after {_MOST_S:g} s")
     except httpx.HTTPError as error:
-        raise CommandError(f"{worker.name} does not answer: {error or type(error).__name__}") from None
+        reason = str(error) or type(error).__name__
+        raise CommandError(harmless(f"{worker.name} does not answer: {reason}")) from None
     if answer.is_success:
         return bytes(body)
     try:

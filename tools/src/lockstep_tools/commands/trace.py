@@ -53,6 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = arguments.request
     if not 0 < len(wanted) <= _MAX_ID_CHARS or not wanted.isascii() or not wanted.isprintable():
         raise CommandError(f"REQUEST must be an id of 1 to {_MAX_ID_CHARS} characters", UNUSABLE)
+    if arguments.html and arguments.html.exists():
+        raise CommandError(f"--html {arguments.html}: there is such a file already", UNUSABLE)
     context = tls_context(arguments)
     if context is not None and arguments.release:
         context.check_hostname = False  # kubectl's tunnel ends at the pod; the certificate is not for this address
@@ -91,8 +93,8 @@ def _processes(arguments: argparse.Namespace, client: httpx.Client) -> Iterator[
 
 def _write(path: Path, text: str) -> None:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "w", encoding="utf-8") as file:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
             file.write(text)
     except OSError as error:
         raise CommandError(f"--html {path}: {error.strerror or error}", UNUSABLE) from None

@@ -3,18 +3,30 @@
 import gzip
 import io
 import json
+import math
 import re
 import tarfile
+import zlib
 from dataclasses import dataclass, field
 from operator import attrgetter
 from statistics import median
 from typing import Any
 
 from lockstep_tools.failure import CommandError
+from lockstep_tools.logs.lines import harmless
 
 MAX_ARCHIVE_BYTES = 256 << 20
-_MAX_PART_BYTES = 512 << 20
-"""Of one rank, unpacked."""
+_MAX_PART_BYTES = 128 << 20
+"""Of one rank, unpacked: ranks stop at about 45 MB."""
+_MAX_UNPACKED_BYTES = 1 << 30
+"""Of all ranks."""
+_MAX_NS = 1 << 63
+_MAX_NAME_CHARS = 200
+_MAX_DEVICE_CHARS = 16
+_MALFORMED = (
+    *(tarfile.TarError, zlib.error, OSError, EOFError, RecursionError, OverflowError),
+    *(ValueError, KeyError, TypeError, IndexError, AttributeError),
+)
 _STEP_MARK = "lockstep step "
 """Before the number of each step in torch's trace."""
 _COLLECTIVE = re.compile(r"nccl|one_shot_all_reduce|symm_mem", re.IGNORECASE)
@@ -62,39 +74,78 @@ def read_parts(archive: bytes) -> list[RankProfile]:
     Raises:
         CommandError: it is not such an archive.
     """
+    found: dict[int, RankProfile] = {}
+    left = _MAX_UNPACKED_BYTES
     try:
-        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-            files = [tar.extractfile(member) for member in tar.getmembers()]
-            found = [_read(file.read()) for file in files if file is not None]
-    except (tarfile.TarError, OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
+        # Not compressed, and no sparse files: what a member has to be read cannot be more than the archive has.
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
+            for member in tar:
+                file = tar.extractfile(member)
+                if file is None or member.issparse():
+                    raise ValueError("a member is no plain file")
+                data = _unpacked(file.read(), min(left, _MAX_PART_BYTES))
+                left -= len(data)
+                profile = _read(data)
+                if profile.rank in found:
+                    raise ValueError("two parts are of one rank")
+                found[profile.rank] = profile
+    except _MALFORMED as error:
         raise CommandError(f"the worker's answer is not a profile of this version: {type(error).__name__}") from None
     if not found:
         raise CommandError("the worker's answer has no rank")
-    return sorted(found, key=lambda each: each.rank)
+    return [found[rank] for rank in sorted(found)]
 
 
-def _read(packed: bytes) -> RankProfile:
+def _unpacked(packed: bytes, most: int) -> bytes:
     with gzip.open(io.BytesIO(packed)) as file:
-        data = file.read(_MAX_PART_BYTES + 1)
-    if len(data) > _MAX_PART_BYTES:
+        data = file.read(most + 1)
+    if len(data) > most:
         raise ValueError("too large")
+    return data
+
+
+def _read(data: bytes) -> RankProfile:
     line, _, trace = data.partition(b"\n")
     head, events = json.loads(line), json.loads(trace)["traceEvents"]
-    steps = [Step(*each) for each in head["steps"]]
-    collectives = [Collective(*each) for each in head["collectives"]]
+    steps = [Step(*map(_natural, each)) for each in head["steps"]]
+    collectives = [
+        Collective(_name(name), _natural(began), _natural(ended)) for name, began, ended in head["collectives"]
+    ]
     events = _on_common_clock(events, steps)
     if str(head["device"]).startswith("cuda"):
         steps, collectives = _of_device(events, steps)
     return RankProfile(
-        int(head["rank"]), int(head["pid"]), str(head["device"]), str(head["ended_by"]), steps, collectives, events
+        _natural(head["rank"]),
+        _natural(head["pid"]),
+        _name(head["device"])[:_MAX_DEVICE_CHARS],
+        _name(head["ended_by"]),
+        steps,
+        collectives,
+        events,
     )
+
+
+def _natural(value: object) -> int:
+    if not isinstance(value, int) or not 0 <= value < _MAX_NS:
+        raise ValueError("no number of a profile")
+    return value
+
+
+def _finite(value: Any) -> float:
+    if not math.isfinite(found := float(value)):
+        raise ValueError("no number of a profile")
+    return found
+
+
+def _name(value: object) -> str:
+    return harmless(str(value)[:_MAX_NAME_CHARS])
 
 
 def _on_common_clock(events: list[dict[str, Any]], steps: list[Step]) -> list[dict[str, Any]]:
     """Torch's events with `ts` in us on the clock of the steps, which torch's trace has too."""
     began_us = {each.number: each.began / 1000 for each in steps}
     offsets = [
-        began_us[number] - each["ts"]
+        began_us[number] - _finite(each["ts"])
         for each in events
         if each.get("cat") == "user_annotation" and (number := _step_number(each)) in began_us
     ]
@@ -102,7 +153,9 @@ def _on_common_clock(events: list[dict[str, Any]], steps: list[Step]) -> list[di
         raise ValueError("torch's trace has none of the steps")
     offset = median(offsets) if offsets else 0.0
     return [
-        each | {"ts": float(each["ts"]) + offset}
+        each
+        | {"ts": _finite(each["ts"]) + offset, "name": _name(each["name"])}
+        | ({"dur": _finite(each["dur"])} if each["ph"] == "X" else {})
         for each in events
         if each.get("ph") == "X" or (each.get("ph") == "M" and each.get("name") == "thread_name")
     ]

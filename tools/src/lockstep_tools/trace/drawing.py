@@ -52,9 +52,10 @@ def lines(spans: Sequence[Span], width: int) -> list[Text]:
     time_width = max(map(len, times))
     label_width = min(_MOST_LABEL, max(map(len, labels)), max(8, width - time_width - _LEAST_BAR - 2 * _GAP))
     bar_width = max(_LEAST_BAR, width - label_width - time_width - 2 * _GAP)
+    window = _window(spans)
     drawn = [Text(harmless(headline(spans)))]
     for (_, span), label, time in zip(placed, labels, times, strict=True):
-        first, last = _columns(spans, span, bar_width)
+        first, last = _columns(window, span, bar_width)
         bar = " " * first + "█" * (last - first) + " " * (bar_width - last)
         shown = label if len(label) <= label_width else label[: label_width - 1] + "…"
         colour = "red" if span.error else "cyan"
@@ -71,12 +72,13 @@ def lines(spans: Sequence[Span], width: int) -> list[Text]:
 
 def page(spans: Sequence[Span], title: str) -> str:
     """The timeline as one HTML page, with each span's attributes below it when it is opened."""
-    rows = "\n".join(_row(spans, depth, span) for depth, span in tree(spans))
+    window = _window(spans)
+    rows = "\n".join(_row(window, depth, span) for depth, span in tree(spans))
     return _PAGE.format(title=escape(f"Request {title}"), headline=escape(headline(spans)), rows=rows)
 
 
-def _row(spans: Sequence[Span], depth: int, span: Span) -> str:
-    begin, end = _window(spans)
+def _row(window: tuple[int, int], depth: int, span: Span) -> str:
+    begin, end = window
     whole = max(1, end - begin)
     left, length = 100 * (span.begin_ns - begin) / whole, 100 * (span.end_ns - span.begin_ns) / whole
     told = [("span", span.span_id), ("error", span.error), *sorted(span.attributes.items())]
@@ -96,9 +98,9 @@ def _window(spans: Sequence[Span]) -> tuple[int, int]:
     return min(each.begin_ns for each in spans), max(each.end_ns for each in spans)
 
 
-def _columns(spans: Sequence[Span], span: Span, width: int) -> tuple[int, int]:
+def _columns(window: tuple[int, int], span: Span, width: int) -> tuple[int, int]:
     """First and last column of a bar; it has one at least."""
-    begin, end = _window(spans)
+    begin, end = window
     whole = max(1, end - begin)
     first = min(width - 1, (span.begin_ns - begin) * width // whole)
     return first, min(width, max(first + 1, round((span.end_ns - begin) * width / whole)))

@@ -15,7 +15,9 @@ from lockstep_tools.trace.spans import Span, of_jaeger, of_service
 
 _TRACE_ID = re.compile("[0-9a-f]{32}")
 _LOOKBACK_S = 7 * 86_400
-_MALFORMED = (KeyError, TypeError, ValueError, AttributeError)
+_MAX_TRACES = 8
+"""Of one request's id, the newest: clients choose it, and may choose the same one for all of their requests."""
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
 def is_trace_id(text: str) -> bool:
@@ -30,9 +32,17 @@ def from_services(client: httpx.Client, processes: Sequence[Process], wanted: st
     """
     remarks: dict[str, str] = {}
     found = _asked(client, processes, wanted, remarks)
-    for trace_id in sorted({span.trace_id for span in found} - {wanted}):
-        found += _asked(client, processes, trace_id, remarks)
-    return list({(span.trace_id, span.span_id): span for span in found}.values()), list(remarks.values())
+    begun: dict[str, int] = {}
+    for span in found:
+        begun[span.trace_id] = max(begun.get(span.trace_id, 0), span.begin_ns)
+    traces = sorted(begun, key=lambda each: begun[each])[-_MAX_TRACES:]
+    if len(begun) > len(traces):
+        remarks[""] = f"{len(begun)} traces have this id; these are the newest {len(traces)}"
+    for trace_id in traces:
+        if trace_id != wanted:
+            found += _asked(client, processes, trace_id, remarks)
+    chosen = {(span.trace_id, span.span_id): span for span in found if span.trace_id in traces}
+    return list(chosen.values()), list(remarks.values())
 
 
 def from_jaeger(client: httpx.Client, url: str, wanted: str) -> list[Span]:

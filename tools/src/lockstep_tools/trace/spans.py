@@ -12,6 +12,7 @@ from lockstep_common.tracing import names
 
 MAX_SPANS = 4096
 _MAX_TEXT = 300
+_MAX_NS = 1 << 63
 _US = 1000
 
 
@@ -58,7 +59,7 @@ def of_service(body: Mapping[str, Any]) -> list[Span]:
     """The spans of a process's answer.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is not of this form.
+        KeyError, TypeError, ValueError, AttributeError, OverflowError: it is not of this form.
     """
     resource = body["resource"]
     process = _process(str(resource.get("service.name", "")), str(resource.get("service.instance.id", "")))
@@ -69,11 +70,11 @@ def of_service(body: Mapping[str, Any]) -> list[Span]:
             _text(each["parent_id"]),
             _text(each["name"]),
             process,
-            int(each["begin_ns"]),
-            int(each["end_ns"]),
+            _time(each["begin_ns"]),
+            _time(each["end_ns"]),
             _text(each["error"]),
             {_text(key): _text(value) for key, value in each["attributes"].items()},
-            [(_text(name), int(at_ns)) for name, at_ns in each["events"]],
+            [(_text(name), _time(at_ns)) for name, at_ns in each["events"]],
         )
         for each in body["spans"][:MAX_SPANS]
     ]
@@ -83,7 +84,7 @@ def of_jaeger(body: Mapping[str, Any]) -> list[Span]:
     """The spans of an answer of Jaeger's HTTP API.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is not of this form.
+        KeyError, TypeError, ValueError, AttributeError, OverflowError: it is not of this form.
     """
     found = []
     for trace in body["data"] or []:
@@ -91,7 +92,7 @@ def of_jaeger(body: Mapping[str, Any]) -> list[Span]:
         for each in trace["spans"][:MAX_SPANS]:
             tags = _tags(each["tags"])
             parents = [link["spanID"] for link in each.get("references") or [] if link.get("refType") == "CHILD_OF"]
-            begin_ns = int(each["startTime"]) * _US
+            begin_ns = _time(int(each["startTime"]) * _US)
             error = tags.get("error", "") in ("True", "true")
             found.append(
                 Span(
@@ -101,11 +102,11 @@ def of_jaeger(body: Mapping[str, Any]) -> list[Span]:
                     _text(each["operationName"]),
                     processes.get(each["processID"], "?"),
                     begin_ns,
-                    begin_ns + int(each["duration"]) * _US,
+                    _time(begin_ns + int(each["duration"]) * _US),
                     tags.get(names.ERROR_TYPE, "error") if error else "",
                     tags,
                     [
-                        (_tags(log["fields"]).get("event", "event"), int(log["timestamp"]) * _US)
+                        (_tags(log["fields"]).get("event", "event"), _time(int(log["timestamp"]) * _US))
                         for log in each.get("logs") or []
                     ],
                 )
@@ -166,6 +167,12 @@ def _tags(tags: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 def _process(service: str, instance: str) -> str:
     kind = service.removeprefix("lockstep-")
     return _text(kind if instance in ("", kind) else f"{kind} {re.sub(f'^{re.escape(kind)}[ -]', '', instance)}")
+
+
+def _time(ns: Any) -> int:
+    if not 0 <= (found := int(ns)) < _MAX_NS:
+        raise ValueError("no time")
+    return found
 
 
 def _text(value: object) -> str:

@@ -1,8 +1,8 @@
 """Names of attributes. Those that begin with `gen_ai.` and other names without `lockstep.` are of OpenTelemetry's
 semantic conventions, in the version below; a test compares them with the installed package.
 
-Attributes hold numbers, ids that the platform made, and words of bounded sets. They never hold prompts, outputs, keys,
-users, sessions or messages of errors.
+Attributes hold numbers, ids that the platform made, a request's id, which clients may choose (64 characters at most),
+and words of bounded sets. They never hold prompts, outputs, keys, users, sessions or messages of errors.
 """
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.43.0"
