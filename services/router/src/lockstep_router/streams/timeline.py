@@ -47,6 +47,10 @@ class _Timeline(StreamTrace):
             emitted=journal.emitted_ids,
         )
 
+    @property
+    def kept_id(self) -> int:
+        return self._trace.kept_id
+
     def begin(self) -> None:
         self._history.begin(self._record, self._journal.session)
         self._trace.begin()
