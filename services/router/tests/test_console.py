@@ -124,8 +124,21 @@ async def test_on_the_management_port_it_shows_and_does_not_chat(make_cluster):
         assert (await client.get(f"{root}/console")).status_code == 308
         assert (await client.get(f"{root}/console/state.py")).status_code == 404
         assert (await client.post(f"{root}/console/state")).status_code == 405
+        for path in ("/console", "/console/", "/console/state", "/console/state?x"):
+            # A site can let its own name point to this machine, and its page would then be of the same origin.
+            for host in ("elsewhere.example", "127.0.0.1.elsewhere.example:8001", ""):
+                assert (await client.get(root + path, headers={"host": host})).status_code == 403
         state = (await client.get(f"{root}/console/state")).json()
         assert (state["format"], state["port"], state["chat"]) == (1, "management", False)
+
+
+async def test_a_name_in_the_request_does_not_change_its_path(make_cluster, tmp_path):
+    keys = key_files.write(tmp_path / "keys.yaml", key_files.tenant("search", key_files.KEY))
+    cluster = await make_cluster(console="public", keys_file=keys)
+    async with cluster.over_http() as client:
+        for host in ("x/console/state?", "x/console/state#"):
+            answer = await client.get("/console/main.js", headers={"host": host})
+            assert answer.content == files.of("public")["/console/main.js"].body
 
 
 async def test_off_means_nothing_is_kept(make_cluster):
