@@ -257,6 +257,18 @@ async def test_a_tenant_sees_itself_and_needs_its_key(make_cluster, tmp_path):
         assert '"owner"' not in text
 
 
+async def test_a_tenant_that_is_not_among_the_busiest_sees_itself(make_cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep_router.console.state.MAX_TENANTS", 1)
+    keys = key_files.write(
+        tmp_path / "keys.yaml",
+        key_files.tenant("chat", key_files.OTHER_KEY),
+        key_files.tenant("search", key_files.KEY, requests_per_minute=10),
+    )
+    cluster = await make_cluster(console="public", keys_file=keys)
+    own = await state_of(cluster, **key_files.bearer(key_files.KEY))
+    assert [row["name"] for row in own["tenants"]["rows"]] == ["search"]
+
+
 async def test_a_name_that_points_here_is_refused_without_keys(make_cluster):
     cluster = await make_cluster(console="public")
     for path in ("/console/", "/console/state"):
