@@ -1,5 +1,6 @@
 """The console's files and state: what is served where, to whom, and that it stays small and without secrets."""
 
+import asyncio
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from lockstep_common.management import Reports, managed
 from lockstep_router.console import files
 from lockstep_router.console.joined import joined
 from lockstep_router.console.state import ConsoleState
+from lockstep_router.discovery import WorkerAddress
 from lockstep_router.history import MAX_ATTEMPTS, MAX_MOVES, MAX_STREAMS, History
 from lockstep_router.settings import RouterSettings
 from lockstep_router.streams.journal import Journal
@@ -176,6 +178,29 @@ async def test_a_stream_that_moves_is_in_the_state_without_its_text(make_cluster
     text = json.dumps(state)
     assert "secret" not in text
     assert answer.json()["choices"][0]["text"] not in text
+
+
+async def test_a_move_of_a_stream_that_ends_before_its_next_token_says_so(make_cluster):
+    cluster = await make_cluster(console="public")
+    first, (second,) = cluster.worker_of("user:u")
+    first.script, second.script = Script(die_after=4), Script(delay_s=3600)
+    history = cluster.router.workers.history
+    client = asyncio.create_task(cluster.complete())
+    await eventually(lambda: history.moves and history.moves[0].to_worker)
+    client.cancel()
+    await eventually(lambda: history.streams[0].outcome)
+    (move,) = (await state_of(cluster))["moves"]
+    assert (move["to"], move["gap_s"], move["ended"]) == (second.worker_id, None, "cancelled")
+
+
+async def test_workers_that_have_not_been_reached_differ_without_their_addresses(make_cluster):
+    cluster = await make_cluster(1, console="public")
+    cluster.router.workers.report.update(
+        frozenset({*cluster.router.workers.report.workers, WorkerAddress("127.0.0.1:1"), WorkerAddress("127.0.0.1:2")})
+    )
+    workers = (await state_of(cluster))["workers"]
+    assert len({worker["id"] for worker in workers}) == len(workers) == 3
+    assert "127.0.0.1" not in json.dumps(workers)
 
 
 async def test_a_cancelled_and_a_refused_stream_have_their_outcomes(make_cluster):

@@ -51,7 +51,7 @@ class ConsoleState:
         def own(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [entry for entry in entries if not has_keys or entry["owner"] == tenant]
 
-        workers = [_public_worker(worker) for worker in body["workers"]]
+        workers = [_public_worker(worker, number) for number, worker in enumerate(body["workers"], 1)]
         # Not from the state, which has the busiest tenants only.
         rows = [] if keys is None else [self._row(each) for each in keys.tenants if each.name == tenant]
         tenants = body["tenants"] | {"rows": rows, "count": len(rows)}
@@ -134,10 +134,10 @@ class ConsoleState:
         }
 
 
-def _public_worker(worker: dict[str, Any]) -> dict[str, Any]:
+def _public_worker(worker: dict[str, Any], number: int) -> dict[str, Any]:
     shown = {name: value for name, value in worker.items() if name not in _PRIVATE_OF_WORKERS}
     ranks = [{name: value for name, value in rank.items() if name != "pid"} for rank in worker["ranks"]]
-    return shown | {"reason": "", "ranks": ranks, "id": worker["id"] or "a worker"}
+    return shown | {"reason": "", "ranks": ranks, "id": worker["id"] or f"unknown worker {number}"}
 
 
 def _without_owner(value: Any) -> Any:
