@@ -43,7 +43,9 @@ export function showMoves(moves, router) {
       unfinished.add(key);
     }
     // Told when it is known where the stream went and how long it took, or that it ended or has moved on before a token.
-    const movedOn = () => move.to && moves.slice(0, index).some((newer) => newer.stream === move.stream);
+    // The answers of one request have the same name, and move from one worker at the same time.
+    const isNext = (newer) => newer.stream === move.stream && newer.from === move.to;
+    const movedOn = () => move.to && moves.slice(0, index).some(isNext);
     if (unfinished.has(key) && (move.gap_s !== null || move.ended || (move.to && move.tokens === 0) || movedOn())) {
       unfinished.delete(key);
       fly(move);
