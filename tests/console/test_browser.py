@@ -163,6 +163,43 @@ def test_the_management_port_is_read_only(served, open_page):
     assert page.locator("#chat-on").is_hidden()
 
 
+def test_elements_with_one_key_do_not_grow_in_number(served, open_page):
+    page = open_page(served.management)
+    shown = """async () => {
+      const { element, keyed } = await import("/console/dom.js");
+      const list = element("ul");
+      for (const _ of "12345") {
+        keyed(list, ["a", "a", "b"], (item) => item, () => element("li"), (child, item) => child.textContent = item);
+      }
+      return list.textContent;
+    }"""
+    assert page.evaluate(shown) == "aab"
+
+
+def test_each_move_is_told_once_also_without_a_gap_and_after_a_restart(served, open_page):
+    page = open_page(served.management)
+    told = """async () => {
+      const { onMove, showMoves } = await import("/console/moves.js");
+      const move = { key: "1", stream: "aaaa", run: "", at: 0, from: "w0", to: "w1", reason: "link_lost", gap_s: null,
+        tokens: 3, ended: "" };
+      const next = { ...move, key: "2", from: "w1", to: "w2", gap_s: 0.5 };
+      const restarted = { ...move, stream: "bbbb", gap_s: 0.1 };
+      const told = [];
+      const stop = onMove(({ key, stream }) => told.push(key + stream));
+      showMoves([move], "r");  // what was before the page
+      showMoves([], "r");
+      showMoves([{ ...move, key: "3" }, move], "r");  // two answers of one request
+      told.push("then");
+      showMoves([next, move], "r");
+      showMoves([next, move], "r");
+      showMoves([restarted], "r");
+      showMoves([next, move], "another router");
+      stop();
+      return told;
+    }"""
+    assert page.evaluate(told) == ["then", "1aaaa", "2aaaa", "1bbbb"]
+
+
 def test_a_router_that_is_away_is_said_to_be(served, open_page):
     page = open_page(served.management)
     wait_text(page, "#connection", "live")

@@ -1,5 +1,6 @@
 """The console's files and state: what is served where, to whom, and that it stays small and without secrets."""
 
+import asyncio
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from lockstep_common.management import Reports, managed
 from lockstep_router.console import files
 from lockstep_router.console.joined import joined
 from lockstep_router.console.state import ConsoleState
+from lockstep_router.discovery import WorkerAddress
 from lockstep_router.history import MAX_ATTEMPTS, MAX_MOVES, MAX_STREAMS, History
 from lockstep_router.settings import RouterSettings
 from lockstep_router.streams.journal import Journal
@@ -124,8 +126,21 @@ async def test_on_the_management_port_it_shows_and_does_not_chat(make_cluster):
         assert (await client.get(f"{root}/console")).status_code == 308
         assert (await client.get(f"{root}/console/state.py")).status_code == 404
         assert (await client.post(f"{root}/console/state")).status_code == 405
+        for path in ("/console", "/console/", "/console/state", "/console/state?x"):
+            # A site can let its own name point to this machine, and its page would then be of the same origin.
+            for host in ("elsewhere.example", "127.0.0.1.elsewhere.example:8001", ""):
+                assert (await client.get(root + path, headers={"host": host})).status_code == 403
         state = (await client.get(f"{root}/console/state")).json()
         assert (state["format"], state["port"], state["chat"]) == (1, "management", False)
+
+
+async def test_a_name_in_the_request_does_not_change_its_path(make_cluster, tmp_path):
+    keys = key_files.write(tmp_path / "keys.yaml", key_files.tenant("search", key_files.KEY))
+    cluster = await make_cluster(console="public", keys_file=keys)
+    async with cluster.over_http() as client:
+        for host in ("x/console/state?", "x/console/state#"):
+            answer = await client.get("/console/main.js", headers={"host": host})
+            assert answer.content == files.of("public")["/console/main.js"].body
 
 
 async def test_off_means_nothing_is_kept(make_cluster):
@@ -163,6 +178,29 @@ async def test_a_stream_that_moves_is_in_the_state_without_its_text(make_cluster
     text = json.dumps(state)
     assert "secret" not in text
     assert answer.json()["choices"][0]["text"] not in text
+
+
+async def test_a_move_of_a_stream_that_ends_before_its_next_token_says_so(make_cluster):
+    cluster = await make_cluster(console="public")
+    first, (second,) = cluster.worker_of("user:u")
+    first.script, second.script = Script(die_after=4), Script(delay_s=3600)
+    history = cluster.router.workers.history
+    client = asyncio.create_task(cluster.complete())
+    await eventually(lambda: history.moves and history.moves[0].to_worker)
+    client.cancel()
+    await eventually(lambda: history.streams[0].outcome)
+    (move,) = (await state_of(cluster))["moves"]
+    assert (move["to"], move["gap_s"], move["ended"]) == (second.worker_id, None, "cancelled")
+
+
+async def test_workers_that_have_not_been_reached_differ_without_their_addresses(make_cluster):
+    cluster = await make_cluster(1, console="public")
+    cluster.router.workers.report.update(
+        frozenset({*cluster.router.workers.report.workers, WorkerAddress("127.0.0.1:1"), WorkerAddress("127.0.0.1:2")})
+    )
+    workers = (await state_of(cluster))["workers"]
+    assert len({worker["id"] for worker in workers}) == len(workers) == 3
+    assert "127.0.0.1" not in json.dumps(workers)
 
 
 async def test_a_cancelled_and_a_refused_stream_have_their_outcomes(make_cluster):
@@ -242,6 +280,18 @@ async def test_a_tenant_sees_itself_and_needs_its_key(make_cluster, tmp_path):
         assert key_files.KEY not in text
         assert key_files.digest(key_files.KEY) not in text
         assert '"owner"' not in text
+
+
+async def test_a_tenant_that_is_not_among_the_busiest_sees_itself(make_cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr("lockstep_router.console.state.MAX_TENANTS", 1)
+    keys = key_files.write(
+        tmp_path / "keys.yaml",
+        key_files.tenant("chat", key_files.OTHER_KEY),
+        key_files.tenant("search", key_files.KEY, requests_per_minute=10),
+    )
+    cluster = await make_cluster(console="public", keys_file=keys)
+    own = await state_of(cluster, **key_files.bearer(key_files.KEY))
+    assert [row["name"] for row in own["tenants"]["rows"]] == ["search"]
 
 
 async def test_a_name_that_points_here_is_refused_without_keys(make_cluster):

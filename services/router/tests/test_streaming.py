@@ -136,6 +136,9 @@ async def test_slow_reader_gets_every_token_once(make_cluster):
     assert text == cluster.undisturbed("hello world", 7, 200)
     assert len(worker.submits) > 1
     assert cluster.router.failovers == 0, "a pause is no failover"
+    (record,) = cluster.router.workers.history.streams
+    assert len(record.attempts) > 1
+    assert all(attempt.first_token_at is not None for attempt in record.attempts if attempt.tokens)
 
 
 class SlowTransport(httpx.ASGITransport):

@@ -25,9 +25,11 @@ from lockstep_common.errors import cannot_listen
 from lockstep_common.operations import (
     Operations,
     Profile,
+    is_for_browsers,
     is_for_operators,
     is_local,
     is_relayed,
+    names_another_host,
     names_this_host,
     refused,
 )
@@ -366,6 +368,8 @@ class _Handler(BaseHTTPRequestHandler):
             answer = self._to_operator(is_stranger=is_stranger)
         elif self.command == "POST":
             answer = as_json(405, {"error": "method not allowed"})
+        elif is_for_browsers(self.path) and not self._is_own_origin():
+            answer = names_another_host()
         else:
             accept = self.headers.get("Accept", "")
             answer = self.server.answers.of(self.path, is_stranger=is_stranger, accept=accept)
@@ -389,6 +393,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not (has_certificate or is_here) or self.headers.get("Origin") or is_relayed(self.headers):
             return refused()
         return self.server.answers.to_operator("POST" if self.command == "POST" else "GET", self.path)
+
+    def _is_own_origin(self) -> bool:
+        """Whether no other site's name has been made to point here. With TLS, the certificate is of no such name."""
+        return isinstance(self.connection, ssl.SSLSocket) or names_this_host(self.headers.get("Host", ""))
 
     def version_string(self) -> str:
         """The `Server` header, which names neither Python nor its version."""

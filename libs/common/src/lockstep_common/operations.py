@@ -45,6 +45,7 @@ Profile = Callable[[int], Coroutine[Any, Any, bytes]]
 """Profiles a number of steps, in the service's loop; returns a tar archive."""
 
 _TRACE = "/debug/trace/"
+_CONSOLE = "/console"
 _PROXY_HEADERS = frozenset({"forwarded", "x-forwarded-for"})
 _MESH_HEADERS = ("x-envoy-", "l5d-")
 _PACKAGES = ("lockstep-common", "lockstep-engine", "torch", "numpy", "grpcio", "protobuf", "transformers", "uvloop")
@@ -55,6 +56,12 @@ def is_for_operators(path: str) -> bool:
     """Whether a path is one of those above."""
     name = path.partition("?")[0]
     return name == "/loglevel" or name.startswith("/debug/")
+
+
+def is_for_browsers(path: str) -> bool:
+    """Whether a path is of a web page or its data, of which another site's page may want to read as much."""
+    name = path.partition("?")[0]
+    return name == _CONSOLE or name.startswith(f"{_CONSOLE}/")
 
 
 def is_local(host: str) -> bool:
@@ -84,6 +91,11 @@ def names_this_host(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def names_another_host() -> Answer:
+    """The answer to a request for a page by a name that may be another site's."""
+    return as_json(403, {"error": "without TLS the console is at localhost or an IP address only, under no other name"})
 
 
 def refused() -> Answer:

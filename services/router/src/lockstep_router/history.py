@@ -77,7 +77,7 @@ class Move:
     gap_s: float | None = None
     """Between its last token before the move and the next one."""
     ended: str = ""
-    """How it ended without another worker; empty: it has not."""
+    """How it ended before its next token; empty: it has not."""
 
 
 class History:

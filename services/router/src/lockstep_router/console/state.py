@@ -45,14 +45,15 @@ class ConsoleState:
 
     def on_public(self, tenant: str) -> dict[str, Any]:
         """What the clients of a tenant see; those of a router without keys are one tenant without a name."""
-        body = self._current()
-        has_keys = self._router.keys is not None
+        body, keys = self._current(), self._router.keys
+        has_keys = keys is not None
 
         def own(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             return [entry for entry in entries if not has_keys or entry["owner"] == tenant]
 
-        workers = [_public_worker(worker) for worker in body["workers"]]
-        rows = [row for row in body["tenants"]["rows"] if row["name"] == tenant]
+        workers = [_public_worker(worker, number) for number, worker in enumerate(body["workers"], 1)]
+        # Not from the state, which has the busiest tenants only.
+        rows = [] if keys is None else [self._row(each) for each in keys.tenants if each.name == tenant]
         tenants = body["tenants"] | {"rows": rows, "count": len(rows)}
         shown = body | {"port": "public", "chat": True, "workers": workers, "tenants": tenants}
         shown |= {"moves": own(body["moves"]), "streams": own(body["streams"])}
@@ -120,22 +121,23 @@ class ConsoleState:
         # The busiest first, since there may be more than are shown.
         shown = sorted(tenants, key=lambda tenant: -limits.streams_of(tenant))[:MAX_TENANTS]
 
-        def row(tenant: Tenant) -> dict[str, Any]:
-            return {
-                "name": tenant.name,
-                "priority": tenant.priority,
-                "streams": {"used": limits.streams_of(tenant), "limit": tenant.concurrent_streams},
-                "requests": {"used": limits.used(tenant, "requests"), "limit": tenant.requests_per_minute},
-                "tokens": {"used": limits.used(tenant, "tokens"), "limit": tenant.tokens_per_minute},
-            }
+        return {"keys": keys is not None, "count": len(tenants), "rows": [self._row(tenant) for tenant in shown]}
 
-        return {"keys": keys is not None, "count": len(tenants), "rows": [row(tenant) for tenant in shown]}
+    def _row(self, tenant: Tenant) -> dict[str, Any]:
+        limits = self._router.limits
+        return {
+            "name": tenant.name,
+            "priority": tenant.priority,
+            "streams": {"used": limits.streams_of(tenant), "limit": tenant.concurrent_streams},
+            "requests": {"used": limits.used(tenant, "requests"), "limit": tenant.requests_per_minute},
+            "tokens": {"used": limits.used(tenant, "tokens"), "limit": tenant.tokens_per_minute},
+        }
 
 
-def _public_worker(worker: dict[str, Any]) -> dict[str, Any]:
+def _public_worker(worker: dict[str, Any], number: int) -> dict[str, Any]:
     shown = {name: value for name, value in worker.items() if name not in _PRIVATE_OF_WORKERS}
     ranks = [{name: value for name, value in rank.items() if name != "pid"} for rank in worker["ranks"]]
-    return shown | {"reason": "", "ranks": ranks, "id": worker["id"] or "a worker"}
+    return shown | {"reason": "", "ranks": ranks, "id": worker["id"] or f"unknown worker {number}"}
 
 
 def _without_owner(value: Any) -> Any:

@@ -344,6 +344,7 @@ class Stream:
     def _note_first_token(self, cached_tokens: int) -> None:
         assert self._attempt is not None
         assert self._link is not None
+        self._trace.note_attempt_token()
         journal, now = self.journal, self._workers.clock.now()
         self._link.prefixes.note_first_token(journal.stream_id, cached_tokens)
         computed = len(journal.prompt_ids) + len(journal.emitted_ids) - cached_tokens

@@ -77,20 +77,18 @@ class _Timeline(StreamTrace):
         self._trace.note_start()
 
     def note_first_token(self, seconds: float) -> None:
-        self._note_token()
         self._trace.note_first_token(seconds)
 
     def note_gap(self, seconds: float) -> None:
         if self._move is not None:
             self._move.gap_s = seconds
-        self._note_token()
         self._trace.note_gap(seconds)
 
-    def _note_token(self) -> None:
-        """Note the first token of an attempt."""
+    def note_attempt_token(self) -> None:
         self._move = None
         if self._attempt is not None:
             self._attempt.first_token_at = self._now()
+        self._trace.note_attempt_token()
 
     def leave(self, outcome: Outcome) -> None:
         if isinstance(outcome, Finished):
@@ -115,7 +113,7 @@ class _Timeline(StreamTrace):
         else:
             record.outcome = self._outcome or ("finished" if error is None else "cancelled")
         self._close(record.outcome)
-        if self._move is not None and not self._move.to_worker:
+        if self._move is not None:
             self._move.ended = record.outcome
         record.tokens_at_end, record.emitted = len(self._journal.emitted_ids), None
         self._history.end(self._journal.session)

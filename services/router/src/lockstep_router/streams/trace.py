@@ -49,6 +49,9 @@ class StreamTrace:
     def note_gap(self, seconds: float) -> None:
         """The first token after one or several moves has come, so long after the one before."""
 
+    def note_attempt_token(self) -> None:
+        """The first token of the attempt has come, after the two above are told."""
+
     def leave(self, outcome: Outcome) -> None:
         """The attempt has ended."""
 

@@ -29,9 +29,13 @@ export function keyed(parent, items, keyOf, make, update) {
   const known = new Map();
   for (const child of parent.children) known.set(child.dataset.key, child);
   const fresh = [];
+  const times = new Map();
   let before = parent.firstElementChild;
   for (const item of items) {
-    const key = String(keyOf(item));
+    let key = String(keyOf(item));
+    const time = (times.get(key) ?? 0) + 1;
+    times.set(key, time);
+    if (time > 1) key = `${key} (${time})`; // two workers may have one name
     let child = known.get(key);
     if (child === undefined) {
       child = make(item);

@@ -49,7 +49,7 @@ function show(state) {
   }
   byId("key-form").hidden = true;
   showTopology(state);
-  showMoves(state.moves);
+  showMoves(state.moves, state.router.id);
   showStreams(state);
   showTenants(state.tenants);
   showChat(state);

@@ -10,13 +10,13 @@ export async function* events(response) {
       const { done, value } = await reader.read();
       if (done) return;
       buffer += value;
-      if (buffer.length > MAX_EVENT_CHARS) throw new Error("an event is too long");
       let end;
       while ((end = buffer.indexOf("\n\n")) >= 0) {
         const event = parse(buffer.slice(0, end));
         buffer = buffer.slice(end + 2);
         if (event !== null) yield event;
       }
+      if (buffer.length > MAX_EVENT_CHARS) throw new Error("an event is too long");
     }
   } finally {
     reader.cancel().catch(() => {});

@@ -8,6 +8,8 @@ let showsAll = false;
 let opened = null;
 let last = null;
 
+// A router that is started again counts from 1 again.
+const keyOf = (stream) => `${stream.key}.${stream.stream}`;
 const firstToken = (stream) => stream.attempts.find((attempt) => attempt.first_token_at !== null)?.first_token_at ?? null;
 const since = (from, to) => (to === null ? null : to - from);
 
@@ -18,7 +20,7 @@ export function showStreams(state) {
   const more = byId("more-streams");
   more.hidden = state.streams.length <= FEW;
   setText(more, showsAll ? `Show the newest ${FEW}` : `Show all ${state.streams.length}`);
-  keyed(byId("stream-rows"), streams, (stream) => stream.key, makeRow, (row, stream) => {
+  keyed(byId("stream-rows"), streams, keyOf, makeRow, (row, stream) => {
     const [head, arrived, outcome, workers, tokens, first, total] = row.children;
     setText(head.firstElementChild, stream.stream);
     setText(arrived, clock(stream.arrived_at));
@@ -34,7 +36,7 @@ export function showStreams(state) {
 function makeRow(stream) {
   const button = element("button", { type: "button", class: "row", "aria-haspopup": "dialog" });
   button.addEventListener("click", () => {
-    opened = stream.key;
+    opened = keyOf(stream);
     showTimeline();
     byId("timeline").showModal();
   });
@@ -61,12 +63,13 @@ export function phases(stream, now) {
     if (attempt.first_token_at !== null) add("decode", where, first, end);
     at = end;
   }
-  if (!stream.ended_at && !stream.attempts.length) add("routing", "router", at, now);
+  const isAttemptOver = !stream.attempts.length || stream.attempts.at(-1).ended_at !== null;
+  if (isAttemptOver && (!stream.outcome || !stream.attempts.length)) add("routing", "router", at, stream.ended_at ?? now);
   return found;
 }
 
 function showTimeline() {
-  const stream = last.streams.find((each) => each.key === opened);
+  const stream = last.streams.find((each) => keyOf(each) === opened);
   if (stream === undefined) {
     setText(byId("timeline-summary"), "This stream is no longer among the newest.");
     return;

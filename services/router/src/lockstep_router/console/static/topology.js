@@ -25,6 +25,8 @@ function kindOf(worker) {
 export function showTopology(state) {
   last = state;
   showRouter(state);
+  const keys = new Set(state.workers.map((worker) => worker.target ?? worker.id));
+  for (const key of states.keys()) if (!keys.has(key)) states.delete(key);
   for (const worker of state.workers) tell(worker);
   keyed(byId("workers"), state.workers, (worker) => worker.target ?? worker.id, makeWorker, updateWorker);
   draw();

@@ -20,7 +20,7 @@ def add_console(app: FastAPI, router: Router) -> None:
 
     async def console(request: Request) -> Response:
         """The console's page and its state."""
-        path = request.url.path
+        path = request.scope["path"]  # the one that the key was checked for; a URL would also take in the Host header
         if router.keys is None and not names_this_host(request.headers.get("host", "")):
             # Without keys the port is for this machine alone, but another site's name may have been made to point here.
             raise LockstepError(ErrorCode.NOT_FOUND, "the console is for this machine")
