@@ -373,6 +373,52 @@ async def test_a_worker_that_drains_stores_what_runs(path):
     await other.close()
 
 
+async def test_a_worker_that_drains_stores_what_runs_before_what_has_ended(path, monkeypatch):
+    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 0.0)
+    store = MemoryStore()
+    worker = Worker(path, store)
+    store.room = 0
+    ids, *_ = await worker.ask("ended", words(0))
+    await worker.settled()
+    worker.submit("long", words(1), replace(PARAMS, max_tokens=100))
+    while len(worker.outputs["long"][0]) < 5:
+        await worker.step()
+    running = [*words(1), *worker.outputs["long"][0], 7]
+    store.room = None
+    assert await worker.stored()
+    await worker.close()
+    first = [name for _, name, _ in store.offers]
+    other = Worker(path, MemoryStore())
+    await other.ask("long", running)
+    assert await other.stored()
+    await other.close()
+    theirs = [name for _, name, _ in other.tier._store.offers]
+    assert first[: FULL // BLOCK_SIZE] == theirs[: FULL // BLOCK_SIZE]
+    third = Worker(path, store)
+    assert (await third.ask("second", second_turn(ids)))[2] == FULL
+    await third.close()
+
+
+async def test_the_loop_goes_on_while_blocks_are_offered_that_are_gone(path):
+    store = MemoryStore()
+    worker = Worker(path, store)
+    await worker.ask("first", words(0))
+    await worker.settled()
+    writer, turns = worker.tier._epoch.writer, 0
+    writer._offered.clear()
+    writer._next_batch = lambda: [writer._due.popleft()] if writer._due else []
+    worker.scheduler.shed(0)
+    await writer.add_evicted()
+    due = len(writer._due)
+    assert due == FULL // BLOCK_SIZE
+    idle = asyncio.ensure_future(writer._idle.wait())
+    while not idle.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > due
+    await worker.close()
+
+
 def test_a_store_needs_memory_of_the_host():
     config = EngineConfig(model=str(MODEL))
     with pytest.raises(LockstepError, match="host_cache_bytes must be above 0 with a store"):

@@ -181,13 +181,18 @@ class RemoteTier:
         epoch = self._epoch
         if epoch is None:
             return True
-        for sequence in self._scheduler.running_sequences():
-            self._on_end(sequence)
-        epoch.writer.add_evicted()
-        waiter = asyncio.ensure_future(epoch.writer.wait_idle())
+        waiter = asyncio.ensure_future(self._store_all(epoch.writer))
         done, _ = await asyncio.wait((waiter, epoch.task), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         waiter.cancel()
         return waiter in done
+
+    async def _store_all(self, writer: RemoteWriter) -> None:
+        # Those of running requests first: other workers are about to go on with them.
+        for sequence in self._scheduler.running_sequences():
+            self._on_end(sequence)
+        await writer.wait_idle()
+        await writer.add_evicted()
+        await writer.wait_idle()
 
     def _on_end(self, sequence: RunningSequence) -> None:
         if self._epoch is not None:

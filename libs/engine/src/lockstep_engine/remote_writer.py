@@ -102,10 +102,13 @@ class RemoteWriter:
             self._texts.append(_Text(tenant, list(keys), fork))
             self.notify()
 
-    def add_evicted(self) -> None:
+    async def add_evicted(self) -> None:
         """Have all known blocks offered that have not been yet, wherever they are."""
-        for tenant, key, link in list(self._links.values()):
-            self._list(tenant, key, link, (False, True))
+        versions = (False,) if self._hot_window is None else (False, True)
+        for count, (tenant, key, link) in enumerate(list(self._links.values()), 1):
+            self._list(tenant, key, link, versions)
+            if count % _PIECE_BLOCKS == 0:
+                await asyncio.sleep(0)
         self.notify()
 
     def mark(self, names: Sequence[bytes]) -> None:
@@ -132,6 +135,7 @@ class RemoteWriter:
                 self._list_spilled()
                 while batch := self._next_batch():
                     await self._offer_batch(batch)
+                    await asyncio.sleep(0)  # of blocks that are gone nothing is offered, and nothing was waited for
             except Exception:
                 logger.exception("blocks of the prefix cache were not stored")
             if not (self._texts or self._due or self._spilled):
