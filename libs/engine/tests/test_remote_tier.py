@@ -14,6 +14,7 @@ import torch
 from checkpoints import make
 from lockstep_common.errors import LockstepError
 from lockstep_engine import AsyncEngine, EngineConfig, Request
+from lockstep_engine.blocks import BlockKey
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.control import Ready
 from lockstep_engine.host_memory import HostMemory
@@ -253,7 +254,7 @@ async def test_other_tenants_see_nothing(path):
 async def test_a_request_that_is_cancelled_gives_back_what_was_kept_for_it(path):
     store = MemoryStore()
     ids = await first_turn(path, store)
-    store.gate = asyncio.Event()
+    store.gate, store.spoils = asyncio.Event(), True
     worker = Worker(path, store)
     worker.submit("second", second_turn(ids))
     await store.began.wait()
@@ -302,11 +303,12 @@ async def test_a_fetch_survives_that_the_scheduler_starts_over(path):
     store = MemoryStore()
     ids = await first_turn(path, store)
     worker = Worker(path, store)
-    store.gate = asyncio.Event()
+    store.gate, store.spoils = asyncio.Event(), True
     worker.submit("second", second_turn(ids))
     worker.submit("other", words(1, 20))
     await store.began.wait()
     filling = set(worker.scheduler.slots.filling)
+    assert filling
     (ended,) = worker.scheduler.shed(0)
     assert ended.request_id == "other"
     worker.tier.cancel("other")
@@ -314,6 +316,44 @@ async def test_a_fetch_survives_that_the_scheduler_starts_over(path):
     assert worker.scheduler.slots.filling == filling
     store.gate.set()
     assert (await worker.end("second"))[2] == FULL
+    await worker.close()
+
+
+@pytest.mark.parametrize("mode", ["none", "lazy"])
+@pytest.mark.parametrize("outcome", ["absent", "unavailable", "gate"])
+async def test_what_does_not_come_evicts_nothing_from_host_memory(path, mode, outcome):
+    store = MemoryStore()
+    worker = Worker(path, store, **MODES[mode])
+    host = worker.scheduler.blocks.host
+    for number in range(worker.sizes.host.slots):
+        (slots,) = host.reserve(1, cold=True)
+        host.adopt(BlockKey(bytes([number % 256, number // 256]), b"", b""), slots, cold=True)
+    store.outcome = outcome
+    blocks = host.usage.blocks
+    assert blocks == worker.sizes.host.slots
+    worker.submit("a", words(3))
+    while worker.tier.usage.fetching:
+        await asyncio.sleep(0)
+    assert store.asked[-1][1] > 0
+    assert host.usage.blocks == blocks
+    await worker.close()
+
+
+async def test_blocks_that_come_when_there_is_no_room_any_more_are_computed(path):
+    store = MemoryStore()
+    ids = await first_turn(path, store)
+    worker = Worker(path, store)
+    store.gate = asyncio.Event()
+    worker.submit("second", second_turn(ids))
+    await store.began.wait()
+    host = worker.scheduler.blocks.host
+    taken = host.reserve(host.fillable(cold=False) - 2, cold=False)
+    store.gate.set()
+    *found, cached = await worker.end("second")
+    assert cached == 2 * BLOCK_SIZE
+    assert found == list(Ranks(path, 1, torch.float32).run(second_turn(ids))[:2])
+    for slots in taken:
+        host.give_back(slots)
     await worker.close()
 
 
