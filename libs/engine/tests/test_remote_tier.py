@@ -231,10 +231,64 @@ async def test_two_requests_with_one_beginning_fetch_it_once(path):
     ids = await first_turn(path, store)
     store.asked.clear()
     worker = Worker(path, store)
+    worker.tier._recompute_s = lambda tokens: tokens  # so long that `b` waits however slow this machine is
     worker.submit("a", second_turn(ids))
     worker.submit("b", [*second_turn(ids), 7, 8])
     assert [(await worker.end(each))[2] for each in "ab"] == [FULL, (TEXT + 45) // BLOCK_SIZE * BLOCK_SIZE]
     assert len(store.asked) == 1
+    await worker.close()
+
+
+async def test_a_short_request_does_not_wait_for_the_blocks_of_a_long_one(path):
+    store = MemoryStore()
+    ids = await first_turn(path, store)
+    worker = Worker(path, store)
+    store.gate = asyncio.Event()
+    worker.submit("long", second_turn(ids))
+    worker.submit("short", words(0, BLOCK_SIZE + 4))
+    await store.began.wait()
+    assert (await worker.end("short"))[2] == 0
+    assert worker.tier.usage.fetching == 1
+    store.gate.set()
+    assert (await worker.end("long"))[2] > 0
+    await worker.close()
+
+
+async def test_a_request_is_not_held_for_ever_if_the_store_ends_as_if_it_was_cancelled(path):
+    store = MemoryStore()
+    store.error = asyncio.CancelledError()
+    worker = Worker(path, store)
+    assert (await worker.ask("a", words(0)))[2] == 0
+    await worker.close()
+
+
+async def test_blocks_that_the_store_has_lost_are_offered_again(path):
+    store = MemoryStore()
+    worker = Worker(path, store)
+    await worker.ask("first", words(0))
+    assert await worker.stored()
+    offered = len(store.offers)
+    store.parts.clear()
+    worker.scheduler.shed(0)  # the worker has lost them too
+    await worker.ask("again", words(0))
+    assert await worker.stored()
+    assert len(store.offers) == 2 * offered
+    await worker.close()
+
+
+async def test_the_store_is_told_when_the_turn_of_a_request_comes(path):
+    store = MemoryStore()
+    told = []
+
+    async def fetch(tenant, hashes, heads, form, recompute_s, into, plain=store.fetch):
+        told.append(recompute_s(0))
+        return await plain(tenant, hashes, heads, form, recompute_s, into)
+
+    store.fetch = fetch
+    worker = Worker(path, store)
+    worker.tier._recompute_s = lambda tokens: 7 + tokens
+    await worker.ask("a", words(0))
+    assert told == [7]
     await worker.close()
 
 
@@ -463,6 +517,20 @@ def test_a_store_needs_memory_of_the_host():
     config = EngineConfig(model=str(MODEL))
     with pytest.raises(LockstepError, match="host_cache_bytes must be above 0 with a store"):
         AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=object())
+
+
+async def test_the_wait_for_a_turn_is_estimated_once_in_a_turn_of_the_loop():
+    config = EngineConfig(model=str(MODEL), host_cache_bytes=2**24)
+    engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=MemoryStore())
+    estimates = []
+    engine._queue.waits = lambda **_: (estimates.append(1) or 2.0, 0.0)
+    engine._pace.token_s = 0.5
+    assert [engine._prompt_s(tokens) for tokens in (0, 2, 4)] == [2.0, 3.0, 4.0]
+    assert len(estimates) == 1
+    await asyncio.sleep(0)
+    engine._prompt_s(1)
+    assert len(estimates) == 2
+    await engine.close()
 
 
 class Served:

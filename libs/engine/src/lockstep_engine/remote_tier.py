@@ -33,8 +33,8 @@ _MAX_FETCHES = 16
 """Requests that wait for blocks at once. Others are computed at once."""
 _RESERVED = 32
 """Blocks for which slots are reserved at a time."""
-_FETCH_DEADLINE_S = 5.0
-"""For a store that does not keep its own."""
+_GRACE_S = 1.0
+"""For the store to end a fetch by itself after its deadline, with what has come by then, or after it is cancelled."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class RemoteTier:
         self._count = self._fetched = self._stored = 0
         self._ending: set[asyncio.Task[None]] = set()
         """Cancelled tasks that have not ended."""
-        self.fetch_deadline_s = _FETCH_DEADLINE_S
+        self.fetch_deadline_s = store.fetch_timeout_s + _GRACE_S
         scheduler.on_end = self._on_end
 
     @property
@@ -207,7 +207,7 @@ class RemoteTier:
     async def wait_closed(self) -> None:
         """Wait until what `close` has cancelled has ended."""
         if self._ending:
-            await asyncio.wait(self._ending, timeout=self.fetch_deadline_s)
+            await asyncio.wait(self._ending, timeout=_GRACE_S)
 
     def begin(self, request: Request) -> None:
         """Fetch blocks for a request that the scheduler has just queued, if it lacks any."""
@@ -286,14 +286,19 @@ class RemoteTier:
                 if other is None:
                     await self._fetch(epoch, request.tenant, keys)
                 else:
-                    await asyncio.wait((other,))
+                    # It may bring more than this request needs, which must not wait longer than for its own blocks.
+                    usable = self._scheduler.blocks.match(keys).usable
+                    await asyncio.wait((other,), timeout=self._recompute_s((len(keys) - usable) * BLOCK_SIZE))
         except TimeoutError:
             logger.warning("the store for KV blocks has not kept its deadline")
         except Exception:
             logger.exception("the store for KV blocks has failed")
-        if self._epoch is epoch and self._fetches.pop(request.id, None) is not None:
-            self._scheduler.hold(request.id, held=False)
-            self._on_change()
+        finally:
+            # Also if it was the store that raised CancelledError: a request must not be held for ever.
+            if self._epoch is epoch and self._fetches.get(request.id) is asyncio.current_task():
+                del self._fetches[request.id]
+                self._scheduler.hold(request.id, held=False)
+                self._on_change()
 
     async def _fetch(self, epoch: _Epoch, tenant: str, keys: list[BlockKey]) -> None:
         links = list(remote_keys.chain(epoch.seed(tenant), keys))
@@ -336,7 +341,7 @@ class RemoteTier:
 
         def recompute_s(count: int) -> float:
             if count < 1:
-                return 0.0
+                return self._recompute_s(0)
             end = min(len(keys), missing[min(count, len(missing)) - 1] + 1 + ahead)
             return self._recompute_s(max(0, end - usable) * BLOCK_SIZE)
 
@@ -384,4 +389,6 @@ class RemoteTier:
         if self._epoch is epoch:
             self._fetched += count
             epoch.writer.mark(names[:count])
+            if result.outcome == "absent":
+                epoch.writer.forget(names)
         return count if result.outcome in ("fetched", "absent") else None

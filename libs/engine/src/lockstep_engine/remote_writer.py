@@ -116,6 +116,11 @@ class RemoteWriter:
         for name in names:
             self._remember(name)
 
+    def forget(self, names: Sequence[bytes]) -> None:
+        """The store may not have these blocks any more: they are offered again."""
+        for name in names:
+            self._offered.pop(name, None)
+
     def notify(self) -> None:
         """There may be something to do: a step is done, or something was added."""
         self._idle.clear()

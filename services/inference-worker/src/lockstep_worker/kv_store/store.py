@@ -87,6 +87,11 @@ class KvStore:
         await self._queue.close()
         await self.client.close()
 
+    @property
+    def fetch_timeout_s(self) -> float:
+        """See `RemoteStore.fetch_timeout_s`."""
+        return self._options.fetch_timeout_s
+
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything offered is stored, no longer than this."""
         await self._queue.flush(timeout_s)
