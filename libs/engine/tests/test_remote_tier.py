@@ -519,6 +519,16 @@ def test_a_store_needs_memory_of_the_host():
         AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=object())
 
 
+def test_models_with_different_names_have_no_block_in_common():
+    """Their digests may be equal: these are of samples of the weights."""
+    digests = set()
+    for name in ("base", "tuned"):
+        config = EngineConfig(model=str(MODEL), name=name, host_cache_bytes=2**24)
+        engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=MemoryStore())
+        digests.add(engine._remote._model_digest)
+    assert len(digests) == 2
+
+
 async def test_the_wait_for_a_turn_is_estimated_once_in_a_turn_of_the_loop():
     config = EngineConfig(model=str(MODEL), host_cache_bytes=2**24)
     engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=MemoryStore())

@@ -214,9 +214,9 @@ class AsyncEngine:
         """Estimate, in this turn of the loop: until the turn of one more request comes."""
         self._remote: RemoteTier | None = None
         if remote_store is not None:
-            self._remote = RemoteTier(
-                remote_store, config, self.model.digest, self._scheduler, self._prompt_s, self._on_remote
-            )
+            # With the name: models whose digests are equal by their samples of the weights have different ones.
+            model = f"{self.model.name}/{self.model.digest}"
+            self._remote = RemoteTier(remote_store, config, model, self._scheduler, self._prompt_s, self._on_remote)
         self._masks = MaskThreads(self._on_masks_in_thread)
         self._compiler = GrammarCompiler(self.model, self._masks)
         self.on_compiled: Callable[[str, int, int], None] = lambda *_: None
