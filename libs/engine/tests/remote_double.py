@@ -19,6 +19,8 @@ class MemoryStore:
         began: set while a fetch waits for the gate.
     """
 
+    fetch_timeout_s = 5.0
+
     def __init__(self):
         self.parts = {}
         self.outcome = None

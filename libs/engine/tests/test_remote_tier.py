@@ -14,6 +14,7 @@ import torch
 from checkpoints import make
 from lockstep_common.errors import LockstepError
 from lockstep_engine import AsyncEngine, EngineConfig, Request
+from lockstep_engine.blocks import BlockKey
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.control import Ready
 from lockstep_engine.host_memory import HostMemory
@@ -230,10 +231,64 @@ async def test_two_requests_with_one_beginning_fetch_it_once(path):
     ids = await first_turn(path, store)
     store.asked.clear()
     worker = Worker(path, store)
+    worker.tier._recompute_s = lambda tokens: tokens  # so long that `b` waits however slow this machine is
     worker.submit("a", second_turn(ids))
     worker.submit("b", [*second_turn(ids), 7, 8])
     assert [(await worker.end(each))[2] for each in "ab"] == [FULL, (TEXT + 45) // BLOCK_SIZE * BLOCK_SIZE]
     assert len(store.asked) == 1
+    await worker.close()
+
+
+async def test_a_short_request_does_not_wait_for_the_blocks_of_a_long_one(path):
+    store = MemoryStore()
+    ids = await first_turn(path, store)
+    worker = Worker(path, store)
+    store.gate = asyncio.Event()
+    worker.submit("long", second_turn(ids))
+    worker.submit("short", words(0, BLOCK_SIZE + 4))
+    await store.began.wait()
+    assert (await worker.end("short"))[2] == 0
+    assert worker.tier.usage.fetching == 1
+    store.gate.set()
+    assert (await worker.end("long"))[2] > 0
+    await worker.close()
+
+
+async def test_a_request_is_not_held_for_ever_if_the_store_ends_as_if_it_was_cancelled(path):
+    store = MemoryStore()
+    store.error = asyncio.CancelledError()
+    worker = Worker(path, store)
+    assert (await worker.ask("a", words(0)))[2] == 0
+    await worker.close()
+
+
+async def test_blocks_that_the_store_has_lost_are_offered_again(path):
+    store = MemoryStore()
+    worker = Worker(path, store)
+    await worker.ask("first", words(0))
+    assert await worker.stored()
+    offered = len(store.offers)
+    store.parts.clear()
+    worker.scheduler.shed(0)  # the worker has lost them too
+    await worker.ask("again", words(0))
+    assert await worker.stored()
+    assert len(store.offers) == 2 * offered
+    await worker.close()
+
+
+async def test_the_store_is_told_when_the_turn_of_a_request_comes(path):
+    store = MemoryStore()
+    told = []
+
+    async def fetch(tenant, hashes, heads, form, recompute_s, into, plain=store.fetch):
+        told.append(recompute_s(0))
+        return await plain(tenant, hashes, heads, form, recompute_s, into)
+
+    store.fetch = fetch
+    worker = Worker(path, store)
+    worker.tier._recompute_s = lambda tokens: 7 + tokens
+    await worker.ask("a", words(0))
+    assert told == [7]
     await worker.close()
 
 
@@ -253,7 +308,7 @@ async def test_other_tenants_see_nothing(path):
 async def test_a_request_that_is_cancelled_gives_back_what_was_kept_for_it(path):
     store = MemoryStore()
     ids = await first_turn(path, store)
-    store.gate = asyncio.Event()
+    store.gate, store.spoils = asyncio.Event(), True
     worker = Worker(path, store)
     worker.submit("second", second_turn(ids))
     await store.began.wait()
@@ -302,11 +357,12 @@ async def test_a_fetch_survives_that_the_scheduler_starts_over(path):
     store = MemoryStore()
     ids = await first_turn(path, store)
     worker = Worker(path, store)
-    store.gate = asyncio.Event()
+    store.gate, store.spoils = asyncio.Event(), True
     worker.submit("second", second_turn(ids))
     worker.submit("other", words(1, 20))
     await store.began.wait()
     filling = set(worker.scheduler.slots.filling)
+    assert filling
     (ended,) = worker.scheduler.shed(0)
     assert ended.request_id == "other"
     worker.tier.cancel("other")
@@ -314,6 +370,44 @@ async def test_a_fetch_survives_that_the_scheduler_starts_over(path):
     assert worker.scheduler.slots.filling == filling
     store.gate.set()
     assert (await worker.end("second"))[2] == FULL
+    await worker.close()
+
+
+@pytest.mark.parametrize("mode", ["none", "lazy"])
+@pytest.mark.parametrize("outcome", ["absent", "unavailable", "gate"])
+async def test_what_does_not_come_evicts_nothing_from_host_memory(path, mode, outcome):
+    store = MemoryStore()
+    worker = Worker(path, store, **MODES[mode])
+    host = worker.scheduler.blocks.host
+    for number in range(worker.sizes.host.slots):
+        (slots,) = host.reserve(1, cold=True)
+        host.adopt(BlockKey(bytes([number % 256, number // 256]), b"", b""), slots, cold=True)
+    store.outcome = outcome
+    blocks = host.usage.blocks
+    assert blocks == worker.sizes.host.slots
+    worker.submit("a", words(3))
+    while worker.tier.usage.fetching:
+        await asyncio.sleep(0)
+    assert store.asked[-1][1] > 0
+    assert host.usage.blocks == blocks
+    await worker.close()
+
+
+async def test_blocks_that_come_when_there_is_no_room_any_more_are_computed(path):
+    store = MemoryStore()
+    ids = await first_turn(path, store)
+    worker = Worker(path, store)
+    store.gate = asyncio.Event()
+    worker.submit("second", second_turn(ids))
+    await store.began.wait()
+    host = worker.scheduler.blocks.host
+    taken = host.reserve(host.fillable(cold=False) - 2, cold=False)
+    store.gate.set()
+    *found, cached = await worker.end("second")
+    assert cached == 2 * BLOCK_SIZE
+    assert found == list(Ranks(path, 1, torch.float32).run(second_turn(ids))[:2])
+    for slots in taken:
+        host.give_back(slots)
     await worker.close()
 
 
@@ -373,10 +467,80 @@ async def test_a_worker_that_drains_stores_what_runs(path):
     await other.close()
 
 
+async def test_a_worker_that_drains_stores_what_runs_before_what_has_ended(path, monkeypatch):
+    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 0.0)
+    store = MemoryStore()
+    worker = Worker(path, store)
+    store.room = 0
+    ids, *_ = await worker.ask("ended", words(0))
+    await worker.settled()
+    worker.submit("long", words(1), replace(PARAMS, max_tokens=100))
+    while len(worker.outputs["long"][0]) < 5:
+        await worker.step()
+    running = [*words(1), *worker.outputs["long"][0], 7]
+    store.room = None
+    assert await worker.stored()
+    await worker.close()
+    first = [name for _, name, _ in store.offers]
+    other = Worker(path, MemoryStore())
+    await other.ask("long", running)
+    assert await other.stored()
+    await other.close()
+    theirs = [name for _, name, _ in other.tier._store.offers]
+    assert first[: FULL // BLOCK_SIZE] == theirs[: FULL // BLOCK_SIZE]
+    third = Worker(path, store)
+    assert (await third.ask("second", second_turn(ids)))[2] == FULL
+    await third.close()
+
+
+async def test_the_loop_goes_on_while_blocks_are_offered_that_are_gone(path):
+    store = MemoryStore()
+    worker = Worker(path, store)
+    await worker.ask("first", words(0))
+    await worker.settled()
+    writer, turns = worker.tier._epoch.writer, 0
+    writer._offered.clear()
+    writer._next_batch = lambda: [writer._due.popleft()] if writer._due else []
+    worker.scheduler.shed(0)
+    await writer.add_evicted()
+    due = len(writer._due)
+    assert due == FULL // BLOCK_SIZE
+    idle = asyncio.ensure_future(writer._idle.wait())
+    while not idle.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > due
+    await worker.close()
+
+
 def test_a_store_needs_memory_of_the_host():
     config = EngineConfig(model=str(MODEL))
     with pytest.raises(LockstepError, match="host_cache_bytes must be above 0 with a store"):
         AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=object())
+
+
+def test_models_with_different_names_have_no_block_in_common():
+    """Their digests may be equal: these are of samples of the weights."""
+    digests = set()
+    for name in ("base", "tuned"):
+        config = EngineConfig(model=str(MODEL), name=name, host_cache_bytes=2**24)
+        engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=MemoryStore())
+        digests.add(engine._remote._model_digest)
+    assert len(digests) == 2
+
+
+async def test_the_wait_for_a_turn_is_estimated_once_in_a_turn_of_the_loop():
+    config = EngineConfig(model=str(MODEL), host_cache_bytes=2**24)
+    engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=MemoryStore())
+    estimates = []
+    engine._queue.waits = lambda **_: (estimates.append(1) or 2.0, 0.0)
+    engine._pace.token_s = 0.5
+    assert [engine._prompt_s(tokens) for tokens in (0, 2, 4)] == [2.0, 3.0, 4.0]
+    assert len(estimates) == 1
+    await asyncio.sleep(0)
+    engine._prompt_s(1)
+    assert len(estimates) == 2
+    await engine.close()
 
 
 class Served:

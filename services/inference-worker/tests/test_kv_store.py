@@ -136,6 +136,25 @@ async def test_what_has_come_by_the_deadline_counts(kv, target):
         assert not store.client.is_away, "it is slow, not away"
 
 
+async def test_a_server_that_looks_up_and_sends_nothing_is_asked_seldom(kv, target):
+    async with opened(target, fetch_timeout_s=0.3) as store:
+        await stored(store, "a")
+        kv.sends.clear()
+        for _ in range(50):
+            if (await fetch(store, "a", Memory())).outcome != "deadline":
+                break
+        assert (await fetch(store, "a", Memory())).outcome == "unavailable"
+        assert not store.client.is_away
+        kv.sends.set()
+        clock = store.link.clock
+        store.link.clock = lambda: clock() + 30
+        for _ in range(50):
+            if (await fetch(store, "a", Memory())).blocks:
+                break
+            store.link.clock = lambda now=store.link.clock: now() + 30
+        assert store._silent == 0
+
+
 async def test_a_fetch_ends_when_its_blocks_would_have_been_computed(kv, target):
     async with opened(target, fetch_timeout_s=60.0) as store:
         await stored(store, "a")

@@ -210,11 +210,13 @@ class AsyncEngine:
         self._queue = QueueEstimate()
         self._closing = False
         self._pace = PromptPace()
+        self._turn_s: float | None = None
+        """Estimate, in this turn of the loop: until the turn of one more request comes."""
         self._remote: RemoteTier | None = None
         if remote_store is not None:
-            self._remote = RemoteTier(
-                remote_store, config, self.model.digest, self._scheduler, self._prompt_s, self._on_remote
-            )
+            # With the name: models whose digests are equal by their samples of the weights have different ones.
+            model = f"{self.model.name}/{self.model.digest}"
+            self._remote = RemoteTier(remote_store, config, model, self._scheduler, self._prompt_s, self._on_remote)
         self._masks = MaskThreads(self._on_masks_in_thread)
         self._compiler = GrammarCompiler(self.model, self._masks)
         self.on_compiled: Callable[[str, int, int], None] = lambda *_: None
@@ -630,11 +632,19 @@ class AsyncEngine:
         return settings if self._remote is None else replace(settings, host_bytes=self.config.host_cache_bytes)
 
     def _prompt_s(self, tokens: int) -> float:
-        """Estimates the seconds until so many tokens of one more prompt would be computed."""
-        scheduler = self._scheduler
-        places, is_full = scheduler.running + scheduler.free_seqs, not scheduler.free_seqs
-        wait_s, _ = self._queue.waits(places=places, is_full=is_full, now=time.monotonic())
-        return wait_s + (scheduler.backlog + tokens) * self._pace.token_s
+        """Estimates the seconds until so many tokens of one more prompt would be computed. The part of it that does not
+        depend on `tokens` takes time for each request, and is asked for dozens of times in a turn of the loop.
+        """
+        if self._turn_s is None:
+            scheduler = self._scheduler
+            places, is_full = scheduler.running + scheduler.free_seqs, not scheduler.free_seqs
+            wait_s, _ = self._queue.waits(places=places, is_full=is_full, now=time.monotonic())
+            self._turn_s = wait_s + scheduler.backlog * self._pace.token_s
+            asyncio.get_running_loop().call_soon(self._forget_turn)
+        return self._turn_s + tokens * self._pace.token_s
+
+    def _forget_turn(self) -> None:
+        self._turn_s = None
 
     def _on_remote(self) -> None:
         """A request need not wait for its blocks any more, or blocks are to be copied."""

@@ -237,6 +237,12 @@ class HostTier:
             if self.has(key, cold=cold):
                 self._held.move_to_end((cold, key.digest))
 
+    def fillable(self, *, cold: bool) -> int:
+        """For how many blocks `reserve` would give slots at most."""
+        if self._shared is None:
+            return 0
+        return max(0, self._sizes.slots // 2 - len(self._shared.filling)) // (1 if cold else self._sizes.hot_slots)
+
     def reserve(self, count: int, *, cold: bool) -> list[tuple[int, ...]]:
         """Slots for at most `count` blocks, which the driver may fill now, until `adopt` and `give_back`. It never
         fills more than half of the tier.

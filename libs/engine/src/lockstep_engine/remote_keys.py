@@ -24,7 +24,7 @@ def seed(config: EngineConfig, model_digest: str, ready: Ready, tenant: str, ada
 
     Args:
         config: its compression decides about contents.
-        model_digest: names configuration and weights.
+        model_digest: names the model, its configuration and its weights.
         ready: names the ranks' numerics. Without a fingerprint nothing promises equal bits, also not between two steps
             of the same worker; then the kind of device stands for it.
         tenant: the salt: equal texts of two tenants have no name in common.

@@ -51,6 +51,10 @@ class FetchResult:
 class RemoteStore(Protocol):
     """All is called in the driver's loop; nothing blocks it, and nothing raises but CancelledError."""
 
+    @property
+    def fetch_timeout_s(self) -> float:
+        """Longest time of a fetch. One that takes longer is cancelled, and what has come is lost."""
+
     async def fetch(
         self,
         tenant: str,
@@ -67,7 +71,8 @@ class RemoteStore(Protocol):
             hashes: of the blocks wanted, in the chain's order.
             heads: of each rank.
             form: what each part must be; other parts count as damaged.
-            recompute_s: estimates the seconds until so many leading blocks would be computed.
+            recompute_s: estimates the seconds until so many leading blocks would be computed; of 0 blocks: until the
+                request's turn comes.
             into: the memory, of `form.length` bytes, for the block at an index of `hashes` and the rank at an index of
                 `heads`. It stays valid until the fetch ends or is cancelled.
         """

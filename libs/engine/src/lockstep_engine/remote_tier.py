@@ -25,13 +25,16 @@ from lockstep_engine.remote_writer import RemoteWriter
 from lockstep_engine.request import Request
 from lockstep_engine.scheduler import Scheduler
 from lockstep_engine.sequence import Sequence as RunningSequence
+from lockstep_engine.shared_slots import SharedSlots
 
 logger = logging.getLogger("lockstep.engine")
 
 _MAX_FETCHES = 16
 """Requests that wait for blocks at once. Others are computed at once."""
-_FETCH_DEADLINE_S = 5.0
-"""For a store that does not keep its own."""
+_RESERVED = 32
+"""Blocks for which slots are reserved at a time."""
+_GRACE_S = 1.0
+"""For the store to end a fetch by itself after its deadline, with what has come by then, or after it is cancelled."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,69 @@ class _Epoch:
         self.seed = seed
         self.writer = writer
         self.task = asyncio.get_running_loop().create_task(writer.run())
+
+
+class _Arriving:
+    """The memory of the blocks of one fetch. Slots are reserved once something comes for them: what is not there, or
+    would come too late, evicts nothing.
+
+    Args:
+        scheduler: has the tier in host memory.
+        shared: its slots in this epoch.
+        view: their memory.
+        count: of the blocks.
+        cold: their version.
+    """
+
+    def __init__(self, scheduler: Scheduler, shared: SharedSlots, view: HostView, count: int, *, cold: bool) -> None:
+        self.slots: list[tuple[int, ...]] = []
+        """Of the leading blocks."""
+        self._scheduler = scheduler
+        self._shared = shared
+        self._view = view
+        self._left = count
+        self._cold = cold
+        self._apart: dict[tuple[int, int], memoryview] = {}
+        """By block and rank: memory of blocks whose slots do not follow each other."""
+        self._nowhere: memoryview | None = None
+        """For what comes when there is no slot: it is lost."""
+        self._is_open = True
+
+    def into(self, index: int, rank: int) -> memoryview:
+        """See `RemoteStore.fetch`."""
+        while index >= len(self.slots) and self._reserve():
+            pass
+        length = self._view.forms[self._cold].length
+        if index >= len(self.slots):
+            if self._nowhere is None:
+                self._nowhere = memoryview(bytearray(length))
+            return self._nowhere
+        part = self._view.part(rank, self.slots[index], cold=self._cold)
+        if part is None:
+            if (index, rank) not in self._apart:
+                self._apart[index, rank] = memoryview(bytearray(length))
+            part = self._apart[index, rank]
+        return part
+
+    async def copy_apart(self, count: int) -> None:
+        """Write those of the first `count` blocks to their slots that have come to other memory."""
+        for (index, rank), content in list(self._apart.items()):
+            if index < count:
+                self._view.write(rank, self.slots[index], content)
+                await asyncio.sleep(0)
+
+    def end(self) -> None:
+        """Reserve no more."""
+        self._is_open = False
+
+    def _reserve(self) -> bool:
+        """Reserve slots for further blocks, a few at a time; whether there were any."""
+        if not self._is_open or self._scheduler.slots is not self._shared:
+            return False
+        found = self._scheduler.blocks.host.reserve(min(_RESERVED, self._left), cold=self._cold)
+        self.slots.extend(found)
+        self._left -= len(found)
+        return bool(found)
 
 
 class RemoteTier:
@@ -93,7 +159,7 @@ class RemoteTier:
         self._count = self._fetched = self._stored = 0
         self._ending: set[asyncio.Task[None]] = set()
         """Cancelled tasks that have not ended."""
-        self.fetch_deadline_s = _FETCH_DEADLINE_S
+        self.fetch_deadline_s = store.fetch_timeout_s + _GRACE_S
         scheduler.on_end = self._on_end
 
     @property
@@ -141,7 +207,7 @@ class RemoteTier:
     async def wait_closed(self) -> None:
         """Wait until what `close` has cancelled has ended."""
         if self._ending:
-            await asyncio.wait(self._ending, timeout=self.fetch_deadline_s)
+            await asyncio.wait(self._ending, timeout=_GRACE_S)
 
     def begin(self, request: Request) -> None:
         """Fetch blocks for a request that the scheduler has just queued, if it lacks any."""
@@ -181,13 +247,18 @@ class RemoteTier:
         epoch = self._epoch
         if epoch is None:
             return True
-        for sequence in self._scheduler.running_sequences():
-            self._on_end(sequence)
-        epoch.writer.add_evicted()
-        waiter = asyncio.ensure_future(epoch.writer.wait_idle())
+        waiter = asyncio.ensure_future(self._store_all(epoch.writer))
         done, _ = await asyncio.wait((waiter, epoch.task), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         waiter.cancel()
         return waiter in done
+
+    async def _store_all(self, writer: RemoteWriter) -> None:
+        # Those of running requests first: other workers are about to go on with them.
+        for sequence in self._scheduler.running_sequences():
+            self._on_end(sequence)
+        await writer.wait_idle()
+        await writer.add_evicted()
+        await writer.wait_idle()
 
     def _on_end(self, sequence: RunningSequence) -> None:
         if self._epoch is not None:
@@ -215,14 +286,19 @@ class RemoteTier:
                 if other is None:
                     await self._fetch(epoch, request.tenant, keys)
                 else:
-                    await asyncio.wait((other,))
+                    # It may bring more than this request needs, which must not wait longer than for its own blocks.
+                    usable = self._scheduler.blocks.match(keys).usable
+                    await asyncio.wait((other,), timeout=self._recompute_s((len(keys) - usable) * BLOCK_SIZE))
         except TimeoutError:
             logger.warning("the store for KV blocks has not kept its deadline")
         except Exception:
             logger.exception("the store for KV blocks has failed")
-        if self._epoch is epoch and self._fetches.pop(request.id, None) is not None:
-            self._scheduler.hold(request.id, held=False)
-            self._on_change()
+        finally:
+            # Also if it was the store that raised CancelledError: a request must not be held for ever.
+            if self._epoch is epoch and self._fetches.get(request.id) is asyncio.current_task():
+                del self._fetches[request.id]
+                self._scheduler.hold(request.id, held=False)
+                self._on_change()
 
     async def _fetch(self, epoch: _Epoch, tenant: str, keys: list[BlockKey]) -> None:
         links = list(remote_keys.chain(epoch.seed(tenant), keys))
@@ -265,7 +341,7 @@ class RemoteTier:
 
         def recompute_s(count: int) -> float:
             if count < 1:
-                return 0.0
+                return self._recompute_s(0)
             end = min(len(keys), missing[min(count, len(missing)) - 1] + 1 + ahead)
             return self._recompute_s(max(0, end - usable) * BLOCK_SIZE)
 
@@ -289,44 +365,30 @@ class RemoteTier:
         """Fetch these blocks to host memory. Returns how many of the first ones have come; None: it is of no use to ask
         for others.
         """
-        shared, view = self._scheduler.slots, epoch.view
-        reserved = self._scheduler.blocks.host.reserve(len(keys), cold=cold)
-        if not reserved:
+        shared, host = self._scheduler.slots, self._scheduler.blocks.host
+        names = names[: host.fillable(cold=cold)]
+        if not names or shared is None:
             return None
-        parts = [[view.part(rank, slots, cold=cold) for rank in range(len(view.heads))] for slots in reserved]
-        length, count = view.forms[cold].length, 0
-        # Where slots do not follow each other, the parts are copied once they are complete.
-        apart = {
-            (index, rank): memoryview(bytearray(length))
-            for index, ranks in enumerate(parts)
-            for rank, each in enumerate(ranks)
-            if each is None
-        }
-
-        def into(index: int, rank: int) -> memoryview:
-            each = parts[index][rank]
-            return apart[index, rank] if each is None else each
-
+        arriving, count = _Arriving(self._scheduler, shared, epoch.view, len(names), cold=cold), 0
         try:
             result = await self._store.fetch(
-                tenant, names[: len(reserved)], view.heads, view.forms[cold], recompute_s, into
+                tenant, names, epoch.view.heads, epoch.view.forms[cold], recompute_s, arriving.into
             )
-            fetched = min(max(0, result.blocks), len(reserved))
-            for index in range(fetched):
-                for rank in range(len(view.heads)):
-                    if (index, rank) in apart:
-                        view.write(rank, reserved[index], apart[index, rank])
-                        await asyncio.sleep(0)
-            count = fetched
+            complete = min(max(0, result.blocks), len(arriving.slots))
+            await arriving.copy_apart(complete)
+            count = complete
         finally:
+            arriving.end()
             # After a restart of the ranks these are the numbers of other slots.
             if self._epoch is epoch and self._scheduler.slots is shared:
                 host = self._scheduler.blocks.host
-                for slots in reserved[count:]:
+                for slots in arriving.slots[count:]:
                     host.give_back(slots)
-                for key, slots in reversed(list(zip(keys, reserved[:count], strict=False))):
+                for key, slots in reversed(list(zip(keys, arriving.slots[:count], strict=False))):
                     host.adopt(key, slots, cold=cold)
         if self._epoch is epoch:
             self._fetched += count
             epoch.writer.mark(names[:count])
+            if result.outcome == "absent":
+                epoch.writer.forget(names)
         return count if result.outcome in ("fetched", "absent") else None

@@ -102,16 +102,24 @@ class RemoteWriter:
             self._texts.append(_Text(tenant, list(keys), fork))
             self.notify()
 
-    def add_evicted(self) -> None:
+    async def add_evicted(self) -> None:
         """Have all known blocks offered that have not been yet, wherever they are."""
-        for tenant, key, link in list(self._links.values()):
-            self._list(tenant, key, link, (False, True))
+        versions = (False,) if self._hot_window is None else (False, True)
+        for count, (tenant, key, link) in enumerate(list(self._links.values()), 1):
+            self._list(tenant, key, link, versions)
+            if count % _PIECE_BLOCKS == 0:
+                await asyncio.sleep(0)
         self.notify()
 
     def mark(self, names: Sequence[bytes]) -> None:
         """The store has these blocks."""
         for name in names:
             self._remember(name)
+
+    def forget(self, names: Sequence[bytes]) -> None:
+        """The store may not have these blocks any more: they are offered again."""
+        for name in names:
+            self._offered.pop(name, None)
 
     def notify(self) -> None:
         """There may be something to do: a step is done, or something was added."""
@@ -132,6 +140,7 @@ class RemoteWriter:
                 self._list_spilled()
                 while batch := self._next_batch():
                     await self._offer_batch(batch)
+                    await asyncio.sleep(0)  # of blocks that are gone nothing is offered, and nothing was waited for
             except Exception:
                 logger.exception("blocks of the prefix cache were not stored")
             if not (self._texts or self._due or self._spilled):

@@ -32,6 +32,11 @@ _MAX_FETCHES = 8
 _PROBE_AFTER_S = 30.0
 """Without a transfer that has measured the link."""
 _CHECK_EVERY_S = 5.0
+_SILENT_FETCHES = 3
+"""In a row that have got nothing by their deadline; then there is one each `_SILENT_S`. Look-ups may well be answered
+meanwhile, on a way that loses large packets, so that neither the breaker opens nor the link is measured.
+"""
+_SILENT_S = 30.0
 _WARN_EVERY_S = 60.0
 _NOBODY = "-"
 """The state server's tenant of requests that have none."""
@@ -69,6 +74,9 @@ class KvStore:
         self._probing: asyncio.Task[None] | None = None
         self._probe_now = asyncio.Event()
         self._fetches = 0
+        self._silent = 0
+        """Fetches in a row that have got nothing by their deadline."""
+        self._silent_until = 0.0
         self._warn_after = 0.0
 
     async def __aenter__(self) -> "KvStore":
@@ -86,6 +94,11 @@ class KvStore:
             await asyncio.gather(self._probing, return_exceptions=True)
         await self._queue.close()
         await self.client.close()
+
+    @property
+    def fetch_timeout_s(self) -> float:
+        """See `RemoteStore.fetch_timeout_s`."""
+        return self._options.fetch_timeout_s
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything offered is stored, no longer than this."""
@@ -150,7 +163,7 @@ class KvStore:
         """
         if not wanted.hashes or not wanted.heads:
             raise _MissError("absent")
-        if self.client.is_away:
+        if self.client.is_away or (self._silent >= _SILENT_FETCHES and self.link.clock() < self._silent_until):
             raise _MissError("unavailable")
         if self._fetches > _MAX_FETCHES:
             raise _MissError("gate")
@@ -189,10 +202,13 @@ class KvStore:
                             break
                         self.link.received(transfer, len(message.data))
                         metrics.REMOTE_BYTES.labels("in").inc(len(message.data))
+                        self._silent = 0
                     else:
                         reader.end()
         except (StateAwayError, StateRefusedError) as error:
             outcome = _outcome(error)
+            if outcome == "deadline" and not transfer.bytes:
+                self._note_silence()
         except DamagedError as error:
             outcome = "damaged"
             self._warn(str(error))
@@ -202,6 +218,13 @@ class KvStore:
         if blocks == choice.blocks:
             self._measure(choice, self.link.clock() - began_at)
         return FetchResult(blocks, outcome)
+
+    def _note_silence(self) -> None:
+        self._silent += 1
+        if self._silent >= _SILENT_FETCHES:
+            self._silent_until = self.link.clock() + _SILENT_S
+        if self._silent == _SILENT_FETCHES:
+            logger.warning("the state server sends no KV blocks, though it is asked: prefixes are computed")
 
     def _warn(self, field: str) -> None:
         """Say that a block is damaged, from time to time."""
