@@ -2,6 +2,7 @@
 
 import json
 import random
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ from lockstep_tools.quantization.gptq import to_int4_by_hessian
 from lockstep_tools.quantization.layers import LayeredModel
 from lockstep_tools.quantization.production import Recipe, produce
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 sys.path.append(str(Path(__file__).parents[2] / "libs/engine/tests"))
 from checkpoints import VOCABULARY, make
@@ -140,6 +144,37 @@ def test_the_command_writes_a_directory_that_is_served(tmp_path, capsys):
     assert quantize(path, "--auto", "--calibration", tmp_path / "text", "--out", tmp_path / "other") == 2
     assert "fewer than 4 windows of 512" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == [*before, tmp_path / "text"]
+
+
+def test_a_full_disk_is_said_in_a_sentence_and_leaves_nothing(tmp_path, capsys):
+    path, _ = make("llama", tmp_path)
+    before, limits = sorted(tmp_path.iterdir()), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))  # bytes of a file; Python ignores the signal
+    try:
+        code = quantize(path, "--scheme", "int8", "--out", tmp_path / "small")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 1
+    assert "small cannot be written" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_link_to_nothing_is_in_the_way_before_the_work(tmp_path, capsys):
+    (tmp_path / "out").symlink_to(tmp_path / "nothing")
+    assert quantize(tmp_path, "--scheme", "int8", "--out", tmp_path / "out") == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_the_output_may_have_the_name_of_a_scheme(tmp_path):
+    path, _ = make("llama", tmp_path)
+    tokenizer = Tokenizer(WordLevel({str(token): token for token in range(VOCABULARY)}, "0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (tmp_path / "text").write_text(" ".join(map(str, range(2, 82))))
+    words = ("--auto", "--budget", "100%", "--samples", 2, "--length", 16, "--calibration", tmp_path / "text")
+    assert quantize(path, *words, "--group-size", 32, "--out", tmp_path / "int8") == 0
+    assert inspect_model(EngineConfig(model=str(tmp_path / "int8"))).quantization.method == "compressed-tensors"
+    assert not list(tmp_path.glob(".quantize-*"))
 
 
 def test_a_scheme_that_is_not_produced_is_refused_with_those_that_are(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """Each format's values equal those of an independent packer, whole and in the slices of tensor-parallel ranks."""
 
+import json
 from itertools import pairwise
 
 import packers
@@ -119,6 +120,13 @@ def test_a_weight_that_is_not_quantized_is_left_alone(tmp_path):
         assert opened(tmp_path, config, {"layer.weight": torch.ones(4, 4)}) is None
 
 
+def state(**fields):
+    """bitsandbytes' description of a weight, as a tensor."""
+    fields = {"shape": [OUT, IN], "blocksize": 64} | fields
+    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+
+
+NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
 DAMAGED = {
     "gptq without scales": (GPTQ, packers.gptq, "scales", None, "no tensor layer.scales"),
     "gptq with fewer groups": (GPTQ, packers.gptq, "scales", torch.ones(2, OUT), r"layer.scales has shape \[2, 48\]"),
@@ -163,6 +171,60 @@ DAMAGED = {
         torch.zeros(3, dtype=torch.uint8),
         "is not a description",
     ),
+    "nf4 in blocks of 0": (BNB4, packers.nf4, NF4_STATE, state(blocksize=0), "is not a description"),
+    "nf4 in blocks of -64": (BNB4, packers.nf4, NF4_STATE, state(blocksize=-64), "is not a description"),
+    "nf4 in blocks of 64.0": (BNB4, packers.nf4, NF4_STATE, state(blocksize=64.0), "is not a description"),
+    "nf4 of a shape in words": (BNB4, packers.nf4, NF4_STATE, state(shape=["48", "x"]), "is not a description"),
+    "nf4 of no shape": (BNB4, packers.nf4, NF4_STATE, state(shape=7), "is not a description"),
+    "nf4 whose state is deep": (
+        BNB4,
+        packers.nf4,
+        NF4_STATE,
+        torch.full((200_000,), ord("["), dtype=torch.uint8),
+        "is not a description",
+    ),
+    "nf4 with nested blocks of 0": (
+        BNB4,
+        packers.nf4,
+        NF4_STATE,
+        state(nested_blocksize=0, nested_offset=0.1),
+        "is not a description",
+    ),
+    "nf4 with nested scales and no size of their blocks": (
+        BNB4,
+        packers.nf4,
+        NF4_STATE,
+        state(),
+        "has no nested_blocksize",
+    ),
+    "int8 whose layout is empty": (
+        BNB8,
+        packers.int8_rows,
+        "weight_format",
+        torch.zeros(0, dtype=torch.uint8),
+        "layer.weight_format has shape",
+    ),
+    "packed with int32 zeros that are not packed": (
+        W4_ZEROS,
+        packers.packed,
+        "weight_zero_point",
+        torch.zeros(OUT, 3, dtype=torch.int32),
+        r"weight_zero_point has shape \[48, 3\], its quantization implies \[6, 3\]",
+    ),
+    "packed with int8 zeros for some outputs": (
+        W4_ZEROS,
+        packers.packed,
+        "weight_zero_point",
+        torch.zeros(OUT // 8, 3, dtype=torch.int8),
+        "weight_zero_point has shape",
+    ),
+    "bytes of no shape": (
+        ct("int-quantized"),
+        packers.int8_rows,
+        "weight",
+        torch.tensor(1, dtype=torch.int8),
+        "layer.weight has shape",
+    ),
     "nf4 without nested scales": (BNB4, packers.nf4, "weight.nested_absmax", None, "no tensor layer.weight.nested_abs"),
     "int8 without scales": (BNB8, packers.int8_rows, "SCB", None, "no tensor layer.SCB"),
     "int8 in another layout": (
@@ -195,7 +257,14 @@ def test_a_damaged_checkpoint_is_refused_by_the_tensors_name(tmp_path, name):
         ({"quant_method": "aqlm"}, r"quantized \(aqlm\), which is not supported; supported: gptq, awq"),
         ("int4", r"quantized \(int4\)"),
         (GPTQ | {"bits": 3}, r"\(gptq\): bits 3 is not supported; supported: 2, 4, 8"),
+        (GPTQ | {"bits": 4.0}, r"bits 4\.0"),
         (GPTQ | {"group_size": 0}, "group_size 0"),
+        (AWQ | {"group_size": 10**30}, "group_size 10{30} is not supported; supported: -1, or 1 to"),
+        (FP8 | {"weight_block_size": [128, 10**30]}, "weight_block_size"),
+        (
+            W4 | {"config_groups": {str(n): W4["config_groups"]["group_0"] for n in range(1025)}},
+            "1025 entries; at most",
+        ),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format marlin"),
         (GPTQ | {"dynamic": {"-:lm_head": {}}}, "dynamic"),
         (AWQ | {"version": "gemv"}, "version gemv"),
@@ -217,6 +286,12 @@ def test_a_damaged_checkpoint_is_refused_by_the_tensors_name(tmp_path, name):
 def test_what_is_not_supported_is_refused_by_its_field(config, words):
     with pytest.raises(LockstepError, match=words):
         read_scheme({"quantization_config": config}, "llama", refuse)
+
+
+def test_a_bias_in_codes_is_refused(tmp_path):
+    for config in (ct("int-quantized"), BNB8, BITNET, FP8, GPTQ):
+        with pytest.raises(LockstepError, match=r"layer\.bias"):
+            opened(tmp_path, config, {"layer.bias": torch.ones(4, dtype=torch.int8)}, "layer.bias")
 
 
 def test_activations_that_the_engine_does_not_quantize_are_remarked():

@@ -108,6 +108,17 @@ def test_a_matrix_of_another_size_is_refused(tmp_path):
         InProcessGroup(coded, 1)
 
 
+def test_values_that_are_no_numbers_are_refused(tmp_path):
+    def damaged(out, inside, seed):
+        tensors, values = rows(out, inside, seed)
+        tensors["weight_scale"][out // 2] = torch.inf if seed % 2 else torch.nan
+        return tensors, values
+
+    coded, _ = packers.quantized_twin(make("llama", tmp_path / "made")[0], tmp_path, W8, damaged)
+    with pytest.raises(LockstepError, match=r"proj.weight has values that are no finite numbers"):
+        InProcessGroup(coded, 1)
+
+
 def test_codes_without_a_configuration_are_refused(tmp_path):
     coded, _ = packers.quantized_twin(make("llama", tmp_path / "made")[0], tmp_path, W8, rows)
     settings = json.loads((coded / "config.json").read_text())

@@ -11,5 +11,6 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_every_module_is_in_the_table():
     rows = [line for line in README.read_text().splitlines() if line.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`(\w+\.py)`", row.split("|")[1])}
-    assert named == {file.name for file in SOURCES.glob("*.py")} - {"__init__.py"}
+    named = {name for row in rows for name in re.findall(r"`(\w+(?:\.py|/))`", row.split("|")[1])}
+    packages = {f"{file.parent.name}/" for file in SOURCES.glob("*/__init__.py")}
+    assert named == {file.name for file in SOURCES.glob("*.py")} - {"__init__.py"} | packages

@@ -118,7 +118,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise refuse(f"model {path.parent}: {path.name} is missing") from None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise refuse(f"model {path.parent}: {path.name} cannot be read: {error}") from None
     if not isinstance(value, dict):
         raise refuse(f"model {path.parent}: {path.name} is not a JSON object")

@@ -73,7 +73,10 @@ class Checkpoint:
         if not fits:
             raise refuse(f"model {self._path}: tensor {name} has shape {stored}, config.json implies {shape}")
         if weight is not None:
-            return weight.read(dim, piece.start, end)
+            values = weight.read(dim, piece.start, end)
+            if not bool(values.isfinite().all()):
+                raise refuse(f"model {self._path}: tensor {name} has values that are no finite numbers: damaged scales")
+            return values
         index = [slice(None)] * len(stored)
         index[dim] = slice(piece.start, end)
         part = self._tensors.read(name, *index)

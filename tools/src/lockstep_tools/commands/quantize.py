@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Quantize; the target appears once it is complete."""
     source, target = arguments.model, arguments.out
-    if target.exists():
+    if os.path.lexists(target):  # also a link to nothing: no directory can be renamed to it
         raise CommandError(f"--out {target} exists already", UNUSABLE)
     if not target.absolute().parent.is_dir():
         raise CommandError(f"--out {target}: {target.absolute().parent} is not a directory", UNUSABLE)
@@ -68,9 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ |= {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}  # this command shows its own progress
     try:
         with tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".quantize-") as folder:
-            made = Path(folder) / target.name
+            made, scratch = Path(folder) / "made", Path(folder) / "candidates"
             made.mkdir()
-            report = _quantize(arguments, source, made, Path(folder), text)
+            scratch.mkdir()
+            report = _quantize(arguments, source, made, scratch, text)
             made.chmod(0o755)
             made.rename(target)
     except LockstepError as error:

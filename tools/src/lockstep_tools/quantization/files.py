@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from lockstep_tools.quantization.rounding import Rounded
@@ -54,7 +55,10 @@ class Shards:
 
     def _flush(self) -> None:
         if self._tensors:
-            save_file(self._tensors, self._folder / f"shard-{len(self._files)}", metadata={"format": "pt"})
+            try:
+                save_file(self._tensors, self._folder / f"shard-{len(self._files)}", metadata={"format": "pt"})
+            except SafetensorError as error:  # what the library makes of a full disk
+                raise OSError(str(error)) from None
             self._files.append(list(self._tensors))
         self.total_bytes += self._bytes
         self._tensors, self._bytes = {}, 0

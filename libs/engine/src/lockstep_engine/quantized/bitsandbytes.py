@@ -26,6 +26,7 @@ from lockstep_engine.quantized.tensors import Tensors
 
 _STATE = "quant_state.bitsandbytes__"
 _ROW_MAJOR = 0
+_LARGEST = 2**31 - 1
 _PER_127 = 7.874015748031496e-3
 
 
@@ -38,8 +39,8 @@ class FourBitMatrix:
         if not found:
             raise tensors.refusal(f"the checkpoint has no tensor {name}.{_STATE}nf4, which its quantization needs")
         state = self._state(f"{name}.{_STATE}{found[0]}")
-        self.shape = tuple(int(size) for size in state["shape"])
-        self._block = int(state["blocksize"])
+        self.shape = tuple(state["shape"])
+        self._block = state["blocksize"]
         count = math.prod(self.shape)
         blocks = -(-count // self._block)
         tensors.expect(name, [[-(-count // 2), 1], [1, -(-count // 2)], [-(-count // 2)]], ("U8",))
@@ -47,7 +48,9 @@ class FourBitMatrix:
         self._nested = f"{name}.nested_absmax" in tensors or "nested_blocksize" in state
         tensors.expect(f"{name}.absmax", [[blocks]], ("U8",) if self._nested else ("F32",))
         if self._nested:
-            self._nested_block = int(state["nested_blocksize"])
+            if "nested_blocksize" not in state:
+                raise tensors.refusal(f"tensor {name}.{_STATE}{found[0]} has no nested_blocksize")
+            self._nested_block = state["nested_blocksize"]
             self._offset = float(state["nested_offset"])
             tensors.expect(f"{name}.nested_quant_map", [[256]], ("F32",))
             tensors.expect(f"{name}.nested_absmax", [[-(-blocks // self._nested_block)]], ("F32",))
@@ -58,7 +61,11 @@ class FourBitMatrix:
             fields = {key: state[key] for key in ("shape", "blocksize")}
             if "nested_blocksize" in state:
                 fields |= {key: state[key] for key in ("nested_blocksize", "nested_offset")}
-        except (ValueError, KeyError, TypeError):
+            sizes = [*fields["shape"], fields["blocksize"], fields.get("nested_blocksize", 1)]
+            if not sizes[:-2] or not all(type(size) is int and 0 < size <= _LARGEST for size in sizes):
+                raise ValueError(sizes)
+            float(fields.get("nested_offset", 0))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise self._tensors.refusal(f"tensor {name} is not a description of a quantized weight") from None
         return fields
 
@@ -93,7 +100,9 @@ class EightBitMatrix(CodedMatrix):
         self.shape = tensors.matrix(f"{stem}.weight", ("I8",))
         tensors.expect(f"{stem}.SCB", [[self.shape[0]]], ("F32", "F16", "BF16"))
         layout = f"{stem}.weight_format"
-        if layout in tensors and int(tensors.read(layout).flatten()[0]) != _ROW_MAJOR:
+        if layout in tensors:
+            tensors.expect(layout, [[], [1]], ("U8", "I32", "I64"))
+        if layout in tensors and int(tensors.read(layout)) != _ROW_MAJOR:
             raise tensors.refusal(f"tensor {layout} names a layout other than row-major, which is not supported")
 
     def coded(self, rows: slice, columns: slice) -> Coded:

@@ -72,6 +72,7 @@ def _packed(tensors: Tensors, name: str, layout: Layout) -> StoredWeight:
 
 def _bytes(tensors: Tensors, stem: str, layout: Compressed) -> StoredWeight:
     name = f"{stem}{_WEIGHT}"
+    shape = tensors.matrix(name, ())
     dtype = tensors.dtype(name)
     kind = {"I8": "int", "F8_E4M3": "float"}.get(dtype)
     groups = [each for each in layout.groups if each.type == kind and each.format != "pack-quantized"]
@@ -84,7 +85,7 @@ def _bytes(tensors: Tensors, stem: str, layout: Compressed) -> StoredWeight:
         name,
         f"{name}_scale",
         dtype,
-        block=block_of(tensors, f"{name}_scale", (tensors.shape(name)[0], tensors.shape(name)[-1]), groups),
+        block=block_of(tensors, f"{name}_scale", shape, groups),
         zero=zero if asymmetric else None,
         group_index=index if index in tensors else None,
     )

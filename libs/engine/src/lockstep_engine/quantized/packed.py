@@ -46,7 +46,9 @@ class PackedMatrix(CodedMatrix):
         self._zero = zero if zero in tensors or not any(each.symmetric for each in fitting) else None
         if self._zero is not None:
             out, count = self._grid.grid
-            tensors.expect(zero, [[out, count], [-(-out // (32 // self._bits)), count]], ("I32", "I8"))
+            is_plain = zero in tensors and tensors.dtype(zero) == "I8"
+            stored_out = out if is_plain else -(-out // (32 // self._bits))
+            tensors.expect(zero, [[stored_out, count]], ("I8" if is_plain else "I32",))
 
     def coded(self, rows: slice, columns: slice) -> Coded:
         """See `CodedMatrix.coded`."""

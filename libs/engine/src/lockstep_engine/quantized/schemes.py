@@ -13,6 +13,9 @@ import msgspec
 Refuse = Callable[[str], Exception]
 """Makes the error for a sentence about the model."""
 
+_LARGEST = 2**31 - 1
+_MOST_GROUPS = 1024
+
 FLOAT_ACTIVATIONS = "activations computed in float"
 """Remark on a checkpoint whose scheme also quantizes activations, which the engine does not do."""
 
@@ -116,7 +119,7 @@ def read_scheme(settings: Mapping[str, Any], model_type: str, refuse: Refuse) ->
     fields = _Fields(given, method, refuse)
     remarks: list[str] = []
     layout = reader(fields, remarks)
-    return Scheme(method, layout, tuple(remarks))
+    return Scheme(method, layout, tuple(dict.fromkeys(remarks)))
 
 
 class _Fields:
@@ -135,16 +138,24 @@ class _Fields:
         value = self._values.get(name)
         return self._refuse(f"quantization_config ({self._path}): {name} {value} is not supported; supported: {wanted}")
 
+    def entries(self, name: str, most: int) -> Mapping[str, Any]:
+        value = self.get(name, {})
+        self.inner(name, value)
+        if len(value) > most:
+            raise self._refuse(f"quantization_config ({self._path}): {name} has {len(value)} entries; at most {most}")
+        entries: Mapping[str, Any] = value
+        return entries
+
     def one_of(self, name: str, allowed: tuple[Any, ...], default: Any = None) -> Any:
         value = self.get(name, default)
-        if value not in allowed:
+        if not any(type(value) is type(each) and value == each for each in allowed):  # 4.0 is no number of bits
             raise self.refusal(name, ", ".join(map(str, allowed)))
         return value
 
     def group_size(self, name: str = "group_size") -> int:
         value = self.get(name, -1)
-        if not isinstance(value, int) or isinstance(value, bool) or (value != -1 and value < 1):
-            raise self.refusal(name, "-1 or a positive number")
+        if not isinstance(value, int) or isinstance(value, bool) or (value != -1 and not 0 < value <= _LARGEST):
+            raise self.refusal(name, f"-1, or 1 to {_LARGEST}")
         return value
 
     def pair(self, name: str) -> tuple[int, int]:
@@ -152,9 +163,9 @@ class _Fields:
         if (
             not isinstance(value, list)
             or len(value) != 2
-            or not all(isinstance(each, int) and each > 0 for each in value)
+            or not all(type(each) is int and 0 < each <= _LARGEST for each in value)
         ):
-            raise self.refusal(name, "two positive numbers")
+            raise self.refusal(name, f"two numbers of 1 to {_LARGEST}")
         return value[0], value[1]
 
     def inner(self, name: str, value: Any) -> "_Fields":
@@ -192,9 +203,10 @@ def _compressed(fields: _Fields, remarks: list[str]) -> Compressed:
         raise fields.refusal("transform_config", "none")
     if fields.get("kv_cache_scheme"):
         remarks.append("its scheme for the KV cache is not used")
-    config_groups = fields.inner("config_groups", fields.get("config_groups", {}))
+    given = fields.entries("config_groups", _MOST_GROUPS)
+    config_groups = fields.inner("config_groups", given)
     groups = []
-    for name, value in fields.get("config_groups", {}).items():
+    for name, value in given.items():
         group = config_groups.inner(name, value)
         if group.get("weights") is None:
             continue  # quantizes activations only
