@@ -348,11 +348,18 @@ async def test_stream_without_a_token_yet_may_go_to_any_worker_exactly(make_clus
     assert "lockstep" not in response.json()
 
 
+async def lost_with_tokens(cluster, own):
+    """A request whose worker is killed after five of its tokens have come."""
+    own.script = Script(hang_after=5)
+    running = asyncio.create_task(cluster.complete(PROMPT))
+    await eventually(lambda: [stream.tokens for stream in cluster.router.workers.history.streams] == [5])
+    await own.kill()
+    return running
+
+
 async def test_strict_failover_waits_for_a_worker_with_the_same_fingerprint(make_cluster):
     cluster, own, other = await with_fingerprints(make_cluster, "a", "b", exact_failover="strict")
-    running = asyncio.create_task(cluster.complete(PROMPT))
-    await eventually(lambda: own.submits)
-    await own.kill()
+    running = await lost_with_tokens(cluster, own)
     own.script = Script()
     await asyncio.sleep(0.3)
     assert not running.done()
@@ -363,10 +370,7 @@ async def test_strict_failover_waits_for_a_worker_with_the_same_fingerprint(make
 
 async def test_strict_failover_does_not_wait_for_ever(make_cluster):
     cluster, own, other = await with_fingerprints(make_cluster, "a", "b", exact_failover="strict", max_queue_wait_s=0.5)
-    running = asyncio.create_task(cluster.complete(PROMPT))
-    await eventually(lambda: own.submits)
-    await own.kill()
-    response = await running
+    response = await (await lost_with_tokens(cluster, own))
     assert response.status_code == 503
     assert "with the numerics fingerprint 'a' (exact_failover is strict)" in response.json()["error"]["message"]
     assert not other.submits
