@@ -17,6 +17,8 @@ from machine import wait_for
 from serving import run
 from system import MODEL, REFERENCE, System
 
+pytestmark = pytest.mark.slow
+
 WAIT_S = 120.0
 BODY = {"model": MODEL, "prompt": "canary-prompt-31c7 it was", "temperature": 0, "ignore_eos": True}
 

@@ -81,6 +81,7 @@ def test_experts_of_gpt_oss_are_read_in_mxfp4(tmp_path):
         assert torch.equal(InProcessGroup(tmp_path / "coded", tp).logits(IDS, 0), expected)
 
 
+@pytest.mark.slow
 def test_the_engine_generates_the_same_tokens_on_one_rank_and_on_two(tmp_path):
     coded, plain = packers.quantized_twin(make("llama", tmp_path / "made")[0], tmp_path, GPTQ, permuted)
     given = []
