@@ -78,6 +78,24 @@ async def test_other_tokens_are_a_conflict(kept):
     assert await tokens(kept) == [[5, 6], []]
 
 
+async def test_stream_that_becomes_another_one_while_its_tokens_are_compared_is_a_conflict(kept, monkeypatch):
+    if kept.options is None:
+        pytest.skip("in memory nothing happens meanwhile")
+    await kept.open(pieces=[piece(1, 0, 5)])
+    journals = kept.backend._journals
+    fetch = journals._fetch
+
+    async def replace_before(key, take):
+        monkeypatch.setattr(journals, "_fetch", fetch)
+        await kept.backend.trim(kept.tenant, [key])
+        await kept.append(opening=Opening(b"other", 1, "router-2"))
+        return await fetch(key, take)
+
+    monkeypatch.setattr(journals, "_fetch", replace_before)
+    refused = await kept.open(pieces=[piece(1, 0, 5)])
+    assert (refused.outcome, refused.choice, refused.length) == (CONFLICT, 0, 0)
+
+
 async def test_nothing_follows_the_end_of_a_choice(kept):
     await kept.open(pieces=[piece(0, 0, 5, finish=STOP)])
     assert (await kept.append(pieces=[piece(0, 1, 6)])).outcome == CONFLICT

@@ -490,7 +490,7 @@ class AsyncEngine:
         """A step is done: plan another one, then pass on the outputs of this one."""
         self._steps += 1
         self._timing.result(result)
-        self._pace.done(time.monotonic())
+        self._pace.done(result.step, time.monotonic())
         if self._remote is not None:
             self._remote.on_step()
         self._masks.begin_step()
@@ -618,7 +618,8 @@ class AsyncEngine:
                     self._timing.plan(plan.step)
                 config, is_long = self.config, plan.has_prefill or plan.loads is not None
                 self._group.execute(plan, config.prefill_deadline_s if is_long else config.decode_deadline_s)
-                self._pace.planned(len(plan.token_ids) if plan.has_prefill else 0, time.monotonic())
+                prompt_tokens = len(plan.token_ids) if plan.has_prefill else 0
+                self._pace.planned(plan.step, prompt_tokens, time.monotonic())
         except MemoryError:
             try:
                 asyncio.get_running_loop().call_soon(self._pass_on_ends, self._scheduler.shed(self._group.in_flight))

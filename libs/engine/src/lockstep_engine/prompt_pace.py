@@ -1,7 +1,5 @@
 """How fast the ranks compute prompts at the moment, from the steps that computed parts of some."""
 
-from collections import deque
-
 _WEIGHT = 0.2
 """Weight of the last step in the moving mean."""
 
@@ -13,7 +11,8 @@ class PromptPace:
         self.token_s = 0.0
         """Time for each token of a prompt; 0: unknown."""
         self._measured = False
-        self._in_flight: deque[tuple[int, float]] = deque()
+        self._in_flight: dict[int, tuple[int, float]] = {}
+        """Tokens and time of each step, by its number."""
         self._last_at = 0.0
 
     def begin(self, token_s: float) -> None:
@@ -22,13 +21,13 @@ class PromptPace:
         if not self._measured:
             self.token_s = token_s
 
-    def planned(self, prompt_tokens: int, now: float) -> None:
+    def planned(self, step: int, prompt_tokens: int, now: float) -> None:
         """A step was sent that computes so many tokens of prompts and others; 0: none of prompts."""
-        self._in_flight.append((prompt_tokens, now))
+        self._in_flight[step] = (prompt_tokens, now)
 
-    def done(self, now: float) -> None:
-        """The oldest step in flight is done."""
-        tokens, sent_at = self._in_flight.popleft()
+    def done(self, step: int, now: float) -> None:
+        """A step is done. There may have been no memory to note it when it was sent."""
+        tokens, sent_at = self._in_flight.pop(step, (0, 0.0))
         if tokens:
             step_s = (now - max(sent_at, self._last_at)) / tokens
             self.token_s += (_WEIGHT if self._measured else 1.0) * (step_s - self.token_s)

@@ -215,6 +215,8 @@ def _new_life() -> str:
 def _refusal(stored: StoredStream, write: Write) -> WriteResult | None:
     if write.epoch < stored.epoch:
         return results.stale(stored.epoch)
+    if write.opening is not None and write.opening.record != stored.record:  # the stream has become another one
+        return results.plain(state_pb2.WRITE_OUTCOME_CONFLICT)
     refused = results.refusal(stored.logs, write.pieces)
     return refused or results.seal_refusal(stored.logs, stored.seal, write)
 
