@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -195,10 +196,15 @@ async def test_reader_at_the_first_router_gets_a_typed_error(sharing, routers):
         stream_id, before = await leave_after(client, LONG, 2)
         await mirrored_to(first, stream_id, 1)
         await eventually(lambda: first.router.runs.detached == 1)
-        reading = asyncio.create_task(resume(client, stream_id, before[-1][0]))
-        await eventually(lambda: first.router.runs.readings == 1)
-        whole = events_of(await resume(second.client, stream_id, before[-1][0]))
-        lost = events_of(await reading)
+        headers = {"last-event-id": before[-1][0]}
+        async with client.stream("GET", f"/v1/streams/{stream_id}", headers=headers) as response:
+            pieces = response.aiter_text()
+            received = await anext(pieces)
+            # The stream was this router's after the reader had come.
+            tokens = len((await first.router.journals.read(stream_id)).logs[0].ids)
+            await mirrored_to(first, stream_id, tokens + 1)
+            whole = events_of(await resume(second.client, stream_id, before[-1][0]))
+            lost = events_of(SimpleNamespace(text=received + "".join([piece async for piece in pieces])))
     assert lost[-1][1]["error"]["code"] == "stream_moved"
     assert "another router" in lost[-1][1]["error"]["message"]
     expected = first.undisturbed("hello world", 7, 100)
@@ -420,9 +426,9 @@ async def test_foreign_unknown_and_expired_streams_look_alike(sharing, tmp_path)
     slow(sharing, 0.0)
     rest = await resume(second.client, stream_id, before[-1][0], **mine)
     assert text_of(before + events_of(rest)) == first.undisturbed("hello world", 7, 100)
-    await second.client.delete(f"/v1/streams/{stream_id}", headers=mine)
-    # The first router learns from its next write that the stream was taken, the state server that it has ended.
+    # The first router learns from its next write that the stream was taken, then the state server that it is deleted.
     await eventually(lambda: first.router.runs.running == 0)
+    await second.client.delete(f"/v1/streams/{stream_id}", headers=mine)
     await mirrored(second)
     answers.append(await resume(first.client, stream_id, **mine))
     assert {answer.status_code for answer in answers} == {404}
