@@ -94,9 +94,16 @@ class System:
         return self.until(lambda workers: all(map(is_idle, workers.values())), "all blocks are free", within_s)
 
     def serving(self, within_s: float = PATIENCE_S) -> Json:
-        """The worker that runs something."""
-        workers = self.until(lambda all_: any(each["running"] for each in all_.values()), "something runs", within_s)
-        return next(worker for worker in workers.values() if worker["running"])
+        """The worker that runs a stream of the router, by its own report as well.
+
+        The report alone may still count a stream that has ended.
+        """
+
+        def serves(worker: Json) -> bool:
+            return worker["streams"] > 0 and worker["running"] > 0
+
+        workers = self.until(lambda all_: any(map(serves, all_.values())), "something runs", within_s)
+        return next(worker for worker in workers.values() if serves(worker))
 
 
 def all_ready(workers: dict[str, Json]) -> bool:

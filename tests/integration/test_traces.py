@@ -103,11 +103,7 @@ def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(traced: T
     ) as response:  # fmt: skip
         lines = response.iter_lines()
         assert next(lines).startswith("id: ")
-        busy = wait_for(
-            lambda: next((each for each in traced.system.workers().values() if each["running"]), None),
-            "a worker runs it",
-        )
-        psutil.Process(busy["ranks"][1]["pid"]).kill()
+        psutil.Process(traced.system.serving()["ranks"][1]["pid"]).kill()
         assert [line for line in lines if line][-1] == "data: [DONE]"
     wait_for(lambda: named(spans_of(traced.receiver, 2), "request"), "the request's span has come")
     wait_for(lambda: len(named(spans_of(traced.receiver, 2), "decode")) == 2, "both workers' spans have come")

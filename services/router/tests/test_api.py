@@ -1,5 +1,6 @@
 """Answers have OpenAI's shapes and contain the workers' tokens."""
 
+import asyncio
 import json
 import re
 
@@ -378,6 +379,23 @@ async def test_health_status_and_metrics(cluster):
         'lockstep_router_workers{state="ready"} 2.0',
     ):
         assert name in metrics, name
+
+
+async def test_status_counts_the_streams_of_a_worker(cluster):
+    """As soon as they begin and end: what the worker says of itself comes with its next heartbeat."""
+
+    def streams():
+        return {worker["id"]: worker["streams"] for worker in status_body(cluster.router)["workers"]}
+
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.01)
+        worker.heartbeat_s = 3600.0
+    worker, (other,) = cluster.worker_of("user:u")
+    asking = asyncio.create_task(cluster.complete())
+    await eventually(lambda: worker.submits)
+    assert streams() == {worker.worker_id: 1, other.worker_id: 0}
+    await asking
+    assert streams() == {worker.worker_id: 0, other.worker_id: 0}
 
 
 async def test_openapi_describes_the_bodies(cluster):

@@ -85,6 +85,7 @@ def worker_body(link: Link, now: float) -> dict[str, Any]:
         "incarnation": link.incarnation,
         "fingerprint": link.fingerprint,
         "pid": status.pid,
+        "streams": link.streams,
         "queued": status.queued,
         "running": status.running,
         "free_blocks": status.free_blocks,

@@ -160,7 +160,7 @@ class Killer:
         """The worker that runs the stream."""
         while True:
             for worker in (await read_status(self._stack))["workers"]:
-                if worker["running"]:
+                if worker["streams"]:
                     return dict(worker)
             await asyncio.sleep(_POLL_S)
 

@@ -210,6 +210,11 @@ class Link:
         return bool(self._attempts)
 
     @property
+    def streams(self) -> int:
+        """This router's attempts on the worker; its own report counts those of all routers, a heartbeat late."""
+        return len(self._attempts)
+
+    @property
     def _has_tokenizer(self) -> bool:
         return self.card is not None and self.card.tokenizer_digest in self._tokenizers
 
