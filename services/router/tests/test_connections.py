@@ -220,6 +220,28 @@ async def eventually_answered(client):
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.parametrize("begun", [b"", b"GET /healthz HT"], ids=["new", "begun"])
+async def test_request_that_comes_while_the_router_drains_is_answered(cluster, begun):
+    """Its client cannot know that the router leaves."""
+    async with cluster.over_http() as client, connection(client, begun) as (reader, writer):
+        await eventually(lambda: any(each._received_bytes == len(begun) for each in cluster.connections))
+        for each in list(cluster.connections):
+            each.shutdown()
+        writer.write(HEALTH[len(begun) :])
+        answer = await all_of(reader)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" in answer
+
+
+async def test_new_connection_does_not_hold_up_the_end(cluster):
+    async with cluster.over_http() as client, connection(client) as (reader, _):
+        await eventually(lambda: cluster.connections)
+        for _ in range(2):
+            for each in list(cluster.connections):
+                each.shutdown()
+        assert await all_of(reader) == b""
+
+
 async def test_line_ends_between_requests_keep_no_connection_open(make_cluster, monkeypatch):
     monkeypatch.setattr(server, "_KEEP_ALIVE_S", 0.3)
     cluster = await make_cluster(1)

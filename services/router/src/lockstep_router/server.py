@@ -221,7 +221,7 @@ def http_config(router: Router, tls: ssl.SSLContext | None = None) -> HttpConfig
 
 
 def close_after_answers(server: uvicorn.Server) -> None:
-    """Close idle connections now, and the others after their answers.
+    """Close idle connections now, those that have just come after a moment, and the others after their answers.
 
     An answer whose headers were sent before the shutdown began has no `Connection: close`. If its connection stayed
     open, the client's next request would come here and be refused.

@@ -45,6 +45,8 @@ and reads the response. Closing at once could make the client's kernel discard i
 """
 _DROP_EVERY_S = 0.05
 """Least interval between two reads of such a rest."""
+_LAST_REQUEST_S = 1.0
+"""Time for a request that was on its way when the router began to drain: network and a busy event loop."""
 
 
 class _NotServedError(Exception):
@@ -105,6 +107,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._max_late_bytes = _MAX_LATE_BYTES
         self._may_keep_alive = False
         """Whether the connection may be used again after the current request."""
+        self._is_leaving = False
+        """Whether the current request, or the one that is about to come, is the connection's last."""
         self._socket: Socket | None = None
         """What the connection was given to."""
         self._response: ResponseChannel | None = None
@@ -306,7 +310,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._open_connections.wait(self)
         cycle = self.cycle
         # Until the body is complete, a response announces that the connection closes: the rest is not read.
-        self._may_keep_alive, cycle.keep_alive = cycle.keep_alive, False
+        self._may_keep_alive, cycle.keep_alive = cycle.keep_alive and not self._is_leaving, False
         transport: Any = ResponseTransport(self, cycle)
         response: Any = ResponseChannel(cycle, transport)
         self._response, cycle.transport = response, transport
@@ -393,11 +397,21 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def shutdown(self) -> None:
-        """Close the connection now, or after the response."""
+        """Close the connection now, or after the response.
+
+        A client that has just connected, or has begun to send a request, cannot know that the router leaves. It is
+        given a moment to send all of it. The second call ends that.
+        """
         if self._socket is not None:
             self._socket.shutdown()
             return
         self._may_keep_alive = False
+        awaits_request = self._is_admitted and self not in self._open_connections.idle
+        if awaits_request and not self._is_leaving and (self.cycle is None or self.cycle.response_complete):
+            self._is_leaving = True
+            self.loop.call_later(_LAST_REQUEST_S, self.shutdown)
+            return
+        self._is_leaving = True
         super().shutdown()
 
     def end_response(self) -> None:
