@@ -365,6 +365,25 @@ async def test_removed_stream_is_gone_there_too(store, other, clock):
     assert not store.mirror.entries
 
 
+async def test_stream_that_ends_elsewhere_and_is_removed_there_is_not_written_again(store, other):
+    """Also by a router that learns of nothing before all of that is done."""
+    lost = []
+    store.on_taken(lambda request_id, _: lost.append(request_id))
+    await fill(store)
+    await mirrored(store)
+    await take(other)
+    await other.seal("r-1", Outcome(), KEEP_S)
+    await mirrored(other)
+    await other.remove("r-1")
+    await mirrored(other)
+    assert not lost
+    store.append("r-1", Piece(0, 2, [9], logprobs(9)))
+    await mirrored(store)
+    assert lost == ["r-1"]
+    assert await other.look_up("r-1", "tenant") is None
+    assert not store.mirror.entries
+
+
 async def test_left_stream_is_complete_and_keeps_its_key(store, other):
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await fill(store)

@@ -411,8 +411,7 @@ class Mirror:
 
     def trim(self, owner: str, request_id: str) -> None:
         """Have the state server forget a stream that has ended."""
-        request = state_pb2.TrimRequest(tenant=tenant_of(owner), stream_ids=[request_id])
-        self.add_chore(lambda: self._client.trim(request))
+        self.add_chore(lambda: self._client.trim(trim_request(owner, request_id, self._ttl_s)))
 
     async def _do_chores(self) -> None:
         works = [self._chores.popleft() for _ in range(min(len(self._chores), _CHORES_AT_ONCE))]
@@ -431,6 +430,13 @@ class Mirror:
 async def _done(work: Callable[[], Awaitable[None]]) -> None:
     with suppress(StateAwayError, StateRefusedError):  # the state server forgets by its times to live
         await work()
+
+
+def trim_request(owner: str, request_id: str, ttl_s: float) -> state_pb2.TrimRequest:
+    """What has the state server forget a stream. Routers that had it before are fenced for as long as they would be if
+    it were there.
+    """
+    return state_pb2.TrimRequest(tenant=tenant_of(owner), stream_ids=[request_id], ttl_s=ttl_s)
 
 
 def lengths_of(logs: Sequence[ChoiceLog]) -> tuple[list[int], list[bool]]:

@@ -14,7 +14,7 @@ from lockstep_common.grpc_tls import Dial
 
 from lockstep_router import metrics
 from lockstep_router.journals.memory import MemoryJournalStore
-from lockstep_router.journals.mirror import Entry, Mirror, lengths_of
+from lockstep_router.journals.mirror import Entry, Mirror, lengths_of, trim_request
 from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, Record, StoredStream
 from lockstep_router.journals.shared_keys import SharedKeys
 from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
@@ -291,7 +291,7 @@ class MirroredJournalStore:
     async def _trim(self, owner: str, request_id: str) -> None:
         """Have the state server forget a stream that has ended."""
         with suppress(StateAwayError, StateRefusedError):  # its time to live ends it
-            await self.client.trim(state_pb2.TrimRequest(tenant=tenant_of(owner), stream_ids=[request_id]))
+            await self.client.trim(trim_request(owner, request_id, self._ttl_s))
 
     async def _take(self, request_id: str, owner: str) -> Found | None:
         return _found(request_id, owner, await self._ask_to_take(request_id, owner))
