@@ -369,6 +369,35 @@ async def test_request_that_is_sent_again_elsewhere_joins_one_that_is_still_prep
     assert {event_id.partition(":")[0] for event_id, _ in events[:-1]} == {first_id}
 
 
+async def test_request_that_joins_a_stream_of_another_router_gets_comments_while_that_is_prepared(sharing):
+    first, second = await sharing.router("first"), await sharing.router("second", keepalive_interval_s=0.05)
+    prepare, may_go = first.router.prepare, asyncio.Event()
+
+    async def prepare_slowly(request, account):
+        await may_go.wait()
+        return await prepare(request, account)
+
+    first.router.prepare = prepare_slowly
+    headers = {"idempotency-key": "mine", "authorization": "Bearer one"}
+    granted = metrics.STATE_CLAIMS.labels("granted")
+    granted_before = granted._value.get()
+    asking = asyncio.create_task(first.client.post("/v1/completions", json=STREAM, headers=headers))
+    await eventually(lambda: granted._value.get() > granted_before)
+    (first_id,) = first.router.runs._runs
+    async with (
+        second.over_http() as client,
+        client.stream("POST", "/v1/completions", json=STREAM, headers=headers) as response,
+    ):
+        pieces = response.aiter_text()
+        received = await anext(pieces)
+        assert received.startswith(": keep-alive")
+        assert response.headers["x-lockstep-stream-id"] == first_id
+        may_go.set()
+        events = events_of(SimpleNamespace(text=received + "".join([piece async for piece in pieces])))
+    await asking
+    assert text_of(events) == first.undisturbed("hello world", 7, 12)
+
+
 async def test_drained_router_hands_its_streams_over(sharing, routers):
     slow(sharing)
     first, second = routers

@@ -350,8 +350,9 @@ class Runs:
         if run is not None and run.end is not None:
             await run.ended.wait()
             return None
-        if run is not None and run.owner == owner:
-            on_stream(run.request_id)
+        if run is None or run.owner == owner:
+            # Another router may prepare it for seconds, and it may wait here after that.
+            on_stream(claim.request_id)
         try:
             reading = await self._resume(claim.request_id, owner, account, after)
         except LockstepError as error:
