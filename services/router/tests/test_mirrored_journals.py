@@ -384,6 +384,33 @@ async def test_stream_that_ends_elsewhere_and_is_removed_there_is_not_written_ag
     assert not store.mirror.entries
 
 
+async def test_removal_is_settled_when_the_state_server_knows_it(store, other):
+    await fill(store)
+    await mirrored(store)
+    await store.remove("r-1")
+    assert store.mirror.entries
+    await store.settle("r-1")
+    assert await other.look_up("r-1", "tenant") is None
+    await store.settle("r-1")
+    await store.settle("r-unknown")
+
+
+async def test_removal_is_not_waited_for_long_and_not_at_all_while_the_server_is_away(make_store, server):
+    store = await make_store(timeout_s=0.1)
+    await fill(store)
+    await fill(store, "r-2")
+    await mirrored(store)
+    server.backend.delay_s = 3600.0
+    await store.remove("r-1")
+    async with asyncio.timeout(60):
+        await store.settle("r-1")
+    assert "r-1" in store.mirror.entries, "it gave up"
+    await eventually(lambda: store.client.mirror.is_open)
+    await store.remove("r-2")
+    assert "r-2" not in store.mirror.entries
+    await store.settle("r-2")
+
+
 async def test_left_stream_is_complete_and_keeps_its_key(store, other):
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await fill(store)

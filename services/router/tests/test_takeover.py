@@ -328,6 +328,19 @@ async def test_delete_ends_a_stream_of_another_router(sharing, routers):
         await eventually(lambda: first.router.runs.running == 0)
 
 
+@pytest.mark.parametrize("at", [0, 1], ids=["here", "elsewhere"])
+async def test_deleted_stream_is_gone_for_all_as_soon_as_that_is_acknowledged(sharing, at):
+    routers = [await sharing.router(name, state_max_lag_s=0.5) for name in ("first", "second")]
+    slow(sharing)
+    async with routers[0].over_http() as client:
+        stream_id, _ = await leave_after(client, LONG, 2)
+        await mirrored_to(routers[0], stream_id, 1)
+        assert (await routers[at].client.delete(f"/v1/streams/{stream_id}")).status_code == 200
+        assert not routers[at].router.mirrored.mirror.entries, "the state server knows it"
+        third = await sharing.router("third")
+        assert (await resume(third.client, stream_id)).status_code == 404
+
+
 async def test_request_that_is_sent_again_elsewhere_joins_its_stream(sharing, routers):
     slow(sharing)
     first, second = routers

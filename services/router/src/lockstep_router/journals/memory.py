@@ -138,6 +138,9 @@ class MemoryJournalStore:
         """The same at once."""
         self._remove(request_id)
 
+    async def settle(self, request_id: str) -> None:
+        """Nobody else knows a stream of this store."""
+
     async def leave(self, request_id: str) -> None:
         """Forget a stream: no other router knows it."""
         self._remove(request_id)

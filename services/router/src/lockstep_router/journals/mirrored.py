@@ -60,6 +60,7 @@ class MirroredJournalStore:
         self._owner = owner
         # Time to live of what runs: it is renewed when a third of it is over, and the window is left then.
         self._ttl_s = min(1.5 * window_s, _MAX_TTL_S)
+        self._settle_s = max_lag_s + timeout_s
         self._claiming: dict[str, asyncio.Event] = {}
         """Keys that the state server is being asked for."""
         self._origins: dict[str, tuple[int, Key | None]] = {}
@@ -142,6 +143,10 @@ class MirroredJournalStore:
             await self.discard(request_id, stream.record.owner)
         elif not is_mirrored:
             await self._trim(stream.record.owner, request_id)
+
+    async def settle(self, request_id: str) -> None:
+        """Wait until the state server knows that a stream was removed here: the next batch tells it."""
+        await self.mirror.settle(request_id, self._settle_s)
 
     async def leave(self, request_id: str) -> None:
         """Forget a running stream here, so that another router may continue it; it keeps its idempotency key."""

@@ -50,6 +50,11 @@ class JournalStore(Protocol):
             LockstepError: as for `look_up`, of a failed stream. It is forgotten here.
         """
 
+    async def settle(self, request_id: str) -> None:
+        """Wait until other routers can know that a stream was removed or discarded here; not for long, and not at all
+        while nobody can be told.
+        """
+
     async def leave(self, request_id: str) -> None:
         """Forget a running stream here, so that another router may continue it; it keeps its idempotency key. Where no
         other router can know it, this is `remove`.

@@ -163,11 +163,15 @@ class Runs:
         return reading
 
     async def cancel(self, request_id: str, owner: str) -> None:
-        """End a stream, if it runs, and forget it.
+        """End a stream, if it runs, and forget it. Other routers know that then, as far as they can be told soon.
 
         Raises:
             LockstepError: STREAM_NOT_FOUND, there is none of this owner.
         """
+        await self._remove(request_id, owner)
+        await self._store.settle(request_id)
+
+    async def _remove(self, request_id: str, owner: str) -> None:
         run = self._runs.get(request_id)
         if run is not None and run.owner == owner and run.end is None:
             run.cancel(LockstepError(ErrorCode.CANCELLED, "the stream was cancelled"))
