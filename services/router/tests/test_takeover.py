@@ -341,6 +341,23 @@ async def test_deleted_stream_is_gone_for_all_as_soon_as_that_is_acknowledged(sh
         assert (await resume(third.client, stream_id)).status_code == 404
 
 
+@pytest.mark.parametrize("at", [0, 1], ids=["here", "elsewhere"])
+async def test_reader_of_a_deleted_stream_is_told_so_wherever_it_was_deleted(sharing, routers, at):
+    slow(sharing)
+    async with (
+        routers[0].over_http() as client,
+        client.stream("POST", "/v1/completions", json=LONG) as response,
+    ):
+        stream_id = response.headers["x-lockstep-stream-id"]
+        pieces = response.aiter_text()
+        received = await anext(pieces)
+        await mirrored_to(routers[0], stream_id, 1)
+        assert (await routers[at].client.delete(f"/v1/streams/{stream_id}")).status_code == 200
+        events = events_of(SimpleNamespace(text=received + "".join([piece async for piece in pieces])))
+    error = events[-1][1]["error"]
+    assert (error["code"], error["message"]) == ("cancelled", "the stream was cancelled")
+
+
 async def test_request_that_is_sent_again_elsewhere_joins_its_stream(sharing, routers):
     slow(sharing)
     first, second = routers
@@ -765,7 +782,7 @@ async def test_delete_where_a_stream_has_failed_ends_it_where_it_goes_on(sharing
         await eventually(lambda: second.router.runs.readings == 1 and len(sharing.submits) == 2)
         assert (await first.client.delete(f"/v1/streams/{stream_id}")).status_code in (200, 204)
         await eventually(lambda: second.router.streams == 0)
-        assert '"code":"stream_moved"' in (await reading).text, "whether or not it has begun"
+        assert '"code":"cancelled"' in (await reading).text, "whether or not it has begun"
     for router in routers:
         assert (await resume(router.client, stream_id)).status_code == 404
 

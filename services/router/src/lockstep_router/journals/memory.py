@@ -167,7 +167,7 @@ class MemoryJournalStore:
         """False: this store knows no other router's streams."""
         return False
 
-    def on_taken(self, callback: Callable[[str, float], None]) -> None:
+    def on_taken(self, callback: Callable[[str, float, bool], None]) -> None:
         """Nobody takes a stream from this store."""
 
     async def claim(self, scope: str, claim: Claim) -> Claim | None:
