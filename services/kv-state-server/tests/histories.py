@@ -83,6 +83,13 @@ class Stream:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """What a stream that was taken leaves when it is trimmed."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
 class Piece:
     choice: int
     position: int
@@ -131,9 +138,11 @@ def is_news(choice: Choice, piece: Piece) -> bool:
     return piece.position + len(piece.ids) > len(choice.ids) or bool(piece.finish and not choice.finish)
 
 
-def append_outcome(stream: Stream | None, write: Append) -> tuple[list[tuple[Any, ...]], Stream | None]:
+def append_outcome(stream: Stream | Mark | None, write: Append) -> tuple[list[tuple[Any, ...]], Stream | None]:
     """The refusals that hold, or, without one, the stream after the write."""
-    if stream is None:
+    if isinstance(stream, Mark) and write.epoch < stream.epoch:
+        return [("STALE", stream.epoch)], None
+    if not isinstance(stream, Stream):
         if write.record is None:
             return [("UNKNOWN",)], None
         stream = Stream(write.record, write.epoch, write.owner, (Choice(),) * write.choices)
@@ -156,7 +165,7 @@ def append_outcome(stream: Stream | None, write: Append) -> tuple[list[tuple[Any
     return [], replace(stream, epoch=write.epoch, choices=tuple(choices), seal=stream.seal or write.seal)
 
 
-def stream_step(stream: Stream | None, operation: Any, response: Any) -> list[Any]:
+def stream_step(stream: Stream | Mark | None, operation: Any, response: Any) -> list[Any]:
     """The model of a stream."""
     if isinstance(operation, Append):
         refusals, after = append_outcome(stream, operation)
@@ -166,15 +175,17 @@ def stream_step(stream: Stream | None, operation: Any, response: Any) -> list[An
             return [stream] if response in refusals else []
         return [after] if response == ("OK", operation.epoch) else []
     if isinstance(operation, Trim):
+        is_there = isinstance(stream, Stream)
+        trimmed = (Mark(stream.epoch) if stream.epoch > 1 else None) if isinstance(stream, Stream) else stream
         if response is None:
-            return [None, stream]
-        return [None] if response == int(stream is not None) else []
+            return [trimmed, stream]
+        return [trimmed] if response == int(is_there) else []
     after = stream
-    if stream is not None and operation.taker:
+    if isinstance(stream, Stream) and operation.taker:
         after = replace(stream, epoch=stream.epoch + 1, owner=operation.taker)
     if response is None:
         return [stream, after]
-    return [after] if response == (after or "none") else []
+    return [after] if response == (after if isinstance(after, Stream) else "none") else []
 
 
 # Names.

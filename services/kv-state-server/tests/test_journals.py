@@ -87,7 +87,7 @@ async def test_stream_that_becomes_another_one_while_its_tokens_are_compared_is_
 
     async def replace_before(key, take):
         monkeypatch.setattr(journals, "_fetch", fetch)
-        await kept.backend.trim(kept.tenant, [key])
+        await kept.backend.trim(kept.tenant, [key], TTL_S)
         await kept.append(opening=Opening(b"other", 1, "router-2"))
         return await fetch(key, take)
 
@@ -159,10 +159,67 @@ async def test_batch_of_many_streams(kept):
 async def test_trimmed_stream_is_gone(kept):
     await kept.open("one")
     await kept.open("two")
-    assert await kept.backend.trim(kept.tenant, [kept.key("one"), kept.key("none")]) == 1
+    assert await kept.backend.trim(kept.tenant, [kept.key("one"), kept.key("none")], TTL_S) == 1
     assert await kept.backend.read(kept.key("one")) is None
     assert await kept.backend.read(kept.key("two")) is not None
     assert (await kept.open("one", choices=1)).outcome == OK
+
+
+async def taken(kept, name="stream"):
+    await kept.open(name, pieces=[piece(0, 0, 5)])
+    return await kept.backend.read(kept.key(name), Take("router-2", TTL_S))
+
+
+@pytest.mark.parametrize("seal", [None, b"end"])
+async def test_trimmed_stream_stays_fenced_from_those_that_had_it_before(kept, seal):
+    await taken(kept)
+    await kept.append(epoch=2, seal=seal)
+    assert await kept.backend.trim(kept.tenant, [kept.key()], TTL_S) == 1
+    for _ in range(2):  # the second time the router sends everything again, or the trim is repeated
+        stale = await kept.append(pieces=[piece(0, 1, 6)])
+        assert (stale.outcome, stale.epoch) == (STALE, 2)
+        again = await kept.open(pieces=[piece(0, 0, 5, 6)])
+        assert (again.outcome, again.epoch) == (STALE, 2)
+        assert await kept.backend.read(kept.key(), Take("router-3", TTL_S)) is None
+        assert await kept.backend.trim(kept.tenant, [kept.key()], TTL_S) == 0
+
+
+async def test_router_that_had_a_trimmed_stream_last_may_write_it_again(kept):
+    await taken(kept)
+    await kept.backend.trim(kept.tenant, [kept.key()], TTL_S)
+    assert (await kept.append(epoch=2, pieces=[piece(0, 1, 6)])).outcome == UNKNOWN
+    assert (await kept.open(epoch=2, pieces=[piece(0, 0, 5, 6)])).outcome == OK
+    assert await tokens(kept) == [[5, 6], []]
+    assert (await kept.append(pieces=[piece(0, 2, 7)])).outcome == STALE
+
+
+async def test_higher_epoch_is_kept_when_a_stream_is_trimmed_again(kept):
+    await taken(kept)
+    await kept.backend.trim(kept.tenant, [kept.key()], TTL_S)
+    await kept.open(epoch=5)
+    await kept.backend.trim(kept.tenant, [kept.key()], TTL_S)
+    assert (await kept.open(epoch=4)).epoch == 5
+    assert (await kept.open(epoch=5)).outcome == OK
+
+
+async def test_mark_of_a_trimmed_stream_expires(kept):
+    await taken(kept)
+    await kept.backend.trim(kept.tenant, [kept.key()], 0.3)
+
+    async def is_forgotten():
+        return (await kept.append(pieces=[piece(0, 1, 6)])).outcome == UNKNOWN
+
+    await eventually(is_forgotten)
+
+
+async def test_refused_writes_to_a_trimmed_stream_take_no_room_of_the_tenant(kept):
+    await taken(kept)
+    await kept.backend.trim(kept.tenant, [kept.key()], TTL_S)
+    assert (await kept.open()).outcome == STALE
+    opening = Opening(b"record", 1, "r")
+    results = await kept.backend.append([kept.write(f"s{number}", opening=opening) for number in range(100)])
+    assert {each.outcome for each in results} == {OK}, "a mark is no stream"
+    assert (await kept.open("one more")).outcome == FULL
 
 
 async def test_stream_expires(kept):
@@ -207,7 +264,7 @@ async def test_tenant_has_so_many_streams(kept):
     assert (await kept.open("one more")).outcome == FULL
     assert (await kept.open("s7")).outcome == OK, "a repeat is no new stream"
     assert (await kept.append("s7", pieces=[piece(0, 0, 1)])).outcome == OK, "what is open goes on"
-    await kept.backend.trim(kept.tenant, [kept.key("s3")])
+    await kept.backend.trim(kept.tenant, [kept.key("s3")], TTL_S)
     assert (await kept.open("one more")).outcome == OK
     other = kept.write("other", tenant=f"{kept.tenant}-other", opening=Opening(b"record", 1, "r"))
     assert (await kept.backend.append([other]))[0].outcome == OK

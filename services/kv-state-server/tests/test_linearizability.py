@@ -117,7 +117,7 @@ async def act_on_stream(backend: Backend, key: str, recorder: Recorder, view: di
             response = await recorder.record(key, operation, append(backend, write))
             note_append(view, operation, response)
         case ("trim",):
-            await recorder.record(key, Trim(), answered(backend.trim(key, [key])))
+            await recorder.record(key, Trim(), answered(backend.trim(key, [key], TTL_S)))
         case (name,):
             operation = Read(view["owner"] if name == "take" else "")
             response = await recorder.record(key, operation, read(backend, key, operation))

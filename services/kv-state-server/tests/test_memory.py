@@ -4,9 +4,12 @@ import tracemalloc
 
 import pytest
 from backends import TTL_S
+from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_STALE, WRITE_OUTCOME_UNKNOWN
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_state.backend import Binding, Limits, Opening, Write
+from lockstep_state.backend import Binding, Limits, Opening, Take, Write
 from lockstep_state.memory import MemoryBackend
+from lockstep_state.memory.journals import MAX_MARKS
+from lockstep_state.memory.shelf import ENTRY_BYTES
 
 LIMITS = Limits(stream_bytes=1 << 20, tenant_bytes=1 << 30, tenant_streams=1000)
 
@@ -49,6 +52,22 @@ async def test_what_was_replaced_expires_at_its_new_time():
     assert backend.used_bytes == 0
 
 
+async def test_marks_of_trimmed_streams_are_bounded_and_expire():
+    now = 0.0
+    backend = MemoryBackend(64 << 20, LIMITS, clock=lambda: now)
+    for number in range(MAX_MARKS + 10):
+        await backend.append([Write("t", f"s{number}", 1, TTL_S, Opening(b"r", 1, "r"))])
+        await backend.read(f"s{number}", Take("other", TTL_S))
+        await backend.trim("t", [f"s{number}"], TTL_S)
+    assert backend.used_bytes == MAX_MARKS * ENTRY_BYTES
+    last = MAX_MARKS + 9
+    oldest, newest = await backend.append([Write("t", f"s{number}", 1, TTL_S) for number in (0, last)])
+    assert (oldest.outcome, newest.outcome) == (WRITE_OUTCOME_UNKNOWN, WRITE_OUTCOME_STALE)
+    now = TTL_S + 1
+    backend.expire()
+    assert backend.used_bytes == 0
+
+
 async def test_lease_without_room_is_refused_as_full_and_not_as_held():
     backend = MemoryBackend(1 << 20, LIMITS)
     size = (1 << 20) - 1000  # streams that run are not evicted
@@ -57,5 +76,5 @@ async def test_lease_without_room_is_refused_as_full_and_not_as_held():
     with pytest.raises(LockstepError) as caught:
         await backend.acquire("lease", "a", TTL_S)
     assert caught.value.code is ErrorCode.OVERLOADED
-    await backend.trim("t", ["s"])
+    await backend.trim("t", ["s"], TTL_S)
     assert (await backend.acquire("lease", "a", TTL_S))[0]

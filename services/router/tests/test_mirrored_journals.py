@@ -245,7 +245,7 @@ async def test_failed_stream_that_is_removed_elsewhere_is_gone_here(store, other
 
 async def test_removing_a_failed_stream_ends_it_where_it_goes_on(store, other):
     lost = []
-    other.on_taken(lambda request_id, _: lost.append(request_id))
+    other.on_taken(lambda request_id, *_: lost.append(request_id))
     await fill(store)
     await store.seal("r-1", Outcome(LockstepError(ErrorCode.WORKER_LOST, "gone")), KEEP_S)
     await mirrored(store)
@@ -285,7 +285,7 @@ async def test_clients_without_a_key_have_streams_too(store, other):
 
 async def test_taken_stream_is_fenced(store, other):
     lost = []
-    store.on_taken(lambda request_id, _: lost.append(request_id))
+    store.on_taken(lambda request_id, *_: lost.append(request_id))
     await fill(store)
     await mirrored(store)
     taken = await take(other)
@@ -334,7 +334,7 @@ async def test_stream_without_room_is_not_taken(store, make_store):
 
 async def test_discarded_stream_ends_where_it_runs_and_is_gone_for_all(store, other):
     lost = []
-    store.on_taken(lambda request_id, _: lost.append(request_id))
+    store.on_taken(lambda request_id, *_: lost.append(request_id))
     await fill(store)
     await fill(store, "r-2")
     await store.seal("r-2", Outcome(), KEEP_S)
@@ -363,6 +363,81 @@ async def test_removed_stream_is_gone_there_too(store, other, clock):
     assert await other.look_up("r-1", "tenant") is None
     assert await other.look_up("r-2", "tenant") is None
     assert not store.mirror.entries
+
+
+async def test_stream_that_ends_elsewhere_and_is_removed_there_is_not_written_again(store, other):
+    """Also by a router that learns of nothing before all of that is done."""
+    lost = []
+    store.on_taken(lambda request_id, *_: lost.append(request_id))
+    await fill(store)
+    await mirrored(store)
+    await take(other)
+    await other.seal("r-1", Outcome(), KEEP_S)
+    await mirrored(other)
+    await other.remove("r-1")
+    await mirrored(other)
+    assert not lost
+    store.append("r-1", Piece(0, 2, [9], logprobs(9)))
+    await eventually(lambda: lost == ["r-1"])
+    await mirrored(store)
+    assert await other.look_up("r-1", "tenant") is None
+    assert not store.mirror.entries
+
+
+async def test_removal_is_settled_when_the_state_server_knows_it(store, other):
+    await fill(store)
+    await mirrored(store)
+    await store.remove("r-1")
+    assert store.mirror.entries
+    await store.settle("r-1")
+    assert await other.look_up("r-1", "tenant") is None
+    await store.settle("r-1")
+    await store.settle("r-unknown")
+
+
+async def test_removal_is_not_waited_for_long_and_not_at_all_while_the_server_is_away(make_store, server):
+    store = await make_store(timeout_s=0.1)
+    await fill(store)
+    await fill(store, "r-2")
+    await mirrored(store)
+    server.backend.delay_s = 3600.0
+    await store.remove("r-1")
+    async with asyncio.timeout(60):
+        await store.settle("r-1")
+    assert "r-1" in store.mirror.entries, "it gave up"
+    await eventually(lambda: store.client.mirror.is_open)
+    await store.remove("r-2")
+    assert "r-2" not in store.mirror.entries
+    await store.settle("r-2")
+
+
+@pytest.mark.parametrize("how", ["goes on", "discarded", "ended", "away"])
+async def test_router_that_has_lost_a_stream_is_told_whether_it_was_removed(store, other, server, how):
+    lost = []
+    store.on_taken(lambda *told: lost.append((told[0], told[2])))
+    await fill(store)
+    await mirrored(store)
+    if how == "discarded":
+        assert await other.discard("r-1", "tenant")
+    else:
+        await take(other)
+    if how == "ended":
+        await other.seal("r-1", Outcome(), KEEP_S)
+        await mirrored(other)
+        await other.remove("r-1")
+    await mirrored(other)
+    if how == "away":
+        read = server.backend.backend.read
+
+        async def fail(*_):
+            raise LockstepError(ErrorCode.UNAVAILABLE, "the store does not answer")
+
+        server.backend.backend.read = fail
+    store.append("r-1", Piece(0, 2, [9], logprobs(9)))
+    await eventually(lambda: lost == [("r-1", how in ("discarded", "ended"))])
+    assert await store.read("r-1") is None
+    if how == "away":
+        server.backend.backend.read = read
 
 
 async def test_left_stream_is_complete_and_keeps_its_key(store, other):

@@ -328,6 +328,36 @@ async def test_delete_ends_a_stream_of_another_router(sharing, routers):
         await eventually(lambda: first.router.runs.running == 0)
 
 
+@pytest.mark.parametrize("at", [0, 1], ids=["here", "elsewhere"])
+async def test_deleted_stream_is_gone_for_all_as_soon_as_that_is_acknowledged(sharing, at):
+    routers = [await sharing.router(name, state_max_lag_s=0.5) for name in ("first", "second")]
+    slow(sharing)
+    async with routers[0].over_http() as client:
+        stream_id, _ = await leave_after(client, LONG, 2)
+        await mirrored_to(routers[0], stream_id, 1)
+        assert (await routers[at].client.delete(f"/v1/streams/{stream_id}")).status_code == 200
+        assert not routers[at].router.mirrored.mirror.entries, "the state server knows it"
+        third = await sharing.router("third")
+        assert (await resume(third.client, stream_id)).status_code == 404
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["here", "elsewhere"])
+async def test_reader_of_a_deleted_stream_is_told_so_wherever_it_was_deleted(sharing, routers, at):
+    slow(sharing)
+    async with (
+        routers[0].over_http() as client,
+        client.stream("POST", "/v1/completions", json=LONG) as response,
+    ):
+        stream_id = response.headers["x-lockstep-stream-id"]
+        pieces = response.aiter_text()
+        received = await anext(pieces)
+        await mirrored_to(routers[0], stream_id, 1)
+        assert (await routers[at].client.delete(f"/v1/streams/{stream_id}")).status_code == 200
+        events = events_of(SimpleNamespace(text=received + "".join([piece async for piece in pieces])))
+    error = events[-1][1]["error"]
+    assert (error["code"], error["message"]) == ("cancelled", "the stream was cancelled")
+
+
 async def test_request_that_is_sent_again_elsewhere_joins_its_stream(sharing, routers):
     slow(sharing)
     first, second = routers
@@ -367,6 +397,35 @@ async def test_request_that_is_sent_again_elsewhere_joins_one_that_is_still_prep
     assert text_of(events) == first.undisturbed("hello world", 7, 12)
     first_id = (await asking).headers["x-lockstep-stream-id"]
     assert {event_id.partition(":")[0] for event_id, _ in events[:-1]} == {first_id}
+
+
+async def test_request_that_joins_a_stream_of_another_router_gets_comments_while_that_is_prepared(sharing):
+    first, second = await sharing.router("first"), await sharing.router("second", keepalive_interval_s=0.05)
+    prepare, may_go = first.router.prepare, asyncio.Event()
+
+    async def prepare_slowly(request, account):
+        await may_go.wait()
+        return await prepare(request, account)
+
+    first.router.prepare = prepare_slowly
+    headers = {"idempotency-key": "mine", "authorization": "Bearer one"}
+    granted = metrics.STATE_CLAIMS.labels("granted")
+    granted_before = granted._value.get()
+    asking = asyncio.create_task(first.client.post("/v1/completions", json=STREAM, headers=headers))
+    await eventually(lambda: granted._value.get() > granted_before)
+    (first_id,) = first.router.runs._runs
+    async with (
+        second.over_http() as client,
+        client.stream("POST", "/v1/completions", json=STREAM, headers=headers) as response,
+    ):
+        pieces = response.aiter_text()
+        received = await anext(pieces)
+        assert received.startswith(": keep-alive")
+        assert response.headers["x-lockstep-stream-id"] == first_id
+        may_go.set()
+        events = events_of(SimpleNamespace(text=received + "".join([piece async for piece in pieces])))
+    await asking
+    assert text_of(events) == first.undisturbed("hello world", 7, 12)
 
 
 async def test_drained_router_hands_its_streams_over(sharing, routers):
@@ -723,7 +782,7 @@ async def test_delete_where_a_stream_has_failed_ends_it_where_it_goes_on(sharing
         await eventually(lambda: second.router.runs.readings == 1 and len(sharing.submits) == 2)
         assert (await first.client.delete(f"/v1/streams/{stream_id}")).status_code in (200, 204)
         await eventually(lambda: second.router.streams == 0)
-        assert '"code":"stream_moved"' in (await reading).text, "whether or not it has begun"
+        assert '"code":"cancelled"' in (await reading).text, "whether or not it has begun"
     for router in routers:
         assert (await resume(router.client, stream_id)).status_code == 404
 

@@ -113,8 +113,12 @@ class Backend(Protocol):
     async def read(self, key: str, take: Take | None = None) -> StoredStream | None:
         """A stream; None if there is none. With `take` its epoch grows by the same operation."""
 
-    async def trim(self, tenant: str, keys: Sequence[str]) -> int:
-        """Forget streams; how many there were."""
+    async def trim(self, tenant: str, keys: Sequence[str], mark_ttl_s: float) -> int:
+        """Forget streams; how many there were.
+
+        One that was taken leaves a mark with its epoch for so many seconds, so that writes of lower epochs are stale as
+        before. Marks count in the tenant's bytes, and may be forgotten early to make room.
+        """
 
     async def bind(self, key: str, binding: Binding, ttl_s: float, expected: bytes | None) -> tuple[bool, Binding]:
         """Bind a name.

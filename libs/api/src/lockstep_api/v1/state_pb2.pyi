@@ -197,12 +197,14 @@ class ReadResponse(_message.Message):
     def __init__(self, record: _Optional[_Union[StreamRecord, _Mapping]] = ..., logs: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., epoch: _Optional[int] = ..., owner: _Optional[str] = ...) -> None: ...
 
 class TrimRequest(_message.Message):
-    __slots__ = ("tenant", "stream_ids")
+    __slots__ = ("tenant", "stream_ids", "ttl_s")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     STREAM_IDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     stream_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, tenant: _Optional[str] = ..., stream_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    ttl_s: float
+    def __init__(self, tenant: _Optional[str] = ..., stream_ids: _Optional[_Iterable[str]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class TrimResponse(_message.Message):
     __slots__ = ("trimmed",)

@@ -99,7 +99,8 @@ class JournalServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Trim(self, request, context):
-        """Forgets streams.
+        """Forgets streams. One that was taken leaves a mark with its epoch: a router that had it before, and writes late, gets STALE, and does not
+        write it again from the beginning. The one that had it last may.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,7 +1,6 @@
 """Calls of the state server's Kv service: with a deadline each, and not at all while it is away.
 
-After failures in a row the breaker opens. Then a probe asks the server's health twice a second, over a new connection
-with the newest certificates if the last probe failed.
+After failures in a row the breaker opens. Then a probe asks the server's health twice a second; see `StateChannel`.
 """
 
 import asyncio
@@ -10,27 +9,19 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep_api.v1 import state_pb2, state_pb2_grpc
 from lockstep_common.breaker import Breaker
 from lockstep_common.grpc_tls import Dial
+from lockstep_common.state_channel import StateChannel, is_own_cancellation
 from lockstep_common.tracing.calls import calling
 
 from lockstep_worker import metrics
 
 logger = logging.getLogger("lockstep.worker")
 
-_OPTIONS: tuple[tuple[str, object], ...] = (
-    ("grpc.max_receive_message_length", 8 << 20),  # the server sends blocks in messages of 1 MiB
-    ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 500),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-)
+_MESSAGE_BYTES = 8 << 20
+"""The server sends blocks in messages of 1 MiB."""
 _FAILURES_TO_OPEN = 3
-_PROBE_EVERY_S = 0.5
 _REFUSALS = frozenset(
     {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED}
 )
@@ -64,10 +55,8 @@ class KvClient:
         self.is_reachable.set()
         self.on_return: Callable[[], None] = lambda: None
         """Called when it answers again after it was away."""
-        self._target = target
-        self._dial = dial
         self._breaker = Breaker("kv", _FAILURES_TO_OPEN)
-        self._channel: grpc.aio.Channel | None = None
+        self._channel = StateChannel(target, dial, "lockstep.v1.Kv", _MESSAGE_BYTES)
         self._probing: asyncio.Task[None] | None = None
         self._refusals: set[str] = set()
         metrics.REMOTE_BREAKER.set(0)
@@ -75,20 +64,18 @@ class KvClient:
     @property
     def is_away(self) -> bool:
         """Whether it is not asked now."""
-        return self._breaker.is_open or self._channel is None
+        return self._breaker.is_open or self._channel.current is None
 
     def start(self) -> None:
         """Connect, without waiting for it."""
-        self._channel = self._dial(self._target, _OPTIONS)
+        self._channel.open()
 
     async def close(self) -> None:
         """Disconnect."""
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
-        if self._channel is not None:
-            channel, self._channel = self._channel, None
-            await channel.close()
+        await self._channel.close()
 
     async def look_up(self, request: state_pb2.LookUpBlocksRequest) -> state_pb2.LookUpBlocksResponse:
         """How many leading blocks are there.
@@ -139,7 +126,7 @@ class KvClient:
         Args:
             may_be_late: its deadline is so soon that missing it says nothing about the server.
         """
-        channel = self._channel
+        channel = self._channel.current
         if self._breaker.is_open or channel is None:
             raise StateAwayError("BREAKER_OPEN")
         try:
@@ -157,9 +144,7 @@ class KvClient:
                 self._note_failure(code.name)
             raise StateAwayError(code.name) from None
         except asyncio.CancelledError:
-            # A call that ends with its channel, which a probe has replaced, looks like a cancelled task.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_own_cancellation():
                 raise
             self._note_failure("CANCELLED")
             raise StateAwayError("CANCELLED") from None
@@ -184,28 +169,9 @@ class KvClient:
 
     async def _probe(self) -> None:
         while self._breaker.is_open:
-            await asyncio.sleep(_PROBE_EVERY_S)
-            if not await self._is_healthy():
-                await self._redial()
-                continue
+            await self._channel.probe(self.timeout_s)
             logger.info("the state server answers again")
             self._breaker.close()
             self.is_reachable.set()
             metrics.REMOTE_BREAKER.set(0)
             self.on_return()
-
-    async def _is_healthy(self) -> bool:
-        if self._channel is None:
-            return False
-        stub = health_pb2_grpc.HealthStub(self._channel)
-        request = health_pb2.HealthCheckRequest(service="lockstep.v1.Kv")
-        try:
-            answer = await stub.Check(request, timeout=self.timeout_s)
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-    async def _redial(self) -> None:
-        old, self._channel = self._channel, self._dial(self._target, _OPTIONS)
-        if old is not None:
-            await old.close()

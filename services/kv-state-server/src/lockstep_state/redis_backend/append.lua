@@ -1,11 +1,11 @@
 -- Writes to one stream, completely or not at all.
--- KEYS: the stream's hash, its list of pieces. ARGV: epoch, ttl_ms, max_bytes, record, its fingerprint, choices, owner, seal,
+-- KEYS: the stream's hash, its list of pieces, the mark that it left when it was trimmed. ARGV: epoch, ttl_ms, max_bytes, record, its fingerprint, choices, owner, seal,
 -- its fingerprint, bytes after which the tenant's ledger is told, the life that the stream must have ('': any), the life that it gets if it
 -- is opened; then for each piece: choice, position, count, finish, value.
 -- The hash: e epoch, d fingerprint of r the record, n choices, o owner, s seal, t its fingerprint, b bytes, q bytes that the
 -- ledger knows, c when it is told again, l<choice> tokens, f<choice> how the choice ended, i its life: as long as that is the same,
 -- tokens are added and none is removed. All but r, o, s and i have a checksum.
--- Returns outcome (100: some tokens are there already, and have to be compared), epoch, choice, length, bytes if the ledger has to know,
+-- Returns outcome (100: some tokens are there already, and have to be compared), epoch, choice, length, bytes if the ledger has to know (-1: none),
 -- 1 if what was there was damaged; then it is forgotten.
 local OK, STALE, UNKNOWN, GAP, CONFLICT, SEALED, TOO_LARGE, COMPARE = 1, 2, 3, 4, 5, 6, 8, 100
 local epoch, ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -35,6 +35,8 @@ local function change(field, value)
   changes[#changes + 1] = value
 end
 if is_new then
+  local mark = number(redis.pcall('GET', KEYS[3]))
+  if mark and epoch < mark then return answer(STALE, mark, 0, 0, -1) end
   if ARGV[4] == '' then return answer(UNKNOWN) end
   change('d', checked(ARGV[5]))
   change('r', ARGV[4])

@@ -1,4 +1,5 @@
-"""Journals of streams on Redis: a hash for each stream, and a list of its pieces, in one slot.
+"""Journals of streams on Redis: a hash for each stream, a list of its pieces, and the mark that it may leave: all
+in one slot.
 
 What can be decided from numbers is decided by the script. Whether tokens that are there already are the same is decided
 here: tokens that are there never change, so this needs no lock.
@@ -29,6 +30,9 @@ _COUNT_BYTES = 2
 _TRIES = 4
 """A write whose stream grows while its tokens are compared is tried again."""
 _LEDGER_STEP_BYTES = 16 << 10
+_MARKED = 2
+_MARK_BYTES = 200
+"""Memory of a mark in Redis, about."""
 _UNAVAILABLE = state_pb2.WRITE_OUTCOME_UNAVAILABLE
 _OPENED_NOTHING = (state_pb2.WRITE_OUTCOME_TOO_LARGE, state_pb2.WRITE_OUTCOME_GAP, state_pb2.WRITE_OUTCOME_FULL)
 
@@ -81,16 +85,21 @@ class Journals:
         raw = await self._fetch(key, take)
         return None if raw is None else await self._parse(key, raw)
 
-    async def trim(self, tenant: str, keys: Sequence[str]) -> int:
-        """Forget streams."""
-        commands = [Command(self._keys(key), ("DEL",)) for key in keys]
+    async def trim(self, tenant: str, keys: Sequence[str], mark_ttl_s: float) -> int:
+        """Forget streams; those that were taken leave marks."""
+        commands = [Command(self._keys_and_mark(key), (int(mark_ttl_s * 1000),), scripts.TRIM) for key in keys]
         answers = await self._store.many("trim", commands)
         _raise_any(answers)
+        marked = [key for key, answer in zip(keys, answers, strict=True) if answer == _MARKED]
         await self._ledger.forget("s", tenant, keys)
+        await self._ledger.note([("m", tenant, key, _MARK_BYTES, mark_ttl_s) for key in marked])
         return sum(map(bool, answers))
 
     def _keys(self, key: str) -> tuple[str, str]:
         return self._store.key("stream", key), self._store.key("stream", key, ":pieces")
+
+    def _keys_and_mark(self, key: str) -> tuple[str, str, str]:
+        return *self._keys(key), self._store.key("stream", key, ":mark")
 
     async def _reserve(self, writes: Sequence[Write]) -> dict[int, WriteResult]:
         """Reserve what streams that are opened need; the outcome of each write for which that is refused."""
@@ -126,7 +135,7 @@ class Journals:
             value = self._values.write(f"{place}:p", piece.SerializeToString())
             pieces += [piece.choice, piece.position, len(piece.ids), int(piece.finish), value]
         arguments = (*head, seal, seal_print, _LEDGER_STEP_BYTES, life, _new_life(), *pieces)
-        return Command(self._keys(write.key), arguments, scripts.APPEND)
+        return Command(self._keys_and_mark(write.key), arguments, scripts.APPEND)
 
     async def _compare(self, write: Write) -> Any:
         """The script's answer for a write with tokens that are there already."""

@@ -12,7 +12,8 @@ from lockstep_state.redis_backend import scripts
 from lockstep_state.redis_backend.store import Command, Store
 
 Item = tuple[str, str, str, int, float]
-"""`s` for a stream or `b` for a block, tenant, key, bytes (-1: it is gone), seconds."""
+"""`s` for a stream, `b` for a block or `m` for the mark of a trimmed stream, tenant, key, bytes (-1: it is gone),
+seconds."""
 
 _LASTS = 1.5
 """Reservations last longer than what they are for: those of streams are renewed in half of its time."""

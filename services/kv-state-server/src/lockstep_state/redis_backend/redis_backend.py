@@ -48,9 +48,9 @@ class RedisBackend:
         """See `Backend`."""
         return await self._journals.read(key, take)
 
-    async def trim(self, tenant: str, keys: Sequence[str]) -> int:
+    async def trim(self, tenant: str, keys: Sequence[str], mark_ttl_s: float) -> int:
         """See `Backend`."""
-        return await self._journals.trim(tenant, keys)
+        return await self._journals.trim(tenant, keys, mark_ttl_s)
 
     async def bind(self, key: str, binding: Binding, ttl_s: float, expected: bytes | None) -> tuple[bool, Binding]:
         """See `Backend`."""

@@ -27,6 +27,7 @@ def _text(name: str) -> str:
 
 APPEND = _load("append")
 READ = _load("read")
+TRIM = _load("trim")
 REPAIR = _load("repair")
 LEDGER = _load("ledger")
 BIND = _load("bind")

@@ -59,7 +59,9 @@ class Journal(state_pb2_grpc.JournalServicer):
         """Forget streams."""
         check_count("stream_ids", len(request.stream_ids), self._max_batch)
         keys = [_stream_key(request.tenant, each) for each in request.stream_ids]
-        return state_pb2.TrimResponse(trimmed=await self._backend.trim(key_of(Kind.TENANT, request.tenant), keys))
+        ttl_s = self._times.check("ttl_s", request.ttl_s)
+        trimmed = await self._backend.trim(key_of(Kind.TENANT, request.tenant), keys, ttl_s)
+        return state_pb2.TrimResponse(trimmed=trimmed)
 
     @unary("Journal.Claim")
     async def Claim(self, request: state_pb2.ClaimRequest) -> state_pb2.ClaimResponse:  # noqa: N802

@@ -138,6 +138,9 @@ class MemoryJournalStore:
         """The same at once."""
         self._remove(request_id)
 
+    async def settle(self, request_id: str) -> None:
+        """Nobody else knows a stream of this store."""
+
     async def leave(self, request_id: str) -> None:
         """Forget a stream: no other router knows it."""
         self._remove(request_id)
@@ -164,7 +167,7 @@ class MemoryJournalStore:
         """False: this store knows no other router's streams."""
         return False
 
-    def on_taken(self, callback: Callable[[str, float], None]) -> None:
+    def on_taken(self, callback: Callable[[str, float, bool], None]) -> None:
         """Nobody takes a stream from this store."""
 
     async def claim(self, scope: str, claim: Claim) -> Claim | None:

@@ -60,6 +60,7 @@ class Entry:
     """When the oldest change that is not being written was made, in the event loop's time."""
     written_at: float = 0.0
     not_before: float = 0.0
+    is_dropped: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.written = self.written or [0] * len(self.stream.record.choices)
@@ -181,6 +182,14 @@ class Mirror:
             self.drop(request_id)
         return True
 
+    async def settle(self, request_id: str, timeout_s: float) -> None:
+        """Wait until the state server was told that a stream was removed, no longer than this."""
+        entry = self.entries.get(request_id)
+        if entry is not None and entry.seal == REMOVED:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await entry.is_dropped.wait()
+
     def leave(self, request_id: str) -> None:
         """Write what is missing of a stream, and then mirror it no longer: others may have it."""
         entry = self.entries.get(request_id)
@@ -190,8 +199,10 @@ class Mirror:
 
     def drop(self, request_id: str) -> None:
         """Write no more to a stream."""
-        self.entries.pop(request_id, None)
+        entry = self.entries.pop(request_id, None)
         self._changed.pop(request_id, None)
+        if entry is not None:
+            entry.is_dropped.set()
 
     def add_chore(self, work: Callable[[], Awaitable[None]]) -> None:
         """Have something done that nobody waits for."""
@@ -411,8 +422,7 @@ class Mirror:
 
     def trim(self, owner: str, request_id: str) -> None:
         """Have the state server forget a stream that has ended."""
-        request = state_pb2.TrimRequest(tenant=tenant_of(owner), stream_ids=[request_id])
-        self.add_chore(lambda: self._client.trim(request))
+        self.add_chore(lambda: self._client.trim(trim_request(owner, request_id, self._ttl_s)))
 
     async def _do_chores(self) -> None:
         works = [self._chores.popleft() for _ in range(min(len(self._chores), _CHORES_AT_ONCE))]
@@ -431,6 +441,13 @@ class Mirror:
 async def _done(work: Callable[[], Awaitable[None]]) -> None:
     with suppress(StateAwayError, StateRefusedError):  # the state server forgets by its times to live
         await work()
+
+
+def trim_request(owner: str, request_id: str, ttl_s: float) -> state_pb2.TrimRequest:
+    """What has the state server forget a stream. Routers that had it before are fenced for as long as they would be if
+    it were there.
+    """
+    return state_pb2.TrimRequest(tenant=tenant_of(owner), stream_ids=[request_id], ttl_s=ttl_s)
 
 
 def lengths_of(logs: Sequence[ChoiceLog]) -> tuple[list[int], list[bool]]:

@@ -14,11 +14,20 @@ from lockstep_common.grpc_tls import Dial
 
 from lockstep_router import metrics
 from lockstep_router.journals.memory import MemoryJournalStore
-from lockstep_router.journals.mirror import Entry, Mirror, lengths_of
+from lockstep_router.journals.mirror import Entry, Mirror, lengths_of, trim_request
 from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, Record, StoredStream
 from lockstep_router.journals.shared_keys import SharedKeys
 from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
-from lockstep_router.journals.stored_form import Found, Key, from_response, is_removed, pieces_of, tenant_of, to_ending
+from lockstep_router.journals.stored_form import (
+    TAKEN_TO_END,
+    Found,
+    Key,
+    from_response,
+    pieces_of,
+    tenant_of,
+    to_ending,
+    was_removed,
+)
 
 _MAX_TTL_S = 86_400.0
 """The longest time to live that the state server takes, unless its settings say otherwise."""
@@ -28,6 +37,8 @@ has died before that, unless it has marked the request as being prepared.
 """
 _PREPARING_S = 10.0
 """A request that is being prepared elsewhere is waited for no longer than this."""
+_NO_TOKENS = (1 << 32) - 1
+"""A position from which a stream is read whose tokens are not wanted."""
 _LOOK_EVERY_S = 0.05
 _LOOK_PREPARING_EVERY_S = 0.25
 
@@ -60,11 +71,14 @@ class MirroredJournalStore:
         self._owner = owner
         # Time to live of what runs: it is renewed when a third of it is over, and the window is left then.
         self._ttl_s = min(1.5 * window_s, _MAX_TTL_S)
+        self._settle_s = max_lag_s + timeout_s
         self._claiming: dict[str, asyncio.Event] = {}
         """Keys that the state server is being asked for."""
         self._origins: dict[str, tuple[int, Key | None]] = {}
         """The epoch of each stream of this router in the state server, and the key in its record there."""
-        self._on_taken: Callable[[str, float], None] = lambda *_: None
+        self._on_taken: Callable[[str, float, bool], None] = lambda *_: None
+        self._telling: set[asyncio.Task[None]] = set()
+        """Each finds out why a stream is no longer this router's."""
         self.client = StateClient(target, dial, timeout_s)
         self.mirror = Mirror(self.client, owner, lag_s=max_lag_s, ttl_s=self._ttl_s, on_stale=self._note_stale)
         self.client.on_return = self.mirror.note_return
@@ -78,6 +92,9 @@ class MirroredJournalStore:
     async def close(self) -> None:
         """Write what is missing, if that takes no time, and disconnect."""
         await self.mirror.close()
+        for task in self._telling:
+            task.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
         await self.client.close()
 
     @property
@@ -143,6 +160,10 @@ class MirroredJournalStore:
         elif not is_mirrored:
             await self._trim(stream.record.owner, request_id)
 
+    async def settle(self, request_id: str) -> None:
+        """Wait until the state server knows that a stream was removed here: the next batch tells it."""
+        await self.mirror.settle(request_id, self._settle_s)
+
     async def leave(self, request_id: str) -> None:
         """Forget a running stream here, so that another router may continue it; it keeps its idempotency key."""
         self._keys.forget(request_id)
@@ -163,7 +184,7 @@ class MirroredJournalStore:
 
     # Streams of other routers.
 
-    def on_taken(self, callback: Callable[[str, float], None]) -> None:
+    def on_taken(self, callback: Callable[[str, float, bool], None]) -> None:
         """Have this called with each stream that another router has taken over. It is not kept here then."""
         self._on_taken = callback
 
@@ -226,7 +247,7 @@ class MirroredJournalStore:
                     entry.changed_at = None
                     self.mirror.add(request_id, entry)
                 raise
-        if response is not None and is_removed(response):
+        if response is not None and was_removed(response):
             self._front.forget(request_id)
             return None
         found = _found(request_id, owner, response)
@@ -275,7 +296,7 @@ class MirroredJournalStore:
         Raises:
             LockstepError: as for `look_up`.
         """
-        found = await self._take(request_id, owner)
+        found = await self._take(request_id, owner, taker=TAKEN_TO_END)
         if found is None:
             return False
         if found.key is not None:
@@ -291,14 +312,14 @@ class MirroredJournalStore:
     async def _trim(self, owner: str, request_id: str) -> None:
         """Have the state server forget a stream that has ended."""
         with suppress(StateAwayError, StateRefusedError):  # its time to live ends it
-            await self.client.trim(state_pb2.TrimRequest(tenant=tenant_of(owner), stream_ids=[request_id]))
+            await self.client.trim(trim_request(owner, request_id, self._ttl_s))
 
-    async def _take(self, request_id: str, owner: str) -> Found | None:
-        return _found(request_id, owner, await self._ask_to_take(request_id, owner))
+    async def _take(self, request_id: str, owner: str, taker: str = "") -> Found | None:
+        return _found(request_id, owner, await self._ask_to_take(request_id, owner, taker))
 
-    async def _ask_to_take(self, request_id: str, owner: str) -> state_pb2.ReadResponse | None:
+    async def _ask_to_take(self, request_id: str, owner: str, taker: str = "") -> state_pb2.ReadResponse | None:
         request = state_pb2.TakeRequest(
-            tenant=tenant_of(owner), stream_id=request_id, owner=self._owner, ttl_s=self._ttl_s
+            tenant=tenant_of(owner), stream_id=request_id, owner=taker or self._owner, ttl_s=self._ttl_s
         )
         return await self._ask(self.client.take, request)
 
@@ -356,8 +377,23 @@ class MirroredJournalStore:
         """Another router has taken the stream over: what is here is not what clients are given there."""
         metrics.STREAMS_TAKEN.inc()
         self._keys.forget(request_id)
+        stream = self._front.held(request_id)
         self._front.forget(request_id)
-        self._on_taken(request_id, owned_at)
+        task = asyncio.create_task(self._tell_taken(request_id, owned_at, stream))
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
+
+    async def _tell_taken(self, request_id: str, owned_at: float, stream: StoredStream | None) -> None:
+        """Tell that a stream was taken, or, if its client has deleted it there, that it was removed."""
+        is_removed = False
+        if stream is not None:
+            end = [_NO_TOKENS] * len(stream.logs)
+            owner = tenant_of(stream.record.owner)
+            request = state_pb2.ReadRequest(tenant=owner, stream_id=request_id, positions=end)
+            with suppress(StateAwayError, StateRefusedError, LockstepError):  # its readers are told that it has moved
+                response = await self.client.read(request)
+                is_removed = response is None or response.owner == TAKEN_TO_END or was_removed(response)
+        self._on_taken(request_id, owned_at, is_removed)
 
     def _held(self, request_id: str) -> StoredStream:
         stream = self._front.held(request_id)

@@ -2,7 +2,7 @@
 
 Two breakers stand before it. `requests` is for calls that a client's request waits for: a server that is merely slow
 opens it. `mirror` is for all other calls, which have ten times as long. While one is open, a probe asks the server's
-health twice a second, over a new connection with the newest certificates if the last probe failed.
+health twice a second; see `StateChannel`.
 """
 
 import asyncio
@@ -11,30 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep_api.v1 import state_pb2, state_pb2_grpc
 from lockstep_common.breaker import Breaker
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.grpc_tls import Dial
+from lockstep_common.state_channel import StateChannel, is_own_cancellation
 from lockstep_common.tracing.calls import Metadata, calling
 
 from lockstep_router import metrics
 
 logger = logging.getLogger("lockstep.router")
 
-_OPTIONS: tuple[tuple[str, object], ...] = (
-    ("grpc.max_receive_message_length", -1),  # a stream's journal; the server bounds it
-    ("grpc.use_local_subchannel_pool", 1),  # a new channel is a new connection
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 500),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-)
 _PATIENCE = 10
 """Calls that no request waits for have so many times as long."""
 _FAILURES_TO_OPEN = {"requests": 3, "mirror": 2}
-_PROBE_EVERY_S = 0.5
 _MAX_CALLS = 256
 """Calls at a time for requests of clients; more are refused."""
 _REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED})
@@ -71,9 +61,9 @@ class StateClient:
         self.is_reachable = asyncio.Event()
         """Clear while the breaker of the mirror is open."""
         self.is_reachable.set()
-        self._dial = dial
         self._timeout_s = timeout_s
-        self._channel: grpc.aio.Channel | None = None
+        # A stream's journal may be long; the server bounds it.
+        self._channel = StateChannel(target, dial, "lockstep.v1.Journal", -1)
         self._calls = 0
         self._probing: asyncio.Task[None] | None = None
         self._measure()
@@ -85,16 +75,14 @@ class StateClient:
 
     def start(self) -> None:
         """Connect, without waiting for it."""
-        self._channel = self._dial(self.target, _OPTIONS)
+        self._channel.open()
 
     async def close(self) -> None:
         """Disconnect."""
         if self._probing is not None:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
-        if self._channel is not None:
-            await self._channel.close()
-            self._channel = None
+        await self._channel.close()
 
     # The mirror's calls.
 
@@ -210,7 +198,7 @@ class StateClient:
         flaw: Callable[[Any], str] = lambda _response: "",
         metadata: Metadata = (),
     ) -> Any:
-        channel = self._channel
+        channel = self._channel.current
         if breaker.is_open or channel is None:
             raise StateAwayError
         stub = state_pb2_grpc.JournalStub(channel)  # type: ignore[no-untyped-call]
@@ -226,9 +214,7 @@ class StateClient:
             self.note_failure(breaker, error.code().name)
             raise StateAwayError from None
         except asyncio.CancelledError:
-            # A call that ends with its channel, which a probe has replaced, looks like a cancelled task.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_own_cancellation():
                 raise
             self.note_failure(breaker, "CANCELLED")
             raise StateAwayError from None
@@ -255,14 +241,8 @@ class StateClient:
             self._probing = asyncio.create_task(self._probe())
 
     async def _probe(self) -> None:
-        loop = asyncio.get_running_loop()
         while self.requests.is_open or self.mirror.is_open:
-            await asyncio.sleep(_PROBE_EVERY_S)
-            began_at = loop.time()
-            if not await self._is_healthy():
-                await self._redial()
-                continue
-            if loop.time() - began_at <= self._timeout_s:
+            if await self._channel.probe(self.patient_s) <= self._timeout_s:
                 self.requests.close()
             if self.mirror.is_open:
                 logger.info("the state server answers again")
@@ -270,22 +250,6 @@ class StateClient:
                 self.is_reachable.set()
                 self.on_return()
             self._measure()
-
-    async def _is_healthy(self) -> bool:
-        if self._channel is None:
-            return False
-        stub = health_pb2_grpc.HealthStub(self._channel)
-        request = health_pb2.HealthCheckRequest(service="lockstep.v1.Journal")
-        try:
-            answer = await stub.Check(request, timeout=self.patient_s)
-        except grpc.aio.AioRpcError:
-            return False
-        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-    async def _redial(self) -> None:
-        old, self._channel = self._channel, self._dial(self.target, _OPTIONS)
-        if old is not None:
-            await old.close()
 
     def _measure(self) -> None:
         for breaker in (self.requests, self.mirror):

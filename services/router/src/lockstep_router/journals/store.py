@@ -50,6 +50,11 @@ class JournalStore(Protocol):
             LockstepError: as for `look_up`, of a failed stream. It is forgotten here.
         """
 
+    async def settle(self, request_id: str) -> None:
+        """Wait until other routers can know that a stream was removed or discarded here; not for long, and not at all
+        while nobody can be told.
+        """
+
     async def leave(self, request_id: str) -> None:
         """Forget a running stream here, so that another router may continue it; it keeps its idempotency key. Where no
         other router can know it, this is `remove`.
@@ -82,11 +87,12 @@ class JournalStore(Protocol):
             LockstepError: as for `look_up`.
         """
 
-    def on_taken(self, callback: Callable[[str, float], None]) -> None:
+    def on_taken(self, callback: Callable[[str, float, bool], None]) -> None:
         """Have this called with each stream that another router has taken over. It is not kept here then.
 
         Args:
-            callback: gets the stream's id, and when it was last known to be this router's, in the event loop's time.
+            callback: gets the stream's id, when it was last known to be this router's, in the event loop's time, and
+                whether it was removed since then, as far as is known.
         """
 
     async def claim(self, scope: str, claim: Claim) -> Claim | None:

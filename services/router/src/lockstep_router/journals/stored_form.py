@@ -65,6 +65,9 @@ _ENDING = TypeAdapter(_Ending)
 REMOVED = _ENDING.dump_json(_Ending(is_removed=True))
 """The ending of a stream that its client has ended: it is gone, and whoever still runs it must stop."""
 
+TAKEN_TO_END = "-ends"
+"""In place of a router's name: of one that takes a stream only to end it, and writes `REMOVED` a moment later."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -145,7 +148,7 @@ def from_response(request_id: str, response: state_pb2.ReadResponse) -> Found | 
     return Found(stream, request.key, response.epoch)
 
 
-def is_removed(response: state_pb2.ReadResponse) -> bool:
+def was_removed(response: state_pb2.ReadResponse) -> bool:
     """Whether a stream that was read has been ended by its client."""
     try:
         return response.HasField("seal") and _ENDING.validate_json(response.seal.outcome).is_removed

@@ -8,6 +8,11 @@ def not_found() -> LockstepError:
     return LockstepError(ErrorCode.STREAM_NOT_FOUND, "there is no such stream, or it can no longer be resumed")
 
 
+def cancelled() -> LockstepError:
+    """A client has deleted the stream, here or at another router."""
+    return LockstepError(ErrorCode.CANCELLED, "the stream was cancelled")
+
+
 def gone() -> LockstepError:
     """No client has read the stream for `resume_window_s`."""
     return LockstepError(ErrorCode.CANCELLED, "no client reads the stream")

@@ -16,7 +16,7 @@ from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
 from lockstep_router.journals import ChoiceLog, Claim, JournalStore, Outcome, StoredStream
 from lockstep_router.resumption.continuation import is_exact, unproven
-from lockstep_router.resumption.endings import draining, gone, moved, not_found
+from lockstep_router.resumption.endings import cancelled, draining, gone, moved, not_found
 from lockstep_router.resumption.generating import Generating
 from lockstep_router.resumption.position import After, no_position
 from lockstep_router.resumption.reading import Reading, Source, check_position
@@ -163,14 +163,18 @@ class Runs:
         return reading
 
     async def cancel(self, request_id: str, owner: str) -> None:
-        """End a stream, if it runs, and forget it.
+        """End a stream, if it runs, and forget it. Other routers know that then, as far as they can be told soon.
 
         Raises:
             LockstepError: STREAM_NOT_FOUND, there is none of this owner.
         """
+        await self._remove(request_id, owner)
+        await self._store.settle(request_id)
+
+    async def _remove(self, request_id: str, owner: str) -> None:
         run = self._runs.get(request_id)
         if run is not None and run.owner == owner and run.end is None:
-            run.cancel(LockstepError(ErrorCode.CANCELLED, "the stream was cancelled"))
+            run.cancel(cancelled())
             await run.ended.wait()
             await self._store.remove(request_id)
             if run.is_taken and run.record is None:  # the other router has it still
@@ -350,8 +354,9 @@ class Runs:
         if run is not None and run.end is not None:
             await run.ended.wait()
             return None
-        if run is not None and run.owner == owner:
-            on_stream(run.request_id)
+        if run is None or run.owner == owner:
+            # Another router may prepare it for seconds, and it may wait here after that.
+            on_stream(claim.request_id)
         try:
             reading = await self._resume(claim.request_id, owner, account, after)
         except LockstepError as error:
@@ -370,12 +375,12 @@ class Runs:
         self._detached.discard(run)
         self._measure()
 
-    def _lose(self, request_id: str, owned_at: float) -> None:
-        """End a run that another router has taken over."""
+    def _lose(self, request_id: str, owned_at: float, is_removed: bool) -> None:
+        """End a run that another router has taken over, and whose client may have deleted it there."""
         run = self._runs.get(request_id)
         if run is not None:
             run.owned_at = owned_at
-            run.cancel(moved())
+            run.cancel(cancelled() if is_removed else moved())
 
     def _cancel_all(self, is_meant: Callable[[Run], bool]) -> None:
         for run in list(self._runs.values()):
