@@ -1,4 +1,5 @@
-"""The CPU's packed products: weights of 16 bits against the same weights in float32, and against another checkout's.
+"""The CPU's packed products: weights of 16 bits and of int8 codes against the same weights in float32, and against
+another checkout's.
 
 Every way is timed in turn, round by round, in pieces shorter than a scheduler's time slice, and the fastest round of
 each counts; read ratios, not times. All ways must give the same bits. `cache`: the weights fit a cache; `memory`: they
@@ -21,6 +22,7 @@ from lockstep_engine.kernels import cpu
 SHAPES = {"cache": (1408, 256), "cache, wide": (1024, 2048), "memory": (16384, 4096)}
 """(out, in): 256 MiB of float32 for `memory`."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SCALE = 1 / 32
 WORK = 3e6
 """Multiplications that a timing takes, at least."""
 
@@ -59,7 +61,7 @@ def row_of(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Packed products of 16 bits against float32.")
+    parser = argparse.ArgumentParser(description="Packed products of 16 bits and int8 against float32.")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 12, 64])
     parser.add_argument("--rounds", type=int, default=30)
@@ -74,12 +76,14 @@ def main() -> None:
     table = []
     for name in arguments.shapes:
         out, inside = SHAPES[name]
-        weight = torch.randn(out, inside).bfloat16().clamp(-4, 4).half().bfloat16()  # exact in every dtype
+        codes = torch.randint(-127, 128, (out, inside), dtype=torch.int8)
+        weight = codes.float() * _SCALE  # exact in every dtype
         ways: dict[str, Any] = {
             f"{side}{dtype}": kernels.PackedLinear(weight.to(DTYPES[dtype]), None)
             for side, kernels in sides.items()
             for dtype in DTYPES
         }
+        ways["int8"] = cpu.PackedLinear(codes, None, scales=torch.full((out, 1), _SCALE), group=inside)
         for rows in arguments.rows:
             x = torch.randn(rows, inside)
             results = [each(x) for each in ways.values()]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from lockstep_engine import EngineConfig
+from lockstep_engine.kernels import cpu
 from lockstep_engine.model_config import inspect_model
 from lockstep_engine.weights import Checkpoint
 from lockstep_tools.cli import main
@@ -24,6 +25,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 sys.path.append(str(Path(__file__).parents[2] / "libs/engine/tests"))
 from checkpoints import VOCABULARY, make
+from in_process import InProcessGroup
 
 REFERENCE = Path(__file__).parents[2] / "models/reference"
 WINDOWS = torch.randint(2, VOCABULARY, (4, 32), generator=torch.Generator().manual_seed(3))
@@ -67,6 +69,34 @@ def test_what_is_written_reads_back_as_it_was_rounded(tmp_path, name, scheme):
                 assert torch.equal(rounded.values(), read)
             assert (own - read).norm() / own.norm() < {"int8": 0.01, "w8a8": 0.01, "fp8": 0.04}.get(scheme, 0.7)
             break
+
+
+def continued(path, ids, count):
+    """Greedy tokens after a prompt, and all logits that they were chosen by."""
+    group, ids, given = InProcessGroup(path, 1), list(ids), []
+    for _ in range(count):
+        begin = len(ids) - 1 if given else 0
+        given.append(group.logits(ids[begin:], begin)[-1])
+        ids.append(int(given[-1].argmax()))
+    return ids, torch.stack(given)
+
+
+@pytest.mark.skipif(not cpu.build, reason="the kernels were not built")
+@pytest.mark.parametrize("scheme", ["int8", "w8a8", "gptq"])
+def test_integers_that_stay_in_memory_give_the_tokens_of_widened_ones(tmp_path, monkeypatch, scheme):
+    path, _ = make("llama", tmp_path)
+    made = produce(model_of(path), directory(tmp_path / "made"), Recipe(scheme, group_size=32), WINDOWS).folder
+    prompt, build = WINDOWS[0, :16].tolist(), cpu.build
+    tokens, logits = continued(made, prompt, 8)
+    try:
+        cpu.use("off")
+        assert continued(made, prompt, 8)[0] == tokens
+    finally:
+        cpu.use(build)
+    widened = []
+    monkeypatch.setattr(Checkpoint, "code_form", lambda *_: widened.append(None))
+    assert torch.equal(continued(made, prompt, 8)[1], logits)
+    assert len(widened) > 4
 
 
 def test_packed_words_are_those_of_the_format():

@@ -14,6 +14,7 @@ from torch.nn import functional
 from lockstep_engine import rowwise
 from lockstep_engine.distributed import Collectives
 from lockstep_engine.kernels import cpu
+from lockstep_engine.quantized.coded import CodeForm
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ class ColumnLinear(nn.Module):
         total = sum(self.widths)
         self.weight = nn.Parameter(torch.empty(total, in_features, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(total, dtype=dtype), requires_grad=False) if bias else None
+        self.scales: nn.Parameter | None = None
+        self.code_form: CodeForm | None = None
         self.packed: cpu.PackedLinear | None = None
         self.pieces: dict[str, list[Piece]] = {}
         for name in ("weight", "bias") if bias else ("weight",):
@@ -98,7 +101,7 @@ class ColumnLinear(nn.Module):
 
     def pack(self) -> None:
         """After loading: lay the weight out for the fastest product on this device."""
-        self.packed = _pack(self.weight, self.bias)
+        self.packed = _pack_codes(self, self.bias) if self.code_form else _pack(self.weight, self.bias)
 
 
 def _pack(weight: nn.Parameter, bias: torch.Tensor | None) -> cpu.PackedLinear | None:
@@ -109,6 +112,28 @@ def _pack(weight: nn.Parameter, bias: torch.Tensor | None) -> cpu.PackedLinear |
         return None
     packed = cpu.PackedLinear(weight, bias)
     weight.data = weight.data.new_empty(0)
+    return packed
+
+
+def keep_codes(layer: "ColumnLinear | RowLinear", form: CodeForm) -> None:
+    """Before the layer's memory is allocated: let its weight be int8 codes, and give it `scales` [out, groups]. Only
+    the CPU kernels compute with them.
+    """
+    out, inside = layer.weight.shape
+    layer.weight.data = layer.weight.data.to(torch.int8)
+    scales = torch.empty(out, form.groups(inside), dtype=torch.float32, device=layer.weight.device)
+    layer.scales = nn.Parameter(scales, requires_grad=False)
+    layer.code_form = form
+
+
+def _pack_codes(layer: "ColumnLinear | RowLinear", bias: torch.Tensor | None) -> cpu.PackedLinear:
+    """As `_pack`, of a layer that keeps codes."""
+    form, scales, inside = layer.code_form, layer.scales, layer.weight.shape[1]
+    assert form is not None
+    assert scales is not None
+    packed = cpu.PackedLinear(layer.weight, bias, scales=scales, group=form.group or inside, per_127=form.per_127)
+    for parameter in (layer.weight, scales):
+        parameter.data = parameter.data.new_empty(0)
     return packed
 
 
@@ -178,6 +203,8 @@ class RowLinear(nn.Module):
         self.in_features, self.out_features = length, out_features
         self.weight = nn.Parameter(torch.empty(out_features, length, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
+        self.scales: nn.Parameter | None = None
+        self.code_form: CodeForm | None = None
         self.packed: cpu.PackedLinear | None = None
         self.pieces = {"weight": [Piece(f"{source}.weight", 1, start, length, 0, transposed=transposed)]}
         if bias:
@@ -192,7 +219,8 @@ class RowLinear(nn.Module):
 
     def pack(self) -> None:
         """After loading: lay the weight out for the fastest product on this device."""
-        self.packed = _pack(self.weight, self.bias if self.group.size == 1 else None)
+        bias = self.bias if self.group.size == 1 else None
+        self.packed = _pack_codes(self, bias) if self.code_form else _pack(self.weight, bias)
 
 
 class HeadExpansion(nn.Module):

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 
 import torch
+from lockstep_common.errors import LockstepError
 from torch import nn
 
 from lockstep_engine.architectures import ARCHITECTURES
 from lockstep_engine.distributed import Collectives
 from lockstep_engine.interception import intercepted
 from lockstep_engine.kernels import cpu
-from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabEmbedding, VocabHead
+from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabEmbedding, VocabHead, keep_codes
 from lockstep_engine.model_config import ModelInfo, refuse
-from lockstep_engine.quantized.coded import StoredWeight
+from lockstep_engine.quantized.coded import CodedMatrix, CodeForm, StoredWeight
 from lockstep_engine.quantized.opening import has_weight, open_weight
 from lockstep_engine.quantized.tensors import Tensors
 
@@ -50,8 +51,48 @@ class Checkpoint:
         stored = {None if name is None or self._quantized(name) else self._tensors.dtype(name) for name in names}
         return _NARROW.get(stored.pop() or "") if len(stored) == 1 else None
 
+    def code_form(self, pieces: Iterable[Piece]) -> CodeForm | None:
+        """The form in which the codes of all of these slices can stay in memory; None if there is no such form."""
+        forms: set[CodeForm | None] = set()
+        for piece in pieces:
+            name = self.find(piece.source)
+            weight = None if name is None else self._quantized(name)
+            form = weight.code_form if isinstance(weight, CodedMatrix) else None
+            begins_group = form is None or form.group is None or piece.dim == 0 or piece.start % form.group == 0
+            forms.add(form if begins_group else None)
+        return forms.pop() if len(forms) == 1 else None
+
+    def codes(self, piece: Piece, shape: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `slice`, of a tensor that has a `code_form`: its codes, int8, and the scales of their rows and groups."""
+        name, weight, dim, _ = self._located(piece, shape)
+        assert isinstance(weight, CodedMatrix)
+        assert weight.code_form is not None
+        part = slice(piece.start, piece.start + piece.length)
+        every = [slice(0, size) for size in weight.shape]
+        coded = weight.coded(part, every[1]) if dim == 0 else weight.coded(every[0], part)
+        codes, scales = coded.integers(weight.code_form)
+        if not bool((scales * 127.0).isfinite().all()):
+            raise self._damaged(name)
+        return codes, scales
+
     def slice(self, piece: Piece, shape: list[int]) -> torch.Tensor:
         """The part of a tensor that `piece` describes. Refuses a checkpoint whose tensor has another shape."""
+        name, weight, dim, transposed = self._located(piece, shape)
+        end = piece.start + piece.length
+        if weight is not None:
+            values = weight.read(dim, piece.start, end)
+            if not bool(values.isfinite().all()):
+                raise self._damaged(name)
+            return values
+        index = [slice(None)] * len(self._tensors.shape(name))
+        index[dim] = slice(piece.start, end)
+        part = self._tensors.read(name, *index)
+        return part.t() if transposed else part
+
+    def _located(self, piece: Piece, shape: list[int]) -> tuple[str, StoredWeight | None, int, bool]:
+        """The name of a piece's tensor, its weight if it is quantized, and the dimension of the slice; whether the
+        tensor is stored transposed.
+        """
         name = self.find(piece.source)
         if name is None:
             raise refuse(f"model {self._path}: the checkpoint has no tensor {piece.source}")
@@ -72,15 +113,10 @@ class Checkpoint:
         )
         if not fits:
             raise refuse(f"model {self._path}: tensor {name} has shape {stored}, config.json implies {shape}")
-        if weight is not None:
-            values = weight.read(dim, piece.start, end)
-            if not bool(values.isfinite().all()):
-                raise refuse(f"model {self._path}: tensor {name} has values that are no finite numbers: damaged scales")
-            return values
-        index = [slice(None)] * len(stored)
-        index[dim] = slice(piece.start, end)
-        part = self._tensors.read(name, *index)
-        return part.t() if transposed else part
+        return name, weight, dim, transposed
+
+    def _damaged(self, name: str) -> LockstepError:
+        return refuse(f"model {self._path}: tensor {name} has values that are no finite numbers: damaged scales")
 
     def _quantized(self, name: str) -> StoredWeight | None:
         return None if self._layout is None else open_weight(self._tensors, name, self._layout)
@@ -98,8 +134,9 @@ def load_weights(
 ) -> None:
     """Allocate every parameter of `model`, which is on the meta device, on `device`, and read its values.
 
-    Where the CPU kernels run, weights that a checkpoint stores in 16 bits stay so in a model of float32: the kernels
-    widen them exactly, so that every result has the bits that widened weights would give.
+    Where the CPU kernels run, weights that a checkpoint stores in 16 bits or as integers stay so in a model of float32,
+    integers in 8 bits: the kernels widen them exactly, so that every result has the bits that widened weights would
+    give.
 
     Args:
         on_progress: called with the bytes loaded so far and in total.
@@ -119,8 +156,12 @@ def load_weights(
     total = sum(parameter.nbytes for _, _, parameter in parameters)
     done = 0
     for module, name, parameter in parameters:
-        pieces = pieces_of(module, name, parameter, group, checkpoint)
-        fill(checkpoint, pieces, parameter)
+        if isinstance(module, ColumnLinear | RowLinear) and parameter is module.scales:
+            pass  # filled beside the codes
+        elif isinstance(module, ColumnLinear | RowLinear) and module.code_form and parameter is module.weight:
+            fill_codes(checkpoint, module)
+        else:
+            fill(checkpoint, pieces_of(module, name, parameter, group, checkpoint), parameter)
         done += parameter.nbytes
         on_progress(done, total)
     for layer in model.modules():
@@ -137,13 +178,30 @@ def _give_back_freed() -> None:
 
 
 def _keep_narrow(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Give float32 weights that only our own layers read the 16 bits of the checkpoint, before they are allocated."""
+    """Give float32 weights that only our own layers read the 16 bits or the codes of the checkpoint, before they are
+    allocated. Embeddings, heads and experts that are quantized are widened.
+    """
     for module in model.modules():
         if isinstance(module, ColumnLinear | RowLinear | VocabEmbedding | VocabHead):
             weight = module.weight
-            narrow = checkpoint.narrow_dtype(piece for piece in module.pieces["weight"] if piece.length > 0)
-            if weight.dtype is torch.float32 and narrow is not None:
+            pieces = [piece for piece in module.pieces["weight"] if piece.length > 0]
+            if weight.dtype is not torch.float32:
+                continue
+            if (narrow := checkpoint.narrow_dtype(pieces)) is not None:
                 weight.data = weight.data.to(narrow)
+            elif isinstance(module, ColumnLinear | RowLinear) and (form := checkpoint.code_form(pieces)) is not None:
+                keep_codes(module, form)
+
+
+def fill_codes(checkpoint: Checkpoint, layer: ColumnLinear | RowLinear) -> None:
+    """Read the codes and scales of a layer that keeps them."""
+    assert layer.scales is not None
+    for piece in layer.pieces["weight"]:
+        if piece.length > 0:
+            codes, scales = checkpoint.codes(piece, list(layer.weight.shape))
+            layer.weight.data.narrow(piece.dim, piece.offset, piece.length).copy_(codes)
+            rows = (piece.offset, piece.length) if piece.dim == 0 else (0, len(layer.weight))
+            layer.scales.data.narrow(0, *rows).copy_(scales)
 
 
 def fill(checkpoint: Checkpoint, pieces: list[Piece], parameter: torch.Tensor) -> None:

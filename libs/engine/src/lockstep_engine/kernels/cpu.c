@@ -12,7 +12,7 @@
 #include <string.h>
 
 /* Raised with every change of a signature or layout, so that the caller can refuse a stale build. */
-const int lockstep_cpu_version = 9;
+const int lockstep_cpu_version = 10;
 
 #define BLOCK 16
 #define LANES 16 /* partial sums of a reduction, in every build */
@@ -23,8 +23,10 @@ const int lockstep_cpu_version = 9;
 #define INLINE static inline __attribute__((always_inline))
 
 /* The type in which numbers are stored. PAIRS, in packed weights alone: bfloat16, output feature i of a panel's half beside i of the other
- * half, so that a register of 32-bit words is widened to two registers by a shift and by a mask. */
-enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3, PAIRS };
+ * half, so that a register of 32-bit words is widened to two registers by a shift and by a mask. INT8, in packed
+ * weights alone: signed bytes, a value is the code times the scale of its group; INT8_PER_127: times 1 / 127 after that (bitsandbytes).
+ * Each product is rounded to float32: the bits that widening beforehand gives. */
+enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3, PAIRS, INT8, INT8_PER_127 };
 
 /* Codes in e4m3 are read as their values divided by 256: half precision with the same fields, where the exponent's top bit and the
  * fraction's lower bits are 0, has that value. */
@@ -68,8 +70,8 @@ struct rope {
     float eps;
 };
 
-/* out [rows, out_features] = x [rows, in] times panels [ceil(out_features / PANEL), in, PANEL] in `kind` (FLOAT32, FLOAT16 or PAIRS), plus
- * bias or null. tiles: room for rows * in floats, or null for a single row. Rows go through a panel in tiles, and elements of a tile's
+/* out [rows, out_features] = x [rows, in] times panels [ceil(out_features / PANEL), in, PANEL] in `kind` (not BFLOAT16 or E4M3), plus
+ * bias or null. Codes have scales [panels, ceil(in / group), PANEL] for groups of neighbouring inputs. tiles: room for rows * in floats, or null for a single row. Rows go through a panel in tiles, and elements of a tile's
  * rows are put side by side before: rows that are a power of two apart would push each other out of the cache. */
 struct linear {
     float *out;
@@ -77,7 +79,8 @@ struct linear {
     const void *panels;
     const float *bias;
     float *tiles;
-    int64_t rows, in, out_features, kind;
+    const float *scales;
+    int64_t rows, in, out_features, kind, group;
 };
 
 /* out [batch, rows, out_features] = x [batch, rows, in] times a matrix in `kind` for each of the batch: output o's weight of input i is at
@@ -124,6 +127,10 @@ static float sine(float angle, int quarter) {
 /* Each build has registers of VEC floats; LANES / VEC of them are one set of lanes. At most ROWS rows of x go through a panel
  * together; so many panels go together that they hide the latency of an addition, TOGETHER(rows) for fewer rows than ROWS. At most DOT_ROWS rows of x go through DOT_OUTPUTS outputs of a matrix that is not packed: their sums fill the registers. */
 #if defined(__x86_64__)
+typedef char bytes __attribute__((vector_size(16)));
+typedef int64_t longs __attribute__((vector_size(16)));
+typedef int32_t widened __attribute__((vector_size(64)));
+typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #pragma GCC push_options
 #pragma GCC target("arch=skylake-avx512,prefer-vector-width=512")
 #define NAME(name) name##_avx512
@@ -135,6 +142,7 @@ static float sine(float angle, int quarter) {
 #define COLUMNS 8
 #define FUSED(a, b, c) ((vec)__builtin_ia32_vfmaddps512_mask((float_vec)(a), (float_vec)(b), (float_vec)(c), (uint16_t)-1, 4))
 #define HALVES(x) ((vec)__builtin_ia32_vcvtph2ps512_mask((short_vec)(x), (float_vec){}, (uint16_t)-1, 4))
+#define BYTES(from) ((int_vec)__builtin_ia32_pmovsxbd512_mask((bytes)*(const byte_vec *)(from), (widened){}, (uint16_t)-1))
 #include "cpu_loops.h"
 #pragma GCC pop_options
 #pragma GCC push_options
@@ -148,6 +156,7 @@ static float sine(float angle, int quarter) {
 #define COLUMNS 4
 #define FUSED(a, b, c) ((vec)__builtin_ia32_vfmaddps256((float_vec)(a), (float_vec)(b), (float_vec)(c)))
 #define HALVES(x) ((vec)__builtin_ia32_vcvtph2ps256((short_vec)(x)))
+#define BYTES(from) ((int_vec)__builtin_ia32_pmovsxbd256((bytes)(longs){*(const unaligned_long *)(from), 0}))
 #include "cpu_loops.h"
 #pragma GCC pop_options
 #endif

@@ -1,5 +1,5 @@
 """The compiled CPU kernels (`cpu.c`), called through ctypes. They compute in float32 and read weights and caches of 16
-bits, too. Where they were not built, `available` is False.
+bits, and weights of 8-bit integers, too. Where they were not built, `available` is False.
 
 The environment variable LOCKSTEP_CPU_KERNELS selects a build instead of the best one for the machine: avx512, avx2 or
 plain; off: none.
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lockstep_engine import huge_pages
 
-_VERSION = 9
+_VERSION = 10
 _PANEL = 32
 BUILDS = ("avx512", "avx2", "plain")
 """Widest vector registers first; `plain` uses none. All builds give the same bits."""
@@ -25,6 +25,8 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`enum kind` of cpu.c."""
 _PAIRS = 4
 """Its kind of a packed bfloat16 weight."""
+_INT8, _INT8_PER_127 = 5, 6
+"""Its kinds of a packed weight of integers."""
 WIDEN = 3
 """`WIDEN` of cpu.c."""
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -103,10 +105,12 @@ class LinearCall(ctypes.Structure):
         ("panels", _POINTER),
         ("bias", _POINTER),
         ("tiles", _POINTER),
+        ("scales", _POINTER),
         ("rows", _LONG),
         ("inputs", _LONG),
         ("outputs", _LONG),
         ("kind", _LONG),
+        ("group", _LONG),
     )
 
 
@@ -363,22 +367,44 @@ class PackedLinear:
     """x @ weight.T + bias, with the weight in the kernel's layout. A row's result does not depend on the other rows.
 
     Args:
-        weight: [out, in], 32 or 16 bits. Sums are float32 and rounded to the dtype of `x` at the end.
+        weight: [out, in], 32 or 16 bits, or int8 codes. Sums are float32 and rounded to the dtype of `x` at the end.
         bias: [out] or None.
+        scales: of int8 codes: [out, groups], float32; a value is the code times the scale of its group, rounded to
+            float32.
+        group: inputs that share a scale; the last group may have fewer.
+        per_127: values are multiplied by 1 / 127 after that.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        scales: torch.Tensor | None = None,
+        group: int = 0,
+        per_127: bool = False,
+    ) -> None:
+        assert (weight.dtype is torch.int8) == (scales is not None)
+        assert scales is None or scales.shape == (len(weight), -(-weight.shape[1] // group))
         self.out_features, inputs = weight.shape
         self._panels = _panels(weight)
         self._bias = None if bias is None else bias.float().contiguous()
+        self._scales = None if scales is None else _panels(scales)
         self._threads = torch.get_num_threads()
         self._call = LinearCall(
             panels=self._panels.data_ptr(),
+            scales=None if self._scales is None else self._scales.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
             inputs=inputs,
             outputs=self.out_features,
-            kind=_PAIRS if weight.dtype is torch.bfloat16 else _KINDS[weight.dtype],
+            kind=_packed_kind(weight.dtype, per_127=per_127),
+            group=group,
         )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight, with scales, as it is read by every product."""
+        return self._panels.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
@@ -391,6 +417,12 @@ class PackedLinear:
         call.tiles = None if tiles is None else tiles.data_ptr()
         _library.lockstep_linear(call, self._threads)
         return out if dtype is torch.float32 else out.to(dtype)
+
+
+def _packed_kind(dtype: torch.dtype, *, per_127: bool) -> int:
+    if dtype is torch.int8:
+        return _INT8_PER_127 if per_127 else _INT8
+    return _PAIRS if dtype is torch.bfloat16 else _KINDS[dtype]
 
 
 def _panels(weight: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,15 @@ INLINE vec NAME(widen_halves)(ushort_vec half) {
 #endif
 }
 
+/* VEC signed bytes. In one step where there is an instruction: the compiler would take them apart. */
+INLINE int_vec NAME(widen_bytes)(const void *from) {
+#ifdef BYTES
+    return BYTES(from);
+#else
+    return __builtin_convertvector(__builtin_convertvector(*(const byte_vec *)from, short_vec), int_vec);
+#endif
+}
+
 /* Elements i, i + 1, … of an array of kind `kind`. */
 INLINE vec NAME(load)(const void *from, int64_t i, enum kind kind) {
     if (kind == FLOAT32) return *(const vec *)((const float *)from + i);
@@ -595,6 +604,15 @@ static void NAME(rotate_all)(const struct rope *r) {
 
 enum { NAME(tile_rows) = ROWS };
 
+/* The values of codes in one row of a panel, from the PANEL scales of their group. */
+INLINE void NAME(load_codes)(vec *weights, const void *panel, int64_t at, const float *scales, enum kind kind) {
+    for (int w = 0; w < WIDTH; w++) {
+        vec codes = __builtin_convertvector(NAME(widen_bytes)((const int8_t *)panel + at + w * VEC), vec);
+        weights[w] = codes * *(const vec *)(scales + w * VEC);
+        if (kind == INT8_PER_127) weights[w] = weights[w] * 7.874015748031496e-3f;
+    }
+}
+
 /* One row of a panel: the weights of PANEL output features for one input feature. */
 INLINE void NAME(load_panel_row)(vec *weights, const void *panel, int64_t at, enum kind kind) {
     if (kind != PAIRS) {
@@ -609,19 +627,29 @@ INLINE void NAME(load_panel_row)(vec *weights, const void *panel, int64_t at, en
 }
 
 /* `rows` rows of x times `panels` panels of PANEL output features, of which `columns` exist. Element k of row r is at
- * x[k * x_step + r * x_stride]; rows of a panel are `step` apart, panels `panel_step`. Every result is one running sum over the input
- * features in order, whatever the number of rows and of panels that are computed together. */
+ * x[k * x_step + r * x_stride]; rows of a panel are `step` apart, panels `panel_step`. Codes have the scales of the first panel at
+ * `scales`, for each `group` of input features. Every result is one running sum over the input features in order, whatever the number
+ * of rows and of panels that are computed together. */
 INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t x_stride, const void *panel, int64_t step,
-                             int64_t panel_step, const float *bias, int64_t in, int64_t stride, int64_t columns, int rows, int panels,
-                             enum kind kind) {
+                             int64_t panel_step, const float *scales, int64_t group, const float *bias, int64_t in, int64_t stride,
+                             int64_t columns, int rows, int panels, enum kind kind) {
     vec sums[ROWS][TOGETHER(1)][WIDTH] = {};
-    for (int64_t k = 0; k < in; k++) {
-        vec weights[TOGETHER(1)][WIDTH];
-        for (int p = 0; p < panels; p++) NAME(load_panel_row)(weights[p], panel, p * panel_step + k * step, kind);
-        for (int r = 0; r < rows; r++) {
-            vec each = EVERY(x[k * x_step + r * x_stride]);
-            for (int p = 0; p < panels; p++)
-                for (int w = 0; w < WIDTH; w++) sums[r][p][w] = NAME(fma)(weights[p][w], each, sums[r][p][w]);
+    int is_coded = kind >= INT8;
+    int64_t groups = is_coded ? (in + group - 1) / group : 1, size = is_coded ? group : in;
+    for (int64_t g = 0; g < groups; g++) {
+        int64_t end = in - g * size < size ? in : (g + 1) * size;
+        for (int64_t k = g * size; k < end; k++) {
+            vec weights[TOGETHER(1)][WIDTH];
+            for (int p = 0; p < panels; p++) {
+                int64_t at = p * panel_step + k * step;
+                if (is_coded) NAME(load_codes)(weights[p], panel, at, scales + (p * groups + g) * PANEL, kind);
+                else NAME(load_panel_row)(weights[p], panel, at, kind);
+            }
+            for (int r = 0; r < rows; r++) {
+                vec each = EVERY(x[k * x_step + r * x_stride]);
+                for (int p = 0; p < panels; p++)
+                    for (int w = 0; w < WIDTH; w++) sums[r][p][w] = NAME(fma)(weights[p][w], each, sums[r][p][w]);
+            }
         }
     }
     for (int p = 0; p < panels; p++) {
@@ -640,7 +668,8 @@ INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t
 INLINE void NAME(panel_rows)(float *out, const float *x, const void *panel, int64_t step, const float *bias, int64_t rows,
                              int64_t in, int64_t stride, int64_t columns, enum kind kind) {
 #define TILE(count)                                                                                                            \
-    NAME(panel_tile)(out + row * stride, x + row * in, 1, in, panel, step, 0, bias, in, stride, columns, count, 1, kind), row += count
+    NAME(panel_tile)(out + row * stride, x + row * in, 1, in, panel, step, 0, NULL, in, bias, in, stride, columns, count, 1, kind), \
+        row += count
     for (int64_t row = 0; row < rows;) { /* constant numbers of rows let the compiler keep the sums in registers */
         int64_t left = rows - row;
         if (left >= ROWS) TILE(ROWS);
@@ -672,8 +701,10 @@ static void NAME(interleave)(const struct linear *l, int64_t begin, int64_t end)
 /* Compute the panels begin..end of a product. */
 INLINE void NAME(linear_panels)(const struct linear *l, int64_t begin, int64_t end, enum kind kind) {
     int64_t step = PANEL * l->in, group = l->rows < ROWS ? TOGETHER(l->rows) : 1, together;
+    int64_t groups = kind >= INT8 ? (l->in + l->group - 1) / l->group : 0;
     for (int64_t p = begin; p < end; p += together) {
-        const char *panel = (const char *)l->panels + p * step * (kind == FLOAT32 ? 4 : 2);
+        const char *panel = (const char *)l->panels + p * step * (kind == FLOAT32 ? 4 : kind >= INT8 ? 1 : 2);
+        const float *scales = kind >= INT8 ? l->scales + p * groups * PANEL : NULL;
         const float *bias = l->bias ? l->bias + p * PANEL : NULL;
         int64_t columns = l->out_features - p * PANEL;
         together = end - p >= group ? group : 1;
@@ -681,7 +712,7 @@ INLINE void NAME(linear_panels)(const struct linear *l, int64_t begin, int64_t e
             const float *x = l->tiles + first * l->in;
             float *out = l->out + first * l->out_features + p * PANEL;
 #define TILE(rows, panels)                                                                                                     \
-    NAME(panel_tile)(out, x, rows, 1, panel, PANEL, step, bias, l->in, l->out_features, columns, rows, panels, kind)
+    NAME(panel_tile)(out, x, rows, 1, panel, PANEL, step, scales, l->group, bias, l->in, l->out_features, columns, rows, panels, kind)
 #define CASE(rows)                                                                                                             \
     case rows:                                                                                                                 \
         if (together == 1) TILE(rows, 1);                                                                                      \
@@ -714,6 +745,8 @@ INLINE void NAME(linear_panels)(const struct linear *l, int64_t begin, int64_t e
 static void NAME(linear)(const struct linear *l, int64_t begin, int64_t end) {
     if (l->kind == FLOAT32) NAME(linear_panels)(l, begin, end, FLOAT32);
     else if (l->kind == PAIRS) NAME(linear_panels)(l, begin, end, PAIRS);
+    else if (l->kind == INT8) NAME(linear_panels)(l, begin, end, INT8);
+    else if (l->kind == INT8_PER_127) NAME(linear_panels)(l, begin, end, INT8_PER_127);
     else NAME(linear_panels)(l, begin, end, FLOAT16);
 }
 
@@ -811,3 +844,4 @@ static void NAME(multiply)(const struct product *p, float *scratch, int64_t begi
 #undef COLUMNS
 #undef FUSED
 #undef HALVES
+#undef BYTES

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from lockstep_engine.quantized.coded import Coded, CodedMatrix, unpack
+from lockstep_engine.quantized.coded import Coded, CodedMatrix, CodeForm, unpack
 from lockstep_engine.quantized.tensors import Tensors
 
 _STATE = "quant_state.bitsandbytes__"
 _ROW_MAJOR = 0
 _LARGEST = 2**31 - 1
-_PER_127 = 7.874015748031496e-3
+_PER_127 = 7.874015748031496e-3  # `cpu_loops.h` has it, too
 
 
 class FourBitMatrix:
@@ -94,6 +94,8 @@ class FourBitMatrix:
 
 class EightBitMatrix(CodedMatrix):
     """The int8 weight `stem`.weight."""
+
+    code_form = CodeForm(None, per_127=True)
 
     def __init__(self, tensors: Tensors, stem: str) -> None:
         self._tensors, self._stem = tensors, stem

@@ -45,14 +45,45 @@ class Coded:
             wide -= self._of_columns(self.zeros.float())
         return wide.mul_(self._of_columns(self.scales))
 
+    def integers(self, form: "CodeForm") -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes less zero points as int8 [rows, columns], and scales [rows, groups] of these columns.
+
+        Args:
+            form: the matrix's; the first column begins a group.
+        """
+        rows, columns = self.codes.shape
+        codes = self.codes
+        if self.zeros is not None:
+            codes = codes.to(torch.int16) - self._of_columns(self.zeros.to(torch.int16))
+        scales = self.scales
+        if self.groups is not None:
+            scales = scales[:, self.groups[torch.arange(0, columns, form.group or columns)]]
+        return codes.to(torch.int8), scales.expand(rows, -1)
+
     def _of_columns(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers if self.groups is None else numbers[:, self.groups]
+
+
+@dataclass(frozen=True)
+class CodeForm:
+    """How int8 codes become values, where kernels compute with them: times the scale of their group of inputs."""
+
+    group: int | None
+    """Neighbouring inputs that share a scale; None: all inputs do."""
+    per_127: bool = False
+    """Values are multiplied by 1 / 127 after that (bitsandbytes)."""
+
+    def groups(self, inputs: int) -> int:
+        """Number of scales of a row."""
+        return 1 if self.group is None else -(-inputs // self.group)
 
 
 class CodedMatrix(ABC):
     """A weight [out, in] whose parts are read as `Coded`."""
 
     shape: tuple[int, int]
+    code_form: CodeForm | None = None
+    """Set where codes less zero points fit int8, and inputs that share a scale are neighbours."""
 
     @abstractmethod
     def coded(self, rows: slice, columns: slice) -> Coded:

@@ -18,6 +18,8 @@ from lockstep_engine.quantized.scaled import ScaleGrid, block_of
 from lockstep_engine.quantized.schemes import CompressedGroup
 from lockstep_engine.quantized.tensors import Tensors
 
+_BYTE = 8
+
 
 class PackedMatrix(CodedMatrix):
     """The weight whose tensors begin with `stem`; `groups` are those of the configuration in this format."""
@@ -49,6 +51,7 @@ class PackedMatrix(CodedMatrix):
             is_plain = zero in tensors and tensors.dtype(zero) == "I8"
             stored_out = out if is_plain else -(-out // (32 // self._bits))
             tensors.expect(zero, [[stored_out, count]], ("I8" if is_plain else "I32",))
+        self.code_form = self._grid.code_form if self._zero is None or self._bits < _BYTE else None
 
     def coded(self, rows: slice, columns: slice) -> Coded:
         """See `CodedMatrix.coded`."""

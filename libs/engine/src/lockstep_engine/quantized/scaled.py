@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep_engine.quantized.coded import Coded, CodedMatrix
+from lockstep_engine.quantized.coded import Coded, CodedMatrix, CodeForm
 from lockstep_engine.quantized.schemes import CompressedGroup
 from lockstep_engine.quantized.tensors import Tensors
 
@@ -47,6 +47,7 @@ class ScaledMatrix(CodedMatrix):
         self._grid = ScaleGrid(
             tensors, scale, self.shape, block=block, block_only=block_only, zero=zero, group_index=group_index
         )
+        self.code_form = self._grid.code_form if dtype == "I8" and zero is None else None
 
     def coded(self, rows: slice, columns: slice) -> Coded:
         """See `CodedMatrix.coded`."""
@@ -106,6 +107,13 @@ class ScaleGrid:
         else:
             groups = torch.arange(columns.start, columns.stop) // self._column_step
         return Coded(codes, scales[by_row], None if zeros is None else zeros[by_row], groups)
+
+    @property
+    def code_form(self) -> CodeForm | None:
+        """The form of codes that fit int8; None: inputs that share a scale are not neighbours."""
+        if self._grid[1] == 1:
+            return CodeForm(None)
+        return CodeForm(self._column_step) if self._index is None else None
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -1,0 +1,152 @@
+"""Weights that a checkpoint stores as integers stay in 8 bits in memory on the CPU, and every result has the bits that
+the widened weights give: a stream goes on exactly on a worker that widens them when it loads.
+"""
+
+import packers
+import pytest
+import torch
+from checkpoints import make
+from in_process import InProcessGroup
+from lockstep_engine.config import EngineConfig
+from lockstep_engine.distributed import Alone
+from lockstep_engine.kernels import cpu
+from lockstep_engine.linear import ColumnLinear, RowLinear
+from lockstep_engine.model_config import inspect_model
+from lockstep_engine.models import build_model
+from lockstep_engine.weights import load_weights
+
+ROWS = (*range(1, 14), 25, 70)
+IDS = [(7 * index) % 331 for index in range(40)]
+W8 = packers.compressed_config("int-quantized")
+W4 = packers.compressed_config("pack-quantized", bits=4, strategy="group", group_size=32)
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+
+needs_kernels = pytest.mark.skipif(not cpu.build, reason="the kernels were not built")
+
+
+@pytest.fixture
+def build():
+    """Choose a build of the kernels for this test."""
+    before = cpu.build or "off"
+    yield cpu.use
+    cpu.use(before)
+
+
+def rows(out, inside, seed):
+    return packers.scaled(out, inside, shape=(out, 1), seed=seed)
+
+
+def twin(tmp_path, name, config, pack):
+    """A checkpoint of codes, and one of the same values in float32."""
+    return packers.quantized_twin(make(name, tmp_path / "made")[0], tmp_path, config, pack)
+
+
+def logits(path, tp):
+    """Of a prompt in two chunks, then of single tokens."""
+    group = InProcessGroup(path, tp)
+    parts = [group.logits(IDS[:23], 0), group.logits(IDS[23:35], 23)]
+    return torch.cat([*parts, *(group.logits([IDS[at]], at) for at in range(35, 40))])
+
+
+def loaded(path):
+    """The layers that products are made with, as a rank loads them, and the bytes that all parameters took."""
+    info, sizes = inspect_model(EngineConfig(model=str(path))), []
+    model = build_model(info, Alone(), torch.float32).module
+    load_weights(model, info, Alone(), torch.device("cpu"), lambda _, total: sizes.append(total))
+    return [each for each in model.modules() if isinstance(each, ColumnLinear | RowLinear)], sizes[-1]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", cpu.BUILDS)
+def test_a_packed_product_has_the_bits_of_widened_weights(build, name):
+    try:
+        build(name)
+    except ValueError:
+        pytest.skip(f"this CPU has no {name}")
+    generator = torch.Generator().manual_seed(1)
+    for out, inside, group in ((331, 40, 40), (64, 96, 32), (160, 17, 8), (3, 5, 5)):
+        codes = torch.randint(-128, 128, (out, inside), generator=generator).to(torch.int8)
+        scales = torch.rand(out, -(-inside // group), generator=generator) / 100
+        values = codes.float() * scales.repeat_interleave(group, 1)[:, :inside]
+        bias, x = torch.randn(out, generator=generator), torch.randn(70, inside, generator=generator)
+        for per_127 in (False, True):
+            plain = cpu.PackedLinear(values * 7.874015748031496e-3 if per_127 else values, bias)
+            coded = cpu.PackedLinear(codes, bias, scales=scales, group=group, per_127=per_127)
+            whole = plain(x)
+            for count in ROWS:
+                assert torch.equal(coded(x[-count:]), whole[-count:])
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", cpu.BUILDS)
+def test_every_code_is_widened_exactly(build, name):
+    try:
+        build(name)
+    except ValueError:
+        pytest.skip(f"this CPU has no {name}")
+    codes = torch.arange(-128, 128).to(torch.int8)[:, None]
+    packed = cpu.PackedLinear(codes, None, scales=torch.full((256, 1), 0.1), group=1)
+    assert torch.equal(packed(torch.ones(1, 1))[0], codes[:, 0].float() * 0.1)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "config", "pack", "group"),
+    [
+        ("llama", W8, rows, None),  # q k v merged
+        ("llama-grouped-untied", W4, packers.packed, 32),
+        ("phi3", AWQ, packers.awq, 32),  # fused qkv, packed MLP, zero points
+        ("llama", GPTQ, packers.gptq, 32),
+        ("llama-odd-heads", INT8, packers.int8_rows, None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_model_keeps_codes_and_has_the_bits_of_its_float32_copy(tmp_path, name, config, pack, group):
+    coded, plain = twin(tmp_path, name, config, pack)
+    layers, _ = loaded(coded)
+    assert {(layer.code_form.group, layer.weight.dtype) for layer in layers} == {(group, torch.int8)}
+    for tp in (1, 2):
+        assert torch.equal(logits(coded, tp), logits(plain, tp))
+
+
+@needs_kernels
+def test_a_group_that_two_ranks_would_share_is_widened(tmp_path):
+    config = packers.compressed_config("pack-quantized", bits=4, strategy="group", group_size=24)
+
+    def pack(out, inside, seed):
+        return packers.packed(out, inside, group=24, seed=seed)
+
+    coded, plain = twin(tmp_path, "llama", config, pack)
+    assert torch.equal(logits(coded, 2), logits(plain, 2))
+
+
+@needs_kernels
+def test_permuted_groups_are_widened(tmp_path):
+    coded, _ = twin(tmp_path, "llama", GPTQ, lambda *args, **given: packers.gptq(*args, permuted=True, **given))
+    assert all(layer.code_form is None for layer in loaded(coded)[0])
+
+
+@needs_kernels
+def test_it_takes_less_than_a_third_of_the_memory(tmp_path):
+    coded, plain = twin(tmp_path, "llama", W8, rows)
+    (small, small_bytes), (large, large_bytes) = loaded(coded), loaded(plain)
+    kept, wide = (sum(layer.packed.nbytes for layer in each) for each in (small, large))
+    assert kept < wide / 3
+    saved = sum(layer.packed.out_features * (3 * layer.in_features - 4) for layer in small)
+    assert large_bytes - small_bytes == saved
+
+
+@needs_kernels
+def test_both_have_one_fingerprint(tmp_path):
+    coded, plain = (InProcessGroup(path, 1).measure() for path in twin(tmp_path, "llama", W8, rows))
+    assert coded.deterministic
+    assert coded.fingerprint == plain.fingerprint
+
+
+def test_without_the_kernels_weights_are_widened(tmp_path, build):
+    coded, plain = twin(tmp_path, "llama", W8, rows)
+    build("off")
+    assert all(layer.code_form is None for layer in loaded(coded)[0])
+    assert torch.equal(logits(coded, 1), logits(plain, 1))
