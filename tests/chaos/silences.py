@@ -2,11 +2,14 @@
 
 The client's history has the silence; the prefill is the router's record of the attempt that ended it: from the moment
 when its worker began to run it to its first token. The rest is finding the fault, choosing a worker, and waiting there.
+A killed process is found when the kernel closes its sockets, which it does after it has freed the process's memory;
+that time is reported by itself.
 """
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -31,11 +34,20 @@ class Silence:
     """Why it left its worker, as the router has it."""
     calm_s: float
     """Its longest silence before the fault."""
+    death_s: float
+    """How long the kernel took to end the killed process; 0: none was killed."""
 
     @property
     def rest_s(self) -> float:
         """The silence without the prefill. A client that read the token before late has a shorter one."""
         return max(0.0, self.whole_s - self.prefill_s)
+
+
+def longest_gap_between_s(history: History, first: Mark, last: Mark) -> float:
+    """The longest silence of a stream that ended between two marks, so that it has nothing of a fault at the second."""
+    spoken = history.spoken
+    gaps = (after.at_s - before.at_s for before, after in pairwise(spoken) if first.at_s < after.at_s <= last.at_s)
+    return max(gaps, default=0.0)
 
 
 def newest_records(management_url: str, since: float, count: int) -> dict[int, dict[str, Any]]:
@@ -56,7 +68,7 @@ def newest_records(management_url: str, since: float, count: int) -> dict[int, d
 
 
 def silences(
-    histories: Sequence[History], records: dict[int, dict[str, Any]], calm: Mark, fault: Mark
+    histories: Sequence[History], records: dict[int, dict[str, Any]], calm: Mark, fault: Mark, death_s: float
 ) -> list[Silence]:
     """Of those streams that moved once."""
     found = []
@@ -71,7 +83,8 @@ def silences(
                 last["first_token_at"] - last["started_at"],
                 record["prompt_tokens"] + left["tokens"],
                 left["outcome"],
-                history.longest_gap_s(calm.at_s, fault.at_s),
+                longest_gap_between_s(history, calm, fault),
+                death_s,
             )
         )
     return found
@@ -83,6 +96,7 @@ def described(found: Sequence[Silence]) -> str:
         "silence": [each.whole_s for each in found],
         "prefill": [each.prefill_s for each in found],
         "silence without it": [each.rest_s for each in found],
+        "end of a killed process": [each.death_s for each in found],
         "calm before": [each.calm_s for each in found],
     }
     texts = [
