@@ -20,6 +20,7 @@ from lockstep_tools.load.generator import Traffic, drive
 from lockstep_tools.load.history import StreamRequest
 from machine import left_since, traces
 from paced import Paced
+from silences import longest_gap_between_s
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ async def test_64_streams_while_a_worker_is_killed(paced: Paced, summarize: Call
         os.kill(paced.workers[0].pid, signal.SIGKILL)
         killed = run.mark("killed")
     comparison = compare(run.histories, undisturbed)
-    before = [history.longest_gap_s(calm.at_s, killed.at_s) for history in run.histories]
+    before = [longest_gap_between_s(history, calm, killed) for history in run.histories]
     after = [history.longest_gap_s(killed.at_s, killed.at_s + 2) for history in run.histories]
     summarize(
         f"paced: {STREAMS} streams, a token each {1e3 * TOKEN_EVERY_S:.0f} ms, one of two workers killed: "

@@ -24,7 +24,7 @@ from target import Target
 _AT_ONCE = 8
 _TIMEOUT_S = 20.0
 _QUIET_S = 5.0
-"""The longest silence of a well-behaved stream; each gives a token every hundredth of a second."""
+"""The longest silence of a well-behaved stream; each gives a token every twentieth of a second."""
 _BODY = {"model": "reference", "prompt": "hello world", "max_tokens": 4, "seed": 7}
 _MESSAGES = [
     {"type": "generate", "id": "a", "endpoint": "completions", "body": _BODY},
@@ -46,7 +46,7 @@ _INTERNAL = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[Target]:
-    with Target(token_every_s=0.01, grpc=True) as running:
+    with Target(grpc=True) as running:
         yield running
 
 

@@ -13,6 +13,8 @@ sys.path.insert(0, sys.argv[1])
 from scripted_worker import Script, ScriptedWorker, model_card
 
 CONTEXT_LENGTH = 1 << 20
+HEARTBEAT_S = 0.1
+"""As a real worker's. A starved router reads each frame by itself, and new streams' tokens wait behind those unread."""
 TOKEN_EVERY_S = float(sys.argv[3])
 MAX_TOKENS = int(sys.argv[4]) if len(sys.argv) > 4 else None
 
@@ -50,6 +52,7 @@ async def main():
             Path(sys.argv[2]) / f"w{index}.sock",
             card=model_card(context_length=CONTEXT_LENGTH),
             script=Script(delay_s=TOKEN_EVERY_S, token=token, stop_after=MAX_TOKENS),
+            heartbeat_s=HEARTBEAT_S,
         )
         workers.append(await worker.start())
     print("ready", flush=True)

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from machine import left_since, port_is_free, title, traces, wait_for
 from serving import Serve, run
@@ -19,6 +20,16 @@ pytestmark = pytest.mark.usefixtures("private_tmp")
 GRACE_S = 8.0
 """What `lockstep serve` waits for after a Ctrl-C, at most."""
 QUESTION = {"model": MODEL, "prompt": "It was a dark night, and", "max_tokens": 8, "temperature": 0}
+
+
+def listening(processes: list[psutil.Process]) -> list[tuple[str, str, int]]:
+    """The TCP ports of processes: title, address, port; sorted."""
+    return sorted(
+        (title(process), each.laddr.ip, each.laddr.port)
+        for process in processes
+        for each in process.net_connections("tcp")
+        if each.status == psutil.CONN_LISTEN
+    )
 
 
 def test_from_start_to_ctrl_c(tmp_path: Path) -> None:
@@ -41,6 +52,10 @@ def test_from_start_to_ctrl_c(tmp_path: Path) -> None:
             "lockstep: zygote w0",
         ]
         by_title = {title(process): process.pid for process in serve.children()}
+        # Ranks have no port that could be attacked: the router's two and the worker's metrics are for this machine.
+        ports = listening([psutil.Process(serve.pid), *serve.children()])
+        assert [name for name, _, _ in ports] == ["lockstep: router"] * 2 + ["lockstep: worker w0"]
+        assert {address for _, address, _ in ports} == {"127.0.0.1"}
 
         code, out, _ = run("status", "--json", "--url", serve.system.management_url)
         status = json.loads(out)

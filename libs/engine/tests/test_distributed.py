@@ -3,6 +3,7 @@
 import os
 import threading
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -167,5 +168,21 @@ def test_small_sums_use_one_shot(tmp_path):
         assert torch.equal(group.all_gather(torch.ones(2)), torch.ones(2))
         assert (small.taken, len(entered)) == (1, 3)
         assert group.spent_ns > 0
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gloo_listens_on_loopback_only(tmp_path, monkeypatch):
+    """Whoever reaches a port of torch.distributed can end or change a group: it authenticates nobody."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    store = tmp_path / "store"
+    store.touch()
+    init_torch_distributed("gloo", str(store), 0, 1, 60)
+    try:
+        listening = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+        assert {each.laddr.ip for each in listening} == {"127.0.0.1"}
+        # Where the host's name is an address of the loopback interface, the port above shows nothing.
+        assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
     finally:
         dist.destroy_process_group()
