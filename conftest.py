@@ -1,16 +1,19 @@
 """What holds for every test of the repository: Ctrl-C reaches what a test starts, a run may have a time budget, no
 example of Hypothesis has a deadline (machines differ), the garbage collector leaves alone what was imported, and no
-test changes the level of the next one's logs.
+test changes the level of the next one's logs. Processes of pytest-xdist share the compiling of the test files.
 """
 
 import gc
 import logging
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
+from _pytest.assertion import rewrite
 
 BEGAN_S = pytest.StashKey[float]()
 
@@ -28,6 +31,36 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background jobs with SIGINT ignored, and ignored signals are inherited by what a test starts.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # what is imported and collected stays
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """In a fresh clone nothing is compiled, and each process of pytest-xdist would rewrite all test files. Instead they
+    begin at different ones, and skip what another one has written. Files that have changed since are left to pytest.
+    """
+    config = session.config
+    if not hasattr(config, "workerinput") or sys.dont_write_bytecode or config.option.assertmode != "rewrite":
+        return
+    worker = config.workerinput
+    files = [
+        path for each in config.args for path in sorted(Path(config.invocation_params.dir, each).rglob("test_*.py"))
+    ]
+    begin = int(worker["workerid"].removeprefix("gw")) * len(files) // worker["workercount"]
+    for path in files[begin:] + files[:begin]:
+        _compile(path, config)
+
+
+def _compile(path: Path, config: pytest.Config) -> None:
+    """As pytest does it when it imports the file; it has no public function for this."""
+    folder = rewrite.get_cache_dir(path)
+    compiled = folder / (path.stem + rewrite.PYC_TAIL)
+    if compiled.exists() or not rewrite.try_makedirs(folder):
+        return
+    try:
+        source_hash, code = rewrite._rewrite_test(path, config)
+    except SyntaxError:
+        return  # collecting says so
+    rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, compiled)
 
 
 def pytest_collection_finish() -> None:
@@ -37,6 +70,7 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 20, 50)
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
