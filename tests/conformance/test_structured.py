@@ -4,7 +4,6 @@ import json
 import re
 from typing import Annotated, Literal
 
-import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
@@ -46,6 +45,8 @@ def test_an_answer_is_parsed_into_a_model(client: openai.OpenAI, seed: int) -> N
 
 
 def test_a_streamed_answer_conforms(client: openai.OpenAI) -> None:
+    import jsonschema  # noqa: PLC0415 - takes a second, and each process of pytest-xdist imports this file
+
     schema = {"name": "night", "schema": Night.model_json_schema(), "strict": True}
     form = {"type": "json_schema", "json_schema": schema}
     stream = client.chat.completions.create(**CHAT, response_format=form, seed=1, n=2, stream=True)

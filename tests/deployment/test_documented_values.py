@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from lockstep_tools.cli import parse
@@ -35,6 +34,8 @@ def _properties(schema: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("values", VALUES, ids=range(len(VALUES)))
 def test_values_are_those_of_the_chart(values: str) -> None:
+    import jsonschema  # noqa: PLC0415 - takes a second, and each process of pytest-xdist imports this file
+
     defaults = yaml.safe_load((ROOT / "charts/lockstep/values.yaml").read_text())
     jsonschema.validate(_merged(defaults, yaml.safe_load(values)), SCHEMA)
 

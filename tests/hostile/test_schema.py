@@ -3,17 +3,21 @@
 `--fuzz-cases 100000` for a long run by hand.
 """
 
+from __future__ import annotations
+
 import secrets
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import requests
-import schemathesis
 from hypothesis import strategies
-from schemathesis import GenerationMode
 from target import Target
+
+if TYPE_CHECKING:
+    import schemathesis  # takes a second, and each process of pytest-xdist imports this file
 
 _TIMEOUT_S = 30.0
 _MAX_TOKENS = 4
@@ -40,6 +44,8 @@ def address() -> Iterator[str]:
 
 def described(address: str) -> schemathesis.BaseSchema:
     """The document as the router serves it, but for the model's name: any other is refused before anything is done."""
+    import schemathesis  # noqa: PLC0415
+
     document = requests.get(f"{address}/openapi.json", timeout=_TIMEOUT_S).json()
     for schema in document["components"]["schemas"].values():
         if "model" in schema.get("properties", {}):
@@ -59,6 +65,8 @@ def with_few_drawn_fields(case: schemathesis.Case, places: list[int]) -> schemat
 
 
 def test_no_request_causes_an_error_of_the_router(address, pytestconfig, summarize) -> None:
+    from schemathesis import GenerationMode  # noqa: PLC0415
+
     seed = pytestconfig.getoption("--fuzz-seed")
     seed = secrets.randbelow(2**32) if seed is None else seed
     print(f"seed {seed}")

@@ -5,7 +5,6 @@ import json
 import re
 from pathlib import Path
 
-import jsonschema
 import numpy as np
 import pytest
 from json_schemas import draw, schema, seed_of
@@ -60,6 +59,8 @@ def checker():
     """The draft's formats, but with any second 60 taken for a leap second: RFC 3339's syntax has it, and a grammar
     cannot know when there was one.
     """
+    import jsonschema  # noqa: PLC0415 - takes a second, and each process of pytest-xdist imports this file
+
     made = jsonschema.FormatChecker(())
     made.checkers = dict(jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers)
     for name in {"date-time", "time"} & made.checkers.keys():
@@ -73,6 +74,8 @@ def checker():
 
 def check(compiler, seeds, answers_each):
     """How many schemas were refused, and how many answers were complete; all of these conform."""
+    import jsonschema  # noqa: PLC0415 - see above
+
     refused = complete = 0
     for seed in seeds:
         rng = seed_of(f"schema {seed}")
