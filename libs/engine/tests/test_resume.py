@@ -5,8 +5,6 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from lockstep_engine import AsyncEngine, Engine, EngineConfig, Output, Request, SamplingParams
 
 MODEL = Path(__file__).parents[3] / "models/reference"
@@ -39,18 +37,26 @@ def test_importing_the_engine_does_not_import_torch():
 
 
 @pytest.mark.parametrize("name", PARAMS)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(k=st.integers(1, 95))
-def test_a_stream_resumed_at_any_position_equals_the_unbroken_one(engine, unbroken, name, k):
-    whole = unbroken[name]
-    assert resume(engine, whole[:k], PARAMS[name]) == whole[k:]
+def test_a_stream_resumed_at_any_position_equals_the_unbroken_one(engine, unbroken, name):
+    """Alone at some positions, and at all of them together."""
+    whole, params = unbroken[name], PARAMS[name]
+    for k in (1, 40, 81, 95):
+        assert resume(engine, whole[:k], params) == whole[k:]
+    assert resume_all(engine, [whole[:k] for k in range(1, 96)], params) == [whole[k:] for k in range(1, 96)]
 
 
 def resume(engine: Engine, emitted: list[int], params: SamplingParams) -> list[int]:
-    request = Request(f"resumed-{random.random()}", tuple(engine.encode(TEXT)), params, emitted_ids=tuple(emitted))
-    outputs: list[Output] = engine.run([request])[0]
-    assert [output.position for output in outputs] == list(range(len(emitted), params.max_tokens))
-    return [id_ for output in outputs for id_ in output.ids]
+    return resume_all(engine, [emitted], params)[0]
+
+
+def resume_all(engine: Engine, emitted: list[list[int]], params: SamplingParams) -> list[list[int]]:
+    prompt = tuple(engine.encode(TEXT))
+    outputs: list[list[Output]] = engine.run(
+        [Request(f"resumed-{random.random()}", prompt, params, emitted_ids=tuple(each)) for each in emitted]
+    )
+    for given, of_one in zip(emitted, outputs, strict=True):
+        assert [output.position for output in of_one] == list(range(len(given), params.max_tokens))
+    return [[id_ for output in of_one for id_ in output.ids] for of_one in outputs]
 
 
 def test_a_requests_tokens_do_not_depend_on_other_requests(engine, unbroken):
