@@ -314,6 +314,7 @@ class AsyncEngine:
                     embeds=request.embeds,
                     priority=request.priority,
                     prompt_tokens=len(request.prompt_ids) + len(request.emitted_ids),
+                    arrived_at=arrived_at,
                 )
             else:
                 self._call_soon(self._on_outputs, self._steps, [only_output])

@@ -145,7 +145,7 @@ class Scheduler:
 
         Args:
             request: what to generate.
-            arrived_at: orders requests of equal priority; any clock, the same for all requests.
+            arrived_at: orders requests, with their classes (see `seniority`); seconds on any clock, the same for all.
             constraint: its place in its grammar, after the ids that it has emitted.
 
         Returns:
