@@ -158,7 +158,7 @@ async def test_a_caller_that_fails_on_lost_requests_together_gets_each_alone(ser
 
     service.engine._on_outputs = deliver
     assert await service.run() == EXPECTED
-    assert sorted(told) == sorted(f"{number}-{number + 1}" for number in range(CLIENTS))
+    assert sorted(name.split("-")[0] for name in told) == sorted(map(str, range(CLIENTS)))
 
 
 async def test_a_caller_that_fails_on_a_change_of_state_does_not_stop_the_restart(service, monkeypatch):
