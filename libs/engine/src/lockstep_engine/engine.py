@@ -533,11 +533,14 @@ class AsyncEngine:
             self.on_refused(LockstepError(ErrorCode.INTERNAL, f"the ranks do not stay up: {reason}"))
             return
         delay = _RESTART_DELAYS_S[min(self._failures, len(_RESTART_DELAYS_S) - 1)]
-        # First, because the group calls again if this raises an error. What follows raises none.
+        # First, because the group calls again if this raises an error. Two restarts at once must not be.
         self._restart = asyncio.get_running_loop().create_task(self._run_epoch(delay))
         self._failures += 1
         self._enter(EngineState.RESTARTING if started else EngineState.STARTING, reason)
-        self._fail_requests(reason)
+        try:
+            self._fail_requests(reason)
+        except Exception as error:  # requests that are left fail the next start, and then they end
+            faults.note(error, self._epoch)
 
     def on_refused(self, error: LockstepError) -> None:
         """The ranks cannot start; another start would fail in the same way."""
