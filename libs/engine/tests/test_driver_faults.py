@@ -49,6 +49,8 @@ class Tracer:
     def __init__(self, target=None, at=1):
         self._target = target
         self._left = at
+        self.has_failed = False
+        """It has raised the error."""
         self.counts = {}
         """Calls of each function."""
 
@@ -70,6 +72,7 @@ class Tracer:
         if name == self._target:
             self._left -= 1
             if self._left == 0:
+                self.has_failed = True
                 raise UnexpectedError(SECRET)
 
 
@@ -110,14 +113,18 @@ async def trace(service):
 
 
 async def check_place(service, caplog, place, at):
-    """Fail call number `at` of a function; the engine must serve all clients nevertheless, with new ranks."""
+    """Fail call number `at` of a function; the engine must serve all clients nevertheless, with new ranks. False: there
+    was no such call, because blocks were cached.
+    """
     epoch = service.engine.status().epoch
     caplog.clear()
-    with Tracer(place, at=at):
+    with Tracer(place, at=at) as tracer:
         ids = await service.run()
     await service.settle()
     status = service.engine.status()
     assert ids == EXPECTED, place
+    if not tracer.has_failed:
+        return False
     assert status.epoch == epoch + 1, place
     assert status.running == status.queued == 0, place
     assert status.free_blocks == status.total_blocks, place
@@ -127,12 +134,13 @@ async def check_place(service, caplog, place, at):
     assert "UnexpectedError" in logged(caplog), place
     assert SECRET not in logged(caplog), place
     assert "inconsistent" not in caplog.text, place
+    return True
 
 
 async def test_the_engine_serves_again_when_a_step_of_the_result_path_fails(service, caplog):
     places = await trace(service)
     for place in STEPS:
-        await check_place(service, caplog, place, max(1, places[place] // 2))
+        assert await check_place(service, caplog, place, max(1, places[place] // 2)), place
 
 
 @pytest.mark.slow
@@ -140,9 +148,13 @@ async def test_the_engine_serves_again_wherever_the_result_path_fails(service, c
     caplog.set_level(logging.DEBUG, logger="lockstep.engine")  # the pools are checked whenever no request is left
     places = await trace(service)
     assert set(STEPS) < set(places)
-    for place, calls in places.items():
-        if not place.endswith(("_on_readable", "_guarded", "_failing_on_errors")):  # what catches the errors
-            await check_place(service, caplog, place, max(1, calls // 2))
+    catch = ("_on_readable", "_guarded", "_failing_on_errors")
+    failed = [
+        await check_place(service, caplog, place, max(1, calls // 2))
+        for place, calls in places.items()
+        if not place.endswith(catch)
+    ]
+    assert sum(failed) > 0.9 * len(failed)
 
 
 async def test_a_caller_that_fails_on_lost_requests_together_gets_each_alone(service):
