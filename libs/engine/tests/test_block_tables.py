@@ -5,7 +5,9 @@ import random
 import pytest
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
+from lockstep_engine.sizes import hot_pool_blocks
 from scripted_ranks import Server, expected_ids, words
+from specs import rank_spec
 
 LAZY = HotWindow(sink=1, size=4)
 NARROW = HotWindow(sink=1, size=1)
@@ -29,6 +31,38 @@ def run(server):
 
 def in_use(server):
     return tuple(pool.total - pool.free for pool in (server.pool.hot, server.pool.cold))
+
+
+class TestCachedTexts:
+    """A conversation's next turn, while other streams fill the batch."""
+
+    SEQS, BATCH_TOKENS = 8, 128
+
+    def second_turn(self, hot):
+        """How many tokens of the first turn the second one need not compute."""
+        server = serve(LAZY, blocks=hot, cold_blocks=400, max_seqs=self.SEQS, max_batch_tokens=self.BATCH_TOKENS)
+        first = server.submit(words(200, seed=1), max_tokens=24)
+        server.run()
+        others = [server.submit(words(150, seed=10 + each), max_tokens=200) for each in range(self.SEQS - 1)]
+        brief = server.submit(words(150, seed=9), max_tokens=60)
+        while server.finish_reason(brief) is None:
+            server.step()
+        assert server.scheduler.running == self.SEQS - 1
+        turn = [*words(200, seed=1), *server.ids(first), *words(20, seed=2)]
+        second = server.submit(turn, max_tokens=4)
+        server.run()
+        for number in (first, *others, brief, second):
+            assert server.ids(number) == server.expected(number)
+        server.assert_idle()
+        return server.outputs[second][0].cached_tokens
+
+    def test_their_hot_windows_have_a_share_of_the_hot_pool(self):
+        spec = rank_spec(max_seqs=self.SEQS, max_batch_tokens=self.BATCH_TOKENS)
+        assert spec.config.hot_window == LAZY
+        assert self.second_turn(hot_pool_blocks(spec.config, LAZY)) >= 200
+
+    def test_without_it_a_full_batch_leaves_the_sink_at_most(self):
+        assert self.second_turn(self.SEQS * LAZY.blocks + self.BATCH_TOKENS // BLOCK_SIZE) <= BLOCK_SIZE
 
 
 class TestTransition:

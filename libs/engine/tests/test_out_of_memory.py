@@ -9,17 +9,17 @@ from pathlib import Path
 
 import lockstep_engine
 import pytest
+from continuing_clients import CLIENTS, TOKENS, Service, prompt
 from handmade import write_model
-from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.errors import ErrorCode
 from lockstep_engine import AsyncEngine, EngineConfig, Request, SamplingParams
-from scripted_ranks import EOS, VOCAB, expected_ids, words
+from scripted_ranks import EOS, VOCAB, expected_ids
 
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
 MODEL = TESTS.parents[2] / "models/reference"
 ENGINE = str(Path(lockstep_engine.__file__).parent)
-CLIENTS, TOKENS = 4, 12
 POINTS = 60
 """Where an allocation fails, spread over all calls of a run."""
 
@@ -55,71 +55,6 @@ class Allocator:
             if self._on_failure is not None:
                 self.at_failure = self._on_failure()
             raise MemoryError
-
-
-class Service:
-    """An engine, and clients that continue after an error, as a router lets them."""
-
-    def __init__(self, config, zygote):
-        self.engine = AsyncEngine(config, on_outputs=self._deliver, on_change=self._note_reason, zygote=zygote)
-        self._queues = {}
-        self._attempts = 0
-        self.errors = []
-        """Of all requests since the last `run`."""
-        self.reasons = []
-        """Why ranks were lost since then."""
-
-    async def run(self):
-        """All clients' ids, when the last one has ended."""
-        self.errors, self.reasons = [], []
-        async with asyncio.timeout(120):
-            return await asyncio.gather(*map(self._client, range(CLIENTS)))
-
-    async def settle(self):
-        """Wait until the engine is ready: a failure after the last token may have cost the ranks."""
-        async with asyncio.timeout(120):
-            while self.engine.status().state != "ready":
-                await asyncio.sleep(0.002)
-
-    def _note_reason(self):
-        if self.engine.status().reason:
-            self.reasons.append(self.engine.status().reason)
-
-    def _deliver(self, _step, outputs):
-        for output in outputs:
-            self._queues[output.request_id].put_nowait(output)
-
-    async def _client(self, number):
-        ids = []
-        while True:
-            self._attempts += 1
-            name = f"{number}-{self._attempts}"
-            queue = self._queues[name] = asyncio.Queue()
-            params = SamplingParams(max_tokens=TOKENS, seed=number, logit_bias={number: 0.0})
-            try:
-                self.engine.submit(Request(name, tuple(prompt(number)), params, tuple(ids)))
-                error = await self._read(queue, ids)
-            except (LockstepError, MemoryError) as refusal:
-                error = refusal
-            if error is None:
-                return ids
-            self.errors.append(error)
-            assert isinstance(error, MemoryError) or error.meaning.retryable
-            await asyncio.sleep(0.002)
-
-    async def _read(self, queue, ids):
-        while True:
-            output = await queue.get()
-            if output.error is not None:
-                return output.error
-            assert output.position == len(ids)
-            ids.extend(output.ids)
-            if output.finish is not None:
-                return None
-
-
-def prompt(number):
-    return [*words(40, seed=1), *words(10 + 15 * number, seed=number)]
 
 
 @pytest.fixture(params=[False, True], ids=["one step in flight", "two"])

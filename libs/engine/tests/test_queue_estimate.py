@@ -1,6 +1,7 @@
 """The estimate of a queue's wait, in times that the tests give."""
 
 import pytest
+from lockstep_common.seniority import CLASS_HEAD_START_S
 from lockstep_engine.queue_estimate import QueueEstimate
 
 TOKENS = 10
@@ -168,6 +169,20 @@ def test_a_request_waits_for_queued_ones_of_its_class_and_of_higher_ones():
         estimate.add(name, 0, 10, reaches_limit=True, priority=priority)
     waits = {each: estimate.waits(places=1, is_full=True, now=15.0, priority=each)[0] for each in (-1, 0, 1)}
     assert waits == {1: 5.0 + 10.0, 0: 5.0 + 30.0, -1: 5.0 + 40.0}
+
+
+def test_an_old_request_of_a_low_class_is_before_a_new_one_of_a_higher_class():
+    estimate = QueueEstimate()
+    estimate.add("text", 0, 10, reaches_limit=True)
+    estimate.start("text", 0.0)
+    estimate.end("text", 10, 10.0)
+    forced(estimate, "running", 10)
+    estimate.start("running", 100.0)
+    forced(estimate, "low", 10, priority=-1, arrived_at=100.0)
+    for now, before in ((100.0 + CLASS_HEAD_START_S - 1, 0), (100.0 + CLASS_HEAD_START_S, 1)):
+        assert estimate.waits(places=1, is_full=True, now=now, priority=0)[0] == before * 10.0
+        assert estimate.waits(places=1, is_full=True, now=now, priority=1)[0] == 0.0
+        assert estimate.waits(places=1, is_full=True, now=now, priority=-1)[0] == 10.0
 
 
 def calibrated(step_s=0.5, token_s=0.25):

@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.seniority import CLASS_HEAD_START_S
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.plan import mask_words
@@ -663,7 +664,7 @@ def test_soak_with_random_cancels(seed, prefix_cache):
 
 
 class TestSeniority:
-    """Of equal priority the request that arrived first runs first, wherever it was queued before."""
+    """The request that arrived first runs first, wherever it was queued before; a class and output are head starts."""
 
     def order(self, server, numbers):
         """The requests in the order of their first tokens."""
@@ -687,6 +688,49 @@ class TestSeniority:
         early = server.submit(words(5, seed=2), arrived_at=1.0)
         urgent = server.submit(words(5, seed=3), arrived_at=2.0, priority=1)
         assert self.order(server, [early, urgent]) == [urgent, early]
+
+    def steps_until_it_starts(self, priority, others, most=500):
+        """Steps of a second each that a request waits, behind one of its age, while requests of another class fill the
+        engine: whenever one starts, the next one arrives.
+        """
+        server = Server(max_seqs=1, max_queue=10)
+        fill = {"max_tokens": 4, "priority": others}
+        server.submit(words(5, seed=1), arrived_at=-1.0, **fill)
+        server.submit(words(5, seed=2), arrived_at=0.0, **fill)
+        number = server.submit(words(5, seed=3), arrived_at=0.0, priority=priority)
+        for second in range(most):
+            server.step()
+            if server.outputs[number]:
+                return second
+            if server.scheduler.queued == 1:
+                server.submit(words(5, seed=second + 10), arrived_at=float(second), **fill)
+        return None
+
+    @pytest.mark.parametrize(("priority", "others"), [(-1, 0), (0, 1), (-1, 1)])
+    def test_a_lower_class_starts_after_its_head_start_under_steady_load(self, priority, others):
+        head_start_s, each_s = (others - priority) * CLASS_HEAD_START_S, 4
+        waited_s = self.steps_until_it_starts(priority, others)
+        assert head_start_s <= waited_s <= head_start_s + 3 * each_s
+
+    def test_a_higher_class_starts_next_under_steady_load(self):
+        assert self.steps_until_it_starts(1, 0) <= 4
+
+    def test_in_a_short_burst_the_higher_class_goes_first_whatever_it_arrived_after(self):
+        server = Server(max_seqs=1)
+        running = server.submit(words(5, seed=1), arrived_at=0.0)
+        server.step()
+        low = server.submit(words(5, seed=2), arrived_at=0.0, priority=-1)
+        burst = [server.submit(words(5, seed=3 + each), arrived_at=5.0 * each) for each in range(10)]
+        assert self.order(server, [running, low, *burst]) == [running, *burst, low]
+
+    def test_an_old_request_of_a_low_class_is_not_preempted_for_a_young_one(self):
+        server = Server(blocks=4)
+        low = server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40, arrived_at=0.0, priority=-1)
+        server.step()
+        normal = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40, arrived_at=CLASS_HEAD_START_S + 1.0)
+        server.run()
+        assert all(count == 1 for _, count in server.computed(low)[1:])
+        assert any(count > 1 for _, count in server.computed(normal)[1:])
 
     def test_a_moved_request_with_output_does_not_preempt_an_older_one_with_output(self):
         server = Server(blocks=4)

@@ -32,7 +32,14 @@ class TestPoolSizes:
         assert pool_sizes(spec(context_length=96), 10**9, HOT, COLD) == PoolSizes(8 * 6, 0)
 
     def test_no_more_blocks_are_allocated_than_can_be_used(self):
-        assert pool_sizes(spec(), 10**9, HOT, COLD) == PoolSizes(8 * 6 + 8, 8 * 122)
+        running = 8 * 6 + 8
+        assert pool_sizes(spec(), 10**9, HOT, COLD) == PoolSizes(running * 5 // 4, 8 * 122)
+
+    @pytest.mark.parametrize(("max_seqs", "max_batch_tokens"), [(1, 16), (8, 128), (64, 512), (128, 8192)])
+    def test_a_tenth_of_the_hot_pool_or_more_is_left_for_cached_texts(self, max_seqs, max_batch_tokens):
+        sizes = pool_sizes(spec(max_seqs=max_seqs, max_batch_tokens=max_batch_tokens), 10**12, HOT, COLD)
+        running = max_seqs * LAZY.blocks + -(-max_batch_tokens // BLOCK_SIZE)
+        assert (sizes.hot - running) / sizes.hot >= 0.1
 
     @pytest.mark.parametrize("memory", [HOT, 6 * HOT, 10 * HOT, 50 * HOT, 300 * HOT, 10**6])
     @pytest.mark.parametrize("hot_window", [LAZY, HotWindow(0, 0), HotWindow(1, 64)], ids=str)

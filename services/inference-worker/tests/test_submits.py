@@ -7,9 +7,14 @@ from harness import submit, until
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import Grammar, GrammarKind, Output
+from lockstep_worker.outbox import Outbox
 from scripted_engine import CONTEXT_LENGTH, VOCAB_SIZE
 
 PROMPT = (1, 2, 3)
+
+
+class UnexpectedError(Exception):
+    """Raised by the worker's own code."""
 
 
 def with_grammar(**grammar):
@@ -146,3 +151,23 @@ async def test_an_arrival_that_is_no_time_is_refused_by_name(worker, arrived_s):
     await router.send(submit=submit("a", arrived_s=arrived_s))
     rejected = (await router.next("rejected")).rejected
     assert (rejected.code, rejected.field, rejected.retryable) == ("invalid_request", "arrived_s", False)
+
+
+async def test_a_stream_whose_last_tokens_could_not_be_sent_is_rejected_when_the_engine_gives_it_up(
+    worker, monkeypatch
+):
+    router = await worker.greeted()
+    await router.send(submit=submit(max_tokens=1))
+    await until(lambda: worker.engine.requests)
+    (request_id,) = worker.engine.requests
+
+    def fail(*_):
+        raise UnexpectedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Outbox, "put", fail)
+        with pytest.raises(UnexpectedError):
+            worker.engine.step()
+    error = LockstepError(ErrorCode.WORKER_LOST, "the driver failed")
+    worker.engine.give([Output(request_id, 0, (), error=error)])
+    assert (await router.next("rejected")).rejected.code == "worker_lost"

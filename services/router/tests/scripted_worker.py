@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from lockstep_common.prefix_keys import prefix_keys
+from lockstep_common.seniority import turn_at
 from xxhash import xxh64_intdigest
 
 REPOSITORY = Path(__file__).parents[3]
@@ -83,9 +84,7 @@ class Script:
 
 
 class Seats:
-    """At most `max_seqs` streams run at a time; the others wait by priority, then those with output go first, then by
-    their first arrival.
-    """
+    """At most `max_seqs` streams run at a time; the others wait in the order of real workers."""
 
     def __init__(self, max_seqs):
         self.max_seqs = max_seqs
@@ -99,9 +98,7 @@ class Seats:
             return
         turn = asyncio.get_running_loop().create_future()
         entry = (
-            -submit.priority,
-            not submit.emitted_ids,
-            greeted_at + submit.arrived_s,
+            turn_at(greeted_at + submit.arrived_s, submit.priority, has_output=bool(submit.emitted_ids)),
             next(self._numbers),
             turn,
             submit,

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from lockstep_api.v1 import worker_pb2
+from lockstep_common.seniority import turn_at
 from lockstep_router.workers.retry_budget import RetryBudget
 from router_cluster import eventually
 from scripted_worker import Script
@@ -311,9 +312,9 @@ async def test_stream_that_leaves_a_draining_worker_waits_when_the_other_queues_
 async def test_stream_moves_at_once_from_each_worker_that_drains(make_cluster):
     """However often that happens to it: the retry budget is for streams that nobody takes."""
     cluster = await make_cluster(2, retry_share=0.0)
-    while cluster.router.workers.retries.withdraw(0.0, (0, False, 0.0, "another")):
+    while cluster.router.workers.retries.withdraw(0.0, turn(0, 0.0, "another", has_output=True)):
         pass
-    cluster.router.workers.retries.leave((0, False, 0.0, "another"))
+    cluster.router.workers.retries.leave(turn(0, 0.0, "another", has_output=True))
     drain = worker_pb2.Rejected(code="draining", message="no", retryable=True)
     for worker in cluster.workers:
         worker.script = Script(reject_after=3, rejection=drain)
@@ -324,6 +325,10 @@ async def test_stream_moves_at_once_from_each_worker_that_drains(make_cluster):
         worker.script = Script()
     assert text_of(await running) == cluster.undisturbed("hello world", 7, TOKENS)
     assert time.monotonic() - began < 30
+
+
+def turn(priority, arrived_at, stream_id, *, has_output=False):
+    return (turn_at(arrived_at, priority, has_output=has_output), stream_id)
 
 
 def wait_phase(submit):
@@ -377,32 +382,32 @@ async def test_stream_waits_a_moment_for_the_worker_with_its_own_numerics(make_c
 
 def test_streams_that_wait_for_a_retry_take_it_in_order_of_class_output_and_arrival():
     budget = RetryBudget(share=1.0)
-    while budget.withdraw(0.0, (0, False, 0.0, "spender")):
+    while budget.withdraw(0.0, turn(0, 0.0, "spender", has_output=True)):
         pass
-    budget.leave((0, False, 0.0, "spender"))
+    budget.leave(turn(0, 0.0, "spender", has_output=True))
     turns = [
-        (0, True, 2.0, "b"),
-        (0, True, 1.0, "a"),
-        (1, False, 0.0, "low"),
-        (0, False, 9.0, "begun"),
-        (-1, True, 9.0, "high"),
+        turn(0, 2.0, "b"),
+        turn(0, 1.0, "a"),
+        turn(-1, 0.0, "low", has_output=True),
+        turn(0, 9.0, "begun", has_output=True),
+        turn(1, 9.0, "high"),
     ]
-    assert not any(budget.withdraw(0.0, turn) for turn in turns)
-    assert [turn[-1] for turn in sorted(turns, key=budget.wait_s)] == ["high", "begun", "a", "b", "low"]
+    assert not any(budget.withdraw(0.0, each) for each in turns)
+    assert [each[-1] for each in sorted(turns, key=budget.wait_s)] == ["high", "begun", "a", "b", "low"]
     assert budget.wait_s(turns[0]) == pytest.approx(4.0)
     taken = []
     for at in range(1, 6):
         # Whoever asks first: the one whose turn it is not gets none.
-        taken += [turn[-1] for turn in turns if turn[-1] not in taken and budget.withdraw(float(at), turn)]
+        taken += [each[-1] for each in turns if each[-1] not in taken and budget.withdraw(float(at), each)]
     assert taken == ["high", "begun", "a", "b", "low"]
 
 
 def test_stream_that_leaves_holds_up_nobody():
     budget = RetryBudget(share=1.0)
-    while budget.withdraw(0.0, (0, False, 0.0, "spender")):
+    while budget.withdraw(0.0, turn(0, 0.0, "spender", has_output=True)):
         pass
-    budget.leave((0, False, 0.0, "spender"))
-    first, second = (0, True, 1.0, "first"), (0, True, 2.0, "second")
+    budget.leave(turn(0, 0.0, "spender", has_output=True))
+    first, second = turn(0, 1.0, "first"), turn(0, 2.0, "second")
     assert not budget.withdraw(0.0, first)
     assert not budget.withdraw(1.0, second), "it would overtake"
     budget.leave(first)

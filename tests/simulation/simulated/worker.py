@@ -12,6 +12,7 @@ from random import Random
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode
+from lockstep_common.seniority import turn_at
 
 from simulated import model
 from simulated.kernel import Event, Kernel
@@ -64,9 +65,10 @@ class Live:
         return (id(self.connection), self.submit.stream_id)
 
     @property
-    def turn(self) -> tuple[int, float, int]:
-        """Waiting streams run by priority and then by their first arrival."""
-        return (-self.submit.priority, self.arrived_at, self.number)
+    def turn(self) -> tuple[float, int]:
+        """Waiting streams run in the order of real workers."""
+        has_output = bool(self.submit.emitted_ids)
+        return (turn_at(self.arrived_at, self.submit.priority, has_output=has_output), self.number)
 
 
 @dataclass

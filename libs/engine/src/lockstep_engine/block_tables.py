@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from lockstep_engine.blocks import BlockKey, BlockPool, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.host_tier import HostTier
+from lockstep_engine.matches import Match, Matches
 from lockstep_engine.prefix_log import PrefixChanges, PrefixLog
 from lockstep_engine.sequence import Sequence
 from lockstep_engine.shared_slots import SharedSlots
@@ -78,9 +79,13 @@ class BlockTables:
     ) -> None:
         self._logs = logs or (PrefixLog(), PrefixLog())
         self.sizes = sizes
-        self.host = HostTier(sizes.host, self._logs, self._is_pooled, shared)
-        self.hot = BlockPool(sizes.hot, self._logs[0], self._on_evict_hot, partial(self.host.holds, cold=False))
-        self.cold = BlockPool(sizes.cold, self._logs[1], self._on_evict_cold, partial(self.host.holds, cold=True))
+        self.matches = Matches()
+        """Of requests that wait for blocks."""
+        changed = self.matches.changed
+        self.host = HostTier(sizes.host, self._logs, self._is_pooled, shared, changed)
+        has_below = [partial(self.host.holds, cold=version) for version in (False, True)]
+        self.hot = BlockPool(sizes.hot, self._logs[0], self._on_evict_hot, has_below[0], changed)
+        self.cold = BlockPool(sizes.cold, self._logs[1], self._on_evict_cold, has_below[1], changed)
         self.compressed = 0
         """Blocks that have been compressed since the start."""
         self._hot_window = hot_window
@@ -177,6 +182,11 @@ class BlockTables:
             if cold_end >= first and hot_run >= index + 1 - first:
                 usable = index + 1
         return Hits(usable, known)
+
+    def look_up(self, sequence: Sequence, keys: list[BlockKey]) -> Match:
+        """What the tiers have of a waiting sequence's blocks."""
+        hits = self.match(keys)
+        return Match(keys, len(sequence.tokens), hits, self.admits(sequence, keys, hits))
 
     def has(self, key: BlockKey, *, cold: bool) -> bool:
         """Whether the version of a block is in its pool or in host memory."""

@@ -76,6 +76,8 @@ class BlockPool:
         on_evict: called before a block with a key is evicted, with its number, its key and whether it was not among
             those that are evicted first.
         is_below: whether the tier below has the block with a digest, after `on_evict` also one that it is to get.
+        on_change: called with the digest of a block that becomes known or is evicted, and of a known one that begins or
+            ceases to be used.
     """
 
     def __init__(
@@ -84,10 +86,12 @@ class BlockPool:
         log: PrefixLog | None = None,
         on_evict: Callable[[int, BlockKey, bool], None] = lambda *_: None,
         is_below: Callable[[bytes], bool] = lambda _: False,
+        on_change: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         self.total = total
         self._on_evict = on_evict
         self._is_below = is_below
+        self._on_change = on_change
         self._log = log or PrefixLog()
         self._references = [0] * total
         self._keys: list[BlockKey | None] = [None] * total
@@ -152,6 +156,7 @@ class BlockPool:
             self._by_digest[key.digest] = block
             self._keys[block] = key
             self._note(key.digest)
+            self._on_change(key.digest)
 
     def holds(self, digest: bytes) -> bool:
         """Whether a block has the contents with this digest."""
@@ -177,14 +182,19 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 self._disuse(self._owners[block])
-                if self._keys[block] is None:
+                key = self._keys[block]
+                if key is None:
                     self._empty.append(block)
                 else:
                     (self._evict_first if evict_first else self._cached)[block] = None
+                    self._on_change(key.digest)
 
     def _use(self, block: int) -> None:
         if self._references[block] == 0:
             self._used[self._owners[block]] += 1
+            key = self._keys[block]
+            if key is not None:
+                self._on_change(key.digest)
         self._references[block] += 1
 
     def _disuse(self, owner: str) -> None:
@@ -199,6 +209,7 @@ class BlockPool:
             del self._by_digest[key.digest]
             self._keys[block] = None
             self._note(key.digest)
+            self._on_change(key.digest)
 
     def _note(self, digest: bytes) -> None:
         # What moves between the tiers stays in the cache: followers of the log have nothing to learn.

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from lockstep_common.cpu_limit import usable_cpus
@@ -20,6 +21,7 @@ from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from lockstep_common.memory_limit import usable_memory
 from lockstep_common.protocol import PRIORITIES
 
+from lockstep_engine import faults
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.constraint import Constraint, MaskThreads
@@ -238,7 +240,7 @@ class AsyncEngine:
         self._restart = loop.create_task(self._run_epoch(0.0))
         await self._compiler.load()
         if self._compiler.name:
-            self._on_change()
+            self._report_change()
         await self._started
 
     def submit(self, request: Request) -> None:
@@ -276,12 +278,20 @@ class AsyncEngine:
                 self.on_compiled(request.id, began_ns, time.monotonic_ns())
                 del self._compiling[request.id]
                 self._enqueue(request, arrived_at, constraint)
-            except (LockstepError, MemoryError, RuntimeError) as error:
+            except Exception as error:
                 self._compiling.pop(request.id, None)
-                failure = error if isinstance(error, LockstepError) else no_memory()
-                self._on_outputs(self._steps, [Output(request.id, len(request.emitted_ids), (), error=failure)])
+                failed = Output(request.id, len(request.emitted_ids), (), error=self._failure_of(error))
+                self._guarded(self._on_outputs, self._steps, [failed])
 
         self._compiling[request.id] = asyncio.get_running_loop().create_task(work())
+
+    def _failure_of(self, error: Exception) -> LockstepError:
+        """The error of a request that could not be queued after its grammar was compiled."""
+        if isinstance(error, LockstepError):
+            return error
+        if isinstance(error, (MemoryError, RuntimeError)):  # also: no thread can be started
+            return no_memory()
+        return LockstepError(ErrorCode.INTERNAL, faults.note(error, self._epoch))
 
     def _enqueue(self, request: Request, arrived_at: float, constraint: Constraint | None) -> None:
         """Pass a request on to the scheduler.
@@ -304,12 +314,13 @@ class AsyncEngine:
                     embeds=request.embeds,
                     priority=request.priority,
                     prompt_tokens=len(request.prompt_ids) + len(request.emitted_ids),
+                    arrived_at=arrived_at,
                 )
             else:
-                asyncio.get_running_loop().call_soon(self._on_outputs, self._steps, [only_output])
+                self._call_soon(self._on_outputs, self._steps, [only_output])
             self._fill_pipeline()
             # Not at once: the caller does not know yet that its request was accepted.
-            asyncio.get_running_loop().call_soon(self._report_phases)
+            self._call_soon(self._report_phases)
         except MemoryError:
             self.cancel(request.id)
             raise no_memory() from None
@@ -340,7 +351,7 @@ class AsyncEngine:
         return EngineStatus(
             state=self._state,
             reason=self._reason,
-            epoch=0 if group is None else group.epoch,
+            epoch=self._epoch,
             queued=self._scheduler.queued + len(self._compiling),
             running=self._scheduler.running,
             free_blocks=self._scheduler.blocks.free,
@@ -371,6 +382,10 @@ class AsyncEngine:
             queue_wait_per_request_s=wait_per_request_s,
             grammar_engine=self._compiler.name,
         )
+
+    @property
+    def _epoch(self) -> int:
+        return 0 if self._group is None else self._group.epoch
 
     def rank_times(self) -> tuple[RankTimes, ...]:
         """What each rank has done in this epoch so far; empty before the first start."""
@@ -459,7 +474,6 @@ class AsyncEngine:
         """All ranks wait for plans."""
         self._scheduler.reset(blocks)
         self._ready = ready
-        self._failures = 0
         overlap = ready.device.startswith("cuda") if self.config.overlap is None else self.config.overlap
         self._depth = MAX_IN_FLIGHT if overlap else 1
         self._steps = 0
@@ -483,11 +497,14 @@ class AsyncEngine:
                     "phases_s": self._group.ranks[0].phases_s,
                 },
             )
+        self._failures = 0  # not earlier: an error above counts as a failed start
         self._enter(EngineState.READY, "")
         self._finish_start(None)
 
     def on_result(self, result: Result) -> None:
-        """A step is done: plan another one, then pass on the outputs of this one."""
+        """A step is done: plan another one, then pass on the outputs of this one. If anything of it raises an error,
+        the group fails, and with it all requests: outputs may be lost, and it is unknown which.
+        """
         self._steps += 1
         self._timing.result(result)
         self._pace.done(result.step, time.monotonic())
@@ -516,10 +533,14 @@ class AsyncEngine:
             self.on_refused(LockstepError(ErrorCode.INTERNAL, f"the ranks do not stay up: {reason}"))
             return
         delay = _RESTART_DELAYS_S[min(self._failures, len(_RESTART_DELAYS_S) - 1)]
+        # First, because the group calls again if this raises an error. Two restarts at once must not be.
+        self._restart = asyncio.get_running_loop().create_task(self._run_epoch(delay))
         self._failures += 1
         self._enter(EngineState.RESTARTING if started else EngineState.STARTING, reason)
-        self._restart = asyncio.get_running_loop().create_task(self._run_epoch(delay))
-        self._fail_requests(reason)
+        try:
+            self._fail_requests(reason)
+        except Exception as error:  # requests that are left fail the next start, and then they end
+            faults.note(error, self._epoch)
 
     def on_refused(self, error: LockstepError) -> None:
         """The ranks cannot start; another start would fail in the same way."""
@@ -570,7 +591,17 @@ class AsyncEngine:
         self._compiling.clear()
         self._queue.clear()
         if lost:
+            self._pass_on_lost(lost)
+
+    def _pass_on_lost(self, lost: list[Output]) -> None:
+        """Pass on the last outputs of lost requests: each alone, if the caller fails on them together."""
+        try:
             self._on_outputs(self._steps, lost)
+        except Exception as error:
+            faults.note(error, self._epoch)
+            for output in lost:
+                with contextlib.suppress(Exception):
+                    self._on_outputs(self._steps, [output])
 
     async def _run_epoch(self, delay_s: float) -> None:
         assert self._group is not None
@@ -588,8 +619,11 @@ class AsyncEngine:
         except (LockstepError, OSError, TimeoutError) as error:
             self.on_lost(f"the ranks cannot be started: {str(error) or type(error).__name__}")
             return
+        except Exception as error:
+            self.on_lost(f"the ranks cannot be started: {faults.note(error, self._epoch)}")
+            return
         if self._state is EngineState.RESTARTING:
-            self._on_change()  # because of the new epoch
+            self._report_change()  # because of the new epoch
 
     def _finish_start(self, error: LockstepError | None) -> None:
         if self._started is not None and not self._started.done():
@@ -600,12 +634,49 @@ class AsyncEngine:
 
     def _enter(self, state: EngineState, reason: str) -> None:
         self._state, self._reason = state, reason
-        self._on_change()
+        self._report_change()
+
+    def _report_change(self) -> None:
+        """Report the state to the caller, whose errors do not keep the engine from entering it."""
+        try:
+            self._on_change()
+        except Exception as error:
+            faults.note(error, self._epoch)
+
+    def _call_soon(self, work: Callable[..., object], *arguments: object) -> None:
+        """Have the loop call something; see `_guarded`."""
+        asyncio.get_running_loop().call_soon(partial(self._guarded, work, *arguments))
+
+    def _guarded(self, work: Callable[..., object], *arguments: object) -> None:
+        """Call what has no caller that would learn of an error: the group fails then, as if `on_result` fails."""
+        try:
+            work(*arguments)
+        except Exception as error:
+            self._fail_for(error)
+
+    def _fail_for(self, error: Exception) -> None:
+        """An error has left the state of the driver inconsistent: lose the ranks and start over."""
+        if self._group is not None and self._state is EngineState.READY:
+            self._group.fail_for(error)
+        else:  # the requests are lost already
+            faults.note(error, self._epoch)
 
     def _fill_pipeline(self) -> None:
-        """Send plans until as many steps are in flight as allowed, or there is nothing to compute."""
+        """Send plans until as many steps are in flight as allowed, or there is nothing to compute.
+
+        Raises:
+            MemoryError: the scheduler's state is consistent. No other error is raised.
+        """
         if self._state is not EngineState.READY:
             return
+        try:
+            self._plan_steps()
+        except MemoryError:
+            raise
+        except Exception as error:
+            self._fail_for(error)
+
+    def _plan_steps(self) -> None:
         assert self._group is not None
         if not self._masks.is_settled:
             self._masks.settle(_MASK_WAIT_S if self._scheduler.unconstrained else _MASKS_ALONE_WAIT_S)
@@ -622,9 +693,9 @@ class AsyncEngine:
                 self._pace.planned(plan.step, prompt_tokens, time.monotonic())
         except MemoryError:
             try:
-                asyncio.get_running_loop().call_soon(self._pass_on_ends, self._scheduler.shed(self._group.in_flight))
-            except MemoryError:
-                self._group.fail_for_memory()
+                self._call_soon(self._pass_on_ends, self._scheduler.shed(self._group.in_flight))
+            except MemoryError as error:
+                self._group.fail_for(error)
         if self._group.in_flight == 0:
             self._timing.idle()
 
@@ -649,13 +720,13 @@ class AsyncEngine:
 
     def _on_remote(self) -> None:
         """A request need not wait for its blocks any more, or blocks are to be copied."""
-        self._pass_on_ends([])
+        self._guarded(self._pass_on_ends, [])
 
     def _on_masks_in_thread(self) -> None:
         """Masks are ready that a plan did not wait for, or a constraint has failed."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
-                self._loop.call_soon_threadsafe(self._on_masks)
+                self._loop.call_soon_threadsafe(self._guarded, self._on_masks)
 
     def _on_masks(self) -> None:
         if self._masks.has_failed:

@@ -15,12 +15,14 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 from lockstep_common.errors import ErrorCode, LockstepError
 
+from lockstep_engine import faults
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.control import (
@@ -74,7 +76,6 @@ _MAX_CHUNK_CHARS = 12_000
 _FLOOD_PAUSE_S = 0.5
 """A rank that writes more than it may is not read for so long: its pipe drops what does not fit."""
 _SLOW_STEP = "has not finished its step"
-_NO_MEMORY = "the driver had no memory for a step"
 
 
 @dataclass
@@ -105,7 +106,9 @@ class Listener(Protocol):
         ...
 
     def on_lost(self, reason: str) -> None:
-        """The group has failed: no further result will come. `start` begins the next epoch."""
+        """The group has failed: no further result will come. `start` begins the next epoch. If this raises an error,
+        it is called again.
+        """
         ...
 
     def on_refused(self, error: LockstepError) -> None:
@@ -169,6 +172,8 @@ class RankGroup:
         """Until then steps have the deadline of profiled ones."""
         self._allowed_step = -1
         """The last step that has that deadline."""
+        self._is_lost = False
+        """The listener knows that this epoch's ranks are lost."""
         self._first_dead: int | None = None
         """The rank that ended by itself; the others were killed because of it."""
 
@@ -283,6 +288,7 @@ class RankGroup:
         await self.kill()
         self.epoch += 1
         self._first_dead, self.exits = None, {}
+        self._is_lost = False
         self.ranks = [RankProcess(rank) for rank in range(self._tp)]
         self._mailbox = None  # it counts what the ranks before have done
         self._profiled_until, self._allowed_step = 0.0, -1
@@ -336,15 +342,16 @@ class RankGroup:
             self._in_flight.append((plan.step, deadline_s))
             if len(self._in_flight) == 1:
                 self._arm_step()
-        except MemoryError:
-            self.fail_for_memory()
+        except MemoryError as error:
+            self.fail_for(error)
 
-    def fail_for_memory(self) -> None:
-        """Fail the group because the driver is out of memory. `on_lost` is called from the loop and not at once: the
-        caller of this may be inside `submit`, whose caller does not know of its request yet.
+    def fail_for(self, error: Exception) -> None:
+        """Fail the group because of an error of the driver itself, whose state may be inconsistent. `on_lost` is called
+        from the loop and not at once: the caller of this may be inside `submit`, whose caller does not know of its
+        request yet.
         """
         self._stop_listening()
-        self._loop.call_soon(self._listener.on_lost, _NO_MEMORY)
+        self._loop.call_soon(self._fail, faults.note(error, self.epoch))
 
     async def stop(self) -> None:
         """Kill all processes and wait until they are gone."""
@@ -453,10 +460,18 @@ class RankGroup:
         self._controls = []
 
     def _on_readable(self, rank: int, control: socket.socket) -> None:
-        try:
+        with self._failing_on_errors():
             self._receive(rank, control)
-        except MemoryError:  # a message may be lost, and it is unknown which
-            self._fail(_NO_MEMORY)
+
+    @contextlib.contextmanager
+    def _failing_on_errors(self) -> Iterator[None]:
+        """Fail the group if what the loop calls raises an error. A message or a result may be lost then, and nobody
+        else would notice: the requests would wait for ever.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._fail(faults.note(error, self.epoch))
 
     def _receive(self, rank: int, control: socket.socket) -> None:
         descriptors: list[int] = []
@@ -566,6 +581,11 @@ class RankGroup:
 
     def _on_deadline(self, what: str, since: float) -> None:
         """A rank hangs. It is the one that has entered the fewest collectives: the others wait for it."""
+        with self._failing_on_errors():
+            self._name_hung(what, since)
+
+    def _name_hung(self, what: str, since: float) -> None:
+        """Ask all ranks for their stacks, and then lose the one that hangs."""
         assert self._mailbox is not None
         progress = [(int(self._mailbox.collectives[rank]), rank) for rank in range(self._tp)]
         starting = [rank for rank in range(self._tp) if self.ranks[rank].state != "ready"]
@@ -577,6 +597,11 @@ class RankGroup:
 
     def _lose_hung(self, reason: str, hung: int) -> None:
         """Log where each rank is, then lose the group."""
+        with self._failing_on_errors():
+            self._log_places()
+            self._lose(reason, hung)
+
+    def _log_places(self) -> None:
         for output in self._outputs:
             process, waits_in = output.process_state()
             fields: dict[str, str | int] = {
@@ -585,7 +610,6 @@ class RankGroup:
                 "stack": output.stack(time.monotonic()),
             }
             logger.error("where the rank is", extra=self._named(output.rank) | fields)
-        self._lose(reason, hung)
 
     def _lose(self, reason: str, rank: int) -> None:
         """Lose the group because of a rank, the first one that failed."""
@@ -625,7 +649,9 @@ class RankGroup:
 
     def _fail(self, reason: str) -> None:
         self._stop_listening()
-        self._listener.on_lost(reason)
+        if not self._is_lost:  # two starts at once would read each other's answers from the zygote
+            self._listener.on_lost(reason)
+            self._is_lost = True
 
 
 def _chunks(lines: list[str]) -> list[str]:

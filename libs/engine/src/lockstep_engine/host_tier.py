@@ -74,6 +74,7 @@ class HostTier:
         logs: note which hot and which cold blocks the tier loses, unless the pools have them.
         is_pooled: whether the pool of a version has the block with a digest.
         shared: slots that the driver itself uses; None: it uses none.
+        on_change: called with the digest of a block that the tier gains or loses.
     """
 
     def __init__(
@@ -82,11 +83,13 @@ class HostTier:
         logs: tuple[PrefixLog, PrefixLog],
         is_pooled: Callable[[bool, bytes], bool] = lambda *_: False,
         shared: SharedSlots | None = None,
+        on_change: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         self._sizes = sizes
         self._logs = logs
         self._is_pooled = is_pooled
         self._shared = shared
+        self._on_change = on_change
         self._held: OrderedDict[tuple[bool, bytes], _Held] = OrderedDict()
         """By version and digest, least recently used first."""
         self._free: list[int] = []
@@ -276,6 +279,7 @@ class HostTier:
         if self._shared is not None:
             self._shared.filling.difference_update(slots)
         self._held[cold, key.digest] = _Held(key, slots)
+        self._on_change(key.digest)
         if not self._is_pooled(cold, key.digest):
             self._logs[cold].note(key.digest)
 
@@ -302,6 +306,7 @@ class HostTier:
             return False
         held = _Held(key, tuple(self._take_slot() for _ in range(count)), pins=1)
         self._held[cold, key.digest] = held
+        self._on_change(key.digest)
         self._spills[block] = held
         return True
 
@@ -321,6 +326,7 @@ class HostTier:
             return ()
         cold, digest = oldest
         slots = self._held.pop(oldest).slots
+        self._on_change(digest)
         if not self._is_pooled(cold, digest):
             self._logs[cold].note(digest)
         return slots

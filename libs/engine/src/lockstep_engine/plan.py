@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.control import RankSpec
+from lockstep_engine.sizes import hot_pool_blocks
 
 LAST_SAMPLED = -1
 """Placeholder for a token's id: the token that was last sampled for its sequence's sampling row."""
@@ -185,9 +186,8 @@ def message_sizes(spec: RankSpec) -> tuple[int, int]:
     if config.hot_window is not None:  # also hot tables, and a move for each block in them and in the step
         tables = 2 * tables + 8 * config.max_seqs * (config.hot_window.size + 2) + config.max_batch_tokens
     if config.host_cache_bytes:  # each block of the largest pools may be both spilled and loaded, in up to 4 slots
-        window = 0 if config.hot_window is None else config.hot_window.blocks
-        blocks = config.max_seqs * (-(-context_length // BLOCK_SIZE) + window)
-        tables += 2 * 5 * 4 * (blocks + -(-config.max_batch_tokens // BLOCK_SIZE))
+        hot = 0 if config.hot_window is None else hot_pool_blocks(config, config.hot_window)
+        tables += 2 * 5 * 4 * (hot + config.max_seqs * -(-context_length // BLOCK_SIZE))
     # A request that gets a sampling row brings the tokens that penalties need (at most 9 bytes for each id of prompt
     # and output) and its bias.
     added = config.max_seqs * (18 * context_length + 32 * 1024)

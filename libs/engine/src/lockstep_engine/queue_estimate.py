@@ -13,6 +13,8 @@ import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from lockstep_common.seniority import turn_at
+
 _WEIGHT = 0.2
 """Weight of the last request in the moving means."""
 
@@ -25,7 +27,8 @@ class _Entry:
     """Most tokens that the request may have, those included."""
     reaches_limit: bool
     embeds: bool = False
-    priority: int = 0
+    turn_at: float = 0.0
+    """Its place in the queue (see `seniority`)."""
     prompt_tokens: int = 0
     """Tokens that are computed before its first new one."""
     started_at: float | None = None
@@ -70,11 +73,13 @@ class QueueEstimate:
         embeds: bool = False,
         priority: int = 0,
         prompt_tokens: int = 0,
+        arrived_at: float = 0.0,
     ) -> None:
         """A request is queued: `emitted` tokens are from earlier attempts, `limit` is the most it may have in all. One
-        that embeds has none.
+        that embeds has none. `arrived_at`: when it first arrived.
         """
-        self._entries[request_id] = _Entry(emitted, limit, reaches_limit, embeds, priority, prompt_tokens)
+        turn = turn_at(arrived_at, priority, has_output=emitted > 0)
+        self._entries[request_id] = _Entry(emitted, limit, reaches_limit, embeds, turn, prompt_tokens)
 
     def start(self, request_id: str, now: float) -> None:
         """A request runs. When it starts again after a preemption, its first start counts."""
@@ -122,7 +127,7 @@ class QueueEstimate:
             places: number of requests that can run at once.
             is_full: whether one more request would have to wait.
             now: the current time.
-            priority: of the further request; queued ones of lower priority do not run before it.
+            priority: of the further request, which arrives now; queued ones whose turn is later do not run before it.
         """
         started = [(entry, now - entry.started_at) for entry in self._entries.values() if entry.started_at is not None]
         places = max(1, places)
@@ -134,7 +139,8 @@ class QueueEstimate:
         heapq.heapify(free_at)
         # Those that were preempted go first, then those that have not run.
         waiting = (entry for entry in self._entries.values() if entry.started_at is None)
-        queued = [entry for entry in waiting if entry.priority >= priority]
+        own_turn = turn_at(now, priority, has_output=False)
+        queued = [entry for entry in waiting if entry.turn_at <= own_turn]
         for needed_s in (*left_s[places:], *map(expected_s, queued)):
             heapq.heapreplace(free_at, free_at[0] + needed_s)
         return free_at[0], mean_s / places

@@ -142,8 +142,8 @@ class Request:
     emitted_ids: tuple[int, ...] = ()
     """Output of earlier attempts. The first new token has position len(emitted_ids)."""
     priority: int = 0
-    """Its class: requests of higher priority run first and are preempted last; among equal priorities those that have
-    output, and then those that arrived first."""
+    """Its class: requests of higher priority have a head start before others, to run and not to be preempted, and those
+    with output before those without (see `seniority`)."""
     tenant: str = ""
     """Separates prefix caches."""
     arrived_at: float | None = None

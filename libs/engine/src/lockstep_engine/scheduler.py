@@ -27,6 +27,7 @@ from lockstep_engine.blocks import BlockKey, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.constraint import Constraint
 from lockstep_engine.draws import uniform
+from lockstep_engine.matches import Match
 from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, StepLogprobs, nothing
 from lockstep_engine.prefix_log import PrefixChanges, PrefixLog
 from lockstep_engine.request import (
@@ -144,7 +145,7 @@ class Scheduler:
 
         Args:
             request: what to generate.
-            arrived_at: orders requests of equal priority; any clock, the same for all requests.
+            arrived_at: orders requests, with their classes (see `seniority`); seconds on any clock, the same for all.
             constraint: its place in its grammar, after the ids that it has emitted.
 
         Returns:
@@ -428,7 +429,6 @@ class Scheduler:
 
     def _admit(self, chunks: list[_Chunk], budget: int) -> None:
         """Start waiting sequences, in order, until budget, sampling rows or blocks are used up."""
-        computing = self._digests_being_computed()
         for sequence in list(self._waiting):
             if budget == 0 or not self._free_rows:
                 return
@@ -440,17 +440,16 @@ class Scheduler:
             self._current = sequence
             if self._count(sequence, budget, chunks) == 0:
                 return
-            keys = self._cacheable_keys(sequence)
-            hits = self.blocks.match(keys)
-            if hits.usable < len(keys) and keys[hits.usable].digest in computing:
-                continue  # a running sequence is computing this prefix; wait and share its blocks
-            takes = self.blocks.admits(sequence, keys, hits)
-            if not takes.fit(self.blocks.room(sequence.request.tenant)):
-                if takes.fit(self.blocks.room_of_all):
+            match = self._match(sequence)
+            if self._is_being_computed(match):
+                self.blocks.matches.remember(sequence.request.id, match)
+                continue  # wait and share its blocks
+            if not match.takes.fit(self.blocks.room(sequence.request.tenant)):
+                self.blocks.matches.remember(sequence.request.id, match)
+                if match.takes.fit(self.blocks.room_of_all):
                     continue  # its tenant is at its limit, which must not hold up other tenants
                 return  # smaller requests do not overtake: a large one would never start
-            self._start(sequence, keys, hits)
-            computing.update(key.digest for key in keys[hits.usable :])
+            self._start(sequence, match.keys, match.hits)
             if not self.blocks.is_loading(sequence):
                 count = self.blocks.fitting(sequence, self._count(sequence, budget, chunks))
                 self.blocks.grow(sequence, count)
@@ -468,16 +467,27 @@ class Scheduler:
         """Whether all tokens are computed, even if the prefix cache has their KV."""
         return sequence.scores_prompt or (sequence.request.embeds and self._limits.mean_pooling)
 
-    def _digests_being_computed(self) -> set[bytes]:
-        return {
-            key.digest
-            for sequence in self._running
-            if sequence.remaining > 1
-            for key in sequence.keys[sequence.computed // BLOCK_SIZE :]
-        }
+    def _match(self, sequence: Sequence) -> Match:
+        """What the prefix cache has for a waiting sequence."""
+        known = self.blocks.matches.get(sequence.request.id, len(sequence.tokens))
+        return self.blocks.look_up(sequence, self._cacheable_keys(sequence)) if known is None else known
+
+    def _is_being_computed(self, match: Match) -> bool:
+        """Whether a running sequence computes the first block that a match lacks."""
+        index = match.hits.usable
+        if index >= len(match.keys):
+            return False
+        digest = match.keys[index].digest  # of all tokens up to there, so no other block of a sequence has it
+        return any(
+            each.remaining > 1
+            and each.computed // BLOCK_SIZE <= index < len(each.keys)
+            and each.keys[index].digest == digest
+            for each in self._running
+        )
 
     def _start(self, sequence: Sequence, keys: list[BlockKey], hits: Hits) -> None:
         self._waiting.remove(sequence)
+        self.blocks.matches.forget(sequence.request.id)
         self._running.append(sequence)
         self._added.append(sequence)
         sequence.sampling_row = self._free_rows.pop()
@@ -561,6 +571,7 @@ class Scheduler:
             self._release_row(sequence)
         else:
             self._waiting.remove(sequence)
+            self.blocks.matches.forget(sequence.request.id)
         del self._by_id[sequence.request.id]
 
     def _keys(self, sequence: Sequence) -> list[BlockKey]:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from lockstep_common.seniority import turn_at
+
 from lockstep_engine.blocks import BlockKey, extend_keys
 from lockstep_engine.constraint import Constraint
 from lockstep_engine.request import FinishReason, PromptScores, Request
@@ -15,8 +17,8 @@ class Sequence:
     arrival: int
     """Order of submission."""
     arrived_at: float = 0.0
-    """Among sequences of equal priority the one that arrived first goes first; if they arrived together, the one
-    submitted first."""
+    """When its request first arrived: with its class this decides whose turn it is; if two are equal, the one submitted
+    first goes first."""
     constraint: Constraint | None = None
     """Its place in its grammar."""
     tokens: list[int] = field(init=False)
@@ -55,11 +57,11 @@ class Sequence:
         self.tokens = [*self.request.prompt_ids, *self.request.emitted_ids]
 
     @property
-    def precedence(self) -> tuple[int, bool, float, int]:
-        """Sorting key that puts the most important sequence first: by its class, then those that have output, whose
-        clients are reading, then by arrival.
+    def precedence(self) -> tuple[float, int]:
+        """Sorting key that puts the most important sequence first: by arrival, with the head starts of its class and
+        of output (see `seniority`).
         """
-        return (-self.request.priority, not self.emitted, self.arrived_at, self.arrival)
+        return (turn_at(self.arrived_at, self.request.priority, has_output=self.emitted > 0), self.arrival)
 
     @property
     def emitted(self) -> int:

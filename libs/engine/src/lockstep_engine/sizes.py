@@ -19,6 +19,9 @@ FLAG_BYTES = 64
 _CPU_KV_BYTES = 512 * 2**20
 _STEP_COPY_BYTES = {"cpu": 8 * 2**20, "cuda": 32 * 2**20}
 """Bytes that a step copies at most from host memory beside other sequences: about a millisecond."""
+_RUNNING_PER_CACHED = 4
+"""One block of the hot pool for each so many that running sequences need is for the hot windows of cached texts:
+without them a full batch leaves none, and a conversation's next turn cannot start after its cold blocks."""
 _CUDA_SHARE = 0.9
 """Part of a GPU's free memory that the KV cache and graphs take."""
 
@@ -55,19 +58,26 @@ def kv_memory_bytes(config: EngineConfig, free_bytes: int | None, graph_bytes: i
     return max(0, int(free_bytes * _CUDA_SHARE) - graph_bytes)
 
 
+def hot_pool_blocks(config: EngineConfig, hot_window: HotWindow) -> int:
+    """Hot blocks that can be used: what all sequences need to continue and what one step fills, and beyond that the hot
+    windows of cached texts.
+    """
+    running = config.max_seqs * hot_window.blocks + -(-config.max_batch_tokens // BLOCK_SIZE)
+    return running + -(-running // _RUNNING_PER_CACHED)
+
+
 def pool_sizes(spec: RankSpec, memory: int, block_bytes: int, cold_block_bytes: int) -> PoolSizes:
     """How many blocks of each pool a rank should have: no more than `memory` bytes hold, and no more than it can use.
 
-    With compression, the hot pool has what all sequences need to continue and what one step fills; the rest of the
-    memory is for contexts. If there is too little, the hot pool gets half of it, or more if long contexts need it.
+    With compression, the hot pool has what `hot_pool_blocks` says; the rest of the memory is for contexts. If there is
+    too little, the hot pool gets half of it, or more if long contexts need it.
     """
     blocks, hot_window = -(-spec.model.context_length // BLOCK_SIZE), spec.config.hot_window
     if hot_window is None or hot_window.blocks >= blocks:
         return PoolSizes(min(memory // block_bytes, spec.config.max_seqs * blocks))
     cold_each = blocks - hot_window.blocks
     contexts = memory // (hot_window.blocks * block_bytes + cold_each * cold_block_bytes)
-    useful = spec.config.max_seqs * hot_window.blocks + -(-spec.config.max_batch_tokens // BLOCK_SIZE)
-    hot = min(useful, max(memory // 2 // block_bytes, contexts * hot_window.blocks))
+    hot = min(hot_pool_blocks(spec.config, hot_window), max(memory // 2 // block_bytes, contexts * hot_window.blocks))
     hot = max(hot, min(hot_window.blocks, memory // block_bytes))
     return PoolSizes(hot, min((memory - hot * block_bytes) // cold_block_bytes, spec.config.max_seqs * cold_each))
 

@@ -279,7 +279,7 @@ class Worker:
 
     def _on_outputs(self, _step: int, outputs: list[Output]) -> None:
         batches: dict[RouterConnection, worker_pb2.Tokens] = {}
-        failures: list[tuple[LiveStream, LockstepError]] = []
+        ended: list[tuple[LiveStream, LockstepError | None]] = []
         emitted = 0
         for output in outputs:
             stream = self._streams.by_request(output.request_id)
@@ -293,15 +293,16 @@ class Worker:
                 if stream.first_token_at is None or output.finish:
                     metrics.measure(stream, is_finished=bool(output.finish))
             if output.finish or output.error:
-                self._streams.remove(stream)
-                self._log("stream ends", stream)
-            if output.error:
-                failures.append((stream, output.error))
+                ended.append((stream, output.error))
         for router, batch in batches.items():
             router.outbox.put(self._frame(tokens=batch))
-        for stream, error in failures:
-            self._log("attempt failed", stream, logging.INFO, code=error.code)
-            self._reject(stream.router, stream.stream_id, stream.attempt, error)
+        # Not earlier: after an error above, the engine ends these streams once more, and then their routers learn it.
+        for stream, error in ended:
+            self._streams.remove(stream)
+            self._log("stream ends", stream)
+            if error:
+                self._log("attempt failed", stream, logging.INFO, code=error.code)
+                self._reject(stream.router, stream.stream_id, stream.attempt, error)
         metrics.count_tokens(emitted)
 
     def _on_traced_outputs(self, step: int, outputs: list[Output]) -> None:

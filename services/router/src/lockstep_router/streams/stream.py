@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.seniority import turn_at
 
 from lockstep_router import metrics
 from lockstep_router.lanes import Lane
@@ -563,7 +564,8 @@ class Stream:
 
     @property
     def _retry_turn(self) -> Turn:
-        return (-self.journal.priority, self._token_at is None, self._arrived_at, self.journal.stream_id)
+        turn = turn_at(self._arrived_at, self.journal.priority, has_output=self._token_at is not None)
+        return (turn, self.journal.stream_id)
 
     def _check_refused(self) -> None:
         """Raise OVERLOADED for a request that was never in a queue and finds all queues full: it does not wait."""

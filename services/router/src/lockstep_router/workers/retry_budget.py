@@ -8,8 +8,8 @@ Streams that find no token wait in one order, that of workers' queues, and none 
 
 from bisect import bisect_left, insort
 
-Turn = tuple[int, bool, float, str]
-"""A stream's place among those that wait: lower class first, output before none, first arrival first; and its id."""
+Turn = tuple[float, str]
+"""A stream's place among those that wait: what `seniority.turn_at` gives, and its id."""
 
 _RESERVE = 10.0
 """Tokens that time alone can refill: the burst of retries without any new stream."""

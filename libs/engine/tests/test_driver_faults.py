@@ -1,0 +1,211 @@
+"""The driver's own code raises an error that nothing expects: the group is restarted, all streams are told that they
+can be continued, and the engine serves again. The log names the error's type, and no text of a prompt.
+"""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import lockstep_engine
+import pytest
+from continuing_clients import CLIENTS, TOKENS, Service, prompt
+from handmade import write_model
+from lockstep_common.errors import ErrorCode
+from lockstep_engine import EngineConfig
+from scripted_ranks import EOS, VOCAB, expected_ids
+
+TESTS = Path(__file__).parent
+ENGINE = str(Path(lockstep_engine.__file__).parent)
+SECRET = "the prompt of a client"
+EXPECTED = [expected_ids(prompt(number), TOKENS, seed=number) for number in range(CLIENTS)]
+STEPS = (
+    "group.RankGroup._finish_step",
+    "mailbox.Mailbox.get_result",
+    "engine.AsyncEngine.on_result",
+    "engine._Timing.result",
+    "scheduler.Scheduler.update",
+    "scheduler.Scheduler.schedule",
+    "group.RankGroup.execute",
+    "continuing_clients.Service.deliver",
+    "queue_estimate.QueueEstimate.end",
+    "scheduler.Scheduler.delivered",
+    "engine.AsyncEngine._report_phases",
+)
+"""What is done for a result, in this order."""
+ROOTS = {"_on_readable", "_guarded"}
+"""What the loop calls when a result has come, or when the engine has asked it to."""
+
+
+class UnexpectedError(Exception):
+    """Raised by code of the driver."""
+
+
+class Tracer:
+    """Sees the calls of the driver's functions for results. With `target`, the call number `at` of that function, from
+    1, raises an error.
+    """
+
+    def __init__(self, target=None, at=1):
+        self._target = target
+        self._left = at
+        self.has_failed = False
+        """It has raised the error."""
+        self.counts = {}
+        """Calls of each function."""
+
+    def __enter__(self):
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *_):
+        sys.setprofile(None)
+
+    def _see(self, frame, event, _):
+        code = frame.f_code
+        if event != "call" or not (code.co_filename.startswith(ENGINE) or code is Service.deliver.__code__):
+            return
+        name = f"{Path(code.co_filename).stem}.{code.co_qualname}"
+        if not serves_results(frame):
+            return
+        self.counts[name] = self.counts.get(name, 0) + 1
+        if name == self._target:
+            self._left -= 1
+            if self._left == 0:
+                self.has_failed = True
+                raise UnexpectedError(SECRET)
+
+
+def serves_results(frame):
+    """Whether the loop has called it to process a result, and not to begin another epoch."""
+    names = set()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(ENGINE):
+            names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return bool(names & ROOTS) and "_on_message" not in names and "_lose" not in names and "on_lost" not in names
+
+
+@pytest.fixture(params=[False, True], ids=["one step in flight", "two"])
+async def service(request, tmp_path):
+    script = f"import sys, runpy; sys.path.insert(0, {str(TESTS)!r}); "
+    script += f"runpy.run_path({str(TESTS / 'scripted_ranks_zygote.py')!r}, run_name='__main__')"
+    model = write_model(tmp_path, vocab_size=VOCAB, eos_token_id=EOS, max_position_embeddings=256)
+    config = EngineConfig(
+        model=str(model), max_seqs=3, max_batch_tokens=40, kv_hot_window=16, decode_deadline_s=60, overlap=request.param
+    )
+    service = Service(config, script)
+    await service.engine.start()
+    yield service
+    await service.engine.close()
+
+
+def logged(caplog):
+    """All that was logged, with the fields of each line."""
+    return json.dumps([vars(record) for record in caplog.records], default=repr)
+
+
+async def trace(service):
+    """How often a run calls each function for results."""
+    with Tracer() as tracer:
+        assert await service.run() == EXPECTED
+    return tracer.counts
+
+
+async def check_place(service, caplog, place, at):
+    """Fail call number `at` of a function; the engine must serve all clients nevertheless, with new ranks. False: there
+    was no such call, because blocks were cached.
+    """
+    epoch = service.engine.status().epoch
+    caplog.clear()
+    with Tracer(place, at=at) as tracer:
+        ids = await service.run()
+    await service.settle()
+    status = service.engine.status()
+    assert ids == EXPECTED, place
+    if not tracer.has_failed:
+        return False
+    assert status.epoch == epoch + 1, place
+    assert status.running == status.queued == 0, place
+    assert status.free_blocks == status.total_blocks, place
+    codes = {error.code for error in service.errors}  # unavailable: submitted while the ranks are started
+    assert codes <= {ErrorCode.WORKER_LOST, ErrorCode.UNAVAILABLE}, place
+    assert any("UnexpectedError" in reason for reason in service.reasons), place
+    assert "UnexpectedError" in logged(caplog), place
+    assert SECRET not in logged(caplog), place
+    assert "inconsistent" not in caplog.text, place
+    return True
+
+
+async def test_the_engine_serves_again_when_a_step_of_the_result_path_fails(service, caplog):
+    places = await trace(service)
+    for place in STEPS:
+        assert await check_place(service, caplog, place, max(1, places[place] // 2)), place
+
+
+@pytest.mark.slow
+async def test_the_engine_serves_again_wherever_the_result_path_fails(service, caplog):
+    caplog.set_level(logging.DEBUG, logger="lockstep.engine")  # the pools are checked whenever no request is left
+    places = await trace(service)
+    assert set(STEPS) < set(places)
+    catch = ("_on_readable", "_guarded", "_failing_on_errors")
+    failed = [
+        await check_place(service, caplog, place, max(1, calls // 2))
+        for place, calls in places.items()
+        if not place.endswith(catch)
+    ]
+    assert sum(failed) > 0.9 * len(failed)
+
+
+async def test_a_caller_that_fails_on_lost_requests_together_gets_each_alone(service):
+    told = []
+
+    def deliver(_step, outputs):
+        if len(outputs) > 1 or not outputs[0].error:
+            raise UnexpectedError
+        told.extend(output.request_id for output in outputs)
+        service.deliver(_step, outputs)
+        if len(told) == CLIENTS:
+            service.engine._on_outputs = service.deliver
+
+    service.engine._on_outputs = deliver
+    assert await service.run() == EXPECTED
+    assert sorted(name.split("-")[0] for name in told) == sorted(map(str, range(CLIENTS)))
+
+
+async def test_a_caller_that_fails_on_a_change_of_state_does_not_stop_the_restart(service, monkeypatch):
+    failures = []
+
+    def fail(*_):
+        failures.append(service.engine.status().state)
+        raise UnexpectedError
+
+    epoch = service.engine.status().epoch
+    with monkeypatch.context() as patch:
+        patch.setattr(service.engine, "_on_change", fail)
+        service.engine._group.fail_for(UnexpectedError())
+        await service.settle()
+        while service.engine.status().epoch == epoch or service.engine.status().state != "ready":
+            await service.settle()
+            await service.pause()
+    assert {"restarting", "ready"} <= set(failures)
+    assert await service.run() == EXPECTED
+
+
+async def test_an_error_when_the_ranks_become_ready_counts_as_a_failed_start(service, monkeypatch):
+    attempts = []
+    reset = service.engine._scheduler.reset
+
+    def fail_twice(sizes):
+        attempts.append(sizes)
+        if len(attempts) < 3:
+            raise UnexpectedError
+        reset(sizes)
+
+    monkeypatch.setattr(service.engine._scheduler, "reset", fail_twice)
+    epoch = service.engine.status().epoch
+    service.engine._group.fail_for(UnexpectedError())
+    while service.engine.status().epoch < epoch + 3 or service.engine.status().state != "ready":
+        await service.pause()
+    assert len(attempts) == 3
+    assert await service.run() == EXPECTED
