@@ -21,12 +21,11 @@ INJECTED = {
     "LockstepSlowFailover": "test_ranks_that_do_not_come_back",
     "LockstepRankRestarts": "test_ranks_that_die_again_and_again",
     "LockstepFailovers": "test_ranks_that_die_again_and_again",
-    "LockstepKvCacheFull": "test_a_full_cache",
     "LockstepKvPressure": "test_a_full_cache",
     "LockstepStateServerUnreachable": "test_a_state_server_that_hangs",
     "LockstepJournalLag": "test_a_state_server_that_hangs",
-    "LockstepStateStoreUnreachable": "test_a_redis_that_hangs_or_is_full",
-    "LockstepStateStoreFull": "test_a_redis_that_hangs_or_is_full",
+    "LockstepStateStoreUnreachable": "test_a_redis_that_is_away_or_full",
+    "LockstepStateStoreFull": "test_a_redis_that_is_away_or_full",
     "LockstepSlowRank": "test_everything_that_tells_of_ranks_names_the_slow_one",
 }
 
@@ -40,6 +39,7 @@ NOT_INJECTED = {
     "LockstepWorkerSlow": "needs several workers with cores of their own",
     "LockstepHotspot": "needs several workers with cores of their own",
     "LockstepImbalance": "needs several workers with cores of their own",
+    "LockstepKvCacheFull": "needs a cache that stays full: with few streams requests are preempted first",
     "LockstepLateHeartbeats": "a hundred late heartbeats in ten minutes cannot be waited for",
     "LockstepStateRefuses": "needs a tenant beyond its quota",
     "LockstepStateDamagedValues": "needs a Redis that others write into",
