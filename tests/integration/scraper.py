@@ -54,11 +54,6 @@ def panels() -> list[tuple[str, str, str]]:
     return found
 
 
-def selectors(expression: str) -> list[str]:
-    """The series that an expression reads: each metric with its matchers."""
-    return re.findall(r"\blockstep[\w:]+\{[^}]*\}", expression)
-
-
 def filled(text: str, release: str) -> str:
     """A query or rules, with what the chart or Grafana puts in."""
     values = {"$__rate_interval": RATE_INTERVAL, "$namespace": NAMESPACE, "$release": release, '=~"$model"': '=~".*"'}
@@ -158,10 +153,6 @@ class Prometheus:
         assert body["status"] == "success", (expression, body)
         found: list[dict[str, Any]] = body["data"]["result"]
         return found
-
-    def has_had_data(self, expression: str) -> bool:
-        """Whether a query has given anything since the start."""
-        return bool(self.query(f"last_over_time(({expression})[1h:2s])"))
 
     def firing(self, release: str) -> dict[str, list[dict[str, str]]]:
         """The labels of each alert that fires."""

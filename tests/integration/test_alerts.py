@@ -3,12 +3,12 @@
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -19,7 +19,7 @@ from lockstep_tools.debug.local import below
 from lockstep_tools.serving.stack import Stack, StackSettings
 from machine import wait_for
 from redis_server import RedisServer, program
-from scraper import PATIENCE_S, Prometheus, filled, panels, rules, selectors
+from scraper import PATIENCE_S, Prometheus
 from system import MODEL, REFERENCE, System
 
 pytestmark = pytest.mark.slow
@@ -41,9 +41,6 @@ SETTINGS = {
 }
 BLOCK = 16
 KEY = "lsk-for-the-tests-of-alerts"
-
-NEVER = re.compile(r"_gpu_")
-"""What has no data here: there is no GPU."""
 
 
 class Clients:
@@ -288,12 +285,14 @@ def test_a_router_that_is_not_there_and_its_files(
             mounted.write(authority, "localhost", valid_days=90.0)
             os.replace(_written(folder / "keys", good), keys)
 
-            with httpx.Client(timeout=PATIENCE_S, trust_env=False, verify=False) as client:
+            with httpx.Client(timeout=2.0, trust_env=False, verify=False) as client:
 
                 def ask() -> None:
+                    """Sends a request that is counted; nobody serves it, so it is not waited for."""
                     headers = {"authorization": f"Bearer {KEY}"}
                     body = {"model": MODEL, "prompt": "hello"}
-                    client.post(f"https://127.0.0.1:{port}/v1/completions", json=body, headers=headers)
+                    with suppress(httpx.TransportError):
+                        client.post(f"https://127.0.0.1:{port}/v1/completions", json=body, headers=headers)
 
                 redis.freeze()
                 try:
@@ -304,19 +303,6 @@ def test_a_router_that_is_not_there_and_its_files(
             prometheus.until_resolved(EDGE, "LockstepCertificateNotReloaded", "LockstepKeysNotReloaded")
         finally:
             router.kill()
-
-
-def test_each_query_of_dashboards_and_rules_has_had_data(prometheus: Prometheus) -> None:
-    """After what the tests above have done, which are the load. Rules: what they record, and each series they read."""
-    queries = {query for _, _, query in panels()} | {rule["record"] for rule in rules() if "record" in rule}
-    queries |= {each for rule in rules() if "alert" in rule for each in selectors(rule["expr"])}
-    empty = {
-        query
-        for query in sorted(queries)
-        if not any(prometheus.has_had_data(filled(query, release)) for release in (MAIN, EDGE))
-    }
-    unexpected = {query for query in empty if not NEVER.search(query)}
-    assert not unexpected
 
 
 def keys_text() -> str:
