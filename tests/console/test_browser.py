@@ -200,6 +200,21 @@ def test_each_move_is_told_once_also_without_a_gap_and_after_a_restart(served, o
     assert page.evaluate(told) == ["then", "1aaaa", "2aaaa", "1bbbb"]
 
 
+def test_a_slow_rank_is_named_on_the_topology(served, open_page):
+    page = open_page(served.management)
+    wait_text(page, "#workers h3", "w0")
+    assert page.locator(".pace").first.is_hidden(), "no step was run"
+    served.workers[0].paces = ((0.0101, 0.0042), (0.0131, 0.0012))
+    wait_text(page, "#workers .ranks li", "^rank 1 ready, slow, ")
+    wait_text(page, ".pace p", "rank 1 is slow, the others wait for it")
+    wait_text(page, ".pace li", r"^rank 1 computes 13\.1 ms, in collectives 1\.2 ms$")
+    wait_text(page, "#announcer", "Rank 1 of worker w0 is slow")
+    assert page.locator(".pace:visible").count() == 1, "of the other worker nothing is known"
+    served.workers[0].paces = ((0.0101, 0.0042), (0.0104, 0.0039))
+    wait_text(page, ".pace p", "last seconds$")
+    assert not page.locator("#workers .ranks li", has_text="slow").count()
+
+
 def test_a_router_that_is_away_is_said_to_be(served, open_page):
     page = open_page(served.management)
     wait_text(page, "#connection", "live")
@@ -239,6 +254,8 @@ def test_a_key_opens_the_console_of_its_tenant(tmp_path, open_page):
 @pytest.mark.parametrize("width", [320, 380, 1440])
 def test_axe_finds_nothing_serious_and_nothing_overflows(served, open_page, theme, width):
     served.script(delay_s=0.02)
+    for worker in served.workers:
+        worker.paces = ((0.0101, 0.0042), (0.0131, 0.0012))
     page = open_page(served.public, width=width, theme=theme)
     wait_text(page, "#workers h3", "w0")
     say(page, "tell me a story about a router and two workers", 90)
@@ -248,6 +265,7 @@ def test_axe_finds_nothing_serious_and_nothing_overflows(served, open_page, them
     wait_text(page, "#move-list strong", "moved")
     wait_text(page, "#talk li.model .foot", "90 tokens")
     wait_text(page, ".node.worker .badge", "lost")
+    wait_text(page, "#workers .ranks li", "^rank 1 ready, slow, ")
     picture(page, f"{theme}-{width}")
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     check_axe(page)

@@ -48,7 +48,7 @@ STATUS = {
 
 def shown(status) -> list[str]:
     out = io.StringIO()
-    Console(file=out, width=160).print(render(status))
+    Console(file=out, width=200).print(render(status))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -74,6 +74,21 @@ def test_problems_of_a_worker_are_beside_its_state() -> None:
     rows = [words(row) for row in shown(status)[3:]]
     assert rows[0].startswith("w0 ready (suspected, slow) 20 4 ")
     assert is_ready(status)
+
+
+def test_a_slow_rank_is_named_with_what_its_steps_took() -> None:
+    status = copy.deepcopy(STATUS)
+    worker = status["workers"][0]
+    for rank, compute_s, collective_s in ((0, 0.0101, 0.0042), (1, 0.0131, 0.0012)):
+        worker["ranks"][rank] |= {"state": "ready", "compute_s": compute_s, "collective_s": collective_s}
+    worker["slow_rank"] = None
+    assert "slow" not in "".join(shown(status))
+    worker["slow_rank"] = 1
+    rows = [words(row) for row in shown(status)[3:]]
+    assert rows[1:3] == [
+        "├ rank 0 ready 21 77 a step: computes 10.1 ms, 4.2 ms in collectives",
+        "└ rank 1 ready (slow) 22 76 a step: computes 13.1 ms, 1.2 ms in collectives; the others wait for it",
+    ]
 
 
 def test_a_router_without_workers_and_with_fields_missing() -> None:

@@ -54,6 +54,14 @@ def reloads(name: str, outcome: str) -> float:
     return REGISTRY.get_sample_value("lockstep_tls_reloads_total", labels) or 0.0
 
 
+def test_both_outcomes_of_a_reload_are_counted_from_0(mounted):
+    """A counter that appears with 1 has not increased for Prometheus: the alert would miss the first failure."""
+    load(mounted, "counted")
+    for outcome in ("loaded", "failed"):
+        labels = {"certificate": "counted", "outcome": outcome}
+        assert REGISTRY.get_sample_value("lockstep_tls_reloads_total", labels) == 0
+
+
 async def test_files_that_are_swapped_are_used_next(mounted, authority):
     certificates = load(mounted, "swapped")
     first = certificates.current()

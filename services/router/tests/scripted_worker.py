@@ -136,6 +136,7 @@ class ScriptedWorker:
     max_seqs: int = 1 << 20
     queue_wait_s: float = 0.0
     queue_waits_s: dict = field(default_factory=dict)
+    paces: tuple = ((0.0, 0.0), (0.0, 0.0))  # of each rank: what a step computes, and its collectives, in s
     queue_wait_per_request_s: float = 0.0
     step_deadline_s: float = 0.0
     on_start: Callable = lambda submit, waiting: None
@@ -267,8 +268,15 @@ class ScriptedWorker:
 
     def status(self, received=0):
         ranks = [
-            worker_pb2.RankHealth(rank=rank, pid=1000 + rank, state=worker_pb2.RANK_STATE_READY, steps=self.steps)
-            for rank in range(2)
+            worker_pb2.RankHealth(
+                rank=rank,
+                pid=1000 + rank,
+                state=worker_pb2.RANK_STATE_READY,
+                steps=self.steps,
+                compute_s=compute_s,
+                collective_s=collective_s,
+            )
+            for rank, (compute_s, collective_s) in enumerate(self.paces)
         ]
         status = worker_pb2.Status(
             state=self.state,

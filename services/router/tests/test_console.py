@@ -18,6 +18,7 @@ from lockstep_router.console.state import ConsoleState
 from lockstep_router.discovery import WorkerAddress
 from lockstep_router.history import MAX_ATTEMPTS, MAX_MOVES, MAX_STREAMS, History
 from lockstep_router.settings import RouterSettings
+from lockstep_router.status import status_body
 from lockstep_router.streams.journal import Journal
 from lockstep_router.streams.timeline import timeline_of
 from lockstep_router.streams.trace import StreamTrace
@@ -191,6 +192,33 @@ async def test_a_move_of_a_stream_that_ends_before_its_next_token_says_so(make_c
     await eventually(lambda: history.streams[0].outcome)
     (move,) = (await state_of(cluster))["moves"]
     assert (move["to"], move["gap_s"], move["ended"]) == (second.worker_id, None, "cancelled")
+
+
+@pytest.mark.parametrize(
+    ("paces", "slow"),
+    [
+        (((0.010, 0.004), (0.013, 0.001)), 1),
+        (((0.013, 0.001), (0.010, 0.004)), 0),
+        (((0.010, 0.003), (0.012, 0.001)), None),  # not by a quarter
+        (((0.013, 0.004), (0.010, 0.001)), None),  # the others do not wait for it
+        (((0.0, 0.0), (0.013, 0.001)), None),  # not measured
+        (((0.0, 0.0), (0.0, 0.0)), None),
+        (((0.013, 0.001),), None),  # it is alone
+    ],
+)
+async def test_a_slow_rank_is_named_to_operators_and_tenants(make_cluster, paces, slow):
+    cluster = await make_cluster(1, console="public")
+    cluster.workers[0].paces = paces
+
+    def known():
+        (worker,) = status_body(cluster.router)["workers"]
+        return [(rank["compute_s"], rank["collective_s"]) for rank in worker["ranks"]] == list(paces)
+
+    await eventually(known)
+    (told,) = status_body(cluster.router)["workers"]
+    (shown,) = (await state_of(cluster))["workers"]
+    assert told["slow_rank"] == shown["slow_rank"] == slow
+    assert [(rank["compute_s"], rank["collective_s"]) for rank in shown["ranks"]] == list(paces)
 
 
 async def test_workers_that_have_not_been_reached_differ_without_their_addresses(make_cluster):

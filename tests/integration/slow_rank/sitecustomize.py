@@ -1,6 +1,9 @@
-"""Makes rank 1 compute for longer, while the file exists that SLOW_RANK_FILE names, and profiles of an idle engine end
-after a second, while the one exists that HASTY_FILE names. Python imports this at its start; only workers and their
-processes that fork ranks are changed.
+"""Faults of ranks, each while the file exists that a variable of the environment names. Python imports this at its
+start; only workers and their processes that fork ranks are changed. No service has a switch for any of it.
+
+SLOW_RANK_FILE: rank 1 computes 50 ms longer a step. RANK_PACE_FILE: before each collective every rank computes for as
+many ms as the file says for it, such as `20 26`. HELD_RANKS_FILE: ranks that start do not get further.
+HASTY_FILE: profiles of an idle engine end after a second.
 """
 
 import os
@@ -20,6 +23,48 @@ if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "
         return forward(self, *arguments)
 
     Rank.forward = delayed
+
+if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "RANK_PACE_FILE" in os.environ:
+    from lockstep_engine.distributed import SharedMemory
+    from lockstep_engine.rank import Rank
+
+    exchange, computing = SharedMemory._exchange, Rank.forward
+
+    def stepping(self, *arguments):
+        self._group.left_at = time.perf_counter()  # what was before it is no computing
+        return computing(self, *arguments)
+
+    def paced(self, x):
+        try:
+            with open(os.environ["RANK_PACE_FILE"]) as file:
+                wanted_s = float(file.read().split()[self.rank]) / 1000
+        except (FileNotFoundError, IndexError):
+            wanted_s = 0.0
+        computed_s = time.perf_counter() - getattr(self, "left_at", time.perf_counter())
+        # A busy machine wakes a process late: then less is missing the next time, so that the mean is as wanted.
+        surplus_s = min(1.0, getattr(self, "surplus_s", 0.0)) + computed_s - wanted_s
+        self.surplus_s = surplus_s if wanted_s else 0.0
+        if self.surplus_s < 0:
+            began = time.perf_counter()
+            time.sleep(-self.surplus_s)
+            self.surplus_s += time.perf_counter() - began
+        parts = exchange(self, x)
+        self.left_at = time.perf_counter()
+        return parts
+
+    SharedMemory._exchange, Rank.forward = paced, stepping
+
+if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "HELD_RANKS_FILE" in os.environ:
+    from lockstep_engine.rank import Rank
+
+    join = Rank.join
+
+    def held(self, *arguments):
+        while os.path.exists(os.environ["HELD_RANKS_FILE"]):
+            time.sleep(0.02)
+        return join(self, *arguments)
+
+    Rank.join = held
 
 if any("lockstep_worker" in argument for argument in sys.orig_argv) and "HASTY_FILE" in os.environ:
     from lockstep_engine import profile_collection

@@ -86,6 +86,8 @@ class Certificates:
         self._signature = self._sign()
         self._material = self._read()
         EXPIRY.labels(name).set(self._material.expires_at.timestamp())
+        for outcome in ("loaded", "failed"):
+            RELOADS.labels(name, outcome)  # a series that begins with 1 has no increase, and the first failure no alert
 
     def current(self) -> Material:
         """The certificates for a new connection."""

@@ -5,7 +5,8 @@ the name of its field.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
@@ -23,6 +24,9 @@ from lockstep_engine import (
 )
 
 from lockstep_worker.engine import ModelLike
+from lockstep_worker.rank_pace import NO_STEPS, Pace
+
+NO_PACE: Mapping[int, Pace] = MappingProxyType({})
 
 MAX_STREAM_ID_CHARS = 128
 MAX_TENANT_CHARS = 128
@@ -175,8 +179,10 @@ def model_card(model: ModelLike, status: EngineStatus, tp: int, tokenizer_digest
     )
 
 
-def status_message(status: EngineStatus, state: worker_pb2.WorkerState, reason: str, pid: int) -> worker_pb2.Status:
-    """The heartbeat message; `pid` is the worker's process."""
+def status_message(
+    status: EngineStatus, state: worker_pb2.WorkerState, reason: str, pid: int, pace: Mapping[int, Pace] = NO_PACE
+) -> worker_pb2.Status:
+    """The heartbeat message; `pid` is the worker's process, `pace` what a step of each rank took lately."""
     return worker_pb2.Status(
         state=state,
         reason=reason,
@@ -192,6 +198,8 @@ def status_message(status: EngineStatus, state: worker_pb2.WorkerState, reason: 
                 pid=rank.pid,
                 state=_RANK_STATES.get(rank.state, worker_pb2.RANK_STATE_UNSPECIFIED),
                 steps=rank.steps,
+                compute_s=pace.get(rank.rank, NO_STEPS).compute_s,
+                collective_s=pace.get(rank.rank, NO_STEPS).collective_s,
             )
             for rank in status.ranks
         ],

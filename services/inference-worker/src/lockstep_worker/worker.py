@@ -25,6 +25,7 @@ from lockstep_worker import metrics, translate
 from lockstep_worker.engine import EngineFactory, EngineLike
 from lockstep_worker.notices import Notice, RankHistory
 from lockstep_worker.prefix_reports import PrefixReporter
+from lockstep_worker.rank_pace import RankPaces
 from lockstep_worker.router_connection import RouterConnection
 from lockstep_worker.sampling_defaults import load_sampling_defaults
 from lockstep_worker.settings import WorkerSettings
@@ -78,6 +79,7 @@ class Worker:
         self._connections = itertools.count(1)
         self._streams = StreamTable()
         self._meter = metrics.StatusMeter()
+        self._paces = RankPaces()
         metrics.VLLM_NAMES.model = self.engine.model.name if settings.vllm_metric_names else ""
         self._prefixes = PrefixReporter(
             self.engine, settings.prefix_report_bytes_per_s, settings.engine_config().hot_window
@@ -409,7 +411,7 @@ class Worker:
             state = worker_pb2.WORKER_STATE_DRAINING
         elif status.state is EngineState.STARTING and not reason:
             reason = f"loading: {status.loading:.0%}"
-        message = translate.status_message(status, state, reason, self._pid)
+        message = translate.status_message(status, state, reason, self._pid, self._paces.of(status, time.monotonic()))
         if status.state is EngineState.RESTARTING:
             message.lost.CopyFrom(self._lost)
         return message

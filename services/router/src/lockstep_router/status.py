@@ -1,6 +1,7 @@
 """The body of `/status`, which `lockstep status` shows: router, models, workers and ranks, as one JSON object."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep_api.v1 import worker_pb2
@@ -13,6 +14,9 @@ _RANK_STATES = {
     worker_pb2.RANK_STATE_READY: "ready",
     worker_pb2.RANK_STATE_DEAD: "dead",
 }
+
+SLOW_RANK_RATIO = 1.25
+"""Compute of the slowest rank over that of the fastest from which on it is named, as by the alert LockstepSlowRank."""
 
 
 def status_body(router: Router) -> dict[str, Any]:
@@ -104,7 +108,22 @@ def worker_body(link: Link, now: float) -> dict[str, Any]:
                 "pid": rank.pid,
                 "state": _RANK_STATES.get(rank.state, "unknown"),
                 "steps": rank.steps,
+                "compute_s": round(rank.compute_s, 6),
+                "collective_s": round(rank.collective_s, 6),
             }
             for rank in status.ranks
         ],
+        "slow_rank": slow_rank(status.ranks),
     }
+
+
+def slow_rank(ranks: Sequence[worker_pb2.RankHealth]) -> int | None:
+    """The rank that the others wait for: over the last seconds it computed a quarter longer a step than another one,
+    and waited less in collectives. None: the ranks are balanced, no step was run, or the worker does not tell.
+    """
+    if len(ranks) < 2 or not all(rank.compute_s > 0 for rank in ranks):
+        return None
+    slowest = max(ranks, key=lambda rank: rank.compute_s)
+    fastest = min(ranks, key=lambda rank: rank.compute_s)
+    is_slow = slowest.compute_s > SLOW_RANK_RATIO * fastest.compute_s and slowest.collective_s < fastest.collective_s
+    return slowest.rank if is_slow else None

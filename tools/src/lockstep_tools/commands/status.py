@@ -73,7 +73,8 @@ def render(status: Mapping[str, Any]) -> RenderableType:
         table.add_row(*_worker_row(worker))
         ranks = worker.get("ranks") or []
         for rank in ranks:
-            table.add_row(*_rank_row(rank, last=rank is ranks[-1]))
+            is_slow = worker.get("slow_rank") is not None and worker.get("slow_rank") == rank.get("rank")
+            table.add_row(*_rank_row(rank, last=rank is ranks[-1], is_slow=is_slow))
     return Group(Text(head), Text(), table) if status["workers"] else Text(f"{head}\nno workers")
 
 
@@ -95,10 +96,20 @@ def _worker_row(worker: Mapping[str, Any]) -> Sequence[str | Text]:
     ]
 
 
-def _rank_row(rank: Mapping[str, Any], *, last: bool) -> Sequence[str | Text]:
+def _rank_row(rank: Mapping[str, Any], *, last: bool, is_slow: bool) -> Sequence[str | Text]:
     branch = "└" if last else "├"
-    cells: list[str | Text] = [f"{branch} rank {rank.get('rank', '?')}", _state(rank), _number(rank.get("pid"))]
-    return [*cells, "", "", "", "", "", _number(rank.get("steps"))]
+    state = Text("ready (slow)", style="yellow") if is_slow and state_of(rank) == READY else _state(rank)
+    cells: list[str | Text] = [f"{branch} rank {rank.get('rank', '?')}", state, _number(rank.get("pid"))]
+    return [*cells, "", "", "", "", "", _number(rank.get("steps")), "", "", _pace(rank, is_slow=is_slow)]
+
+
+def _pace(rank: Mapping[str, Any], *, is_slow: bool) -> str:
+    """What a step of a rank took over the last seconds; empty: none was run, or the router is older."""
+    compute_s, collective_s = rank.get("compute_s"), rank.get("collective_s")
+    if not isinstance(compute_s, int | float) or not isinstance(collective_s, int | float) or not compute_s:
+        return ""
+    figures = f"a step: computes {1000 * compute_s:.1f} ms, {1000 * collective_s:.1f} ms in collectives"
+    return f"{figures}; the others wait for it" if is_slow else figures
 
 
 def _state(entry: Mapping[str, Any]) -> Text:

@@ -287,16 +287,20 @@ class StreamPhaseChange(_message.Message):
     def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., phase: _Optional[_Union[StreamPhase, str]] = ...) -> None: ...
 
 class RankHealth(_message.Message):
-    __slots__ = ("rank", "pid", "state", "steps")
+    __slots__ = ("rank", "pid", "state", "steps", "compute_s", "collective_s")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_S_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     state: RankState
     steps: int
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[RankState, str]] = ..., steps: _Optional[int] = ...) -> None: ...
+    compute_s: float
+    collective_s: float
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[RankState, str]] = ..., steps: _Optional[int] = ..., compute_s: _Optional[float] = ..., collective_s: _Optional[float] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("state", "reason", "queued", "running", "free_blocks", "total_blocks", "tokens_per_s", "steps", "ranks", "pid", "step_deadline_s", "free_seqs", "queue_wait_s", "queue_wait_per_request_s", "queue_waits_s", "received", "lost")

@@ -1,7 +1,7 @@
 // The router, its workers and their ranks, and the line that a moving stream draws between two workers.
 
 import { announce, byId, element, keyed, setFacts, setKind, setText } from "./dom.js";
-import { count, duration, shown } from "./words.js";
+import { count, duration, milliseconds, shown } from "./words.js";
 
 const FLIGHT_MS = 6000;
 const SVG = "http://www.w3.org/2000/svg";
@@ -55,9 +55,11 @@ function showRouter(state) {
 function tell(worker) {
   const key = worker.target ?? worker.id;
   const before = states.get(key);
-  const now = `${worker.state} ${worker.epoch}`;
+  const now = { life: `${worker.state} ${worker.epoch}`, slow: worker.slow_rank };
   states.set(key, now);
-  if (before !== undefined && before !== now) announce(`Worker ${nameOf(worker)} is ${worker.state}.`);
+  if (before === undefined) return;
+  if (before.life !== now.life) announce(`Worker ${nameOf(worker)} is ${worker.state}.`);
+  if (now.slow !== null && before.slow !== now.slow) announce(`Rank ${now.slow} of worker ${nameOf(worker)} is slow.`);
 }
 
 function makeWorker() {
@@ -65,12 +67,14 @@ function makeWorker() {
     element("div", { class: "title" }, element("h3"), element("span", { class: "badge" })),
     element("dl"),
     element("ul", { class: "ranks", "aria-label": "Ranks" }),
+    element("div", { class: "pace", hidden: "" },
+      element("p", { class: "quiet" }), element("ul")),
     element("p", { class: "note quiet" })));
 }
 
 function updateWorker(item, worker) {
   const node = item.firstElementChild;
-  const [title, facts, ranks, note] = node.children;
+  const [title, facts, ranks, pace, note] = node.children;
   const kind = kindOf(worker);
   setKind(node, kind);
   setText(title.children[0], nameOf(worker));
@@ -94,11 +98,33 @@ function updateWorker(item, worker) {
   ]);
   keyed(ranks, worker.ranks, (rank) => rank.rank, () => element("li", { class: "badge" }), (child, rank) => {
     // Nobody knows what the ranks of a lost worker do.
-    setKind(child, kind === "bad" ? "wait" : rank.state === "ready" ? "good" : rank.state === "dead" ? "bad" : "warn");
-    setText(child, `rank ${rank.rank} ${kind === "bad" ? "was " : ""}${rank.state}, ${count(rank.steps)} steps`);
+    const isSlow = kind !== "bad" && rank.rank === worker.slow_rank;
+    setKind(child, kind === "bad" ? "wait" : isSlow ? "warn" : rank.state === "ready" ? "good" : rank.state === "dead" ? "bad" : "warn");
+    setText(child, `rank ${rank.rank} ${kind === "bad" ? "was " : ""}${rank.state}${isSlow ? ", slow" : ""}, ${count(rank.steps)} steps`);
   });
+  pace.hidden = kind === "bad" || !worker.ranks.some((rank) => rank.compute_s > 0);
+  if (!pace.hidden) showPace(pace, worker);
   const reason = shown(worker.reason || worker.health.ejected_because);
   setText(note, kind === "bad" ? `${reason || "no connection"}; the figures are its last ones` : reason || shown(worker.model));
+}
+
+// What a step of each rank took lately. Each bar is a share of the longest step: computing, then collectives, in which a
+// rank waits for slower ones.
+function showPace(pace, worker) {
+  const [sentence, list] = pace.children;
+  const slow = worker.slow_rank;
+  setText(sentence, slow === null ? "Time of a step, last seconds" : `Time of a step, last seconds: rank ${slow} is slow, the others wait for it`);
+  const longest = Math.max(...worker.ranks.map((rank) => rank.compute_s + rank.collective_s));
+  const make = () => element("li", {}, element("span"),
+    element("div", { class: "lane", "aria-hidden": "true" }, element("i", { class: "compute" }), element("i", { class: "collective" })));
+  keyed(list, worker.ranks, (rank) => rank.rank, make, (item, rank) => {
+    setText(item.children[0], `rank ${rank.rank} computes ${milliseconds(rank.compute_s)}, in collectives ${milliseconds(rank.collective_s)}`);
+    const [compute, collective] = item.children[1].children;
+    const share = longest > 0 ? 100 / longest : 0;
+    compute.style.width = `${rank.compute_s * share}%`;
+    collective.style.left = compute.style.width;
+    collective.style.width = `${rank.collective_s * share}%`;
+  });
 }
 
 // Lines.

@@ -11,6 +11,8 @@ export function duration(seconds) {
   return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
 }
 
+export const milliseconds = (seconds) => `${(seconds * 1000).toFixed(seconds < 0.1 ? 1 : 0)} ms`;
+
 export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
 
 // Characters that a terminal or a line of text would obey instead of showing them: controls, and marks that turn or

@@ -1,0 +1,49 @@
+"""Which alerts are fired by a fault of running services (`test_alerts`, `test_slow_rank`), and which by promtool alone.
+
+`charts/lockstep/tests/alerts.yaml` lets promtool fire and resolve every alert from written series. What is here in
+addition shows that the fault makes these series.
+"""
+
+INJECTED = {
+    "LockstepNoRouter": "test_a_router_that_is_not_there_and_its_files",
+    "LockstepCertificateExpires": "test_a_router_that_is_not_there_and_its_files",
+    "LockstepCertificateNotReloaded": "test_a_router_that_is_not_there_and_its_files",
+    "LockstepKeysNotReloaded": "test_a_router_that_is_not_there_and_its_files",
+    "LockstepLimitsNotShared": "test_a_router_that_is_not_there_and_its_files",
+    "LockstepStepStalled": "test_a_rank_that_hangs",
+    "LockstepErrors": "test_a_rank_that_hangs",
+    "LockstepErrorBudgetBurnsFast": "test_a_rank_that_hangs",
+    "LockstepErrorBudgetBurnsSlowly": "test_a_rank_that_hangs",
+    "LockstepSlowFirstToken": "test_a_rank_that_hangs",
+    "LockstepRankDown": "test_ranks_that_do_not_come_back",
+    "LockstepWorkerNotReady": "test_ranks_that_do_not_come_back",
+    "LockstepModelDown": "test_ranks_that_do_not_come_back",
+    "LockstepSlowFailover": "test_ranks_that_do_not_come_back",
+    "LockstepRankRestarts": "test_ranks_that_die_again_and_again",
+    "LockstepFailovers": "test_ranks_that_die_again_and_again",
+    "LockstepKvPressure": "test_a_full_cache",
+    "LockstepStateServerUnreachable": "test_a_state_server_that_hangs",
+    "LockstepJournalLag": "test_a_state_server_that_hangs",
+    "LockstepStateStoreUnreachable": "test_a_redis_that_is_away_or_full",
+    "LockstepStateStoreFull": "test_a_redis_that_is_away_or_full",
+    "LockstepSlowRank": "test_everything_that_tells_of_ranks_names_the_slow_one",
+}
+
+NOT_INJECTED = {
+    "LockstepOverload": "routers keep more than a worker's queue holds from it, unless several routers submit at once",
+    "LockstepDiscoveryStale": "needs an API server, or a resolver of names, that goes away",
+    "LockstepGpuXid": "needs a GPU that fails",
+    "LockstepGpuEccErrors": "needs a GPU that fails",
+    "LockstepGpuThrottled": "needs a GPU that is too hot",
+    "LockstepWorkerEjected": "needs a worker that fails what others complete",
+    "LockstepWorkerSlow": "needs several workers with cores of their own",
+    "LockstepHotspot": "needs several workers with cores of their own",
+    "LockstepImbalance": "needs several workers with cores of their own",
+    "LockstepKvCacheFull": "needs a cache that stays full: with few streams requests are preempted first",
+    "LockstepLateHeartbeats": "a hundred late heartbeats in ten minutes cannot be waited for",
+    "LockstepStateRefuses": "needs a tenant beyond its quota",
+    "LockstepStateDamagedValues": "needs a Redis that others write into",
+    "LockstepStateEvictsStreams": "needs a state server whose memory is full",
+    "LockstepStateMemoryNearLimit": "needs a state server whose memory is full",
+}
+"""By promtool alone, and why."""
