@@ -140,11 +140,16 @@ def begin_request(tracing: Tracing | None, headers: Mapping[str, str]) -> Reques
 
 
 class Takeover(RequestTrace):
-    """A request that another router began and this one goes on with. It joins the trace, which is kept."""
+    """A request that another router began and this one goes on with. It joins the trace, which is kept, and so is that
+    of the reader who came for it, to which it has a link.
+    """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, reader: Span | None) -> None:
         super().__init__(trace, "takeover", Kind.INTERNAL)
         trace.keep(Kept.FAILED_OVER)
+        if reader is not None:
+            reader.trace.keep(Kept.FAILED_OVER)
+            self.root.links.append(reader.context)
 
     def close(self) -> None:
         """Its streams have ended."""
@@ -155,4 +160,4 @@ class Takeover(RequestTrace):
 def begin_takeover(tracing: Tracing | None, traceparent: str) -> Takeover | None:
     """The trace of a request that another router began, by the context that it stored; None: there is none."""
     context = None if tracing is None else TraceContext.parse(traceparent)
-    return None if tracing is None or context is None else Takeover(tracing.trace(context))
+    return None if tracing is None or context is None else Takeover(tracing.trace(context), CURRENT.get())
