@@ -121,6 +121,18 @@ async def test_a_request_that_moves_is_one_trace_with_linked_attempts(make_clust
     assert others[0].submits[0].traceparent.endswith("-01")
 
 
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_a_request_says_how_often_its_streams_moved(make_cluster, resumable):
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    own, _ = cluster.worker_of("user:u")
+    own.script = Script(die_after=3)
+    assert (await cluster.complete(stream=True, resumable=resumable)).status_code == 200
+    await eventually(lambda: named(spans, "request"))
+    (request,) = named(spans, "request")
+    assert request.attributes["lockstep.failovers"] == len(named(spans, "attempt")) - 1 == 1
+
+
 async def test_only_what_is_slow_or_fails_is_kept_at_a_ratio_of_zero(make_cluster):
     cluster = await make_cluster()
     spans = trace(cluster, ratio=0.0)
@@ -233,7 +245,7 @@ async def test_a_resumed_client_links_to_the_trace_of_its_stream(make_cluster):
     begun = await cluster.complete(stream=True, resumable=True)
     await cluster.client.get(f"/v1/streams/{begun.headers['x-lockstep-stream-id']}")
     first, second = named(spans, "request")
-    assert first.links == []
+    assert first.links == ()
     assert [link.span_id for link in second.links] == [first.span_id]
     assert second.attributes["lockstep.resumed"] is True
     assert len(named(spans, "attempt")) == 1
@@ -296,7 +308,7 @@ async def test_a_stream_that_another_router_goes_on_with_stays_one_trace(tmp_pat
         )
         assert (takeover.context.trace_id, takeover.parent_id) == (begun.context.trace_id, begun.span_id)
         assert [link.span_id for link in reader.links] == [begun.span_id]
-        assert takeover.links == [reader.context]
+        assert takeover.links == (reader.context,)
         assert reader.attributes["lockstep.trace.kept_because"] == "failed_over"
         (take,) = named(others, "Journal.Take")
         assert (take.context.trace_id, take.parent_id) == (reader.context.trace_id, reader.span_id)

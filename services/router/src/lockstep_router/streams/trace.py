@@ -108,7 +108,7 @@ class _Recorded(StreamTrace):
             names.EMITTED_BEFORE: self._emitted,
         }
         if self._last is not None:
-            attempt.links.append(self._last)
+            attempt.link(self._last)
         context = attempt.context
         journal.traceparent, journal.tracestate = context.traceparent, context.state
 
@@ -152,6 +152,7 @@ class _Recorded(StreamTrace):
             self._close(outcome.reason.value, "")
         else:
             self._trace.keep(Kept.FAILED_OVER)
+            self._request.failovers += 1
             self._close("lost", outcome.reason.value)
 
     def end(self, error: BaseException | None) -> None:
