@@ -198,8 +198,7 @@ class Trace:
                 kind,
             )
         # A child cannot begin before its parent.
-        if begin_ns < parent.begin_ns:
-            begin_ns = parent.begin_ns
+        begin_ns = max(begin_ns, parent.begin_ns)
         return Span(name, self, span_id, parent.span_id, False, begin_ns, kind)
 
     def end(self, span: Span, error: str = "", at_ns: int | None = None) -> None:
