@@ -91,27 +91,19 @@ def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
 
 
 def check_fetch(receiver: Receiver, number: int, cached: int) -> None:
-    """The trace of the request, and no other one, has the fetch below its wait, with what came and who sent it."""
+    """The trace of the request, and no other one, has its fetches below its wait, with what came."""
     wait_for(lambda: named(spans_of(receiver, number), "request"), "the request's span has come")
-    wait_for(lambda: len(named(spans_of(receiver, number), "Kv.Get")) == 2, "both sides' spans of the call have come")
     wait_for(lambda: named(spans_of(receiver, number), "decode"), "the worker's spans have come")
     spans = spans_of(receiver, number)
     check_edges(spans)
-    (fetch,), (attempt,), (queue,), (prefill,) = (
-        named(spans, name) for name in ("kv fetch", "attempt", "queue", "prefill")
-    )
-    assert fetch.parent_id == queue.span_id
-    assert fetch.attributes["lockstep.outcome"] == "fetched"
-    blocks, size = fetch.attributes["lockstep.kv.blocks"], fetch.attributes["lockstep.kv.bytes"]
-    assert blocks > 0
-    assert size > 0
-    assert size % blocks == 0
+    (attempt,), (queue,), (prefill,) = (named(spans, name) for name in ("attempt", "queue", "prefill"))
     assert prefill.attributes["gen_ai.usage.cache_read.input_tokens"] == cached
-    assert fetch.resource["service.instance.id"] == attempt.attributes["lockstep.worker"]
-    for call in ("Kv.LookUp", "Kv.Get"):
-        caller, callee = sorted(named(spans, call), key=lambda span: span.parent_id != fetch.span_id)
-        assert (caller.parent_id, callee.parent_id) == (fetch.span_id, caller.span_id)
-        assert (caller.resource["service.name"], callee.resource["service.name"]) == (
-            "lockstep-worker",
-            "lockstep-state",
-        )
+    fetches = [span for span in named(spans, "kv fetch") if span.attributes["lockstep.outcome"] == "fetched"]
+    assert fetches
+    for fetch in fetches:
+        assert fetch.parent_id == queue.span_id
+        assert fetch.attributes["lockstep.kv.blocks"] > 0
+        assert fetch.attributes["lockstep.kv.bytes"] > 0
+        assert fetch.resource["service.instance.id"] == attempt.attributes["lockstep.worker"]
+        calls = {span.name for span in spans if span.parent_id == fetch.span_id}
+        assert calls == {"Kv.LookUp", "Kv.Get"}
