@@ -1,4 +1,6 @@
-"""Two real workers and a state server: a conversation that comes to another worker need not compute its prefix."""
+"""Two real workers and a state server: a conversation that comes to another worker need not compute its prefix, and its
+trace says what was fetched.
+"""
 
 import time
 from collections.abc import Iterator
@@ -7,6 +9,8 @@ import httpx
 import pytest
 from lockstep_tools.serving.stack import Stack, StackSettings
 from machine import wait_for
+from otlp_receiver import Receiver, grpc_receiver
+from spans import check_edges, headers, named, spans_of
 from system import MODEL, REFERENCE, Json, System
 
 pytestmark = pytest.mark.usefixtures("private_tmp")
@@ -15,21 +19,30 @@ _TRIES = 8
 
 
 @pytest.fixture(scope="module")
-def system(private_tmp: object) -> Iterator[System]:
+def receiver() -> Iterator[Receiver]:
+    with grpc_receiver() as receiver:
+        yield receiver
+
+
+@pytest.fixture(scope="module")
+def system(private_tmp: object, receiver: Receiver) -> Iterator[System]:
     settings = StackSettings(
         str(REFERENCE), workers=2, device="cpu", threads=1, host_cache="64Mi", remote_cache=True, log_level="error"
     )
-    with Stack(settings) as stack:
-        stack.wait_ready(120)
-        yield System(stack.url, stack.management_url)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
+        patch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+        with Stack(settings) as stack:
+            stack.wait_ready(120)
+            yield System(stack.url, stack.management_url)
 
 
-def ask(system: System, session: str, prompt: str) -> tuple[str, int]:
+def ask(system: System, session: str, prompt: str, trace: dict[str, str] | None = None) -> tuple[str, int]:
     """The text of an answer, and how many tokens of its prompt were cached."""
     response = httpx.post(
         f"{system.api}/completions",
         json={"model": MODEL, "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True},
-        headers={"X-Session-ID": session},
+        headers={"X-Session-ID": session} | (trace or {}),
         timeout=120,
         trust_env=False,
     )
@@ -57,7 +70,9 @@ def one_session_each(system: System) -> list[str]:
     return list(sessions.values())
 
 
-def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(system: System) -> None:
+def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
+    system: System, receiver: Receiver
+) -> None:
     one, other = one_session_each(system)
     for attempt in range(_TRIES):
         first = (
@@ -66,9 +81,29 @@ def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
         answer, _ = ask(system, one, first)
         time.sleep(0.1 * 2**attempt)  # blocks are stored behind the answer; who asks too early computes them
         second = f"{first}{answer} And then, in the morning,"
-        text, cached = ask(system, other, second)
+        text, cached = ask(system, other, second, headers(attempt + 1))
         assert text == ask(system, one, second)[0]
         if cached:
             assert cached > 0.8 * len(system.tokenize(first))
+            check_fetch(receiver, attempt + 1, cached)
             return
     raise AssertionError("the other worker has computed every prefix")
+
+
+def check_fetch(receiver: Receiver, number: int, cached: int) -> None:
+    """The trace of the request, and no other one, has its fetches below its wait, with what came."""
+    wait_for(lambda: named(spans_of(receiver, number), "request"), "the request's span has come")
+    wait_for(lambda: named(spans_of(receiver, number), "decode"), "the worker's spans have come")
+    spans = spans_of(receiver, number)
+    check_edges(spans)
+    (attempt,), (queue,), (prefill,) = (named(spans, name) for name in ("attempt", "queue", "prefill"))
+    assert prefill.attributes["gen_ai.usage.cache_read.input_tokens"] == cached
+    fetches = [span for span in named(spans, "kv fetch") if span.attributes["lockstep.outcome"] == "fetched"]
+    assert fetches
+    for fetch in fetches:
+        assert fetch.parent_id == queue.span_id
+        assert fetch.attributes["lockstep.kv.blocks"] > 0
+        assert fetch.attributes["lockstep.kv.bytes"] > 0
+        assert fetch.resource["service.instance.id"] == attempt.attributes["lockstep.worker"]
+        calls = {span.name for span in spans if span.parent_id == fetch.span_id}
+        assert calls == {"Kv.LookUp", "Kv.Get"}

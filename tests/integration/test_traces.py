@@ -14,12 +14,8 @@ import pytest
 from machine import left_since, traces, wait_for
 from otlp_receiver import Received, Receiver, grpc_receiver
 from serving import Serve, run
+from spans import PARENTS, check_edges, check_ranks, complete, headers, named, spans_of
 from system import MODEL, System
-
-CALLER = "00-{:032x}-{:016x}-01"
-SKEW_NS = 1_000_000
-"""Clocks of processes on one host: each trace reads the wall clock once in each process."""
-PARENTS = {"route": "request", "attempt": "route", "queue": "attempt", "prefill": "attempt", "decode": "attempt"}
 
 
 class Traced(NamedTuple):
@@ -46,33 +42,6 @@ def traced(tmp_path_factory: pytest.TempPathFactory, private_tmp: object) -> Ite
     assert left_since(before) == []
 
 
-def complete(system: System, number: int, tokens: int) -> httpx.Response:
-    """An answer whose request belongs to the trace with this number."""
-    body = {"model": MODEL, "prompt": "canary", "max_tokens": tokens, "ignore_eos": True, "seed": 3}
-    headers = {"traceparent": CALLER.format(number, 7), "baggage": "canary=1"}
-    return httpx.post(f"{system.api}/completions", json=body, headers=headers, timeout=60, trust_env=False)
-
-
-def spans_of(receiver: Receiver, number: int) -> list[Received]:
-    return [span for span in receiver.spans if span.trace_id == f"{number:032x}"]
-
-
-def named(spans: list[Received], name: str) -> list[Received]:
-    return [span for span in spans if span.name == name]
-
-
-def check_edges(spans: list[Received]) -> None:
-    """Each span has the parent that it should have, and is inside it."""
-    by_id = {span.span_id: span for span in spans}
-    for span in spans:
-        if span.name == "request":
-            assert span.parent_id == f"{7:016x}"
-            continue
-        parent = by_id[span.parent_id]
-        assert parent.name in ({"prefill", "decode"} if span.name == "rank" else {PARENTS[span.name]})
-        assert parent.begin_ns - SKEW_NS <= span.begin_ns <= span.end_ns <= parent.end_ns + SKEW_NS
-
-
 def test_a_trace_reaches_from_the_request_to_each_rank(traced: Traced) -> None:
     assert complete(traced.system, 1, 20).status_code == 200
     wait_for(
@@ -94,12 +63,37 @@ def test_a_trace_reaches_from_the_request_to_each_rank(traced: Traced) -> None:
     assert min(span.attributes["lockstep.rank.peer_wait_s"] for span in ranks) == 0
 
 
+def test_a_streamed_request_says_when_its_first_token_came(traced: Traced) -> None:
+    """Each choice has its own route, and all have one trace."""
+    body = {"model": MODEL, "prompt": "canary", "max_tokens": 20, "n": 2, "ignore_eos": True, "stream": True}
+    with httpx.stream(
+        "POST", f"{traced.system.api}/completions", json=body, timeout=60, trust_env=False, headers=headers(20)
+    ) as response:
+        assert [line for line in response.iter_lines() if line][-1] == "data: [DONE]"
+    wait_for(lambda: len(named(spans_of(traced.receiver, 20), "rank")) == 8, "the ranks' spans have come")
+    wait_for(lambda: named(spans_of(traced.receiver, 20), "request"), "the request's span has come")
+    spans = spans_of(traced.receiver, 20)
+    check_edges(spans)
+    (request,) = named(spans, "request")
+    assert 0 < request.attributes["gen_ai.response.time_to_first_chunk"] * 1e9 <= request.end_ns - request.begin_ns
+    assert (request.attributes["gen_ai.usage.output_tokens"], request.attributes["http.response.status_code"]) == (
+        40,
+        200,
+    )
+    for attempt in named(spans, "attempt"):
+        (decode,) = (span for span in named(spans, "decode") if span.parent_id == attempt.span_id)
+        assert attempt.attributes["lockstep.tokens"] == decode.attributes["lockstep.tokens"] == 20
+        assert [name for name, *_ in attempt.events] == ["first_token"]
+        assert {name for name, *_ in decode.events} == {"step"}
+        check_ranks(spans, decode, 2)
+
+
 def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(traced: Traced, tmp_path: Path) -> None:
     tokens = traced.system.tokens_lasting(3.0)
     body = {"model": MODEL, "prompt": "canary", "max_tokens": tokens, "ignore_eos": True, "stream": True}
     with httpx.stream(
         "POST", f"{traced.system.api}/completions", json=body, timeout=60, trust_env=False,
-        headers={"traceparent": CALLER.format(2, 7), "x-request-id": "req-moved"},
+        headers=headers(2) | {"x-request-id": "req-moved"},
     ) as response:  # fmt: skip
         lines = response.iter_lines()
         assert next(lines).startswith("id: ")

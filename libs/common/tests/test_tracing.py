@@ -275,7 +275,7 @@ def test_spans_arrive_as_they_were_made(protocol: str):
         root.attributes |= {"lockstep.failovers": 2, "gen_ai.response.finish_reasons": ["stop"]}
         root.set_text("gen_ai.request.model", "m" * 1000)
         attempt = trace.begin("attempt", root)
-        attempt.links.append(TraceContext(5, 77, True))
+        attempt.link(TraceContext(5, 77, True))
         attempt.event("chunk", {"lockstep.tokens": 3})
         trace.end(attempt, "silent")
         trace.end(root)
@@ -310,7 +310,7 @@ def test_messages_over_grpc_are_those_of_the_sdk():
         root.attributes |= {"same": True, "list": ["stop", "", "length"], "none": [], "tuple": ("stop",)}
         child = trace.begin("attempt", root, Kind.CLIENT)
         child.attributes |= {"same": 1}
-        child.links += [TraceContext(5, 77, True), TraceContext(6, 78, False, "vendor=3")]
+        child.links = (TraceContext(5, 77, True), TraceContext(6, 78, False, "vendor=3"))
         child.event("chunk")
         child.event("first_token", {"same": 1.0, "text": "t" * 300})
         trace.end(child, "silent")

@@ -335,7 +335,11 @@ async def test_a_fetch_is_a_span_of_its_request(store):
     assert set(spans) == {"kv fetch", "Kv.LookUp", "Kv.Get"}
     assert spans["kv fetch"].parent_id == queue.span_id
     assert spans["Kv.Get"].parent_id == spans["kv fetch"].span_id
-    assert spans["kv fetch"].attributes == {"lockstep.outcome": "fetched", "lockstep.kv.blocks": 1}
+    assert spans["kv fetch"].attributes == {
+        "lockstep.outcome": "fetched",
+        "lockstep.kv.blocks": 1,
+        "lockstep.kv.bytes": RANKS * FORM.length,
+    }
 
 
 # The process.

@@ -136,6 +136,20 @@ def test_the_worker_keeps_traces_of_failures_that_the_router_did_not_foresee(fai
     assert "canary" not in repr([(span.attributes, span.error) for span in spans])
 
 
+@pytest.mark.parametrize("code", [ErrorCode.DEADLINE_EXCEEDED, ErrorCode.CANCELLED])
+def test_an_end_that_the_client_has_chosen_is_no_error(code: ErrorCode):
+    attempt, spans = traced()
+    attempt.on_running()
+    attempt.on_output(token(0))
+    attempt.end(LockstepError(code, "canary"))
+    assert [span.error for span in spans] == [""] * len(spans)
+    decode = next(span for span in spans if span.name == "decode")
+    assert decode.attributes["lockstep.outcome"] == str(code)
+    attempt, spans = traced(NOT_KEPT)
+    attempt.end(LockstepError(code, "canary"))
+    assert spans == []
+
+
 def test_what_the_engine_begins_for_a_request_belongs_to_its_wait():
     attempt, spans = traced()
     with attempt.submitting():

@@ -6,6 +6,7 @@ from lockstep_api.v1 import state_pb2
 from otlp_receiver import grpc_receiver
 from state_serving import served
 from test_journal_service import OK, append_one, record
+from test_kv_service import key
 
 CALLER = (("traceparent", f"00-{0xA:032x}-{0xB:016x}-01"), ("tracestate", "vendor=1"), ("baggage", "canary=1"))
 
@@ -39,3 +40,12 @@ async def test_a_call_and_its_commands_are_spans_of_the_callers_trace(redis_serv
         assert call.begin_ns <= command.begin_ns <= command.end_ns <= call.end_ns
     assert calls[0].resource["service.name"] == "lockstep-state"
     assert b"canary" not in receiver.raw
+
+
+async def test_a_call_that_gives_a_stream_is_a_span(tmp_path):
+    request = state_pb2.GetBlocksRequest(tenant="t", keys=[key("a")])
+    with grpc_receiver() as receiver:
+        async with served(tmp_path, otlp_endpoint=receiver.address, trace_ratio=1) as client:
+            assert [message async for message in client.kv.Get(request, metadata=CALLER)] == []
+        (call,) = receiver.wait({"Kv.Get": 1})
+    assert (call.parent_id, call.is_error) == (f"{0xB:016x}", False)

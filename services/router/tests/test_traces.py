@@ -121,6 +121,18 @@ async def test_a_request_that_moves_is_one_trace_with_linked_attempts(make_clust
     assert others[0].submits[0].traceparent.endswith("-01")
 
 
+@pytest.mark.parametrize("resumable", [False, True])
+async def test_a_request_says_how_often_its_streams_moved(make_cluster, resumable):
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    own, _ = cluster.worker_of("user:u")
+    own.script = Script(die_after=3)
+    assert (await cluster.complete(stream=True, resumable=resumable)).status_code == 200
+    await eventually(lambda: named(spans, "request"))
+    (request,) = named(spans, "request")
+    assert request.attributes["lockstep.failovers"] == len(named(spans, "attempt")) - 1 == 1
+
+
 async def test_only_what_is_slow_or_fails_is_kept_at_a_ratio_of_zero(make_cluster):
     cluster = await make_cluster()
     spans = trace(cluster, ratio=0.0)
@@ -142,6 +154,18 @@ async def test_a_clients_own_timeout_is_no_reason_to_keep_a_trace(make_cluster):
         worker.script = Script(hang_after=0)
     assert (await cluster.complete(headers={"X-Request-Timeout": "0.3"})).status_code == 504
     assert spans == []
+
+
+async def test_a_clients_own_timeout_is_an_error_of_the_answer_alone(make_cluster):
+    """By the conventions a server's span of a 504 is an error; the attempt and its route have done nothing wrong."""
+    cluster = await make_cluster()
+    spans = trace(cluster)
+    for worker in cluster.workers:
+        worker.script = Script(hang_after=0)
+    assert (await cluster.complete(headers={"X-Request-Timeout": "0.3"})).status_code == 504
+    (request,), (route,), (attempt,) = (named(spans, name) for name in ("request", "route", "attempt"))
+    assert (request.error, route.error, attempt.error) == ("504", "", "")
+    assert attempt.attributes["lockstep.outcome"] == "deadline_exceeded"
 
 
 async def test_slow_requests_are_kept(make_cluster):
@@ -221,7 +245,7 @@ async def test_a_resumed_client_links_to_the_trace_of_its_stream(make_cluster):
     begun = await cluster.complete(stream=True, resumable=True)
     await cluster.client.get(f"/v1/streams/{begun.headers['x-lockstep-stream-id']}")
     first, second = named(spans, "request")
-    assert first.links == []
+    assert first.links == ()
     assert [link.span_id for link in second.links] == [first.span_id]
     assert second.attributes["lockstep.resumed"] is True
     assert len(named(spans, "attempt")) == 1
@@ -264,7 +288,7 @@ async def test_each_request_on_a_websocket_has_a_trace(make_cluster):
 async def test_a_stream_that_another_router_goes_on_with_stays_one_trace(tmp_path, tokenizer):
     async with Sharing(tmp_path, tokenizer) as sharing:
         one, two = await sharing.router("one"), await sharing.router("two")
-        spans, others = trace(one), trace(two)
+        spans, others = trace(one), trace(two, ratio=0.0)
         for worker in sharing.workers:
             worker.script = Script(hang_after=2)
         body = {"model": "reference", "prompt": "hello", "max_tokens": 12, "stream": True, "resumable": True}
@@ -284,6 +308,8 @@ async def test_a_stream_that_another_router_goes_on_with_stays_one_trace(tmp_pat
         )
         assert (takeover.context.trace_id, takeover.parent_id) == (begun.context.trace_id, begun.span_id)
         assert [link.span_id for link in reader.links] == [begun.span_id]
+        assert takeover.links == (reader.context,)
+        assert reader.attributes["lockstep.trace.kept_because"] == "failed_over"
         (take,) = named(others, "Journal.Take")
         assert (take.context.trace_id, take.parent_id) == (reader.context.trace_id, reader.span_id)
         (attempt,) = named(others, "attempt")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from lockstep_common.errors import LockstepError
+from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import Kept, Span, Tracing, names
 from lockstep_common.tracing.spans import CURRENT
@@ -17,6 +17,9 @@ from lockstep_engine import Output, RankTimes
 
 _MAX_MARKS = 48
 """Steps of a decode that become events. When there are as many, every second one is forgotten."""
+
+_CLIENTS_OWN = frozenset({ErrorCode.DEADLINE_EXCEEDED, ErrorCode.CANCELLED})
+"""Ends that the client has chosen. By OpenTelemetry's conventions they are no errors of the service."""
 
 ReadRanks = Callable[[], Sequence[RankTimes]]
 
@@ -103,7 +106,9 @@ class AttemptTrace:
         error = ""
         if is_cancelled:
             self._phase.attributes[names.OUTCOME] = "cancelled"
-        if failure is not None:
+        if failure is not None and failure.code in _CLIENTS_OWN:
+            self._phase.attributes[names.OUTCOME] = str(failure.code)
+        elif failure is not None:
             error = str(failure.code)
             if failure.meaning.http_status >= 500:
                 self._trace.keep(Kept.ERROR)

@@ -52,12 +52,14 @@ class EndedRequest(Protocol):
 class RequestTrace:
     """A request's span, and the trace that its streams have in common."""
 
-    __slots__ = ("_has_token", "finish_reasons", "root", "trace")
+    __slots__ = ("_has_token", "failovers", "finish_reasons", "root", "trace")
 
     def __init__(self, trace: Trace, name: str = "request", kind: Kind = Kind.SERVER) -> None:
         self.trace = trace
         self.root: Span = trace.begin(name, kind=kind)
         self.finish_reasons: list[str] = []
+        self.failovers = 0
+        """Of its streams. A request that reads a resumable stream is told of none of them otherwise."""
         self._has_token = False
 
     @property
@@ -96,7 +98,7 @@ class RequestTrace:
         """Link to the request that began the stream which this one reads, if that is another one."""
         linked = TraceContext.parse(traceparent)
         if linked is not None and linked.span_id != self.root.span_id:
-            self.root.links.append(linked)
+            self.root.link(linked)
 
     def end(self, call: EndedCall, record: EndedRequest, seconds: float) -> None:
         """Note the end of the answer."""
@@ -114,7 +116,7 @@ class RequestTrace:
         attributes[names.RESPONSE_ID] = attributes[names.REQUEST_ID] = record.request_id
         attributes[names.INPUT_TOKENS] = record.prompt_tokens
         attributes[names.OUTPUT_TOKENS] = record.completion_tokens
-        attributes[names.FAILOVERS] = record.failovers
+        attributes[names.FAILOVERS] = max(record.failovers, self.failovers)
         attributes[names.RESUMED] = record.resumed
         if self.finish_reasons:
             attributes[names.RESPONSE_FINISH_REASONS] = self.finish_reasons
@@ -140,11 +142,16 @@ def begin_request(tracing: Tracing | None, headers: Mapping[str, str]) -> Reques
 
 
 class Takeover(RequestTrace):
-    """A request that another router began and this one goes on with. It joins the trace, which is kept."""
+    """A request that another router began and this one goes on with. It joins the trace, which is kept, and so is that
+    of the reader who came for it, to which it has a link.
+    """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, reader: Span | None) -> None:
         super().__init__(trace, "takeover", Kind.INTERNAL)
         trace.keep(Kept.FAILED_OVER)
+        if reader is not None:
+            reader.trace.keep(Kept.FAILED_OVER)
+            self.root.link(reader.context)
 
     def close(self) -> None:
         """Its streams have ended."""
@@ -155,4 +162,4 @@ class Takeover(RequestTrace):
 def begin_takeover(tracing: Tracing | None, traceparent: str) -> Takeover | None:
     """The trace of a request that another router began, by the context that it stored; None: there is none."""
     context = None if tracing is None else TraceContext.parse(traceparent)
-    return None if tracing is None or context is None else Takeover(tracing.trace(context))
+    return None if tracing is None or context is None else Takeover(tracing.trace(context), CURRENT.get())

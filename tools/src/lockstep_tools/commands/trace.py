@@ -18,19 +18,23 @@ from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.load.endpoint import checked_url, root_url, tls_context
 from lockstep_tools.logs.lines import harmless
 from lockstep_tools.trace.drawing import lines, page
+from lockstep_tools.trace.files import from_file
 from lockstep_tools.trace.sources import from_jaeger, from_services
+from lockstep_tools.trace.spans import Span
 
 DESCRIPTION = """\
 Draw where a request's time went: router, attempts on workers, queue, prefill, decode, and each rank. REQUEST is the
 X-Request-ID of the answer, or the id of a trace. The spans come from the memory of the running services, which keep the
-newest ones of the traces that are kept, or from a Jaeger. Traces have to be on: with a collector in the settings, or
+newest ones of the traces that are kept, from a Jaeger, or from a file: OTLP in JSON, a message a line, as a collector's
+file exporter writes it, or the JSON that a Jaeger gives. Traces have to be on: with a collector in the settings, or
 with OTEL_TRACES_EXPORTER=memory in the services' environment. Which are kept: those that failed, were slow or moved to
 another worker, and a part of the others (trace_ratio)."""
 
 EXAMPLES = """\
   lockstep trace 4f0c2a9b1d7e
   lockstep trace 4f0c2a9b1d7e --release lockstep -n serving --html trace.html
-  lockstep trace 0af7651916cd43dd8448eb211c80319c --jaeger http://127.0.0.1:16686"""
+  lockstep trace 0af7651916cd43dd8448eb211c80319c --jaeger http://127.0.0.1:16686
+  lockstep trace 4f0c2a9b1d7e --file traces.jsonl"""
 
 _MAX_ID_CHARS = 64
 
@@ -43,7 +47,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--release", help="a Helm release, by kubectl, in place of --url")
     parser.add_argument("-n", "--namespace", default="default", help="of the release (default: %(default)s)")
-    parser.add_argument("--jaeger", metavar="URL", help="take the spans from a Jaeger, in place of the services")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--jaeger", metavar="URL", help="take the spans from a Jaeger, in place of the services")
+    source.add_argument("--file", type=Path, metavar="FILE", help="take the spans from a file of OTLP or Jaeger's JSON")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
     add_tls(parser)
 
@@ -55,23 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"REQUEST must be an id of 1 to {_MAX_ID_CHARS} characters", UNUSABLE)
     if arguments.html and arguments.html.exists():
         raise CommandError(f"--html {arguments.html}: there is such a file already", UNUSABLE)
-    context = tls_context(arguments)
-    if context is not None and arguments.release:
-        context.check_hostname = False  # kubectl's tunnel ends at the pod; the certificate is not for this address
-    remarks: list[str] = []
-    with httpx.Client(verify=context or True, timeout=PART_S, trust_env=False) as client:
-        if arguments.jaeger:
-            spans = from_jaeger(client, checked_url(arguments.jaeger).rstrip("/"), wanted)
-        else:
-            with _processes(arguments, client) as (processes, unreached):
-                spans, remarks = from_services(client, processes, wanted)
-            remarks += [f"{name}: {reason}" for name, reason in unreached.items()]
+    spans, remarks = _found(arguments, wanted)
     console = output()
     for remark in remarks:
         console.print(f"not complete: {harmless(remark)}", markup=False)
     if not spans:
         raise CommandError(
-            f"no spans of {wanted}: its trace was not kept, or is too old; `lockstep trace --help` says which are kept"
+            f"no spans of {wanted} in {arguments.file}"
+            if arguments.file
+            else f"no spans of {wanted}: its trace was not kept, or is too old; `lockstep trace --help` says which are "
+            "kept"
         )
     for line in lines(spans, console.width):
         console.print(line, soft_wrap=True)
@@ -79,6 +78,21 @@ def run(arguments: argparse.Namespace) -> int:
         _write(arguments.html, page(spans, wanted))
         console.print(f"page: {arguments.html}", markup=False)
     return 0
+
+
+def _found(arguments: argparse.Namespace, wanted: str) -> tuple[list[Span], list[str]]:
+    """The spans, and remarks on what cannot be asked for them."""
+    if arguments.file:
+        return from_file(arguments.file, wanted), []
+    context = tls_context(arguments)
+    if context is not None and arguments.release:
+        context.check_hostname = False  # kubectl's tunnel ends at the pod; the certificate is not for this address
+    with httpx.Client(verify=context or True, timeout=PART_S, trust_env=False) as client:
+        if arguments.jaeger:
+            return from_jaeger(client, checked_url(arguments.jaeger).rstrip("/"), wanted), []
+        with _processes(arguments, client) as (processes, unreached):
+            spans, remarks = from_services(client, processes, wanted)
+        return spans, remarks + [f"{name}: {reason}" for name, reason in unreached.items()]
 
 
 @contextmanager

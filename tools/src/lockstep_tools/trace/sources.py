@@ -17,7 +17,8 @@ _TRACE_ID = re.compile("[0-9a-f]{32}")
 _LOOKBACK_S = 7 * 86_400
 _MAX_TRACES = 8
 """Of one request's id, the newest: clients choose it, and may choose the same one for all of their requests."""
-_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""What readers of spans raise for what is none."""
 
 
 def is_trace_id(text: str) -> bool:
@@ -69,7 +70,7 @@ def _of_jaeger(client: httpx.Client, page: str, url: str) -> list[Span]:
         return of_jaeger(json.loads(fetch(client, page)) | {})
     except PartError as error:
         raise CommandError(f"--jaeger {url}: {error}") from None
-    except _MALFORMED:
+    except MALFORMED:
         raise CommandError(f"--jaeger {url}: its answer is not that of Jaeger's HTTP API") from None
 
 
@@ -88,6 +89,6 @@ def _asked(client: httpx.Client, processes: Sequence[Process], wanted: str, rema
                 found += of_service(part)
         except PartError as error:
             remarks[process.name] = f"{process.name}: {error}"
-        except _MALFORMED:
+        except MALFORMED:
             remarks[process.name] = f"{process.name}: its answer is not of this version"
     return found

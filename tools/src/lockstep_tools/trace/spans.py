@@ -62,19 +62,19 @@ def of_service(body: Mapping[str, Any]) -> list[Span]:
         KeyError, TypeError, ValueError, AttributeError, OverflowError: it is not of this form.
     """
     resource = body["resource"]
-    process = _process(str(resource.get("service.name", "")), str(resource.get("service.instance.id", "")))
+    process = as_process(str(resource.get("service.name", "")), str(resource.get("service.instance.id", "")))
     return [
         Span(
-            _text(each["trace_id"]),
-            _text(each["span_id"]),
-            _text(each["parent_id"]),
-            _text(each["name"]),
+            as_text(each["trace_id"]),
+            as_text(each["span_id"]),
+            as_text(each["parent_id"]),
+            as_text(each["name"]),
             process,
-            _time(each["begin_ns"]),
-            _time(each["end_ns"]),
-            _text(each["error"]),
-            {_text(key): _text(value) for key, value in each["attributes"].items()},
-            [(_text(name), _time(at_ns)) for name, at_ns in each["events"]],
+            as_time(each["begin_ns"]),
+            as_time(each["end_ns"]),
+            as_text(each["error"]),
+            {as_text(key): as_text(value) for key, value in each["attributes"].items()},
+            [(as_text(name), as_time(at_ns)) for name, at_ns in each["events"]],
         )
         for each in body["spans"][:MAX_SPANS]
     ]
@@ -92,21 +92,21 @@ def of_jaeger(body: Mapping[str, Any]) -> list[Span]:
         for each in trace["spans"][:MAX_SPANS]:
             tags = _tags(each["tags"])
             parents = [link["spanID"] for link in each.get("references") or [] if link.get("refType") == "CHILD_OF"]
-            begin_ns = _time(int(each["startTime"]) * _US)
+            begin_ns = as_time(int(each["startTime"]) * _US)
             error = tags.get("error", "") in ("True", "true")
             found.append(
                 Span(
-                    _text(each["traceID"]),
-                    _text(each["spanID"]),
-                    _text(parents[0]) if parents else "",
-                    _text(each["operationName"]),
+                    as_text(each["traceID"]),
+                    as_text(each["spanID"]),
+                    as_text(parents[0]) if parents else "",
+                    as_text(each["operationName"]),
                     processes.get(each["processID"], "?"),
                     begin_ns,
-                    _time(begin_ns + int(each["duration"]) * _US),
+                    as_time(begin_ns + int(each["duration"]) * _US),
                     tags.get(names.ERROR_TYPE, "error") if error else "",
                     tags,
                     [
-                        (_tags(log["fields"]).get("event", "event"), _time(int(log["timestamp"]) * _US))
+                        (_tags(log["fields"]).get("event", "event"), as_time(int(log["timestamp"]) * _US))
                         for log in each.get("logs") or []
                     ],
                 )
@@ -157,23 +157,30 @@ def duration(ns: int) -> str:
 
 
 def _jaeger_process(value: Mapping[str, Any]) -> str:
-    return _process(str(value["serviceName"]), _tags(value.get("tags") or []).get("service.instance.id", ""))
+    return as_process(str(value["serviceName"]), _tags(value.get("tags") or []).get("service.instance.id", ""))
 
 
 def _tags(tags: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    return {_text(each["key"]): _text(each["value"]) for each in tags}
+    return {as_text(each["key"]): as_text(each["value"]) for each in tags}
 
 
-def _process(service: str, instance: str) -> str:
+def as_process(service: str, instance: str) -> str:
+    """Who made a span: `router`, `worker w0`."""
     kind = service.removeprefix("lockstep-")
-    return _text(kind if instance in ("", kind) else f"{kind} {re.sub(f'^{re.escape(kind)}[ -]', '', instance)}")
+    return as_text(kind if instance in ("", kind) else f"{kind} {re.sub(f'^{re.escape(kind)}[ -]', '', instance)}")
 
 
-def _time(ns: Any) -> int:
+def as_time(ns: Any) -> int:
+    """Nanoseconds since 1970, of anything.
+
+    Raises:
+        TypeError, ValueError, OverflowError: it is none.
+    """
     if not 0 <= (found := int(ns)) < _MAX_NS:
         raise ValueError("no time")
     return found
 
 
-def _text(value: object) -> str:
+def as_text(value: object) -> str:
+    """A text of anything, no longer than it can be drawn."""
     return str(value)[:_MAX_TEXT]

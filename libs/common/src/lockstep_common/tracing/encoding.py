@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from lockstep_common.trace_context import TraceContext
-from lockstep_common.tracing.spans import Span, Value
+from lockstep_common.tracing.spans import Kind, Span, Value
 
 _SAME = 4096
 """Attributes and names that are remembered in their encoded form; most come again and again."""
@@ -17,6 +17,8 @@ _TIMES = struct.Struct("<BQBQ")
 _TIME = struct.Struct("<BQ")
 _FLAGS = struct.Struct("<I")
 _DOUBLE = struct.Struct("<Bd")
+_DOUBLE_VALUE = b"\x12\x09"
+"""Begins an `AnyValue` of that size in an attribute."""
 _BYTE = 0x80
 _INT_MASK = (1 << 64) - 1
 
@@ -26,9 +28,13 @@ _TRACE_ID = b"\x0a\x10"
 _SPAN_ID = b"\x12\x08"
 _PARENT_ID = b"\x22\x08"
 _BEGIN, _END = 0x39, 0x41
-_STATUS = {False: b"\x7a\x00", True: b"\x7a\x02\x18\x02"}
-_SPAN_FLAGS, _LINK_FLAGS = b"\x85\x01", b"\x35"
+_NO_ERROR, _ERROR = b"\x7a\x00", b"\x7a\x02\x18\x02"
 _HAS_IS_REMOTE, _IS_REMOTE = 0x100, 0x200
+_OWN_PARENT, _REMOTE_PARENT = (
+    b"\x85\x01" + _FLAGS.pack(flags) for flags in (_HAS_IS_REMOTE, _HAS_IS_REMOTE | _IS_REMOTE)
+)
+_LINK_FLAGS = b"\x35" + _FLAGS.pack(_HAS_IS_REMOTE | _IS_REMOTE)
+_KINDS = {kind: b"\x30%c" % (kind + 1) for kind in Kind}
 
 
 def encode(spans: Iterable[Span], resource: Mapping[str, Value], scope: str, schema_url: str) -> bytes:
@@ -52,12 +58,11 @@ def _span(span: Span) -> bytes:
         _SPAN_ID,
         span.span_id.to_bytes(8, "big"),
         _text(5, span.name),
-        b"\x30%c" % (span.kind + 1),
+        _KINDS[span.kind],
         _TIMES.pack(_BEGIN, span.begin_ns, _END, span.end_ns),
         _attributes(9, span.attributes),
-        _STATUS[bool(span.error)],
-        _SPAN_FLAGS,
-        _FLAGS.pack(_HAS_IS_REMOTE | (_IS_REMOTE if span.parent_id and span.has_remote_parent else 0)),
+        _ERROR if span.error else _NO_ERROR,
+        _REMOTE_PARENT if span.parent_id and span.has_remote_parent else _OWN_PARENT,
     ]
     if trace.state:
         parts.append(_text(3, trace.state))
@@ -71,17 +76,24 @@ def _span(span: Span) -> bytes:
 
 def _link(linked: TraceContext) -> bytes:
     trace_id, span_id = linked.trace_id.to_bytes(16, "big"), linked.span_id.to_bytes(8, "big")
-    return b"".join((_TRACE_ID, trace_id, _SPAN_ID, span_id, _LINK_FLAGS, _FLAGS.pack(_HAS_IS_REMOTE | _IS_REMOTE)))
+    return b"".join((_TRACE_ID, trace_id, _SPAN_ID, span_id, _LINK_FLAGS))
 
 
 def _attributes(number: int, attributes: Mapping[str, Value]) -> bytes:
-    # A copy: another thread may still add to them.
+    # A copy: another thread may still add to them. Lists cannot be remembered, tuples can.
     return b"".join(
         [
-            _attribute(number, name, value if isinstance(value, str | bool | int | float) else tuple(value))
+            _measured(number, name, value)
+            if isinstance(value, float)
+            else _attribute(number, name, tuple(value) if isinstance(value, list) else value)
             for name, value in [*attributes.items()]
         ]
     )
+
+
+def _measured(number: int, name: str, value: float) -> bytes:
+    """An attribute that is hardly ever the same again."""
+    return _part(number, _text(1, name) + _DOUBLE_VALUE + _DOUBLE.pack(0x21, value))
 
 
 @lru_cache(_SAME, typed=True)  # True, 1 and 1.0 are equal, and are not encoded alike
@@ -111,7 +123,10 @@ def _text(number: int, text: str) -> bytes:
 
 def _part(number: int, content: bytes) -> bytes:
     """A field that has a length."""
-    return _number(number << 3 | 2) + _number(len(content)) + content
+    length = len(content)
+    if length < _BYTE and number < _BYTE >> 3:  # most are short
+        return b"%c%c%b" % (number << 3 | 2, length, content)
+    return _number(number << 3 | 2) + _number(length) + content
 
 
 def _number(value: int) -> bytes:

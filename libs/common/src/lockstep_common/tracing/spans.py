@@ -48,6 +48,9 @@ class Kept(StrEnum):
     FAILED_OVER = "failed_over"
 
 
+_DECISIONS = {None: metrics.TRACES.labels("dropped")} | {why: metrics.TRACES.labels(why.value) for why in Kept}
+
+
 @dataclass(slots=True, eq=False)
 class Span:
     """One piece of work. Times are nanoseconds since 1970."""
@@ -62,8 +65,9 @@ class Span:
     kind: Kind = Kind.INTERNAL
     end_ns: int = 0
     attributes: Attributes = field(default_factory=dict)
-    events: list[tuple[str, int, Attributes]] = field(default_factory=list)
-    links: list[TraceContext] = field(default_factory=list)
+    # Most spans have none: a list for each of them would take as long as the rest.
+    events: Sequence[tuple[str, int, Attributes]] = ()
+    links: Sequence[TraceContext] = ()
     error: str = ""
     """The type of the error that ended it; empty: none."""
 
@@ -75,8 +79,15 @@ class Span:
 
     def event(self, name: str, attributes: Attributes | None = None, at_ns: int | None = None) -> None:
         """Note that something has happened; `at_ns` is of the monotonic clock, None: now."""
-        if len(self.events) < MAX_EVENTS:
-            self.events.append((name, self.trace.time_of(at_ns), attributes or {}))
+        event = name, self.trace.time_of(at_ns), attributes or {}
+        if not isinstance(self.events, list):
+            self.events = [event]
+        elif len(self.events) < MAX_EVENTS:
+            self.events.append(event)
+
+    def link(self, context: TraceContext) -> None:
+        """Refer to another span, of this trace or of another one."""
+        self.links = (*self.links, context)
 
     def set_text(self, name: str, text: str) -> None:
         """Set an attribute whose text has no bound of its own."""
@@ -106,7 +117,8 @@ class Tracing:
         self.slow_s = slow_s
         self.waiting = 0
         """Spans of traces that are not decided on."""
-        self._export = export
+        self.export = export
+        """Takes spans that have ended."""
         self._bound = round(ratio * (1 << 64))
         self._rng = rng or Random(SystemRandom().getrandbits(128))
         self._on_close = on_close
@@ -122,10 +134,6 @@ class Tracing:
     def new_span_id(self) -> int:
         """An id that no other span of a trace has."""
         return self._rng.getrandbits(64) or 1
-
-    def export(self, spans: list[Span]) -> None:
-        """Hand over spans that have ended."""
-        self._export(spans)
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Export what waits for it, no longer than this."""
@@ -175,10 +183,11 @@ class Trace:
         self, name: str, parent: Span | None = None, kind: Kind = Kind.INTERNAL, at_ns: int | None = None
     ) -> Span:
         """A span that begins at a time of the monotonic clock; None: now. Without a parent it is the caller's child."""
-        begin_ns, caller = self.time_of(at_ns), self._parent
+        begin_ns = self._offset_ns + (time.monotonic_ns() if at_ns is None else at_ns)
         span_id = self._tracing.new_span_id()
         self._first_id = self._first_id or span_id
         if parent is None:
+            caller = self._parent
             return Span(
                 name,
                 self,
@@ -189,7 +198,8 @@ class Trace:
                 kind,
             )
         # A child cannot begin before its parent.
-        return Span(name, self, span_id, parent.span_id, False, max(begin_ns, parent.begin_ns), kind)
+        begin_ns = max(begin_ns, parent.begin_ns)
+        return Span(name, self, span_id, parent.span_id, False, begin_ns, kind)
 
     def end(self, span: Span, error: str = "", at_ns: int | None = None) -> None:
         """End a span, once.
@@ -199,7 +209,8 @@ class Trace:
             error: the type of the error that ended it, a word of a bounded set; empty: none.
             at_ns: of the monotonic clock; None: now.
         """
-        span.end_ns = max(self.time_of(at_ns), span.begin_ns)
+        end_ns = self._offset_ns + (time.monotonic_ns() if at_ns is None else at_ns)
+        span.end_ns = end_ns if end_ns > span.begin_ns else span.begin_ns
         if error:
             span.error = span.attributes[names.ERROR_TYPE] = error
         self._recorded += 1
@@ -239,7 +250,7 @@ class Trace:
         self._holds -= 1
         if self._holds:
             return
-        metrics.TRACES.labels("dropped" if self.kept is None else self.kept.value).inc()
+        _DECISIONS[self.kept].inc()
         if self.kept is None:
             self._tracing.waiting -= len(self._ended)
             self._ended = []

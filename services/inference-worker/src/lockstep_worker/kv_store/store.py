@@ -18,7 +18,7 @@ from lockstep_engine.remote_store import BlockForm, FetchResult, HeadRange, Stor
 from lockstep_worker import metrics
 from lockstep_worker.kv_store.client import KvClient, StateAwayError, StateRefusedError
 from lockstep_worker.kv_store.gate import Choice, choose
-from lockstep_worker.kv_store.link import Link
+from lockstep_worker.kv_store.link import Link, Transfer
 from lockstep_worker.kv_store.parts import DamagedError, PartReader, to_key
 from lockstep_worker.kv_store.probes import Probe
 from lockstep_worker.kv_store.write_behind import WriteBehind
@@ -195,7 +195,7 @@ class KvStore:
         request = state_pb2.GetBlocksRequest(tenant=wanted.tenant, keys=keys)
         outcome, began_at = "", self.link.clock()
         try:
-            with self.link.transfer(choice.blocks * wanted.block_bytes) as transfer:
+            with self.link.transfer(choice.blocks * wanted.block_bytes) as transfer, _counted(transfer):
                 async with aclosing(self.client.get(request, deadline_s)) as messages:
                     async for message in messages:
                         if not reader.take(message):
@@ -295,9 +295,20 @@ def _span() -> Iterator[Span | None]:
         yield None
         return
     span = parent.trace.begin("kv fetch", parent)
+    span.attributes[names.KV_BYTES] = 0
     token = CURRENT.set(span)
     try:
         yield span
     finally:
         CURRENT.reset(token)
         parent.trace.end(span)
+
+
+@contextmanager
+def _counted(transfer: Transfer) -> Iterator[None]:
+    """Notes in the fetch's span, if it has one, the bytes that have come, however the transfer ends."""
+    try:
+        yield
+    finally:
+        if (span := CURRENT.get()) is not None:
+            span.attributes[names.KV_BYTES] = transfer.bytes

@@ -21,6 +21,10 @@ _FINISHES: dict[int, str] = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
 }
+_CLIENTS_OWN = frozenset({ErrorCode.DEADLINE_EXCEEDED, ErrorCode.CANCELLED})
+"""Ends that the client has chosen. By OpenTelemetry's conventions they are no errors of the service, except that a
+server's span of an HTTP status 5xx is one: see the span `request`.
+"""
 
 
 class StreamTrace:
@@ -104,7 +108,7 @@ class _Recorded(StreamTrace):
             names.EMITTED_BEFORE: self._emitted,
         }
         if self._last is not None:
-            attempt.links.append(self._last)
+            attempt.link(self._last)
         context = attempt.context
         journal.traceparent, journal.tracestate = context.traceparent, context.state
 
@@ -141,25 +145,32 @@ class _Recorded(StreamTrace):
                 self._request.finish_reasons.append(_FINISHES[outcome.reason])
             self._close("finished", "")
         elif isinstance(outcome, LockstepError):
-            self._close("failed", str(outcome.code))
+            self._fail("failed", outcome)
         elif isinstance(outcome, WaitedTooLong):
             self._close("waited_too_long", "waited_too_long")
         elif outcome.reason is Loss.SLOW_CLIENT:
             self._close(outcome.reason.value, "")
         else:
             self._trace.keep(Kept.FAILED_OVER)
+            self._request.failovers += 1
             self._close("lost", outcome.reason.value)
 
     def end(self, error: BaseException | None) -> None:
-        code = ""
         if isinstance(error, LockstepError):
-            code = str(error.code)
-            # A deadline is the client's own.
-            if error.meaning.http_status >= 500 and error.code is not ErrorCode.DEADLINE_EXCEEDED:
+            if error.meaning.http_status >= 500 and error.code not in _CLIENTS_OWN:
                 self._trace.keep(Kept.ERROR)
-        self._close("cancelled", code)
+            self._fail("cancelled", error)
+        else:
+            self._close("cancelled", "")
         self._trace.keep_if_slow(time.monotonic() - self._began_at)
         self._trace.release()
+
+    def _fail(self, outcome: str, error: LockstepError) -> None:
+        """End the spans that are open, with this outcome unless the client has chosen the end."""
+        if error.code in _CLIENTS_OWN:
+            self._close(str(error.code), "")
+        else:
+            self._close(outcome, str(error.code))
 
     def _close(self, outcome: str, error: str) -> None:
         """End the spans that are open."""
