@@ -44,6 +44,8 @@ _WARM_UP = 2
 """Conversations before those that count: the link and the pace of prefill are measured by then."""
 _ANSWER_TOKENS = 16
 _FURTHER = " And then, in the morning,"
+_PAUSE_S = 5.0
+"""For a worker that the router avoids, because the machine is too busy, to be used again."""
 _TRIES = 5
 """Further conversations if a turn came to another worker than its session's."""
 _LOOPBACK = "127.0.0.1"
@@ -86,6 +88,8 @@ class Side:
     client: httpx.Client
     sessions: dict[str, str] = field(default_factory=dict)
     """By worker: a session that comes to it."""
+    places: list[str] = field(default_factory=list)
+    """The workers of the last conversation's turns; w0 and w1 are wanted."""
 
     def ask(self, worker: str, prompt: str, tokens: int, trace_id: str) -> tuple[float, str, dict[str, Any]]:
         """Seconds to the first token of an answer, its text, and its usage."""
@@ -132,13 +136,15 @@ class Side:
         one, other = self.stack.worker_ids
         before, trace_id = self._stored(one), f"{random.getrandbits(128) | 1:032x}"
         _, answer, _ = self.ask(one, first, _ANSWER_TOKENS, trace_id)
-        if self._place(trace_id)[0] != one:
+        self.places = [self._place(trace_id)[0]]
+        if self.places != [one]:
             return None
         if self.name != _RECOMPUTE:
             self._wait_stored(one, before)
         trace_id = f"{random.getrandbits(128) | 1:032x}"
         ttft_s, _, usage = self.ask(other, first + answer + further, 1, trace_id)
         place, spans = self._place(trace_id)
+        self.places.append(place)
         if place != other:
             return None
         turn = Turn(ttft_s, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"])
@@ -230,9 +236,12 @@ def measure(model: Path, tokens: int, rounds: int) -> dict[str, list[Turn]]:
                 side = systems[(number + each) % len(systems)]
                 turn = side.conversation(first, _FURTHER)
                 for _ in range(_TRIES):
-                    turn = turn or side.conversation(texts(), _FURTHER)
+                    if turn is None:
+                        time.sleep(_PAUSE_S)
+                        turn = side.conversation(texts(), _FURTHER)
                 if turn is None:
-                    raise SystemExit(f"{side.name}: the router does not keep sessions on their workers")
+                    places = ", ".join(side.places)
+                    raise SystemExit(f"{side.name}: turns have not come to their sessions' workers, but to {places}")
                 if number >= 0:
                     turns.setdefault(side.name, []).append(turn)
     return turns
