@@ -172,7 +172,8 @@ class WriteBehind:
         tenant = next(iter(self._queues), None)
         if tenant is None:
             return []
-        queue, batch, size = self._queues[tenant], [], 0
+        batch: list[Waiting] = []
+        queue, size = self._queues[tenant], 0
         while queue and (not batch or (size + len(queue[0].content) <= _BATCH_BYTES and len(batch) < _BATCH_BLOCKS)):
             batch.append(queue.popleft())
             size += len(batch[-1].content)
