@@ -349,7 +349,7 @@ def main() -> None:
     about["load_at_end"] = round(os.getloadavg()[0], 1)
     text = text_of(parts)
     print(text)
-    peak = parts["streams"]["memory"]["rss_peak_mib"]
+    peak = max(each["rss_peak_mib"] for each in parts["streams"].values())
     if arguments.save:
         save("state", {"machine": about, **parts}, text)
     if peak > _MOST_RSS / _MIB:

@@ -37,6 +37,8 @@ class ScriptedKv(state_pb2_grpc.KvServicer, health_pb2_grpc.HealthServicer):
         self.put_outcome = state_pb2.PUT_OUTCOME_STORED
         self.put_status = None
         self.calls = []
+        self.on_put = lambda tenant: None
+        """Called with the tenant of each Put that is answered."""
 
     async def Check(self, request, context):
         await self.answers.wait()
@@ -65,6 +67,7 @@ class ScriptedKv(state_pb2_grpc.KvServicer, health_pb2_grpc.HealthServicer):
             contents[-1].extend(request.data)
         if self.put_status is not None:
             await context.abort(self.put_status, "no")
+        self.on_put(tenant)
         for header, content in zip(headers, contents, strict=True):
             assert header.length == len(content)
             assert header.checksum == xxhash.xxh3_64_intdigest(bytes(content))

@@ -258,6 +258,39 @@ async def test_the_queue_is_bounded_in_bytes_and_copies_what_it_takes(kv, target
         assert memory.has("ab", 2)
 
 
+async def test_a_tenant_beyond_its_share_of_the_queue_gives_room_to_others(kv, target):
+    async with opened(target, queue_bytes=8 * FORM.length, tenant_share=0.5) as store:
+        kv.answers.clear()
+        dropped = value("puts_total", outcome="dropped")
+        assert store.offer("greedy", parts_of("abcd")) == 8, "nobody else needs the room"
+        assert store.offer("greedy", parts_of("e")) == 0
+        assert store.offer("modest", parts_of("xy")) == 4
+        assert store.offer("modest", parts_of("z")) == 0, "at its own share"
+        assert value("queue_bytes") == 8 * FORM.length
+        assert value("puts_total", outcome="dropped") - dropped == 4 * RANKS
+        kv.answers.set()
+        await store.flush(30.0)
+        assert value("queue_bytes") == 0
+    kept = {(tenant, block) for tenant, block, *_ in kv.blocks if not tenant.startswith("-")}
+    # The newest ones of the greedy tenant were dropped.
+    assert kept == {(each, block_hash(name)) for each, names in (("greedy", "ab"), ("modest", "xy")) for name in names}
+
+
+async def test_tenants_are_stored_in_turn(kv, target):
+    stored_for = []
+    async with opened(target, timeout_s=0.3) as store:
+        kv.answers.clear()
+        while not store.client.is_away:  # so that all is in the queue before anything is stored
+            await fetch(store, "x", Memory())
+        names = [f"{number}" for number in range(300)]  # two batches and more
+        assert store.offer("greedy", parts_of(names)) == 300 * RANKS
+        assert store.offer("modest", parts_of("a")) == RANKS
+        kv.on_put = stored_for.append
+        kv.answers.set()
+        await until(lambda: value("queue_bytes") == 0)
+    assert [each for each in stored_for if not each.startswith("-")] == ["greedy", "modest", "greedy", "greedy"]
+
+
 async def test_blocks_wait_for_a_server_that_is_away(kv, target):
     async with opened(target, timeout_s=0.3) as store:
         kv.answers.clear()
@@ -335,11 +368,28 @@ async def test_a_fetch_is_a_span_of_its_request(store):
     assert set(spans) == {"kv fetch", "Kv.LookUp", "Kv.Get"}
     assert spans["kv fetch"].parent_id == queue.span_id
     assert spans["Kv.Get"].parent_id == spans["kv fetch"].span_id
-    assert spans["kv fetch"].attributes == {
+    attributes = spans["kv fetch"].attributes
+    assert attributes.pop("lockstep.kv.estimated_fetch_s") > 0
+    assert attributes.pop("lockstep.kv.estimated_recompute_s") == 1000.0
+    assert attributes == {
         "lockstep.outcome": "fetched",
         "lockstep.kv.blocks": 1,
         "lockstep.kv.bytes": RANKS * FORM.length,
     }
+
+
+async def test_the_span_of_a_fetch_that_the_gate_refuses_has_both_estimates(store):
+    exported = []
+    token = CURRENT.set(
+        Tracing(ratio=1.0, slow_s=10.0, export=exported.extend).trace(TraceContext(1, 2, True)).begin("q")
+    )
+    try:
+        assert (await fetch(store, "a", Memory(), recompute_s=1e-9)).outcome == "gate"
+    finally:
+        CURRENT.reset(token)
+    (span,) = exported
+    assert span.attributes["lockstep.outcome"] == "gate"
+    assert span.attributes["lockstep.kv.estimated_fetch_s"] > span.attributes["lockstep.kv.estimated_recompute_s"] > 0
 
 
 # The process.

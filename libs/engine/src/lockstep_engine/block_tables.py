@@ -62,7 +62,8 @@ class BlockTables:
         hot_window: decides which version of a block a query sees; None: all blocks are hot.
         max_seqs: most sequences that run at once.
         context_length: most tokens of a sequence.
-        tenant_share: part of each pool that one tenant's running sequences may hold.
+        tenant_share: part of each pool that one tenant's running sequences may hold, and part of the tier in host
+            memory beyond which a tenant's blocks are evicted before those of others.
         logs: note which blocks the two pools gain and lose, and the tier.
         shared: slots of host memory that the driver itself uses; None: it uses none.
     """
@@ -82,7 +83,7 @@ class BlockTables:
         self.matches = Matches()
         """Of requests that wait for blocks."""
         changed = self.matches.changed
-        self.host = HostTier(sizes.host, self._logs, self._is_pooled, shared, changed)
+        self.host = HostTier(sizes.host, self._logs, self._is_pooled, shared, changed, tenant_share)
         has_below = [partial(self.host.holds, cold=version) for version in (False, True)]
         self.hot = BlockPool(sizes.hot, self._logs[0], self._on_evict_hot, has_below[0], changed)
         self.cold = BlockPool(sizes.cold, self._logs[1], self._on_evict_cold, has_below[1], changed)
@@ -194,10 +195,12 @@ class BlockTables:
 
     def stage(self, key: BlockKey, *, cold: bool) -> bool:
         """Have the version of a block in host memory, if a pool has it; False if it is not there and will not be."""
-        block = (self.cold if cold else self.hot).find(key)
+        pool = self.cold if cold else self.hot
+        block = pool.find(key)
         if block is None:
             return self.host.has(key, cold=cold)
-        return self.host.stage(block + (self._first_cold if cold else 0), key, cold=cold)
+        tenant = pool.owner(block)
+        return self.host.stage(block + (self._first_cold if cold else 0), key, cold=cold, tenant=tenant)
 
     def admits(self, sequence: Sequence, keys: Items[BlockKey], hits: Hits) -> Needs:
         """Blocks that a sequence takes from the free ones if it starts after its hits and gets KV for all of its tokens
@@ -423,10 +426,11 @@ class BlockTables:
         return (self.cold if cold else self.hot).holds(digest)
 
     def _on_evict_hot(self, block: int, key: BlockKey, is_wanted: bool) -> None:
-        self.host.evicted(block, key, cold=False, is_wanted=is_wanted)
+        self.host.evicted(block, key, cold=False, is_wanted=is_wanted, tenant=self.hot.owner(block))
 
     def _on_evict_cold(self, block: int, key: BlockKey, is_wanted: bool) -> None:
-        self.host.evicted(self._first_cold + block, key, cold=True, is_wanted=is_wanted)
+        tenant = self.cold.owner(block)
+        self.host.evicted(self._first_cold + block, key, cold=True, is_wanted=is_wanted, tenant=tenant)
 
 
 def _cold_key_of(digest: bytes) -> int:

@@ -74,7 +74,7 @@ class BlockPool:
         total: number of blocks.
         log: notes the blocks that become known by their keys, and that are evicted, unless the tier below has them too.
         on_evict: called before a block with a key is evicted, with its number, its key and whether it was not among
-            those that are evicted first.
+            those that are evicted first. `owner` says whose it is.
         is_below: whether the tier below has the block with a digest, after `on_evict` also one that it is to get.
         on_change: called with the digest of a block that becomes known or is evicted, and of a known one that begins or
             ceases to be used.
@@ -110,6 +110,10 @@ class BlockPool:
     def used_by(self, owner: str) -> int:
         """Number of blocks in use that were allocated for `owner`."""
         return self._used[owner]
+
+    def owner(self, block: int) -> str:
+        """For whom a block was allocated last."""
+        return self._owners[block]
 
     def allocate(self, owner: str = "") -> int:
         """Take a block, and evict a cached one if none is empty. `free` must be above 0."""

@@ -10,9 +10,13 @@ both, as it decides block numbers: all ranks hold the same blocks in the same sl
 Invariant: a slot that a plan reads has been written by an earlier plan or by a spill of the same plan, and nothing else
 has been written to it since. Therefore a block is pinned, and its slots are not used again, from the spill or the load
 that is ordered until the plan that executes it.
+
+Tenants share the tier as they share the pools: none has more than its share at the cost of others. Room that nobody
+else needs is not left empty, though. Once the tier is full, a tenant beyond its share loses blocks first, and one that
+would go beyond it makes room with its own.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -51,6 +55,7 @@ class _Held:
 
     key: BlockKey
     slots: tuple[int, ...]
+    tenant: str = ""
     pins: int = 0
     """Copies from or to its slots that no plan has executed yet."""
 
@@ -75,6 +80,7 @@ class HostTier:
         is_pooled: whether the pool of a version has the block with a digest.
         shared: slots that the driver itself uses; None: it uses none.
         on_change: called with the digest of a block that the tier gains or loses.
+        tenant_share: part of the slots that a tenant may have at the cost of others.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class HostTier:
         is_pooled: Callable[[bool, bytes], bool] = lambda *_: False,
         shared: SharedSlots | None = None,
         on_change: Callable[[bytes], None] = lambda _: None,
+        tenant_share: float = 1.0,
     ) -> None:
         self._sizes = sizes
         self._logs = logs
@@ -92,12 +99,21 @@ class HostTier:
         self._on_change = on_change
         self._held: OrderedDict[tuple[bool, bytes], _Held] = OrderedDict()
         """By version and digest, least recently used first."""
+        self._orders: dict[str, OrderedDict[tuple[bool, bytes], None]] = {}
+        """The same for each tenant that has blocks here."""
+        self._share = max(sizes.hot_slots, int(sizes.slots * tenant_share))
+        self._used: Counter[str] = Counter()
+        """Slots of each tenant's blocks, and those that the driver fills for it."""
+        self._beyond: set[str] = set()
+        """Tenants with more than their share; few, as the shares of all of them together fit the tier."""
         self._free: list[int] = []
         self._unused = 0
         """The first slot that has never been used."""
         if shared is not None and shared.filling and sizes.slots:
             self._unused = max(shared.filling) + 1
             self._free = [slot for slot in range(self._unused) if slot not in shared.filling]
+            for tenant in shared.fillers.values():
+                self._count(tenant, 1)
         self._spills: dict[int, _Held] = {}
         """By id of the block; those of the plan that is being made."""
         self._loads: OrderedDict[int, _Load] = OrderedDict()
@@ -122,6 +138,10 @@ class HostTier:
             dropped=self._dropped,
         )
 
+    def used_by(self, tenant: str) -> int:
+        """Slots that a tenant's blocks have, and that the driver fills for it."""
+        return self._used[tenant]
+
     def has(self, key: BlockKey, *, cold: bool) -> bool:
         """Whether the tier has this version of the block."""
         held = self._held.get((cold, key.digest))
@@ -137,7 +157,7 @@ class HostTier:
         """
         return list(islice((each for kind, each in reversed(self._held) if kind == cold and not but_not(each)), limit))
 
-    def evicted(self, block: int, key: BlockKey, *, cold: bool, is_wanted: bool) -> None:
+    def evicted(self, block: int, key: BlockKey, *, cold: bool, is_wanted: bool, tenant: str = "") -> None:
         """A block of the pools gets a new owner: spill it, unless it is here or is not wanted.
 
         Args:
@@ -145,13 +165,14 @@ class HostTier:
             key: its key.
             cold: its version.
             is_wanted: whether a later prompt is likely to need this version.
+            tenant: whose it is.
         """
         load = self._loads.pop(block, None)
         if load is not None:  # it never got its contents, which are here
             load.held.pins -= 1
         elif self.holds(key.digest, cold=cold):
-            self._held.move_to_end((cold, key.digest))
-        elif is_wanted and self._sizes.slots and not self._spill(block, key, cold):
+            self._touch((cold, key.digest))
+        elif is_wanted and self._sizes.slots and not self._spill(block, key, cold, tenant):
             self._dropped += 1
         if self._shared is not None and self.holds(key.digest, cold=cold):
             self._shared.spilled.append((cold, key))
@@ -165,7 +186,7 @@ class HostTier:
         """
         for key in keys:
             self._held[cold, key.digest].pins += 1
-            self._held.move_to_end((cold, key.digest))
+            self._touch((cold, key.digest))
 
     def load(self, block: int, key: BlockKey, *, cold: bool) -> None:
         """Order that a pinned block is copied back to a block of the pools, which was allocated for it."""
@@ -216,9 +237,11 @@ class HostTier:
         """Whether the next plan spills a block."""
         return bool(self._spills)
 
-    def stage(self, block: int, key: BlockKey, *, cold: bool) -> bool:
-        """Order that a block is copied here that stays in the pools, too; nothing if it is here. False: no room."""
-        return self.holds(key.digest, cold=cold) or self._spill(block, key, cold)
+    def stage(self, block: int, key: BlockKey, *, cold: bool, tenant: str = "") -> bool:
+        """Order that a tenant's block is copied here that stays in the pools, too; nothing if it is here. False: no
+        room.
+        """
+        return self.holds(key.digest, cold=cold) or self._spill(block, key, cold, tenant)
 
     def slots_of(self, key: BlockKey, *, cold: bool) -> tuple[int, ...] | None:
         """The slots of a block, whose contents the driver may read now; None: there are none. Empty: a plan is still to
@@ -232,13 +255,13 @@ class HostTier:
     def demote(self, key: BlockKey, *, cold: bool) -> None:
         """Evict a block first that the pools have too: it was here to be read by the driver."""
         if self.has(key, cold=cold) and self._is_pooled(cold, key.digest) and not self._held[cold, key.digest].pins:
-            self._held.move_to_end((cold, key.digest), last=False)
+            self._touch((cold, key.digest), last=False)
 
     def keep(self, keys: Iterable[BlockKey], *, cold: bool) -> None:
         """Evict those of these blocks last that the tier has; the first of all after the others."""
         for key in keys:
             if self.has(key, cold=cold):
-                self._held.move_to_end((cold, key.digest))
+                self._touch((cold, key.digest))
 
     def fillable(self, *, cold: bool) -> int:
         """For how many blocks `reserve` would give slots at most."""
@@ -246,28 +269,29 @@ class HostTier:
             return 0
         return max(0, self._sizes.slots // 2 - len(self._shared.filling)) // (1 if cold else self._sizes.hot_slots)
 
-    def reserve(self, count: int, *, cold: bool) -> list[tuple[int, ...]]:
-        """Slots for at most `count` blocks, which the driver may fill now, until `adopt` and `give_back`. It never
-        fills more than half of the tier.
+    def reserve(self, count: int, *, cold: bool, tenant: str = "") -> list[tuple[int, ...]]:
+        """Slots for at most `count` blocks of a tenant, which the driver may fill now, until `adopt` and `give_back`.
+        It never fills more than half of the tier.
         """
         if self._shared is None:
             return []
-        busy, filling, each = self._shared.busy(), self._shared.filling, 1 if cold else self._sizes.hot_slots
+        busy, fillers, each = self._shared.busy(), self._shared.fillers, 1 if cold else self._sizes.hot_slots
         quiet = [slot for slot in self._free if slot not in busy]
         self._free = [slot for slot in self._free if slot in busy]
         found: list[tuple[int, ...]] = []
-        while len(found) < count and len(filling) + each <= self._sizes.slots // 2:
+        while len(found) < count and len(fillers) + each <= self._sizes.slots // 2:
             while len(quiet) < each and self._unused < self._sizes.slots:
                 # After the tier was forgotten, plans in flight may use slots that it has not.
                 (self._free if self._unused in busy else quiet).append(self._unused)
                 self._unused += 1
-            while len(quiet) < each and (evicted := self._evict_oldest()):
+            while len(quiet) < each and (evicted := self._evict_for(tenant, each)):
                 for slot in evicted:
                     (self._free if slot in busy else quiet).append(slot)
             if len(quiet) < each:
                 break
             found.append(tuple(sorted(quiet.pop() for _ in range(each))))
-            filling.update(found[-1])
+            fillers.update(dict.fromkeys(found[-1], tenant))
+            self._count(tenant, each)
         self._free.extend(quiet)
         return found
 
@@ -276,17 +300,14 @@ class HostTier:
         if self.holds(key.digest, cold=cold):
             self.give_back(slots)
             return
-        if self._shared is not None:
-            self._shared.filling.difference_update(slots)
-        self._held[cold, key.digest] = _Held(key, slots)
-        self._on_change(key.digest)
+        tenant = self._filled(slots)
+        self._hold((cold, key.digest), _Held(key, slots, tenant))
         if not self._is_pooled(cold, key.digest):
             self._logs[cold].note(key.digest)
 
     def give_back(self, slots: tuple[int, ...]) -> None:
         """Reserved slots are not filled any more."""
-        if self._shared is not None:
-            self._shared.filling.difference_update(slots)
+        self._filled(slots)
         self._free.extend(slots)
 
     def check(self) -> None:
@@ -295,41 +316,93 @@ class HostTier:
         used += () if self._shared is None else self._shared.filling
         assert sorted([*used, *self._free]) == list(range(self._unused))
         assert self._unused <= self._sizes.slots
+        owners = [held.tenant for held in self._held.values() for _ in held.slots]
+        assert self._used == Counter(owners + ([] if self._shared is None else list(self._shared.fillers.values())))
+        assert self._beyond == {tenant for tenant, count in self._used.items() if count > self._share}
+        for tenant, order in self._orders.items():
+            assert list(order) == [each for each, held in self._held.items() if held.tenant == tenant]
+        assert sum(map(len, self._orders.values())) == len(self._held)
         copies = [*self._spills.values(), *(load.held for load in self._loads.values())]
         assert all(held.pins == sum(each is held for each in copies) for held in self._held.values())
         assert all(self._held[cold, held.key.digest] is held for (cold, _), held in self._held.items())
         assert {id(each) for each in copies} <= {id(each) for each in self._held.values()}
 
-    def _spill(self, block: int, key: BlockKey, cold: bool) -> bool:
+    def _spill(self, block: int, key: BlockKey, cold: bool, tenant: str) -> bool:
         count = 1 if cold else self._sizes.hot_slots
-        if not self._make_room(count):
+        if not self._make_room(count, tenant):
             return False
-        held = _Held(key, tuple(self._take_slot() for _ in range(count)), pins=1)
-        self._held[cold, key.digest] = held
-        self._on_change(key.digest)
+        held = _Held(key, tuple(self._take_slot() for _ in range(count)), tenant, pins=1)
+        self._hold((cold, key.digest), held)
         self._spills[block] = held
         return True
 
-    def _make_room(self, count: int) -> bool:
-        """Evict blocks until `count` slots are free; False if the oldest block is pinned."""
+    def _make_room(self, count: int, tenant: str) -> bool:
+        """Evict blocks until `count` slots are free for a tenant; False if what would be evicted is pinned."""
         while len(self._free) + self._sizes.slots - self._unused < count:
-            evicted = self._evict_oldest()
+            evicted = self._evict_for(tenant, count)
             if not evicted:
                 return False
             self._free.extend(evicted)
         return True
 
-    def _evict_oldest(self) -> tuple[int, ...]:
-        """The slots of the block that is evicted; none if the oldest is pinned."""
-        oldest = next(iter(self._held), None)
+    def _evict_for(self, tenant: str, count: int) -> tuple[int, ...]:
+        """The slots of a block that is evicted, for a tenant that needs so many; none if it is pinned.
+
+        It is the tenant's own oldest one if the tenant would have more than its share, else the oldest one of the
+        tenant that is furthest beyond its share, else the oldest of all.
+        """
+        if self._used[tenant] + count > self._share:
+            return self._evict(next(iter(self._orders.get(tenant, ())), None))
+        if self._beyond:
+            furthest = max(self._beyond, key=lambda each: (self._used[each], each))
+            if evicted := self._evict(next(iter(self._orders.get(furthest, ())), None)):
+                return evicted
+        return self._evict(next(iter(self._held), None))
+
+    def _evict(self, oldest: tuple[bool, bytes] | None) -> tuple[int, ...]:
         if oldest is None or self._held[oldest].pins:
             return ()
         cold, digest = oldest
-        slots = self._held.pop(oldest).slots
+        held = self._held.pop(oldest)
         self._on_change(digest)
+        order = self._orders[held.tenant]
+        del order[oldest]
+        if not order:
+            del self._orders[held.tenant]
+        self._count(held.tenant, -len(held.slots))
         if not self._is_pooled(cold, digest):
             self._logs[cold].note(digest)
-        return slots
+        return held.slots
+
+    def _hold(self, name: tuple[bool, bytes], held: _Held) -> None:
+        self._held[name] = held
+        self._on_change(name[1])
+        self._orders.setdefault(held.tenant, OrderedDict())[name] = None
+        self._count(held.tenant, len(held.slots))
+
+    def _touch(self, name: tuple[bool, bytes], *, last: bool = True) -> None:
+        """Evict a block last, or first."""
+        self._held.move_to_end(name, last=last)
+        self._orders[self._held[name].tenant].move_to_end(name, last=last)
+
+    def _filled(self, slots: tuple[int, ...]) -> str:
+        """The driver does not fill these slots any more; for whom it did."""
+        tenant = ""
+        if self._shared is not None:
+            for slot in slots:
+                tenant = self._shared.fillers.pop(slot)
+                self._count(tenant, -1)
+        return tenant
+
+    def _count(self, tenant: str, slots: int) -> None:
+        """A tenant has so many slots more."""
+        self._used[tenant] += slots
+        if not self._used[tenant]:
+            del self._used[tenant]
+        if self._used[tenant] > self._share:
+            self._beyond.add(tenant)
+        else:
+            self._beyond.discard(tenant)
 
     def _take_slot(self) -> int:
         if self._free:

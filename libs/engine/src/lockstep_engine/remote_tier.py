@@ -69,16 +69,20 @@ class _Arriving:
         scheduler: has the tier in host memory.
         shared: its slots in this epoch.
         view: their memory.
+        tenant: whose blocks they are.
         count: of the blocks.
         cold: their version.
     """
 
-    def __init__(self, scheduler: Scheduler, shared: SharedSlots, view: HostView, count: int, *, cold: bool) -> None:
+    def __init__(
+        self, scheduler: Scheduler, shared: SharedSlots, view: HostView, tenant: str, count: int, *, cold: bool
+    ) -> None:
         self.slots: list[tuple[int, ...]] = []
         """Of the leading blocks."""
         self._scheduler = scheduler
         self._shared = shared
         self._view = view
+        self._tenant = tenant
         self._left = count
         self._cold = cold
         self._apart: dict[tuple[int, int], memoryview] = {}
@@ -118,7 +122,8 @@ class _Arriving:
         """Reserve slots for further blocks, a few at a time; whether there were any."""
         if not self._is_open or self._scheduler.slots is not self._shared:
             return False
-        found = self._scheduler.blocks.host.reserve(min(_RESERVED, self._left), cold=self._cold)
+        host = self._scheduler.blocks.host
+        found = host.reserve(min(_RESERVED, self._left), cold=self._cold, tenant=self._tenant)
         self.slots.extend(found)
         self._left -= len(found)
         return bool(found)
@@ -369,7 +374,7 @@ class RemoteTier:
         names = names[: host.fillable(cold=cold)]
         if not names or shared is None:
             return None
-        arriving, count = _Arriving(self._scheduler, shared, epoch.view, len(names), cold=cold), 0
+        arriving, count = _Arriving(self._scheduler, shared, epoch.view, tenant, len(names), cold=cold), 0
         try:
             result = await self._store.fetch(
                 tenant, names, epoch.view.heads, epoch.view.forms[cold], recompute_s, arriving.into

@@ -7,7 +7,7 @@ blocks of a tier may be forgotten in between, what is being written is not.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from lockstep_engine.blocks import BlockKey
 
@@ -18,15 +18,20 @@ class SharedSlots:
     """Which slots the plans in flight use, and which ones the driver fills.
 
     Attributes:
-        filling: slots that the driver is filling. They belong to no block.
+        fillers: by slot that the driver is filling, the tenant whose block is to be there. It belongs to no block yet.
         spilled: versions and keys of blocks that the pools have evicted to host memory, the oldest first; bounded.
     """
 
     def __init__(self) -> None:
-        self.filling: set[int] = set()
+        self.fillers: dict[int, str] = {}
         self.spilled: deque[tuple[bool, BlockKey]] = deque(maxlen=_MAX_SPILLED)
         self._plans: deque[frozenset[int]] = deque()
         """The slots of each plan in flight."""
+
+    @property
+    def filling(self) -> Set[int]:
+        """The slots that the driver is filling."""
+        return self.fillers.keys()
 
     def planned(self, slots: Iterable[int]) -> None:
         """A plan was made that copies from or to these slots. To be called for each plan."""

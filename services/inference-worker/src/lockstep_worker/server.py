@@ -140,6 +140,8 @@ def _store(settings: WorkerSettings, certificates: Certificates | None) -> KvSto
         queue_bytes=settings.state_queue_bytes,
         ttl_s=settings.state_block_ttl_s,
         name=settings.worker_id,
+        tenant_share=settings.kv_tenant_share,
+        identity=settings.state_identity or "",
     )
     return KvStore(options, state_dial(settings, certificates))
 

@@ -64,7 +64,11 @@ class WorkerSettings(StateServerSettings):
         (), description="Layers that per_layer compresses, from 0, comma-separated."
     )
     kv_tenant_share: float = Field(
-        1.0, gt=0, le=1, description="Part of the KV cache that one tenant's running requests may hold."
+        1.0,
+        gt=0,
+        le=1,
+        description="Part of the KV cache that one tenant's running requests may hold; once they are full, also of "
+        "host memory for prefixes, and of the queue to the state server.",
     )
     prefix_cache: bool = Field(True, description="Keep the KV of shared prompt prefixes.")
     host_cache_bytes: BytesOrNone = Field(

@@ -22,6 +22,7 @@ logger = logging.getLogger("lockstep.worker")
 _MESSAGE_BYTES = 8 << 20
 """The server sends blocks in messages of 1 MiB."""
 _FAILURES_TO_OPEN = 3
+_DETAIL_CHARS = 256
 _REFUSALS = frozenset(
     {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED}
 )
@@ -46,15 +47,17 @@ class KvClient:
         target: its address.
         dial: opens a channel to it with options.
         timeout_s: longest time of a call without content.
+        identity: name that its certificate has to be for, to be told in the log; empty without TLS.
     """
 
-    def __init__(self, target: str, dial: Dial, timeout_s: float) -> None:
+    def __init__(self, target: str, dial: Dial, timeout_s: float, identity: str = "") -> None:
         self.timeout_s = timeout_s
         self.is_reachable = asyncio.Event()
         """Clear while the breaker is open."""
         self.is_reachable.set()
         self.on_return: Callable[[], None] = lambda: None
         """Called when it answers again after it was away."""
+        self._identity = identity
         self._breaker = Breaker("kv", _FAILURES_TO_OPEN)
         self._channel = StateChannel(target, dial, "lockstep.v1.Kv", _MESSAGE_BYTES)
         self._probing: asyncio.Task[None] | None = None
@@ -141,7 +144,7 @@ class KvClient:
             ):
                 metrics.REMOTE_FAILURES.labels(code.name.lower()).inc()
             else:
-                self._note_failure(code.name)
+                self._note_failure(code.name, error.details() or "")
             raise StateAwayError(code.name) from None
         except asyncio.CancelledError:
             if is_own_cancellation():
@@ -157,11 +160,13 @@ class KvClient:
             self._refusals.add(sentence)
             logger.warning("the state server refuses KV blocks: %s", sentence)
 
-    def _note_failure(self, reason: str) -> None:
+    def _note_failure(self, reason: str, details: str = "") -> None:
         metrics.REMOTE_FAILURES.labels(reason.lower()).inc()
         if not self._breaker.note_failure():
             return
-        logger.warning("the state server does not answer: prefixes are computed", extra={"reason": reason})
+        # Only gRPC's details say that the certificate was refused, and they do not say which name was wanted.
+        extra = {"reason": reason, "details": details[-_DETAIL_CHARS:], "identity": self._identity}
+        logger.warning("the state server does not answer: prefixes are computed", extra=extra)
         self.is_reachable.clear()
         metrics.REMOTE_BREAKER.set(1)
         if self._probing is None or self._probing.done():

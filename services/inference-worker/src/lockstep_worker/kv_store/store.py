@@ -60,16 +60,20 @@ class StoreOptions:
     """For how long stored blocks are kept."""
     name: str
     """The worker's."""
+    tenant_share: float = 1.0
+    """Part of the queue that a tenant's blocks may take at the cost of others."""
+    identity: str = ""
+    """Name that the state server's certificate has to be for; empty without TLS."""
 
 
 class KvStore:
     """The third tier of the prefix cache. It is a `lockstep_engine.remote_store.RemoteStore`."""
 
     def __init__(self, options: StoreOptions, dial: Dial) -> None:
-        self.client = KvClient(options.target, dial, options.timeout_s)
+        self.client = KvClient(options.target, dial, options.timeout_s, options.identity)
         self.link = Link()
         self._options = options
-        self._queue = WriteBehind(self.client, options.queue_bytes, options.ttl_s)
+        self._queue = WriteBehind(self.client, options.queue_bytes, options.ttl_s, options.tenant_share)
         self._probe = Probe(self.client, self.link, options.name)
         self._probing: asyncio.Task[None] | None = None
         self._probe_now = asyncio.Event()
@@ -183,6 +187,9 @@ class KvStore:
         """
         link = self.link.estimate()
         choice = None if link is None else choose(blocks, wanted.block_bytes, link, recompute_s)
+        span = CURRENT.get()
+        if span is not None and choice is not None:  # of the last choice, which knows best what is there
+            span.attributes |= {names.KV_FETCH_S: choice.fetch_s, names.KV_RECOMPUTE_S: choice.recompute_s}
         if choice is None or not choice.blocks:
             raise _MissError("gate")
         return choice

@@ -1,12 +1,13 @@
 """The blocks that wait to be stored: a queue bounded in bytes, and one task that stores them in batches.
 
 Who offers a block never waits. What does not fit is dropped and counted: it is in no other place, and is computed again
-if it is ever needed.
+if it is ever needed. Tenants are stored in turn, a batch of each. In a full queue a tenant within its share takes the
+room of the newest blocks of the tenant that is furthest beyond its own.
 """
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,14 +66,21 @@ class WriteBehind:
         client: the state server.
         max_bytes: of the blocks that wait.
         ttl_s: for how long the server keeps them.
+        tenant_share: part of `max_bytes` that a tenant's blocks may take at the cost of others.
     """
 
-    def __init__(self, client: KvClient, max_bytes: int, ttl_s: float) -> None:
+    def __init__(self, client: KvClient, max_bytes: int, ttl_s: float, tenant_share: float = 1.0) -> None:
         self.waiting_bytes = 0
         self._client = client
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self._queue: deque[Waiting] = deque()
+        self._share = max_bytes * tenant_share
+        self._queues: OrderedDict[str, deque[Waiting]] = OrderedDict()
+        """By tenant, the one whose turn it is first; none is empty."""
+        self._batch: list[Waiting] = []
+        """What is being stored. It waits as well, but in no queue."""
+        self._bytes: Counter[str] = Counter()
+        """Of each tenant's blocks that wait."""
         self._keys: set[_Key] = set()
         self._wake = asyncio.Event()
         self._is_idle = asyncio.Event()
@@ -90,11 +98,12 @@ class WriteBehind:
             key = (tenant, block.hash, block.heads)
             size = block.content.nbytes
             if key not in self._keys:
-                if self.waiting_bytes + size > self._max_bytes or copied + size > max(_OFFER_BYTES, size):
+                if copied + size > max(_OFFER_BYTES, size) or not self._make_room(tenant, size):
                     break
-                self._queue.append(Waiting(tenant, block.hash, block.heads, block.form, bytes(block.content)))
+                waiting = Waiting(tenant, block.hash, block.heads, block.form, bytes(block.content))
+                self._queues.setdefault(tenant, deque()).append(waiting)
                 self._keys.add(key)
-                self.waiting_bytes += size
+                self._count(tenant, size)
                 copied += size
             taken += 1
         if dropped := len(blocks) - taken:
@@ -118,16 +127,31 @@ class WriteBehind:
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
-        if self._queue:
-            logger.info("blocks were not stored before the end", extra={"blocks": len(self._queue)})
-            metrics.REMOTE_PUTS.labels("dropped").inc(len(self._queue))
-            self._remove(len(self._queue))
+        left = [*self._batch, *(each for queue in self._queues.values() for each in queue)]
+        if left:
+            logger.info("blocks were not stored before the end", extra={"blocks": len(left)})
+            metrics.REMOTE_PUTS.labels("dropped").inc(len(left))
+            self._queues.clear()
+            self._forget(left)
+
+    def _make_room(self, tenant: str, size: int) -> bool:
+        """Whether a tenant's block fits now; blocks of tenants beyond their shares are dropped for it."""
+        while self.waiting_bytes + size > self._max_bytes:
+            if self._bytes[tenant] + size > self._share:
+                return False
+            furthest = max(self._queues, key=lambda each: (self._bytes[each], each), default=None)
+            if furthest is None or self._bytes[furthest] <= self._share:
+                return False
+            self._forget([self._queues[furthest].pop()])
+            self._remove_if_empty(furthest)
+            metrics.REMOTE_PUTS.labels("dropped").inc()
+        return True
 
     async def _write_forever(self) -> None:
         while True:
             await self._wake.wait()
             await self._client.is_reachable.wait()
-            batch = self._next_batch()
+            batch = self._batch = self._next_batch()
             if not batch:
                 self._wake.clear()
                 self._is_idle.set()
@@ -137,21 +161,35 @@ class WriteBehind:
             except Exception:
                 logger.exception("blocks could not be stored")
                 metrics.REMOTE_PUTS.labels("failed").inc(len(batch))
-                self._remove(len(batch))
+                self._forget(batch)
                 pause_s = _PAUSE_S
+            self._batch = []
             if pause_s:
                 await asyncio.sleep(pause_s)
 
     def _next_batch(self) -> list[Waiting]:
-        """Blocks of one tenant from the head of the queue, where they stay until they are stored."""
+        """The oldest blocks of the tenant whose turn it is, out of its queue; its next turn is after all others."""
+        tenant = next(iter(self._queues), None)
+        if tenant is None:
+            return []
         batch: list[Waiting] = []
-        size = 0
-        for each in self._queue:
-            size += len(each.content)
-            if batch and (each.tenant != batch[0].tenant or size > _BATCH_BYTES or len(batch) >= _BATCH_BLOCKS):
-                break
-            batch.append(each)
+        queue, size = self._queues[tenant], 0
+        while queue and (not batch or (size + len(queue[0].content) <= _BATCH_BYTES and len(batch) < _BATCH_BLOCKS)):
+            batch.append(queue.popleft())
+            size += len(batch[-1].content)
+        self._queues.move_to_end(tenant)
+        self._remove_if_empty(tenant)
         return batch
+
+    def _put_back(self, batch: Sequence[Waiting]) -> None:
+        """A batch is to be tried again, before anything else."""
+        tenant = batch[0].tenant
+        self._queues.setdefault(tenant, deque()).extendleft(reversed(batch))
+        self._queues.move_to_end(tenant, last=False)
+
+    def _remove_if_empty(self, tenant: str) -> None:
+        if not self._queues[tenant]:
+            del self._queues[tenant]
 
     async def _write(self, batch: Sequence[Waiting]) -> float:
         """Store a batch; for how long to pause then."""
@@ -159,29 +197,37 @@ class WriteBehind:
             response = await self._client.put(self._messages(batch), _PUT_TIMEOUT_S)
         except StateRefusedError:
             metrics.REMOTE_PUTS.labels("refused").inc(len(batch))
-            self._remove(len(batch))
+            self._forget(batch)
             return 0.0
         except StateAwayError:
             for each in batch:
                 each.tries += 1
             if batch[0].tries >= _TRIES:
                 metrics.REMOTE_PUTS.labels("failed").inc(len(batch))
-                self._remove(len(batch))
+                self._forget(batch)
+            else:
+                self._put_back(batch)
             return _PAUSE_S
         outcomes = [_OUTCOMES.get(each, "failed") for each in response.outcomes]
         outcomes = (outcomes + ["failed"] * len(batch))[: len(batch)]
         for each, outcome in zip(batch, outcomes, strict=True):
             metrics.REMOTE_PUTS.labels(outcome).inc()
             metrics.REMOTE_BYTES.labels("out").inc(len(each.content) if outcome == "stored" else 0)
-        self._remove(len(batch))
+        self._forget(batch)
         return _PAUSE_S if "full" in outcomes else 0.0
 
-    def _remove(self, count: int) -> None:
-        for _ in range(count):
-            each = self._queue.popleft()
+    def _forget(self, blocks: Sequence[Waiting]) -> None:
+        """Blocks do not wait any more."""
+        for each in blocks:
             self._keys.discard(each.key)
-            self.waiting_bytes -= len(each.content)
+            self._count(each.tenant, -len(each.content))
         metrics.REMOTE_QUEUE_BYTES.set(self.waiting_bytes)
+
+    def _count(self, tenant: str, size: int) -> None:
+        self.waiting_bytes += size
+        self._bytes[tenant] += size
+        if not self._bytes[tenant]:
+            del self._bytes[tenant]
 
     async def _messages(self, batch: Sequence[Waiting]) -> AsyncIterator[state_pb2.PutBlocksRequest]:
         for number, each in enumerate(batch):
