@@ -2,6 +2,7 @@
 can be continued, and the engine serves again. The log names the error's type, and no text of a prompt.
 """
 
+import asyncio
 import json
 import logging
 import sys
@@ -12,7 +13,7 @@ import pytest
 from continuing_clients import CLIENTS, TOKENS, Service, prompt
 from handmade import write_model
 from lockstep_common.errors import ErrorCode
-from lockstep_engine import EngineConfig
+from lockstep_engine import EngineConfig, Request, SamplingParams
 from scripted_ranks import EOS, VOCAB, expected_ids
 
 TESTS = Path(__file__).parent
@@ -208,4 +209,104 @@ async def test_an_error_when_the_ranks_become_ready_counts_as_a_failed_start(ser
     while service.engine.status().epoch < epoch + 3 or service.engine.status().state != "ready":
         await service.pause()
     assert len(attempts) == 3
+    assert await service.run() == EXPECTED
+
+
+ONE_STEP = pytest.mark.parametrize("service", [False], indirect=True, ids=["one step in flight"])
+
+
+async def ended(service, submit):
+    """The only output of a request that the engine's caller gets after it has failed once."""
+    outputs, has_failed = [], []
+
+    def deliver(_step, new):
+        if not has_failed:
+            has_failed.append(True)
+            raise UnexpectedError
+        outputs.extend(new)
+
+    service.engine._on_outputs = deliver
+    submit()
+    async with asyncio.timeout(120):
+        while not outputs:
+            await service.pause()
+    await service.settle()
+    service.engine._on_outputs = service.deliver
+    (output,) = outputs
+    return output
+
+
+@ONE_STEP
+async def test_requests_that_the_scheduler_does_not_have_end_though_the_caller_fails_on_their_last_output(
+    service, monkeypatch
+):
+    complete = Request("complete", tuple(prompt(0)), SamplingParams(max_tokens=2), (5, 6))
+    output = await ended(service, lambda: service.engine.submit(complete))
+    assert (output.request_id, output.error.code) == ("complete", ErrorCode.WORKER_LOST)
+
+    with monkeypatch.context() as patch:
+
+        def fail():
+            patch.undo()
+            raise MemoryError
+
+        patch.setattr(service.engine._scheduler, "schedule", fail)
+        shed = Request("shed", tuple(prompt(0)), SamplingParams(max_tokens=2))
+        output = await ended(service, lambda: service.engine.submit(shed))
+    assert (output.request_id, output.error.code) == ("shed", ErrorCode.WORKER_LOST)
+    assert await service.run() == EXPECTED
+
+
+@ONE_STEP
+async def test_requests_end_with_the_group_though_the_scheduler_fails_to_empty_its_pools(service, monkeypatch):
+    outputs = []
+    service.engine._on_outputs = lambda _step, new: outputs.extend(new)
+    with monkeypatch.context() as patch:
+
+        def fail(_):
+            patch.undo()
+            raise MemoryError
+
+        patch.setattr(service.engine._scheduler, "_start_over", fail)
+        service.engine.submit(Request("a", tuple(prompt(0)), SamplingParams(max_tokens=2)))
+        service.engine._group.fail_for(UnexpectedError())
+        async with asyncio.timeout(120):
+            while not outputs:
+                await service.pause()
+    (output,) = outputs
+    assert (output.request_id, output.error.code) == ("a", ErrorCode.WORKER_LOST)
+    await service.settle()
+    service.engine._on_outputs = service.deliver
+    assert await service.run() == EXPECTED
+
+
+@ONE_STEP
+async def test_a_request_that_is_refused_with_an_unexpected_error_does_not_run(service, monkeypatch):
+    with monkeypatch.context() as patch:
+
+        def fail(*_, **__):
+            raise UnexpectedError
+
+        patch.setattr(service.engine._queue, "add", fail)
+        with pytest.raises(UnexpectedError):
+            service.engine.submit(Request("a", tuple(prompt(0)), SamplingParams(max_tokens=2)))
+    assert service.engine.status().queued + service.engine.status().running == 0
+    assert await service.run() == EXPECTED
+
+
+@ONE_STEP
+async def test_the_group_is_lost_though_the_first_try_to_tell_it_fails(service, monkeypatch):
+    epoch, on_lost = service.engine.status().epoch, service.engine.on_lost
+    with monkeypatch.context() as patch:
+
+        def fail(_):
+            patch.setattr(service.engine, "on_lost", on_lost)
+            raise MemoryError
+
+        patch.setattr(service.engine, "on_lost", fail)
+        service.engine._group.fail_for(UnexpectedError())
+        async with asyncio.timeout(120):
+            while service.engine.status().epoch == epoch:
+                await service.pause()
+    await service.settle()
     assert await service.run() == EXPECTED

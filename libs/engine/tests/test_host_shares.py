@@ -71,6 +71,25 @@ def test_the_tenant_furthest_beyond_its_share_gives_room_first():
     assert (tier.has("some"), tier.has("most"), tier.has("modest")) == ([0, 1, 2], [2, 3, 4], [0, 1])
 
 
+def test_no_more_blocks_are_fetched_for_a_tenant_than_get_slots():
+    chance = random.Random(5)
+    bounded = 0
+    for _ in range(300):
+        tier = Tier(share=chance.choice([0.125, 0.25, 0.5, 1.0]), slots=16, hot_slots=chance.choice([1, 2]))
+        for number in range(chance.randrange(24)):
+            tier.spill(chance.choice("abc"), number, cold=chance.random() < 0.5)
+        for tenant in chance.choices("ab", k=3):
+            cold = chance.random() < 0.5
+            most = tier.host.fillable(cold=cold, tenant=tenant)
+            left = (8 - len(tier.slots.fillers)) // (1 if cold else tier.sizes.hot_slots)
+            assert len(tier.host.reserve(16, cold=cold, tenant=tenant)) <= most <= left
+            bounded += most < left
+    assert bounded > 30
+    tier = Tier(share=0.25)
+    tier.spill("others", *range(8))
+    assert tier.host.fillable(cold=True, tenant="a") == len(tier.host.reserve(8, cold=True, tenant="a")) == 2
+
+
 def test_among_tenants_within_their_shares_the_oldest_block_is_evicted_first():
     tier = Tier(slots=4, share=0.75)
     tier.spill("a", 0, 1)

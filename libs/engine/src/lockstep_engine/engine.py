@@ -281,7 +281,7 @@ class AsyncEngine:
             except Exception as error:
                 self._compiling.pop(request.id, None)
                 failed = Output(request.id, len(request.emitted_ids), (), error=self._failure_of(error))
-                self._guarded(self._on_outputs, self._steps, [failed])
+                self._guarded(self._pass_on_last, [failed])
 
         self._compiling[request.id] = asyncio.get_running_loop().create_task(work())
 
@@ -317,13 +317,16 @@ class AsyncEngine:
                     arrived_at=arrived_at,
                 )
             else:
-                self._call_soon(self._on_outputs, self._steps, [only_output])
+                self._call_soon(self._pass_on_last, [only_output])
             self._fill_pipeline()
             # Not at once: the caller does not know yet that its request was accepted.
             self._call_soon(self._report_phases)
         except MemoryError:
             self.cancel(request.id)
             raise no_memory() from None
+        except Exception:  # the caller takes it for refused
+            self.cancel(request.id)
+            raise
 
     def cancel(self, request_id: str) -> None:
         """Remove a request and free its blocks; it gets no further output. Unknown ids are ignored."""
@@ -537,10 +540,7 @@ class AsyncEngine:
         self._restart = asyncio.get_running_loop().create_task(self._run_epoch(delay))
         self._failures += 1
         self._enter(EngineState.RESTARTING if started else EngineState.STARTING, reason)
-        try:
-            self._fail_requests(reason)
-        except Exception as error:  # requests that are left fail the next start, and then they end
-            faults.note(error, self._epoch)
+        self._fail_requests(reason)
 
     def on_refused(self, error: LockstepError) -> None:
         """The ranks cannot start; another start would fail in the same way."""
@@ -582,16 +582,35 @@ class AsyncEngine:
 
     def _fail_requests(self, reason: str) -> None:
         """Give every unfinished request its last output: an error that says it can be continued elsewhere."""
-        error = LockstepError(ErrorCode.WORKER_LOST, f"{self.config.label}: {reason}")
-        for task in self._compiling.values():
-            task.cancel()
-        if self._remote is not None:
-            self._remote.close()
-        lost = [Output(each, 0, (), error=error) for each in (*self._scheduler.clear(), *self._compiling)]
-        self._compiling.clear()
-        self._queue.clear()
+        lost: list[Output] = []
+        try:
+            # First, because the scheduler may forget them before it fails.
+            lost = self._lost([*self._scheduler.unended_ids, *self._compiling], reason)
+            for task in self._compiling.values():
+                task.cancel()
+            self._compiling.clear()
+            self._queue.clear()
+            if self._remote is not None:
+                self._remote.close()
+            self._scheduler.clear()
+        except Exception as error:  # requests that are left fail the next start, and then they end
+            faults.note(error, self._epoch)
         if lost:
             self._pass_on_lost(lost)
+
+    def _lost(self, request_ids: list[str], reason: str) -> list[Output]:
+        error = LockstepError(ErrorCode.WORKER_LOST, f"{self.config.label}: {reason}")
+        return [Output(each, 0, (), error=error) for each in request_ids]
+
+    def _pass_on_last(self, outputs: list[Output]) -> None:
+        """Pass on the last outputs of requests that the scheduler does not have: they are not among those that end with
+        the group. If the caller fails on them, each gets an error that says it can be continued elsewhere.
+        """
+        try:
+            self._on_outputs(self._steps, outputs)
+        except Exception:
+            self._pass_on_lost(self._lost([each.request_id for each in outputs], "the driver failed"))
+            raise
 
     def _pass_on_lost(self, lost: list[Output]) -> None:
         """Pass on the last outputs of lost requests: each alone, if the caller fails on them together."""
@@ -742,7 +761,7 @@ class AsyncEngine:
         """
         if ended:
             self._note_outputs(ended)
-            self._on_outputs(self._steps, ended)
+            self._pass_on_last(ended)
         self._fill_pipeline()
         self._report_phases()
 

@@ -351,7 +351,7 @@ class RankGroup:
         request yet.
         """
         self._stop_listening()
-        self._loop.call_soon(self._fail, faults.note(error, self.epoch))
+        self._loop.call_soon(self._fail_again_on_errors, faults.note(error, self.epoch))
 
     async def stop(self) -> None:
         """Kill all processes and wait until they are gone."""
@@ -646,6 +646,10 @@ class RankGroup:
     def _read_again(self, output: RankOutput) -> None:
         if output in self._outputs:  # else it is closed
             self._loop.add_reader(output.read_end, self._pass_on_stderr, output)
+
+    def _fail_again_on_errors(self, reason: str) -> None:
+        with self._failing_on_errors():
+            self._fail(reason)
 
     def _fail(self, reason: str) -> None:
         self._stop_listening()

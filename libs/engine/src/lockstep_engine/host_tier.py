@@ -263,11 +263,16 @@ class HostTier:
             if self.has(key, cold=cold):
                 self._touch((cold, key.digest))
 
-    def fillable(self, *, cold: bool) -> int:
-        """For how many blocks `reserve` would give slots at most."""
+    def fillable(self, *, cold: bool, tenant: str = "") -> int:
+        """For how many blocks of a tenant `reserve` would give slots at most."""
         if self._shared is None:
             return 0
-        return max(0, self._sizes.slots // 2 - len(self._shared.filling)) // (1 if cold else self._sizes.hot_slots)
+        fillers = self._shared.fillers
+        empty = len(self._free) + self._sizes.slots - self._unused
+        # Beyond its share a tenant gets what is empty, what its own blocks have, and the rest of the last one evicted.
+        most = max(self._share, self._used[tenant] + empty) + self._sizes.hot_slots - 1
+        own = most - sum(each == tenant for each in fillers.values())
+        return max(0, min(self._sizes.slots // 2 - len(fillers), own)) // (1 if cold else self._sizes.hot_slots)
 
     def reserve(self, count: int, *, cold: bool, tenant: str = "") -> list[tuple[int, ...]]:
         """Slots for at most `count` blocks of a tenant, which the driver may fill now, until `adopt` and `give_back`.

@@ -371,7 +371,7 @@ class RemoteTier:
         for others.
         """
         shared, host = self._scheduler.slots, self._scheduler.blocks.host
-        names = names[: host.fillable(cold=cold)]
+        names = names[: host.fillable(cold=cold, tenant=tenant)]
         if not names or shared is None:
             return None
         arriving, count = _Arriving(self._scheduler, shared, epoch.view, tenant, len(names), cold=cold), 0

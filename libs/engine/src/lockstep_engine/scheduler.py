@@ -130,6 +130,11 @@ class Scheduler:
         return list(self._by_id)
 
     @property
+    def unended_ids(self) -> list[str]:
+        """All requests whose last output has not been `delivered`."""
+        return [*self.request_ids, *self._ended]
+
+    @property
     def unconstrained(self) -> bool:
         """Whether any request has no grammar."""
         return any(sequence.constraint is None for sequence in self._by_id.values())
@@ -332,18 +337,12 @@ class Scheduler:
         """The outputs of the last `update` have reached the caller."""
         self._ended = []
 
-    def clear(self) -> list[str]:
-        """Remove all requests and the pools. Works in any state, consistent or not.
-
-        Returns:
-            Ids of the removed requests, and of requests whose last output has not been `delivered`.
-        """
-        ids = [*self.request_ids, *self._ended]
+    def clear(self) -> None:
+        """Remove all requests and the pools. Works in any state, consistent or not."""
         self._by_id, self._ended, self._phases = {}, [], {}
         self._in_flight.clear()
         self._forget_slots()
         self._start_over(PoolSizes(0))
-        return ids
 
     def reset(self, sizes: PoolSizes) -> None:
         """Start with empty pools, for new ranks. There must be no requests."""
