@@ -5,10 +5,12 @@ test changes the level of the next one's logs. Processes of pytest-xdist share t
 
 import gc
 import logging
+import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import hypothesis
@@ -31,7 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell starts background jobs with SIGINT ignored, and ignored signals are inherited by what a test starts.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.disable()  # what is imported and collected stays
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        gc.disable()  # what is imported and collected stays; a process that only distributes tests collects none
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -39,15 +42,24 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     begin at different ones, and skip what another one has written. Files that have changed since are left to pytest.
     """
     config = session.config
-    if not hasattr(config, "workerinput") or sys.dont_write_bytecode or config.option.assertmode != "rewrite":
+    does_rewrite = config.getoption("assertmode", "plain") == "rewrite"  # absent with `-p no:assertion`
+    if not hasattr(config, "workerinput") or sys.dont_write_bytecode or not does_rewrite:
         return
     worker = config.workerinput
-    files = [
-        path for each in config.args for path in sorted(Path(config.invocation_params.dir, each).rglob("test_*.py"))
-    ]
+    ignored = config.getini("norecursedirs")
+    files = [path for each in config.args for path in _test_files(Path(config.invocation_params.dir, each), ignored)]
     begin = int(worker["workerid"].removeprefix("gw")) * len(files) // worker["workercount"]
     for path in files[begin:] + files[:begin]:
         _compile(path, config)
+
+
+def _test_files(folder: Path, ignored: Iterable[str]) -> list[Path]:
+    """Sorted. Folders that pytest does not enter, such as a virtual environment, are left out."""
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [each for each in folders if not any(fnmatch(each, pattern) for pattern in ignored)]
+        found += [Path(parent, each) for each in names if fnmatch(each, "test_*.py")]
+    return sorted(found)
 
 
 def _compile(path: Path, config: pytest.Config) -> None:
@@ -58,8 +70,8 @@ def _compile(path: Path, config: pytest.Config) -> None:
         return
     try:
         source_hash, code = rewrite._rewrite_test(path, config)
-    except SyntaxError:
-        return  # collecting says so
+    except (OSError, SyntaxError, ValueError):
+        return  # collecting says so, or ignores it
     rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source_hash, compiled)
 
 

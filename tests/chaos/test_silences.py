@@ -30,7 +30,7 @@ STREAMS = 16
 _TOKENS = 80
 _BEGUN = 15
 """Pieces of text that each stream has when the fault comes."""
-_PATIENCE_S = 120.0
+_PATIENCE_S = 240.0
 _KILL_S = 0.1
 _HANG_S = 8.0
 _STEPS = 3

@@ -27,16 +27,13 @@ class Service:
         async with asyncio.timeout(120):
             return await asyncio.gather(*map(self._client, range(CLIENTS)))
 
-    async def settle(self):
-        """Wait until the engine is ready: a failure after the last token may have cost the ranks."""
+    async def settle(self, epoch=0):
+        """Wait until the engine is ready, in this epoch or a later one: a failure after the last token may have cost
+        the ranks.
+        """
         async with asyncio.timeout(120):
-            while self.engine.status().state != "ready":
+            while self.engine.status().epoch < epoch or self.engine.status().state != "ready":
                 await asyncio.sleep(0.002)
-
-    @staticmethod
-    async def pause():
-        """Let the engine go on."""
-        await asyncio.sleep(0.002)
 
     def _note_reason(self):
         if self.engine.status().reason:

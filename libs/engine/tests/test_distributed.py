@@ -172,16 +172,22 @@ def test_small_sums_use_one_shot(tmp_path):
         dist.destroy_process_group()
 
 
+def listening():
+    """Addresses and ports on which this process listens."""
+    found = psutil.Process().net_connections("tcp")
+    return {tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN}
+
+
 def test_gloo_listens_on_loopback_only(tmp_path, monkeypatch):
     """Whoever reaches a port of torch.distributed can end or change a group: it authenticates nobody."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(variable, raising=False)
+    before = listening()  # other tests of this process may have left something
     store = tmp_path / "store"
     store.touch()
     init_torch_distributed("gloo", str(store), 0, 1, 60)
     try:
-        listening = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-        assert {each.laddr.ip for each in listening} == {"127.0.0.1"}
+        assert {ip for ip, _ in listening() - before} == {"127.0.0.1"}
         # Where the host's name is an address of the loopback interface, the port above shows nothing.
         assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
     finally:

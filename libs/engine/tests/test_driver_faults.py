@@ -185,10 +185,7 @@ async def test_a_caller_that_fails_on_a_change_of_state_does_not_stop_the_restar
     with monkeypatch.context() as patch:
         patch.setattr(service.engine, "_on_change", fail)
         service.engine._group.fail_for(UnexpectedError())
-        await service.settle()
-        while service.engine.status().epoch == epoch or service.engine.status().state != "ready":
-            await service.settle()
-            await service.pause()
+        await service.settle(epoch + 1)
     assert {"restarting", "ready"} <= set(failures)
     assert await service.run() == EXPECTED
 
@@ -206,8 +203,7 @@ async def test_an_error_when_the_ranks_become_ready_counts_as_a_failed_start(ser
     monkeypatch.setattr(service.engine._scheduler, "reset", fail_twice)
     epoch = service.engine.status().epoch
     service.engine._group.fail_for(UnexpectedError())
-    while service.engine.status().epoch < epoch + 3 or service.engine.status().state != "ready":
-        await service.pause()
+    await service.settle(epoch + 3)
     assert len(attempts) == 3
     assert await service.run() == EXPECTED
 

@@ -40,7 +40,7 @@ class Tier:
         self.host.check()
 
     def has(self, tenant, *, cold=False):
-        return [number for number in range(100) if self.host.has(key(tenant, number), cold=cold)]
+        return [number for number in range(40) if self.host.has(key(tenant, number), cold=cold)]
 
 
 def test_a_tenant_takes_the_room_that_nobody_needs():
@@ -140,9 +140,7 @@ def test_a_block_larger_than_a_share_finds_room_for_itself():
 
 @pytest.mark.parametrize("share", [0.2, 0.4, 0.7])
 def test_nobody_loses_a_block_to_a_tenant_beyond_its_share(share):
-    seed = random.randrange(2**32)
-    print("seed", seed)
-    rng = random.Random(seed)
+    rng = random.Random(f"{share} of the tier")
     tier = Tier(slots=30, share=share, hot_slots=3)
     most = max(3, int(30 * share))
     tenants = ("a", "b", "c", "d")
@@ -151,11 +149,12 @@ def test_nobody_loses_a_block_to_a_tenant_beyond_its_share(share):
     def held():
         return {each: [tier.has(each, cold=cold) for cold in (False, True)] for each in tenants}
 
+    after = held()
     for _ in range(600):
         tenant, cold, number = rng.choice(tenants), rng.random() < 0.5, rng.randrange(40)
         chance = rng.random()
         used = {each: tier.host.used_by(each) for each in tenants}
-        before = held()
+        before = after
         if chance < 0.6:
             tier.spill(tenant, number, cold=cold)
         elif chance < 0.75:

@@ -396,10 +396,11 @@ async def test_removal_is_settled_when_the_state_server_knows_it(store, other):
 
 
 async def test_removal_is_not_waited_for_long_and_not_at_all_while_the_server_is_away(make_store, server):
-    store = await make_store(timeout_s=0.1)
+    store = await make_store()
     await fill(store)
     await fill(store, "r-2")
     await mirrored(store)
+    store._settle_s = store.client._timeout_s = 0.1  # only now: until here everything has to be in time
     server.backend.delay_s = 3600.0
     await store.remove("r-1")
     async with asyncio.timeout(60):
