@@ -19,7 +19,7 @@ at a time, and those of many that arrive together must not start a collection, w
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Collect nothing inside, for the imports at a process's start: almost all of their objects stay, and to search
-    them again and again takes about a tenth of the time of the imports.
+    them again and again takes a tenth to a fifth of the time of the imports.
     """
     was_enabled = gc.isenabled()
     gc.disable()
