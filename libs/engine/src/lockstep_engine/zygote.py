@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Callable
 
-from lockstep_common.garbage import spare_existing_objects
+from lockstep_common.garbage import spare_existing_objects, without_collections
 from lockstep_common.lifecycle import die_with_parent, name_process, outlive_parent
 from lockstep_common.tracebacks import traceback_text
 
@@ -55,7 +55,8 @@ def main(load: Callable[[], RunRank] = _load) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends when the driver says so, or is gone
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a new rank must not die of it before it can write its stacks
-    run_rank = load()
+    with without_collections():
+        run_rank = load()
     spare_existing_objects()  # in the ranks too, and it leaves their memory shared with this process
     with contextlib.suppress(ConnectionError):  # the driver is gone
         control.send(ZYGOTE_READY)
