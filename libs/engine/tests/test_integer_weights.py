@@ -66,7 +66,7 @@ def test_a_packed_product_has_the_bits_of_widened_weights(build, name):
     except ValueError:
         pytest.skip(f"this CPU has no {name}")
     generator = torch.Generator().manual_seed(1)
-    for out, inside, group in ((331, 40, 40), (64, 96, 32), (160, 17, 8), (3, 5, 5)):
+    for out, inside, group in ((331, 40, 40), (64, 96, 32), (160, 17, 8), (3, 5, 5), (35, 1100, 100)):
         codes = torch.randint(-128, 128, (out, inside), generator=generator).to(torch.int8)
         scales = torch.rand(out, -(-inside // group), generator=generator) / 100
         values = codes.float() * scales.repeat_interleave(group, 1)[:, :inside]
@@ -120,6 +120,21 @@ def test_a_group_that_two_ranks_would_share_is_widened(tmp_path):
 
     coded, plain = twin(tmp_path, "llama", config, pack)
     assert torch.equal(logits(coded, 2), logits(plain, 2))
+
+
+@needs_kernels
+def test_zero_points_beyond_the_codes_are_widened(tmp_path):
+    config = packers.compressed_config("pack-quantized", bits=4, strategy="group", group_size=32, symmetric=False)
+
+    def pack(out, inside, seed):
+        tensors, values = packers.packed(out, inside, zeros="plain", seed=seed)
+        zeros = tensors["weight_zero_point"]
+        scales = tensors["weight_scale"].float()
+        values -= ((-128 - zeros.float()) * scales).repeat_interleave(32, 1)[:, :inside]
+        return tensors | {"weight_zero_point": torch.full_like(zeros, -128)}, values
+
+    coded, plain = twin(tmp_path, "llama", config, pack)
+    assert torch.equal(logits(coded, 1), logits(plain, 1))
 
 
 @needs_kernels

@@ -488,7 +488,7 @@ class AsyncEngine:
             self._remote.open(ready, ranks, blocks.host, [memoryview(each) for each in self._group.host_memory])
         if self.model.quantization is not None:
             logger.info(
-                "weights are quantized and computed in float",
+                "weights are quantized; products are computed in float",
                 extra={"method": self.model.quantization.method, "remarks": list(self.model.quantization.remarks)},
             )
         if self._group is not None:

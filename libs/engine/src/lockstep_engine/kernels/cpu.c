@@ -19,6 +19,7 @@ const int lockstep_cpu_version = 10;
 #define PANEL 32 /* output features of a packed weight that are stored together */
 #define RUN 64   /* most tokens of a sequence that go through attention together */
 #define WIDEN 3  /* tokens in such a run from which on widening its cold blocks once is faster */
+#define CHUNK 128 /* input features of a packed weight whose values are kept in the first cache for all rows */
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -125,7 +126,7 @@ static float sine(float angle, int quarter) {
 }
 
 /* Each build has registers of VEC floats; LANES / VEC of them are one set of lanes. At most ROWS rows of x go through a panel
- * together; so many panels go together that they hide the latency of an addition, TOGETHER(rows) for fewer rows than ROWS. At most DOT_ROWS rows of x go through DOT_OUTPUTS outputs of a matrix that is not packed: their sums fill the registers. */
+ * together; from WIDENED_ROWS on, where it is defined, codes are widened once for all rows, which pays where ROWS is small; so many panels go together that they hide the latency of an addition, TOGETHER(rows) for fewer rows than ROWS. At most DOT_ROWS rows of x go through DOT_OUTPUTS outputs of a matrix that is not packed: their sums fill the registers. */
 #if defined(__x86_64__)
 typedef char bytes __attribute__((vector_size(16)));
 typedef int64_t longs __attribute__((vector_size(16)));
@@ -150,6 +151,7 @@ typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #define NAME(name) name##_avx2
 #define VEC 8
 #define ROWS 3
+#define WIDENED_ROWS 4
 #define TOGETHER(rows) ((rows) <= 1 ? 2 : 1)
 #define DOT_ROWS 2
 #define DOT_OUTPUTS 2

@@ -613,6 +613,21 @@ INLINE void NAME(load_codes)(vec *weights, const void *panel, int64_t at, const 
     }
 }
 
+#ifdef WIDENED_ROWS
+/* values [end - begin, PANEL]: those of the rows begin..end of a panel of codes. */
+INLINE void NAME(widen_codes)(float *values, const void *panel, const float *scales, int64_t group, int64_t begin, int64_t end,
+                              enum kind kind) {
+    for (int64_t k = begin; k < end;) {
+        int64_t g = k / group, last = (g + 1) * group < end ? (g + 1) * group : end;
+        for (; k < last; k++, values += PANEL) {
+            vec weights[WIDTH];
+            NAME(load_codes)(weights, panel, k * PANEL, scales + g * PANEL, kind);
+            for (int w = 0; w < WIDTH; w++) *(vec *)(values + w * VEC) = weights[w];
+        }
+    }
+}
+#endif
+
 /* One row of a panel: the weights of PANEL output features for one input feature. */
 INLINE void NAME(load_panel_row)(vec *weights, const void *panel, int64_t at, enum kind kind) {
     if (kind != PAIRS) {
@@ -626,14 +641,27 @@ INLINE void NAME(load_panel_row)(vec *weights, const void *panel, int64_t at, en
     }
 }
 
+/* The first `columns` of PANEL sums; a tile does not need the others. */
+INLINE void NAME(read_sums)(vec *sums, const float *from, int64_t columns) {
+    float some[PANEL] = {};
+    if (columns < PANEL) {
+        memcpy(some, from, sizeof(float) * (size_t)columns);
+        from = some;
+    }
+    for (int w = 0; w < WIDTH; w++) sums[w] = *(const vec *)(from + w * VEC);
+}
+
 /* `rows` rows of x times `panels` panels of PANEL output features, of which `columns` exist. Element k of row r is at
  * x[k * x_step + r * x_stride]; rows of a panel are `step` apart, panels `panel_step`. Codes have the scales of the first panel at
  * `scales`, for each `group` of input features. Every result is one running sum over the input features in order, whatever the number
- * of rows and of panels that are computed together. */
+ * of rows and of panels that are computed together. Sums that continue begin as what is in `out`; the bias is added where they end. */
 INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t x_stride, const void *panel, int64_t step,
                              int64_t panel_step, const float *scales, int64_t group, const float *bias, int64_t in, int64_t stride,
-                             int64_t columns, int rows, int panels, enum kind kind) {
+                             int64_t columns, int rows, int panels, int continues, int ends, enum kind kind) {
     vec sums[ROWS][TOGETHER(1)][WIDTH] = {};
+    if (continues)
+        for (int r = 0; r < rows; r++)
+            for (int p = 0; p < panels; p++) NAME(read_sums)(sums[r][p], out + r * stride + p * PANEL, columns - p * PANEL);
     int is_coded = kind >= INT8;
     int64_t groups = is_coded ? (in + group - 1) / group : 1, size = is_coded ? group : in;
     for (int64_t g = 0; g < groups; g++) {
@@ -658,7 +686,8 @@ INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t
         if (bias) memcpy(added, bias + first, sizeof(float) * (size_t)count);
         for (int r = 0; r < rows; r++) {
             float result[PANEL];
-            for (int w = 0; w < WIDTH; w++) *(vec *)(result + w * VEC) = sums[r][p][w] + *(const vec *)(added + w * VEC);
+            for (int w = 0; w < WIDTH; w++)
+                *(vec *)(result + w * VEC) = ends ? sums[r][p][w] + *(const vec *)(added + w * VEC) : sums[r][p][w];
             memcpy(out + r * stride + first, result, sizeof(float) * (size_t)count);
         }
     }
@@ -668,7 +697,7 @@ INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t
 INLINE void NAME(panel_rows)(float *out, const float *x, const void *panel, int64_t step, const float *bias, int64_t rows,
                              int64_t in, int64_t stride, int64_t columns, enum kind kind) {
 #define TILE(count)                                                                                                            \
-    NAME(panel_tile)(out + row * stride, x + row * in, 1, in, panel, step, 0, NULL, in, bias, in, stride, columns, count, 1, kind), \
+    NAME(panel_tile)(out + row * stride, x + row * in, 1, in, panel, step, 0, NULL, in, bias, in, stride, columns, count, 1, 0, 1, kind), \
         row += count
     for (int64_t row = 0; row < rows;) { /* constant numbers of rows let the compiler keep the sums in registers */
         int64_t left = rows - row;
@@ -698,6 +727,46 @@ static void NAME(interleave)(const struct linear *l, int64_t begin, int64_t end)
     }
 }
 
+/* Multiply all rows by `panels` panels of which those at `panel` are the first, or by their input features begin..end alone. */
+INLINE void NAME(all_rows)(const struct linear *l, int64_t number, const void *panel, const float *scales, int64_t begin, int64_t end,
+                           int64_t panels, enum kind kind) {
+    const float *bias = l->bias ? l->bias + number * PANEL : NULL;
+    int64_t columns = l->out_features - number * PANEL;
+    for (int64_t first = 0; first < l->rows; first += ROWS) {
+        int64_t rows = l->rows - first < ROWS ? l->rows - first : ROWS;
+        const float *x = l->tiles + first * l->in + begin * rows;
+        float *out = l->out + first * l->out_features + number * PANEL;
+#define TILE(rows, panels)                                                                                                     \
+    NAME(panel_tile)(out, x, rows, 1, panel, PANEL, PANEL * l->in, scales, l->group, bias, end - begin, l->out_features, columns,   \
+                     rows, panels, begin > 0, end == l->in, kind)
+#define CASE(rows)                                                                                                             \
+    case rows:                                                                                                                 \
+        if (panels == 1) TILE(rows, 1);                                                                                        \
+        else TILE(rows, TOGETHER(rows));                                                                                       \
+        break
+        switch (rows) { /* constant numbers keep the sums in registers */
+            CASE(1);
+            CASE(2);
+#if ROWS > 2
+            CASE(3);
+#endif
+#if ROWS > 3
+            CASE(4);
+            CASE(5);
+            CASE(6);
+            CASE(7);
+            CASE(8);
+            CASE(9);
+            CASE(10);
+            CASE(11);
+            CASE(12);
+#endif
+        }
+#undef CASE
+#undef TILE
+    }
+}
+
 /* Compute the panels begin..end of a product. */
 INLINE void NAME(linear_panels)(const struct linear *l, int64_t begin, int64_t end, enum kind kind) {
     int64_t step = PANEL * l->in, group = l->rows < ROWS ? TOGETHER(l->rows) : 1, together;
@@ -705,46 +774,35 @@ INLINE void NAME(linear_panels)(const struct linear *l, int64_t begin, int64_t e
     for (int64_t p = begin; p < end; p += together) {
         const char *panel = (const char *)l->panels + p * step * (kind == FLOAT32 ? 4 : kind >= INT8 ? 1 : 2);
         const float *scales = kind >= INT8 ? l->scales + p * groups * PANEL : NULL;
-        const float *bias = l->bias ? l->bias + p * PANEL : NULL;
-        int64_t columns = l->out_features - p * PANEL;
         together = end - p >= group ? group : 1;
-        for (int64_t first = 0; first < l->rows; first += ROWS) {
-            const float *x = l->tiles + first * l->in;
-            float *out = l->out + first * l->out_features + p * PANEL;
-#define TILE(rows, panels)                                                                                                     \
-    NAME(panel_tile)(out, x, rows, 1, panel, PANEL, step, scales, l->group, bias, l->in, l->out_features, columns, rows, panels, kind)
-#define CASE(rows)                                                                                                             \
-    case rows:                                                                                                                 \
-        if (together == 1) TILE(rows, 1);                                                                                      \
-        else TILE(rows, TOGETHER(rows));                                                                                       \
-        break
-            switch (l->rows - first < ROWS ? l->rows - first : ROWS) { /* constant numbers keep the sums in registers */
-                CASE(1);
-                CASE(2);
-#if ROWS > 2
-                CASE(3);
-#endif
-#if ROWS > 3
-                CASE(4);
-                CASE(5);
-                CASE(6);
-                CASE(7);
-                CASE(8);
-                CASE(9);
-                CASE(10);
-                CASE(11);
-                CASE(12);
-#endif
-            }
-#undef CASE
-#undef TILE
+        NAME(all_rows)(l, p, panel, scales, 0, l->in, together, kind);
+    }
+}
+
+#ifdef WIDENED_ROWS
+/* As `linear_panels`, of codes, for many rows: CHUNK input features of a panel are widened once for all of them. */
+static void NAME(widened_panels)(const struct linear *l, int64_t begin, int64_t end) {
+    float values[CHUNK * PANEL] __attribute__((aligned(64)));
+    int64_t groups = (l->in + l->group - 1) / l->group;
+    for (int64_t p = begin; p < end; p++) {
+        const int8_t *panel = (const int8_t *)l->panels + p * PANEL * l->in;
+        const float *scales = l->scales + p * groups * PANEL;
+        for (int64_t from = 0; from < l->in; from += CHUNK) {
+            int64_t to = l->in - from < CHUNK ? l->in : from + CHUNK;
+            if (l->kind == INT8) NAME(widen_codes)(values, panel, scales, l->group, from, to, INT8);
+            else NAME(widen_codes)(values, panel, scales, l->group, from, to, INT8_PER_127);
+            NAME(all_rows)(l, p, values, NULL, from, to, 1, FLOAT32);
         }
     }
 }
+#endif
 
 static void NAME(linear)(const struct linear *l, int64_t begin, int64_t end) {
     if (l->kind == FLOAT32) NAME(linear_panels)(l, begin, end, FLOAT32);
     else if (l->kind == PAIRS) NAME(linear_panels)(l, begin, end, PAIRS);
+#ifdef WIDENED_ROWS
+    else if (l->kind >= INT8 && l->rows >= WIDENED_ROWS) NAME(widened_panels)(l, begin, end);
+#endif
     else if (l->kind == INT8) NAME(linear_panels)(l, begin, end, INT8);
     else if (l->kind == INT8_PER_127) NAME(linear_panels)(l, begin, end, INT8_PER_127);
     else NAME(linear_panels)(l, begin, end, FLOAT16);
@@ -838,6 +896,7 @@ static void NAME(multiply)(const struct product *p, float *scratch, int64_t begi
 #undef NAME
 #undef VEC
 #undef ROWS
+#undef WIDENED_ROWS
 #undef TOGETHER
 #undef DOT_ROWS
 #undef DOT_OUTPUTS

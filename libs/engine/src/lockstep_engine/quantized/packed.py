@@ -51,13 +51,20 @@ class PackedMatrix(CodedMatrix):
             is_plain = zero in tensors and tensors.dtype(zero) == "I8"
             stored_out = out if is_plain else -(-out // (32 // self._bits))
             tensors.expect(zero, [[stored_out, count]], ("I8" if is_plain else "I32",))
-        self.code_form = self._grid.code_form if self._zero is None or self._bits < _BYTE else None
+        self.code_form = self._grid.code_form if self._fit_int8() else None
 
     def coded(self, rows: slice, columns: slice) -> Coded:
         """See `CodedMatrix.coded`."""
         words, inside = words_of(columns, 32 // self._bits)
         stored = self._tensors.read(f"{self._stem}.weight_packed", rows, words)
         return self._grid.coded(self._signed(unpack(stored, self._bits, 1)[:, inside]), rows, columns, self._zeros())
+
+    def _fit_int8(self) -> bool:
+        """Whether codes less zero points fit. Zero points that are not packed may lie beyond the codes."""
+        if self._zero is None or self._bits == _BYTE:
+            return self._zero is None
+        half, zeros = 2 ** (self._bits - 1), self._zeros()
+        return zeros is None or (int(zeros.min()) >= -half and int(zeros.max()) < half)
 
     def _signed(self, integers: torch.Tensor) -> torch.Tensor:
         signed: torch.Tensor = integers.to(torch.int16) - 2 ** (self._bits - 1)
