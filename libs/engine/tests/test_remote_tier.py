@@ -434,6 +434,24 @@ async def test_what_the_store_does_not_take_is_dropped(path, monkeypatch):
     await worker.close()
 
 
+async def test_a_tenant_whose_blocks_are_not_taken_holds_up_nobody(path, monkeypatch):
+    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 3600.0)
+    store = MemoryStore()
+    take, refused = store.offer, []
+    store.offer = lambda tenant, blocks: refused.append(tenant) or 0 if tenant == "a" else take(tenant, blocks)
+    worker = Worker(path, store)
+    await worker.ask("a", words(0), tenant="a")
+    await worker.ask("b", words(1), tenant="b")
+    async with asyncio.timeout(60):
+        while len(store.parts) < FULL // BLOCK_SIZE or len(refused) < 3:
+            await worker.step()
+    assert {tenant for tenant, *_ in store.parts} == {"b"}
+    store.offer = take
+    await worker.settled()
+    assert len(store.parts) == 2 * (FULL // BLOCK_SIZE)
+    await worker.close()
+
+
 async def test_what_the_pools_evict_is_stored(path, monkeypatch):
     """Here the end of a text stores nothing, because the store is full then."""
     monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 0.0)
@@ -500,7 +518,7 @@ async def test_the_loop_goes_on_while_blocks_are_offered_that_are_gone(path):
     await worker.settled()
     writer, turns = worker.tier._epoch.writer, 0
     writer._offered.clear()
-    writer._next_batch = lambda: [writer._due.popleft()] if writer._due else []
+    writer._next_batch = lambda: [writer._due.pop("")] if writer._due else []
     worker.scheduler.shed(0)
     await writer.add_evicted()
     due = len(writer._due)
@@ -535,11 +553,27 @@ async def test_the_wait_for_a_turn_is_estimated_once_in_a_turn_of_the_loop():
     estimates = []
     engine._queue.waits = lambda **_: (estimates.append(1) or 2.0, 0.0)
     engine._pace.token_s = 0.5
+    assert engine._pace.step_s == 0
     assert [engine._prompt_s(tokens) for tokens in (0, 2, 4)] == [2.0, 3.0, 4.0]
     assert len(estimates) == 1
     await asyncio.sleep(0)
     engine._prompt_s(1)
     assert len(estimates) == 2
+    await engine.close()
+
+
+async def test_the_prompts_that_came_first_are_not_counted_twice(monkeypatch):
+    """The wait for a place has them, too."""
+    config = EngineConfig(model=str(MODEL), host_cache_bytes=2**24)
+    engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=MemoryStore())
+    wait_s = 2.0
+    engine._queue.waits = lambda **_: (wait_s, 0.0)
+    monkeypatch.setattr(Scheduler, "backlog", 3)
+    engine._pace.token_s = 0.5
+    assert engine._prompt_s(2) == 3.0
+    await asyncio.sleep(0)
+    wait_s = 0.0
+    assert engine._prompt_s(2) == 2.5
     await engine.close()
 
 

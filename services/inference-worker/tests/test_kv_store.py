@@ -292,6 +292,24 @@ async def test_tenants_are_stored_in_turn(kv, target):
     assert [each for each in stored_for if not each.startswith("-")] == ["greedy", "modest", "greedy", "greedy"]
 
 
+async def test_a_tenant_for_which_the_server_has_no_room_waits_alone(kv, store, monkeypatch):
+    monkeypatch.setattr("lockstep_worker.kv_store.write_behind._PAUSE_S", 3600.0)
+
+    def on_put(tenant):
+        is_full = tenant == "full"
+        kv.put_outcome = state_pb2.PUT_OUTCOME_FULL if is_full else state_pb2.PUT_OUTCOME_STORED
+
+    kv.on_put = on_put
+    before = value("puts_total", outcome="full")
+    assert store.offer("full", parts_of("a")) == RANKS
+    await until(lambda: value("puts_total", outcome="full") - before == RANKS)
+    assert store.offer("full", parts_of("b")) == RANKS
+    assert store.offer("t", parts_of("c")) == RANKS
+    await until(lambda: value("queue_bytes") == RANKS * FORM.length)
+    assert (await fetch(store, "c", Memory())).blocks == 1
+    assert value("puts_total", outcome="full") - before == RANKS
+
+
 async def test_blocks_wait_for_a_server_that_is_away(kv, target):
     async with opened(target, timeout_s=0.3) as store:
         kv.answers.clear()

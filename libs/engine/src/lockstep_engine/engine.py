@@ -482,7 +482,7 @@ class AsyncEngine:
         self._steps = 0
         self._timing = _Timing()
         self._queue.calibrate(ready.step_s, ready.token_s)
-        self._pace.begin(ready.token_s)
+        self._pace.begin(ready.step_s, ready.token_s)
         if self._remote is not None and self._group is not None:
             ranks = [each.ready for each in self._group.ranks if each.ready is not None]
             self._remote.open(ready, ranks, blocks.host, [memoryview(each) for each in self._group.host_memory])
@@ -707,9 +707,10 @@ class AsyncEngine:
                 if self._group.in_flight == 0:
                     self._timing.plan(plan.step)
                 config, is_long = self.config, plan.has_prefill or plan.loads is not None
+                sent_at = time.monotonic()
                 self._group.execute(plan, config.prefill_deadline_s if is_long else config.decode_deadline_s)
-                prompt_tokens = len(plan.token_ids) if plan.has_prefill else 0
-                self._pace.planned(plan.step, prompt_tokens, time.monotonic())
+                if plan.loads is None and len(plan.token_ids):  # copies from host memory would count as computing
+                    self._pace.planned(plan.step, plan.prompt_tokens, sent_at)
         except MemoryError:
             try:
                 self._call_soon(self._pass_on_ends, self._scheduler.shed(self._group.in_flight))
@@ -726,13 +727,15 @@ class AsyncEngine:
         """Estimates the seconds until so many tokens of one more prompt would be computed. The part of it that does not
         depend on `tokens` takes time for each request, and is asked for dozens of times in a turn of the loop.
         """
+        pace, step_tokens = self._pace, self.config.max_batch_tokens
         if self._turn_s is None:
             scheduler = self._scheduler
             places, is_full = scheduler.running + scheduler.free_seqs, not scheduler.free_seqs
             wait_s, _ = self._queue.waits(places=places, is_full=is_full, now=time.monotonic())
-            self._turn_s = wait_s + scheduler.backlog * self._pace.token_s
+            # Not their sum: the wait for a place includes the prompts of those that came first.
+            self._turn_s = max(wait_s, pace.prompt_s(scheduler.backlog, step_tokens))
             asyncio.get_running_loop().call_soon(self._forget_turn)
-        return self._turn_s + tokens * self._pace.token_s
+        return self._turn_s + pace.prompt_s(tokens, step_tokens)
 
     def _forget_turn(self) -> None:
         self._turn_s = None

@@ -95,6 +95,11 @@ class Plan(msgspec.Struct, array_like=True):
         """Whether any sequence computes more than one token."""
         return len(self.token_ids) > len(self.lengths)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the sequences that compute more than one."""
+        return int(self.lengths[self.lengths > 1].sum())
+
 
 def nothing(step: int, spills: NDArray[np.int32] | None, loads: NDArray[np.int32] | None) -> Plan:
     """The plan of a step that only copies blocks to host memory and from it."""

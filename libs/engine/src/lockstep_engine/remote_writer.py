@@ -2,14 +2,16 @@
 offered to a store outside of the machine.
 
 Nothing waits for it. It works in small pieces between the events of the driver's loop, from queues with bounds, and
-drops what the store does not take in time. A block is read from its slots of host memory. One that only the pools have
-is first copied there by a plan, and is evicted from there before all others afterwards.
+drops what the store does not take in time. Tenants take turns; blocks that the store does not take hold up only those
+of the same tenant. A block is read from its slots of host memory. One that only the pools have is first copied there by
+a plan, and is evicted from there before all others afterwards.
 """
 
 import asyncio
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from lockstep_engine import remote_keys
@@ -18,6 +20,7 @@ from lockstep_engine.config import HotWindow
 from lockstep_engine.host_view import HostView
 from lockstep_engine.remote_store import RemoteStore, StoredBlock
 from lockstep_engine.scheduler import Scheduler
+from lockstep_engine.tenant_queues import TenantQueues
 
 logger = logging.getLogger("lockstep.engine")
 
@@ -30,6 +33,8 @@ _PIECE_BLOCKS = 256
 _PIECE_BYTES = 2**20
 """Bytes that are offered, and so copied, between two turns of the loop, unless one block has more."""
 _FULL_WAIT_S = 0.02
+_MAX_FULL_WAIT_S = 0.32
+"""Until a tenant's blocks are offered again that the store has not taken: first the one, doubled each time."""
 _PATIENCE_S = 2.0
 """How long a block waits for room in the store's queue."""
 _COPY_WAIT_S = 30.0
@@ -51,6 +56,18 @@ class _Due(NamedTuple):
     key: BlockKey
     cold: bool
     name: bytes
+
+
+class _Refused(NamedTuple):
+    """Blocks of one tenant that the store has not taken."""
+
+    batch: list[_Due]
+    again_at: float
+    """When they are offered again."""
+    wait_s: float
+    """How long that is after the time before."""
+    until: float
+    """When they are dropped."""
 
 
 class RemoteWriter:
@@ -80,8 +97,10 @@ class RemoteWriter:
         self._hot_window = hot_window
         self._seed = seed
         self._on_copies = on_copies
-        self._texts: deque[_Text] = deque(maxlen=_MAX_TEXTS)
-        self._due: deque[_Due] = deque(maxlen=_MAX_DUE)
+        self._texts: TenantQueues[_Text] = TenantQueues(_MAX_TEXTS)
+        self._due: TenantQueues[_Due] = TenantQueues(_MAX_DUE)
+        self._refused: dict[str, _Refused] = {}
+        """By tenant; nothing else of it is offered meanwhile."""
         self._links: OrderedDict[bytes, tuple[str, BlockKey, bytes]] = OrderedDict()
         """By a block's digest: whose it is, and its link of the chain."""
         self._offered: OrderedDict[bytes, None] = OrderedDict()
@@ -99,7 +118,7 @@ class RemoteWriter:
             fork: after so many of them other texts have diverged.
         """
         if keys:
-            self._texts.append(_Text(tenant, list(keys), fork))
+            self._texts.add(tenant, _Text(tenant, list(keys), fork))
             self.notify()
 
     async def add_evicted(self) -> None:
@@ -135,17 +154,34 @@ class RemoteWriter:
         """Offer blocks until it is cancelled."""
         while True:
             try:
-                while self._texts:
-                    await self._list_text(self._texts.popleft())
+                while (tenant := next(iter(self._texts), None)) is not None:
+                    text = self._texts.pop(tenant)
+                    self._texts.end_turn(tenant)
+                    await self._list_text(text)
                 self._list_spilled()
-                while batch := self._next_batch():
-                    await self._offer_batch(batch)
+                while True:
+                    refused = self._take_refused()
+                    batch = self._next_batch() if refused is None else refused.batch
+                    if not batch:
+                        break
+                    await self._offer_batch(batch, refused)
                     await asyncio.sleep(0)  # of blocks that are gone nothing is offered, and nothing was waited for
             except Exception:
                 logger.exception("blocks of the prefix cache were not stored")
-            if not (self._texts or self._due or self._spilled):
+            if self._texts or self._spilled:
+                continue
+            if self._refused:
+                await self._wait_for_room()
+            elif not self._due:
                 self._idle.set()
                 self._wake.clear()
+                await self._wake.wait()
+
+    async def _wait_for_room(self) -> None:
+        """Wait until blocks are to be offered again, or others may be there."""
+        self._wake.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(min(each.again_at for each in self._refused.values())):
                 await self._wake.wait()
 
     @property
@@ -185,24 +221,35 @@ class RemoteWriter:
         for cold in versions:
             name = remote_keys.block_name(link, cold=cold)
             if name not in self._offered:
-                self._due.append(_Due(tenant, key, cold, name))
+                self._due.add(tenant, _Due(tenant, key, cold, name))
+
+    def _take_refused(self) -> _Refused | None:
+        """Blocks that the store has not taken and that are to be offered again now."""
+        now = asyncio.get_running_loop().time()
+        tenant = next((each for each, refused in self._refused.items() if refused.again_at <= now), None)
+        return None if tenant is None else self._refused.pop(tenant)
 
     def _next_batch(self) -> list[_Due]:
-        """The next blocks of one tenant: a part of what a step may copy, and of host memory."""
+        """The next blocks of the tenant whose turn it is: a part of what a step may copy, and of host memory."""
         sizes = self._scheduler.blocks.sizes.host
         most = min(sizes.step_slots, sizes.slots) // 4
-        batch: list[_Due] = []
-        slots = 0
-        while self._due and (not batch or self._due[0].tenant == batch[0].tenant):
-            slots += 1 if self._due[0].cold else sizes.hot_slots
-            if batch and slots > most:
-                break
-            each = self._due.popleft()
-            if each.name not in self._offered:
-                batch.append(each)
-        return batch
+        for tenant in [each for each in self._due if each not in self._refused]:
+            batch: list[_Due] = []
+            slots = 0
+            while (each := self._due.first(tenant)) is not None:
+                slots += 1 if each.cold else sizes.hot_slots
+                if batch and slots > most:
+                    break
+                self._due.pop(tenant)
+                if each.name not in self._offered:
+                    batch.append(each)
+            self._due.end_turn(tenant)
+            if batch:
+                return batch
+        return []
 
-    async def _offer_batch(self, batch: list[_Due]) -> None:
+    async def _offer_batch(self, batch: list[_Due], refused: _Refused | None) -> None:
+        """Offer blocks of one tenant; `refused`: they are from this."""
         blocks = self._scheduler.blocks
         absent = [each for each in batch if not blocks.host.has(each.key, cold=each.cold)]
         staged = [each for each in absent if blocks.stage(each.key, cold=each.cold)]
@@ -210,21 +257,34 @@ class RemoteWriter:
             self._on_copies()
         try:
             async with asyncio.timeout(_COPY_WAIT_S):
-                await self._offer(batch)
+                left = await self._offer(batch)
+            if left:
+                self._keep(left, None if refused is None or len(left) < len(refused.batch) else refused)
         except TimeoutError:
             logger.warning("blocks of the prefix cache were not stored: no step has copied them")
         for each in staged:
             self._scheduler.blocks.host.demote(each.key, cold=each.cold)
 
-    async def _offer(self, batch: list[_Due]) -> None:
-        """Offer blocks once host memory has them; leave out those that it has no more."""
-        loop = asyncio.get_running_loop()
-        left, until = deque(batch), loop.time() + _PATIENCE_S
+    def _keep(self, batch: list[_Due], refused: _Refused | None) -> None:
+        """Offer blocks again later, unless that has been done for long enough without any of them being taken."""
+        now = asyncio.get_running_loop().time()
+        wait_s = _FULL_WAIT_S if refused is None else min(2 * refused.wait_s, _MAX_FULL_WAIT_S)
+        until = now + _PATIENCE_S if refused is None else refused.until
+        if now < until:
+            self._refused[batch[0].tenant] = _Refused(batch, now + wait_s, wait_s, until)
+
+    async def _offer(self, batch: list[_Due]) -> list[_Due]:
+        """Offer blocks once host memory has them; leave out those that it has no more.
+
+        Returns:
+            Those for which the store has no room now.
+        """
+        left = deque(batch)
         while left:
             piece, contents = self._readable(left)
             if not piece:
                 if not left:
-                    return
+                    break
                 self._wake.clear()
                 if self._scheduler.blocks.host.slots_of(left[0].key, cold=left[0].cold) == ():
                     await self._wake.wait()  # for the end of a step
@@ -236,12 +296,9 @@ class RemoteWriter:
                 self.blocks += 1
                 left.popleft()
             if taken < len(piece):
-                if loop.time() > until:
-                    return
-                await asyncio.sleep(_FULL_WAIT_S)
-            elif taken:
-                until = loop.time() + _PATIENCE_S
-                await asyncio.sleep(0)
+                break
+            await asyncio.sleep(0)
+        return list(left)
 
     def _readable(self, left: deque[_Due]) -> tuple[list[_Due], list[StoredBlock]]:
         """The first blocks that can be read now, as much as may be copied at once; those that are gone are removed."""

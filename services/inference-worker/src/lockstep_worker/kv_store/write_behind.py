@@ -2,7 +2,8 @@
 
 Who offers a block never waits. What does not fit is dropped and counted: it is in no other place, and is computed again
 if it is ever needed. Tenants are stored in turn, a batch of each. In a full queue a tenant within its share takes the
-room of the newest blocks of the tenant that is furthest beyond its own.
+room of the newest blocks of the tenant that is furthest beyond its own. A tenant for which the server has no room waits
+alone.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ _OFFER_BYTES = 32 << 20
 """Copied by one `offer`, about 5 ms; the loop waits for it."""
 _PUT_TIMEOUT_S = 10.0
 _PAUSE_S = 0.5
-"""After a failure, and after the server had no room."""
+"""After a failure; of one tenant, after the server had no room for its blocks."""
 _TRIES = 2
 
 _Key = tuple[str, bytes, HeadRange]
@@ -81,6 +82,8 @@ class WriteBehind:
         """What is being stored. It waits as well, but in no queue."""
         self._bytes: Counter[str] = Counter()
         """Of each tenant's blocks that wait."""
+        self._paused: dict[str, float] = {}
+        """By tenant for which the server had no room: the loop's time of its next turn."""
         self._keys: set[_Key] = set()
         self._wake = asyncio.Event()
         self._is_idle = asyncio.Event()
@@ -152,6 +155,9 @@ class WriteBehind:
             await self._wake.wait()
             await self._client.is_reachable.wait()
             batch = self._batch = self._next_batch()
+            if not batch and self._queues:
+                await self._wait_for_turn()
+                continue
             if not batch:
                 self._wake.clear()
                 self._is_idle.set()
@@ -167,9 +173,19 @@ class WriteBehind:
             if pause_s:
                 await asyncio.sleep(pause_s)
 
+    async def _wait_for_turn(self) -> None:
+        """All tenants whose blocks wait are paused: wait for the end of the first pause, or for further blocks."""
+        self._wake.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(min(self._paused.values())):
+                await self._wake.wait()
+        self._wake.set()
+
     def _next_batch(self) -> list[Waiting]:
         """The oldest blocks of the tenant whose turn it is, out of its queue; its next turn is after all others."""
-        tenant = next(iter(self._queues), None)
+        now = asyncio.get_running_loop().time()
+        self._paused = {tenant: until for tenant, until in self._paused.items() if until > now}
+        tenant = next((each for each in self._queues if each not in self._paused), None)
         if tenant is None:
             return []
         batch: list[Waiting] = []
@@ -214,7 +230,9 @@ class WriteBehind:
             metrics.REMOTE_PUTS.labels(outcome).inc()
             metrics.REMOTE_BYTES.labels("out").inc(len(each.content) if outcome == "stored" else 0)
         self._forget(batch)
-        return _PAUSE_S if "full" in outcomes else 0.0
+        if "full" in outcomes:
+            self._paused[batch[0].tenant] = asyncio.get_running_loop().time() + _PAUSE_S
+        return 0.0
 
     def _forget(self, blocks: Sequence[Waiting]) -> None:
         """Blocks do not wait any more."""
