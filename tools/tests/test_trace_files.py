@@ -88,6 +88,20 @@ def test_a_request_is_found_in_the_files_of_a_collector(written):
     assert from_file(path, "req-3") == []
 
 
+def test_no_span_of_a_large_export_is_left_out(written):
+    """A collector's batches have 8,192 spans by default."""
+    others = [span(f"{number:04x}", "", "request", 0, 1, OTHER) for number in range(8191)]
+    (found,) = from_file(written(exported(*others, REQUEST)), "req-1")
+    assert found.span_id == "01"
+
+
+def test_a_line_that_is_being_written_is_not_read(written):
+    path = written(exported(REQUEST))
+    with path.open("a") as file:
+        file.write(exported(ATTEMPT)[:-9])
+    assert [each.span_id for each in from_file(path, "req-1")] == ["01"]
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_download_from_a_jaeger_is_drawn(written, indent, capsys):
     trace = {

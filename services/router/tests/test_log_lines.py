@@ -3,6 +3,7 @@
 import json
 import logging
 
+import pytest
 from lockstep_common.telemetry import JsonFormatter
 from lockstep_common.tracing import Tracing
 from scripted_worker import Script
@@ -45,3 +46,16 @@ async def test_without_traces_a_callers_trace_is_named(make_cluster, caplog):
     moved, ended = lines_of(caplog)
     assert (moved["trace_id"], moved["span_id"]) == (f"{10:032x}", f"{11:016x}")
     assert "trace_id" not in ended
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_line_of_a_resumable_request_counts_its_moves(make_cluster, caplog, stream):
+    caplog.set_level(logging.INFO, "lockstep")
+    cluster = await make_cluster()
+    own, _ = cluster.worker_of("user:u")
+    own.script = Script(die_after=3)
+    begun = await cluster.complete(stream=stream, resumable=True)
+    await cluster.client.get(f"/v1/streams/{begun.headers['x-lockstep-stream-id']}")
+    first, resumed = [record for record in caplog.records if record.getMessage() == "request"]
+    assert (first.failovers, first.resumed) == (1, False)
+    assert (resumed.failovers, resumed.resumed) == (0, True), "it read what was kept"

@@ -52,14 +52,12 @@ class EndedRequest(Protocol):
 class RequestTrace:
     """A request's span, and the trace that its streams have in common."""
 
-    __slots__ = ("_has_token", "failovers", "finish_reasons", "root", "trace")
+    __slots__ = ("_has_token", "finish_reasons", "root", "trace")
 
     def __init__(self, trace: Trace, name: str = "request", kind: Kind = Kind.SERVER) -> None:
         self.trace = trace
         self.root: Span = trace.begin(name, kind=kind)
         self.finish_reasons: list[str] = []
-        self.failovers = 0
-        """Of its streams. A request that reads a resumable stream is told of none of them otherwise."""
         self._has_token = False
 
     @property
@@ -116,7 +114,7 @@ class RequestTrace:
         attributes[names.RESPONSE_ID] = attributes[names.REQUEST_ID] = record.request_id
         attributes[names.INPUT_TOKENS] = record.prompt_tokens
         attributes[names.OUTPUT_TOKENS] = record.completion_tokens
-        attributes[names.FAILOVERS] = max(record.failovers, self.failovers)
+        attributes[names.FAILOVERS] = record.failovers
         attributes[names.RESUMED] = record.resumed
         if self.finish_reasons:
             attributes[names.RESPONSE_FINISH_REASONS] = self.finish_reasons

@@ -70,6 +70,8 @@ def _parsed(path: Path, number: int, text: bytes) -> Sequence[Span]:
     try:
         body: Any = json.loads(text)
     except (ValueError, RecursionError):
+        if number > 1 and not text.endswith(b"\n"):
+            return ()  # the collector is writing it
         raise _unusable(path, f"line {number} is no JSON") from None
     try:
         if "resourceSpans" in body:

@@ -5,7 +5,7 @@ from typing import Any
 
 from lockstep_common.tracing import names
 
-from lockstep_tools.trace.spans import MAX_SPANS, Span, as_process, as_text, as_time
+from lockstep_tools.trace.spans import Span, as_process, as_text, as_time
 
 _ERRORS = (2, "STATUS_CODE_ERROR")
 
@@ -22,7 +22,7 @@ def of_otlp(body: Mapping[str, Any]) -> list[Span]:
         process = as_process(resource.get("service.name", "?"), resource.get("service.instance.id", ""))
         for of_scope in of_process.get("scopeSpans", ()):
             found += [_span(each, process) for each in of_scope.get("spans", ())]
-    return found[:MAX_SPANS]
+    return found
 
 
 def _span(each: Mapping[str, Any], process: str) -> Span:

@@ -91,13 +91,16 @@ class Generating:
     ) -> None:
         run.logs = logs
         async with self._host.run(prepared, account, observe=partial(self._note, run, prepared)) as generation:
-            run.record, run.tokenizer = record, prepared.tokenizer
+            run.record, run.tokenizer, run.generation = record, prepared.tokenizer, generation
             run.prepared.set()
             if run.is_taken:
                 metrics.TAKEOVERS.labels("continued").inc()
                 logger.info("stream of an earlier run continued", extra={"request_id": run.request_id})
-            async for _ in generation.deltas():
-                pass
+            try:
+                async for _ in generation.deltas():
+                    pass
+            finally:
+                run.end_generation()
 
     async def _end_with(self, run: Run, account: Account, generate: Callable[[], Awaitable[None]]) -> None:
         run.has_begun = True

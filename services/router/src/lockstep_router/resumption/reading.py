@@ -51,6 +51,7 @@ class Reading:
         on_close: Callable[[], None],
         is_resumed: bool,
         may_be_ahead: bool = False,
+        count_failovers: Callable[[], int] = lambda: 0,
     ) -> None:
         """Begin at the start of the answer.
 
@@ -62,6 +63,7 @@ class Reading:
             on_close: called once, when the reading ends.
             is_resumed: whether an earlier request started the stream.
             may_be_ahead: the client may have had tokens from another router that are generated again here.
+            count_failovers: how often the stream has moved to another worker in this router.
         """
         self.record = record
         self.tokenizer = tokenizer
@@ -76,6 +78,8 @@ class Reading:
         """The event that the client has named as the last one it has."""
         self._skipped_tokens = 0
         self._may_be_ahead = may_be_ahead
+        self._count_failovers = count_failovers
+        self._failovers_before = count_failovers() if is_resumed else 0
         self._awaited_field: str | None = None
         """The name of the field with a position that the stream has yet to reach again; None: it has."""
 
@@ -147,6 +151,11 @@ class Reading:
     def delivered_tokens(self) -> int:
         """Tokens that this reading has given."""
         return self._replay.completion_tokens - self._skipped_tokens
+
+    @property
+    def failovers(self) -> int:
+        """Number of times that the stream moved to another worker while it was read."""
+        return self._count_failovers() - self._failovers_before
 
     @property
     def inexact_choices(self) -> frozenset[int]:

@@ -66,6 +66,9 @@ class Run:
         self.unproven: frozenset[int] = frozenset()
         """Choices that began again here, as nobody knows the numerics that an earlier run may have begun them with."""
         self.logs: list[ChoiceLog] = []
+        self.generation: Generation | None = None
+        """While it runs."""
+        self._failovers = 0
         self.outcome: Outcome | None = None
         self.prepared = asyncio.Event()
         """Set when there is a record, or an outcome without one."""
@@ -80,6 +83,15 @@ class Run:
         """Why it is being ended; it can no longer be read then."""
         self.is_ending = False
         self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def failovers(self) -> int:
+        """Number of times that one of its streams moved to another worker."""
+        return self._failovers if self.generation is None else self.generation.failovers
+
+    def end_generation(self) -> None:
+        """Let go of the generation, which has its prompts, and keep what readers may still ask."""
+        self._failovers, self.generation = self.failovers, None
 
     def outcome_for(self, arrival: asyncio.Event) -> Outcome | None:
         """How it ended for one of its readers; None: it runs."""

@@ -286,6 +286,7 @@ class Runs:
             on_close=partial(self._detach, run, arrival),
             is_resumed=is_resumed,
             may_be_ahead=run.is_taken,
+            count_failovers=lambda: run.failovers,
         )
         reading = await _begin(reading, after)
         if not is_exact(run.unproven, reading.position):

@@ -152,7 +152,6 @@ class _Recorded(StreamTrace):
             self._close(outcome.reason.value, "")
         else:
             self._trace.keep(Kept.FAILED_OVER)
-            self._request.failovers += 1
             self._close("lost", outcome.reason.value)
 
     def end(self, error: BaseException | None) -> None:

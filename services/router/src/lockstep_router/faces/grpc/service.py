@@ -341,6 +341,7 @@ class Inference:
                     await self._write(call, usage_event(reading))
             finally:
                 record.completion_tokens = reading.delivered_tokens
+                record.failovers = reading.failovers
 
     async def _reply(self, call: _Progress, message: Message) -> None:
         """Send the only message of an answer."""

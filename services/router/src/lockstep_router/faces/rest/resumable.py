@@ -126,6 +126,7 @@ async def _write(reading: Reading, record: Record, client: Client) -> None:
                 await client.reply(json_reply(await whole_of(reading), headers=headers))
         finally:
             record.completion_tokens = reading.delivered_tokens
+            record.failovers = reading.failovers
 
 
 async def _events(reading: Reading, record: Record) -> AsyncIterator[bytes]:

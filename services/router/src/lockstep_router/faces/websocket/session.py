@@ -272,6 +272,7 @@ class Session:
                         await self._socket.send(messages.event(client_id, each.event_id, each.data))
             finally:
                 record.completion_tokens = reading.delivered_tokens
+                record.failovers = reading.failovers
         await self._socket.send(messages.done(request.client_id, usage_body(reading.usage)))
 
     def _generation_request(
