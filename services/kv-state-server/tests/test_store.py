@@ -58,6 +58,39 @@ async def test_waiting_for_others_does_not_open_the_breaker(proxy):
         assert await batch == [None]
 
 
+async def given_up(call):
+    """End a call that waits for Redis, as its caller's deadline does."""
+    calling = asyncio.create_task(call)
+    await asyncio.wait({calling}, timeout=SHORT_S / 10)
+    calling.cancel()
+    await asyncio.gather(calling, return_exceptions=True)
+
+
+@pytest.mark.parametrize("is_batch", [False, True])
+async def test_callers_that_give_up_before_the_timeouts_do_not_hide_that_redis_is_silent(proxy, is_batch):
+    async with behind(proxy, batch_timeout_s=10 * SHORT_S) as kept:
+        await eventually(lambda: answers(kept))
+        proxy.silence()
+
+        async def opens():
+            await given_up(kept.backend.get([kept.key()]) if is_batch else kept.backend.bound(kept.key()))
+            return kept.backend.unready is not None
+
+        await eventually(opens)
+        proxy.pass_on()
+        await eventually(lambda: _is(kept.backend.unready is None))
+
+
+async def test_callers_that_give_up_do_not_open_the_breaker_while_redis_answers(proxy):
+    async with behind(proxy, breaker_failures=1, timeout_s=PATIENCE_S) as kept:
+        await eventually(lambda: answers(kept))
+        proxy.delay_s = (SHORT_S, SHORT_S)
+        for _ in range(20):
+            await given_up(kept.backend.bound(kept.key()))
+        assert await kept.backend.bound(kept.key()) is None
+        assert kept.backend.unready is None
+
+
 async def test_a_process_that_stood_still_does_not_open_the_breaker(proxy):
     async with behind(proxy, breaker_failures=1) as kept:
         await eventually(lambda: answers(kept))

@@ -395,6 +395,18 @@ async def test_removal_is_settled_when_the_state_server_knows_it(store, other):
     await store.settle("r-unknown")
 
 
+async def test_full_server_forgets_a_stream_that_is_removed(store, other, server):
+    """The answer to a DELETE waits for that; the end of the stream itself would wait for room."""
+    await fill(store)
+    await mirrored(store)
+    room = server.backend.backend._room
+    room.max_bytes = room.used_bytes
+    await store.remove("r-1")
+    await store.settle("r-1")
+    assert await other.look_up("r-1", "tenant") is None
+    await eventually(lambda: not store.mirror.entries)
+
+
 async def test_removal_is_not_waited_for_long_and_not_at_all_while_the_server_is_away(make_store, server):
     store = await make_store()
     await fill(store)
@@ -439,6 +451,29 @@ async def test_router_that_has_lost_a_stream_is_told_whether_it_was_removed(stor
     assert await store.read("r-1") is None
     if how == "away":
         server.backend.backend.read = read
+
+
+async def test_stream_that_came_back_is_not_ended_for_having_been_lost(store, other, monkeypatch):
+    """Its former run may end, and a client resume it here, before it is known why it was lost."""
+    lost, may_answer, ask = [], asyncio.Event(), store.client.read
+    store.on_taken(lambda request_id, *_: lost.append(request_id))
+    await fill(store)
+    await mirrored(store)
+    known = await take(other)
+
+    async def read(request):
+        response = await ask(request)
+        await may_answer.wait()
+        return response
+
+    monkeypatch.setattr(store.client, "read", read)
+    store.append("r-1", Piece(0, 2, [9], logprobs(9)))
+    await eventually(lambda: store._telling)
+    assert await store.take(known) is not None
+    may_answer.set()
+    await eventually(lambda: not store._telling)
+    assert not lost
+    assert await store.read("r-1") is not None
 
 
 async def test_left_stream_is_complete_and_keeps_its_key(store, other):

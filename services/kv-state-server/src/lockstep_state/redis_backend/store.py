@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,8 @@ class Store:
         self._breaker = Breaker(options.breaker_failures, self._note_change)
         self._logged_at = -_LOG_EVERY_S
         self._running: set[asyncio.Future[Any]] = set()
+        self._checking: asyncio.Task[None] | None = None
+        """Finds out whether Redis would have answered a call that its caller has given up."""
         hosts = len(parse_address(options.address).hosts)
         self._probe_timeout_s = options.batch_timeout_s * (hosts + 1)
         """Enough to find out that all hosts but the last one are silent."""
@@ -132,6 +135,8 @@ class Store:
 
     async def close(self) -> None:
         """Close the connections."""
+        if self._checking is not None:
+            self._checking.cancel()
         await self._client.aclose()
 
     async def _run(self, operation: str, commands: Sequence[Command], *, is_batch: bool) -> list[Any]:
@@ -150,6 +155,10 @@ class Store:
             if isinstance(error, TimeoutError) and (not was_asked or took_s > 2 * limit_s):
                 error = _BusyError()
             raise self._failed(error) from None
+        except asyncio.CancelledError:
+            if was_asked:
+                self._check(is_batch=is_batch)
+            raise
         finally:
             metrics.STORE_SECONDS.labels(operation).observe(time.monotonic() - began)
         judged = [self._judge(answer) for answer in answers]
@@ -157,6 +166,20 @@ class Store:
         if not is_late and not any(map(_is_unusable, answers)):
             self._breaker.succeed()
         return judged
+
+    def _check(self, *, is_batch: bool) -> None:
+        """Have Redis asked in place of a call that was given up: callers whose deadlines are before those here would
+        otherwise hide that it is silent. One at a time: who gives up soon must not make the load larger.
+        """
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.create_task(self._note_answer(is_batch=is_batch))
+
+    async def _note_answer(self, *, is_batch: bool) -> None:
+        with suppress(LockstepError):  # it is counted
+            await self._run("check", [Command((), self._probe_line())], is_batch=is_batch)
+
+    def _probe_line(self) -> tuple[str | int, ...]:
+        return "SET", self.key("probe", "probe"), 1, "PX", _PROBE_TTL_MS
 
     async def _send(self, commands: Sequence[Command]) -> list[Any]:
         """Send commands; those whose script Redis does not know, or that found a key of another type, once more."""
@@ -213,7 +236,7 @@ class Store:
 
     async def _probe(self) -> None:
         """Find out whether Redis takes writes again, and in time. It connects first: addresses may have changed."""
-        line = ("SET", self.key("probe", "probe"), 1, "PX", _PROBE_TTL_MS)
+        line = self._probe_line()
         try:
             async with asyncio.timeout(self._probe_timeout_s):
                 await self._reconnect()

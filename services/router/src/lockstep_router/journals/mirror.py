@@ -369,6 +369,8 @@ class Mirror:
                 self._note_sealed(sent)
             case state_pb2.WRITE_OUTCOME_UNKNOWN if entry.seal == REMOVED:
                 self.drop(sent.request_id)
+            case state_pb2.WRITE_OUTCOME_FULL if entry.seal == REMOVED:
+                self._note_sealed(sent)  # to forget the stream takes no room
             case _ if outcome in _ENDINGS:
                 self.drop(sent.request_id)
                 logger.error(
@@ -416,13 +418,19 @@ class Mirror:
 
     def _note_sealed(self, sent: _Sent) -> None:
         """Nothing can be added to the stream; one that was to be removed is removed now."""
-        self.drop(sent.request_id)
         if sent.entry.seal == REMOVED:
-            self.trim(sent.entry.stream.record.owner, sent.request_id)
+            self.add_chore(lambda: self._trim(sent))
+        else:
+            self.drop(sent.request_id)
 
-    def trim(self, owner: str, request_id: str) -> None:
-        """Have the state server forget a stream that has ended."""
-        self.add_chore(lambda: self._client.trim(trim_request(owner, request_id, self._ttl_s)))
+    async def _trim(self, sent: _Sent) -> None:
+        """Have the state server forget a stream that cannot be told its end. Until then it is not settled."""
+        try:
+            await self._client.trim(trim_request(sent.entry.stream.record.owner, sent.request_id, self._ttl_s))
+        finally:
+            sent.entry.is_dropped.set()
+            if self.entries.get(sent.request_id) is sent.entry:
+                self.drop(sent.request_id)
 
     async def _do_chores(self) -> None:
         works = [self._chores.popleft() for _ in range(min(len(self._chores), _CHORES_AT_ONCE))]

@@ -393,7 +393,8 @@ class MirroredJournalStore:
             with suppress(StateAwayError, StateRefusedError, LockstepError):  # its readers are told that it has moved
                 response = await self.client.read(request)
                 is_removed = response is None or response.owner == TAKEN_TO_END or was_removed(response)
-        self._on_taken(request_id, owned_at, is_removed)
+        if self._front.held(request_id) is None:  # it may have come back meanwhile: then its run is another one
+            self._on_taken(request_id, owned_at, is_removed)
 
     def _held(self, request_id: str) -> StoredStream:
         stream = self._front.held(request_id)
