@@ -31,9 +31,7 @@ class Service:
         """Wait until the engine is ready, in this epoch or a later one: a failure after the last token may have cost
         the ranks.
         """
-        async with asyncio.timeout(120):
-            while self.engine.status().epoch < epoch or self.engine.status().state != "ready":
-                await asyncio.sleep(0.002)
+        await until(lambda: self.engine.status().epoch >= epoch and self.engine.status().state == "ready")
 
     def _note_reason(self):
         if self.engine.status().reason:
@@ -71,6 +69,13 @@ class Service:
             ids.extend(output.ids)
             if output.finish is not None:
                 return None
+
+
+async def until(condition):
+    """Wait until the condition holds."""
+    async with asyncio.timeout(120):
+        while not condition():
+            await asyncio.sleep(0.002)
 
 
 def prompt(number):

@@ -2,7 +2,6 @@
 can be continued, and the engine serves again. The log names the error's type, and no text of a prompt.
 """
 
-import asyncio
 import json
 import logging
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import lockstep_engine
 import pytest
-from continuing_clients import CLIENTS, TOKENS, Service, prompt
+from continuing_clients import CLIENTS, TOKENS, Service, prompt, until
 from handmade import write_model
 from lockstep_common.errors import ErrorCode
 from lockstep_engine import EngineConfig, Request, SamplingParams
@@ -223,9 +222,7 @@ async def ended(service, submit):
 
     service.engine._on_outputs = deliver
     submit()
-    async with asyncio.timeout(120):
-        while not outputs:
-            await service.pause()
+    await until(lambda: outputs)
     await service.settle()
     service.engine._on_outputs = service.deliver
     (output,) = outputs
@@ -266,9 +263,7 @@ async def test_requests_end_with_the_group_though_the_scheduler_fails_to_empty_i
         patch.setattr(service.engine._scheduler, "_start_over", fail)
         service.engine.submit(Request("a", tuple(prompt(0)), SamplingParams(max_tokens=2)))
         service.engine._group.fail_for(UnexpectedError())
-        async with asyncio.timeout(120):
-            while not outputs:
-                await service.pause()
+        await until(lambda: outputs)
     (output,) = outputs
     assert (output.request_id, output.error.code) == ("a", ErrorCode.WORKER_LOST)
     await service.settle()
@@ -301,8 +296,6 @@ async def test_the_group_is_lost_though_the_first_try_to_tell_it_fails(service, 
 
         patch.setattr(service.engine, "on_lost", fail)
         service.engine._group.fail_for(UnexpectedError())
-        async with asyncio.timeout(120):
-            while service.engine.status().epoch == epoch:
-                await service.pause()
+        await until(lambda: service.engine.status().epoch != epoch)
     await service.settle()
     assert await service.run() == EXPECTED
