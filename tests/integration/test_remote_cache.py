@@ -80,15 +80,14 @@ def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
             f"Story {attempt}. " + f"It was night number {attempt}, and the rain fell on the house by the sea. " * 24
         )
         answer, _ = ask(system, one, first)
-        time.sleep(0.1 * 2**attempt)  # blocks are stored behind the answer; who asks too early computes them
+        time.sleep(0.1 * 2**attempt)  # blocks are stored behind the answer; who asks too early computes what is missing
         second = f"{first}{answer} And then, in the morning,"
         text, cached = ask(system, other, second, headers(attempt + 1))
         assert text == ask(system, one, second)[0]
-        if cached:
-            assert cached > 0.8 * len(system.tokenize(first))
+        if cached > 0.8 * len(system.tokenize(first)):
             check_fetch(receiver, attempt + 1, cached)
             return
-    raise AssertionError("the other worker has computed every prefix")
+    raise AssertionError("the other worker has computed every prefix, or most of it")
 
 
 def check_fetch(receiver: Receiver, number: int, cached: int) -> None:
