@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lockstep_tools.repository.check import ROOT, changed_files, touched_tests
+from lockstep_tools.repository.check import ROOT, changed_files, importers_of, touched_tests
 
 FILES = {
     "libs/common/src/lockstep_common/errors.py": "",
@@ -55,7 +55,7 @@ def repository(tmp_path: Path) -> Path:
 )
 def test_the_tests_of_a_change(repository: Path, changed: str, touched: list[str]) -> None:
     (path,) = [name for name in FILES if name.endswith(changed)]
-    assert [Path(test).stem for test in touched_tests(repository, [path])] == touched
+    assert [Path(test).stem for test in touched_tests(repository, [path], importers_of(repository))] == touched
 
 
 def test_a_change_is_what_differs_from_main_committed_or_not(repository: Path) -> None:
@@ -85,8 +85,9 @@ def test_a_change_is_what_differs_from_main_committed_or_not(repository: Path) -
 def test_every_real_module_of_a_package_is_touched_by_some_test() -> None:
     """A change of any of them runs something."""
     sources = [path for path in sorted((ROOT / "services").glob("*/src/**/*.py")) if path.name != "__init__.py"]
-    for path in sources[::5]:
-        assert touched_tests(ROOT, [str(path.relative_to(ROOT))]), path
+    by_file = importers_of(ROOT)
+    for path in sources:
+        assert touched_tests(ROOT, [str(path.relative_to(ROOT))], by_file), path
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     began_s = time.monotonic()
     changed = changed_files(ROOT, options.base)
-    tests = touched_tests(ROOT, changed)
+    tests = touched_tests(ROOT, changed, importers_of(ROOT))
     if options.list:
         print("\n".join(tests))
         return 0
@@ -73,9 +73,8 @@ def changed_files(root: Path, base: str) -> list[str]:
     return sorted({*git("diff", "--name-only", ancestor).splitlines(), *new.splitlines()})
 
 
-def touched_tests(root: Path, changed: Sequence[str]) -> list[str]:
+def touched_tests(root: Path, changed: Sequence[str], importers: Mapping[str, Set[str]]) -> list[str]:
     """The files of unit tests that a change touches, the nearest first."""
-    importers = _importers(root)
     distance = dict.fromkeys(changed, 0)
     queue = deque(changed)
     while queue:
@@ -116,7 +115,7 @@ def _run_tests(tests: Sequence[str], budget_s: float) -> int:
     return done.returncode
 
 
-def _importers(root: Path) -> dict[str, set[str]]:
+def importers_of(root: Path) -> dict[str, set[str]]:
     """For each Python file of the repository, those that import it."""
     files = [path for folder in ("libs", "services", "tools", "tests") for path in (root / folder).rglob("*.py")]
     relative = {str(path.relative_to(root)): path for path in files if "build" not in path.parts}
