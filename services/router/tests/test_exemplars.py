@@ -13,7 +13,7 @@ from lockstep_common.tracing import Tracing
 from lockstep_router.lanes import Lane, Outlet, push
 from lockstep_router.processes.answers import _Labelled
 from lockstep_router.tallies import Distribution
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
@@ -97,6 +97,19 @@ def test_both_formats_have_the_same_series():
     assert series(parse_openmetrics(exposition_for(OPENMETRICS)[0].decode())) == series(
         parse_text(exposition().decode())
     )
+
+
+def test_names_with_a_colon_are_the_same_in_both_formats():
+    """Those of vLLM, which autoscalers look for."""
+    registry = CollectorRegistry()
+    Gauge("vllm:num_requests_running", "Requests.", ["model_name"], registry=registry).labels("a").set(1)
+    (line,) = {
+        line
+        for accept in (OPENMETRICS, "")
+        for line in exposition_for(accept, registry)[0].decode().splitlines()
+        if not line.startswith("#")
+    }
+    assert line == 'vllm:num_requests_running{model_name="a"} 1.0'
 
 
 def test_examples_are_those_of_each_process():

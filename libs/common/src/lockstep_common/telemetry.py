@@ -242,7 +242,8 @@ def exposition_for(accept: str, registry: Collector = REGISTRY) -> tuple[bytes, 
         registry: the metrics.
     """
     if _prefers_openmetrics(accept):
-        text: bytes = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
+        # The library's default writes `vllm:name` as `vllm_name`.
+        text: bytes = openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
         return text, openmetrics.CONTENT_TYPE_LATEST
     return generate_latest(registry), CONTENT_TYPE_LATEST
 
