@@ -58,13 +58,17 @@ def loaded(path):
     return [each for each in model.modules() if isinstance(each, ColumnLinear | RowLinear)], sizes[-1]
 
 
-@needs_kernels
-@pytest.mark.parametrize("name", cpu.BUILDS)
-def test_a_packed_product_has_the_bits_of_widened_weights(build, name):
+def build_or_skip(build, name):
     try:
         build(name)
     except ValueError:
         pytest.skip(f"this CPU has no {name}")
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", cpu.BUILDS)
+def test_a_packed_product_has_the_bits_of_widened_weights(build, name):
+    build_or_skip(build, name)
     generator = torch.Generator().manual_seed(1)
     for out, inside, group in ((331, 40, 40), (64, 96, 32), (160, 17, 8), (3, 5, 5), (35, 1100, 100)):
         codes = torch.randint(-128, 128, (out, inside), generator=generator).to(torch.int8)
@@ -82,10 +86,7 @@ def test_a_packed_product_has_the_bits_of_widened_weights(build, name):
 @needs_kernels
 @pytest.mark.parametrize("name", cpu.BUILDS)
 def test_every_code_is_widened_exactly(build, name):
-    try:
-        build(name)
-    except ValueError:
-        pytest.skip(f"this CPU has no {name}")
+    build_or_skip(build, name)
     codes = torch.arange(-128, 128).to(torch.int8)[:, None]
     packed = cpu.PackedLinear(codes, None, scales=torch.full((256, 1), 0.1), group=1)
     assert torch.equal(packed(torch.ones(1, 1))[0], codes[:, 0].float() * 0.1)

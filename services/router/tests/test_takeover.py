@@ -374,20 +374,26 @@ async def test_request_that_is_sent_again_elsewhere_joins_its_stream(sharing, ro
     assert [bool(submit.emitted_ids) for submit in sharing.submits] == [False, True]
 
 
-async def test_request_that_is_sent_again_elsewhere_joins_one_that_is_still_prepared(sharing, routers):
-    first, second = routers
-    prepare, may_go = first.router.prepare, asyncio.Event()
+async def preparing(router, headers):
+    """A request whose key the router has, and which is prepared until the event is set."""
+    prepare, may_go = router.router.prepare, asyncio.Event()
 
     async def prepare_slowly(request, account):
         await may_go.wait()
         return await prepare(request, account)
 
-    first.router.prepare = prepare_slowly
-    headers = {"idempotency-key": "mine", "authorization": "Bearer one"}
+    router.router.prepare = prepare_slowly
     granted = metrics.STATE_CLAIMS.labels("granted")
     granted_before = granted._value.get()
-    asking = asyncio.create_task(first.client.post("/v1/completions", json=STREAM, headers=headers))
+    asking = asyncio.create_task(router.client.post("/v1/completions", json=STREAM, headers=headers))
     await eventually(lambda: granted._value.get() > granted_before)
+    return asking, may_go
+
+
+async def test_request_that_is_sent_again_elsewhere_joins_one_that_is_still_prepared(sharing, routers):
+    first, second = routers
+    headers = {"idempotency-key": "mine", "authorization": "Bearer one"}
+    asking, may_go = await preparing(first, headers)
     again = asyncio.create_task(second.client.post("/v1/completions", json=STREAM, headers=headers))
     await asyncio.sleep(1.5)  # longer than an unmarked request is waited for
     assert not again.done()
@@ -401,18 +407,8 @@ async def test_request_that_is_sent_again_elsewhere_joins_one_that_is_still_prep
 
 async def test_request_that_joins_a_stream_of_another_router_gets_comments_while_that_is_prepared(sharing):
     first, second = await sharing.router("first"), await sharing.router("second", keepalive_interval_s=0.05)
-    prepare, may_go = first.router.prepare, asyncio.Event()
-
-    async def prepare_slowly(request, account):
-        await may_go.wait()
-        return await prepare(request, account)
-
-    first.router.prepare = prepare_slowly
     headers = {"idempotency-key": "mine", "authorization": "Bearer one"}
-    granted = metrics.STATE_CLAIMS.labels("granted")
-    granted_before = granted._value.get()
-    asking = asyncio.create_task(first.client.post("/v1/completions", json=STREAM, headers=headers))
-    await eventually(lambda: granted._value.get() > granted_before)
+    asking, may_go = await preparing(first, headers)
     (first_id,) = first.router.runs._runs
     async with (
         second.over_http() as client,
