@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -40,6 +41,8 @@ SETTINGS = {
     "LOCKSTEP_FIRST_TOKEN_DEADLINE_S": "600",
 }
 BLOCK = 16
+SLOW_FAILOVER_S = 9.0
+"""A silence that is longer than LockstepSlowFailover's 8 s, however soon the other alerts fire and the ranks start."""
 KEY = "lsk-for-the-tests-of-alerts"
 
 
@@ -192,8 +195,10 @@ def test_ranks_that_do_not_come_back(system: System, prometheus: Prometheus, hel
         pid = rank_pid(system)
         held.touch()
         try:
+            killed_s = time.monotonic()
             os.kill(pid, signal.SIGKILL)
             prometheus.until_fires(MAIN, "LockstepRankDown", "LockstepWorkerNotReady", "LockstepModelDown")
+            wait_for(lambda: time.monotonic() - killed_s > SLOW_FAILOVER_S, "the streams were silent for so long")
         finally:
             held.unlink()
         prometheus.until_fires(MAIN, "LockstepSlowFailover")
