@@ -112,12 +112,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415 - only where tests run in parallel
 
     class Scopes(LoadFileScheduling):
-        """The conformance tests share one system, so they stay together. Each simulation is long and shares nothing."""
+        """The conformance tests share one system, so they stay together. Each simulation, and each search for an order of
+        operations, is long and shares nothing.
+        """
 
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("tests/conformance/"):
                 return "tests/conformance"
-            return nodeid if nodeid.startswith("tests/simulation/") else super()._split_scope(nodeid)
+            alone = nodeid.startswith(("tests/simulation/", "services/kv-state-server/tests/test_linearizability.py"))
+            return nodeid if alone else super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False
     return Scopes(config, log)
