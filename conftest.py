@@ -112,8 +112,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415 - only where tests run in parallel
 
     class Scopes(LoadFileScheduling):
-        """The conformance tests share one system, so they stay together. Each simulation, and each search for an order of
-        operations, is long and shares nothing.
+        """The conformance tests share one system, so they stay together. Simulations and what searches orders of
+        operations are long and share nothing.
         """
 
         def _split_scope(self, nodeid: str) -> str:
