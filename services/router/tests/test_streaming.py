@@ -1,9 +1,7 @@
 """Clients that leave, that do not read, and routers that are full: nothing is left running, nothing grows."""
 
 import asyncio
-import contextlib
 import json
-import socket
 
 import httpx
 import pytest
@@ -95,14 +93,7 @@ async def test_all_choices_are_cancelled(cluster):
 async def unread_request(client, body):
     """Send a request over a connection that is never read."""
     host, port = client.base_url.host, client.base_url.port
-    loop = asyncio.get_running_loop()
-    with contextlib.ExitStack() as stack:
-        connection = stack.enter_context(socket.socket())
-        connection.setblocking(False)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # full soon; the kernel's default is megabytes
-        await loop.sock_connect(connection, (host, port))
-        reader, writer = await asyncio.open_connection(sock=connection, limit=1)
-        stack.pop_all()
+    reader, writer = await asyncio.open_connection(host, port, limit=1)
     writer.transport.pause_reading()
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
