@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from cyclonedx.schema import SchemaVersion
-from cyclonedx.validation.json import JsonStrictValidator
 
 SCRIPTS = Path(__file__).parents[1] / "images"
 
@@ -147,4 +145,8 @@ def test_an_sbom_is_valid_and_the_same_each_time(tmp_path):
         texts.append(path.read_text())
     assert texts[0] == texts[1]
     assert {"rich", "libc6", "python"} == {component["name"] for component in json.loads(texts[0])["components"]}
+    # Here, because every process of pytest-xdist would wait for the grammars that this compiles.
+    from cyclonedx.schema import SchemaVersion  # noqa: PLC0415
+    from cyclonedx.validation.json import JsonStrictValidator  # noqa: PLC0415
+
     assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(texts[0]) is None

@@ -18,6 +18,11 @@ KINDS = ("llama", "llama-odd-heads", "mixtral", "gpt_oss", "deepseek_v3", "bloom
 CHUNKS = ((70,), (40, 20, *[1] * 10), (1, 2, 3, 4, 5, 6, 7, 8, 9, 25), (16, 16, 16, 22))
 
 
+def fast_if(is_fast, *values):
+    """A case that is left to `make test-slow` and `make test-bits` where the others compute the same code."""
+    return pytest.param(*values, marks=() if is_fast else pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def threads():
     before = torch.get_num_threads()
@@ -58,13 +63,20 @@ def test_chunks_and_neighbours_do_not_matter(tmp_path, threads, name):
     assert len(measured) == 1 or cpu.build is None  # with the kernels the number of threads does not matter either
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [fast_if(name in KINDS, name) for name in SERVED])
 def test_nor_do_they_in_16_bits(tmp_path, name):
     measure(make(name, tmp_path)[0], dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        fast_if(dtype is not torch.float16 or name in ("llama", "gpt_oss", "deepseek_v3"), name, dtype)
+        for name in KINDS
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ],
+    ids=str,
+)
 def test_nor_do_they_on_two_ranks_or_with_compression(tmp_path, threads, name, dtype):
     threads(2)
     path = make(name, tmp_path)[0]
@@ -72,8 +84,15 @@ def test_nor_do_they_on_two_ranks_or_with_compression(tmp_path, threads, name, d
     measure(path, dtype=dtype, hot_window=HotWindow(1, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        fast_if(dtype is torch.float32 or name in ("llama", "gpt_oss", "deepseek_v3"), name, dtype)
+        for name in KINDS
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+    ids=str,
+)
 def test_a_prompt_may_be_cut_anywhere(tmp_path, name, dtype):
     group = InProcessGroup(make(name, tmp_path)[0], 1, dtype=dtype)
     ids = torch.randint(2, VOCABULARY, (70,), generator=torch.Generator().manual_seed(1)).tolist()

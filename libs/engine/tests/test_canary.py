@@ -66,11 +66,18 @@ def test_weights_dtype_split_and_compression_are_told_apart(checkpoint, tmp_path
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"dtype": torch.bfloat16}, {"dtype": torch.float16}, {"hot_window": HotWindow(1, 1)}],
-    ids=["float32", "bfloat16", "float16", "compressed"],
+    ("name", "options"),
+    [
+        pytest.param(name, options, id=f"{name}-{kind}", marks=() if is_fast else pytest.mark.slow)
+        for name in ("llama", "mixtral", "gemma2", "bloom", "deepseek_v2")
+        for kind, options, is_fast in (
+            ("float32", {}, True),
+            ("bfloat16", {"dtype": torch.bfloat16}, name in ("llama", "mixtral")),
+            ("float16", {"dtype": torch.float16}, name == "llama"),
+            ("compressed", {"hot_window": HotWindow(1, 1)}, name in ("llama", "deepseek_v2")),
+        )
+    ],
 )
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2", "bloom", "deepseek_v2"])
 def test_neither_the_build_of_the_kernels_nor_threads_change_it(tmp_path, name, options):
     """So that all x86-64 machines continue each other's streams."""
     path, before = make(name, tmp_path)[0], (cpu.build or "off", torch.get_num_threads())

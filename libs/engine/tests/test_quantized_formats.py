@@ -13,7 +13,6 @@ from lockstep_engine.quantized import read_scheme
 from lockstep_engine.quantized.opening import has_weight, open_weight
 from lockstep_engine.quantized.tensors import Tensors
 from safetensors.torch import save_file
-from transformers.integrations.bitnet import pack_weights
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 OUT, IN = 48, 96
@@ -110,6 +109,8 @@ def test_experts_in_mxfp4_are_those_that_were_packed(tmp_path, dim):
 
 
 def test_bytes_of_ternary_weights_are_those_of_transformers(tmp_path):
+    from transformers.integrations.bitnet import pack_weights  # noqa: PLC0415 - slow: loads torch's compiler
+
     tensors, values = packers.ternary(OUT, IN)
     codes = (values * 11).round()
     assert torch.equal(pack_weights(codes.clone()), tensors["weight"])

@@ -37,7 +37,7 @@ def build(request):
     cpu.use(before)
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow), 3])
 def threads(request):
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)

@@ -12,13 +12,19 @@ from harness import PATIENCE_S, make_settings, served, submit, until
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.telemetry import REGISTRY
 from lockstep_worker.notices import Notice, NoticeQueue
-from lockstep_worker.pod_events import PodEvents
 from lockstep_worker.settings import WorkerSettings
 from pydantic import ValidationError
 from scripted_engine import Script
 
 POD = {"pod_name": "w-0", "pod_namespace": NAMESPACE, "pod_uid": "uid-of-w-0"}
 SECRET = "a prompt that nobody may read"
+
+
+def pod_events():
+    """The class, loaded when it is used: every process of pytest-xdist would load the Kubernetes API otherwise."""
+    from lockstep_worker.pod_events import PodEvents  # noqa: PLC0415
+
+    return PodEvents
 
 
 @pytest.fixture
@@ -34,7 +40,7 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @contextlib.asynccontextmanager
 async def posting(**changes):
     queue = NoticeQueue()
-    task = asyncio.create_task(PodEvents("w-0", NAMESPACE, "uid-of-w-0", **changes).run(queue))
+    task = asyncio.create_task(pod_events()("w-0", NAMESPACE, "uid-of-w-0", **changes).run(queue))
     yield queue
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -83,7 +89,7 @@ async def test_what_happens_again_is_counted(api):
 
 
 async def test_many_kinds_of_notices_are_not_kept_for_ever(api):
-    events = PodEvents("w-0", NAMESPACE, "u")
+    events = pod_events()("w-0", NAMESPACE, "u")
     queue = NoticeQueue(limit=1000)
     remembered, forgotten = 36, 35
     for number in (*range(100), remembered, forgotten):
