@@ -9,7 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +26,10 @@ RATE_INTERVAL = "10s"
 PATIENCE_S = 240.0
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WINDOW = re.compile(r"\[(\d+)([smhd])\]|(?<=offset )(\d+)([smhd])")
+_SELECTOR = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*\{[^}]*\}")
+_COMPARED = re.compile(r" > 0$")
+LONGEST = "30m"
+"""A window over all that a test has done."""
 _PAGE = "/api/v1"
 
 
@@ -54,9 +58,31 @@ def panels() -> list[tuple[str, str, str]]:
     return found
 
 
-def filled(text: str, release: str) -> str:
+def queries(release: str) -> dict[str, str]:
+    """What must return data, by where it is: each query of each dashboard, the expression of each recording rule, and
+    each series that an alert is made of, since an alert itself returns data only while it fires. What a panel compares
+    is taken before it is compared.
+    """
+    found: dict[str, str] = {}
+    for board, title, query in panels():
+        found[f"{board}: {title}: {query}"] = _COMPARED.sub("", query)
+    for rule in rules():
+        if "record" in rule:
+            found[f"record: {rule['record']}"] = rule["expr"]
+        else:
+            found |= {f"alert: {rule['alert']}: {each}": each for each in _SELECTOR.findall(rule["expr"])}
+    return {
+        where: filled(_WINDOW.sub(_longest, query), release, rate_interval=LONGEST) for where, query in found.items()
+    }
+
+
+def _longest(match: re.Match[str]) -> str:
+    return f"[{LONGEST}]" if match[1] else match[0]
+
+
+def filled(text: str, release: str, rate_interval: str = RATE_INTERVAL) -> str:
     """A query or rules, with what the chart or Grafana puts in."""
-    values = {"$__rate_interval": RATE_INTERVAL, "$namespace": NAMESPACE, "$release": release, '=~"$model"': '=~".*"'}
+    values = {"$__rate_interval": rate_interval, "$namespace": NAMESPACE, "$release": release, '=~"$model"': '=~".*"'}
     for name, value in values.items():
         text = text.replace(name, value)
     return text
@@ -153,6 +179,14 @@ class Prometheus:
         assert body["status"] == "success", (expression, body)
         found: list[dict[str, Any]] = body["data"]["result"]
         return found
+
+    def has_data(self, expression: str) -> bool:
+        """Whether a query returns a number now."""
+        return any(sample["value"][1] != "NaN" for sample in self.query(expression))
+
+    def until_scraped(self, targets: Collection[str]) -> None:
+        """Wait until each of these targets has been scraped."""
+        wait_for(lambda: len(self.query("up == 1")) == len(targets), "each target is scraped", PATIENCE_S)
 
     def firing(self, release: str) -> dict[str, list[dict[str, str]]]:
         """The labels of each alert that fires."""

@@ -28,7 +28,7 @@ def test_only_windows_and_waits_get_smaller() -> None:
     assert made["LockstepErrors"]["for"] == "2s"
     assert made["LockstepErrors"]["expr"].count("[10s]") == 2
     assert made["LockstepErrors"]["expr"].endswith("> 0.001")
-    assert made["lockstep:request_errors:ratio_rate3d"]["expr"].count("[60s]") == 2
+    assert made["lockstep:request_errors:ratio_rate3d"]["expr"].count("[60s]") == 3
     assert "offset 30s" in made["LockstepGpuXid"]["expr"]
     assert "7 * 86400" in made["LockstepCertificateExpires"]["expr"]
     changed = scaled(rules_text(), {"LockstepFailovers": ("> 50", "> 2")})

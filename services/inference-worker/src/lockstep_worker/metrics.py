@@ -4,6 +4,7 @@ import resource
 import time
 from pathlib import Path
 
+from lockstep_common.errors import ErrorCode
 from lockstep_common.telemetry import REGISTRY
 from lockstep_engine import EngineState, EngineStatus, RankStatus
 from prometheus_client import Counter, Gauge, Histogram
@@ -202,6 +203,7 @@ STEP_TOKENS = Histogram(
 )
 SUBMITTED = Counter("lockstep_worker_submitted_total", "Submits received", registry=REGISTRY)
 REJECTED = Counter("lockstep_worker_rejected_total", "Attempts refused or failed", ["code"], registry=REGISTRY)
+REJECTED.labels(ErrorCode.OVERLOADED)  # from 0: of a series that begins at 1, Prometheus sees no increase
 RESTARTS = Counter("lockstep_worker_restarts_total", "Restarts of the rank group", registry=REGISTRY)
 STRANGERS = Counter(
     "lockstep_worker_refused_peers_total",

@@ -1,4 +1,8 @@
-"""The router's Prometheus metrics. Labels are few and bounded: no ids, no sessions, no text."""
+"""The router's Prometheus metrics. Labels are few and bounded: no ids, no sessions, no text.
+
+Modules that count by reason name their reasons to the counter when they are loaded, so that each is there from 0: of a
+series that begins at 1, Prometheus sees no increase.
+"""
 
 from lockstep_common.telemetry import REGISTRY
 from prometheus_client import Counter, Gauge, Histogram

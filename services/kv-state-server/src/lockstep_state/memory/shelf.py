@@ -82,6 +82,7 @@ class Shelf(Generic[Value]):
 
     def __init__(self, name: str, room: Room, clock: Callable[[], float], *, counts_streams: bool = False) -> None:
         self.name = name
+        metrics.EVICTIONS.labels(name)  # from 0: of a series that begins at 1, Prometheus sees no increase
         self.size_bytes = 0
         self._room = room
         self._clock = clock

@@ -22,6 +22,8 @@ from lockstep_state.redis_backend.connect import RedisOptions, connect, parse_ad
 from lockstep_state.redis_backend.scripts import Script
 
 logger = logging.getLogger("lockstep.state")
+for _reason in ("timeout", "connection", "full", "read_only", "error", "answer", "busy", "open"):
+    metrics.STORE_FAILURES.labels(_reason)  # from 0: of a series that begins at 1, Prometheus sees no increase
 
 PIPELINE = 256
 """Commands sent at a time: a longer batch is sent in parts, so that others get their turns on the server."""

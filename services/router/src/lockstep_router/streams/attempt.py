@@ -16,6 +16,9 @@ from lockstep_router.streams.journal import Acceptance, Journal
 from lockstep_router.workers.losses import BY_CODE, Loss, Lost
 from lockstep_router.workers.running import Deadlines, WorkerProgress
 
+for _dropped in (Acceptance.STALE_ATTEMPT, Acceptance.DUPLICATE, Acceptance.GAP, Acceptance.MALFORMED):
+    metrics.DROPPED_FRAMES.labels(_dropped.value)  # from 0
+
 _STEP_MARGIN_S = 2.0
 """Time that a worker has after its own deadline for a step to report which rank hangs."""
 

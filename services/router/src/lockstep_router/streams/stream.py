@@ -28,6 +28,8 @@ from lockstep_router.workers.retry_budget import Turn
 from lockstep_router.workers.suspects import Life
 
 logger = logging.getLogger("lockstep.router")
+for _reason in Loss:
+    metrics.FAILOVERS.labels(_reason.value)  # from 0
 
 _RESET_TOKENS = 32
 """Tokens of one attempt after which earlier failures no longer count."""

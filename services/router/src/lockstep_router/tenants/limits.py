@@ -21,6 +21,9 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router import metrics
 from lockstep_router.tenants.tenant import Tenant
 
+for _limit in ("requests_per_minute", "tokens_per_minute", "concurrent_streams"):
+    metrics.LIMITED.labels(_limit)  # from 0
+
 _MINUTE_S = 60
 _NO_LIMIT = sys.maxsize
 

@@ -34,6 +34,7 @@ from lockstep_router.workers.tokenizer_cache import TokenizerCache
 from lockstep_router.workers.wire import cancel_frame, submit_frame
 
 logger = logging.getLogger("lockstep.router")
+metrics.DROPPED_FRAMES.labels("stale_epoch")  # from 0
 
 _RETIRED_TIMEOUT_DIVISOR = 3
 """The heartbeat timeout of a retired worker is divided by this. Such a worker will probably end

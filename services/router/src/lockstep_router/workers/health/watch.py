@@ -19,6 +19,8 @@ from lockstep_router.workers.health.limits import HealthLimits
 logger = logging.getLogger("lockstep.router")
 
 PROBLEMS = ("suspected", "ejected", "slow", "hotspot")
+for _problem in PROBLEMS:
+    metrics.IMPAIRMENTS.labels(_problem)  # from 0
 
 
 class Watched(Protocol):
