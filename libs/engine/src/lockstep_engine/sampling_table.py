@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from lockstep_common.protocol import MAX_LOGPROBS
 from numpy.typing import NDArray
 
 from lockstep_engine.plan import RowSampling
-from lockstep_engine.request import MAX_LOGPROBS
 
 _TILE = 2**18
 """Logits of a tile on the CPU: 1 MiB."""
