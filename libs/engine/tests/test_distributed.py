@@ -7,6 +7,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+from gathering_ranks import gather_and_sum
 from lockstep_engine.distributed import Alone, SharedMemory, TorchDistributed, init_torch_distributed
 from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.sizes import segment_bytes
@@ -170,6 +172,12 @@ def test_small_sums_use_one_shot(tmp_path):
         assert group.spent_ns > 0
     finally:
         dist.destroy_process_group()
+
+
+def test_parts_are_gathered_by_one_call_into_one_tensor(tmp_path):
+    store = tmp_path / "store"
+    store.touch()
+    mp.spawn(gather_and_sum, (str(store),), 3)
 
 
 def listening():

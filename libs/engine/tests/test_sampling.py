@@ -1,19 +1,35 @@
 """The sampler against a reference in plain Python, and what must hold whatever the logits are."""
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from lockstep_engine import drawing, sampling_table
 from lockstep_engine.draws import uniform
 from lockstep_engine.plan import RowSampling
 from lockstep_engine.sampling import Sampler
+from sampler_twin import RowByRow
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 LAST_DRAW = 1 - 2**-53
 """The largest number that `uniform` can give."""
+
+
+class CountedOperations(TorchDispatchMode):
+    """Counts torch's operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def row_sampling(number=0, **settings_):
@@ -443,3 +459,109 @@ def test_a_temperature_near_zero_is_nearly_greedy(temperature):
 def test_an_infinite_logit_is_chosen():
     assert set(sample(EXTREME_ROWS["one inf"], row_sampling(), DRAWS)) == {20}
     assert set(sample(EXTREME_ROWS["one finite"], row_sampling(), DRAWS)) == {20}
+
+
+MIXED = [
+    *SETTINGS,
+    {"top_k": 7, "top_p": 0.6},
+    {"top_k": 200, "top_p": 0.9},
+    {"top_k": 300},
+    {"temperature": 0.8, "min_p": 0.3, "logprobs": 5},
+    {"temperature": 0.5, "frequency_penalty": 0.4, "prompt_ids": [3], "logit_bias": {9: 2.0, 3: -1.0}, "logprobs": 3},
+]
+
+
+def mixed_batch(count, vocabulary, steps):
+    """Samplings of many kinds, and for each step logits, emitted counts and uniform numbers."""
+    samplings = [row_sampling(number, **MIXED[number % len(MIXED)]) for number in range(count)]
+    for step in range(steps):
+        logits = np.stack([random_logits(1000 * step + row, vocabulary, scale=2.0) for row in range(count)])
+        draws = np.array([uniform(row, step) for row in range(count)])
+        yield samplings, torch.from_numpy(logits), np.full(count, step, np.int32), draws
+
+
+class TestBatch:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_many_kinds_of_rows_get_the_bits_of_rows_computed_one_by_one(self, dtype, monkeypatch):
+        monkeypatch.setattr(sampling_table, "_TILE", 331 * 5)  # several tiles of each kind
+        numbers = np.random.default_rng(0).permutation(64).astype(np.int32)
+        sampler = twin = None
+        for samplings, logits, emitted, draws in mixed_batch(64, 331, 8):
+            if sampler is None:
+                sampler, twin = Sampler(64, 331, CPU), RowByRow(samplings, 331)
+                for each in samplings:
+                    sampler.add(each)
+            step = logits.to(dtype), numbers, emitted, draws
+            assert sampler.sample(*step).read() == twin.sample(*step)
+
+    def test_the_number_of_operations_does_not_grow_with_the_rows(self):
+        def operations(count):
+            (batch,) = mixed_batch(count, 331, 1)
+            samplings, logits, emitted, draws = batch
+            sampler = Sampler(count, 331, CPU)
+            for each in samplings:
+                sampler.add(each)
+            with CountedOperations() as counted:
+                sampler.sample(logits, np.arange(count, dtype=np.int32), emitted, draws)
+            return counted.names
+
+        assert operations(len(MIXED)) == operations(4 * len(MIXED))
+
+    def test_settings_are_sent_to_the_device_once(self):
+        def copies(step, emitted):
+            with CountedOperations() as counted:
+                sampler.sample(step[1], np.arange(16, dtype=np.int32), np.full(16, emitted, np.int32), step[3])
+            return sum(counted.names.values())
+
+        (step,) = mixed_batch(16, 331, 1)
+        sampler = Sampler(16, 331, CPU)
+        for each in step[0]:
+            sampler.add(each)
+        first, again = copies(step, 5), copies(step, 6)
+        assert again < first
+        assert copies(step, 7) == again
+        sampler.add(row_sampling(3, top_k=2))
+        assert copies(step, 8) > again
+
+    def test_lists_of_ids_come_and_go_with_their_requests(self):
+        logits = torch.zeros(3, 30)
+        sampler = Sampler(3, 30, CPU)
+        rows = np.arange(3, dtype=np.int32)
+        for wanted in ([4, 9, 2], [4, None, 2], [None, 8, 2], [1, 8, None], [None, None, None]):
+            for row, id_ in enumerate(wanted):
+                bias = {} if id_ is None else {id_: 5.0, id_ + 1: 1.0, id_ + 2: 1.0}
+                sampler.add(row_sampling(row, temperature=0.0, logit_bias=dict(list(bias.items())[: row + 1])))
+            ids, _ = sampler.sample(logits, rows, rows, np.zeros(3)).read()
+            assert ids == [id_ or 0 for id_ in wanted]
+
+
+class TestIntegerSums:
+    """A GPU's prefix sums, on the CPU."""
+
+    def test_equal_exact_sums_within_their_unit(self):
+        weights = torch.rand(4, 5000, generator=torch.Generator().manual_seed(1))
+        exact = np.cumsum(weights.double().numpy(), axis=1)
+        assert np.abs(drawing._integer_sums(weights).numpy() - exact).max() < 5000 * 2**-44
+
+    def test_do_not_depend_on_the_order_of_additions(self):
+        weights = torch.softmax(torch.randn(1, 3000, generator=torch.Generator().manual_seed(2)) * 9, dim=-1)
+        total = drawing._integer_sums(weights)[0, -1]
+        assert all(
+            drawing._integer_sums(weights[:, torch.randperm(3000, generator=torch.Generator().manual_seed(seed))])[
+                0, -1
+            ]
+            == total
+            for seed in range(20)
+        )
+
+    def test_the_largest_vocabulary_fits(self):
+        sums = drawing._integer_sums(torch.ones(1, 2**19 - 1))
+        assert sums[0, -1] == 2**19 - 1
+        assert bool((sums.diff() > 0).all())
+
+    @pytest.mark.parametrize("fields", [{}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.9}, {"temperature": 1e-30}])
+    def test_draw_the_tokens_that_sums_of_floats_draw(self, fields, monkeypatch):
+        logits = random_logits(12, 331)
+        expected = sample(logits, row_sampling(**fields), DRAWS)
+        monkeypatch.setattr(drawing, "_prefix_sums", drawing._integer_sums)
+        assert sample(logits, row_sampling(**fields), DRAWS) == expected

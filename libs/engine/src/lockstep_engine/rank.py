@@ -310,7 +310,7 @@ class Rank:
         """The rest of a step that only copies. The ranks meet once, so that rank 0's result tells that all have."""
         self._group.all_gather(torch.zeros(1, dtype=torch.int64, device=self._device))
         computed = self._timer.now()
-        chosen = None if self._sampler is None else Sampled(torch.empty(0, dtype=torch.int64), {})
+        chosen = None if self._sampler is None else Sampled(torch.empty(0, dtype=torch.int64), [])
         return Launched(step, chosen, [], None, None, self._group.spent_ns // 1000, idle, computed, self._timer.now())
 
     def _add_requests(self, added: list[RowSampling]) -> list[int]:

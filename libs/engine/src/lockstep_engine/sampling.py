@@ -7,7 +7,7 @@ on its own logits row, settings and number, never on the other rows.
 Nothing here waits for the device: chosen tokens stay on it for the next step, and are copied to the host meanwhile.
 """
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,17 +15,22 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep_engine import rowwise
+from lockstep_engine.drawing import draw
 from lockstep_engine.plan import RowSampling, StepLogprobs
+from lockstep_engine.sampling_table import Listed, Penalties, SamplingTable, StepSettings, penalised
 
 
-@dataclass
-class _Occupant:
-    """The request that has a sampling row."""
+@dataclass(frozen=True)
+class ListedTokens:
+    """The most likely tokens of some rows."""
 
-    sampling: RowSampling
-    greedy: bool
-    plain: bool
-    """It has no penalties, no bias and no forbidden ids."""
+    rows: Listed
+    chosen: torch.Tensor
+    """[n], float32: the log probability of the token that was chosen."""
+    ids: torch.Tensor
+    """[n, depth], int64."""
+    logprobs: torch.Tensor
+    """[n, depth], float32."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,8 @@ class Sampled:
 
     ids: torch.Tensor
     """[logits rows], int64."""
-    logprobs: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """By logits row, for requests that want log probabilities: that of the token ([1]), the most likely ids, and those
-    of these ids."""
+    listed: list[ListedTokens]
+    """For requests that want log probabilities."""
     restricted: frozenset[int] = frozenset()
     """Logits rows whose tokens were restricted."""
 
@@ -45,11 +49,15 @@ class Sampled:
         tokens that they may choose if these are restricted.
         """
         logprobs: list[StepLogprobs | None] = [None] * len(self.ids)
-        for logits_row, (chosen, top_ids, top_logprobs) in self.logprobs.items():
-            count = len(top_ids)
-            if logits_row in self.restricted:  # it may have fewer tokens than are wanted: the others have -inf
-                count = int((top_logprobs > float("-inf")).sum())
-            logprobs[logits_row] = StepLogprobs(float(chosen), top_ids[:count].tolist(), top_logprobs[:count].tolist())
+        for part in self.listed:
+            chosen, ids, values = part.chosen.tolist(), part.ids.tolist(), part.logprobs.tolist()
+            for place, (row, count) in enumerate(
+                zip(part.rows.numbers.tolist(), part.rows.counts.tolist(), strict=True)
+            ):
+                top_ids, top = ids[place][:count], values[place][:count]
+                if row in self.restricted:  # it may have fewer tokens than are wanted: the others have -inf
+                    top = [value for value in top if value > -math.inf]
+                logprobs[row] = StepLogprobs(chosen[place], top_ids[: len(top)], top)
         return self.ids.tolist(), logprobs
 
 
@@ -59,7 +67,7 @@ class Sampler:
     def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._occupants: list[_Occupant | None] = [None] * max_seqs
+        self._table = SamplingTable(max_seqs, vocab_size, device)
         self._counts = torch.zeros((max_seqs, vocab_size), dtype=torch.int32, device=device)
         """[sampling rows, vocabulary]: how often each token is in the output."""
         self._in_prompt = torch.zeros((max_seqs, vocab_size), dtype=torch.bool, device=device)
@@ -78,18 +86,14 @@ class Sampler:
             MemoryError: or torch's errors for this. Tokens of this row then mean nothing until its next request.
         """
         row = sampling.sampling_row
-        self._occupants[row] = _Occupant(sampling, greedy=True, plain=True)
-        penalised = _penalised(sampling)
-        if penalised:
+        self._table.clear(row)
+        if penalised(sampling):
             counts = np.bincount(np.array(sampling.emitted_ids, dtype=np.int64), minlength=self._vocab_size)
             self._counts[row] = torch.from_numpy(counts.astype(np.int32)).to(self._device, non_blocking=True)
             self._in_prompt[row] = False
-            self._in_prompt[row].index_fill_(0, _put(sampling.prompt_ids, self._device), True)
-        self._occupants[row] = _Occupant(
-            sampling,
-            greedy=sampling.temperature == 0,
-            plain=not (penalised or sampling.logit_bias or sampling.forbidden_ids),
-        )
+            prompt_ids = np.array(sampling.prompt_ids, dtype=np.int64)
+            self._in_prompt[row].index_fill_(0, _put(prompt_ids, self._device), True)
+        self._table.set(sampling)
 
     def sample(
         self,
@@ -110,55 +114,51 @@ class Sampler:
             masked: logits rows whose tokens are restricted.
             masks: [masked, words], the tokens that each of them may choose (see `Plan.masks`).
         """
-        occupants = [self._occupant(int(row)) for row in sampling_rows]
+        settings = self._table.of(sampling_rows, emitted)
         raw = logits.float()
         if masked is not None and masks is not None:
             raw = _restrict(raw, masked, masks)
         adjusted = raw
-        for logits_row, occupant in enumerate(occupants):
-            if not occupant.plain:
-                if adjusted is raw:
-                    adjusted = raw.clone()
-                self._adjust(adjusted[logits_row], occupant.sampling, int(emitted[logits_row]))
-        ids = adjusted.argmax(dim=-1)
-        random = [logits_row for logits_row, occupant in enumerate(occupants) if not occupant.greedy]
-        if random:
-            random_rows = _put(random, self._device)
-            samplings = [occupants[logits_row].sampling for logits_row in random]
-            drawn = _draw(adjusted.index_select(0, random_rows), samplings, uniforms[random])
-            ids.index_copy_(0, random_rows, drawn)
-        self._last.index_copy_(0, _put(sampling_rows.astype(np.int64), self._device), ids)
-        logprobs = {}
-        for logits_row, occupant in enumerate(occupants):
-            token = ids[logits_row : logits_row + 1]
-            if occupant.sampling.logprobs >= 0:
-                logprobs[logits_row] = _logprobs(raw[logits_row], token, occupant.sampling.logprobs)
-            if not occupant.plain and _penalised(occupant.sampling):
-                self._counts[occupant.sampling.sampling_row].index_add_(
-                    0, token, torch.ones_like(token, dtype=torch.int32)
-                )
-        return Sampled(_fetch(ids), logprobs, frozenset() if masked is None else frozenset(masked.tolist()))
+        if not settings.plain:
+            adjusted = raw.clone() if raw is logits or settings.listed else raw
+            self._adjust(adjusted, settings)
+        ids = self._choose(adjusted, settings, uniforms)
+        self._last.index_copy_(0, settings.sampling_rows, ids)
+        for each in settings.penalties:
+            places = each.sampling_rows * self._vocab_size + ids.index_select(0, each.rows)
+            self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+        listed = [_list_tokens(raw, ids, each) for each in settings.listed]
+        return Sampled(_fetch(ids), listed, frozenset() if masked is None else frozenset(masked.tolist()))
 
-    def _occupant(self, sampling_row: int) -> _Occupant:
-        occupant = self._occupants[sampling_row]
-        assert occupant is not None
-        return occupant
+    def _choose(self, logits: torch.Tensor, settings: StepSettings, uniforms: NDArray[np.float64]) -> torch.Tensor:
+        """[logits rows], int64: the tokens."""
+        if settings.greedy is None:
+            return logits.argmax(dim=-1)
+        ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        if len(settings.greedy):
+            ids.index_copy_(0, settings.greedy, logits.index_select(0, settings.greedy).argmax(dim=-1))
+        for each in settings.draws:
+            drawn = draw(logits.index_select(0, each.rows), each, uniforms[each.numbers])
+            ids.index_copy_(0, each.rows, drawn)
+        return ids
 
-    def _adjust(self, logits: torch.Tensor, sampling: RowSampling, emitted: int) -> None:
-        """Apply penalties, bias and min_tokens to one logits row [vocabulary], in place."""
-        if _penalised(sampling):
-            counts = self._counts[sampling.sampling_row]
-            seen = (counts > 0) | self._in_prompt[sampling.sampling_row]
-            scaled = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
-            logits.copy_(torch.where(seen, scaled, logits))
-            logits.sub_(counts * sampling.frequency_penalty).sub_((counts > 0) * sampling.presence_penalty)
-        if sampling.logit_bias:
-            bias = torch.tensor(list(sampling.logit_bias.values()), dtype=logits.dtype).to(
-                logits.device, non_blocking=True
-            )
-            logits.index_add_(0, _put(list(sampling.logit_bias), logits.device), bias)
-        if emitted < sampling.min_tokens:
-            logits.index_fill_(0, _put(sampling.forbidden_ids, logits.device), float("-inf"))
+    def _adjust(self, logits: torch.Tensor, settings: StepSettings) -> None:
+        """Apply penalties, bias and min_tokens to logits [logits rows, vocabulary], in place."""
+        for each in settings.penalties:
+            logits.index_copy_(0, each.rows, self._penalise(logits.index_select(0, each.rows), each))
+        flat = logits.view(-1)
+        if settings.biased is not None and settings.bias is not None:
+            flat.index_add_(0, settings.biased, settings.bias)
+        if settings.forbidden is not None:
+            flat.index_fill_(0, settings.forbidden, -math.inf)
+
+    def _penalise(self, logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
+        counts = self._counts.index_select(0, penalties.sampling_rows)
+        emitted = counts > 0
+        seen = emitted | self._in_prompt.index_select(0, penalties.sampling_rows)
+        scaled = torch.where(logits > 0, logits / penalties.repetition, logits * penalties.repetition)
+        logits = torch.where(seen, scaled, logits)
+        return logits.sub_(counts * penalties.frequency).sub_(emitted * penalties.presence)
 
 
 @dataclass(frozen=True)
@@ -217,22 +217,13 @@ def _unpack_on_device(masks: NDArray[np.int32], vocabulary: int, device: torch.d
     return ((words.unsqueeze(2) >> shifts) & 1).flatten(1)[:, :vocabulary].bool()
 
 
-def _penalised(sampling: RowSampling) -> bool:
-    return sampling.repetition_penalty != 1.0 or sampling.frequency_penalty != 0.0 or sampling.presence_penalty != 0.0
-
-
-def _softmax(x: torch.Tensor) -> torch.Tensor:
-    """On the CPU with the same bits on every machine: a draw near a token's limit must not depend on it."""
-    return rowwise.softmax(x) if x.device.type == "cpu" else torch.softmax(x, dim=-1)
-
-
 def _log_softmax(x: torch.Tensor) -> torch.Tensor:
     return rowwise.log_softmax(x) if x.device.type == "cpu" else torch.log_softmax(x, dim=-1, dtype=torch.float32)
 
 
-def _put(numbers: Sequence[int] | NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def _put(numbers: NDArray[np.int64], device: torch.device) -> torch.Tensor:
     """Indices, int64 on the device, without waiting: small copies from memory that is not pinned are staged."""
-    return torch.as_tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.from_numpy(numbers).to(device, non_blocking=True)
 
 
 def _fetch(x: torch.Tensor) -> torch.Tensor:
@@ -240,57 +231,8 @@ def _fetch(x: torch.Tensor) -> torch.Tensor:
     return x.to("cpu", non_blocking=True)
 
 
-def _draw(logits: torch.Tensor, samplings: list[RowSampling], uniforms: NDArray[np.float64]) -> torch.Tensor:
-    """Inverse-CDF sampling, in the order of token ids, over the tokens of each row that top-k, top-p and min-p keep."""
-    device = logits.device
-
-    def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32).unsqueeze(1).to(device, non_blocking=True)
-
-    most = torch.finfo(torch.float32)
-    logits = torch.nan_to_num(logits, nan=most.min, posinf=most.max, neginf=most.min)
-    logits = logits - logits.amax(dim=-1, keepdim=True)
-    weights = _softmax(logits / column([max(each.temperature, most.tiny) for each in samplings]))
-    filtered = [row for row, each in enumerate(samplings) if each.top_k > 0 or each.top_p < 1 or each.min_p > 0]
-    if filtered:
-        rows = _put(filtered, device)
-        part = weights.index_select(0, rows)
-        least = _least_kept(part, [samplings[row] for row in filtered])
-        weights.index_copy_(0, rows, part.masked_fill(part < least.unsqueeze(1), 0))
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1:].contiguous()
-    targets = torch.from_numpy(np.ascontiguousarray(uniforms)).to(device, non_blocking=True).unsqueeze(1) * total
-    # The first id whose cumulative weight is above the target; rounding must not lead past the last id with weight.
-    chosen = torch.searchsorted(cumulative, targets, right=True)
-    last = torch.searchsorted(cumulative, total, right=False)
-    return torch.minimum(chosen, last).squeeze(1)
-
-
-def _least_kept(weights: torch.Tensor, samplings: list[RowSampling]) -> torch.Tensor:
-    """[rows]: the smallest probability that a row's filters keep; tokens of equal probability are kept together."""
-    ordered = _descending(weights)
-    vocabulary = weights.shape[1]
-    least = torch.zeros(len(samplings), dtype=weights.dtype, device=weights.device)
-    for row, each in enumerate(samplings):
-        values = ordered[row]
-        if 0 < each.top_k < vocabulary:
-            values = values[: each.top_k]
-        last = values[-1:]
-        if each.top_p < 1:
-            cumulative = values.cumsum(0, dtype=torch.float64)
-            kept = (cumulative - values < each.top_p * cumulative[-1]).sum(dim=0, keepdim=True)
-            last = values.gather(0, kept.clamp_min(1) - 1)
-        least[row : row + 1] = torch.maximum(last, values[:1] * each.min_p)
-    return least
-
-
-def _descending(weights: torch.Tensor) -> torch.Tensor:
-    if weights.device.type == "cpu":  # numpy's vector sort takes a tenth of torch's time
-        return torch.from_numpy(np.ascontiguousarray(np.sort(weights.numpy(), axis=-1)[:, ::-1]))
-    return weights.sort(dim=-1, descending=True).values
-
-
-def _logprobs(row: torch.Tensor, token: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    values = _log_softmax(row)
-    top = torch.topk(values, min(count, len(values)))
-    return _fetch(values.gather(0, token)), _fetch(top.indices), _fetch(top.values)
+def _list_tokens(logits: torch.Tensor, ids: torch.Tensor, listed: Listed) -> ListedTokens:
+    values = _log_softmax(logits.index_select(0, listed.rows))
+    chosen = values.gather(1, ids.index_select(0, listed.rows).unsqueeze(1)).squeeze(1)
+    top = torch.topk(values, listed.depth)
+    return ListedTokens(listed, _fetch(chosen), _fetch(top.indices), _fetch(top.values))
