@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep_engine import rowwise
-from lockstep_engine.plan import RowSampling, StepLogprobs
+from lockstep_engine.plan import NO_TOKEN, RowSampling, StepLogprobs
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Sampled:
     """The tokens chosen in a step. They are on the host once the device has finished earlier work."""
 
     ids: torch.Tensor
-    """[logits rows], int64."""
+    """[logits rows], int64; NO_TOKEN where the logits are no numbers."""
     logprobs: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
     """By logits row, for requests that want log probabilities: that of the token ([1]), the most likely ids, and those
     of these ids."""
@@ -111,7 +111,7 @@ class Sampler:
             masks: [masked, words], the tokens that each of them may choose (see `Plan.masks`).
         """
         occupants = [self._occupant(int(row)) for row in sampling_rows]
-        raw = logits.float()
+        given = raw = logits.float()
         if masked is not None and masks is not None:
             raw = _restrict(raw, masked, masks)
         adjusted = raw
@@ -121,6 +121,10 @@ class Sampler:
                     adjusted = raw.clone()
                 self._adjust(adjusted[logits_row], occupant.sampling, int(emitted[logits_row]))
         ids = adjusted.argmax(dim=-1)
+        # The largest element tells of a NaN or an infinity anywhere in its row, because both count as larger than all
+        # numbers. What masks, bias and min_tokens exclude is -inf only after the model's own logits have been checked.
+        largest = given.gather(1, ids.unsqueeze(1)).squeeze(1) if adjusted is given else given.amax(dim=-1)
+        usable = largest.isfinite()
         random = [logits_row for logits_row, occupant in enumerate(occupants) if not occupant.greedy]
         if random:
             random_rows = _put(random, self._device)
@@ -137,7 +141,10 @@ class Sampler:
                 self._counts[occupant.sampling.sampling_row].index_add_(
                     0, token, torch.ones_like(token, dtype=torch.int32)
                 )
-        return Sampled(_fetch(ids), logprobs, frozenset() if masked is None else frozenset(masked.tolist()))
+        # On the device an unusable row keeps an id that exists: with overlap the next step has been planned with it.
+        return Sampled(
+            _fetch(ids.where(usable, NO_TOKEN)), logprobs, frozenset() if masked is None else frozenset(masked.tolist())
+        )
 
     def _occupant(self, sampling_row: int) -> _Occupant:
         occupant = self._occupants[sampling_row]
@@ -248,6 +255,7 @@ def _draw(logits: torch.Tensor, samplings: list[RowSampling], uniforms: NDArray[
         return torch.tensor(values, dtype=torch.float32).unsqueeze(1).to(device, non_blocking=True)
 
     most = torch.finfo(torch.float32)
+    # A row with NaN or infinity is an error, see `Sampler.sample`; here it only has to give an id that exists.
     logits = torch.nan_to_num(logits, nan=most.min, posinf=most.max, neginf=most.min)
     logits = logits - logits.amax(dim=-1, keepdim=True)
     weights = _softmax(logits / column([max(each.temperature, most.tiny) for each in samplings]))
