@@ -189,7 +189,9 @@ class Bench:
 
     def recorded_seconds(self, work: Callable[[], torch.Tensor]) -> float:
         """Seconds of work that is launched as a graph, without the time of launching."""
-        recording = (CudaRecorder(DEVICE) if CUDA else HostRecorder()).record(work)
+        recorder = CudaRecorder(DEVICE) if CUDA else HostRecorder()
+        recorder.prepare(work)
+        recording = recorder.record(work)
         return self.seconds(recording.replay)
 
     def share(self, moved_bytes: float, seconds: float) -> float:

@@ -116,7 +116,7 @@ def test_states_that_are_no_numbers_are_an_error():
     plan = server.scheduler.schedule()
     server.finish(Result(plan.step, [], [], 0, 0, [], embeddings=np.full((1, 2), np.nan, np.float32)))
     (output,) = server.outputs[number]
-    assert output.error.code is ErrorCode.INTERNAL
+    assert output.error.code is ErrorCode.NUMERICAL_ERROR
     assert output.embedding is None
     server.assert_idle()
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lockstep_engine import drawing, sampling_table
 from lockstep_engine.draws import uniform
-from lockstep_engine.plan import RowSampling
+from lockstep_engine.plan import NO_TOKEN, RowSampling
 from lockstep_engine.sampling import Sampler
 from sampler_twin import RowByRow
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -427,10 +427,11 @@ EXTREME_SETTINGS = [
 
 
 @pytest.mark.parametrize("row", EXTREME_ROWS.values(), ids=EXTREME_ROWS)
-def test_extreme_logits_give_a_token_of_the_vocabulary(row):
+def test_extreme_logits_give_a_token_of_the_vocabulary_or_none(row):
+    has_no_token = any(math.isnan(each) for each in row) or not math.isfinite(max(row))
     for fields in EXTREME_SETTINGS:
         ids = sample(row, row_sampling(**fields), DRAWS)
-        assert all(0 <= id_ < 40 for id_ in ids), fields
+        assert all(id_ == NO_TOKEN if has_no_token else 0 <= id_ < 40 for id_ in ids), fields
 
 
 @pytest.mark.parametrize("row", EXTREME_ROWS.values(), ids=EXTREME_ROWS)
@@ -456,8 +457,7 @@ def test_a_temperature_near_zero_is_nearly_greedy(temperature):
     assert set(sample(logits, row_sampling(temperature=temperature), DRAWS)) == {int(logits.argmax())}
 
 
-def test_an_infinite_logit_is_chosen():
-    assert set(sample(EXTREME_ROWS["one inf"], row_sampling(), DRAWS)) == {20}
+def test_the_only_finite_logit_is_chosen():
     assert set(sample(EXTREME_ROWS["one finite"], row_sampling(), DRAWS)) == {20}
 
 
@@ -565,3 +565,45 @@ class TestIntegerSums:
         expected = sample(logits, row_sampling(**fields), DRAWS)
         monkeypatch.setattr(drawing, "_prefix_sums", drawing._integer_sums)
         assert sample(logits, row_sampling(**fields), DRAWS) == expected
+
+
+class TestLogitsThatAreNoNumbers:
+    @pytest.mark.parametrize("poison", [math.nan, math.inf])
+    @pytest.mark.parametrize("where", [0, 17, 39])
+    @pytest.mark.parametrize("settings_", [{}, {"temperature": 0}, {"top_k": 3, "top_p": 0.9}, {"presence_penalty": 1}])
+    def test_give_no_token_and_change_no_other_row(self, poison, where, settings_):
+        sampler = Sampler(3, 40, CPU)
+        for row in range(3):
+            sampler.add(row_sampling(row, **settings_))
+        logits = torch.tensor(np.stack([random_logits(seed, 40) for seed in range(3)]))
+        rows, none = np.arange(3, dtype=np.int32), np.zeros(3, np.int32)
+        draws = np.array([0.2, 0.5, 0.9])
+        healthy, _ = sampler.sample(logits, rows, none, draws).read()
+        poisoned = logits.clone()
+        poisoned[1, where] = poison
+        for row in range(3):
+            sampler.add(row_sampling(row, **settings_))
+        ids, _ = sampler.sample(poisoned, rows, none, draws).read()
+        assert ids == [healthy[0], NO_TOKEN, healthy[2]]
+        assert 0 <= int(sampler.last(rows[1:2])) < 40  # the next step may have been planned with it
+
+    def test_include_a_row_without_any_number(self):
+        assert sample_one([-math.inf] * 5) == NO_TOKEN
+
+    @pytest.mark.parametrize("temperature", [0, 1])
+    def test_do_not_include_excluded_tokens(self, temperature):
+        assert sample_one([-math.inf, 1.0, -math.inf], temperature=temperature) == 1
+        assert sample_one([1.0, 5.0], forbidden_ids=[1], min_tokens=2, temperature=temperature) == 0
+        sampler = Sampler(1, 40, CPU)
+        sampler.add(row_sampling(temperature=temperature))
+        zeros = np.zeros(1, np.int32)
+        masks = np.array([[1 << 7, 0]], np.int32)
+        assert sampler.sample(torch.zeros(1, 40), zeros, zeros, np.array([0.5]), zeros, masks).read()[0] == [7]
+
+    def test_are_found_behind_a_mask(self):
+        sampler = Sampler(1, 40, CPU)
+        sampler.add(row_sampling())
+        zeros, logits = np.zeros(1, np.int32), torch.zeros(1, 40)
+        logits[0, 3] = math.nan
+        masks = np.array([[1 << 7, 0]], np.int32)
+        assert sampler.sample(logits, zeros, zeros, np.array([0.5]), zeros, masks).read()[0] == [NO_TOKEN]

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from lockstep_api.v1 import worker_pb2
+from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router import metrics
 from lockstep_router.status import status_body
 from router_cluster import events_of, eventually
@@ -206,6 +207,20 @@ async def test_error_after_the_first_token_ends_the_event_stream(cluster):
     events = events_of(response)
     assert events[-1][1]["error"]["code"] == "internal"
     assert len(events) == 3
+
+
+async def test_logits_that_are_no_numbers_are_tried_on_one_worker_only(cluster):
+    error = LockstepError(ErrorCode.NUMERICAL_ERROR, "the model's logits are no numbers")
+    for worker in cluster.workers:
+        worker.script = Script(
+            rejection=rejection(error.code.value, retryable=error.meaning.retryable, message=error.message),
+            reject_after=0,
+        )
+    response = await cluster.complete(PROMPT)
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "numerical_error"
+    assert sum(len(worker.submits) for worker in cluster.workers) == 1
+    assert cluster.router.failovers == 0
 
 
 async def test_stream_that_fails_on_every_worker_is_given_up(make_cluster):

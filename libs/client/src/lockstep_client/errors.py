@@ -160,6 +160,7 @@ _BY_CODE: Mapping[str, type[LockstepError]] = {
     "draining": UnavailableError,
     "deadline_exceeded": DeadlineExceededError,
     "cancelled": CancelledError,
+    "numerical_error": InternalError,
     "internal": InternalError,
 }
 _BY_STATUS: Mapping[int, type[LockstepError]] = {

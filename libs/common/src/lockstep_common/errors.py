@@ -30,6 +30,7 @@ class ErrorCode(StrEnum):
     DRAINING = "draining"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     CANCELLED = "cancelled"
+    NUMERICAL_ERROR = "numerical_error"
     INTERNAL = "internal"
 
 
@@ -66,6 +67,8 @@ MEANINGS: dict[ErrorCode, Meaning] = {
     ErrorCode.DRAINING: Meaning(503, "service_unavailable_error", "UNAVAILABLE", retryable=True),
     ErrorCode.DEADLINE_EXCEEDED: Meaning(504, "timeout_error", "DEADLINE_EXCEEDED"),
     ErrorCode.CANCELLED: Meaning(499, "cancelled_error", "CANCELLED"),
+    # Not retryable: the same tokens give the same logits on the next worker.
+    ErrorCode.NUMERICAL_ERROR: Meaning(500, "server_error", "INTERNAL"),
     ErrorCode.INTERNAL: Meaning(500, "server_error", "INTERNAL"),
 }
 

@@ -332,6 +332,14 @@ class BlockTables:
                 self.cold.remember(sequence.cold[index], keys[index])
         sequence.remembered = max(sequence.remembered, full)
 
+    def forget(self, sequence: Sequence) -> None:
+        """The contents of a sequence's blocks may be damaged, so that no other sequence is to begin with those in the
+        pools, and nobody is to store them. Releases none.
+        """
+        sequence.remembered = 0
+        self.hot.forget(block for block in sequence.hot if block != _NONE)
+        self.cold.forget(block for block in sequence.cold if block != _NONE)
+
     def release(self, sequence: Sequence) -> None:
         """Free all blocks of a sequence and clear its row."""
         self.hot.release([block for block in sequence.hot if block != _NONE])

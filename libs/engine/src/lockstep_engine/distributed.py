@@ -271,11 +271,29 @@ class TorchDistributed:
             self.marks.append((name, began, ended))
 
 
+_REASON_BYTES = 512
+
+
+def gather_reasons(group: Collectives, reason: str) -> list[str]:
+    """What each rank says, in the order of ranks: why it cannot do what it tried, or nothing. The ranks meet on their
+    hosts, so that work which waits on a GPU does not hold up the answer.
+
+    Args:
+        group: the ranks; with TorchDistributed its group serves tensors of the host, too.
+        reason: what this rank says; long ones are cut.
+    """
+    mine = np.zeros(_REASON_BYTES, np.uint8)
+    said = reason.encode()[:_REASON_BYTES]
+    mine[: len(said)] = np.frombuffer(said, np.uint8)
+    every = group.all_gather(torch.from_numpy(mine)).numpy().reshape(group.size, _REASON_BYTES)
+    return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in every]
+
+
 def init_torch_distributed(backend: str, store_path: str, rank: int, size: int, timeout_s: float) -> None:
     """Join the group through a file that all ranks can open. gloo and NCCL's bootstrap listen on loopback only.
 
     Args:
-        backend: gloo or nccl.
+        backend: gloo or nccl. Tensors of the host go over gloo in either case.
         store_path: a file that exists during this call; the ranks meet through it, so that no port is needed.
         timeout_s: longest time for joining. Steps have the supervisor's deadlines, not the library's.
     """
@@ -283,7 +301,11 @@ def init_torch_distributed(backend: str, store_path: str, rank: int, size: int, 
         os.environ.setdefault(variable, "lo")
     store = dist.FileStore(store_path, size)  # type: ignore[attr-defined]
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=max(60.0, timeout_s))
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=max(60.0, timeout_s)),
     )
 
 

@@ -28,6 +28,7 @@ def draw(logits: torch.Tensor, rows: Draw, uniforms: NDArray[np.float64]) -> tor
         [rows], int64.
     """
     device, most = logits.device, torch.finfo(torch.float32)
+    # A row with NaN or infinity is an error, see `Sampler.sample`; here it only has to give an id that exists.
     logits.nan_to_num_(nan=most.min, posinf=most.max, neginf=most.min)
     logits.sub_(logits.amax(dim=-1, keepdim=True))
     weights = _softmax(logits.div_(rows.temperature))

@@ -47,6 +47,9 @@ class NotRecordableError(RuntimeError):
 Body = Callable[[DecodeInputs], torch.Tensor]
 """Computes a step. Its result has a row for each sequence."""
 
+Agree = Callable[[str], list[str]]
+"""Exchanges what ranks say; every rank must call it equally often."""
+
 
 class Recording(ABC):
     """Work that can be repeated."""
@@ -64,8 +67,14 @@ class Recorder(ABC):
     """Records work on a device. All recordings of one recorder share their memory."""
 
     @abstractmethod
+    def prepare(self, work: Callable[[], torch.Tensor]) -> None:
+        """Run the work, and check that it needs no host. Does not wait for the device: another rank may have failed, so
+        that a collective never ends.
+        """
+
+    @abstractmethod
     def record(self, work: Callable[[], torch.Tensor]) -> Recording:
-        """Run the work, then record it. Raises RuntimeError when it cannot be recorded."""
+        """Record work that has been prepared. Its collectives are not executed."""
 
     @abstractmethod
     def used_bytes(self) -> int:
@@ -91,13 +100,16 @@ class CudaRecorder(Recorder):
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def record(self, work: Callable[[], torch.Tensor]) -> Recording:
-        """See `Recorder.record`."""
+    def prepare(self, work: Callable[[], torch.Tensor]) -> None:
+        """See `Recorder.prepare`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             work()  # builds our kernels, and lets libraries select theirs
             with _DeviceOnly():  # type: ignore[no-untyped-call]
                 work()  # an error names the operation, which that of a failed recording does not
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Recording:
+        """See `Recorder.record`."""
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
@@ -126,9 +138,8 @@ class _DeviceOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _HostRecording(Recording):
-    def __init__(self, recorder: "HostRecorder", work: Callable[[], torch.Tensor]) -> None:
-        with _DeviceOnly():  # type: ignore[no-untyped-call]
-            super().__init__(work().clone())
+    def __init__(self, recorder: "HostRecorder", work: Callable[[], torch.Tensor], out: torch.Tensor) -> None:
+        super().__init__(out)
         self._recorder = recorder
         self._work = work
 
@@ -149,10 +160,16 @@ class HostRecorder(Recorder):
 
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
+        self._prepared = torch.empty(0)
+
+    def prepare(self, work: Callable[[], torch.Tensor]) -> None:
+        """See `Recorder.prepare`."""
+        with _DeviceOnly():  # type: ignore[no-untyped-call]
+            self._prepared = work().clone()
 
     def record(self, work: Callable[[], torch.Tensor]) -> Recording:
         """See `Recorder.record`."""
-        self.recordings.append(_HostRecording(self, work))
+        self.recordings.append(_HostRecording(self, work, self._prepared))
         return self.recordings[-1]
 
     def used_bytes(self) -> int:
@@ -171,6 +188,8 @@ class GraphedStep:
         device: the device of the inputs.
         recorder: records the steps. None: the one for this device.
         sizes: numbers of sequences to record. None: `graph_sizes`.
+        agree: given why this rank cannot record ("": it can), returns what all ranks say, in the order of ranks. None:
+            there is one rank.
     """
 
     def __init__(
@@ -181,6 +200,7 @@ class GraphedStep:
         device: torch.device,
         recorder: Recorder | None = None,
         sizes: Sequence[int] | None = None,
+        agree: Agree | None = None,
     ) -> None:
         self.sizes = tuple(sorted(sizes or graph_sizes(max_seqs)))
         self.bytes = 0
@@ -188,6 +208,7 @@ class GraphedStep:
         self.seconds = 0.0
         """Time spent on recording."""
         self._body = body
+        self._agree: Agree = agree or (lambda reason: [reason])
         self._device = device
         self.recorder = recorder or (CudaRecorder(device) if device.type == "cuda" else HostRecorder())
         largest = self.sizes[-1]
@@ -269,12 +290,47 @@ class GraphedStep:
         self._recordings.clear()
 
     def _record(self, size: int) -> None:
+        """Record a size on all ranks, or on none. A rank that replays executes collectives in which one that does not
+        would never take part, so each size is agreed on before the next one's.
+
+        Raises:
+            NotRecordableError: on all ranks, if any cannot record.
+            RuntimeError: on all ranks: some have left a step that others wait in, so that the group must be restarted.
+        """
         inputs = self._inputs.first(size)
-        try:
-            self._recordings[size] = self.recorder.record(lambda: self._body(inputs))
-        except RuntimeError as error:
+
+        def work() -> torch.Tensor:
+            return self._body(inputs)
+
+        reasons = self._agree(_failure_of(lambda: self.recorder.prepare(work)))
+        if any(reasons):
             self._recordings.clear()
-            raise NotRecordableError(str(error).partition("\n")[0]) from error
+            if not all(reasons):
+                raise RuntimeError(f"a decode step of {size} sequences fails on some ranks: {_said(reasons)}")
+            raise NotRecordableError(_said(reasons))
+
+        def record() -> None:
+            self._recordings[size] = self.recorder.record(work)
+
+        reasons = self._agree(_failure_of(record))
+        if any(reasons):
+            self._recordings.clear()
+            raise NotRecordableError(_said(reasons))
+
+
+def _failure_of(work: Callable[[], None]) -> str:
+    """Why the work fails, or nothing. Libraries raise errors of many types here, all of which mean the same."""
+    try:
+        work()
+    except Exception as error:
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""
+
+
+def _said(reasons: list[str]) -> str:
+    """The first reason, and whose it is."""
+    rank = next(index for index, reason in enumerate(reasons) if reason)
+    return f"rank {rank}: {reasons[rank]}" if len(reasons) > 1 else reasons[rank]
 
 
 class _Staging:

@@ -18,6 +18,9 @@ from lockstep_engine.sizes import hot_pool_blocks
 LAST_SAMPLED = -1
 """Placeholder for a token's id: the token that was last sampled for its sequence's sampling row."""
 
+NO_TOKEN = -1
+"""Instead of a sampled token's id: its logits hold NaN or infinity, or exclude every token."""
+
 
 class RowSampling(msgspec.Struct, array_like=True):
     """How tokens are sampled for the request that gets a sampling row, with the past tokens that penalties need."""
@@ -134,6 +137,7 @@ class Result(msgspec.Struct, array_like=True):
 
     step: int
     token_ids: list[int]
+    """NO_TOKEN: the logits were no numbers."""
     logprobs: list[StepLogprobs | None]
     waited_us: int
     """Time before the step in which rank 0 had nothing to compute."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -402,7 +403,9 @@ class Rank:
             return self._full_logits(self.model.decode(cache, inputs))
 
         width = -(-self._spec.model.context_length // BLOCK_SIZE)
-        return GraphedStep(body, min(self._spec.config.max_seqs, _MAX_RECORDED_SEQS), width, self._device)
+        most = min(self._spec.config.max_seqs, _MAX_RECORDED_SEQS)
+        agree = partial(distributed.gather_reasons, self._group)
+        return GraphedStep(body, most, width, self._device, agree=agree)
 
     def _estimate_graphs(self) -> int:
         """Bytes that recorded decode steps will take, estimated by recording some over a minimal cache. If they cannot

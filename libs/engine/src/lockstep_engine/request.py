@@ -205,6 +205,11 @@ class PromptLogprobs:
     vocabulary: NDArray[np.float32] | None = None
     """[tokens, vocabulary], if requested."""
 
+    @property
+    def has_nan(self) -> bool:
+        """Whether one is no number: the model has computed NaN or infinity."""
+        return bool(np.isnan(self.tokens).any())
+
 
 @dataclass(frozen=True)
 class Output:

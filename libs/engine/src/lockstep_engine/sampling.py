@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lockstep_engine import rowwise
 from lockstep_engine.drawing import draw
-from lockstep_engine.plan import RowSampling, StepLogprobs
+from lockstep_engine.plan import NO_TOKEN, RowSampling, StepLogprobs
 from lockstep_engine.sampling_table import Listed, Penalties, SamplingTable, StepSettings, penalised
 
 
@@ -38,7 +38,7 @@ class Sampled:
     """The tokens chosen in a step. They are on the host once the device has finished earlier work."""
 
     ids: torch.Tensor
-    """[logits rows], int64."""
+    """[logits rows], int64; NO_TOKEN where the logits are no numbers."""
     listed: list[ListedTokens]
     """For requests that want log probabilities."""
     restricted: frozenset[int] = frozenset()
@@ -115,20 +115,28 @@ class Sampler:
             masks: [masked, words], the tokens that each of them may choose (see `Plan.masks`).
         """
         settings = self._table.of(sampling_rows, emitted)
-        raw = logits.float()
+        given = raw = logits.float()
         if masked is not None and masks is not None:
             raw = _restrict(raw, masked, masks)
+        # The largest element tells of a NaN or an infinity anywhere in its row, because both count as larger than all
+        # numbers. It is taken from the model's own logits: masks, bias and min_tokens exclude tokens by -inf.
+        chooses_largest = raw is given and settings.plain and settings.greedy is None
+        largest = None if chooses_largest else given.amax(dim=-1)
         adjusted = raw
         if not settings.plain:
             adjusted = raw.clone() if raw is logits or settings.listed else raw
             self._adjust(adjusted, settings)
         ids = self._choose(adjusted, settings, uniforms)
+        if largest is None:
+            largest = given.gather(1, ids.unsqueeze(1)).squeeze(1)
         self._last.index_copy_(0, settings.sampling_rows, ids)
         for each in settings.penalties:
             places = each.sampling_rows * self._vocab_size + ids.index_select(0, each.rows)
             self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
         listed = [_list_tokens(raw, ids, each) for each in settings.listed]
-        return Sampled(_fetch(ids), listed, frozenset() if masked is None else frozenset(masked.tolist()))
+        # On the device an unusable row keeps an id that exists: with overlap the next step has been planned with it.
+        usable = _fetch(ids.where(largest.isfinite(), NO_TOKEN))
+        return Sampled(usable, listed, frozenset() if masked is None else frozenset(masked.tolist()))
 
     def _choose(self, logits: torch.Tensor, settings: StepSettings, uniforms: NDArray[np.float64]) -> torch.Tensor:
         """[logits rows], int64: the tokens."""

@@ -28,7 +28,7 @@ from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.constraint import Constraint
 from lockstep_engine.draws import uniform
 from lockstep_engine.matches import Match
-from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, StepLogprobs, nothing
+from lockstep_engine.plan import LAST_SAMPLED, NO_TOKEN, Plan, Result, RowSampling, StepLogprobs, nothing
 from lockstep_engine.prefix_log import PrefixChanges, PrefixLog
 from lockstep_engine.request import (
     FinishReason,
@@ -264,6 +264,12 @@ class Scheduler:
                 self._remove(sequence)
                 continue
             scores = _prompt_logprobs(chunk, result, first_score)
+            if (chunk.samples and result.token_ids[index] == NO_TOKEN) or (scores is not None and scores.has_nan):
+                self._ended.append(sequence.request.id)
+                self.blocks.forget(sequence)
+                self._remove(sequence)
+                outputs.append(Output(sequence.request.id, sequence.emitted, (), error=_no_numbers("logits")))
+                continue
             sequence.scores_delivered = max(sequence.scores_delivered, chunk.scored.stop)
             if chunk.samples:
                 outputs.append(self._emit(sequence, result.token_ids[index], result.logprobs[index], scores))
@@ -609,8 +615,7 @@ class Scheduler:
         self._ended.append(request_id)
         self._remove(sequence)
         if not np.isfinite(embedding).all():
-            error = LockstepError(ErrorCode.INTERNAL, "the model's hidden states are no numbers")
-            return Output(request_id, 0, (), error=error)
+            return Output(request_id, 0, (), error=_no_numbers("hidden states"))
         cached = sequence.cached_tokens or 0
         return Output(request_id, 0, (), finish=FinishReason.STOP, cached_tokens=cached, embedding=embedding)
 
@@ -702,6 +707,13 @@ def no_memory() -> LockstepError:
     return LockstepError(
         ErrorCode.OVERLOADED, "the worker has no memory for this request at the moment", retry_after_s=1.0
     )
+
+
+def _no_numbers(what: str) -> LockstepError:
+    """The error of a request for which the model has computed NaN or infinity: no token can be chosen from these. The
+    request's own tokens can be the cause, so it is not tried on another worker.
+    """
+    return LockstepError(ErrorCode.NUMERICAL_ERROR, f"the model's {what} are no numbers (NaN or infinity)")
 
 
 def _masks(chunks: list[_Chunk]) -> tuple[NDArray[np.int32] | None, NDArray[np.int32] | None]:

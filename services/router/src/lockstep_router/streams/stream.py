@@ -216,7 +216,7 @@ class Stream:
             if isinstance(outcome, Finished):
                 return
             if isinstance(outcome, LockstepError):
-                if outcome.code is ErrorCode.INTERNAL:
+                if outcome.code in (ErrorCode.INTERNAL, ErrorCode.NUMERICAL_ERROR):
                     self._workers.note_internal(link, self.journal.session)
                 raise outcome
             if isinstance(outcome, WaitedTooLong):
