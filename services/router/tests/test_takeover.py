@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import time
 from types import SimpleNamespace
 
 import openai
@@ -166,6 +167,17 @@ async def test_every_cut_of_the_mirror_and_of_the_client(sharing, routers, answe
             await second.client.delete(f"/v1/streams/{planted}")
     assert count(metrics.TAKEOVERS, "continued") >= number
     await eventually(lambda: second.router.requests == second.router.runs.running == second.router.runs.readings == 0)
+
+
+async def test_stream_keeps_its_place_in_queues(sharing, routers):
+    first, second = routers
+    response = await first.client.post("/v1/completions", json=STREAM)
+    stored = await first.router.journals.read(response.headers["x-lockstep-stream-id"])
+    old = dataclasses.replace(stored, record=dataclasses.replace(stored.record, created=int(time.time()) - 1000))
+    await plant(first, old, "r-old", [2])
+    events_of(await resume(second.client, "r-old"))
+    assert sharing.submits[-1].emitted_ids
+    assert sharing.submits[-1].arrived_s < -900
 
 
 # A router that lives.

@@ -51,6 +51,7 @@ def _journal(record: Record, index: int, prompt: Prompt, log: ChoiceLog, priorit
         tenant=record.tenant,
         traceparent=record.traceparent,
         arrived_at=asyncio.get_running_loop().time(),
+        age_s=max(0.0, time.time() - record.created),
         timeout_s=left_s,
         priority=priority,
         emitted_ids=list(log.ids),

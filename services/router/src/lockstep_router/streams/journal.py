@@ -64,6 +64,8 @@ class Journal:
     """Whether a later attempt gave tokens with other, or unknown, numerics."""
     request_id: str = ""
     """The client's request that the stream belongs to, for log lines here and in the worker."""
+    age_s: float = 0.0
+    """Seconds that the stream was older when it arrived here: another router had it. It keeps its place in queues."""
     max_tokens: int = field(init=False)
     logprobs_per_token: int = field(init=False)
     """Log probabilities that come with each token: the token's own and those of alternatives; 0 if none do."""

@@ -245,7 +245,7 @@ class Stream:
         now, journal = self._loop.time(), self.journal
         submit = journal.next_submit(
             link.worker_id,
-            arrived_s=self._arrived_at - link.greeted_at,
+            arrived_s=self._first_arrived_at - link.greeted_at,
             deadline_s=0.0 if self._deadline_at is None else max(self._deadline_at - now, 0.001),
         )
         self._attempt = attempt = Attempt(
@@ -565,8 +565,13 @@ class Stream:
         return _Wait("the retry budget", self._workers.retries.wait_s(self._retry_turn))
 
     @property
+    def _first_arrived_at(self) -> float:
+        """When the stream arrived here or at the router that had it before, in the event loop's time."""
+        return self._arrived_at - self.journal.age_s
+
+    @property
     def _retry_turn(self) -> Turn:
-        turn = turn_at(self._arrived_at, self.journal.priority, has_output=self._token_at is not None)
+        turn = turn_at(self._first_arrived_at, self.journal.priority, has_output=bool(self.journal.emitted_ids))
         return (turn, self.journal.stream_id)
 
     def _check_refused(self) -> None:
