@@ -40,7 +40,9 @@ class InProcessGroup:
         hot_window: HotWindow | None = None,
         blocks: int = _BLOCKS,
         compressed_layers: Collection[int] | None = None,
+        shards: int = 1,
     ) -> None:
+        self._shards = shards
         self.tp, self._blocks, self._compressed_layers = tp, blocks, compressed_layers
         self._dtype, self._hot_window = dtype, hot_window
         self._info = inspect_model(EngineConfig(model=str(path), tp=tp, max_context=max_context))
@@ -55,8 +57,8 @@ class InProcessGroup:
 
     def _build(self, group):
         device = torch.device("cpu")
-        model = build_model(self._info, group, self._dtype)
-        load_weights(model.module, self._info, group, device)
+        model = build_model(self._info, group, self._dtype, shards=self._shards)
+        load_weights(model.module, self._info, device)
         if cpu.build and self._dtype is torch.float32:
             model.fuse(self._info.context_length)
         cache = KvCache(

@@ -27,7 +27,7 @@ class Served:
     def __init__(self, path):
         info = inspect_model(EngineConfig(model=str(path)))
         self.model = build_model(info, Alone(), torch.float32)
-        load_weights(self.model.module, info, Alone(), DEVICE)
+        load_weights(self.model.module, info, DEVICE)
         self.fused = self.model.fuse_on_gpu(64)
         self.cache = KvCache(
             layers=self.model.layers,

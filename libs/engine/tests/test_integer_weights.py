@@ -54,7 +54,7 @@ def loaded(path):
     """The layers that products are made with, as a rank loads them, and the bytes that all parameters took."""
     info, sizes = inspect_model(EngineConfig(model=str(path))), []
     model = build_model(info, Alone(), torch.float32).module
-    load_weights(model, info, Alone(), torch.device("cpu"), lambda _, total: sizes.append(total))
+    load_weights(model, info, torch.device("cpu"), lambda _, total: sizes.append(total))
     return [each for each in model.modules() if isinstance(each, ColumnLinear | RowLinear)], sizes[-1]
 
 

@@ -60,7 +60,7 @@ def loaded(path):
     """The model as a rank loads it, and the bytes that its parameters took."""
     info, sizes = inspect_model(EngineConfig(model=str(path))), []
     model = build_model(info, Alone(), torch.float32).module
-    load_weights(model, info, Alone(), torch.device("cpu"), lambda _, total: sizes.append(total))
+    load_weights(model, info, torch.device("cpu"), lambda _, total: sizes.append(total))
     return model, sizes[-1]
 
 

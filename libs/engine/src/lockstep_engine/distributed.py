@@ -2,8 +2,9 @@
 
 There are three implementations: `Alone` (tp = 1), `SharedMemory` (CPU ranks on one x86 host) and `TorchDistributed`
 (NCCL on CUDA, gloo elsewhere), the last with symmetric memory for the small sums of decoding where GPUs can read each
-other's memory. Sums are taken in the order of ranks wherever the library allows it, so that all ranks hold the same
-bits and a row's sum does not depend on other rows.
+other's memory. Sums are taken in a fixed order wherever the library allows it, so that all ranks hold the same bits
+and a row's sum does not depend on other rows: on the CPU in a balanced tree of ranks, which `virtual_shards` continues
+within a rank; on CUDA in the order of ranks.
 """
 
 import logging
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep_engine.sizes import FLAG_BYTES, segment_bytes
+from lockstep_engine.virtual_shards import add_in_tree
 
 logger = logging.getLogger("lockstep.engine")
 
@@ -99,16 +101,13 @@ class SharedMemory:
         self._data = data.view(2, size, capacity)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in the order of ranks."""
+        """The sum over ranks, added in a balanced tree of ranks."""
         if x.nbytes > self._capacity:
             flat = x.contiguous().view(-1)
             for piece in torch.split(flat, self._capacity // x.itemsize):
                 self.all_reduce(piece)
             return flat.view(x.shape)
-        parts = self._exchange(x)
-        out = torch.add(parts[0], parts[1], out=x)
-        for part in parts[2:]:
-            out.add_(part)
+        out = add_in_tree(self._exchange(x), out=x)
         self._finish("all_reduce")
         return out
 
@@ -234,6 +233,8 @@ class TorchDistributed:
         began = self._begin()
         if self._one_shot is not None and self._one_shot.fits(x):
             x = self._one_shot.all_reduce(x)
+        elif self._gather_and_add and x.is_cpu:
+            add_in_tree(self._gather(x), out=x)
         elif self._gather_and_add:
             parts = self._gather(x)
             torch.add(parts[0], parts[1], out=x)

@@ -15,6 +15,7 @@ from lockstep_engine import rowwise
 from lockstep_engine.distributed import Collectives
 from lockstep_engine.kernels import cpu
 from lockstep_engine.quantized.coded import CodeForm
+from lockstep_engine.virtual_shards import add_in_tree
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,13 @@ class ColumnLinear(nn.Module):
         self.packed = _pack_codes(self, self.bias) if self.code_form else _pack(self.weight, self.bias)
 
 
-def _pack(weight: nn.Parameter, bias: torch.Tensor | None) -> cpu.PackedLinear | None:
+def _pack(weight: nn.Parameter, bias: torch.Tensor | None, parts: int = 1) -> cpu.PackedLinear | None:
     """The weight in the CPU kernel's layout, which replaces the parameter's memory; None where the kernel cannot
     run.
     """
     if not cpu.available(weight):
         return None
-    packed = cpu.PackedLinear(weight, bias)
+    packed = cpu.PackedLinear(weight, bias, parts=parts)
     weight.data = weight.data.new_empty(0)
     return packed
 
@@ -126,12 +127,14 @@ def keep_codes(layer: "ColumnLinear | RowLinear", form: CodeForm) -> None:
     layer.code_form = form
 
 
-def _pack_codes(layer: "ColumnLinear | RowLinear", bias: torch.Tensor | None) -> cpu.PackedLinear:
+def _pack_codes(layer: "ColumnLinear | RowLinear", bias: torch.Tensor | None, parts: int = 1) -> cpu.PackedLinear:
     """As `_pack`, of a layer that keeps codes."""
     form, scales, inside = layer.code_form, layer.scales, layer.weight.shape[1]
     assert form is not None
     assert scales is not None
-    packed = cpu.PackedLinear(layer.weight, bias, scales=scales, group=form.group or inside, per_127=form.per_127)
+    packed = cpu.PackedLinear(
+        layer.weight, bias, scales=scales, group=form.group or inside, per_127=form.per_127, parts=parts
+    )
     for parameter in (layer.weight, scales):
         parameter.data = parameter.data.new_empty(0)
     return packed
@@ -184,7 +187,18 @@ class MergedPart(nn.Module):
 
 
 class RowLinear(nn.Module):
-    """A linear over this rank's part of the input features; the sum over ranks is the result."""
+    """A linear over this rank's part of the input features; the sum over ranks is the result.
+
+    On the CPU sums stay in float32 until they are complete, and the bias is added before they are rounded.
+
+    Args:
+        source: checkpoint prefix.
+        shard: (start, length) of the input features that this rank has.
+        out_features: number of output features.
+        bias: whether the linear has a bias.
+        transposed: the weight is stored as [in, out].
+        parts: virtual shards that the rank has (see `virtual_shards`); on the CPU.
+    """
 
     def __init__(
         self,
@@ -196,10 +210,14 @@ class RowLinear(nn.Module):
         bias: bool,
         dtype: torch.dtype,
         transposed: bool = False,
+        parts: int = 1,
     ) -> None:
         super().__init__()
         start, length = shard
         self.group = group
+        self.parts = parts
+        self._part_weights: tuple[torch.Tensor, ...] = ()
+        """Those of the parts, where the weight was laid out for torch."""
         self.in_features, self.out_features = length, out_features
         self.weight = nn.Parameter(torch.empty(out_features, length, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
@@ -212,15 +230,31 @@ class RowLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, in / tp] → […, out]."""
-        if self.group.size == 1:
-            return self.packed(x) if self.packed else functional.linear(x, self.weight, self.bias)
-        out = self.group.all_reduce(self.packed(x) if self.packed else functional.linear(x, self.weight))
-        return out if self.bias is None else out + self.bias
+        alone = self.group.size == 1
+        if self.packed and alone:
+            return self.packed(x)
+        if not x.is_cpu:
+            out = functional.linear(x, self.weight, self.bias if alone else None)
+            out = self.group.all_reduce(out)
+            return out if alone or self.bias is None else out + self.bias
+        out = self.group.all_reduce(self.packed.wide(x) if self.packed else self._product(x))
+        return (out if self.bias is None else out + self.bias.float()).to(x.dtype)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over this rank's input features without the kernels, in float32."""
+        if self.parts == 1:
+            return functional.linear(x, self.weight).float()
+        weights = self._part_weights or self.weight.chunk(self.parts, 1)
+        inputs = x.chunk(self.parts, -1)
+        return add_in_tree([functional.linear(*each).float() for each in zip(inputs, weights, strict=True)])
 
     def pack(self) -> None:
         """After loading: lay the weight out for the fastest product on this device."""
         bias = self.bias if self.group.size == 1 else None
-        self.packed = _pack_codes(self, bias) if self.code_form else _pack(self.weight, bias)
+        self.packed = _pack_codes(self, bias, self.parts) if self.code_form else _pack(self.weight, bias, self.parts)
+        if self.packed is None and self.weight.is_cpu and self.parts > 1:
+            self._part_weights = tuple(each.contiguous() for each in self.weight.chunk(self.parts, 1))
+            self.weight.data = self.weight.data.new_empty(0)
 
 
 class HeadExpansion(nn.Module):
@@ -285,7 +319,7 @@ class VocabEmbedding(nn.Module):
         local = ids - self.start
         elsewhere = (local < 0) | (local >= self.rows)
         rows = self._read(local.masked_fill(elsewhere, 0))
-        return self.group.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+        return self.group.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), -0.0))  # changes no bit of a sum
 
     def _read(self, rows: torch.Tensor) -> torch.Tensor:
         """These rows of the table, which may be kept in 16 bits."""
@@ -330,17 +364,27 @@ def vocab_shard(vocab_size: int, group: Collectives) -> tuple[int, int, int]:
 
 
 class SummedExperts(nn.Module):
-    """A mixture's experts, each narrowed to this rank's part of its inner width; the sum over ranks is the result."""
+    """A mixture's experts, each narrowed to a part of its inner width; the sum over parts and ranks is the result.
 
-    def __init__(self, experts: nn.Module, group: Collectives) -> None:
+    Args:
+        parts: the experts, narrowed to each of this rank's virtual shards (see `virtual_shards`).
+        group: the ranks.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], group: Collectives) -> None:
         super().__init__()
-        self.experts = experts
+        self.parts = nn.ModuleList(parts)
         self.group = group
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        """Takes and returns what the model's own experts do."""
-        out: torch.Tensor = self.experts(*args)
-        return self.group.all_reduce(out)
+        """Takes and returns what the model's own experts do. On the CPU sums stay in float32 until they are
+        complete.
+        """
+        outs: list[torch.Tensor] = [part(*args) for part in self.parts]
+        dtype = outs[0].dtype
+        if outs[0].is_cpu:
+            outs = [out.float() for out in outs]
+        return self.group.all_reduce(outs[0] if len(outs) == 1 else add_in_tree(outs)).to(dtype)
 
 
 class FusedRmsNorm(nn.Module):
@@ -367,6 +411,7 @@ class SplitRmsNorm(nn.Module):
         shard: (start, length) of this rank's elements.
         full_width: number of elements on all ranks.
         copies: number of ranks that have the same elements.
+        parts: virtual shards that the rank has (see `virtual_shards`).
     """
 
     def __init__(
@@ -378,9 +423,11 @@ class SplitRmsNorm(nn.Module):
         eps: float,
         group: Collectives,
         dtype: torch.dtype,
+        parts: int = 1,
     ) -> None:
         super().__init__()
         start, length = shard
+        self._parts = parts
         self.weight = nn.Parameter(torch.empty(length, dtype=dtype), requires_grad=False)
         self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, length, 0, full_size=full_width)]}
         self.group = group
@@ -390,5 +437,6 @@ class SplitRmsNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, width / tp] → […, width / tp]."""
         wide = x.float()
-        mean = self.group.all_reduce(wide.square().sum(-1, keepdim=True)) * self._mean_factor
+        sums = [part.sum(-1, keepdim=True) for part in wide.square().chunk(self._parts, -1)]
+        mean = self.group.all_reduce(sums[0] if len(sums) == 1 else add_in_tree(sums)) * self._mean_factor
         return (self.weight * (wide * torch.rsqrt(mean + self.eps))).to(x.dtype)

@@ -174,8 +174,15 @@ def paged_attention(
 AttentionInterface.register(_ATTENTION, paged_attention)
 
 
-def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype) -> BuiltModel:
+def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype, *, shards: int = 1) -> BuiltModel:
     """The model of a checkpoint, on the meta device, narrowed to this rank.
+
+    Args:
+        info: the checkpoint.
+        group: the ranks.
+        dtype: that the model computes in.
+        shards: most virtual shards of a sum over ranks (see `virtual_shards`); 1: each rank's part is one. More than
+            one is for the CPU.
 
     Raises:
         LockstepError: the architecture is not served, or cannot be split over the group; says why.
@@ -197,7 +204,7 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype) -> Buil
         raise refuse(f"model {info.path}: {info.architecture} has layers of {kinds}, which are not supported")
     architecture = ARCHITECTURES[info.model_type]
     split_plans = (architecture.split_plan, USUAL_SPLIT_PLAN, model.tp_plan or {})
-    splitter = Splitter(info, group, dtype, text, split_plans, reads_config=architecture.reads_config)
+    splitter = Splitter(info, group, dtype, text, split_plans, reads_config=architecture.reads_config, shards=shards)
     splitter.split(model)
     for module in model.modules():
         if getattr(module, "rope_type", None) == "longrope":

@@ -167,10 +167,11 @@ class Rank:
         self._group = self.join(collectives_fd, store_path)
         self._profiler = RankProfiler(spec.rank, self._device, self._group, control)
         phases.end("join")
-        self.model: BuiltModel = build_model(model, self._group, self._dtype)
+        shards = config.tp_shards if self._device.type == "cpu" else 1
+        self.model: BuiltModel = build_model(model, self._group, self._dtype, shards=shards)
         self.model.exact = self._deterministic
         phases.end("build")
-        load_weights(self.model.module, model, self._group, self._device, self._report_loading())
+        load_weights(self.model.module, model, self._device, self._report_loading())
         by_kernels = gpu.usable(self._device, self._dtype, self.model.head_dim) and not self._deterministic
         if by_kernels:
             self.model.fuse_on_gpu(model.context_length)
@@ -459,10 +460,13 @@ class Rank:
             cache.cold_blocks + hot_window.blocks if hot_window is not None else cache.padding_block,
         )
         description = f"{self._dtype} {hot_window} {sorted(config.kv_compressed_layers)}"
+        if self._device.type == "cpu" and config.tp_shards > 1:
+            description += f" shards {config.tp_shards}"
         if self._device.type == "cpu" and cpu.build is None:
-            # torch's routines: a short text does not show whether another machine's agree on every input.
+            # torch's routines: a short text does not show whether another machine's agree on every input, nor whether
+            # they do for matrices of the width that another number of ranks has.
             capability = torch.backends.cpu.get_cpu_capability()
-            description += f" torch {torch.__version__} {capability} {torch.get_num_threads()}"
+            description += f" torch {torch.__version__} {capability} {torch.get_num_threads()} tp {config.tp}"
         return measure(
             self.forward,
             cache,

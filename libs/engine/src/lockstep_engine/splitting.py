@@ -2,6 +2,7 @@
 
 import copy
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ from lockstep_engine.linear import (
     VocabHead,
 )
 from lockstep_engine.model_config import ModelInfo, refuse
+from lockstep_engine.virtual_shards import held_shards
 
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _PARAMETER_STYLES = frozenset({"heads", "kv_heads", "split_1", "split_2", "first_rank"})
@@ -47,6 +49,7 @@ class Splitter:
         config: the text model's configuration.
         split_plans: globs of names → styles; the first that matches a name decides.
         reads_config: whether attention modules read their number of heads from the configuration.
+        shards: most virtual shards of a sum over ranks (see `virtual_shards`).
     """
 
     def __init__(
@@ -58,12 +61,16 @@ class Splitter:
         split_plans: Sequence[Mapping[str, str]],
         *,
         reads_config: bool = False,
+        shards: int = 1,
     ) -> None:
         self._info = info
         self._group = group
         self._dtype = dtype
         self._split_plans = split_plans
         self._reads_config = reads_config
+        self._shards = shards
+        self._sums = group.size > 1 or shards > 1
+        """Whether anything is a sum of several parts."""
         heads = int(config.num_attention_heads)
         self.cached_dim = _cached_dim(config)
         first, count = self._even(heads, "the model", "attention heads")
@@ -93,11 +100,13 @@ class Splitter:
     def _refusal(self, sentence: str) -> LockstepError:
         return refuse(f"model {self._info.path}: {sentence}")
 
-    def _even(self, features: int, name: str, what: str = "features") -> tuple[int, int]:
+    def _even(self, features: int, name: str, what: str = "features", part: int = 0, parts: int = 1) -> tuple[int, int]:
+        """(start, length) of this rank's features, or of one of equal parts of them."""
         size = self._group.size
         if features % size:
             raise self._refusal(f"the {features} {what} of {name} cannot be split over tp = {size} ranks")
-        return self._group.rank * (features // size), features // size
+        length = features // size // parts
+        return (self._group.rank * parts + part) * length, length
 
     def _kv_shard(self, heads: int) -> HeadShard:
         """This rank's key/value heads. They are repeated if there are fewer than ranks."""
@@ -137,11 +146,11 @@ class Splitter:
             setattr(parent, child, self._expansion(parent, name, layer))
         elif (form := _Form.of(layer)) is not None:
             setattr(parent, child, self._linear(parent, name, form, style or "replicated"))
-        elif style == "moe_tp_experts" and self._group.size > 1:
-            setattr(parent, child, SummedExperts(self._narrow_experts(layer, name), self._group))
+        elif style == "moe_tp_experts" and self._sums:
+            setattr(parent, child, SummedExperts(self._expert_parts(layer, name), self._group))
         elif style in ("heads", "kv_heads") and isinstance(layer, nn.ModuleList):
             setattr(parent, child, self._kept_modules(layer, name, style))
-        elif style in ("head_norm", "kv_head_norm") and self._group.size > 1:
+        elif style in ("head_norm", "kv_head_norm") and self._sums:
             setattr(parent, child, self._head_norm(layer, name, style))
         elif type(layer).__name__.endswith("RMSNorm") and _is_plain_rms_norm(type(layer)):
             assert isinstance(layer.weight, nn.Parameter)
@@ -153,7 +162,14 @@ class Splitter:
         if style == "rowwise":
             shard = self._even(form.inside, name)
             return RowLinear(
-                name, shard, form.out, self._group, bias=form.bias, dtype=form.dtype, transposed=form.transposed
+                name,
+                shard,
+                form.out,
+                self._group,
+                bias=form.bias,
+                dtype=form.dtype,
+                transposed=form.transposed,
+                parts=self._held_shards(form.inside),
             )
         if style == "colwise":
             shards = [self._column_shard(parent, name, form.out)]
@@ -238,7 +254,25 @@ class Splitter:
 
     # --- everything else ---------------------------------------------------------------------------------------------
 
-    def _narrow_experts(self, experts: nn.Module, name: str) -> nn.Module:
+    def _held_shards(self, features: int) -> int:
+        return held_shards(features, self._group.size, self._shards)
+
+    def _expert_parts(self, experts: nn.Module, name: str) -> list[nn.Module]:
+        """The experts, narrowed to each of this rank's virtual shards of their inner width."""
+        split = 0
+        for child, parameter in experts.named_parameters(recurse=False):
+            style = self._style(f"{name}.{child}") or ""
+            if style in _EXPERT_STYLES and parameter.dim() == 3:
+                split = math.gcd(split, parameter.shape[_EXPERT_STYLES[style]] // (3 - _EXPERT_STYLES[style]))
+            elif style in ("split_1", "split_2"):
+                split = math.gcd(split, parameter.shape[int(style[-1])])
+        parts = self._held_shards(split)
+        narrowed = [self._narrow_experts(copy.deepcopy(experts), name, part, parts) for part in range(parts)]
+        for part, each in enumerate(narrowed):
+            self._split_parameters(name, each, part, parts)
+        return narrowed
+
+    def _narrow_experts(self, experts: nn.Module, name: str, part: int, parts: int) -> nn.Module:
         for parameter_name, parameter in list(experts.named_parameters(recurse=False)):
             style = self._style(f"{name}.{parameter_name}") or ""
             if style in _PARAMETER_STYLES:
@@ -247,14 +281,17 @@ class Splitter:
             if dim is None or parameter.dim() != 3:
                 raise self._refusal(f"{name}.{parameter_name} has no way to be split over tp ranks")
             shape = list(parameter.shape)
-            shape[dim] = self._even(shape[dim] // (3 - dim), f"{name}.{parameter_name}")[1] * (3 - dim)
+            inner = shape[dim] // (3 - dim)
+            shape[dim] = self._even(inner, f"{name}.{parameter_name}", part=part, parts=parts)[1] * (3 - dim)
             narrow = torch.empty(shape, dtype=parameter.dtype, device="meta")
             setattr(experts, parameter_name, nn.Parameter(narrow, requires_grad=False))
-        experts.narrowed = True  # type: ignore[assignment]
+        experts.narrowed = (self._group.size * parts, self._group.rank * parts + part)  # type: ignore[assignment]
         return experts
 
-    def _split_parameters(self, name: str, module: nn.Module) -> None:
-        """Narrow the parameters that belong to the module itself and that the split plan names."""
+    def _split_parameters(self, name: str, module: nn.Module, part: int = 0, parts: int = 1) -> None:
+        """Narrow the parameters that belong to the module itself and that the split plan names, to one of equal parts
+        of what this rank has.
+        """
         styles = {
             child: style
             for child, _ in module.named_parameters(recurse=False)
@@ -268,22 +305,24 @@ class Splitter:
         }
         for child, style in styles.items():
             parameter = getattr(module, child)
-            dim, start, length = self._parameter_shard(f"{name}.{child}", style, parameter)
+            dim, start, length = self._parameter_shard(f"{name}.{child}", style, parameter, part, parts)
             shape = list(parameter.shape)
             full_size, shape[dim] = shape[dim], length
             narrow = torch.empty(shape, dtype=parameter.dtype, device="meta")
             setattr(module, child, nn.Parameter(narrow, requires_grad=False))
-            kept = 0 if style == "first_rank" and self._group.rank > 0 else length
+            kept = 0 if style == "first_rank" and self._group.rank + part > 0 else length
             pieces[child] = [Piece(f"{name}.{child}", dim, start, kept, 0, full_size=full_size)]
         module.pieces = pieces  # type: ignore[assignment]
 
-    def _parameter_shard(self, name: str, style: str, parameter: torch.Tensor) -> tuple[int, int, int]:
+    def _parameter_shard(
+        self, name: str, style: str, parameter: torch.Tensor, part: int, parts: int
+    ) -> tuple[int, int, int]:
         if style in ("heads", "kv_heads"):
             return 0, *(self.heads if style == "heads" else self.kv_heads).rows(1)
         if style == "first_rank":
             return 0, 0, parameter.shape[0]
         dim = int(style[-1])
-        return dim, *self._even(parameter.shape[dim], name)
+        return dim, *self._even(parameter.shape[dim], name, part=part, parts=parts)
 
     def _kept_modules(self, modules: nn.ModuleList, name: str, style: str) -> nn.ModuleList:
         shard = self.heads if style == "heads" else self.kv_heads
@@ -308,6 +347,7 @@ class Splitter:
             norm.variance_epsilon,
             self._group,
             norm.weight.dtype,
+            self._held_shards(shard.total),
         )
 
     def _replace_vocab(self, model: Any) -> None:

@@ -3,6 +3,7 @@ parameter.
 """
 
 import ctypes
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 
@@ -11,7 +12,6 @@ from lockstep_common.errors import LockstepError
 from torch import nn
 
 from lockstep_engine.architectures import ARCHITECTURES
-from lockstep_engine.distributed import Collectives
 from lockstep_engine.interception import intercepted
 from lockstep_engine.kernels import cpu
 from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabEmbedding, VocabHead, keep_codes
@@ -128,7 +128,6 @@ class Checkpoint:
 def load_weights(
     model: nn.Module,
     info: ModelInfo,
-    group: Collectives,
     device: torch.device,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> None:
@@ -161,7 +160,7 @@ def load_weights(
         elif isinstance(module, ColumnLinear | RowLinear) and module.code_form and parameter is module.weight:
             fill_codes(checkpoint, module)
         else:
-            fill(checkpoint, pieces_of(module, name, parameter, group, checkpoint), parameter)
+            fill(checkpoint, pieces_of(module, name, parameter, checkpoint), parameter)
         done += parameter.nbytes
         on_progress(done, total)
     for layer in model.modules():
@@ -227,9 +226,7 @@ def distinct_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, torc
                 yield module, f"{prefix}.{name}", parameter
 
 
-def pieces_of(
-    module: nn.Module, name: str, parameter: torch.Tensor, group: Collectives, checkpoint: Checkpoint
-) -> list[Piece]:
+def pieces_of(module: nn.Module, name: str, parameter: torch.Tensor, checkpoint: Checkpoint) -> list[Piece]:
     """The slices of checkpoint tensors that a parameter of `module` holds on this rank; `name` is its name in the
     model.
     """
@@ -238,9 +235,9 @@ def pieces_of(
         pieces: list[Piece] = ours[name.rpartition(".")[2]]
         return [piece for piece in pieces if piece.length > 0]
     if parameter.dim() == 3:  # experts, stacked
-        plain = name.replace(".experts.experts.", ".experts.")  # inside SummedExperts
-        shard = (group.size, group.rank) if hasattr(module, "narrowed") else (1, 0)
-        for first, found in _expert_pieces(plain, parameter, *shard):
+        plain = re.sub(r"\.experts\.parts\.\d+\.", ".experts.", name)  # inside SummedExperts
+        size, rank = getattr(module, "narrowed", (1, 0))
+        for first, found in _expert_pieces(plain, parameter, size, rank):
             if checkpoint.find(first) is not None:
                 return found
     return [Piece(name, 0, 0, parameter.shape[0], 0, full_size=parameter.shape[0])]

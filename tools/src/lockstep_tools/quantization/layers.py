@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lockstep_engine.distributed import Alone
 from lockstep_engine.linear import Piece
 from lockstep_engine.model_config import ModelInfo, refuse
 from lockstep_engine.weights import Checkpoint, distinct_parameters, fill, pieces_of
@@ -89,7 +88,7 @@ class LayeredModel:
 
     @staticmethod
     def _pieces(checkpoint: Checkpoint, module: nn.Module, name: str, parameter: torch.Tensor) -> list[Piece]:
-        return pieces_of(module, name, parameter, Alone(), checkpoint)
+        return pieces_of(module, name, parameter, checkpoint)
 
     @contextmanager
     def loaded(self, number: int, source: Checkpoint | None = None) -> Iterator[nn.Module]:

@@ -12,7 +12,7 @@
 #include <string.h>
 
 /* Raised with every change of a signature or layout, so that the caller can refuse a stale build. */
-const int lockstep_cpu_version = 10;
+const int lockstep_cpu_version = 11;
 
 #define BLOCK 16
 #define LANES 16 /* partial sums of a reduction, in every build */
@@ -73,7 +73,10 @@ struct rope {
 
 /* out [rows, out_features] = x [rows, in] times panels [ceil(out_features / PANEL), in, PANEL] in `kind` (not BFLOAT16 or E4M3), plus
  * bias or null. Codes have scales [panels, ceil(in / group), PANEL] for groups of neighbouring inputs. tiles: room for rows * in floats, or null for a single row. Rows go through a panel in tiles, and elements of a tile's
- * rows are put side by side before: rows that are a power of two apart would push each other out of the cache. */
+ * rows are put side by side before: rows that are a power of two apart would push each other out of the cache.
+ * The input features have `parts` equal parts, a power of two. Each is summed for itself, then the parts' sums are added in a balanced
+ * tree of neighbours, then the bias: so ranks that have some of the parts each get the same bits together. sums: with more parts than
+ * one, room for `sums_size` floats for each thread: (parts - 1) * rows * PANEL, times 4 up to 12 rows. */
 struct linear {
     float *out;
     const float *x;
@@ -81,7 +84,8 @@ struct linear {
     const float *bias;
     float *tiles;
     const float *scales;
-    int64_t rows, in, out_features, kind, group;
+    float *sums;
+    int64_t rows, in, out_features, kind, group, parts, sums_size;
 };
 
 /* out [batch, rows, out_features] = x [batch, rows, in] times a matrix in `kind` for each of the batch: output o's weight of input i is at
@@ -183,7 +187,7 @@ struct kernels {
     void (*map)(float *, const float *, int64_t, int);
     void (*rotate_all)(const struct rope *);
     void (*interleave)(const struct linear *, int64_t, int64_t);
-    void (*linear)(const struct linear *, int64_t, int64_t);
+    void (*linear)(const struct linear *, float *, int64_t, int64_t);
     void (*multiply)(const struct product *, float *, int64_t, int64_t);
 };
 
@@ -301,7 +305,7 @@ void lockstep_linear(struct linear *l, int threads) {
     }
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
     for (int slice = 0; slice < threads; slice++)
-        chosen.linear(l, panels * slice / threads, panels * (slice + 1) / threads);
+        chosen.linear(l, l->parts > 1 ? l->sums + slice * l->sums_size : NULL, panels * slice / threads, panels * (slice + 1) / threads);
 }
 
 /* scratch: in * PANEL floats for each thread. */

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 
 from lockstep_engine import huge_pages
 
-_VERSION = 10
+_VERSION = 11
 _PANEL = 32
+_MOST_TOGETHER, _MOST_ROWS = 4, 12
+"""Most panels that a product takes together in any build, and most rows for which it takes several."""
 BUILDS = ("avx512", "avx2", "plain")
 """Widest vector registers first; `plain` uses none. All builds give the same bits."""
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -106,11 +108,14 @@ class LinearCall(ctypes.Structure):
         ("bias", _POINTER),
         ("tiles", _POINTER),
         ("scales", _POINTER),
+        ("sums", _POINTER),
         ("rows", _LONG),
         ("inputs", _LONG),
         ("outputs", _LONG),
         ("kind", _LONG),
         ("group", _LONG),
+        ("parts", _LONG),
+        ("sums_size", _LONG),
     )
 
 
@@ -373,6 +378,8 @@ class PackedLinear:
             float32.
         group: inputs that share a scale; the last group may have fewer.
         per_127: values are multiplied by 1 / 127 after that.
+        parts: the input features have so many equal parts, a power of two. Each is summed for itself, and the parts'
+            sums are added in a balanced tree of neighbours, then the bias.
     """
 
     def __init__(
@@ -383,7 +390,9 @@ class PackedLinear:
         scales: torch.Tensor | None = None,
         group: int = 0,
         per_127: bool = False,
+        parts: int = 1,
     ) -> None:
+        assert weight.shape[1] % parts == 0
         assert (weight.dtype is torch.int8) == (scales is not None)
         assert scales is None or scales.shape == (len(weight), -(-weight.shape[1] // group))
         self.out_features, inputs = weight.shape
@@ -399,6 +408,7 @@ class PackedLinear:
             outputs=self.out_features,
             kind=_packed_kind(weight.dtype, per_127=per_127),
             group=group,
+            parts=parts,
         )
 
     @property
@@ -408,15 +418,25 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
+        out = self.wide(x)
+        return out if x.dtype is torch.float32 else out.to(x.dtype)
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out] in float32."""
         assert _library is not None
-        dtype, x = x.dtype, x.float().contiguous()
+        x = x.float().contiguous()
         out = torch.empty(*x.shape[:-1], self.out_features)
         call = self._call
         call.out, call.x, call.rows = out.data_ptr(), x.data_ptr(), x.numel() // call.inputs
         tiles = torch.empty(x.numel()) if call.rows > 1 else None
         call.tiles = None if tiles is None else tiles.data_ptr()
+        if call.parts > 1:
+            panels = _MOST_TOGETHER if call.rows <= _MOST_ROWS else 1
+            call.sums_size = (call.parts - 1) * call.rows * panels * _PANEL
+            sums = torch.empty(self._threads * call.sums_size)
+            call.sums = sums.data_ptr()
         _library.lockstep_linear(call, self._threads)
-        return out if dtype is torch.float32 else out.to(dtype)
+        return out
 
 
 def _packed_kind(dtype: torch.dtype, *, per_127: bool) -> int:

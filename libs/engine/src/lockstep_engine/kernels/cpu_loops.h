@@ -651,22 +651,23 @@ INLINE void NAME(read_sums)(vec *sums, const float *from, int64_t columns) {
     for (int w = 0; w < WIDTH; w++) sums[w] = *(const vec *)(from + w * VEC);
 }
 
-/* `rows` rows of x times `panels` panels of PANEL output features, of which `columns` exist. Element k of row r is at
- * x[k * x_step + r * x_stride]; rows of a panel are `step` apart, panels `panel_step`. Codes have the scales of the first panel at
- * `scales`, for each `group` of input features. Every result is one running sum over the input features in order, whatever the number
- * of rows and of panels that are computed together. Sums that continue begin as what is in `out`; the bias is added where they end. */
+/* The input features begin..end of `rows` rows of x times `panels` panels of PANEL output features, of which `columns` exist. Element
+ * begin + k of row r is at x[k * x_step + r * x_stride]; rows of a panel are `step` apart, the first is that of `begin`; panels are
+ * `panel_step` apart. Codes have the scales of the first panel at `scales`, `groups` for each panel, one for each `group` of input
+ * features. Every result is one running sum over the input features in order, whatever the number of rows and of panels that are
+ * computed together. Sums that continue begin as what is in `out`; the bias is added where they end. */
 INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t x_stride, const void *panel, int64_t step,
-                             int64_t panel_step, const float *scales, int64_t group, const float *bias, int64_t in, int64_t stride,
-                             int64_t columns, int rows, int panels, int continues, int ends, enum kind kind) {
+                             int64_t panel_step, const float *scales, int64_t groups, int64_t group, const float *bias, int64_t begin,
+                             int64_t end, int64_t stride, int64_t columns, int rows, int panels, int continues, int ends,
+                             enum kind kind) {
     vec sums[ROWS][TOGETHER(1)][WIDTH] = {};
     if (continues)
         for (int r = 0; r < rows; r++)
             for (int p = 0; p < panels; p++) NAME(read_sums)(sums[r][p], out + r * stride + p * PANEL, columns - p * PANEL);
     int is_coded = kind >= INT8;
-    int64_t groups = is_coded ? (in + group - 1) / group : 1, size = is_coded ? group : in;
-    for (int64_t g = 0; g < groups; g++) {
-        int64_t end = in - g * size < size ? in : (g + 1) * size;
-        for (int64_t k = g * size; k < end; k++) {
+    for (int64_t from = begin; from < end;) {
+        int64_t g = is_coded ? from / group : 0, to = is_coded && (g + 1) * group < end ? (g + 1) * group : end;
+        for (int64_t k = from - begin; k < to - begin; k++) {
             vec weights[TOGETHER(1)][WIDTH];
             for (int p = 0; p < panels; p++) {
                 int64_t at = p * panel_step + k * step;
@@ -679,6 +680,7 @@ INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t
                     for (int w = 0; w < WIDTH; w++) sums[r][p][w] = NAME(fma)(weights[p][w], each, sums[r][p][w]);
             }
         }
+        from = to;
     }
     for (int p = 0; p < panels; p++) {
         int64_t first = p * PANEL, count = columns - first < PANEL ? columns - first : PANEL;
@@ -697,7 +699,7 @@ INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t
 INLINE void NAME(panel_rows)(float *out, const float *x, const void *panel, int64_t step, const float *bias, int64_t rows,
                              int64_t in, int64_t stride, int64_t columns, enum kind kind) {
 #define TILE(count)                                                                                                            \
-    NAME(panel_tile)(out + row * stride, x + row * in, 1, in, panel, step, 0, NULL, in, bias, in, stride, columns, count, 1, 0, 1, kind), \
+    NAME(panel_tile)(out + row * stride, x + row * in, 1, in, panel, step, 0, NULL, 0, in, bias, 0, in, stride, columns, count, 1, 0, 1, kind), \
         row += count
     for (int64_t row = 0; row < rows;) { /* constant numbers of rows let the compiler keep the sums in registers */
         int64_t left = rows - row;
@@ -727,18 +729,19 @@ static void NAME(interleave)(const struct linear *l, int64_t begin, int64_t end)
     }
 }
 
-/* Multiply all rows by `panels` panels of which those at `panel` are the first, or by their input features begin..end alone. */
-INLINE void NAME(all_rows)(const struct linear *l, int64_t number, const void *panel, const float *scales, int64_t begin, int64_t end,
-                           int64_t panels, enum kind kind) {
+/* Multiply the input features begin..end of all rows by `panels` panels, the first of which is `number`; `panel` is its row of `begin`.
+ * Results have `stride` floats between rows. Sums continue what is in `out` if `continues`; the bias is added if `ends`. */
+INLINE void NAME(all_rows)(const struct linear *l, float *results, int64_t stride, int64_t number, const void *panel,
+                           const float *scales, int64_t begin, int64_t end, int64_t panels, int continues, int ends, enum kind kind) {
     const float *bias = l->bias ? l->bias + number * PANEL : NULL;
-    int64_t columns = l->out_features - number * PANEL;
+    int64_t columns = l->out_features - number * PANEL, groups = kind >= INT8 ? (l->in + l->group - 1) / l->group : 0;
     for (int64_t first = 0; first < l->rows; first += ROWS) {
         int64_t rows = l->rows - first < ROWS ? l->rows - first : ROWS;
         const float *x = l->tiles + first * l->in + begin * rows;
-        float *out = l->out + first * l->out_features + number * PANEL;
+        float *out = results + first * stride;
 #define TILE(rows, panels)                                                                                                     \
-    NAME(panel_tile)(out, x, rows, 1, panel, PANEL, PANEL * l->in, scales, l->group, bias, end - begin, l->out_features, columns,   \
-                     rows, panels, begin > 0, end == l->in, kind)
+    NAME(panel_tile)(out, x, rows, 1, panel, PANEL, PANEL * l->in, scales, groups, l->group, bias, begin, end, stride, columns, rows, \
+                     panels, continues, ends, kind)
 #define CASE(rows)                                                                                                             \
     case rows:                                                                                                                 \
         if (panels == 1) TILE(rows, 1);                                                                                        \
@@ -767,45 +770,81 @@ INLINE void NAME(all_rows)(const struct linear *l, int64_t number, const void *p
     }
 }
 
+/* Where the sums of a part of the input features go: the first part's to the result, the others' to planes of [rows, width] beside
+ * each other. */
+INLINE float *NAME(plane)(const struct linear *l, float *sums, int64_t part, int64_t number, int64_t width, int64_t *stride) {
+    *stride = part ? width : l->out_features;
+    return part ? sums + (part - 1) * l->rows * width : l->out + number * PANEL;
+}
+
+/* Add the parts' sums of `panels` panels, the first of which is `number`: neighbours first, then the sums of neighbours; then the
+ * bias. */
+static void NAME(add_parts)(const struct linear *l, float *sums, int64_t number, int64_t panels) {
+    int64_t width = panels * PANEL, left = l->out_features - number * PANEL, columns = left < width ? left : width;
+    for (int64_t apart = 1; apart < l->parts; apart *= 2)
+        for (int64_t part = 0; part + apart < l->parts; part += 2 * apart) {
+            int64_t stride, other_stride;
+            float *to = NAME(plane)(l, sums, part, number, width, &stride);
+            const float *from = NAME(plane)(l, sums, part + apart, number, width, &other_stride);
+            for (int64_t r = 0; r < l->rows; r++)
+                for (int64_t c = 0; c < columns; c++) to[r * stride + c] += from[r * other_stride + c];
+        }
+    for (int64_t r = 0; r < l->rows; r++) {
+        float *to = l->out + r * l->out_features + number * PANEL;
+        for (int64_t c = 0; c < columns; c++) to[c] += l->bias ? l->bias[number * PANEL + c] : 0.0f;
+    }
+}
+
 /* Compute the panels begin..end of a product. */
-INLINE void NAME(linear_panels)(const struct linear *l, int64_t begin, int64_t end, enum kind kind) {
-    int64_t step = PANEL * l->in, group = l->rows < ROWS ? TOGETHER(l->rows) : 1, together;
-    int64_t groups = kind >= INT8 ? (l->in + l->group - 1) / l->group : 0;
+INLINE void NAME(linear_panels)(const struct linear *l, float *sums, int64_t begin, int64_t end, enum kind kind) {
+    int64_t step = PANEL * l->in, group = l->rows < ROWS ? TOGETHER(l->rows) : 1, together, stride;
+    int64_t groups = kind >= INT8 ? (l->in + l->group - 1) / l->group : 0, length = l->in / l->parts;
+    int64_t size = kind == FLOAT32 ? 4 : kind >= INT8 ? 1 : 2;
     for (int64_t p = begin; p < end; p += together) {
-        const char *panel = (const char *)l->panels + p * step * (kind == FLOAT32 ? 4 : kind >= INT8 ? 1 : 2);
+        const char *panel = (const char *)l->panels + p * step * size;
         const float *scales = kind >= INT8 ? l->scales + p * groups * PANEL : NULL;
         together = end - p >= group ? group : 1;
-        NAME(all_rows)(l, p, panel, scales, 0, l->in, together, kind);
+        for (int64_t part = 0; part < l->parts; part++) {
+            float *out = NAME(plane)(l, sums, part, p, together * PANEL, &stride);
+            int64_t from = part * length;
+            NAME(all_rows)(l, out, stride, p, panel + from * PANEL * size, scales, from, from + length, together, 0, l->parts == 1, kind);
+        }
+        if (l->parts > 1) NAME(add_parts)(l, sums, p, together);
     }
 }
 
 #ifdef WIDENED_ROWS
 /* As `linear_panels`, of codes, for many rows: CHUNK input features of a panel are widened once for all of them. */
-static void NAME(widened_panels)(const struct linear *l, int64_t begin, int64_t end) {
+static void NAME(widened_panels)(const struct linear *l, float *sums, int64_t begin, int64_t end) {
     float values[CHUNK * PANEL] __attribute__((aligned(64)));
-    int64_t groups = (l->in + l->group - 1) / l->group;
+    int64_t groups = (l->in + l->group - 1) / l->group, length = l->in / l->parts, stride;
     for (int64_t p = begin; p < end; p++) {
         const int8_t *panel = (const int8_t *)l->panels + p * PANEL * l->in;
         const float *scales = l->scales + p * groups * PANEL;
-        for (int64_t from = 0; from < l->in; from += CHUNK) {
-            int64_t to = l->in - from < CHUNK ? l->in : from + CHUNK;
-            if (l->kind == INT8) NAME(widen_codes)(values, panel, scales, l->group, from, to, INT8);
-            else NAME(widen_codes)(values, panel, scales, l->group, from, to, INT8_PER_127);
-            NAME(all_rows)(l, p, values, NULL, from, to, 1, FLOAT32);
+        for (int64_t part = 0; part < l->parts; part++) {
+            float *out = NAME(plane)(l, sums, part, p, PANEL, &stride);
+            int64_t first = part * length, last = first + length;
+            for (int64_t from = first; from < last; from += CHUNK) {
+                int64_t to = last - from < CHUNK ? last : from + CHUNK;
+                if (l->kind == INT8) NAME(widen_codes)(values, panel, scales, l->group, from, to, INT8);
+                else NAME(widen_codes)(values, panel, scales, l->group, from, to, INT8_PER_127);
+                NAME(all_rows)(l, out, stride, p, values, NULL, from, to, 1, from > first, to == last && l->parts == 1, FLOAT32);
+            }
         }
+        if (l->parts > 1) NAME(add_parts)(l, sums, p, 1);
     }
 }
 #endif
 
-static void NAME(linear)(const struct linear *l, int64_t begin, int64_t end) {
-    if (l->kind == FLOAT32) NAME(linear_panels)(l, begin, end, FLOAT32);
-    else if (l->kind == PAIRS) NAME(linear_panels)(l, begin, end, PAIRS);
+static void NAME(linear)(const struct linear *l, float *sums, int64_t begin, int64_t end) {
+    if (l->kind == FLOAT32) NAME(linear_panels)(l, sums, begin, end, FLOAT32);
+    else if (l->kind == PAIRS) NAME(linear_panels)(l, sums, begin, end, PAIRS);
 #ifdef WIDENED_ROWS
-    else if (l->kind >= INT8 && l->rows >= WIDENED_ROWS) NAME(widened_panels)(l, begin, end);
+    else if (l->kind >= INT8 && l->rows >= WIDENED_ROWS) NAME(widened_panels)(l, sums, begin, end);
 #endif
-    else if (l->kind == INT8) NAME(linear_panels)(l, begin, end, INT8);
-    else if (l->kind == INT8_PER_127) NAME(linear_panels)(l, begin, end, INT8_PER_127);
-    else NAME(linear_panels)(l, begin, end, FLOAT16);
+    else if (l->kind == INT8) NAME(linear_panels)(l, sums, begin, end, INT8);
+    else if (l->kind == INT8_PER_127) NAME(linear_panels)(l, sums, begin, end, INT8_PER_127);
+    else NAME(linear_panels)(l, sums, begin, end, FLOAT16);
 }
 
 /* `rows` rows of x times `outputs` rows of a matrix with `step` between them: every element is a sum over the input features in LANES
