@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from lockstep_common.errors import LockstepError
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_engine.attention import StepLayout
+from lockstep_engine.kernels import gpu
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def record(self, work: Callable[[], torch.Tensor]) -> Recording:
-        """Run the work, then record it. Raises RuntimeError when it cannot be recorded."""
+        """Run the work, then record it. Raises any error when it cannot be recorded."""
 
     @abstractmethod
     def used_bytes(self) -> int:
@@ -222,7 +224,8 @@ class GraphedStep:
             NotRecordableError: as for `capture`.
         """
         self._inputs.positions.fill_(-1)
-        self._body(self._inputs)  # memory that the first run allocates does not belong to the recordings
+        with _recordable():
+            self._body(self._inputs)  # memory that the first run allocates does not belong to the recordings
         used = [self.recorder.used_bytes()]
         with _no_garbage_collection():
             for size in self.sizes[:-3:-1]:
@@ -271,10 +274,11 @@ class GraphedStep:
     def _record(self, size: int) -> None:
         inputs = self._inputs.first(size)
         try:
-            self._recordings[size] = self.recorder.record(lambda: self._body(inputs))
-        except RuntimeError as error:
+            with _recordable():
+                self._recordings[size] = self.recorder.record(lambda: self._body(inputs))
+        except NotRecordableError:
             self._recordings.clear()
-            raise NotRecordableError(str(error).partition("\n")[0]) from error
+            raise
 
 
 class _Staging:
@@ -357,6 +361,19 @@ class BuildCounter:
     def _runtime() -> Any:
         knobs = getattr(sys.modules.get("triton"), "knobs", None)
         return None if knobs is None else knobs.runtime
+
+
+@contextmanager
+def _recordable() -> Iterator[None]:
+    """Turn what goes wrong into `NotRecordableError`. What Triton raises is no RuntimeError: OutOfResources,
+    CalledProcessError, AssertionError. Our own errors refuse the model, so they stay.
+    """
+    try:
+        yield
+    except (LockstepError, NotRecordableError):
+        raise
+    except Exception as error:
+        raise NotRecordableError(gpu.first_line(error)) from error
 
 
 @contextmanager
