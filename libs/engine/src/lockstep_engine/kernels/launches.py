@@ -94,7 +94,7 @@ def _cache(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.devic
     )
 
 
-def _attend(  # noqa: PLR0913, PLR0917 - the parts of a `Call`
+def _attend(
     device: torch.device, per_head: int, dim: int, dtype: torch.dtype, compressed: bool, window: bool, kind: str
 ) -> None:
     kv_heads = 2
@@ -121,7 +121,7 @@ def _store(device: torch.device, kv_heads: int, dim: int, dtype: torch.dtype) ->
     triton_store.store(cache.layer(0), keys, keys, _no_slots(device))
 
 
-def _rotate_store(  # noqa: PLR0913, PLR0917 - the parts of a `Call`
+def _rotate_store(
     device: torch.device, heads: int, kv_heads: int, dim: int, rotated: int, normed: bool, dtype: torch.dtype
 ) -> None:
     cache = _cache(kv_heads, dim, dtype, device, compressed=False)

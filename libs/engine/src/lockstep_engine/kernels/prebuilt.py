@@ -112,7 +112,7 @@ def _cache_class(code: Path) -> type[Any]:
     class PrebuiltCache(FileCacheManager):  # type: ignore[misc,unused-ignore]
         """Machine code of one key: from the prebuilt folder, else from Triton's own cache."""
 
-        def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:  # noqa: FBT001, FBT002
+        def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
             self._ready = code / key
             self._found = not override and not dump and self._ready.is_dir()
             if not self._found:
