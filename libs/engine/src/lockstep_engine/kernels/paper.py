@@ -63,20 +63,20 @@ class PaperDriver(DriverBase):  # type: ignore[misc]
         """There is one."""
         return 0
 
-    def get_current_stream(self, device: int) -> int:
+    def get_current_stream(self, device: int) -> int:  # noqa: ARG002 - Triton's
         """There is one."""
         return 0
 
-    def get_device_properties(self, device: int) -> dict[str, int]:
+    def get_device_properties(self, device: int) -> dict[str, int]:  # noqa: ARG002 - Triton's
         """The properties that Triton's own driver gives, as far as they are read."""
         return {"max_shared_mem": LIMITS[self.arch].shared_bytes, "multiprocessor_count": self._processors}
 
-    def launcher_cls(self, source: object, metadata: Any) -> Callable[..., None]:
+    def launcher_cls(self, source: object, metadata: Any) -> Callable[..., None]:  # noqa: ARG002 - Triton's
         """A launch does nothing. Triton asks for it before it loads the kernel."""
         self._warps = metadata.num_warps
         return lambda *_: None
 
-    def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+    def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:  # noqa: ARG002 - Triton's
         """Module, function, registers, spilled bytes, most threads."""
         registers, spilled = (0, 0) if self._note is None else self._note(name, cubin, shared, self._warps)
         return 0, 0, registers, spilled, 1024
