@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-import triton_device  # noqa: F401 - skips without Triton
+import triton_device
 from lockstep_engine.kernels import gpu, model_list, prebuilt
 from lockstep_engine.kernels.tiles import LIMITS
 

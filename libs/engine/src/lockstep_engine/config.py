@@ -94,8 +94,8 @@ class EngineConfig:
     """On CUDA, record decode steps as CUDA graphs and replay them, if the model can be recorded."""
     fast_path: str = "required"
     """What a GPU must have, with `device` cuda. required: Triton's kernels, and CUDA graphs unless `cuda_graphs` is
-    off; a start fails without them, with the reason. prebuilt: that, and every kernel compiled when the image was built.
-    preferred: nothing; what is missing is logged, and attention is computed by torch."""
+    off; a start fails without them, with the reason. prebuilt: that, and every kernel compiled when the image was
+    built. preferred: nothing; what is missing is logged, and attention is computed by torch."""
     label: str = "w0"
     """Part of the processes' names: `lockstep: rank <label>/<rank>`."""
     start_timeout_s: float = 600.0

@@ -412,7 +412,8 @@ class Rank:
         if self._deterministic:
             return False
         if self._device.type == "cuda":
-            heads = self.model.module.config.get_text_config().num_attention_heads
+            settings: Any = self.model.module.config
+            heads = settings.get_text_config().num_attention_heads
             per_head = max(1, heads // self._spec.config.tp // self.model.kv_heads)
             gpu.try_attention(*form, per_head, compressed=self._spec.config.hot_window is not None)
             reason = gpu.problem(*form)

@@ -11,6 +11,7 @@ positions: what a query computes for a key does not depend on the other queries 
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -412,7 +413,7 @@ def processors(device: torch.device) -> int:
 def limits(device: torch.device) -> GpuLimits:
     """What a program may have on a GPU. Of one on paper, Triton's driver knows it."""
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
+        properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks shared_memory_per_block_optin
         capability = 10 * properties.major + properties.minor
         return limits_of(capability, properties.shared_memory_per_block_optin)
     if triton.knobs.runtime.interpret:
