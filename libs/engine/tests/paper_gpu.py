@@ -13,11 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.driver import DriverBase
-
-SHARED_BYTES = {80: 166_912, 90: 232_448}
-"""What a program may have: NVIDIA's tables of technical specifications per compute capability."""
+from lockstep_engine.kernels.paper import PaperDriver
+from lockstep_engine.precompile import resources
 
 
 @dataclass
@@ -31,66 +28,31 @@ class Usage:
     instructions: dict[str, int] = field(repr=False)
 
 
-class PaperGpu(DriverBase):
+class PaperGpu(PaperDriver):
     """Compiles for `arch` (80: Ampere, 90: Hopper) and notes what was compiled; `examine`: and what it needs."""
 
-    def __init__(self, arch: int, *, examine: bool = True) -> None:
-        self.arch = arch
-        self._examine = examine
-        self.used: list[Usage] = []
+    def __init__(self, arch, *, examine=True):
+        super().__init__(arch, note=self._examine if examine else None)
+        self.used = []
         self.compiled = 0
-        self.utils = self
 
-    def install(self) -> "PaperGpu":
-        triton.runtime.driver.set_active(self)
+    def install(self):
+        super().install()
         triton.knobs.runtime.jit_post_compile_hook = self._count
         return self
 
-    def _count(self, **_: object) -> None:
+    def _count(self, **_):
         self.compiled += 1
 
-    @classmethod
-    def is_active(cls) -> bool:
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return ty
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_active_torch_device(self) -> str:
-        return "cpu"
-
-    def get_benchmarker(self) -> None:
-        raise NotImplementedError
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_BYTES[self.arch]}
-
-    def launcher_cls(self, source: object, metadata: object) -> object:
-        return lambda *_: None
-
-    def load_binary(self, name: str, cubin: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        if not self._examine:
-            return 0, 0, 0, 0, 1024
+    def _examine(self, name, cubin, shared, warps):
+        registers, spilled = resources(cubin)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(cubin)
             file.flush()
-            report = _cuobjdump("--dump-resource-usage", file.name)
             listing = _cuobjdump("--dump-sass", file.name)
-        registers, stack, local = (
-            int(re.search(rf"\b{word}:(\d+)", report).group(1)) for word in ("REG", "STACK", "LOCAL")
-        )
         instructions = Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z0-9_.]+)", listing, re.MULTILINE))
-        self.used.append(Usage(name, registers, stack + local, shared, dict(instructions)))
-        return 0, 0, registers, stack + local, 1024
+        self.used.append(Usage(name, registers, spilled, shared, dict(instructions)))
+        return registers, spilled
 
 
 def _cuobjdump(option: str, path: str) -> str:

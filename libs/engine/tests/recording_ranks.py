@@ -54,6 +54,6 @@ def recorded(group, **fails):
 def over_gloo(rank, store):
     init_torch_distributed("gloo", store, rank, 2, 60)
     group = TorchDistributed(rank, 2, lambda: None, deterministic=False)
-    assert recorded(group, rank_1={"record": 3}) == ("without: rank 1: no record here", False)
+    assert recorded(group, rank_1={"record": 3}) == ("without: rank 1: RuntimeError: no record here", False)
     assert recorded(group) == ("", True)
     dist.destroy_process_group()

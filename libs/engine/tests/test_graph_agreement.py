@@ -15,7 +15,7 @@ from test_distributed import run_ranks
 def test_one_rank_that_cannot_record_makes_all_go_without(rank, number, error):
     fails = {f"rank_{rank}": {"record": number, "error": error}}
     results, _ = run_ranks(3, lambda group: recorded(group, **fails))
-    assert results == [(f"without: rank {rank}: no record here", False)] * 3
+    assert results == [(f"without: rank {rank}: {error.__name__}: no record here", False)] * 3
 
 
 def test_ranks_that_all_can_record_do():
@@ -26,12 +26,12 @@ def test_ranks_that_all_can_record_do():
 def test_a_step_that_no_rank_can_record_is_no_failure():
     fails = {f"rank_{rank}": {"prepare": 1} for rank in range(2)}
     results, _ = run_ranks(2, lambda group: recorded(group, **fails))
-    assert results == [("without: rank 0: no prepare here", False)] * 2
+    assert results == [("without: rank 0: RuntimeError: no prepare here", False)] * 2
 
 
 def test_a_step_that_some_ranks_leave_fails_on_all_at_once():
     results, _ = run_ranks(2, lambda group: recorded(group, rank_1={"prepare": 2}))
-    said = "failed: a decode step of 4 sequences fails on some ranks: rank 1: no prepare here"
+    said = "failed: a decode step of 4 sequences fails on some ranks: rank 1: RuntimeError: no prepare here"
     assert results == [(said, False)] * 2
 
 

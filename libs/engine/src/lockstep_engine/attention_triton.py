@@ -51,7 +51,8 @@ class TritonAttention(StepAttention):
         arrays = [step.tables, hot_tables, step.starts, lengths, rows, single, np.zeros_like(single), moves]
         tables, hot, starts, counts, firsts, sequences, zeros, self._moves = _to_device(arrays, cache.keys.device)
         self._paged = Paged(tables, hot, starts, counts, firsts, cache.hot_window)
-        splits = triton_attention.splits_for(max(1, len(single)), cache.kv_heads, cache.keys.device)
+        longest = step.tables.shape[1] * BLOCK_SIZE
+        splits = triton_attention.splits_for(max(1, len(single)), cache.kv_heads, longest, cache.keys.device)
         self._single = Tiles(sequences, zeros, 1, splits) if len(single) else None
         self._long_tiles: dict[int, Tiles] = {}
 
@@ -132,9 +133,9 @@ class DecodeAttention(TritonAttention):
         self._slots = slots.masked_fill(positions < 0, -1)
         every = torch.arange(count, dtype=torch.int32, device=device)
         self._paged = Paged(tables, tables, positions.int(), torch.ones_like(every), every, cache.hot_window)
-        self._single = Tiles(
-            every, torch.zeros_like(every), 1, triton_attention.splits_for(count, cache.kv_heads, device)
-        )
+        longest = tables.shape[1] * BLOCK_SIZE
+        splits = triton_attention.splits_for(count, cache.kv_heads, longest, device)
+        self._single = Tiles(every, torch.zeros_like(every), 1, splits)
         self._moves = every.new_empty(0, 2)
         self._long = np.empty(0, np.int64)
 

@@ -96,6 +96,10 @@ class EngineConfig:
     """
     cuda_graphs: bool = True
     """On CUDA, record decode steps as CUDA graphs and replay them, if the model can be recorded."""
+    fast_path: str = "required"
+    """What a GPU must have, with `device` cuda. required: Triton's kernels, and CUDA graphs unless `cuda_graphs` is
+    off; a start fails without them, with the reason. prebuilt: that, and every kernel compiled when the image was
+    built. preferred: nothing; what is missing is logged, and attention is computed by torch."""
     label: str = "w0"
     """Part of the processes' names: `lockstep: rank <label>/<rank>`."""
     start_timeout_s: float = 600.0
@@ -116,6 +120,11 @@ class EngineConfig:
                 "must be auto, float32, bfloat16 or float16",
             ),
             ("collectives", self.collectives in ("auto", "torch"), "must be auto or torch"),
+            (
+                "fast_path",
+                self.fast_path in ("required", "prebuilt", "preferred"),
+                "must be required, prebuilt or preferred",
+            ),
             ("max_seqs", 1 <= self.max_seqs <= 4096, "must be between 1 and 4096"),
             ("max_batch_tokens", self.max_batch_tokens >= self.max_seqs, "must be at least max_seqs"),
             ("max_queue", self.max_queue >= 1, "must be at least 1"),

@@ -18,10 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from lockstep_common.errors import LockstepError
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_engine.attention import StepLayout
+from lockstep_engine.kernels import gpu
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,8 @@ class GraphedStep:
             NotRecordableError: as for `capture`.
         """
         self._inputs.positions.fill_(-1)
-        self._body(self._inputs)  # memory that the first run allocates does not belong to the recordings
+        # Memory that the first run allocates does not belong to the recordings.
+        self._run_on_all("the largest decode step", lambda: self._body(self._inputs))
         used = [self.recorder.used_bytes()]
         with _no_garbage_collection():
             for size in self.sizes[:-3:-1]:
@@ -302,12 +305,7 @@ class GraphedStep:
         def work() -> torch.Tensor:
             return self._body(inputs)
 
-        reasons = self._agree(_failure_of(lambda: self.recorder.prepare(work)))
-        if any(reasons):
-            self._recordings.clear()
-            if not all(reasons):
-                raise RuntimeError(f"a decode step of {size} sequences fails on some ranks: {_said(reasons)}")
-            raise NotRecordableError(_said(reasons))
+        self._run_on_all(f"a decode step of {size} sequences", lambda: self.recorder.prepare(work))
 
         def record() -> None:
             self._recordings[size] = self.recorder.record(work)
@@ -317,13 +315,26 @@ class GraphedStep:
             self._recordings.clear()
             raise NotRecordableError(_said(reasons))
 
+    def _run_on_all(self, what: str, work: Callable[[], object]) -> None:
+        """Run work with collectives, and agree on how it ended. Raises errors as `_record`."""
+        reasons = self._agree(_failure_of(work))
+        if any(reasons):
+            self._recordings.clear()
+            if not all(reasons):
+                raise RuntimeError(f"{what} fails on some ranks: {_said(reasons)}")
+            raise NotRecordableError(_said(reasons))
 
-def _failure_of(work: Callable[[], None]) -> str:
-    """Why the work fails, or nothing. Libraries raise errors of many types here, all of which mean the same."""
+
+def _failure_of(work: Callable[[], object]) -> str:
+    """Why the work fails, or nothing. What Triton raises is often no RuntimeError: OutOfResources, CalledProcessError,
+    AssertionError. Our own errors refuse the model, on all ranks alike, so they pass.
+    """
     try:
         work()
+    except LockstepError:
+        raise
     except Exception as error:
-        return str(error).partition("\n")[0] or type(error).__name__
+        return gpu.first_line(error)
     return ""
 
 

@@ -24,7 +24,7 @@ from lockstep_common.lifecycle import die_with_parent, name_process
 from lockstep_common.tracebacks import sentence
 from numpy.typing import NDArray
 
-from lockstep_engine import distributed
+from lockstep_engine import distributed, fast_path
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_choice import step_attention
 from lockstep_engine.blocks import PoolSizes
@@ -172,7 +172,7 @@ class Rank:
         self.model.exact = self._deterministic
         phases.end("build")
         load_weights(self.model.module, model, self._device, self._report_loading())
-        by_kernels = gpu.usable(self._device, self._dtype, self.model.head_dim) and not self._deterministic
+        by_kernels = self._by_kernels()
         if by_kernels:
             self.model.fuse_on_gpu(model.context_length)
         elif self._device.type == "cpu" and self._dtype is torch.float32 and cpu.build is not None:
@@ -201,6 +201,8 @@ class Rank:
             if by_kernels:
                 self._warm_up()
             self._record()
+        if by_kernels:
+            fast_path.check_prebuilt(config)
         if self._device.type == "cuda":
             self._mailbox.device_bytes[spec.rank] = torch.cuda.memory_reserved(self._device)
         self.builds = BuildCounter(lambda kernel: logger.error("a kernel was built while serving: %s", kernel))
@@ -408,6 +410,21 @@ class Rank:
         agree = partial(distributed.gather_reasons, self._group)
         return GraphedStep(body, most, width, self._device, agree=agree)
 
+    def _by_kernels(self) -> bool:
+        """Whether the GPU's kernels compute. Refuses a slow path that the settings do not allow."""
+        form = self._device, self._dtype, self.model.head_dim
+        if self._deterministic:
+            return False
+        if self._device.type == "cuda":
+            settings: Any = self.model.module.config
+            heads = settings.get_text_config().num_attention_heads
+            per_head = max(1, heads // self._spec.config.tp // self.model.kv_heads)
+            gpu.try_attention(*form, per_head, compressed=self._spec.config.hot_window is not None)
+            reason = gpu.problem(*form)
+            if reason is not None:
+                fast_path.without_kernels(self._spec.config, reason)
+        return gpu.usable(*form)
+
     def _estimate_graphs(self) -> int:
         """Bytes that recorded decode steps will take, estimated by recording some over a minimal cache. If they cannot
         be recorded, the reason is logged and steps run without graphs.
@@ -437,17 +454,19 @@ class Rank:
 
     def _disable_graphs(self, error: NotRecordableError) -> None:
         self._records = False
-        logger.warning("decode steps run without CUDA graphs: %s", error)
+        fast_path.without_graphs(self._spec.config, str(error))
 
     def _warm_up(self) -> None:
-        """Run the GPU's kernels in the forms that the canary does not use: with `max_seqs` sequences, whose keys are
-        not split over programs, and for blocks that are compressed after a step. Serving must not have to build a
-        kernel.
+        """Run the GPU's kernels in the forms that the canary does not use: with keys split over programs and not, and
+        for blocks that are compressed after a step. Serving must not have to build a kernel.
         """
-        count, cache = self._spec.config.max_seqs, self.cache
-        first = np.zeros((count, 1), np.int32)
-        layout = StepLayout(first[:, 0], np.ones(count, np.int32), first)
-        self.forward(torch.zeros(count, dtype=torch.int64, device=self._device), layout, np.arange(count))
+        cache = self.cache
+        longest = -(-self._spec.model.context_length // BLOCK_SIZE)
+        # One long sequence, whose keys are split; then as many as there can be, whose keys are not.
+        for count, width in ((1, longest), (self._spec.config.max_seqs, 1)):
+            tables = np.zeros((count, width), np.int32)
+            layout = StepLayout(tables[:, 0].copy(), np.ones(count, np.int32), tables)
+            self.forward(torch.zeros(count, dtype=torch.int64, device=self._device), layout, np.arange(count))
         if cache.hot_window is not None and cache.cold_blocks:
             cache.compress(np.zeros((1, 2), np.int32))
         cache.clear(torch.zeros(1, dtype=torch.int64, device=self._device))

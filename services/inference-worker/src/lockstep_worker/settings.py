@@ -89,6 +89,11 @@ class WorkerSettings(StateServerSettings):
     )
     overlap: bool | None = Field(None, description="Plan a step while the one before it runs; on CUDA if not set.")
     cuda_graphs: bool = Field(True, description="On CUDA, record steps of decoding once and replay them.")
+    fast_path: Literal["required", "prebuilt", "preferred"] = Field(
+        "required",
+        description="With device = cuda: without GPU kernels or CUDA graphs a start fails; prebuilt: also if a kernel "
+        "was not compiled with the image; preferred: it is slower and logs why.",
+    )
     min_shm: Bytes | None = Field(
         None,
         description="Least size of /dev/shm; if not set, 256Mi a rank with device = cuda and tp > 1.",

@@ -1,5 +1,6 @@
-"""Decides whether the Triton kernels can run. Does not load Triton."""
+"""Decides whether the Triton kernels can run, and keeps the reason if they cannot. Triton is loaded for a GPU only."""
 
+import importlib
 import logging
 import os
 import shutil
@@ -8,26 +9,89 @@ from importlib.util import find_spec
 
 import torch
 
+from lockstep_engine.kernels import prebuilt
+
 logger = logging.getLogger("lockstep.engine")
 
 _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 256
 _WORD = 4
 """Components of fp8 that are read at once."""
+_MAX_QUOTED_CHARS = 300
+
+_given_up: list[str] = []
+"""Why kernels are not used any more in this process, though nothing speaks against them here."""
 
 
 def usable(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernels can serve a model of this type with heads of this width on this device."""
-    fits = device.type == "cuda" and dtype in _TYPES and head_dim % _WORD == 0 and head_dim <= _WIDEST
-    return fits and can_build()
+    return problem(device, dtype, head_dim) is None
+
+
+def problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernels cannot serve such a model on this device; None: they can."""
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if dtype not in _TYPES:
+        return f"there are no kernels for {dtype}"
+    if head_dim % _WORD or head_dim > _WIDEST:
+        return f"heads are {head_dim} wide; kernels take multiples of {_WORD} up to {_WIDEST}"
+    return build_problem() or (_given_up[0] if _given_up else None)
 
 
 @cache
-def can_build() -> bool:
-    """Whether Triton is installed, and finds a compiler for the C code by which it launches kernels."""
+def build_problem() -> str | None:
+    """Why Triton cannot launch kernels here; None: it can, as far as can be told without a GPU.
+
+    Triton launches kernels through a module in C, which is prebuilt in images and else needs a C compiler.
+    """
     if find_spec("triton") is None:
-        return False
+        return "Triton is not installed"
+    where = prebuilt.folder()
+    told = None if where is None else prebuilt.module_problem(where)
+    if where is not None and told is None:
+        return None
     if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
-        return True
-    logger.warning("Triton finds no C compiler (CC, gcc, clang): attention is computed by torch, without CUDA graphs")
-    return False
+        if told is not None:
+            logger.warning("%s: a C compiler is used instead", told)
+        return None
+    return told or "Triton finds no C compiler (CC, gcc, clang) and no prebuilt module"
+
+
+def give_up(reason: str) -> None:
+    """Do without the kernels from now on, in this process."""
+    _given_up.append(reason)
+
+
+def try_attention(device: torch.device, dtype: torch.dtype, head_dim: int, per_head: int, *, compressed: bool) -> None:
+    """Load the kernels of attention for a model and launch them once, before anything relies on them. If one cannot be,
+    `problem` says so from now on.
+
+    Args:
+        device: a GPU.
+        dtype: the model's.
+        head_dim: width of a head.
+        per_head: query heads of one key/value head.
+        compressed: whether the cache has cold blocks.
+    """
+    if problem(device, dtype, head_dim) is not None:
+        return
+    kernel = "Triton"
+    try:
+        prebuilt.activate()
+        launches = importlib.import_module("lockstep_engine.kernels.launches")  # loads Triton
+        for call in launches.attention_calls(per_head, head_dim, dtype, compressed=compressed):
+            kernel = call.kernel
+            call.launch(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    # Triton raises OutOfResources, CompilationError, CalledProcessError, AssertionError, ImportError and others, which
+    # have no base of their own.
+    except Exception as error:
+        give_up(f"kernel {kernel} cannot run: {first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line, with its type: Triton's messages have many, and may end in the kernel's source."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"[:_MAX_QUOTED_CHARS]

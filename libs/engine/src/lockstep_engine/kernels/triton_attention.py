@@ -11,6 +11,7 @@ positions: what a query computes for a key does not depend on the other queries 
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -18,16 +19,14 @@ import triton.language as tl
 
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kernels import triton_fp8
+from lockstep_engine.kernels.tiles import LIMITS, MOST_SPLITS, GpuLimits, Shape, limits_of, shape_for
+from lockstep_engine.kernels.tiles import splits_for as split_keys
 from lockstep_engine.kernels.triton_fp8 import decode
 from lockstep_engine.layer_cache import LayerCache
 from lockstep_engine.scoring import Scoring
 
 _BLOCK = tl.constexpr(BLOCK_SIZE)
 _LOG2E = tl.constexpr(1.4426950408889634)
-MOST_SPLITS = 64
-"""Most programs that share a tile's keys; a power of two."""
-_PROGRAMS_A_PROCESSOR = 4
-"""Programs of the decode kernel on a multiprocessor: enough to hide each other's waits for memory."""
 
 
 @triton.jit
@@ -321,16 +320,6 @@ class Tiles:
     """Programs that share a tile's keys."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Tuning parameters of a program. They change no result beyond rounding."""
-
-    keys: int
-    """Keys in a tile; a multiple of 16."""
-    warps: int
-    stages: int
-
-
 def attend(
     queries: torch.Tensor,
     layer: LayerCache,
@@ -365,7 +354,7 @@ def attend(
     scaled = cold is not None and cold.key_scales is not None
     dim_pad = max(16, triton.next_power_of_2(dim))
     block_m = max(16, triton.next_power_of_2(tiles.queries * per_head))
-    shape = shape or shape_for(dim_pad, block_m, queries.dtype)
+    shape = shape or shape_for(dim_pad, block_m, queries.dtype, limits(queries.device).shared_bytes)
     count, splits = len(tiles.sequences), tiles.splits
     rows = count * kv_heads * tiles.queries * per_head
     partial = stats = out
@@ -403,30 +392,34 @@ def attend(
         )  # fmt: skip
 
 
-def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype) -> Shape:
-    """A shape that fits the registers and shared memory of GPUs since Ampere."""
-    if dtype is torch.float32:
-        return Shape(keys=32 if dim_pad <= 128 else 16, warps=4, stages=1)
-    if block_m <= 32:  # decode: as many bytes in flight as possible
-        return Shape(keys=128 if dim_pad <= 128 else 64, warps=4, stages=2)
-    return Shape(keys=64 if dim_pad <= 128 else 32, warps=8 if block_m > 64 or dim_pad > 128 else 4, stages=2)
-
-
 def queries_a_tile(per_head: int, dim: int, dtype: torch.dtype) -> int:
     """Successive queries of a sequence that share a program in prefill; each has `per_head` query heads there."""
     rows = 16 if dtype is torch.float32 else 128 if dim <= 128 else 64
     return max(1, rows // per_head)
 
 
-def splits_for(tiles: int, kv_heads: int, device: torch.device) -> int:
-    """Over how many programs a decoding sequence's keys are split, so that they fill the GPU."""
-    return max(1, min(MOST_SPLITS, _PROGRAMS_A_PROCESSOR * processors(device) // (tiles * kv_heads)))
+def splits_for(tiles: int, kv_heads: int, context: int, device: torch.device) -> int:
+    """`tiles.splits_for` for a device."""
+    return split_keys(tiles, kv_heads, context, limits(device).decode_programs * processors(device))
 
 
 @cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of a GPU; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@cache
+def limits(device: torch.device) -> GpuLimits:
+    """What a program may have on a GPU. Of one on paper, Triton's driver knows it."""
+    if device.type == "cuda":
+        properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks shared_memory_per_block_optin
+        capability = 10 * properties.major + properties.minor
+        return limits_of(capability, properties.shared_memory_per_block_optin)
+    if triton.knobs.runtime.interpret:
+        return LIMITS[90]
+    driver = triton.runtime.driver.active
+    return limits_of(driver.get_current_target().arch, driver.utils.get_device_properties(0)["max_shared_mem"])
 
 
 def _check(

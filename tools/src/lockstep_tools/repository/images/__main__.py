@@ -85,6 +85,7 @@ def build_images(options: argparse.Namespace) -> None:
         wheels.fetch(_ROOT, build)
         if "libs/engine/src" in catalog.needs(_ROOT, build.image).sources:
             kernel.build(_ROOT)
+            kernel.build_gpu_module(_ROOT, build.variant)
         reference = options.image or build.reference(_LOCAL, catalog.version(_ROOT))
         recipe = builders.Recipe(_ROOT / build.image.project / "Dockerfile", _ROOT, build.stage)
         builder.build(recipe, reference, build_arguments(build, base))

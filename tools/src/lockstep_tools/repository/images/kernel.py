@@ -1,6 +1,7 @@
-"""The engine's C kernels, compiled on the host for the image: plain C behind ctypes, so nothing else has to match.
+"""What is compiled on the host for images: the engine's C kernels, which are plain C behind ctypes, so nothing else has
+to match; and the C module by which Triton launches GPU kernels, for which Python and Triton have to be the image's.
 
-The compiler's flags are in the engine's `setup.py` alone.
+The compilers' flags are in the engine's `setup.py` and `precompile.py` alone.
 """
 
 import re
@@ -12,6 +13,9 @@ from pathlib import Path
 
 from lockstep_tools.failure import FAILED, CommandError
 from lockstep_tools.repository.images.wheels import GLIBC
+
+PYTHON = (3, 11)
+"""Of the base image."""
 
 
 def build(root: Path) -> Path:
@@ -38,6 +42,33 @@ def build(root: Path) -> Path:
         library.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(built, library)
     return library
+
+
+def build_gpu_module(root: Path, variant: str | None) -> Path:
+    """Compile Triton's C module into `build/gpu-module`. For another variant than CUDA the folder stays empty.
+
+    Raises:
+        CommandError: without a compiler or Triton, with another Python than the image's, or when the result would not
+            load in the image.
+    """
+    folder = root / "build/gpu-module"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if variant != "cuda":
+        return folder
+    if sys.version_info[:2] != PYTHON:
+        wanted = ".".join(map(str, PYTHON))
+        raise CommandError(
+            f"Triton's C module is compiled for the image's Python: `make` needs Python {wanted}", FAILED
+        )
+    command = [sys.executable, "-m", "lockstep_engine.precompile", "module", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise CommandError(f"the module for GPU kernels was not built: {reason}", FAILED)
+    for library in folder.glob("*.so"):
+        check_glibc(library)
+    return folder
 
 
 def check_glibc(library: Path) -> None:

@@ -1,0 +1,155 @@
+"""Every form of every GPU kernel that a model of some shape launches, as calls with small tensors.
+
+One list for two uses: `precompile` makes these calls on paper, so that machine code is there before a model is served,
+and a rank makes those of its attention at its start, so that a kernel that cannot be loaded is found before a request
+comes. The calls read and write nothing but their own tensors. A new kernel is added here: to `_LAUNCH`, and to
+`calls`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep_engine.config import HotWindow
+from lockstep_engine.kernels import triton_attention, triton_compress, triton_gate, triton_norm, triton_store
+from lockstep_engine.kernels.triton_attention import Paged, Tiles
+from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.scoring import Scoring
+
+_SPLITS = 2
+"""Any number above 1: kernels are not compiled anew for others."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One rank's part of a model, as far as its kernels are compiled for it."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    inner: int
+    """Width of the gated products on this rank."""
+    dtype: torch.dtype
+    rotated: int
+    """Components of a head that are rotated."""
+    head_norms: bool = False
+    window: bool = False
+    plain: bool = True
+    """Whether it has the plain Llama shape, for which norms, rotation and gates are kernels too."""
+    compressed: bool = True
+    """Whether old blocks of KV are stored in eight bits."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A launch of a kernel. Equal calls need one compilation."""
+
+    kernel: str
+    """A key of `_LAUNCH`."""
+    arguments: tuple[Any, ...]
+
+    def launch(self, device: torch.device) -> None:
+        """Launch it with tensors on this device."""
+        _LAUNCH[self.kernel](device, *self.arguments)
+
+
+def calls(shape: ModelShape) -> list[Call]:
+    """All launches of a model of this shape."""
+    found = attention_calls(
+        shape.heads // shape.kv_heads, shape.head_dim, shape.dtype, compressed=shape.compressed, window=shape.window
+    )
+    if not shape.plain:
+        return [*found, Call("store", (shape.kv_heads, shape.head_dim, shape.dtype))]
+    rotation = shape.heads, shape.kv_heads, shape.head_dim, shape.rotated, shape.head_norms, shape.dtype
+    return [
+        *found,
+        *(Call("add_rms_norm", (shape.hidden, added, shape.dtype)) for added in (False, True)),
+        Call("silu_mul", (shape.inner, shape.dtype)),
+        Call("rotate_store", rotation),
+    ]
+
+
+def attention_calls(
+    per_head: int, head_dim: int, dtype: torch.dtype, *, compressed: bool, window: bool = False
+) -> list[Call]:
+    """The launches of attention: decode with and without split keys, prefill; and of compression."""
+    form = per_head, head_dim, dtype, compressed, window
+    found = [Call("attend", (*form, kind)) for kind in ("prefill", "decode", "split")]
+    return [*found, Call("compress", (head_dim, dtype))] if compressed else found
+
+
+def _cache(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, compressed: bool) -> KvCache:
+    return KvCache(
+        layers=1,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        blocks=2,
+        dtype=dtype,
+        device=device,
+        cold_blocks=2 if compressed else 0,
+        hot_window=HotWindow(1, 4) if compressed else None,
+    )
+
+
+def _attend(
+    device: torch.device, per_head: int, dim: int, dtype: torch.dtype, compressed: bool, window: bool, kind: str
+) -> None:
+    kv_heads = 2
+    cache = _cache(kv_heads, dim, dtype, device, compressed=compressed)
+    none = torch.zeros(4, dtype=torch.int32, device=device)
+    tables = torch.zeros(4, 4, dtype=torch.int32, device=device)
+    paged = Paged(tables, tables, none, none, none, cache.hot_window)  # lengths of 0: no row is computed
+    merged = torch.zeros(4, kv_heads * (per_head + 2), dim, dtype=dtype, device=device)
+    queries = merged[:, : kv_heads * per_head].transpose(0, 1)
+    out = torch.zeros(4, kv_heads * per_head, dim, dtype=dtype, device=device)
+    tile = triton_attention.queries_a_tile(per_head, dim, dtype) if kind == "prefill" else 1
+    tiles = Tiles(none, none, tile, _SPLITS if kind == "split" else 1)
+    triton_attention.attend(queries, cache.layer(0), paged, Scoring(1.0, 16 if window else None), tiles, out)
+
+
+def _compress(device: torch.device, dim: int, dtype: torch.dtype) -> None:
+    cache = _cache(2, dim, dtype, device, compressed=True)
+    triton_compress.compress(cache.layer(0), torch.zeros(4, 2, dtype=torch.int32, device=device))
+
+
+def _store(device: torch.device, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    cache = _cache(kv_heads, dim, dtype, device, compressed=False)
+    keys = torch.zeros(4, kv_heads, dim, dtype=dtype, device=device).transpose(0, 1)
+    triton_store.store(cache.layer(0), keys, keys, _no_slots(device))
+
+
+def _rotate_store(
+    device: torch.device, heads: int, kv_heads: int, dim: int, rotated: int, normed: bool, dtype: torch.dtype
+) -> None:
+    cache = _cache(kv_heads, dim, dtype, device, compressed=False)
+    qkv = torch.zeros(4, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
+    angles = torch.zeros(4, rotated, device=device)  # float32, as `GpuDecoder` has them
+    weight = torch.zeros(dim, dtype=dtype, device=device)
+    norms = (weight, weight) if normed else None
+    triton_store.rotate_store(cache.layer(0), qkv, angles, angles, _no_slots(device), heads=heads, norms=norms, eps=1.0)
+
+
+def _add_rms_norm(device: torch.device, hidden: int, added: bool, dtype: torch.dtype) -> None:
+    x = torch.zeros(4, hidden, dtype=dtype, device=device)
+    triton_norm.add_rms_norm(x, torch.zeros_like(x) if added else None, x[0], 1e-5)
+
+
+def _silu_mul(device: torch.device, inner: int, dtype: torch.dtype) -> None:
+    triton_gate.silu_mul(torch.zeros(4, 2 * inner, dtype=dtype, device=device))
+
+
+def _no_slots(device: torch.device) -> torch.Tensor:
+    return torch.full((4,), -1, dtype=torch.int64, device=device)
+
+
+_LAUNCH: dict[str, Callable[..., None]] = {
+    "attend": _attend,
+    "compress": _compress,
+    "store": _store,
+    "rotate_store": _rotate_store,
+    "add_rms_norm": _add_rms_norm,
+    "silu_mul": _silu_mul,
+}

@@ -1,0 +1,115 @@
+"""Chooses the tiles of the attention kernels from what a GPU has, and over how many programs keys are split.
+
+Does not load Triton. The figures behind the choices are in docs/bench/gpu-kernels.md: compiled, not measured.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+MOST_SPLITS = 64
+"""Most programs that share a tile's keys; a power of two."""
+LEAST_KEYS_A_SPLIT = 128
+"""Fewer keys are not worth a program of their own: its partial result costs more than it gains."""
+_LARGE_SHARED_BYTES = 160 * 1024
+"""GPUs have either 99 KiB of shared memory for a program, or at least this."""
+
+
+@dataclass(frozen=True)
+class GpuLimits:
+    """What a GPU of a compute capability has: NVIDIA's table of technical specifications."""
+
+    shared_bytes: int
+    """Shared memory of a program."""
+    processor_shared_bytes: int
+    """Shared memory of a multiprocessor; each program on it takes 1 KiB more than it asks for."""
+    warps: int
+    """Warps of a multiprocessor."""
+    decode_programs: int
+    """Programs of the decode kernel that a multiprocessor holds at once, with heads of 128: compiled, not measured. A
+    step has at most that many, so that none waits for another to end."""
+    registers: int = 65536
+    """32-bit registers of a multiprocessor."""
+
+    def programs(self, registers: int, shared_bytes: int, warps: int) -> int:
+        """How many programs fit a multiprocessor at once.
+
+        Args:
+            registers: of a thread; a warp gets them in units of 256.
+            shared_bytes: of a program.
+            warps: of a program.
+        """
+        by_registers = self.registers // (-(-registers * 32 // 256) * 256 * warps)
+        by_shared = self.processor_shared_bytes // (shared_bytes + 1024)
+        return min(by_registers, by_shared, self.warps // warps)
+
+
+LIMITS = {
+    80: GpuLimits(166_912, 167_936, 64, 3),
+    86: GpuLimits(101_376, 102_400, 48, 2),
+    89: GpuLimits(101_376, 102_400, 48, 2),
+    90: GpuLimits(232_448, 233_472, 64, 4),
+    100: GpuLimits(232_448, 233_472, 64, 4),
+}
+"""By compute capability, times ten: A100; A10 and 3090; L4, L40S and 4090; H100 and H200; B200."""
+
+
+def limits_of(capability: int, shared_bytes: int) -> GpuLimits:
+    """The row of a GPU that may not be in the table: then that of the latest one before it with as much shared memory.
+
+    Args:
+        capability: compute capability, times ten.
+        shared_bytes: what the device says that a program may have.
+    """
+    if capability in LIMITS:
+        return LIMITS[capability]
+    enough = [each for arch, each in LIMITS.items() if arch <= capability and each.shared_bytes <= shared_bytes]
+    return enough[-1] if enough else LIMITS[86]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tuning parameters of a program. They change no result beyond rounding."""
+
+    keys: int
+    """Keys in a tile; a multiple of 16."""
+    warps: int
+    stages: int
+
+
+def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype, shared_bytes: int) -> Shape:
+    """A shape that fits the registers of GPUs since Ampere, and a program's shared memory.
+
+    Args:
+        dim_pad: width of a head, rounded up to a power of two.
+        block_m: rows of a tile of queries.
+        dtype: the queries' type.
+        shared_bytes: what a program may have on this GPU.
+    """
+    small = shared_bytes < _LARGE_SHARED_BYTES
+    if dtype is torch.float32:
+        return Shape(keys=32 if dim_pad <= 128 and not small else 16, warps=4, stages=1)
+    if block_m <= 32:  # decode: several programs on a multiprocessor hide each other's waits
+        return Shape(keys=_decode_keys(dim_pad, small=small), warps=4, stages=2)
+    if dim_pad > 128:
+        return Shape(keys=16 if small else 32, warps=8, stages=1 if small else 2)
+    return Shape(keys=32 if small and dim_pad > 64 else 64, warps=8 if block_m > 64 else 4, stages=2)
+
+
+def _decode_keys(dim_pad: int, *, small: bool) -> int:
+    if dim_pad <= 64:
+        return 64
+    return 16 if small and dim_pad > 128 else 32
+
+
+def splits_for(tiles: int, kv_heads: int, context: int, programs: int) -> int:
+    """Over how many programs a decoding sequence's keys are split, so that they fill the GPU.
+
+    Args:
+        tiles: decoding sequences of the step.
+        kv_heads: key/value heads on this rank.
+        context: most keys of a sequence; where a step is recorded, the longest that it may have.
+        programs: how many the GPU holds at once.
+    """
+    wanted = programs // (tiles * kv_heads)
+    return max(1, min(MOST_SPLITS, wanted, -(-context // LEAST_KEYS_A_SPLIT)))

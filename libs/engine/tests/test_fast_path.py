@@ -1,0 +1,123 @@
+"""Slow paths on a GPU: refused with the reason, unless a setting allows them."""
+
+import logging
+import subprocess
+
+import pytest
+import torch
+from lockstep_common.errors import LockstepError
+from lockstep_engine import fast_path
+from lockstep_engine.config import EngineConfig
+from lockstep_engine.graphs import GraphedStep, HostRecorder, NotRecordableError
+from lockstep_engine.kernels import gpu, prebuilt, tiles
+
+CUDA = torch.device("cuda")
+
+
+def config(**settings):
+    return EngineConfig(model="", **settings)
+
+
+@pytest.mark.parametrize("missing", [fast_path.without_kernels, fast_path.without_graphs])
+def test_a_slow_path_is_an_error_on_a_gpu_that_was_asked_for(missing, caplog):
+    caplog.set_level(logging.WARNING, logger="lockstep.engine")
+    for value in ("required", "prebuilt"):
+        with pytest.raises(LockstepError, match=f"fast_path is {value}, but .*: no room") as error:
+            missing(config(device="cuda", fast_path=value), "no room")
+        assert error.value.field == "fast_path"
+    assert not caplog.records
+    missing(config(device="cuda", fast_path="preferred"), "no room")
+    missing(config(device="auto"), "no room")
+    assert [record.getMessage().endswith(": no room") for record in caplog.records] == [True, True]
+
+
+def test_a_kernel_that_is_not_prebuilt_is_told_or_refused(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, logger="lockstep.engine")
+    monkeypatch.setattr(prebuilt, "MISSES", prebuilt.Misses())
+    monkeypatch.delenv(prebuilt.FOLDER_VARIABLE, raising=False)
+    fast_path.check_prebuilt(config())
+    with pytest.raises(LockstepError, match="names no folder"):
+        fast_path.check_prebuilt(config(fast_path="prebuilt"))
+    monkeypatch.setenv(prebuilt.FOLDER_VARIABLE, str(tmp_path))
+    fast_path.check_prebuilt(config(fast_path="prebuilt"))
+    assert not caplog.records
+    prebuilt.MISSES.add("_attend")
+    fast_path.check_prebuilt(config())
+    assert "1 kernels were compiled at this start" in caplog.text
+    with pytest.raises(LockstepError, match="1 kernels are not, for this model and GPU: _attend"):
+        fast_path.check_prebuilt(config(fast_path="prebuilt"))
+
+
+def test_an_unknown_value_is_refused():
+    with pytest.raises(LockstepError, match="fast_path must be required, prebuilt or preferred"):
+        config(fast_path="always")
+
+
+class OutOfResources(Exception):
+    """As Triton's: no RuntimeError."""
+
+
+FAILURES = [
+    OutOfResources("out of resource: shared memory\nmore"),
+    subprocess.CalledProcessError(1, ["gcc"]),
+    AssertionError("libcuda.so cannot found!"),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda each: type(each).__name__)
+def test_what_triton_raises_ends_a_recording_with_its_reason(failure):
+    def body(inputs):
+        raise failure
+
+    for act in (GraphedStep.capture, GraphedStep.estimate_bytes):
+        graphs = GraphedStep(body, 2, 1, torch.device("cpu"), HostRecorder())
+        with pytest.raises(NotRecordableError, match=f"^{type(failure).__name__}: ") as error:
+            act(graphs)
+        assert "\n" not in str(error.value)
+
+
+def test_an_error_of_ours_is_not_taken_for_one_of_the_device():
+    def body(inputs):
+        raise LockstepError("INVALID_REQUEST", "no such layer")
+
+    with pytest.raises(LockstepError, match="no such layer"):
+        GraphedStep(body, 2, 1, torch.device("cpu"), HostRecorder()).estimate_bytes()
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda each: type(each).__name__)
+def test_a_kernel_that_cannot_be_loaded_is_given_up_once_with_its_reason(failure, monkeypatch):
+    class Launches:
+        @staticmethod
+        def attention_calls(*_, **__):
+            raise failure
+
+    monkeypatch.setattr(gpu, "_given_up", [])
+    monkeypatch.setattr(gpu, "build_problem", lambda: None)
+    monkeypatch.setattr(gpu.importlib, "import_module", lambda name: Launches)
+    monkeypatch.setattr(prebuilt, "activate", lambda: None)
+    form = CUDA, torch.bfloat16, 128
+    assert gpu.problem(*form) is None
+    gpu.try_attention(*form, 4, compressed=True)
+    gpu.try_attention(*form, 4, compressed=True)
+    assert gpu.problem(*form).startswith(f"kernel Triton cannot run: {type(failure).__name__}: ")
+    assert not gpu.usable(*form)
+    assert len(gpu._given_up) == 1
+
+
+def test_tiles_fit_what_a_gpu_has():
+    small, large = (tiles.LIMITS[arch].shared_bytes for arch in (86, 90))
+    assert tiles.shape_for(128, 128, torch.bfloat16, small).keys < tiles.shape_for(128, 128, torch.bfloat16, large).keys
+    assert tiles.shape_for(256, 16, torch.bfloat16, small).keys < tiles.shape_for(256, 16, torch.bfloat16, large).keys
+    assert tiles.limits_of(87, 166_912).shared_bytes == tiles.LIMITS[86].shared_bytes
+    assert tiles.limits_of(120, 101_376).shared_bytes == 101_376
+    assert tiles.limits_of(103, 232_448) is tiles.LIMITS[100]
+    assert tiles.limits_of(75, 65_536) is tiles.LIMITS[86]
+
+
+def test_splits_follow_batch_and_context():
+    programs = 4 * 132
+    assert tiles.splits_for(1, 8, 131072, programs) == 64
+    assert tiles.splits_for(8, 8, 131072, programs) == 8
+    assert tiles.splits_for(1, 8, 512, programs) == 4
+    assert tiles.splits_for(1, 8, 16, programs) == 1
+    assert tiles.splits_for(512, 8, 131072, programs) == 1
