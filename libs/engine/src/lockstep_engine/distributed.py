@@ -226,19 +226,17 @@ class TorchDistributed:
         self.marks: list[tuple[str, int, int]] | None = None
         self._on_progress = on_progress
         self._one_shot = one_shot
-        # The order in which gloo adds more than two summands depends on the element's position in the buffer.
-        self._gather_and_add = deterministic and size > 2
+        self._deterministic = deterministic
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
         began = self._begin()
         if self._one_shot is not None and self._one_shot.fits(x):
             x = self._one_shot.all_reduce(x)
-        elif self._gather_and_add:
-            parts = self._gather(x)
-            torch.add(parts[0], parts[1], out=x)
-            for part in parts[2:]:
-                x.add_(part)
+        elif self._deterministic and (self.size > 2 or x.is_cuda):
+            # The order in which gloo adds more than two summands depends on the element's position in the buffer. NCCL
+            # chooses its algorithm by the tensor's size.
+            x = sum_in_order(self._gather(x))
         else:
             x = x.contiguous()
             dist.all_reduce(x)
@@ -267,6 +265,14 @@ class TorchDistributed:
         self.spent_ns += ended - began
         if self.marks is not None:
             self.marks.append((name, began, ended))
+
+
+def sum_in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of the ranks' parts in the order of ranks, in float32 and rounded once."""
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total.to(parts[0].dtype)
 
 
 def init_torch_distributed(backend: str, store_path: str, rank: int, size: int, timeout_s: float) -> None:

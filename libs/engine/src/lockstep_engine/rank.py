@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,7 @@ class Rank:
         self.model.exact = self._deterministic
         phases.end("build")
         load_weights(self.model.module, model, self._group, self._device, self._report_loading())
-        by_kernels = gpu.usable(self._device, self._dtype, self.model.head_dim) and not self._deterministic
+        by_kernels = gpu.usable(self._device, self._dtype, self.model.head_dim)
         if by_kernels:
             self.model.fuse_on_gpu(model.context_length)
         elif self._device.type == "cpu" and self._dtype is torch.float32 and cpu.build is not None:
@@ -196,6 +197,10 @@ class Rank:
         self._pooler = Pooler(mean=by_mean, size=model.hidden_size)
         with torch.inference_mode():
             numerics = self._measure()
+            if self._deterministic and not numerics.deterministic:
+                logger.warning(
+                    "the self-test found bits that depend on the batch or on chunks: streams cannot be continued exactly"
+                )
             if by_kernels:
                 self._warm_up()
             self._record()
@@ -456,7 +461,13 @@ class Rank:
             cache.cold_blocks + hot_window.blocks if hot_window is not None else cache.padding_block,
         )
         description = f"{self._dtype} {hot_window} {sorted(config.kv_compressed_layers)}"
-        if self._device.type == "cpu" and cpu.build is None:
+        if self._device.type == "cuda":
+            # A short text does not show whether another GPU's products, or another compiler's, agree on every input.
+            capability = torch.cuda.get_device_capability(self._device)
+            description += (
+                f" cuda {capability} torch {torch.__version__} triton {version('triton')} exact {gpu.EXACT_KERNELS}"
+            )
+        elif cpu.build is None:
             # torch's routines: a short text does not show whether another machine's agree on every input.
             capability = torch.backends.cpu.get_cpu_capability()
             description += f" torch {torch.__version__} {capability} {torch.get_num_threads()}"
@@ -467,6 +478,7 @@ class Rank:
             max(2, min(canary_tokens(self._spec), blocks * BLOCK_SIZE)),
             description,
             neighbours=self._deterministic,
+            chunks=self._deterministic and self.model.on_gpu,
         )
 
     def join(self, collectives_fd: int, store_path: str) -> distributed.Collectives:
@@ -482,7 +494,7 @@ class Rank:
             return distributed.SharedMemory(collectives_fd, spec.rank, config.tp, collective_bytes(spec), progress)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         distributed.init_torch_distributed(backend, store_path, spec.rank, config.tp, config.start_timeout_s)
-        quick = self._device.type == "cuda" and config.collectives == "auto"
+        quick = self._device.type == "cuda" and config.collectives == "auto" and not self._deterministic
         one_shot = distributed.symmetric_memory(self._device, config.tp) if quick else None
         return distributed.TorchDistributed(
             spec.rank, config.tp, progress, deterministic=self._deterministic, one_shot=one_shot

@@ -14,6 +14,9 @@ _TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _WIDEST = 256
 _WORD = 4
 """Components of fp8 that are read at once."""
+EXACT_KERNELS = 1
+"""Version of the arithmetic of the exact mode's kernels (`triton_linear`, `triton_rows`, `triton_exact_attention`):
+part of the fingerprint. A change that may give other bits needs the next number."""
 
 
 def usable(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
