@@ -1,11 +1,10 @@
 """Triton's interpreter with products that are summed in the order of their terms.
 
-Its own are numpy's, whose order depends on the shapes: decoding and prefill, which multiply tiles of the same shape on a
-GPU, would agree or differ by accident. With these, equal bits show that the algorithm is the same for both.
+Its own are numpy's, whose order depends on the shapes: decoding and prefill, which multiply tiles of the same shape on
+a GPU, would agree or differ by accident. With these, equal bits show that the algorithm is the same for both.
 """
 
 import numpy as np
-import pytest
 import triton_device
 from triton.runtime import interpreter
 
@@ -17,8 +16,7 @@ def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
 
 
-@pytest.fixture
-def ordered_products(monkeypatch):
+def install(monkeypatch):
     """On a GPU the products are its own."""
     if not triton_device.GPU:
         monkeypatch.setattr(type(interpreter.interpreter_builder), "create_dot", create_dot)

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-SHARED_BYTES = {80: 166_912, 90: 232_448}
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
 """What a program may have: NVIDIA's tables of technical specifications per compute capability."""
 
 
@@ -32,7 +32,7 @@ class Usage:
 
 
 class PaperGpu(DriverBase):
-    """Compiles for `arch` (80: Ampere, 90: Hopper) and notes what was compiled; `examine`: and what it needs."""
+    """Compiles for `arch` (80, 86: Ampere, 89: Ada, 90: Hopper, 100: Blackwell) and notes what was compiled; `examine`: and what it needs."""
 
     def __init__(self, arch: int, *, examine: bool = True) -> None:
         self.arch = arch

@@ -1,4 +1,6 @@
-"""Attention of the exact mode: a query's bits do not depend on chunks, on other sequences or on the number of programs."""
+"""Attention of the exact mode: a query's bits do not depend on chunks, on other sequences or on the number of
+programs.
+"""
 
 from functools import partial
 
@@ -7,7 +9,6 @@ import torch
 from lockstep_engine.attention_triton import TritonAttention
 from lockstep_engine.config import HotWindow
 from lockstep_engine.kernels import triton_attention, triton_exact_attention
-from ordered import ordered_products  # noqa: F401 - a fixture
 from texts import Texts, assert_all_close, dense
 from triton_device import GPU
 
@@ -34,7 +35,8 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda each: "-".join(map(str, each)))
-def test_any_steps_give_the_same_bits(options, ordered_products, monkeypatch):
+@pytest.mark.usefixtures("ordered_products")
+def test_any_steps_give_the_same_bits(options, monkeypatch):
     texts = Texts([20, 100, 41], kv_heads=1, seed=4, scale=3.0)
     at_once = texts.attend(exact, texts.at_once(), **options)
     assert_all_close(at_once, texts.attend(TritonAttention, texts.at_once(), **options))
@@ -45,6 +47,7 @@ def test_any_steps_give_the_same_bits(options, ordered_products, monkeypatch):
             assert torch.equal(ours, expected)
 
 
+@pytest.mark.usefixtures("ordered_products")
 def test_token_by_token_gives_the_bits_of_a_chunk(ordered_products, monkeypatch):
     monkeypatch.setattr(triton_attention, "splits_for", lambda *_: 2)
     texts = Texts([70, 9], kv_heads=2, seed=7)
@@ -53,7 +56,8 @@ def test_token_by_token_gives_the_bits_of_a_chunk(ordered_products, monkeypatch)
     assert all(torch.equal(*each) for each in zip(alone, at_once, strict=True))
 
 
-def test_the_fast_mode_does_not_promise_it(ordered_products):
+@pytest.mark.usefixtures("ordered_products")
+def test_the_fast_mode_does_not_promise_it():
     """Shows that this test would notice: splits and tiles of the fast kernels follow the batch."""
     texts = Texts([150, 9], kv_heads=1, seed=4, scale=3.0)
     at_once = texts.attend(TritonAttention, texts.at_once())

@@ -7,7 +7,6 @@ from lockstep_engine import gpu_rowwise
 from lockstep_engine.gpu_experts import GroupedExperts
 from lockstep_engine.kernels import triton_linear, triton_rows
 from lockstep_engine.kernels.triton_linear import Groups
-from ordered import ordered_products  # noqa: F401 - a fixture
 from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -49,7 +48,8 @@ def test_batches_have_weights_of_their_own_in_any_layout():
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_a_row_has_the_same_bits_in_any_batch(dtype, ordered_products):
+@pytest.mark.usefixtures("ordered_products")
+def test_a_row_has_the_same_bits_in_any_batch(dtype):
     x, weight = random(1, 131, 96, dtype=dtype), random(1, 96, 40, dtype=dtype, seed=1)
     every = triton_linear.product(x, weight)
     order = torch.randperm(131, generator=torch.Generator().manual_seed(3)).to(DEVICE)
@@ -115,7 +115,8 @@ class TestExperts:
         torch.testing.assert_close(GroupedExperts(experts)(*step), experts(*step), atol=1e-3, rtol=1e-4)
 
     @torch.no_grad
-    def test_a_token_has_the_same_bits_in_any_batch_and_any_order_of_its_choices(self, ordered_products):
+    @pytest.mark.usefixtures("ordered_products")
+    def test_a_token_has_the_same_bits_in_any_batch_and_any_order_of_its_choices(self):
         experts, step = GroupedExperts(self.made()), self.step(70)
         every = experts(*step)
         for first, count in ((0, 1), (69, 1), (5, 40)):

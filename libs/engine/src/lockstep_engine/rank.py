@@ -199,7 +199,8 @@ class Rank:
             numerics = self._measure()
             if self._deterministic and not numerics.deterministic:
                 logger.warning(
-                    "the self-test found bits that depend on the batch or on chunks: streams cannot be continued exactly"
+                    "the self-test found bits that depend on the batch or on chunks: "
+                    "streams cannot be continued exactly"
                 )
             if by_kernels:
                 self._warm_up()
@@ -463,9 +464,9 @@ class Rank:
         description = f"{self._dtype} {hot_window} {sorted(config.kv_compressed_layers)}"
         if self._device.type == "cuda":
             # A short text does not show whether another GPU's products, or another compiler's, agree on every input.
-            capability = torch.cuda.get_device_capability(self._device)
+            architecture = torch.cuda.get_device_capability(self._device)
             description += (
-                f" cuda {capability} torch {torch.__version__} triton {version('triton')} exact {gpu.EXACT_KERNELS}"
+                f" cuda {architecture} torch {torch.__version__} triton {version('triton')} exact {gpu.EXACT_KERNELS}"
             )
         elif cpu.build is None:
             # torch's routines: a short text does not show whether another machine's agree on every input.

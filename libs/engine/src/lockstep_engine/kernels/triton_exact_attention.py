@@ -1,5 +1,6 @@
 """Paged attention for GPUs in which a query's bits depend on that query and its keys alone: not on whether it is
-decoded or part of a prompt's chunk, on where the chunk began, on other sequences, or on how many programs share the work.
+decoded or part of a prompt's chunk, on where the chunk began, on other sequences, or on how many programs share the
+work.
 
 - Keys are taken in tiles, and tiles in segments, that begin at fixed positions. A segment has an online softmax of its
   own: first over its tiles of cold blocks, then over those of hot ones, both in ascending order.
@@ -324,8 +325,10 @@ def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype) -> Shape:
     """By type and widths alone, so that decoding and prefill have the same one."""
     if dtype is torch.float32:
         return Shape(keys=32 if dim_pad <= 128 else 16, warps=4, stages=1)
-    warps = 8 if block_m > 64 or dim_pad > 128 else 4
-    return Shape(keys=64 if dim_pad <= 128 else 32, warps=warps, stages=2)
+    # Two accumulators, a segment's and the whole's, are kept in registers: four warps would have to spill them.
+    if dim_pad <= 128:
+        return Shape(keys=64, warps=8, stages=2)
+    return Shape(keys=32, warps=8 if block_m <= 64 else 16, stages=1)
 
 
 def rows_of(per_head: int, dtype: torch.dtype) -> int:
@@ -335,4 +338,5 @@ def rows_of(per_head: int, dtype: torch.dtype) -> int:
 
 def queries_a_tile(per_head: int, dtype: torch.dtype) -> int:
     """Successive queries of a sequence that share a program in prefill. One: prefill has the form of decoding."""
-    return rows_of(per_head, dtype) // per_head
+    queries: int = rows_of(per_head, dtype) // per_head
+    return queries
