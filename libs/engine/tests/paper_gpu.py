@@ -32,7 +32,8 @@ class Usage:
 
 
 class PaperGpu(DriverBase):
-    """Compiles for `arch` (80, 86: Ampere, 89: Ada, 90: Hopper, 100: Blackwell) and notes what was compiled; `examine`: and what it needs."""
+    """Compiles for `arch` (80, 86: Ampere, 89: Ada, 90: Hopper, 100: Blackwell) and
+    notes what was compiled; `examine`: and what it needs."""
 
     def __init__(self, arch: int, *, examine: bool = True) -> None:
         self.arch = arch

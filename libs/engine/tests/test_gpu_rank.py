@@ -187,7 +187,7 @@ def test_without_a_compiler_triton_is_left_alone(monkeypatch, caplog):
     assert gpu.can_build.__wrapped__()
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("mixtral", marks=SWEEP)])
 def test_the_exact_mode_finds_at_its_start_that_it_holds(name, tmp_path, by_triton):
     """Token by token, beside others and in chunks: the self-test's logits have the same bits."""
     path, _ = make(name, tmp_path)

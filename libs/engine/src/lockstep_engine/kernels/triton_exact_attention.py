@@ -333,7 +333,8 @@ def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype) -> Shape:
 
 def rows_of(per_head: int, dtype: torch.dtype) -> int:
     """Rows of a program: queries of a tile times the query heads of a key/value head, filled up."""
-    return max(_ROWS[dtype], triton.next_power_of_2(per_head))
+    rows: int = max(_ROWS[dtype], triton.next_power_of_2(per_head))
+    return rows
 
 
 def queries_a_tile(per_head: int, dtype: torch.dtype) -> int:
