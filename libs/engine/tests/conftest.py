@@ -4,6 +4,16 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def ordered_products(monkeypatch):
+    """Products of Triton's interpreter in the order of their terms; on a GPU they are its own."""
+    import ordered  # noqa: PLC0415 - it loads Triton
+
+    ordered.install(monkeypatch)

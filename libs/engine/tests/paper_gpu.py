@@ -29,7 +29,9 @@ class Usage:
 
 
 class PaperGpu(PaperDriver):
-    """Compiles for `arch` (80: Ampere, 90: Hopper) and notes what was compiled; `examine`: and what it needs."""
+    """Compiles for `arch` (80, 86: Ampere, 89: Ada, 90: Hopper, 100: Blackwell) and notes what was compiled;
+    `examine`: and what it needs.
+    """
 
     def __init__(self, arch, *, examine=True):
         super().__init__(arch, note=self._examine if examine else None)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from gathering_ranks import gather_and_sum
+from lockstep_engine import distributed
 from lockstep_engine.distributed import Alone, SharedMemory, TorchDistributed, init_torch_distributed
 from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.sizes import segment_bytes
@@ -201,3 +202,11 @@ def test_gloo_listens_on_loopback_only(tmp_path, monkeypatch):
         assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
     finally:
         dist.destroy_process_group()
+
+
+def test_parts_of_16_bits_are_added_in_the_order_of_ranks_and_rounded_once():
+    parts = [torch.tensor([each], dtype=torch.bfloat16) for each in (256.0, 1.0, 1.0, -256.0)]
+    assert distributed.sum_in_order(parts).item() == 2.0  # rounded at each step it would be 0
+    assert parts[0].item() == 256.0
+    wide = [torch.tensor([each]) for each in (1e8, 1.0, -1e8)]
+    assert distributed.sum_in_order(wide).item() == 0.0

@@ -69,9 +69,9 @@ class Steps:
             self.replayed.append(len(ids))
             return run(graphs, ids, layout)
 
-        def note_begin(attention, cache, step):
+        def note_begin(attention, cache, step, *, exact):
             self.eager.append(len(step.lengths))
-            begin(attention, cache, step)
+            begin(attention, cache, step, exact=exact)
 
         def note_compress(layer, moves):
             self.moves += len(moves)
@@ -177,15 +177,25 @@ def test_the_kernels_serve_some_types_and_widths_on_gpus(device, dtype, head_dim
     assert gpu.usable(torch.device(device), dtype, head_dim) == usable
 
 
-def test_where_results_must_not_depend_on_the_batch_the_kernels_are_not_used(tmp_path, monkeypatch, by_triton):
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("mixtral", marks=SWEEP)])
+def test_the_exact_mode_finds_at_its_start_that_it_holds(name, tmp_path, by_triton):
+    """Token by token, beside others and in chunks: the self-test's logits have the same bits."""
+    path, _ = make(name, tmp_path)
+    expected = on_the_cpu(path, (3, 3))
+    by_triton()
+    with InProcessRank(path, **SETTINGS | {"deterministic": True}) as served:
+        assert served.ready.deterministic
+        assert served.ready.fingerprint
+        assert served.rank.graphs is not None  # a mixture's, too: nothing of it needs the host
+        assert served.run(*requests((3, 3))) == expected
+
+
+def test_without_the_exact_mode_there_is_no_fingerprint(tmp_path, by_triton):
     path, _ = make("llama-grouped-untied", tmp_path)
     by_triton()
-    steps = Steps(monkeypatch)
-    with InProcessRank(path, **SETTINGS | {"deterministic": True}) as served:
-        served.run(*requests((2, 2)))
-        assert served.rank.graphs is None
-    assert not steps.eager
-    assert not steps.replayed
+    with InProcessRank(path, **SETTINGS) as served:
+        assert not served.ready.deterministic
+        assert served.ready.fingerprint == ""
 
 
 def test_a_build_after_the_start_is_counted_and_told(tmp_path, caplog, by_triton):

@@ -89,3 +89,18 @@ def test_all_shapes_build(arch):
     report = build("build_kernels.py", arch, "all")
     check(report["used"])
     assert report["steps"]["later"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [86, *(pytest.param(each, marks=SWEEP) for each in (80, 89, 90, 100))])
+def test_the_exact_modes_kernels_build_and_products_know_no_number_of_rows(arch):
+    """That they fit shared memory is shown by their loading: a kernel that does not is an error."""
+    report = build("build_exact.py", arch)
+    assert report["products"] == 3  # one for each type, of steps of 1 to 300 rows
+    assert {usage["kernel"] for usage in report["used"]} == {
+        "_attend_exact", "_fold_segments", "_grouped", "_linear", "_softmax", "_sum_rows",
+    }  # fmt: skip
+    for usage in report["used"]:
+        assert not count(usage, "ATOM", "RED."), usage["kernel"]
+        if usage["kernel"] in ("_linear", "_grouped"):
+            assert usage["spilled_bytes"] == 0

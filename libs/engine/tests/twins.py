@@ -117,3 +117,21 @@ def rotate(
     first, second = part.chunk(2, dim=-1)
     rotated = part * cosine.float() + torch.cat([-second, first], dim=-1) * sine.float()
     return torch.cat([rotated, rest], dim=-1).to(x.dtype)
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """[batch, rows, in] x [batch, in, out], summed in float64 and rounded once."""
+    out = torch.bmm(x.double(), weight.double())
+    return (out if bias is None else out + bias.double()).to(x.dtype)
+
+
+def grouped(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, chosen: torch.Tensor) -> torch.Tensor:
+    """Rows [tokens * choices, in] with the weights [experts, out, in] of their experts; none: zeros."""
+    experts, out, _ = weight.shape
+    flat = chosen.flatten()
+    results = torch.zeros(len(flat), out, dtype=x.dtype, device=x.device)
+    for expert in range(experts):
+        rows = (flat == expert).nonzero()[:, 0]
+        own = None if bias is None else bias[expert]
+        results[rows] = product(x[rows].unsqueeze(0), weight[expert].t().unsqueeze(0), own)[0]
+    return results

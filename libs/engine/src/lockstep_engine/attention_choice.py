@@ -11,12 +11,12 @@ def step_attention(cache: KvCache, step: StepLayout, *, deterministic: bool) -> 
     """The best attention for the cache's device and dtype.
 
     Args:
-        deterministic: whether a query's result must not depend on the other sequences. That of the Triton kernels does.
+        deterministic: whether a query's bits must not depend on the other sequences, nor on the step's chunks.
     """
-    if not deterministic and gpu.usable(cache.keys.device, cache.keys.dtype, cache.head_dim):
+    if gpu.usable(cache.keys.device, cache.keys.dtype, cache.head_dim):
         from lockstep_engine.attention_triton import TritonAttention  # noqa: PLC0415 - loads Triton
 
-        return TritonAttention(cache, step)
+        return TritonAttention(cache, step, exact=deterministic)
     if cpu.available(cache.keys):
         return CompiledAttention(cache, step)
     return TorchAttention(cache, step, deterministic=deterministic)

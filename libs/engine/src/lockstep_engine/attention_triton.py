@@ -1,7 +1,8 @@
 """Paged attention on a GPU: prepares a step for the Triton kernels and calls them.
 
 A step's sequences with one query go through the decode form of the kernel (keys split over programs), the others
-through the prefill form. `DecodeAttention` serves a step that is recorded once and replayed: it reads
+through the prefill form; in the exact mode both give a query the same bits.
+`DecodeAttention` serves a step that is recorded once and replayed: it reads
 positions and tables from tensors that stay in place.
 """
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from lockstep_engine.attention import StepAttention, StepLayout
 from lockstep_engine.config import BLOCK_SIZE
-from lockstep_engine.kernels import triton_attention, triton_compress, triton_store
+from lockstep_engine.kernels import triton_attention, triton_compress, triton_exact_attention, triton_store
 from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.scoring import Scoring
@@ -38,10 +39,17 @@ class Rotation:
 
 
 class TritonAttention(StepAttention):
-    """`StepAttention` by the Triton kernels."""
+    """`StepAttention` by the Triton kernels.
 
-    def __init__(self, cache: KvCache, step: StepLayout) -> None:
+    Args:
+        cache: as for `StepAttention`.
+        step: as for `StepAttention`.
+        exact: a query's bits must not depend on what else the step computes.
+    """
+
+    def __init__(self, cache: KvCache, step: StepLayout, *, exact: bool = False) -> None:
         super().__init__(cache, step)
+        self._exact = exact
         lengths = step.lengths
         rows = (np.cumsum(lengths) - lengths).astype(np.int32)
         hot_tables = step.tables if step.hot_tables is None else step.hot_tables
@@ -99,13 +107,17 @@ class TritonAttention(StepAttention):
         out = torch.empty(tokens, heads, dim, dtype=queries.dtype, device=queries.device)
         for tiles in (self._single, self._prefill(heads // self._cache.kv_heads, queries.dtype)):
             if tiles is not None:
-                triton_attention.attend(queries, cache, self._paged, scoring, tiles, out)
+                attend = triton_exact_attention.attend if self._exact else triton_attention.attend
+                attend(queries, cache, self._paged, scoring, tiles, out)
         return out
 
     def _prefill(self, per_head: int, dtype: torch.dtype) -> Tiles | None:
         if not len(self._long):
             return None
-        size = triton_attention.queries_a_tile(per_head, self._cache.head_dim, dtype)
+        if self._exact:
+            size = triton_exact_attention.queries_a_tile(per_head, dtype)
+        else:
+            size = triton_attention.queries_a_tile(per_head, self._cache.head_dim, dtype)
         if size not in self._long_tiles:
             counts = -(-self._lengths[self._long] // size)
             owners = np.repeat(self._long, counts)
@@ -122,11 +134,13 @@ class DecodeAttention(TritonAttention):
         cache: the rank's cache.
         positions: [sequences], int64: positions of the queries; -1: a padding row, which sees and stores nothing.
         tables: [sequences, width], int32, as in `StepLayout`.
+        exact: as for `TritonAttention`.
     """
 
-    def __init__(self, cache: KvCache, positions: torch.Tensor, tables: torch.Tensor) -> None:
+    def __init__(self, cache: KvCache, positions: torch.Tensor, tables: torch.Tensor, *, exact: bool = False) -> None:
         device, count = positions.device, len(positions)
         self._cache = cache
+        self._exact = exact
         self.positions = positions.clamp_min(0)
         blocks = tables.gather(1, (self.positions // BLOCK_SIZE).unsqueeze(1)).squeeze(1).long()
         slots = blocks * BLOCK_SIZE + self.positions % BLOCK_SIZE

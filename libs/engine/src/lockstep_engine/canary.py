@@ -1,6 +1,7 @@
 """A rank's self-test at its start: it measures the rank's numerics and names them by a fingerprint, and its pace.
 
-It computes a fixed text as one chunk, token by token and beside neighbours. Where a token's logits have the same bits
+It computes a fixed text as one chunk, token by token and beside neighbours, and in its exact mode on a GPU in several
+chunks, too. Where a token's logits have the same bits
 each time, the rank is deterministic on this machine, and a hash of these logits is its numerics fingerprint: workers
 with equal fingerprints continue each other's streams exactly. It never decides how the rank computes.
 """
@@ -49,7 +50,14 @@ class Numerics:
 
 
 def measure(
-    forward: Forward, cache: KvCache, vocab_size: int, count: int, description: str, *, neighbours: bool
+    forward: Forward,
+    cache: KvCache,
+    vocab_size: int,
+    count: int,
+    description: str,
+    *,
+    neighbours: bool,
+    chunks: bool = False,
 ) -> Numerics:
     """Run the self-test; the cache's blocks are as before when it ends.
 
@@ -60,6 +68,7 @@ def measure(
         count: number of tokens of the text.
         description: names the settings that change other logits but may not change these.
         neighbours: compute tokens beside others, too; for ranks that should be deterministic.
+        chunks: compute the text once more, cut into chunks.
     """
     device = cache.keys.device
     ids = torch.arange(count, device=device) * 37 % vocab_size
@@ -76,6 +85,13 @@ def measure(
         # The comparison waits for the device.
         same &= torch.equal(logits, expected[[position - last[0] for position in positions]])
         alone_s += [time.perf_counter() - began] if len(positions) == 1 else []
+    if chunks:
+        parts = []
+        for begin, end in _cuts(count):
+            wanted = last[(last >= begin) & (last < end)] - begin
+            logits = forward(ids[begin:end], layout_of_one(cache, begin, end - begin, hot, cold), wanted)
+            parts.append(logits.clone())
+        same &= torch.equal(torch.cat(parts), expected)
     # Once more for its time: the first one has also allocated, selected and compiled things.
     layout, began = layout_of_one(cache, 0, count, hot, cold), time.perf_counter()
     torch.equal(forward(ids, layout, last), expected)
@@ -105,6 +121,15 @@ def _compositions(last: NDArray[np.int64], *, neighbours: bool) -> Iterator[list
         yield positions
         for count in _TOGETHER[1:]:
             yield positions[max(entered + 1, len(positions) - count) :]
+
+
+def _cuts(count: int) -> Iterator[tuple[int, int]]:
+    """Chunks of a text, of many lengths: the first is the shortest, a chunk of one token is in the middle."""
+    begin, size = 0, 3
+    while begin < count:
+        yield begin, min(begin + size, count)
+        begin += size
+        size = 1 if begin == 3 else 2 * size + 3
 
 
 def _beside(layouts: Iterator[StepLayout]) -> StepLayout:

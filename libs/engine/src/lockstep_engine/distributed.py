@@ -11,7 +11,7 @@ import logging
 import mmap
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -225,21 +225,18 @@ class TorchDistributed:
         self.marks: list[tuple[str, int, int]] | None = None
         self._on_progress = on_progress
         self._one_shot = one_shot
-        # The order in which gloo adds more than two summands depends on the element's position in the buffer.
-        self._gather_and_add = deterministic and size > 2
+        self._deterministic = deterministic
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
         began = self._begin()
         if self._one_shot is not None and self._one_shot.fits(x):
             x = self._one_shot.all_reduce(x)
-        elif self._gather_and_add and x.is_cpu:
+        elif self._deterministic and x.is_cuda:  # NCCL chooses its algorithm by the tensor's size
+            x = sum_in_order(self._gather(x))
+        elif self._deterministic and self.size > 2:
+            # The order in which gloo adds more than two summands depends on the element's position in the buffer.
             add_in_tree(self._gather(x), out=x)
-        elif self._gather_and_add:
-            parts = self._gather(x)
-            torch.add(parts[0], parts[1], out=x)
-            for part in parts[2:]:
-                x.add_(part)
         else:
             x = x.contiguous()
             dist.all_reduce(x)
@@ -258,7 +255,7 @@ class TorchDistributed:
         """[size, …]: the parts of all ranks, received in one tensor without a copy for each rank."""
         x = x.contiguous()
         parts = x.new_empty(self.size * x.numel())
-        dist.all_gather_single(parts, x.view(-1))  # `all_gather_into_tensor` by its new name
+        _all_gather_single(parts, x.view(-1))
         return parts.view(self.size, *x.shape)
 
     def _begin(self) -> int:
@@ -271,6 +268,9 @@ class TorchDistributed:
         if self.marks is not None:
             self.marks.append((name, began, ended))
 
+
+# Before 2.13 torch has it by its old name only, which is deprecated there.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _REASON_BYTES = 512
 
@@ -288,6 +288,14 @@ def gather_reasons(group: Collectives, reason: str) -> list[str]:
     mine[: len(said)] = np.frombuffer(said, np.uint8)
     every = group.all_gather(torch.from_numpy(mine)).numpy().reshape(group.size, _REASON_BYTES)
     return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in every]
+
+
+def sum_in_order(parts: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """The sum of the ranks' parts in the order of ranks, in float32 and rounded once."""
+    total = parts[0].to(torch.promote_types(parts[0].dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total.to(parts[0].dtype)
 
 
 def init_torch_distributed(backend: str, store_path: str, rank: int, size: int, timeout_s: float) -> None:

@@ -1,5 +1,5 @@
-"""Replaces torch's operations on the CPU by those of `rowwise` while a model's own code runs, so that a row's bits do
-not depend on the other rows.
+"""Replaces torch's operations while a model's own code runs, on the CPU by those of `rowwise`, on a GPU in its exact
+mode by those of `gpu_rowwise`, so that a row's bits do not depend on the other rows.
 
 It replaces the operations that torch or a library may round in different ways: products, sums, softmax, norms and
 elementary functions. The others compute each element by operations that IEEE 754 rounds in one way, or move numbers;
@@ -9,7 +9,8 @@ the tests check for every architecture which these are. It affects only threads 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from threading import local
+from typing import Any, Protocol
 
 import torch
 
@@ -17,15 +18,48 @@ from lockstep_engine import rowwise
 from lockstep_engine.kernels.cpu import Function
 
 
+class Operations(Protocol):
+    """What takes the place of torch's operations: the module `rowwise` or `gpu_rowwise`."""
+
+    def serves(self, x: torch.Tensor) -> bool:
+        """Whether they compute on tensors of this device."""
+        ...
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """As `rowwise.linear`, and so on."""
+        ...
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor: ...  # noqa: D102 - see `rowwise`
+
+    def softmax(self, x: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+
+    def sum_rows(self, x: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor: ...  # noqa: D102
+
+    def layer_norm(  # noqa: D102
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor: ...
+
+
+_here = local()
+
+
 @contextmanager
-def intercepted() -> Iterator[None]:
-    """A context in which torch's operations on the CPU are replaced, on this thread."""
+def intercepted(operations: Operations = rowwise) -> Iterator[None]:
+    """A context in which torch's operations are replaced by these, on this thread."""
     _install()
+    _here.operations = operations
     _set(on=True)
     try:
         yield
     finally:
         _set(on=False)
+
+
+def _ours() -> Operations:
+    operations: Operations = _here.operations
+    return operations
 
 
 def _set(*, on: bool) -> None:
@@ -56,30 +90,37 @@ def _is_ours(x: torch.Tensor) -> bool:
     """Whether results on `x` must not depend on other rows. float64 is used only for tables that are made once;
     integers are not rounded.
     """
-    return x.is_cpu and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return _ours().serves(x) and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _is_element_wise_ours(x: torch.Tensor) -> bool:
+    """The same for element-wise functions: a GPU computes each element alike, so there they stay torch's."""
+    return _ours() is rowwise and _is_ours(x)
 
 
 def _function(function: Function, own: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     def replacement(x: torch.Tensor) -> torch.Tensor:
-        return rowwise.apply(function, x) if _is_ours(x) else own(x)
+        return rowwise.apply(function, x) if _is_element_wise_ours(x) else own(x)
 
     return replacement
 
 
 def _function_in_place(function: Function, own: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     def replacement(x: torch.Tensor) -> torch.Tensor:
-        return x.copy_(rowwise.apply(function, x)) if _is_ours(x) else own(x)
+        return x.copy_(rowwise.apply(function, x)) if _is_element_wise_ours(x) else own(x)
 
     return replacement
 
 
 def _gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    if _ours() is not rowwise:
+        return torch.nn.functional.gelu(x, approximate=approximate)
     return rowwise.apply(Function.GELU_TANH if approximate == "tanh" else Function.GELU, x)
 
 
 def _softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     x = x if dtype is None else x.to(dtype)
-    return rowwise.softmax(x.transpose(dim, -1)).transpose(dim, -1)
+    return _ours().softmax(x.transpose(dim, -1)).transpose(dim, -1)
 
 
 def _inner_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
@@ -95,7 +136,7 @@ def _sum(
     dims = sorted(each % x.dim() for each in dim or range(x.dim()))
     kept = [each for each in range(x.dim()) if each not in dims]
     rows = x.permute(*kept, *dims).reshape(*(x.shape[each] for each in kept), -1)
-    out = rowwise.sum_rows(rows)
+    out = _ours().sum_rows(rows)
     return out.view([1 if each in dims else size for each, size in enumerate(x.shape)]) if keepdim else out
 
 
@@ -118,7 +159,7 @@ def _layer_norm(
     cudnn_enable: bool = True,  # noqa: ARG001 - of torch's signature
 ) -> torch.Tensor:
     weight, bias = (None if each is None else each.reshape(-1) for each in (weight, bias))
-    return rowwise.layer_norm(x.reshape(*x.shape[: x.dim() - len(shape)], -1), weight, bias, eps).view(x.shape)
+    return _ours().layer_norm(x.reshape(*x.shape[: x.dim() - len(shape)], -1), weight, bias, eps).view(x.shape)
 
 
 def _rms_norm(
@@ -126,7 +167,7 @@ def _rms_norm(
 ) -> torch.Tensor:
     least = torch.finfo(x.dtype).eps if eps is None else eps
     flat = x.reshape(*x.shape[: x.dim() - len(shape)], -1)
-    return rowwise.rms_norm(flat, None if weight is None else weight.reshape(-1), least).view(x.shape)
+    return _ours().rms_norm(flat, None if weight is None else weight.reshape(-1), least).view(x.shape)
 
 
 def _matmul(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -137,16 +178,16 @@ def _matmul(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if other.dim() == 1:
         return _matmul(x, other.unsqueeze(1)).squeeze(-1)
     if other.dim() == 2:
-        return rowwise.linear(x, other.t())
+        return _ours().linear(x, other.t())
     batch = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
         x.shape[:-2], other.shape[:-2]
     )
     left, right = (each.expand(*batch, *each.shape[-2:]).flatten(0, -3) for each in (x, other))
-    return rowwise.product(left, right).view(*batch, x.shape[-2], other.shape[-1])
+    return _ours().product(left, right).view(*batch, x.shape[-2], other.shape[-1])
 
 
 def _bmm(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return rowwise.product(x, other) if _is_ours(x) else torch.bmm(x, other)
+    return _ours().product(x, other) if _is_ours(x) else torch.bmm(x, other)
 
 
 def _baddbmm(
@@ -173,7 +214,13 @@ def _power(x: Any, exponent: Any) -> torch.Tensor:
     return torch.pow(*wide).to(kind)
 
 
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return _ours().linear(x, weight, bias)
+
+
 def _polar(size: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    if _ours() is not rowwise:
+        return torch.polar(size, angle)
     parts = (rowwise.apply(function, angle) for function in (Function.COSINE, Function.SINE))
     return torch.complex(*(size * each for each in parts))
 
@@ -195,7 +242,7 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "mean.dim": _mean,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
-    "linear": rowwise.linear,
+    "linear": _linear,
     "matmul": _matmul,
     "mm": _matmul,
     "bmm": _bmm,

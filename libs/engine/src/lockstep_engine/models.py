@@ -4,7 +4,7 @@ tensor-parallel layers in place of its linears and one attention function.
 Its own tensor parallelism and batching are not used. In the tests the unmodified model is the reference.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -59,7 +59,9 @@ class BuiltModel:
     hidden_act: str
     step: CurrentStep
     exact: bool = True
-    """Compute so that a row's bits depend on that row alone; on the CPU."""
+    """Compute so that a row's bits depend on that row alone: on the CPU, and on a GPU where the kernels serve it."""
+    on_gpu: bool = False
+    """Computed with the GPU's kernels; set by `fuse_on_gpu`."""
     decoder: Decoder | None = None
     """Set by `fuse` and `fuse_on_gpu` when the model can be computed without calling its modules."""
 
@@ -77,7 +79,11 @@ class BuiltModel:
             Whether the model has the plain shape.
         """
         from lockstep_engine.gpu_decoder import GpuDecoder  # noqa: PLC0415 - it builds on Triton
+        from lockstep_engine.gpu_experts import group_experts  # noqa: PLC0415
 
+        self.on_gpu = True
+        if self.exact:
+            group_experts(self.module)
         if GpuDecoder.fits(self.module, self.hidden_act):
             self.decoder = GpuDecoder(self.module, context_length)
         return self.decoder is not None
@@ -94,9 +100,10 @@ class BuiltModel:
             [sampled, this rank's part of the vocabulary].
         """
         if self.decoder is not None:
-            return self.decoder.logits(ids, attention, rows)
+            with self._row_by_row() if self.on_gpu else nullcontext():
+                return self.decoder.logits(ids, attention, rows)
         self.step.begin(attention)
-        with intercepted() if self.exact and ids.is_cpu else nullcontext():
+        with self._row_by_row() if self.on_gpu or ids.is_cpu else nullcontext():
             out = self.module(
                 input_ids=ids.unsqueeze(0),
                 position_ids=attention.positions.unsqueeze(0),
@@ -124,7 +131,8 @@ class BuiltModel:
             The logits as `logits` returns them, and [pooled, hidden]: what the last norm gives to the head.
         """
         if self.decoder is not None:
-            return self.decoder.logits_and_states(ids, attention, rows, pooled)
+            with self._row_by_row() if self.on_gpu else nullcontext():
+                return self.decoder.logits_and_states(ids, attention, rows, pooled)
         states: list[torch.Tensor] = []
         inner: nn.Module = self.module.base_model  # type: ignore[assignment]
         hook = inner.register_forward_hook(lambda _module, _given, out: states.append(out[0][0, pooled]))
@@ -142,8 +150,18 @@ class BuiltModel:
         """
         from lockstep_engine.attention_triton import DecodeAttention  # noqa: PLC0415 - it builds on Triton
 
-        attention = DecodeAttention(cache, inputs.positions, inputs.tables)
+        attention = DecodeAttention(cache, inputs.positions, inputs.tables, exact=self.exact)
         return self.logits(inputs.ids, attention, torch.arange(len(inputs.ids), device=inputs.ids.device))
+
+    def _row_by_row(self) -> AbstractContextManager[None]:
+        """In the exact mode: a context in which no row's bits depend on other rows."""
+        if not self.exact:
+            return nullcontext()
+        if not self.on_gpu:
+            return intercepted()
+        from lockstep_engine import gpu_rowwise  # noqa: PLC0415 - it builds on Triton
+
+        return intercepted(gpu_rowwise)
 
 
 def paged_attention(

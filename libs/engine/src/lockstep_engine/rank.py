@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -167,8 +168,9 @@ class Rank:
         self._group = self.join(collectives_fd, store_path)
         self._profiler = RankProfiler(spec.rank, self._device, self._group, control)
         phases.end("join")
-        shards = config.tp_shards if self._device.type == "cpu" else 1
-        self.model: BuiltModel = build_model(model, self._group, self._dtype, shards=shards)
+        self.model: BuiltModel = build_model(
+            model, self._group, self._dtype, shards=config.tp_shards if self._device.type == "cpu" else 1
+        )
         self.model.exact = self._deterministic
         phases.end("build")
         load_weights(self.model.module, model, self._device, self._report_loading())
@@ -198,6 +200,11 @@ class Rank:
         self._pooler = Pooler(mean=by_mean, size=model.hidden_size)
         with torch.inference_mode():
             numerics = self._measure()
+            if self._deterministic and not numerics.deterministic:
+                logger.warning(
+                    "the self-test found bits that depend on the batch or on chunks: "
+                    "streams cannot be continued exactly"
+                )
             if by_kernels:
                 self._warm_up()
             self._record()
@@ -413,8 +420,6 @@ class Rank:
     def _by_kernels(self) -> bool:
         """Whether the GPU's kernels compute. Refuses a slow path that the settings do not allow."""
         form = self._device, self._dtype, self.model.head_dim
-        if self._deterministic:
-            return False
         if self._device.type == "cuda":
             settings: Any = self.model.module.config
             heads = settings.get_text_config().num_attention_heads
@@ -479,7 +484,13 @@ class Rank:
             cache.cold_blocks + hot_window.blocks if hot_window is not None else cache.padding_block,
         )
         description = f"{self._dtype} {hot_window} {sorted(config.kv_compressed_layers)}"
-        if self._device.type == "cpu" and config.tp_shards > 1:
+        if self._device.type == "cuda":
+            # A short text does not show whether another GPU's products, or another compiler's, agree on every input.
+            architecture = torch.cuda.get_device_capability(self._device)
+            description += (
+                f" cuda {architecture} torch {torch.__version__} triton {version('triton')} exact {gpu.EXACT_KERNELS}"
+            )
+        elif config.tp_shards > 1:
             description += f" shards {config.tp_shards}"
         if self._device.type == "cpu" and cpu.build is None:
             # torch's routines: a short text does not show whether another machine's agree on every input, nor whether
@@ -493,6 +504,7 @@ class Rank:
             max(2, min(canary_tokens(self._spec), blocks * BLOCK_SIZE)),
             description,
             neighbours=self._deterministic,
+            chunks=self._deterministic and self.model.on_gpu,
         )
 
     def join(self, collectives_fd: int, store_path: str) -> distributed.Collectives:
@@ -508,7 +520,7 @@ class Rank:
             return distributed.SharedMemory(collectives_fd, spec.rank, config.tp, collective_bytes(spec), progress)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         distributed.init_torch_distributed(backend, store_path, spec.rank, config.tp, config.start_timeout_s)
-        quick = self._device.type == "cuda" and config.collectives == "auto"
+        quick = self._device.type == "cuda" and config.collectives == "auto" and not self._deterministic
         one_shot = distributed.symmetric_memory(self._device, config.tp) if quick else None
         return distributed.TorchDistributed(
             spec.rank, config.tp, progress, deterministic=self._deterministic, one_shot=one_shot

@@ -47,6 +47,11 @@ def torchs_own() -> AbstractContextManager[None]:
     return guard
 
 
+def serves(x: torch.Tensor) -> bool:
+    """Whether these operations compute on this tensor: on the CPU."""
+    return x.is_cpu
+
+
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply x [..., in] by weight [out, in], transposed, and add bias [out] → [..., out]."""
     flat = x.reshape(1, -1, x.shape[-1])

@@ -27,7 +27,7 @@ def held_shards(features: int, ranks: int, shards: int = SHARDS) -> int:
     return whole // ranks if whole % ranks == 0 else 1
 
 
-def add_in_tree(parts: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
+def add_in_tree(parts: Sequence[torch.Tensor] | torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The sum of two or more tensors: neighbours first, then the sums of neighbours.
 
     Args:

@@ -82,7 +82,12 @@ class WorkerSettings(StateServerSettings):
         "1_Pooling/config.json says, none without it.",
     )
     deterministic: bool | None = Field(
-        None, description="A request's tokens do not depend on the batch; on the CPU if not set."
+        None,
+        description="A request's tokens do not depend on the batch; on the CPU if not set, on CUDA only if true.",
+    )
+    tp_shards: Literal[1, 4] = Field(
+        1,
+        description="4: on the CPU, workers of a tp of 1, 2 and 4 give the same tokens and continue each other's streams.",
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a rank; if not set, the CPU limit divided by tp."

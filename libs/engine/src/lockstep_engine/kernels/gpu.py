@@ -21,6 +21,9 @@ _MAX_QUOTED_CHARS = 300
 
 _given_up: list[str] = []
 """Why kernels are not used any more in this process, though nothing speaks against them here."""
+EXACT_KERNELS = 1
+"""Version of the arithmetic of the exact mode's kernels (`triton_linear`, `triton_rows`, `triton_exact_attention`):
+part of the fingerprint. A change that may give other bits needs the next number."""
 
 
 def usable(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

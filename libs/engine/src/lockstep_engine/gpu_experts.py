@@ -1,0 +1,70 @@
+"""A mixture's experts on a GPU as two grouped products, whose rows do not depend on other tokens and which never wait
+for the host.
+
+It takes the place of experts of the usual shape: gate and up projections stacked in one tensor, no bias. Experts of
+other shapes run by the model's own code, expert by expert; that is exact, too, but cannot be recorded.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep_engine.kernels.triton_linear import Groups, grouped
+
+
+class GroupedExperts(nn.Module):
+    """Experts for which `fits` holds, with their parameters where they are."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts: Any = experts
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        """Whether the module's weights are [experts, 2 * inner, hidden] and [experts, hidden, inner], without bias."""
+        marks = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+        if any(getattr(module, name, None) is not value for name, value in marks.items()):
+            return False
+        up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+        return (
+            isinstance(up, nn.Parameter)
+            and isinstance(down, nn.Parameter)
+            and up.dim() == down.dim() == 3
+            and up.shape[1] == 2 * down.shape[2]
+            and up.dtype == down.dtype
+            and up.is_contiguous()
+            and down.is_contiguous()
+        )
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Take x [tokens, hidden], and each token's experts and their weights [tokens, choices] → [tokens, hidden].
+
+        A token's results are added in the order of its experts' numbers, as the model's own code does. Numbers from the
+        count of experts on mean none.
+        """
+        experts = self.experts
+        count = experts.gate_up_proj.shape[0]
+        chosen, order = chosen.sort(dim=1, stable=True)
+        weights = weights.gather(1, order)
+        groups = Groups.of(chosen, count, x.dtype)
+        inner = experts._apply_gate(grouped(x.contiguous(), experts.gate_up_proj, None, groups, per_pair=False))
+        results = grouped(inner.contiguous(), experts.down_proj, None, groups, per_pair=True).view(*chosen.shape, -1)
+        added = (results * weights.unsqueeze(-1)).to(x.dtype)
+        # An expert that is none has no result: what is there was never written.
+        added = added.masked_fill((chosen >= count).unsqueeze(-1), 0)
+        out = torch.zeros_like(x)
+        for choice in range(chosen.shape[1]):
+            out = out + added[:, choice]
+        return out
+
+
+def group_experts(model: nn.Module) -> int:
+    """Put grouped experts in place of all that fit, when weights are loaded; returns how many."""
+    replaced = 0
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if not isinstance(module, GroupedExperts) and GroupedExperts.fits(child):
+                setattr(module, name, GroupedExperts(child))
+                replaced += 1
+    return replaced

@@ -1,0 +1,51 @@
+"""Builds the kernels of the exact mode for a GPU on paper and says what came of it: run by `test_triton_builds.py` in a
+process of its own.
+
+    python build_exact.py 86
+"""
+
+import dataclasses
+import json
+import sys
+
+import torch
+from build_kernels import Kernels
+from lockstep_engine.kernels import triton_exact_attention, triton_linear, triton_rows
+from lockstep_engine.kernels.triton_attention import Paged, Tiles
+from lockstep_engine.kernels.triton_linear import Groups
+from lockstep_engine.scoring import Scoring
+from paper_gpu import PaperGpu
+
+
+def attend(kernels):
+    """A step of decoding and one of prefill."""
+    numbers, tables = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 64, dtype=torch.int32)
+    paged = Paged(tables, tables, numbers, numbers, numbers, kernels.cache.hot_window)
+    queries = kernels.empty(64, kernels.heads, kernels.dim).transpose(0, 1)
+    out = kernels.empty(64, kernels.heads, kernels.dim)
+    most = triton_exact_attention.queries_a_tile(kernels.heads // kernels.kv_heads, kernels.dtype)
+    for size in (1, most):
+        tiles = Tiles(numbers, numbers, size, 4)
+        triton_exact_attention.attend(queries, kernels.cache.layer(0), paged, Scoring(1.0), tiles, out)
+
+
+def main():
+    gpu = PaperGpu(int(sys.argv[1])).install()
+    products = 0
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for shape in ((32, 8, 128), (8, 2, 256), (71, 1, 64)):
+            attend(Kernels(*shape, dtype=dtype))
+        before, weight = gpu.compiled, torch.empty(1, 1024, 4096, dtype=dtype).transpose(1, 2)
+        for rows in (1, 7, 64, 300):
+            triton_linear.product(torch.empty(1, rows, 4096, dtype=dtype), weight)
+        products += gpu.compiled - before
+        groups = Groups.of(torch.zeros(5, 2, dtype=torch.int64), 8, dtype)
+        experts = torch.empty(8, 512, 4096, dtype=dtype)
+        triton_linear.grouped(torch.empty(5, 4096, dtype=dtype), experts, None, groups, per_pair=False)
+    triton_rows.sum_rows(torch.empty(3, 100))
+    triton_rows.softmax(torch.empty(3, 100))
+    print(json.dumps({"products": products, "used": [dataclasses.asdict(each) for each in gpu.used]}))
+
+
+if __name__ == "__main__":
+    main()

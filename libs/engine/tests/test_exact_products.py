@@ -1,0 +1,152 @@
+"""Products, sums and experts of the exact mode: what they compute, and that a row's bits depend on that row alone."""
+
+import pytest
+import torch
+import twins
+from lockstep_engine import gpu_rowwise
+from lockstep_engine.gpu_experts import GroupedExperts
+from lockstep_engine.kernels import triton_linear, triton_rows
+from lockstep_engine.kernels.triton_linear import Groups
+from torch import nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from triton_device import DEVICE
+
+TYPES = [torch.float32, torch.float16]
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-4, 5, shape, generator=generator)
+    return wide.to(dtype).to(DEVICE)
+
+
+def close(ours, expected):
+    torch.testing.assert_close(
+        ours,
+        expected,
+        atol=0.05 if ours.dtype is torch.float16 else 2e-3,
+        rtol=4e-3 if ours.dtype is torch.float16 else 1e-5,
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("rows", "ins", "outs"), [(1, 64, 64), (70, 100, 37), (5, 33, 130)])
+def test_a_product_is_rounded_once_with_its_bias(rows, ins, outs, dtype):
+    x, weight, bias = random(1, rows, ins, dtype=dtype), random(outs, ins, dtype=dtype, seed=1), random(outs, seed=2)
+    ours = triton_linear.product(x, weight.t().unsqueeze(0), bias)
+    close(ours, twins.product(x, weight.t().unsqueeze(0), bias))
+    assert torch.equal(gpu_rowwise.linear(x[0], weight, bias), ours[0])
+
+
+def test_batches_have_weights_of_their_own_in_any_layout():
+    x, weight = random(3, 40, 50), random(3, 70, 50, seed=1).transpose(1, 2)
+    ours = triton_linear.product(x, weight)
+    close(ours, twins.product(x, weight))
+    assert torch.equal(triton_linear.product(x, weight.contiguous()), ours)
+    assert torch.equal(triton_linear.product(x[1:2], weight[1:2]), ours[1:2])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.usefixtures("ordered_products")
+def test_a_row_has_the_same_bits_in_any_batch(dtype):
+    x, weight = random(1, 131, 96, dtype=dtype), random(1, 96, 40, dtype=dtype, seed=1)
+    every = triton_linear.product(x, weight)
+    order = torch.randperm(131, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    assert torch.equal(triton_linear.product(x[:, order], weight), every[:, order])
+    for first, count in ((0, 1), (130, 1), (17, 33), (60, 64), (3, 100)):
+        assert torch.equal(triton_linear.product(x[:, first : first + count], weight), every[:, first : first + count])
+
+
+@pytest.mark.parametrize("width", [1, 7, 512, 5000])
+def test_sums_and_softmax_are_by_rows(width):
+    x = random(9, width)
+    sums, softmax = triton_rows.sum_rows(x), triton_rows.softmax(x)
+    torch.testing.assert_close(sums, x.double().sum(-1).float(), atol=1e-3, rtol=1e-5)
+    torch.testing.assert_close(softmax, torch.softmax(x.double(), -1).float(), atol=1e-6, rtol=1e-5)
+    for row in (0, 8):
+        assert torch.equal(triton_rows.sum_rows(x[row]), sums[row])
+        assert torch.equal(triton_rows.softmax(x[row : row + 1])[0], softmax[row])
+
+
+def test_norms_are_those_of_torch():
+    x, weight, bias = random(5, 48), random(48, seed=1), random(48, seed=2)
+    expected = torch.nn.functional.layer_norm(x, (48,), weight, bias, 1e-5)
+    torch.testing.assert_close(gpu_rowwise.layer_norm(x, weight, bias, 1e-5), expected, atol=1e-4, rtol=1e-5)
+    expected = torch.nn.functional.rms_norm(x, (48,), weight, 1e-5)
+    torch.testing.assert_close(gpu_rowwise.rms_norm(x, weight, 1e-5), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_grouped_products_are_those_of_each_expert(dtype):
+    """Some experts have no rows, one has more than a tile, and one row of three chooses no expert."""
+    chosen = torch.tensor([[0, 3], [3, 5], [5, 6]] * 30, device=DEVICE)
+    weight, bias = random(6, 40, 50, dtype=dtype, seed=1), random(6, 40, seed=2)
+    groups = Groups.of(chosen, 6, dtype)
+    served = (chosen.flatten() < 6).to(DEVICE)
+    rows = random(len(served), 50, dtype=dtype)
+    ours = triton_linear.grouped(rows, weight, bias, groups, per_pair=True)
+    close(ours[served], twins.grouped(rows, weight, bias, chosen)[served])
+    shared = random(90, 50, dtype=dtype)
+    ours = triton_linear.grouped(shared, weight, None, groups, per_pair=False)
+    close(ours[served], twins.grouped(shared.repeat_interleave(2, 0), weight, None, chosen)[served])
+
+
+class TestExperts:
+    CONFIG = MixtralConfig(hidden_size=48, intermediate_size=40, num_local_experts=5, num_experts_per_tok=3)
+
+    def made(self, dtype=torch.float32):
+        self.CONFIG._experts_implementation = "eager"
+        experts = MixtralExperts(self.CONFIG).to(DEVICE)
+        for seed, parameter in enumerate(experts.parameters()):
+            parameter.data = (random(*parameter.shape, seed=seed) / 8).to(dtype)
+        return experts
+
+    def step(self, tokens):
+        scores = random(tokens, 5, seed=9).softmax(-1)
+        weights, chosen = scores.topk(3, dim=-1)
+        return random(tokens, 48, seed=8), chosen, weights
+
+    @torch.no_grad
+    def test_are_those_of_the_model(self):
+        experts = self.made()
+        assert GroupedExperts.fits(experts)
+        step = self.step(37)
+        torch.testing.assert_close(GroupedExperts(experts)(*step), experts(*step), atol=1e-3, rtol=1e-4)
+
+    @torch.no_grad
+    @pytest.mark.usefixtures("ordered_products")
+    def test_a_token_has_the_same_bits_in_any_batch_and_any_order_of_its_choices(self):
+        experts, step = GroupedExperts(self.made()), self.step(70)
+        every = experts(*step)
+        for first, count in ((0, 1), (69, 1), (5, 40)):
+            assert torch.equal(experts(*(each[first : first + count] for each in step)), every[first : first + count])
+        x, chosen, weights = step
+        assert torch.equal(experts(x, chosen.flip(1), weights.flip(1)), every)
+
+    @torch.no_grad
+    def test_a_number_beyond_the_experts_adds_nothing(self):
+        experts, (x, chosen, weights) = self.made(), self.step(9)
+        chosen[2:5, 1] = 5
+        torch.testing.assert_close(
+            GroupedExperts(experts)(x, chosen, weights), experts(x, chosen, weights), atol=1e-3, rtol=1e-4
+        )
+
+    def test_other_shapes_stay_the_models_own(self):
+        assert not GroupedExperts.fits(nn.Linear(3, 3))
+        experts = self.made()
+        experts.is_transposed = True
+        assert not GroupedExperts.fits(experts)
+
+
+def test_what_does_not_fit_is_refused():
+    x, weight = random(1, 3, 8), random(1, 8, 4)
+    with pytest.raises(ValueError, match="does not fit weight"):
+        triton_linear.product(x, weight.transpose(1, 2))
+    with pytest.raises(ValueError, match="not supported"):
+        triton_linear.product(x.double(), weight)
+    with pytest.raises(ValueError, match="bias"):
+        triton_linear.product(x, weight, random(5))
+    groups = Groups.of(torch.zeros(3, 1, dtype=torch.int64, device=DEVICE), 1, torch.float32)
+    with pytest.raises(ValueError, match="grouped"):
+        triton_linear.grouped(random(3, 7), random(1, 4, 8), None, groups, per_pair=True)
