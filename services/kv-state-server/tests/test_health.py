@@ -2,6 +2,7 @@
 
 import asyncio
 import urllib.request
+from types import SimpleNamespace
 
 import grpc
 from backends import PATIENCE_S, eventually
@@ -9,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from lockstep_api.v1 import state_pb2, state_pb2_grpc
 from lockstep_common.ports import free_port
-from lockstep_state.health import SERVICES
+from lockstep_state.health import SERVICES, Health
 from state_serving import dial, make_settings, refused, serving
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -47,6 +48,18 @@ async def test_watch_ends_with_the_server(tmp_path):
             assert (await watch.read()).status == SERVING
             later = asyncio.create_task(_rest(watch))
         assert await later == [NOT_SERVING]
+
+
+async def test_watch_tells_of_an_end_that_begins_while_it_writes():
+    health = Health(SimpleNamespace(unready=None))
+    statuses = []
+
+    async def write(response):
+        statuses.append(response.status)
+        health.draining = True
+
+    await health.Watch(health_pb2.HealthCheckRequest(), SimpleNamespace(write=write))
+    assert statuses == [SERVING, NOT_SERVING]
 
 
 async def _rest(watch):

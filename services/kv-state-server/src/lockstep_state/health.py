@@ -33,11 +33,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         """The state of a service now and after every change."""
         last_sent = None
         while True:
-            status = self._status(request.service)
+            is_last, status = self.draining, self._status(request.service)
             if status != last_sent:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 last_sent = status
-            if self.draining:
+            if is_last:
                 return  # the process ends when its calls have
             await asyncio.sleep(_WATCH_EVERY_S)
 
