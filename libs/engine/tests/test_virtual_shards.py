@@ -96,6 +96,22 @@ def test_without_kernels_a_row_linear_adds_its_parts_in_the_tree(monkeypatch):
     assert torch.equal(layer(x), add_in_tree(products) + layer.bias)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_whole_row_linear_without_kernels_is_one_product_of_torch(monkeypatch, dtype):
+    """A bias that is added to a rounded product would be rounded twice."""
+    monkeypatch.setattr(cpu, "_library", None)
+    torch.manual_seed(5)
+    layer = RowLinear("p", (0, 1024), 96, Alone(), bias=True, dtype=dtype)
+    layer.weight.data.normal_()
+    layer.bias.data.normal_()
+    layer.pack()
+    calls, product = [], torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: calls.append(given) or product(*given))
+    x = torch.randn(5, 1024).to(dtype)
+    assert torch.equal(layer(x), product(x, layer.weight, layer.bias))
+    assert [given[2] is layer.bias for given in calls] == [True]
+
+
 @pytest.mark.parametrize("count", [0, 2, 8])
 def test_other_numbers_of_shards_are_refused(count):
     with pytest.raises(Exception, match="tp_shards must be 1 or 4"):
