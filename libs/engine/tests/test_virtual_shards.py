@@ -1,16 +1,19 @@
 """With virtual shards, 1, 2 and 4 ranks compute the same bits, so that they continue each other's streams."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from checkpoints import VOCABULARY, make
 from in_process import InProcessGroup
-from lockstep_engine import EngineConfig
+from lockstep_engine import Engine, EngineConfig, Request, SamplingParams
 from lockstep_engine.config import HotWindow
 from lockstep_engine.distributed import Alone
 from lockstep_engine.kernels import cpu
 from lockstep_engine.linear import RowLinear
 from lockstep_engine.virtual_shards import add_in_tree, held_shards
 
+MODEL = Path(__file__).parents[3] / "models/reference"
 KERNELS = pytest.mark.skipif(cpu.build is None, reason="torch's products depend on a matrix's width")
 
 
@@ -47,6 +50,23 @@ def test_a_stream_moves_from_two_ranks_to_four_bit_for_bit(tmp_path, name, dtype
     moved, after = decode(group(path, 4, dtype=dtype), half, 6)
     assert moved == whole
     assert all(torch.equal(*each) for each in zip([*before, *after], expected, strict=True))
+
+
+@KERNELS
+@pytest.mark.slow
+def test_rank_processes_of_one_and_two_continue_each_others_streams():
+    params = SamplingParams(max_tokens=24, temperature=0.9, seed=3)
+    fingerprints, wholes = [], []
+    for tp in (1, 2):
+        with Engine(MODEL, tp=tp, tp_shards=4, threads=1) as engine:
+            assert engine.core.status().deterministic
+            fingerprints.append(engine.core.status().fingerprint)
+            wholes.append(engine.generate_ids(["It was a dark night"], params)[0])
+            prompt = tuple(engine.encode("It was a dark night"))
+            outputs = engine.run([Request("moved", prompt, params, emitted_ids=tuple(wholes[0][:9]))])[0]
+            assert [id_ for output in outputs for id_ in output.ids] == wholes[0][9:]
+    assert fingerprints[0] == fingerprints[1]
+    assert wholes[0] == wholes[1]
 
 
 def test_shards_that_ranks_hold():
@@ -94,6 +114,22 @@ def test_without_kernels_a_row_linear_adds_its_parts_in_the_tree(monkeypatch):
     layer.pack()
     products = [torch.nn.functional.linear(*each) for each in zip(x.chunk(4, 1), weights, strict=True)]
     assert torch.equal(layer(x), add_in_tree(products) + layer.bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_whole_row_linear_without_kernels_is_one_product_of_torch(monkeypatch, dtype):
+    """A bias that is added to a rounded product would be rounded twice."""
+    monkeypatch.setattr(cpu, "_library", None)
+    torch.manual_seed(5)
+    layer = RowLinear("p", (0, 1024), 96, Alone(), bias=True, dtype=dtype)
+    layer.weight.data.normal_()
+    layer.bias.data.normal_()
+    layer.pack()
+    calls, product = [], torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *given: calls.append(given) or product(*given))
+    x = torch.randn(5, 1024).to(dtype)
+    assert torch.equal(layer(x), product(x, layer.weight, layer.bias))
+    assert [given[2] is layer.bias for given in calls] == [True]
 
 
 @pytest.mark.parametrize("count", [0, 2, 8])

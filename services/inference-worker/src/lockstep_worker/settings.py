@@ -87,7 +87,10 @@ class WorkerSettings(StateServerSettings):
     )
     tp_shards: Literal[1, 4] = Field(
         1,
-        description="4: on the CPU, a tp of 1, 2 and 4 gives the same tokens, so that their workers share streams.",
+        description=(
+            "4: on the CPU with compiled kernels, a tp of 1, 2 and 4 gives the same tokens, "
+            "so that workers share streams."
+        ),
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a rank; if not set, the CPU limit divided by tp."
