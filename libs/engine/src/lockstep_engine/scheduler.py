@@ -613,8 +613,11 @@ class Scheduler:
     def _finish_embedding(self, sequence: Sequence, embedding: NDArray[np.float32]) -> Output:
         request_id = sequence.request.id
         self._ended.append(request_id)
+        has_numbers = np.isfinite(embedding).all()
+        if not has_numbers:
+            self.blocks.forget(sequence)
         self._remove(sequence)
-        if not np.isfinite(embedding).all():
+        if not has_numbers:
             return Output(request_id, 0, (), error=_no_numbers("hidden states"))
         cached = sequence.cached_tokens or 0
         return Output(request_id, 0, (), finish=FinishReason.STOP, cached_tokens=cached, embedding=embedding)
