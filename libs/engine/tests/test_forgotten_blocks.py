@@ -107,3 +107,20 @@ def test_copies_in_host_memory_are_forgotten(hot_window):
     server.run()
     assert server.outputs[again][0].cached_tokens == 0
     assert server.ids(again) == server.expected(again)
+
+
+def test_what_a_request_has_computed_that_is_cancelled_before_its_output_is_not_stored():
+    server, stored = Server(), []
+    server.scheduler.on_end = lambda sequence: stored.append((sequence.request.id, sequence.remembered))
+    first = server.submit(words(100, 1))
+    server.step()
+    assert server.cancel(first)
+    second = server.submit(words(100, 2), max_tokens=20)
+    while not server.outputs[second]:
+        server.step()
+    assert server.cancel(second)
+    third = server.embed(words(100, 3))
+    server.run()
+    assert server.embedding(third)
+    assert stored == [(str(second), 6), (str(third), 6)]
+    server.assert_idle()
