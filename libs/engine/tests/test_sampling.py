@@ -607,3 +607,22 @@ class TestLogitsThatAreNoNumbers:
         logits[0, 3] = math.nan
         masks = np.array([[1 << 7, 0]], np.int32)
         assert sampler.sample(logits, zeros, zeros, np.array([0.5]), zeros, masks).read()[0] == [NO_TOKEN]
+
+
+def test_memory_that_runs_out_for_a_new_request_changes_no_other_row(monkeypatch):
+    sampler, make = Sampler(2, 40, CPU), np.array
+    sampler.add(row_sampling(0, temperature=0, logit_bias={7: 100.0}))
+
+    def short(values, dtype=None):
+        if dtype is np.float32:
+            raise MemoryError
+        return make(values, dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "array", short)
+        with pytest.raises(MemoryError):
+            sampler.add(row_sampling(1, temperature=0, logit_bias={3: 100.0}))
+    # The step that brought the request computes it, too.
+    rows, logits = np.array([1, 0], np.int32), torch.arange(40.0).repeat(2, 1)
+    ids, _ = sampler.sample(logits, rows, np.zeros(2, np.int32), np.zeros(2)).read()
+    assert ids == [39, 7]

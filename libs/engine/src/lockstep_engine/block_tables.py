@@ -333,12 +333,18 @@ class BlockTables:
         sequence.remembered = max(sequence.remembered, full)
 
     def forget(self, sequence: Sequence) -> None:
-        """The contents of a sequence's blocks may be damaged, so that no other sequence is to begin with those in the
-        pools, and nobody is to store them. Releases none.
+        """The contents of a sequence's blocks may be damaged, so that no other sequence is to begin with them, and
+        nobody is to store them. Those that it had before it was preempted count, and copies in host memory. Releases
+        none.
         """
         sequence.remembered = 0
-        self.hot.forget(block for block in sequence.hot if block != _NONE)
-        self.cold.forget(block for block in sequence.cold if block != _NONE)
+        for cold, pool, shift in ((False, self.hot, 0), (True, self.cold, self._first_cold)):
+            for key in sequence.keys:
+                block = pool.find(key)
+                # A block whose load a later plan executes keeps its key, by which its next owner cancels the load.
+                if block is not None and not self.host.wait_for(shift + block):
+                    pool.forget(block)
+            self.host.forget(sequence.keys, cold=cold)
 
     def release(self, sequence: Sequence) -> None:
         """Free all blocks of a sequence and clear its row."""

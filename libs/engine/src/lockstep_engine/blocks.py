@@ -10,7 +10,7 @@ A digest in `_by_digest` always names a block whose contents are that chain of t
 """
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -162,15 +162,18 @@ class BlockPool:
             self._note(key.digest)
             self._on_change(key.digest)
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Blocks in use are no longer known by their keys: nobody else is to begin with their contents."""
-        for block in blocks:
-            key = self._keys[block]
-            if key is not None:
-                del self._by_digest[key.digest]
-                self._keys[block] = None
-                self._note(key.digest)
-                self._on_change(key.digest)
+    def forget(self, block: int) -> None:
+        """A block is no longer known by its key: nobody else is to begin with its contents."""
+        key = self._keys[block]
+        if key is None:
+            return
+        if self._references[block] == 0:
+            del (self._evict_first if block in self._evict_first else self._cached)[block]
+            self._empty.append(block)
+        del self._by_digest[key.digest]
+        self._keys[block] = None
+        self._note(key.digest)
+        self._on_change(key.digest)
 
     def holds(self, digest: bytes) -> bool:
         """Whether a block has the contents with this digest."""

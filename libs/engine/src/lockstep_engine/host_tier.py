@@ -263,6 +263,12 @@ class HostTier:
             if self.has(key, cold=cold):
                 self._touch((cold, key.digest))
 
+    def forget(self, keys: Iterable[BlockKey], *, cold: bool) -> None:
+        """Nobody is to begin with the contents of these blocks. Those that are being copied stay."""
+        for key in keys:
+            if self.has(key, cold=cold):
+                self._free.extend(self._evict((cold, key.digest)))
+
     def fillable(self, *, cold: bool, tenant: str = "") -> int:
         """For how many blocks of a tenant `reserve` would give slots at most."""
         if self._shared is None:

@@ -121,12 +121,12 @@ class _Lists:
         """The list of a row's new request."""
         if not (len(ids) or self.sizes[row]):
             return
-        self.sizes[row], self._flat = len(ids), None
+        self.sizes[row], self._flat = 0, None
         self._ids.pop(row, None)
         self._values.pop(row, None)
         if len(ids):
-            self._ids[row] = np.array(ids, np.int64)
-            self._values[row] = np.array(values, np.float32)
+            self._ids[row], self._values[row] = np.array(ids, np.int64), np.array(values, np.float32)
+            self.sizes[row] = len(ids)  # last: if memory runs out before, the list is empty
 
     def of(self, rows: NDArray[np.intp], vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.float32]] | None:
         """Indices of logits of these rows, one after the other, and their values; None: their lists are empty."""

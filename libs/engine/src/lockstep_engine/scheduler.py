@@ -82,7 +82,8 @@ class Scheduler:
         self.slots = SharedSlots() if shares_slots else None
         """Slots of host memory that the driver itself uses, in this epoch."""
         self.on_end: Callable[[Sequence], None] = lambda _: None
-        """Called when a request that holds blocks ends, before they are released."""
+        """Called when a request that holds blocks ends, before they are released. Not if it is cancelled before its
+        first output: only that tells whether what it computed are numbers, and nobody else is to get damaged blocks."""
         self._eos_ids = frozenset(eos_ids)
         self._prefix_logs = (PrefixLog(), PrefixLog())
         self.blocks = self._new_blocks(sizes)
@@ -572,7 +573,8 @@ class Scheduler:
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.sampling_row >= 0:
-            self.on_end(sequence)
+            if sequence.has_output:
+                self.on_end(sequence)
             self._release_row(sequence)
         else:
             self._waiting.remove(sequence)
@@ -613,8 +615,13 @@ class Scheduler:
     def _finish_embedding(self, sequence: Sequence, embedding: NDArray[np.float32]) -> Output:
         request_id = sequence.request.id
         self._ended.append(request_id)
+        has_numbers = np.isfinite(embedding).all()
+        if has_numbers:
+            sequence.has_output = True
+        else:
+            self.blocks.forget(sequence)
         self._remove(sequence)
-        if not np.isfinite(embedding).all():
+        if not has_numbers:
             return Output(request_id, 0, (), error=_no_numbers("hidden states"))
         cached = sequence.cached_tokens or 0
         return Output(request_id, 0, (), finish=FinishReason.STOP, cached_tokens=cached, embedding=embedding)
