@@ -103,6 +103,13 @@ def test_an_unknown_value_is_refused():
         config(fast_path="always")
 
 
+def test_kernels_of_the_exact_mode_are_never_prebuilt():
+    with pytest.raises(LockstepError, match="fast_path cannot be prebuilt with deterministic"):
+        config(device="cuda", fast_path="prebuilt", deterministic=True)
+    config(device="cuda", fast_path="required", deterministic=True)
+    config(device="cuda", fast_path="prebuilt")
+
+
 class OutOfResources(Exception):
     """As Triton's: no RuntimeError."""
 
