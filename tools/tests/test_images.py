@@ -318,6 +318,25 @@ def test_what_cannot_be_done_is_one_sentence(arguments, sentence, programs, monk
     assert error.count("\n") == 1
 
 
+def test_the_worker_for_the_cpu_compiles_no_gpu_kernels():
+    stages = re.split(r"^FROM ", dockerfile(catalog.IMAGES["inference-worker"]), flags=re.MULTILINE)
+    compiling = [stage.splitlines()[0] for stage in stages if "lockstep_engine.precompile" in stage]
+    assert compiling == ["${BASE} AS gpu-kernels-cuda"]
+    assert any(stage.startswith("gpu-kernels-${VARIANT} AS gpu-kernels\n") for stage in stages)
+    for variant in catalog.VARIANTS:
+        assert any(stage.startswith(f"${{BASE}} AS gpu-kernels-{variant}\n") for stage in stages)
+
+
+def test_a_choice_of_gpu_kernels_reaches_the_build_of_the_cuda_image_alone(capsys):
+    kernels = "--model llama-3.1-8b --arch 90"
+    chosen = {build.name: command.build_arguments(build, "base", kernels).get("KERNELS") for build in BUILDS}
+    assert chosen.pop("inference-worker-cuda") == kernels
+    assert set(chosen.values()) == {None}
+    assert all("KERNELS" not in command.build_arguments(build, "base") for build in BUILDS)
+    assert command.main(["build", f"--kernels={kernels}"]) == 2
+    assert "--kernels is for --variant cuda" in capsys.readouterr().err
+
+
 def test_without_a_builder_or_a_base_image_one_sentence(programs, capsys):
     programs.install()
     assert command.main(["build"]) == 1

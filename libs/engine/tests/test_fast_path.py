@@ -2,14 +2,16 @@
 
 import logging
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lockstep_common.errors import LockstepError
-from lockstep_engine import fast_path
+from lockstep_engine import distributed, fast_path
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.graphs import GraphedStep, HostRecorder, NotRecordableError
 from lockstep_engine.kernels import gpu, prebuilt, tiles
+from lockstep_engine.rank import Rank
 
 CUDA = torch.device("cuda")
 
@@ -29,6 +31,54 @@ def test_a_slow_path_is_an_error_on_a_gpu_that_was_asked_for(missing, caplog):
     missing(config(device="cuda", fast_path="preferred"), "no room")
     missing(config(device="auto"), "no room")
     assert [record.getMessage().endswith(": no room") for record in caplog.records] == [True, True]
+
+
+def test_ranks_do_without_kernels_if_one_of_them_has_to():
+    asked = []
+
+    def others(reason):
+        asked.append(reason)
+        return [reason, "out of shared memory", "no room"]
+
+    assert fast_path.common_reason(others, None) == "rank 1: out of shared memory"
+    assert fast_path.common_reason(others, "no compiler") == "rank 0: no compiler"
+    assert asked == ["", "no compiler"]
+    assert fast_path.common_reason(lambda reason: [reason] * 2, None) is None
+    assert fast_path.common_reason(lambda reason: [reason], "no compiler") == "no compiler"
+
+
+class GpuRank(Rank):
+    """Only what decides whether kernels compute."""
+
+    def __init__(self, group, settings):
+        text = SimpleNamespace(num_attention_heads=8)
+        module = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+        self._device, self._dtype, self._group = CUDA, torch.bfloat16, group
+        self._spec = SimpleNamespace(config=settings)
+        self.model = SimpleNamespace(head_dim=128, kv_heads=2, module=module)
+
+
+class SecondOfTwo:
+    """The group of a rank that has the kernels, whose neighbour has not."""
+
+    size = 2
+
+    def all_gather(self, mine):
+        assert not mine.any()
+        other = torch.zeros_like(mine)
+        other[:7] = torch.tensor(list(b"no room"), dtype=torch.uint8)
+        return torch.cat([other, mine])
+
+
+def test_a_rank_gives_its_kernels_up_with_its_neighbour(monkeypatch):
+    monkeypatch.setattr(gpu, "_given_up", [])
+    monkeypatch.setattr(gpu, "build_problem", lambda: None)
+    monkeypatch.setattr(gpu, "try_attention", lambda *_, **__: None)
+    assert GpuRank(distributed.Alone(), config(device="cuda"))._by_kernels()
+    with pytest.raises(LockstepError, match=r"fast_path is required, but .*: rank 0: no room"):
+        GpuRank(SecondOfTwo(), config(device="cuda", tp=2))._by_kernels()
+    monkeypatch.setattr(gpu, "_given_up", [])
+    assert not GpuRank(SecondOfTwo(), config(device="cuda", tp=2, fast_path="preferred"))._by_kernels()
 
 
 def test_a_kernel_that_is_not_prebuilt_is_told_or_refused(tmp_path, monkeypatch, caplog):
@@ -51,6 +101,13 @@ def test_a_kernel_that_is_not_prebuilt_is_told_or_refused(tmp_path, monkeypatch,
 def test_an_unknown_value_is_refused():
     with pytest.raises(LockstepError, match="fast_path must be required, prebuilt or preferred"):
         config(fast_path="always")
+
+
+def test_kernels_of_the_exact_mode_are_never_prebuilt():
+    with pytest.raises(LockstepError, match="fast_path cannot be prebuilt with deterministic"):
+        config(device="cuda", fast_path="prebuilt", deterministic=True)
+    config(device="cuda", fast_path="required", deterministic=True)
+    config(device="cuda", fast_path="prebuilt")
 
 
 class OutOfResources(Exception):

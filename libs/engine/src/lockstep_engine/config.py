@@ -100,7 +100,8 @@ class EngineConfig:
     fast_path: str = "required"
     """What a GPU must have, with `device` cuda. required: Triton's kernels, and CUDA graphs unless `cuda_graphs` is
     off; a start fails without them, with the reason. prebuilt: that, and every kernel compiled when the image was
-    built. preferred: nothing; what is missing is logged, and attention is computed by torch."""
+    built; not with `deterministic`, whose kernels are compiled at the start. preferred: nothing; what is missing is
+    logged, and attention is computed by torch."""
     label: str = "w0"
     """Part of the processes' names: `lockstep: rank <label>/<rank>`."""
     start_timeout_s: float = 600.0
@@ -125,6 +126,11 @@ class EngineConfig:
                 "fast_path",
                 self.fast_path in ("required", "prebuilt", "preferred"),
                 "must be required, prebuilt or preferred",
+            ),
+            (
+                "fast_path",
+                not (self.fast_path == "prebuilt" and self.deterministic and self.device == "cuda"),
+                "cannot be prebuilt with deterministic: the kernels of that mode are compiled at the start",
             ),
             ("max_seqs", 1 <= self.max_seqs <= 4096, "must be between 1 and 4096"),
             ("max_batch_tokens", self.max_batch_tokens >= self.max_seqs, "must be at least max_seqs"),

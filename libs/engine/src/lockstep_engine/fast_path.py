@@ -4,6 +4,7 @@ setting `fast_path` allows it.
 """
 
 import logging
+from collections.abc import Callable
 
 from lockstep_common.errors import invalid
 
@@ -13,6 +14,21 @@ from lockstep_engine.kernels import prebuilt
 logger = logging.getLogger("lockstep.engine")
 
 _MOST_NAMED = 8
+
+
+def common_reason(agree: Callable[[str], list[str]], reason: str | None) -> str | None:
+    """Why some rank cannot use the kernels; None: all can. Ranks that differ would wait for each other in different
+    collectives until the start's deadline, whose message names no reason.
+
+    Args:
+        agree: given what this rank says ("": nothing), returns what all ranks say, in their order.
+        reason: why this rank cannot.
+    """
+    reasons = agree(reason or "")
+    first = next((rank for rank, said in enumerate(reasons) if said), None)
+    if first is None:
+        return None
+    return f"rank {first}: {reasons[first]}" if len(reasons) > 1 else reasons[first]
 
 
 def without_kernels(config: EngineConfig, reason: str) -> None:

@@ -425,8 +425,10 @@ class Rank:
             heads = settings.get_text_config().num_attention_heads
             per_head = max(1, heads // self._spec.config.tp // self.model.kv_heads)
             gpu.try_attention(*form, per_head, compressed=self._spec.config.hot_window is not None)
-            reason = gpu.problem(*form)
+            agree = partial(distributed.gather_reasons, self._group)
+            reason = fast_path.common_reason(agree, gpu.problem(*form))
             if reason is not None:
+                gpu.give_up(reason)  # on all ranks, though it may be another's reason
                 fast_path.without_kernels(self._spec.config, reason)
         return gpu.usable(*form)
 

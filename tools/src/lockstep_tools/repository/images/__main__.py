@@ -77,6 +77,8 @@ def build_images(options: argparse.Namespace) -> None:
     builds = _builds(options)
     if options.image and len(builds) != 1:
         raise CommandError("--image names one image, say which with --only", UNUSABLE)
+    if options.kernels and options.variant != "cuda":
+        raise CommandError("--kernels is for --variant cuda, other images have no GPU kernels", UNUSABLE)
     base = _base(options)
     builder = _builder_with(base)
     sboms = _ROOT / "build/sbom"
@@ -88,7 +90,7 @@ def build_images(options: argparse.Namespace) -> None:
             kernel.build_gpu_module(_ROOT, build.variant)
         reference = options.image or build.reference(_LOCAL, catalog.version(_ROOT))
         recipe = builders.Recipe(_ROOT / build.image.project / "Dockerfile", _ROOT, build.stage)
-        builder.build(recipe, reference, build_arguments(build, base))
+        builder.build(recipe, reference, build_arguments(build, base, options.kernels))
         builder.run(reference, ["python", "-c", IMPORT_ALL, ",".join(build.absent), *build.image.imports])
         builder.copy(reference, f"/usr/share/sbom/{build.name}.cdx.json", sboms)
         print(reference, flush=True)
@@ -128,10 +130,11 @@ def build_model(options: argparse.Namespace) -> None:
     print(reference)
 
 
-def build_arguments(build: catalog.Build, base: str) -> dict[str, str]:
-    """The Dockerfile's arguments."""
+def build_arguments(build: catalog.Build, base: str, kernels: str = "") -> dict[str, str]:
+    """The Dockerfile's arguments. `kernels` says which GPU kernels are compiled; nothing: all of the list."""
     arguments = {"BASE": base, "VERSION": catalog.version(_ROOT), **provenance.of(_ROOT)}
-    return arguments | ({"VARIANT": build.variant} if build.variant else {})
+    arguments |= {"VARIANT": build.variant} if build.variant else {}
+    return arguments | ({"KERNELS": kernels} if kernels and build.variant == "cuda" else {})
 
 
 def _builds(options: argparse.Namespace) -> list[catalog.Build]:
@@ -173,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     add("wheels", fetch_wheels, "fetch the wheels that the images install", which)
     build = add("build", build_images, "build the images", which)
     build.add_argument("--image", help="full name of the one image built, instead of its own")
+    build.add_argument("--kernels", default="", help='GPU kernels to compile, as "--model llama-3.1-8b --arch 90"')
     push = add("push", push_images, "push the images to a registry", which)
     push.add_argument("--image", help="full name of the one image to push")
     packed = add("model", build_model, "build an image of a model's files")
