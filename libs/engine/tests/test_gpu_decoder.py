@@ -24,9 +24,10 @@ WIDTH = 2
 class Served:
     """A checkpoint in our model, with a cache."""
 
-    def __init__(self, path):
+    def __init__(self, path, *, exact=False):
         info = inspect_model(EngineConfig(model=str(path)))
         self.model = build_model(info, Alone(), torch.float32)
+        self.model.exact = exact
         load_weights(self.model.module, info, DEVICE)
         self.fused = self.model.fuse_on_gpu(64)
         self.cache = KvCache(
@@ -86,6 +87,19 @@ def test_logits_equal_those_of_transformers(name, fused, tmp_path):
         logits = graphs.run(ids[:, position].to(DEVICE), layout)
         torch.testing.assert_close(logits, expected[:, position], atol=1e-4, rtol=0)
     assert PROMPT < BLOCK_SIZE < PROMPT + MORE
+    graphs.close()
+
+
+@torch.inference_mode()
+def test_a_mixture_is_recorded_in_the_exact_mode(tmp_path):
+    path, reference = make("mixtral", tmp_path)
+    served = Served(path, exact=True)
+    graphs = GraphedStep(served.decode, 1, WIDTH, DEVICE, None if GPU else HostRecorder())
+    graphs.capture()
+    ids = torch.randint(0, VOCABULARY, (1, PROMPT + 1), generator=torch.Generator().manual_seed(3))
+    served.prefill(ids[:, :PROMPT].tolist())
+    logits = graphs.run(ids[:, PROMPT].to(DEVICE), served.layout([PROMPT], 1))
+    torch.testing.assert_close(logits, reference(ids).logits[:, PROMPT].to(DEVICE), atol=1e-4, rtol=0)
     graphs.close()
 
 

@@ -214,9 +214,9 @@ def test_a_recorded_step_uses_what_stays_in_place(tmp_path, monkeypatch, by_trit
     begun = []
     begin = DecodeAttention.__init__
 
-    def note(attention, cache, positions, tables):
+    def note(attention, cache, positions, tables, **options):
         begun.append((positions.data_ptr(), tables.data_ptr(), cache))
-        begin(attention, cache, positions, tables)
+        begin(attention, cache, positions, tables, **options)
 
     monkeypatch.setattr(DecodeAttention, "__init__", note)
     with InProcessRank(path, **SETTINGS) as served:

@@ -27,6 +27,8 @@ class Streamed:
     expected: Expected
     has_stops: bool
     arrived_at: float
+    created: int
+    """When it arrived, by the wall clock of the router's machine."""
     process: "RouterProcess"
     subject: str
     history: History | None = None

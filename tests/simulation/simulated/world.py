@@ -299,10 +299,12 @@ class World:
             self._add(journal, history.name, history.expected, request, process, None)
 
     def on_continued(self, process: RouterProcess, prepared: Prepared) -> None:
-        """Note that resumable streams which had failed go on. They queue up anew: nobody had waited for them."""
+        """Note that resumable streams which had failed go on. They keep their age, as the wall clock tells it."""
         self._mutate(prepared)
         for journal in prepared.journals:
-            self.inside.streams[journal.stream_id].arrived_at = self._arrival(process, journal)
+            stream = self.inside.streams[journal.stream_id]
+            age_s = max(0.0, time.time() - stream.created)
+            stream.arrived_at = self._arrival(process, journal) - age_s
 
     def _arrival(self, process: RouterProcess, journal: Journal) -> float:
         now = process.loop.time()
@@ -319,7 +321,15 @@ class World:
     ) -> None:
         arrived_at = self._arrival(process, journal)
         self.inside.streams[journal.stream_id] = Streamed(
-            name, journal.stream_id, expected, bool(request.stops), arrived_at, process, request.name, history
+            name,
+            journal.stream_id,
+            expected,
+            bool(request.stops),
+            arrived_at,
+            int(time.time()),
+            process,
+            request.name,
+            history,
         )
         self.kernel.trace("stream", name, journal.stream_id)
 
