@@ -46,6 +46,7 @@ _TWO_ROPES = {
     "short_factor": [1.0] * 8,
     "long_factor": [1.0 + each for each in range(8)],
 }
+_DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 _FALCON = {key: _SHAPE[key] for key in _SHAPE if key != "intermediate_size"}
 
 
@@ -134,6 +135,7 @@ _add("opt-projected", {**_FALCON, "ffn_dim": 96, "word_embed_proj_dim": 32, "do_
 _add("persimmon", _SHAPE)
 _add("phi", _GROUPED)
 _add("phi3", {**_GROUPED, **_EIGHT_HEADS}, _TO_8)
+_add("llama-dynamic-rope", {**_GROUPED, "rope_parameters": _DYNAMIC_ROPE, "max_position_embeddings": 64}, ())
 _add("phi3-two-ropes", {**_GROUPED, "rope_parameters": _TWO_ROPES, "original_max_position_embeddings": 64}, ())
 _add("phimoe", {**_GROUPED, **_LOCAL_EXPERTS})
 _add("qwen2", _DEEP, _TO_4)

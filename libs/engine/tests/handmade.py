@@ -18,9 +18,9 @@ CONFIG = {
 }
 
 
-def safetensors_bytes(payload=64, fill=7):
+def safetensors_bytes(payload=64, fill=7, dtype="U8"):
     header = json.dumps(
-        {"__metadata__": {"format": "pt"}, "w": {"dtype": "U8", "shape": [payload], "data_offsets": [0, payload]}}
+        {"__metadata__": {"format": "pt"}, "w": {"dtype": dtype, "shape": [payload], "data_offsets": [0, payload]}}
     )
     return struct.pack("<Q", len(header)) + header.encode() + bytes([fill]) * payload
 

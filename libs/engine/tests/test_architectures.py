@@ -115,14 +115,15 @@ def greedy_in_group(group, prompt):
     return out
 
 
-def test_frequencies_for_long_contexts_do_not_depend_on_the_batch(tmp_path):
-    """Phi-3's: `transformers` takes one set up to 64 positions, another beyond; the engine goes by what it serves."""
-    path, reference = make("phi3-two-ropes", tmp_path)
+@pytest.mark.parametrize("name", ["phi3-two-ropes", "llama-dynamic-rope"])
+def test_frequencies_for_long_contexts_do_not_depend_on_the_batch(name, tmp_path):
+    """`transformers` takes one set up to 64 positions, others beyond; the engine goes by what it serves."""
+    path, reference = make(name, tmp_path)
     ids = torch.randint(2, VOCABULARY, (1, 80), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = {count: reference(ids[:, :count]).logits[0] for count in (60, 80)}
     assert (expected[80][:60] - expected[60]).abs().max() > 0.01
-    for max_context, count in ((64, 60), (None, 80)):
+    for max_context, count in ((64, 60), (80, 80)):
         group = InProcessGroup(path, 1, max_context)
         first = group.logits(ids[0, :20].tolist(), 0)
         ours = torch.cat([first, group.logits(ids[0, 20:count].tolist(), 20)])

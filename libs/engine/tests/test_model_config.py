@@ -49,6 +49,44 @@ class TestContents:
     def test_the_context_is_the_smaller_of_the_models_and_the_users(self, tmp_path, limit, expected):
         assert inspect(write_model(tmp_path), max_context=limit).context_length == expected
 
+    @pytest.mark.parametrize(
+        ("rope", "expected"),
+        [
+            ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96}, 384),  # Qwen 3
+            ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),  # DeepSeek: included
+            ({"rope_type": "yarn", "factor": 2.5}, 320),
+            ({"type": "linear", "factor": 8}, 1024),
+            ({"type": "dynamic", "factor": 2.0}, 256),
+            ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}, 128),
+            ({"rope_type": "longrope", "factor": 8.0}, 128),
+            ({"rope_type": "default"}, 128),
+            ({"full_attention": {"rope_type": "linear", "factor": 8.0}}, 128),  # Gemma 3
+        ],
+    )
+    @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+    def test_rotary_scaling_extends_the_context(self, tmp_path, field, rope, expected):
+        assert inspect(write_model(tmp_path, **{field: rope})).context_length == expected
+
+    def test_the_users_limit_holds_for_an_extended_context(self, tmp_path):
+        path = write_model(tmp_path, rope_scaling={"type": "linear", "factor": 8})
+        assert inspect(path, max_context=500).context_length == 500
+
+    @pytest.mark.parametrize("factor", [None, 0.5, "4", True, float("nan"), float("inf")])
+    def test_a_scaling_without_a_usable_factor(self, tmp_path, factor):
+        path = write_model(tmp_path, rope_scaling={"type": "yarn", "factor": factor})
+        assert "factor for its yarn rotary scaling" in refusal(path)
+
+    @pytest.mark.parametrize("original", ["4", True, -1])
+    def test_a_scaling_of_an_unusable_context(self, tmp_path, original):
+        rope = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": original}
+        assert "no usable original_max_position_embeddings" in refusal(write_model(tmp_path, rope_scaling=rope))
+
+    @pytest.mark.parametrize(("dtype", "expected"), [("BF16", "bfloat16"), ("F16", "float16"), ("I8", "float32")])
+    def test_the_dtype_is_that_of_the_weights_where_the_config_is_silent(self, tmp_path, dtype, expected):
+        path = write_model(tmp_path, dtype=None, torch_dtype=None)
+        (path / "model.safetensors").write_bytes(safetensors_bytes(dtype=dtype))
+        assert inspect(path).dtype == expected
+
     def test_a_name_can_be_given(self, tmp_path):
         assert inspect(write_model(tmp_path), name="served").name == "served"
 
@@ -294,6 +332,11 @@ class TestDigest:
     def test_says_how_kv_is_compressed(self, path, settings):
         assert inspect(path, **settings).digest != inspect(path).digest
         assert inspect(path, **settings).digest == inspect(path, **settings, kv_tenant_share=0.5).digest
+
+    @pytest.mark.parametrize(("kind", "decides"), [("dynamic", True), ("longrope", True), ("yarn", False)])
+    def test_says_the_context_where_it_decides_over_frequencies(self, tmp_path, kind, decides):
+        path = write_model(tmp_path, rope_scaling={"rope_type": kind, "factor": 2.0})
+        assert (inspect(path, max_context=64).digest != inspect(path).digest) == decides
 
     @pytest.mark.parametrize("at", [0, -1])
     def test_sees_a_change_in_either_end_of_a_large_file(self, tmp_path, at):

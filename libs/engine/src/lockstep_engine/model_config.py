@@ -5,7 +5,9 @@ The driver does this once; ranks are given the result.
 
 import hashlib
 import json
+import math
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,14 @@ _OTHER_NAMES = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size"),
 }
 """Names of these fields in older configurations."""
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Float dtypes of safetensors that a model can be computed in."""
+_EXTENDING_ROPE = frozenset({"linear", "dynamic", "yarn"})
+"""Kinds of rotary scaling whose factor extends the context. With the others, max_position_embeddings is what the
+scaled model serves."""
+SETTLED_ROPE = frozenset({"longrope", "dynamic"})
+"""Kinds of rotary positions with other frequencies for longer sequences. Here they are those of the longest sequence
+that is served, because a request's result must not depend on other requests."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +53,10 @@ class ModelInfo:
     model_type: str
     """A key of `architectures.ARCHITECTURES`."""
     dtype: str
-    """Dtype of the stored weights."""
+    """Dtype of the stored weights: what the configuration says, else that of most of their bytes."""
     context_length: int
-    """Most tokens of prompt and output that are served: the model's limit, or `max_context` if that is smaller."""
+    """Most tokens of prompt and output that are served: the model's limit with its rotary scaling, or `max_context` if
+    that is smaller."""
     vocab_size: int
     hidden_size: int
     eos_ids: tuple[int, ...]
@@ -76,7 +87,7 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
     if not path.is_dir():
         raise refuse(f"model {path}: no such directory")
     settings = read_json(path / "config.json")
-    files = _weight_files(path)
+    files, stored = _weight_files(path)
     architectures = settings.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(architecture, str) or not architecture.endswith(("ForCausalLM", "LMHeadModel")):
@@ -91,17 +102,18 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
         settings["max_position_embeddings"] = ARCHITECTURES[model_type].context_length
     _check_split(path, settings, config.tp)
     vocab_size = _positive(path, settings, "vocab_size")
-    limit = _positive(path, settings, "max_position_embeddings")
+    limit = _context_limit(path, settings)
+    context_length = min(limit, config.max_context or limit)
     hidden_size = _positive(path, settings, "hidden_size")
     embedding = inspect_embedding(config.embeddings, path, settings, hidden_size)
     return ModelInfo(
         path=path,
         name=config.name or path.resolve().name,
-        digest=_digest(path, files, config, embedding),
+        digest=_digest(path, files, config, embedding, _settled_context(settings, context_length)),
         architecture=architecture,
         model_type=model_type,
-        dtype=str(settings.get("dtype") or settings.get("torch_dtype") or "float32"),
-        context_length=min(limit, config.max_context or limit),
+        dtype=str(settings.get("dtype") or settings.get("torch_dtype") or _most_common(stored)),
+        context_length=context_length,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         eos_ids=tuple(each for each in _eos_ids(path, settings) if 0 <= each < vocab_size),
@@ -137,7 +149,40 @@ def _known_type(path: Path, settings: dict[str, Any], architecture: str) -> str:
     return model_type
 
 
-def _weight_files(path: Path) -> tuple[str, ...]:
+def _rope(settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The kind of rotary scaling, and its parameters. Those that differ between layers count as none."""
+    given = settings.get("rope_parameters") or settings.get("rope_scaling")
+    rope = given if isinstance(given, dict) else {}
+    return str(rope.get("rope_type") or rope.get("type") or "default"), rope
+
+
+def _context_limit(path: Path, settings: dict[str, Any]) -> int:
+    """Positions that the model has been made for, extended by its rotary scaling."""
+    limit = _positive(path, settings, "max_position_embeddings")
+    kind, rope = _rope(settings)
+    if kind not in _EXTENDING_ROPE:
+        return limit
+    factor = rope.get("factor")
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < math.inf:
+        raise refuse(f"model {path}: config.json has no usable factor for its {kind} rotary scaling (given: {factor})")
+    original = rope.get("original_max_position_embeddings") or limit
+    if isinstance(original, bool) or not isinstance(original, int | float) or not 1 <= original < math.inf:
+        raise refuse(f"model {path}: config.json has no usable original_max_position_embeddings (given: {original})")
+    return max(limit, int(original * factor))
+
+
+def _settled_context(settings: dict[str, Any], context_length: int) -> int | None:
+    """The context where it decides over frequencies, and so over results."""
+    return context_length if _rope(settings)[0] in SETTLED_ROPE else None
+
+
+def _most_common(stored: Counter[str]) -> str:
+    """The dtype of most bytes."""
+    return max(stored, key=lambda name: (stored[name], name), default="float32")
+
+
+def _weight_files(path: Path) -> tuple[tuple[str, ...], Counter[str]]:
+    """The names of the files, and the bytes that they have of each float dtype."""
     index = path / "model.safetensors.index.json"
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -148,15 +193,17 @@ def _weight_files(path: Path) -> tuple[str, ...]:
         files = tuple(sorted(file.name for file in path.glob("*.safetensors")))
     if not files:
         raise refuse(f"model {path}: no *.safetensors file (pickled .bin and .pt files are not read)")
+    stored: Counter[str] = Counter()
     for name in files:
-        _check_complete(path / name)
-    return files
+        stored.update(_check_complete(path / name))
+    return files, stored
 
 
-def _check_complete(file: Path) -> None:
-    """Check a file's length. The format: 8 bytes of header length, a JSON header, as many bytes as the largest
-    offset.
+def _check_complete(file: Path) -> Counter[str]:
+    """Check a file's length, and count the bytes of each float dtype. The format: 8 bytes of header length, a JSON
+    header, as many bytes as the largest offset.
     """
+    stored: Counter[str] = Counter()
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -167,7 +214,12 @@ def _check_complete(file: Path) -> None:
                     f"model {file.parent}: {file.name} is not a complete safetensors file (its header is cut short)"
                 )
             header = json.loads(stream.read(header_bytes))
-        end = max((int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__"), default=0)
+        end = 0
+        for entry in (each for key, each in header.items() if key != "__metadata__"):
+            first, last = map(int, entry["data_offsets"])
+            end = max(end, last)
+            if entry["dtype"] in _DTYPES:
+                stored[_DTYPES[entry["dtype"]]] += last - first
     except FileNotFoundError:
         raise refuse(f"model {file.parent}: {file.name} is named by the index but missing") from None
     except OSError as error:
@@ -176,6 +228,7 @@ def _check_complete(file: Path) -> None:
         raise refuse(f"model {file.parent}: {file.name} has a broken safetensors header") from None
     if size != 8 + header_bytes + end:
         raise refuse(f"model {file.parent}: {file.name} is cut short: {size} bytes of {8 + header_bytes + end}")
+    return stored
 
 
 def _check_split(path: Path, settings: dict[str, Any], tp: int) -> None:
@@ -207,7 +260,13 @@ def _eos_ids(path: Path, settings: dict[str, Any]) -> tuple[int, ...]:
     return tuple(number for number in ids if isinstance(number, int))
 
 
-def _digest(path: Path, files: tuple[str, ...], config: EngineConfig, embedding: EmbeddingInfo | None) -> str:
+def _digest(
+    path: Path,
+    files: tuple[str, ...],
+    config: EngineConfig,
+    embedding: EmbeddingInfo | None,
+    settled_context: int | None,
+) -> str:
     """SHA-256 over the complete small files, and over the size and a thousand samples of each weight file. Reading all
     weights would take minutes. Weights that differ only between the samples have equal digests; give a fine-tuned model
     its own name.
@@ -215,6 +274,8 @@ def _digest(path: Path, files: tuple[str, ...], config: EngineConfig, embedding:
     digest = hashlib.sha256(f"{config.hot_window} {sorted(config.kv_compressed_layers)}".encode())
     if embedding is not None:
         digest.update(embedding.pooling.encode())
+    if settled_context is not None:
+        digest.update(f"context {settled_context}".encode())
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         if (path / name).exists():
             digest.update(name.encode() + b"\0" + (path / name).read_bytes())

@@ -20,7 +20,7 @@ from lockstep_engine.fused_layer import FusedDecoder, fuse_layers
 from lockstep_engine.graphs import DecodeInputs
 from lockstep_engine.interception import intercepted
 from lockstep_engine.kv_cache import KvCache
-from lockstep_engine.model_config import ModelInfo, refuse
+from lockstep_engine.model_config import SETTLED_ROPE, ModelInfo, refuse
 from lockstep_engine.own_attention import CurrentStep, prepare_attention
 from lockstep_engine.plain_layer import is_plain_model
 from lockstep_engine.scoring import Scoring
@@ -225,7 +225,11 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype, *, shar
     splitter = Splitter(info, group, dtype, text, split_plans, reads_config=architecture.reads_config, shards=shards)
     splitter.split(model)
     for module in model.modules():
-        if getattr(module, "rope_type", None) == "longrope":
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, dict) and SETTLED_ROPE.intersection(rope_type.values()):
+            kinds = ", ".join(sorted(set(rope_type.values())))
+            raise refuse(f"model {info.path}: rotary positions of the kinds {kinds} in one model are not supported")
+        if rope_type in tuple(SETTLED_ROPE):
             _settle_frequencies(module, info.context_length)
     step = CurrentStep()
     prepare_attention(model, step, architecture.attention, splitter.heads, info.context_length, dtype)
@@ -242,8 +246,8 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype, *, shar
 
 
 def _settle_frequencies(rotary: Any, context_length: int) -> None:
-    """Fix the frequencies of rotary positions that have some for short and others for long sequences: always use those
-    for the longest sequence that is served.
+    """Fix the frequencies of rotary positions that have others for longer sequences: always use those for the longest
+    sequence that is served.
 
     `transformers` decides by the longest sequence of the batch, but a request's result must not depend on the batch.
     """
