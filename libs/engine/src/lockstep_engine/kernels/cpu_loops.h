@@ -665,8 +665,9 @@ INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t
         for (int r = 0; r < rows; r++)
             for (int p = 0; p < panels; p++) NAME(read_sums)(sums[r][p], out + r * stride + p * PANEL, columns - p * PANEL);
     int is_coded = kind >= INT8;
-    for (int64_t from = begin; from < end;) {
-        int64_t g = is_coded ? from / group : 0, to = is_coded && (g + 1) * group < end ? (g + 1) * group : end;
+    int64_t g = is_coded && begin ? begin / group : 0; /* a division takes longer than some rows of a panel */
+    for (int64_t from = begin; from < end; g++) {
+        int64_t to = is_coded && (g + 1) * group < end ? (g + 1) * group : end;
         for (int64_t k = from - begin; k < to - begin; k++) {
             vec weights[TOGETHER(1)][WIDTH];
             for (int p = 0; p < panels; p++) {
