@@ -1,8 +1,10 @@
 """The rank's part of the prefix cache's second tier: slots of host memory, and the copies between them and the KV
 cache. The driver decides what is in which slot (`host_tier`).
 
-A block's contents are the same bytes in a slot as in the cache. All copies are queued on the stream that computes the
-steps, so that no host waits and no order but the plan's is possible; on a GPU the memory is pinned.
+A block's contents are the same bytes in its slots as in the cache, there divided by heads: the units of a block (see
+`HostSizes`) lie one after the other, each as a rank that has its heads alone would have it. So ranks of another number
+can use it. All copies are queued on the stream that computes the steps, so that no host waits and no order but the
+plan's is possible; on a GPU the memory is pinned.
 """
 
 import logging
@@ -73,16 +75,21 @@ class HostMemory:
         if not to_host:
             for piece, slot in pieces:
                 piece.copy_(self._memory[slot], non_blocking=True)
-        begin = 0
+        units, begin = self._sizes.units, 0
+        block_bytes = sum(tensor.numel() // tensor.shape[dim] * tensor.element_size() for tensor, dim in tensors)
+        contents = between[:, :block_bytes].unflatten(1, (units, -1))
         for tensor, dim in tensors:
-            one = tensor.select(dim, 0)
+            heads = dim - 1
+            parted = tensor.unflatten(heads, (units, -1))
+            one = parted.select(dim + 1, 0).select(heads, 0)
             end = begin + one.numel() * tensor.element_size()
             if to_host:
-                contents = tensor.index_select(dim, index).movedim(dim, 0).reshape(len(blocks), -1)
-                between[:, begin:end] = contents.view(torch.uint8)
+                # Blocks first, then units.
+                found = parted.index_select(dim + 1, index).movedim((dim + 1, heads), (0, 1))
+                contents[..., begin:end] = found.reshape(len(blocks), units, -1).view(torch.uint8)
             else:
-                contents = between[:, begin:end].contiguous().view(tensor.dtype).view(-1, *one.shape)
-                tensor.index_copy_(dim, index, contents.movedim(0, dim))
+                found = contents[..., begin:end].contiguous().view(tensor.dtype).view(-1, units, *one.shape)
+                parted.index_copy_(dim + 1, index, found.movedim((0, 1), (dim + 1, heads)))
             begin = end
         if to_host:
             for piece, slot in pieces:
