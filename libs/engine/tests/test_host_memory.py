@@ -25,6 +25,7 @@ from lockstep_engine.plan import LAST_SAMPLED, Result, decode_plan, encode_plan
 from lockstep_engine.sampling import Sampler
 from lockstep_engine.scheduler import Limits, Scheduler
 from lockstep_engine.sizes import check_host_memory, host_sizes
+from lockstep_engine.virtual_shards import held_shards
 
 MODEL = Path(__file__).parents[3] / "models/reference"
 BLOCKS = 16
@@ -42,10 +43,9 @@ TEXT = 150
 class Ranks:
     """An engine of `tp` ranks in threads of this process, each with its cache and its host memory."""
 
-    def __init__(self, path, tp, dtype, *, hot_window=None, compressed_layers=None, host_bytes=2**20):
-        self.group = InProcessGroup(
-            path, tp, dtype=dtype, hot_window=hot_window, blocks=BLOCKS, compressed_layers=compressed_layers
-        )
+    def __init__(self, path, tp, dtype, *, hot_window=None, compressed_layers=None, host_bytes=2**20, shards=1):
+        kept = {"hot_window": hot_window, "blocks": BLOCKS, "compressed_layers": compressed_layers}
+        self.group = InProcessGroup(path, tp, dtype=dtype, shards=shards, **kept)
         model = self.group.models[0]
         geometry = {"layers": model.layers, "kv_heads": model.kv_heads, "head_dim": model.head_dim, "dtype": dtype}
         sizes = (
@@ -53,7 +53,7 @@ class Ranks:
             KvCache.cold_block_bytes(**geometry, compressed_layers=compressed_layers),
         )
         config = EngineConfig(model="m", host_cache_bytes=host_bytes)
-        host = host_sizes(config, "cpu", hot_window is not None, *sizes)
+        host = host_sizes(config, "cpu", hot_window is not None, *sizes, held_shards(model.total_kv_heads, tp, shards))
         self.memories = [HostMemory(host, cache) for cache in self.group.caches]
         self.limits = Limits(4, 64, 100, 512, prefix_cache=True, hot_window=hot_window)
         self.sizes = PoolSizes(BLOCKS, 0 if hot_window is None else BLOCKS, host)

@@ -59,8 +59,8 @@ class Worker(Ranks):
         dtype = str(self.group.caches[0].keys.dtype).removeprefix("torch.")
         ready = Ready(True, "cpu", dtype, "fingerprint", layers=model.layers, head_dim=model.head_dim)
         ranks = [
-            msgspec.structs.replace(ready, first_kv_head=rank * model.kv_heads, kv_heads=model.kv_heads)
-            for rank in range(self.group.tp)
+            msgspec.structs.replace(ready, first_kv_head=each.first_kv_head, kv_heads=each.kv_heads)
+            for each in self.group.models
         ]
         self.scheduler.reset(self.sizes)
         self.tier.open(ranks[0], ranks, host, self.views)

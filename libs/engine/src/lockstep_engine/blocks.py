@@ -35,6 +35,8 @@ class HostSizes(msgspec.Struct, array_like=True, frozen=True):
     """How many slots one step reads at most if it computes other sequences, too; a rank copies so many at once."""
     hot_bytes: int = 0
     """Bytes of a hot block, which may leave the end of its last slot unused."""
+    units: int = 1
+    """Parts of a block, of equally many neighbouring heads, that lie one after the other in its slots."""
 
 
 class PoolSizes(msgspec.Struct, array_like=True, frozen=True):

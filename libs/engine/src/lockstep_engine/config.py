@@ -46,7 +46,8 @@ class EngineConfig:
     """Ranks that share the model."""
     tp_shards: int = 1
     """4: on the CPU with the compiled kernels, a tp of 1, 2 and 4 gives the same bits and has one fingerprint. 1: each
-    tp has bits of its own. Steps of several sequences, and mixtures of experts, compute a little faster.
+    tp has bits of its own. Steps of several sequences, and mixtures of experts, compute a little faster. On any device
+    it is also in how many parts, at most, a store outside of the machine gets a block of all ranks.
     """
     device: str = "auto"
     """cpu, cuda, or auto: cuda if there is a GPU for each rank."""

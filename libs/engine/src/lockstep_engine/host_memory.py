@@ -1,13 +1,16 @@
 """The rank's part of the prefix cache's second tier: slots of host memory, and the copies between them and the KV
 cache. The driver decides what is in which slot (`host_tier`).
 
-A block's contents are the same bytes in a slot as in the cache. All copies are queued on the stream that computes the
-steps, so that no host waits and no order but the plan's is possible; on a GPU the memory is pinned.
+A block's contents are the same bytes in its slots as in the cache, there divided by heads: the units of a block (see
+`HostSizes`) lie one after the other, each as a rank that has its heads alone would have it. So ranks of another number
+can use it. All copies are queued on the stream that computes the steps, so that no host waits and no order but the
+plan's is possible; on a GPU the memory is pinned.
 """
 
 import logging
 import mmap
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,6 +21,26 @@ from lockstep_engine.blocks import HostSizes
 from lockstep_engine.kv_cache import KvCache
 
 logger = logging.getLogger("lockstep.engine")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one tensor of a cache contributes to each unit of a block."""
+
+    tensor: torch.Tensor
+    """Its dimension of heads is divided in two: units, and heads of a unit."""
+    dim: int
+    """The dimension that counts blocks."""
+    shape: torch.Size
+    """Of one unit of one block."""
+    bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, dim: int, units: int) -> "_Part":
+        """The part of a tensor whose dimension `dim` counts blocks, and the one before it heads."""
+        parted = tensor.unflatten(dim - 1, (units, -1))
+        one = parted.select(dim + 1, 0).select(dim - 1, 0)
+        return cls(parted, dim + 1, one.shape, one.numel() * tensor.element_size())
 
 
 class HostMemory:
@@ -47,6 +70,10 @@ class HostMemory:
             raise invalid("host_cache_bytes", f"is more than there is: {size} bytes cannot be allocated") from error
         if sizes.slots and self._device.type == "cuda":
             _pin(self._memory, self._device)
+        self._parts = tuple(
+            [_Part.of(tensor, dim, sizes.units) for tensor, dim in cache.block_tensors(cold=cold)]
+            for cold in (False, True)
+        )
 
     def copy(self, spills: NDArray[np.int32] | None, loads: NDArray[np.int32] | None) -> None:
         """Execute the spills of a plan, then its loads (see `Plan`)."""
@@ -65,7 +92,7 @@ class HostMemory:
 
     def _copy(self, blocks: NDArray[np.int64], slots: NDArray[np.int32], *, cold: bool, to_host: bool) -> None:
         """Copy blocks [n] of one version to their slots [n, slots of a block], or back."""
-        tensors = self._cache.block_tensors(cold=cold)
+        parts = self._parts[cold]
         index = torch.from_numpy(blocks).to(self._device, non_blocking=True)
         shape = (len(blocks), slots.shape[1] * self._sizes.slot_bytes)
         between = torch.empty(shape, dtype=torch.uint8, device=self._device)
@@ -73,16 +100,17 @@ class HostMemory:
         if not to_host:
             for piece, slot in pieces:
                 piece.copy_(self._memory[slot], non_blocking=True)
-        begin = 0
-        for tensor, dim in tensors:
-            one = tensor.select(dim, 0)
-            end = begin + one.numel() * tensor.element_size()
+        units, begin = self._sizes.units, 0
+        contents = between[:, : units * sum(each.bytes for each in parts)].unflatten(1, (units, -1))
+        for part in parts:
+            end = begin + part.bytes
+            piece = contents[..., begin:end]
             if to_host:
-                contents = tensor.index_select(dim, index).movedim(dim, 0).reshape(len(blocks), -1)
-                between[:, begin:end] = contents.view(torch.uint8)
+                found = part.tensor.index_select(part.dim, index).movedim((part.dim, part.dim - 2), (0, 1))
+                piece.copy_(found.reshape(len(blocks), units, -1).view(torch.uint8))
             else:
-                contents = between[:, begin:end].contiguous().view(tensor.dtype).view(-1, *one.shape)
-                tensor.index_copy_(dim, index, contents.movedim(0, dim))
+                found = piece.contiguous().view(part.tensor.dtype).view(-1, units, *part.shape)
+                part.tensor.index_copy_(part.dim, index, found.movedim((0, 1), (part.dim, part.dim - 2)))
             begin = end
         if to_host:
             for piece, slot in pieces:

@@ -1,6 +1,11 @@
-"""The driver's view of the prefix cache's second tier in host memory: the bytes of slots, for each rank."""
+"""The driver's view of the prefix cache's second tier in host memory: the bytes of slots, for each rank.
 
-from collections.abc import Sequence
+A block consists of parts: the units of the ranks' slots (see `HostSizes`), each for other heads. They are what a store
+outside of the machine has, and the same whatever the number of ranks is. With fewer heads than ranks, several ranks
+have the same part: it is read from the first of them, and written to all.
+"""
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lockstep_engine.blocks import HostSizes
@@ -16,40 +21,66 @@ class HostView:
     memories: tuple[memoryview, ...]
     """The slots of each rank."""
     heads: tuple[HeadRange, ...]
+    """Of each part."""
+    places: tuple[tuple[tuple[int, int], ...], ...]
+    """Of each part: the ranks that have it, and which one of their units it is."""
     forms: tuple[BlockForm, BlockForm]
-    """Of an uncompressed block, and of a compressed one."""
+    """Of a part of an uncompressed block, and of a compressed one."""
     slot_bytes: int
 
     @classmethod
     def of(cls, ranks: Sequence[Ready], sizes: HostSizes, memories: Sequence[memoryview]) -> "HostView":
         """The view of ranks that have said what their KV cache is like."""
-        first = ranks[0]
-        shape = (2, first.layers, first.kv_heads, BLOCK_SIZE, first.head_dim)
+        first, units = ranks[0], sizes.units
+        width = first.kv_heads // units
+        shape = (2, first.layers, width, BLOCK_SIZE, first.head_dim)
         hot_bytes = sizes.hot_bytes or sizes.hot_slots * sizes.slot_bytes
+        places: dict[HeadRange, list[tuple[int, int]]] = {}
+        for rank, each in enumerate(ranks):
+            for unit in range(units):
+                places.setdefault(HeadRange(each.first_kv_head + unit * width, width), []).append((rank, unit))
         return cls(
             tuple(memories),
-            tuple(HeadRange(each.first_kv_head, each.kv_heads) for each in ranks),
-            (BlockForm(first.dtype, shape, hot_bytes), BlockForm(f"{first.dtype}_e4m3", shape, sizes.slot_bytes)),
+            tuple(places),
+            tuple(map(tuple, places.values())),
+            (
+                BlockForm(first.dtype, shape, hot_bytes // units),
+                BlockForm(f"{first.dtype}_e4m3", shape, sizes.slot_bytes // units),
+            ),
             sizes.slot_bytes,
         )
 
-    def part(self, rank: int, slots: tuple[int, ...], *, cold: bool) -> memoryview | None:
-        """The memory of a block if its slots follow each other."""
+    def part(self, part: int, slots: tuple[int, ...], *, cold: bool) -> memoryview | None:
+        """The memory of a part, of the first rank that has it, if it is in one piece."""
         if slots != tuple(range(slots[0], slots[0] + len(slots))):
             return None
-        begin = slots[0] * self.slot_bytes
-        return self.memories[rank][begin : begin + self.forms[cold].length]
+        rank, unit = self.places[part][0]
+        length = self.forms[cold].length
+        begin = slots[0] * self.slot_bytes + unit * length
+        return self.memories[rank][begin : begin + length]
 
-    def read(self, rank: int, slots: tuple[int, ...], *, cold: bool) -> memoryview:
-        """A block's contents: its memory, or a copy."""
-        part, size = self.part(rank, slots, cold=cold), self.slot_bytes
-        if part is not None:
-            return part
-        pieces = (self.memories[rank][slot * size : (slot + 1) * size] for slot in slots)
-        return memoryview(b"".join(pieces))[: self.forms[cold].length]
+    def read(self, part: int, slots: tuple[int, ...], *, cold: bool) -> memoryview:
+        """A part's contents: its memory, or a copy."""
+        memory = self.part(part, slots, cold=cold)
+        if memory is not None:
+            return memory
+        return memoryview(b"".join(self._pieces(self.places[part][0], slots, self.forms[cold].length)))
 
-    def write(self, rank: int, slots: tuple[int, ...], content: memoryview) -> None:
-        """Fill a block's slots."""
-        for index, slot in enumerate(slots):
-            piece = content[index * self.slot_bytes : (index + 1) * self.slot_bytes]
-            self.memories[rank][slot * self.slot_bytes : slot * self.slot_bytes + len(piece)] = piece
+    def write(self, part: int, slots: tuple[int, ...], content: memoryview) -> None:
+        """Fill a part's memory, of all ranks that have it."""
+        for place in self.places[part]:
+            begin = 0
+            for piece in self._pieces(place, slots, len(content)):
+                piece[:] = content[begin : begin + len(piece)]
+                begin += len(piece)
+
+    def _pieces(self, place: tuple[int, int], slots: tuple[int, ...], length: int) -> Iterator[memoryview]:
+        """The memory of a unit of a rank's block, slot by slot."""
+        (rank, unit), size = place, self.slot_bytes
+        begin, end = unit * length, (unit + 1) * length
+        while begin < end:
+            index, offset = divmod(begin, size)
+            count = min(end - begin, size - offset)
+            start = slots[index] * size + offset
+            yield self.memories[rank][start : start + count]
+            begin += count

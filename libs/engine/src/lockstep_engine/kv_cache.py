@@ -157,7 +157,9 @@ class KvCache:
         return keys, values, key_scales, value_scales
 
     def block_tensors(self, *, cold: bool) -> list[tuple[torch.Tensor, int]]:
-        """What the cold blocks, or the hot ones, consist of: tensors, and the dimension of each that counts blocks."""
+        """What the cold blocks, or the hot ones, consist of: tensors, and the dimension of each that counts blocks;
+        the one before it counts heads.
+        """
         if not cold:
             return [(self.keys, 2), (self.values, 2)]
         parts = [

@@ -54,6 +54,8 @@ class BuiltModel:
     """Key/value heads on this rank."""
     first_kv_head: int
     """The first of them, among those of the model."""
+    total_kv_heads: int
+    """Of the model."""
     head_dim: int
     vocab_size: int
     hidden_act: str
@@ -238,6 +240,7 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype, *, shar
         layers=int(text.num_hidden_layers),
         kv_heads=splitter.kv_heads.count,
         first_kv_head=splitter.kv_heads.first,
+        total_kv_heads=splitter.kv_heads.total,
         head_dim=splitter.cached_dim,
         vocab_size=info.vocab_size,
         hidden_act=str(getattr(text, "hidden_act", "")),

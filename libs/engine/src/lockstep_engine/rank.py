@@ -61,6 +61,7 @@ from lockstep_engine.profiler import RankProfiler
 from lockstep_engine.rank_log import send_logs
 from lockstep_engine.sampling import Sampled, Sampler, Scores, score
 from lockstep_engine.sizes import canary_tokens, collective_bytes, host_sizes, kv_memory_bytes, pool_sizes
+from lockstep_engine.virtual_shards import held_shards
 from lockstep_engine.weights import load_weights
 
 logger = logging.getLogger("lockstep.engine")
@@ -542,7 +543,10 @@ class Rank:
         cold = KvCache.cold_block_bytes(**self._geometry, compressed_layers=config.kv_compressed_layers or None)
         sizes = KvCache.block_bytes(**self._geometry), cold
         pools = pool_sizes(self._spec, memory, *sizes)
-        return PoolSizes(pools.hot, pools.cold, host_sizes(config, self._device.type, bool(pools.cold), *sizes))
+        # Also on a GPU, whose sums have no shards: ranks without exact bits share with those of another tp as well.
+        units = held_shards(self.model.total_kv_heads, config.tp, config.tp_shards)
+        host = host_sizes(config, self._device.type, bool(pools.cold), *sizes, units)
+        return PoolSizes(pools.hot, pools.cold, host)
 
     def _receive_blocks(self) -> PoolSizes:
         """Wait for the driver's answer. An order for the log may come before it."""

@@ -9,7 +9,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class HeadRange:
-    """Heads of the model's KV cache that one rank has."""
+    """Heads of the model's KV cache, by their numbers in the model, which one part of a block is for."""
 
     first: int
     count: int
@@ -23,12 +23,12 @@ class BlockForm:
     """Lower-case letters, digits and underscores."""
     shape: tuple[int, ...]
     length: int
-    """Bytes of one rank's part."""
+    """Bytes of one part."""
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block that a rank has in host memory."""
+    """A part of a block in host memory."""
 
     hash: bytes
     """SHA-256 of the chain of exact token ids, seeded with all that decides about the content."""
@@ -43,7 +43,7 @@ class FetchResult:
     """How a fetch has ended."""
 
     blocks: int
-    """Leading blocks whose contents are complete for every rank."""
+    """Leading blocks of which every part is complete."""
     outcome: str
     """`fetched`, `absent`, `gate` (computing is faster), `deadline`, `unavailable` or `damaged`."""
 
@@ -69,13 +69,15 @@ class RemoteStore(Protocol):
         Args:
             tenant: whose blocks; nobody else's are seen.
             hashes: of the blocks wanted, in the chain's order.
-            heads: of each rank.
+            heads: of each part that a block is made of.
             form: what each part must be; other parts count as damaged.
             recompute_s: estimates the seconds until so many leading blocks would be computed; of 0 blocks: until the
                 request's turn comes.
-            into: the memory, of `form.length` bytes, for the block at an index of `hashes` and the rank at an index of
+            into: the memory, of `form.length` bytes, for the block at an index of `hashes` and the part at an index of
                 `heads`. It stays valid until the fetch ends or is cancelled.
         """
 
     def offer(self, tenant: str, blocks: Sequence[StoredBlock]) -> int:
-        """Have blocks stored later. Returns how many leading blocks were taken; the others do not fit the queue."""
+        """Have parts of blocks stored later. Returns how many leading ones were taken; the others do not fit the
+        queue.
+        """

@@ -86,12 +86,12 @@ class _Arriving:
         self._left = count
         self._cold = cold
         self._apart: dict[tuple[int, int], memoryview] = {}
-        """By block and rank: memory of blocks whose slots do not follow each other."""
+        """By block and part: memory of blocks whose slots do not follow each other."""
         self._nowhere: memoryview | None = None
         """For what comes when there is no slot: it is lost."""
         self._is_open = True
 
-    def into(self, index: int, rank: int) -> memoryview:
+    def into(self, index: int, part: int) -> memoryview:
         """See `RemoteStore.fetch`."""
         while index >= len(self.slots) and self._reserve():
             pass
@@ -100,18 +100,26 @@ class _Arriving:
             if self._nowhere is None:
                 self._nowhere = memoryview(bytearray(length))
             return self._nowhere
-        part = self._view.part(rank, self.slots[index], cold=self._cold)
-        if part is None:
-            if (index, rank) not in self._apart:
-                self._apart[index, rank] = memoryview(bytearray(length))
-            part = self._apart[index, rank]
-        return part
+        memory = self._view.part(part, self.slots[index], cold=self._cold)
+        if memory is None:
+            if (index, part) not in self._apart:
+                self._apart[index, part] = memoryview(bytearray(length))
+            memory = self._apart[index, part]
+        return memory
 
     async def copy_apart(self, count: int) -> None:
-        """Write those of the first `count` blocks to their slots that have come to other memory."""
-        for (index, rank), content in list(self._apart.items()):
+        """Write what has come of the first `count` blocks to those of their slots that do not have it yet: parts that
+        have come to other memory, and parts that several ranks have.
+        """
+        view = self._view
+        repeated = [part for part, places in enumerate(view.places) if len(places) > 1]
+        for index, part in [(index, part) for index in range(count) for part in repeated]:
+            if (index, part) not in self._apart:
+                view.write(part, self.slots[index], view.read(part, self.slots[index], cold=self._cold))
+                await asyncio.sleep(0)
+        for (index, part), content in list(self._apart.items()):
             if index < count:
-                self._view.write(rank, self.slots[index], content)
+                view.write(part, self.slots[index], content)
                 await asyncio.sleep(0)
 
     def end(self) -> None:

@@ -289,8 +289,8 @@ class RemoteWriter:
                 if self._scheduler.blocks.host.slots_of(left[0].key, cold=left[0].cold) == ():
                     await self._wake.wait()  # for the end of a step
                 continue
-            ranks = len(self._view.heads)
-            taken = max(0, self._store.offer(piece[0].tenant, contents)) // ranks
+            parts = len(self._view.heads)
+            taken = max(0, self._store.offer(piece[0].tenant, contents)) // parts
             for each in piece[:taken]:
                 self._remember(each.name)
                 self.blocks += 1
@@ -316,8 +316,8 @@ class RemoteWriter:
                 break
             piece.append(each)
             contents.extend(
-                StoredBlock(each.name, heads, form, self._view.read(rank, slots, cold=each.cold))
-                for rank, heads in enumerate(self._view.heads)
+                StoredBlock(each.name, heads, form, self._view.read(part, slots, cold=each.cold))
+                for part, heads in enumerate(self._view.heads)
             )
         return piece, contents
 

@@ -82,7 +82,9 @@ def pool_sizes(spec: RankSpec, memory: int, block_bytes: int, cold_block_bytes: 
     return PoolSizes(hot, min((memory - hot * block_bytes) // cold_block_bytes, spec.config.max_seqs * cold_each))
 
 
-def host_sizes(config: EngineConfig, device: str, cold: bool, block_bytes: int, cold_block_bytes: int) -> HostSizes:
+def host_sizes(
+    config: EngineConfig, device: str, cold: bool, block_bytes: int, cold_block_bytes: int, units: int = 1
+) -> HostSizes:
     """The size of a rank's tier in host memory.
 
     Args:
@@ -90,6 +92,7 @@ def host_sizes(config: EngineConfig, device: str, cold: bool, block_bytes: int, 
         device: cpu or cuda.
         cold: whether there is a cold pool.
         block_bytes, cold_block_bytes: sizes of a hot block and of a cold one.
+        units: parts of a rank's block.
 
     Raises:
         LockstepError: INVALID_REQUEST: it would not hold one block.
@@ -101,7 +104,8 @@ def host_sizes(config: EngineConfig, device: str, cold: bool, block_bytes: int, 
     slots = config.host_cache_bytes // slot_bytes
     if slots < hot_slots:
         raise invalid("host_cache_bytes", f"must be 0 or at least {hot_slots * slot_bytes}, the size of a block")
-    return HostSizes(slots, slot_bytes, hot_slots, max(hot_slots, _STEP_COPY_BYTES[device] // slot_bytes), block_bytes)
+    step_slots = max(hot_slots, _STEP_COPY_BYTES[device] // slot_bytes)
+    return HostSizes(slots, slot_bytes, hot_slots, step_slots, block_bytes, units)
 
 
 def check_host_memory(config: EngineConfig, usable_bytes: int) -> None:

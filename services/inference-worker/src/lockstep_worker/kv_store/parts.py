@@ -1,6 +1,6 @@
 """The stream of `Kv.Get`, checked against what was asked and written into the memory of the blocks.
 
-A part is one rank's content of one block. Parts come in the order asked for, each as a header and then its bytes. A
+A part is what some heads have of one block. Parts come in the order asked for, each as a header and then its bytes. A
 part counts once its length and its checksum are right; whatever is not exactly a part that was asked for ends the
 stream as damaged, and nothing after it counts.
 """
@@ -35,7 +35,7 @@ class PartReader:
     """Reads the parts of some blocks.
 
     Args:
-        keys: of the parts asked for, block by block, with those of all ranks beside each other.
+        keys: of the parts asked for, block by block.
         form: of each part.
         into: the memory of a part by its index in `keys`, `form.length` bytes.
     """

@@ -197,8 +197,8 @@ class KvStore:
     async def _get(self, wanted: "_Wanted", choice: Choice, deadline_s: float, into: _Into) -> FetchResult:
         """Fetch blocks. What has come before a failure counts."""
         keys = [to_key(each, heads) for each in wanted.hashes[: choice.blocks] for heads in wanted.heads]
-        ranks = len(wanted.heads)
-        reader = PartReader(keys, wanted.form, lambda index: into(*divmod(index, ranks)))
+        parts = len(wanted.heads)
+        reader = PartReader(keys, wanted.form, lambda index: into(*divmod(index, parts)))
         request = state_pb2.GetBlocksRequest(tenant=wanted.tenant, keys=keys)
         outcome, began_at = "", self.link.clock()
         try:
@@ -219,7 +219,7 @@ class KvStore:
         except DamagedError as error:
             outcome = "damaged"
             self._warn(str(error))
-        blocks = reader.complete // ranks
+        blocks = reader.complete // parts
         if not outcome:
             outcome = "fetched" if blocks else "absent"
         if blocks == choice.blocks:
@@ -282,7 +282,7 @@ class _Wanted:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block, over all ranks."""
+        """Of one block, over all heads."""
         return self.form.length * len(self.heads)
 
     def look_up(self) -> state_pb2.LookUpBlocksRequest:
