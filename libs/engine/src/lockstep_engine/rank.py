@@ -48,6 +48,7 @@ from lockstep_engine.control import (
     encode_control,
     encode_doorbell,
 )
+from lockstep_engine.device_marks import marks_of
 from lockstep_engine.device_timer import DeviceTimer, Timestamp
 from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep, NotRecordableError
 from lockstep_engine.host_memory import HostMemory
@@ -162,7 +163,7 @@ class Rank:
         phases = _PhaseTimer()
         self._device = pick_device(config, spec.rank)
         torch.set_num_threads(spec.threads)
-        self._timer = DeviceTimer(self._device)
+        self._timer, self._marks = DeviceTimer(self._device), marks_of(self._device, self._mailbox, spec.rank)
         self._deterministic = self._device.type == "cpu" if config.deterministic is None else config.deterministic
         self._dtype = _pick_dtype(config.dtype, model.dtype, self._device)
         self._group = self.join(collectives_fd, store_path)
@@ -286,6 +287,7 @@ class Rank:
             idle: intervals before the step in which the device had nothing to do, the last one up to now.
         """
         self._group.spent_ns = 0
+        self._marks.begin_step()
         self.host.copy(plan.spills, plan.loads)
         if not len(plan.lengths):
             return self._launch_nothing(plan.step, idle)
@@ -315,6 +317,7 @@ class Rank:
             if len(scored):
                 scores = score(logits[len(sampled) :], targets[scored], vocabulary=plan.vocabulary_logprobs)
         spent_us = self._group.spent_ns // 1000
+        self._marks.end_step()
         return Launched(plan.step, chosen, unserved, scores, pooled, spent_us, idle, computed, self._timer.now())
 
     def _launch_nothing(self, step: int, idle: list[tuple[Timestamp, Timestamp]]) -> Launched:
@@ -322,6 +325,7 @@ class Rank:
         self._group.all_gather(torch.zeros(1, dtype=torch.int64, device=self._device))
         computed = self._timer.now()
         chosen = None if self._sampler is None else Sampled(torch.empty(0, dtype=torch.int64), [])
+        self._marks.end_step()
         return Launched(step, chosen, [], None, None, self._group.spent_ns // 1000, idle, computed, self._timer.now())
 
     def _add_requests(self, added: list[RowSampling]) -> list[int]:
@@ -370,6 +374,7 @@ class Rank:
         if self.graphs is not None and self.graphs.fits(layout):
             self._mailbox.collectives[self._spec.rank] += 1  # recorded collectives do not count themselves
             logits = self.graphs.run(ids, layout)
+            self._marks.replayed()
             return logits if np.array_equal(rows, np.arange(len(ids))) else logits[self._indices(rows)]
         attention = step_attention(
             self.cache,
@@ -410,7 +415,8 @@ class Rank:
         """Decode steps over a cache, not recorded yet."""
 
         def body(inputs: DecodeInputs) -> torch.Tensor:
-            return self._full_logits(self.model.decode(cache, inputs))
+            with self._marks.recorded():
+                return self._full_logits(self.model.decode(cache, inputs))
 
         width = -(-self._spec.model.context_length // BLOCK_SIZE)
         most = min(self._spec.config.max_seqs, _MAX_RECORDED_SEQS)
@@ -517,6 +523,7 @@ class Rank:
 
         def progress() -> None:
             self._mailbox.collectives[spec.rank] += 1
+            self._marks.enter()
 
         if collectives_fd >= 0 and self._device.type == "cpu":
             return distributed.SharedMemory(collectives_fd, spec.rank, config.tp, collective_bytes(spec), progress)
