@@ -137,7 +137,7 @@ def test_the_marks_of_a_rank_end_with_its_steps(tmp_path, monkeypatch, by_triton
     placed = []
     replayed = DeviceMarks.replayed
     monkeypatch.setattr(DeviceMarks, "replayed", lambda marks: (replayed(marks), placed.append(marks._place)))
-    with InProcessRank(path, **SETTINGS | {"max_seqs": 1, "kv_hot_window": None}) as served:
+    with InProcessRank(path, **SETTINGS | {"max_seqs": 1, "kv_compression": "none"}) as served:
         first = int(served.mailbox.launched[0])
         served.run((PROMPTS[1], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)))
         steps = len(served.plans)
@@ -172,9 +172,20 @@ def test_without_graphs_every_step_runs_as_it_comes(tmp_path, monkeypatch, by_tr
         assert len(steps.eager) == len(served.plans)
 
 
-def test_a_mixture_that_cannot_be_recorded_says_so_and_runs_as_it_comes(tmp_path, monkeypatch, caplog, by_triton):
-    caplog.set_level(logging.WARNING, logger="lockstep.engine")
+def test_a_mixture_is_recorded(tmp_path, monkeypatch, by_triton):
     path, _ = make("mixtral", tmp_path)
+    expected = on_the_cpu(path, (3, 3))
+    by_triton()
+    steps = Steps(monkeypatch)
+    with InProcessRank(path, **SETTINGS) as served:
+        assert served.run(*requests((3, 3))) == expected
+        assert len(steps.replayed) == sum(decodes(plan) for plan in served.plans) > 0
+
+
+def test_a_mixture_that_cannot_be_recorded_says_so_and_runs_as_it_comes(tmp_path, monkeypatch, caplog, by_triton):
+    """Its experts have biases, and so are not grouped."""
+    caplog.set_level(logging.WARNING, logger="lockstep.engine")
+    path, _ = make("gpt_oss", tmp_path)
     expected = on_the_cpu(path, (3, 3))
     by_triton()
     steps = Steps(monkeypatch)

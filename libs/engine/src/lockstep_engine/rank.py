@@ -50,7 +50,7 @@ from lockstep_engine.control import (
 )
 from lockstep_engine.device_marks import marks_of
 from lockstep_engine.device_timer import DeviceTimer, Timestamp
-from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep, NotRecordableError
+from lockstep_engine.graphs import MAX_RECORDED_SEQS, BuildCounter, DecodeInputs, GraphedStep, NotRecordableError
 from lockstep_engine.host_memory import HostMemory
 from lockstep_engine.kernels import cpu, gpu
 from lockstep_engine.kv_cache import KvCache
@@ -66,9 +66,6 @@ from lockstep_engine.weights import load_weights
 
 logger = logging.getLogger("lockstep.engine")
 
-_MAX_RECORDED_SEQS = 512
-"""Most sequences of a recorded step. In larger steps the GPU takes longer than the host's launches, so that a graph
-gains nothing."""
 _PROGRESS_INTERVAL_S = 0.2
 _MAX_QUOTED_CHARS = 400
 _POLL_S = 0.00003
@@ -419,7 +416,7 @@ class Rank:
                 return self._full_logits(self.model.decode(cache, inputs))
 
         width = -(-self._spec.model.context_length // BLOCK_SIZE)
-        most = min(self._spec.config.max_seqs, _MAX_RECORDED_SEQS)
+        most = min(self._spec.config.max_seqs, MAX_RECORDED_SEQS)
         agree = partial(distributed.gather_reasons, self._group)
         return GraphedStep(body, most, width, self._device, agree=agree)
 
