@@ -27,6 +27,8 @@ from lockstep_engine.plan import Result, decode_plan, encode_result
 MESSAGE_BYTES = 4096
 HANGS = -1
 """The step of a plan with this first token never ends."""
+HANGS_ON_DEVICE = -2
+"""Nor does this one's: all hosts launch it, and the device of rank 1 stands still."""
 
 
 def main() -> None:
@@ -52,6 +54,10 @@ def serve(rank: int, control: socket.socket, mailbox: Mailbox) -> None:
     control.send(encode_control(Ready(deterministic=True, device="cpu", dtype="float32", **pace)))
     while doorbell := control.recv(MESSAGE_BYTES):
         plan = decode_plan(mailbox.get_plan(decode_doorbell(doorbell)))
+        if plan.token_ids[0] == HANGS_ON_DEVICE:
+            mailbox.collectives[rank] = mailbox.launched[rank] = 9
+            mailbox.reached[rank] = 9 - 2 * rank
+            threading.Event().wait()
         if plan.token_ids[0] == HANGS:
             threading.Event().wait()
         time.sleep(int(plan.token_ids[0]) / 1000)

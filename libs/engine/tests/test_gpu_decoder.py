@@ -90,10 +90,11 @@ def test_logits_equal_those_of_transformers(name, fused, tmp_path):
     graphs.close()
 
 
+@pytest.mark.parametrize("exact", [True, False])
 @torch.inference_mode()
-def test_a_mixture_is_recorded_in_the_exact_mode(tmp_path):
+def test_a_mixture_is_recorded(exact, tmp_path):
     path, reference = make("mixtral", tmp_path)
-    served = Served(path, exact=True)
+    served = Served(path, exact=exact)
     graphs = GraphedStep(served.decode, 1, WIDTH, DEVICE, None if GPU else HostRecorder())
     graphs.capture()
     ids = torch.randint(0, VOCABULARY, (1, PROMPT + 1), generator=torch.Generator().manual_seed(3))
@@ -105,7 +106,7 @@ def test_a_mixture_is_recorded_in_the_exact_mode(tmp_path):
 
 @torch.inference_mode()
 def test_a_mixture_that_asks_which_experts_are_wanted_is_not_recorded(tmp_path):
-    path, _ = make("mixtral", tmp_path)
+    path, _ = make("gpt_oss", tmp_path)
     graphs = GraphedStep(Served(path).decode, 1, WIDTH, DEVICE, None if GPU else HostRecorder())
     with pytest.raises(NotRecordableError):
         graphs.capture()

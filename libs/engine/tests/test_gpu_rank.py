@@ -11,9 +11,11 @@ from checkpoints import make
 from in_process_engine import InProcessEngine, InProcessModel
 from in_process_rank import InProcessRank
 from lockstep_engine import SamplingParams
+from lockstep_engine import rank as rank_module
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_triton import DecodeAttention, TritonAttention
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig
+from lockstep_engine.device_marks import MARKS_PER_STEP, DeviceMarks, TorchMarkStream
 from lockstep_engine.gpu_decoder import GpuDecoder
 from lockstep_engine.graphs import GraphedStep
 from lockstep_engine.kernels import gpu, triton_compress
@@ -121,6 +123,31 @@ def test_tokens_are_those_of_the_cpu_and_decoding_is_replayed(name, dtype, overl
         assert served.ready.dtype == dtype
 
 
+def test_the_marks_of_a_rank_end_with_its_steps(tmp_path, monkeypatch, by_triton):
+    """A prompt as it comes and decoding replayed: each step has its own numbers."""
+    path, _ = make("llama-grouped-untied", tmp_path)
+    by_triton()
+    if not GPU:
+
+        def on_the_cpu_too(device, mailbox, rank):
+            word = mailbox.reached[rank : rank + 1]
+            return DeviceMarks(TorchMarkStream(word, device), mailbox.launched[rank : rank + 1])
+
+        monkeypatch.setattr(rank_module, "marks_of", on_the_cpu_too)
+    placed = []
+    replayed = DeviceMarks.replayed
+    monkeypatch.setattr(DeviceMarks, "replayed", lambda marks: (replayed(marks), placed.append(marks._place)))
+    with InProcessRank(path, **SETTINGS | {"max_seqs": 1, "kv_compression": "none"}) as served:
+        first = int(served.mailbox.launched[0])
+        served.run((PROMPTS[1], SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)))
+        steps = len(served.plans)
+        assert served.mailbox.steps[0] == steps
+        assert served.mailbox.launched[0] == first - first % MARKS_PER_STEP + (steps + 1) * MARKS_PER_STEP - 1
+        assert served.mailbox.reached[0] == served.mailbox.launched[0]
+        assert len(placed) == sum(decodes(plan) for plan in served.plans) > 0
+        assert len(set(placed)) == 1
+
+
 def test_only_some_rows_of_a_recorded_step_are_wanted(tmp_path, by_triton):
     path, _ = make("qwen3", tmp_path)
     by_triton()
@@ -145,9 +172,20 @@ def test_without_graphs_every_step_runs_as_it_comes(tmp_path, monkeypatch, by_tr
         assert len(steps.eager) == len(served.plans)
 
 
-def test_a_mixture_that_cannot_be_recorded_says_so_and_runs_as_it_comes(tmp_path, monkeypatch, caplog, by_triton):
-    caplog.set_level(logging.WARNING, logger="lockstep.engine")
+def test_a_mixture_is_recorded(tmp_path, monkeypatch, by_triton):
     path, _ = make("mixtral", tmp_path)
+    expected = on_the_cpu(path, (3, 3))
+    by_triton()
+    steps = Steps(monkeypatch)
+    with InProcessRank(path, **SETTINGS) as served:
+        assert served.run(*requests((3, 3))) == expected
+        assert len(steps.replayed) == sum(decodes(plan) for plan in served.plans) > 0
+
+
+def test_a_mixture_that_cannot_be_recorded_says_so_and_runs_as_it_comes(tmp_path, monkeypatch, caplog, by_triton):
+    """Its experts have biases, and so are not grouped."""
+    caplog.set_level(logging.WARNING, logger="lockstep.engine")
+    path, _ = make("gpt_oss", tmp_path)
     expected = on_the_cpu(path, (3, 3))
     by_triton()
     steps = Steps(monkeypatch)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from answering_zygote import HANGS, MESSAGE_BYTES
+from answering_zygote import HANGS, HANGS_ON_DEVICE, MESSAGE_BYTES
 from lockstep_common.errors import LockstepError
 from lockstep_engine.group import RUN_ZYGOTE, GroupSettings, RankGroup
 from lockstep_engine.plan import Plan
@@ -149,6 +149,26 @@ async def test_the_deadline_of_a_step_begins_when_the_one_before_it_has_ended(gr
     assert [starting for _, starting in listener.lost] == [False]
     assert "has not finished its step" in listener.lost[0][0]
     assert ranks.in_flight == 0
+
+
+async def test_a_hang_is_blamed_on_the_rank_whose_device_stands_still(group_of, caplog):
+    """All hosts have launched as much, so that they would name rank 0."""
+    ranks, listener = group_of(ANSWERING, MESSAGE_BYTES)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await ranks.start()
+            while not listener.ready:
+                await asyncio.sleep(0.01)
+            ranks.execute(plan(1, HANGS_ON_DEVICE), 1.0)
+            while not listener.lost:
+                await asyncio.sleep(0.01)
+    finally:
+        await ranks.stop()
+    ((reason, _),) = listener.lost
+    assert reason.startswith("rank 1 (pid ")
+    assert reason.endswith(" s; its device stands still")
+    places = [record for record in caplog.records if record.getMessage() == "where the rank is"]
+    assert [(record.launched, record.reached) for record in places] == [(9, 9), (9, 7)]
 
 
 async def test_a_profile_lengthens_the_deadlines_of_steps_in_flight_once(group_of):

@@ -1,5 +1,5 @@
 """A mixture's experts on a GPU as two grouped products, whose rows do not depend on other tokens and which never wait
-for the host.
+for the host, so that they can be recorded.
 
 It takes the place of experts of the usual shape: gate and up projections stacked in one tensor, no bias. Experts of
 other shapes run by the model's own code, expert by expert; that is exact, too, but cannot be recorded.
@@ -14,11 +14,18 @@ from lockstep_engine.kernels.triton_linear import Groups, grouped
 
 
 class GroupedExperts(nn.Module):
-    """Experts for which `fits` holds, with their parameters where they are."""
+    """Experts for which `fits` holds, with their parameters where they are.
 
-    def __init__(self, experts: nn.Module) -> None:
+    Args:
+        experts: the model's own.
+        most_tokens: with more tokens these compute, expert by expert: the host waits, but such products are large and
+            theirs are the library's. None: never.
+    """
+
+    def __init__(self, experts: nn.Module, most_tokens: int | None) -> None:
         super().__init__()
         self.experts: Any = experts
+        self._most_tokens = most_tokens
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -44,6 +51,9 @@ class GroupedExperts(nn.Module):
         count of experts on mean none.
         """
         experts = self.experts
+        if self._most_tokens is not None and len(x) > self._most_tokens:
+            own: torch.Tensor = experts(x, chosen, weights)
+            return own
         count = experts.gate_up_proj.shape[0]
         chosen, order = chosen.sort(dim=1, stable=True)
         weights = weights.gather(1, order)
@@ -59,12 +69,17 @@ class GroupedExperts(nn.Module):
         return out
 
 
-def group_experts(model: nn.Module) -> int:
-    """Put grouped experts in place of all that fit, when weights are loaded; returns how many."""
+def group_experts(model: nn.Module, most_tokens: int | None = None) -> int:
+    """Put grouped experts in place of all that fit, when weights are loaded; returns how many.
+
+    Args:
+        model: its weights stay where they are.
+        most_tokens: as for `GroupedExperts`.
+    """
     replaced = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if not isinstance(module, GroupedExperts) and GroupedExperts.fits(child):
-                setattr(module, name, GroupedExperts(child))
+                setattr(module, name, GroupedExperts(child, most_tokens))
                 replaced += 1
     return replaced

@@ -25,6 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.kernels import gpu
 
+MAX_RECORDED_SEQS = 512
+"""Most sequences of a recorded step. In larger steps the GPU takes longer than the host's launches, so that a graph
+gains nothing."""
+
 
 @dataclass(frozen=True)
 class DecodeInputs:

@@ -51,6 +51,7 @@ from lockstep_engine.control import (
     encode_doorbell,
     send_fork,
 )
+from lockstep_engine.hang import find_hung
 from lockstep_engine.mailbox import MAX_IN_FLIGHT, NOTHING_DONE, Mailbox, RankTimes
 from lockstep_engine.model_config import refuse
 from lockstep_engine.plan import Plan, Result, decode_result, encode_plan
@@ -580,19 +581,21 @@ class RankGroup:
             self._deadline = None
 
     def _on_deadline(self, what: str, since: float) -> None:
-        """A rank hangs. It is the one that has entered the fewest collectives: the others wait for it."""
+        """A rank hangs: the one that has come least far, since the others wait for it."""
         with self._failing_on_errors():
             self._name_hung(what, since)
 
     def _name_hung(self, what: str, since: float) -> None:
         """Ask all ranks for their stacks, and then lose the one that hangs."""
         assert self._mailbox is not None
-        progress = [(int(self._mailbox.collectives[rank]), rank) for rank in range(self._tp)]
         starting = [rank for rank in range(self._tp) if self.ranks[rank].state != "ready"]
-        hung = starting[0] if starting else min(progress)[1]
+        hung, why = find_hung([self._mailbox.progress(rank) for rank in range(self._tp)])
+        if starting:
+            hung, why = starting[0], ""
         for output in self._outputs:
             output.ask_stack()
         reason = f"rank {hung} (pid {self.ranks[hung].pid}) {what} for {time.monotonic() - since:.1f} s"
+        reason += f"; {why}" if why else ""
         self._deadline = self._loop.call_later(_STACK_DUMP_S, self._lose_hung, reason, hung)
 
     def _lose_hung(self, reason: str, hung: int) -> None:
@@ -609,6 +612,8 @@ class RankGroup:
                 "waits_in": waits_in,
                 "stack": output.stack(time.monotonic()),
             }
+            if self._mailbox is not None and (progress := self._mailbox.progress(output.rank)).launched:
+                fields |= {"launched": progress.launched, "reached": progress.reached}
             logger.error("where the rank is", extra=self._named(output.rank) | fields)
 
     def _lose(self, reason: str, rank: int) -> None:

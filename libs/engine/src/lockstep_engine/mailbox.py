@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lockstep_engine.hang import Progress
+
 MAX_IN_FLIGHT = 2
 """Most steps that may be sent before the result of the first of them has been read."""
 
@@ -68,12 +70,20 @@ class Mailbox:
         self.steps = progress[:: _PROGRESS_BYTES // 8]
         """[tp], int64: steps finished by each rank in this epoch."""
         self.collectives = progress[1 :: _PROGRESS_BYTES // 8]
-        """[tp], int64: collectives entered by each rank. In a hang the others wait for the rank with the fewest."""
+        """[tp], int64: collectives entered by each rank's host. In a hang on the CPU the others wait for the rank with
+        the fewest."""
         self._times = [progress[index :: _PROGRESS_BYTES // 8] for index in (2, 3, 4, 5)]
         """The times of `RankTimes`, each [tp], int64, in µs of this epoch."""
         self.device_bytes = progress[6 :: _PROGRESS_BYTES // 8]
         """[tp], int64: memory of its GPU that each rank has reserved; 0: it has none."""
-        self._plans = tp * _PROGRESS_BYTES
+        self.launched = progress[7 :: _PROGRESS_BYTES // 8]
+        """[tp], int64: the last mark that each rank's host has launched (see `device_marks`); 0: it has none."""
+        marks = np.frombuffer(
+            self._memory, dtype=np.int64, count=tp * _PROGRESS_BYTES // 8, offset=tp * _PROGRESS_BYTES
+        )
+        self.reached = marks[:: _PROGRESS_BYTES // 8]
+        """[tp], int64: the last mark that each rank's device has reached. The device writes it: the host never does."""
+        self._plans = 2 * tp * _PROGRESS_BYTES
         self._results = self._plans + MAX_IN_FLIGHT * (_LENGTH.size + plan_bytes)
 
     def note_step(self, rank: int, busy_us: int, forward_us: int, collective_us: int, waited_us: int) -> None:
@@ -82,6 +92,10 @@ class Mailbox:
         for total, spent_us in zip(self._times, (busy_us, forward_us, collective_us, waited_us), strict=True):
             total[rank] += spent_us
 
+    def progress(self, rank: int) -> Progress:
+        """Driver: how far a rank has come."""
+        return Progress(int(self.collectives[rank]), int(self.launched[rank]), int(self.reached[rank]))
+
     def times(self) -> tuple[RankTimes, ...]:
         """Driver: what each rank has done in this epoch so far."""
         return tuple(map(RankTimes, self.steps.tolist(), *((each / 1e6).tolist() for each in self._times)))
@@ -89,7 +103,7 @@ class Mailbox:
     @staticmethod
     def segment_bytes(tp: int, plan_bytes: int, result_bytes: int) -> int:
         """Size of the segment."""
-        return tp * _PROGRESS_BYTES + MAX_IN_FLIGHT * (2 * _LENGTH.size + plan_bytes + result_bytes)
+        return 2 * tp * _PROGRESS_BYTES + MAX_IN_FLIGHT * (2 * _LENGTH.size + plan_bytes + result_bytes)
 
     @staticmethod
     def create(size: int, name: str) -> int:

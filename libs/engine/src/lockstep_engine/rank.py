@@ -48,8 +48,9 @@ from lockstep_engine.control import (
     encode_control,
     encode_doorbell,
 )
+from lockstep_engine.device_marks import marks_of
 from lockstep_engine.device_timer import DeviceTimer, Timestamp
-from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep, NotRecordableError
+from lockstep_engine.graphs import MAX_RECORDED_SEQS, BuildCounter, DecodeInputs, GraphedStep, NotRecordableError
 from lockstep_engine.host_memory import HostMemory
 from lockstep_engine.kernels import cpu, gpu
 from lockstep_engine.kv_cache import KvCache
@@ -66,9 +67,6 @@ from lockstep_engine.weights import load_weights
 
 logger = logging.getLogger("lockstep.engine")
 
-_MAX_RECORDED_SEQS = 512
-"""Most sequences of a recorded step. In larger steps the GPU takes longer than the host's launches, so that a graph
-gains nothing."""
 _PROGRESS_INTERVAL_S = 0.2
 _MAX_QUOTED_CHARS = 400
 _POLL_S = 0.00003
@@ -163,7 +161,7 @@ class Rank:
         phases = _PhaseTimer()
         self._device = pick_device(config, spec.rank)
         torch.set_num_threads(spec.threads)
-        self._timer = DeviceTimer(self._device)
+        self._timer, self._marks = DeviceTimer(self._device), marks_of(self._device, self._mailbox, spec.rank)
         self._deterministic = self._device.type == "cpu" if config.deterministic is None else config.deterministic
         self._dtype = _pick_dtype(config.dtype, model.dtype, self._device)
         self._group = self.join(collectives_fd, store_path)
@@ -287,6 +285,7 @@ class Rank:
             idle: intervals before the step in which the device had nothing to do, the last one up to now.
         """
         self._group.spent_ns = 0
+        self._marks.begin_step()
         self.host.copy(plan.spills, plan.loads)
         if not len(plan.lengths):
             return self._launch_nothing(plan.step, idle)
@@ -316,6 +315,7 @@ class Rank:
             if len(scored):
                 scores = score(logits[len(sampled) :], targets[scored], vocabulary=plan.vocabulary_logprobs)
         spent_us = self._group.spent_ns // 1000
+        self._marks.end_step()
         return Launched(plan.step, chosen, unserved, scores, pooled, spent_us, idle, computed, self._timer.now())
 
     def _launch_nothing(self, step: int, idle: list[tuple[Timestamp, Timestamp]]) -> Launched:
@@ -323,6 +323,7 @@ class Rank:
         self._group.all_gather(torch.zeros(1, dtype=torch.int64, device=self._device))
         computed = self._timer.now()
         chosen = None if self._sampler is None else Sampled(torch.empty(0, dtype=torch.int64), [])
+        self._marks.end_step()
         return Launched(step, chosen, [], None, None, self._group.spent_ns // 1000, idle, computed, self._timer.now())
 
     def _add_requests(self, added: list[RowSampling]) -> list[int]:
@@ -371,6 +372,7 @@ class Rank:
         if self.graphs is not None and self.graphs.fits(layout):
             self._mailbox.collectives[self._spec.rank] += 1  # recorded collectives do not count themselves
             logits = self.graphs.run(ids, layout)
+            self._marks.replayed()
             return logits if np.array_equal(rows, np.arange(len(ids))) else logits[self._indices(rows)]
         attention = step_attention(
             self.cache,
@@ -411,10 +413,11 @@ class Rank:
         """Decode steps over a cache, not recorded yet."""
 
         def body(inputs: DecodeInputs) -> torch.Tensor:
-            return self._full_logits(self.model.decode(cache, inputs))
+            with self._marks.recorded():
+                return self._full_logits(self.model.decode(cache, inputs))
 
         width = -(-self._spec.model.context_length // BLOCK_SIZE)
-        most = min(self._spec.config.max_seqs, _MAX_RECORDED_SEQS)
+        most = min(self._spec.config.max_seqs, MAX_RECORDED_SEQS)
         agree = partial(distributed.gather_reasons, self._group)
         return GraphedStep(body, most, width, self._device, agree=agree)
 
@@ -518,6 +521,7 @@ class Rank:
 
         def progress() -> None:
             self._mailbox.collectives[spec.rank] += 1
+            self._marks.enter()
 
         if collectives_fd >= 0 and self._device.type == "cpu":
             return distributed.SharedMemory(collectives_fd, spec.rank, config.tp, collective_bytes(spec), progress)
