@@ -38,7 +38,7 @@ class _Part:
     @classmethod
     def of(cls, tensor: torch.Tensor, dim: int, units: int) -> "_Part":
         """The part of a tensor whose dimension `dim` counts blocks, and the one before it heads."""
-        parted = tensor.unflatten(dim - 1, (units, -1))
+        parted = tensor.view(*tensor.shape[: dim - 1], units, tensor.shape[dim - 1] // units, *tensor.shape[dim:])
         one = parted.select(dim + 1, 0).select(dim - 1, 0)
         return cls(parted, dim + 1, one.shape, one.numel() * tensor.element_size())
 
@@ -101,7 +101,8 @@ class HostMemory:
             for piece, slot in pieces:
                 piece.copy_(self._memory[slot], non_blocking=True)
         units, begin = self._sizes.units, 0
-        contents = between[:, : units * sum(each.bytes for each in parts)].unflatten(1, (units, -1))
+        unit_bytes = sum(each.bytes for each in parts)
+        contents = between[:, : units * unit_bytes].view(len(blocks), units, unit_bytes)
         for part in parts:
             end = begin + part.bytes
             piece = contents[..., begin:end]
