@@ -2,6 +2,7 @@
 and meet in collectives: a stand-in for GPUs, whose hosts launch and go on.
 """
 
+import logging
 import os
 from collections import deque
 
@@ -231,6 +232,7 @@ def test_a_cpu_has_no_marks(ranks):
 
 
 def test_memory_that_cannot_be_registered_is_told_and_leaves_no_marks(ranks, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING, logger="lockstep.engine")
     asked = []
 
     class Runtime:

@@ -52,7 +52,9 @@ class WorkerSettings(StateServerSettings):
     max_seqs: int = Field(64, ge=1, description="Requests running at once.")
     max_batch_tokens: int = Field(512, ge=1, description="Tokens computed in one step, over all requests.")
     max_queue: int = Field(256, ge=1, description="Requests waiting at most; one more is refused as overloaded.")
-    max_context: int | None = Field(None, ge=2, description="Prompt and output; the model's own limit if not set.")
+    max_context: int | None = Field(
+        None, ge=2, description="Prompt and output; the model's own limit, with its rotary scaling, if not set."
+    )
     kv_memory: Bytes | None = Field(
         None, description="KV cache of one rank, in bytes or as 512Mi; a default if not set."
     )
@@ -89,7 +91,7 @@ class WorkerSettings(StateServerSettings):
         1,
         description=(
             "4: on the CPU with compiled kernels, a tp of 1, 2 and 4 gives the same tokens, "
-            "so that workers share streams."
+            "so that workers share streams and KV blocks."
         ),
     )
     threads: int | None = Field(
