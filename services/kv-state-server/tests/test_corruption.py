@@ -27,8 +27,8 @@ def seeded():
 
 def flip(value, rng, _):
     made = bytearray(value)
-    for _ in range(rng.choice([1, 1, 2, 9])):
-        made[rng.randrange(len(made))] ^= 1 << rng.randrange(8)
+    for bit in rng.sample(range(8 * len(made)), rng.choice([1, 1, 2, 9])):  # the same bit twice would change nothing
+        made[bit // 8] ^= 1 << bit % 8
     return bytes(made)
 
 
