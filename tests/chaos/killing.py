@@ -75,8 +75,9 @@ class Killer:
             workers = self._system.workers()
             ready = [worker for worker in workers.values() if worker["state"] == READY]
             if len(ready) == len(workers):
-                chosen = ready[int(choice * len(ready))]
-                return chosen if chosen["running"] else None
+                # The router may have ejected the other one, which for minutes gets no streams after several failures.
+                busy = [worker for worker in ready if worker["running"]]
+                return busy[int(choice * len(busy))] if busy else None
             down = [worker for worker in workers.values() if worker["state"] != READY and worker["pid"]]
             return down[0] if again and ready and down else None
 

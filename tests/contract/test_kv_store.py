@@ -3,7 +3,6 @@ its tenant only, and a server that is stopped, killed or damaged costs no more t
 """
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
@@ -12,28 +11,13 @@ import pytest
 import redis
 from harness import PATIENCE_S, until
 from lockstep_engine.remote_store import BlockForm
-from lockstep_state.server import run
-from lockstep_state.settings import StateSettings
 from redis_server import RedisServer
 from scripted_kv import FORM, HEADS, Memory, fetch, opened, parts_of
+from state_in_process import serving
 from state_server_process import StateProcess
 
 NAMES = [str(number) for number in range(40)]
 SEED = 20_240_601
-
-
-@contextlib.asynccontextmanager
-async def serving(directory: Path, **settings: object) -> AsyncIterator[str]:
-    """The target of a state server in this process."""
-    patient = {"store_timeout_s": 10.0, "store_batch_timeout_s": 20.0, "call_timeout_s": PATIENCE_S}
-    target, stop = f"unix:{directory}/state", asyncio.Event()
-    given = StateSettings(**{"listen": target, "management_port": 0, **patient, **settings})
-    task = asyncio.create_task(run(given, stop))
-    try:
-        yield target
-    finally:
-        stop.set()
-        await asyncio.wait_for(task, PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

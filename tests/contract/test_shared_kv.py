@@ -14,8 +14,8 @@ from lockstep_engine import AsyncEngine, EngineConfig, Output, Request, Sampling
 from lockstep_engine.kernels import cpu
 from lockstep_worker.kv_store import KvStore
 from scripted_kv import opened
+from state_in_process import serving
 from system import REFERENCE
-from test_kv_store import serving
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
 TEXT = tuple(Random(1).choices(range(10, 200), k=400))

@@ -165,6 +165,10 @@ def without_data(prometheus: Prometheus, known: Collection[str]) -> set[str]:
 def test_each_query_returns_data(stack: Stack, system: System, prometheus: Prometheus) -> None:
     """In a healthy service all but those of faults, too: a panel that is empty until something fails says nothing."""
     load(stack)
+    # A rate needs a change between two scrapes, and all of this load may have come before the first.
+    counted = "lockstep_router_request_duration_seconds_count"
+    wait_for(lambda: prometheus.has_data(counted), "requests are scraped", PATIENCE_S)
+    load(stack)
     assert without_data(prometheus, AFTER_FAULTS.keys() | NOT_HERE.keys()) == set()
     harm(stack, system)
     assert without_data(prometheus, NOT_HERE.keys()) == set()

@@ -13,7 +13,7 @@ from machine import wait_for
 from scraper import PATIENCE_S, Prometheus, filled, panels
 from serving import run
 from system import REFERENCE, System
-from test_profile import Load
+from test_profiling import Load
 
 pytestmark = pytest.mark.slow
 

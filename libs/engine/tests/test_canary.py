@@ -16,7 +16,7 @@ from lockstep_engine.config import HotWindow
 from lockstep_engine.kernels import cpu
 from lockstep_engine.sampling import Sampler
 from test_rowwise import builds_here
-from test_sampling import random_logits, row_sampling
+from test_sampler_rows import random_logits, row_sampling
 
 pytestmark = pytest.mark.bits
 

@@ -10,7 +10,7 @@ from lockstep_engine.plan import NO_TOKEN, Result
 from lockstep_engine.request import Request, SamplingParams
 from lockstep_engine.sequence import Sequence
 from scripted_ranks import Server, words
-from test_blocks import keys_of, text
+from test_block_pool import keys_of, text
 from test_host_tier import LONG, serve
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lockstep_engine.draws import uniform
 from lockstep_engine.plan import mask_words
 from lockstep_engine.sampling import Sampler, _unpack, _unpack_on_device
-from test_sampling import CPU, random_logits, row_sampling, survivors
+from test_sampler_rows import CPU, random_logits, row_sampling, survivors
 
 VOCAB = 100
 

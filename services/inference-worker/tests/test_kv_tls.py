@@ -13,7 +13,7 @@ from lockstep_common.telemetry import REGISTRY
 from lockstep_state.server import run as run_state_server
 from lockstep_state.settings import StateSettings
 from scripted_kv import Memory, fetch, parts_of
-from test_tls import dial, greeted
+from test_worker_tls import dial, greeted
 
 STATE = "state.test"
 

@@ -29,7 +29,7 @@ from router_cluster import eventually
 from router_process import listening, start
 from scripted_worker import Script, ScriptedWorker
 from test_router_deaths import prefer
-from test_tools import ASK, TOOLS, TWO_CALLS
+from test_tool_calls import ASK, TOOLS, TWO_CALLS
 from tool_models import model_of, says
 
 POLICY = Policy(backoff_s=0.02, timeout_s=60.0, retries=30, connect_timeout_s=5.0)

@@ -18,7 +18,7 @@ from lockstep_router.resumption import After, Reading
 from lockstep_router.text.tokenizer import Tokenizer
 from router_cluster import events_of, eventually
 from test_replay import Arrival, Growing, pieces_of, stream_of
-from test_responses import ASK, CALLS, WEATHER
+from test_responses_api import ASK, CALLS, WEATHER
 from tool_models import ids_of, model_of, says
 from websocket_client import socket_of
 

@@ -13,7 +13,7 @@ from lockstep_router.text.tokenizer import Tokenizer
 from router_cluster import Cluster, eventually
 from router_process import listening, start
 from scripted_worker import Script, ScriptedWorker
-from test_responses import ASK, CALLS, WEATHER
+from test_responses_api import ASK, CALLS, WEATHER
 from tool_models import ids_of, model_of
 
 TOKENS = 40
