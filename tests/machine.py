@@ -9,7 +9,7 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,20 +93,22 @@ def kill(pid: int) -> bool:
     return False
 
 
-def bury(processes: Iterable[psutil.Process], within_s: float = 2.0) -> list[str]:
-    """Wait for the ends of orphans that came to this process; those that still run, in words.
+def bury_orphans(others: Collection[psutil.Process], within_s: float = 2.0) -> list[str]:
+    """Wait for the ends of what is below this process beside `others`; those that still run after `within_s`, in words.
 
-    A zombie does not run. The kernel keeps it unreaped while a thread of it waits for a slow disk.
+    Orphans of a killed process come here, those too that it started last. A zombie does not run: the kernel keeps it
+    unreaped while a thread of it waits for a slow disk, so it has until PATIENCE_S.
     """
-    deadline_s = time.monotonic() + within_s
-    alive = list(processes)
+    began_s = time.monotonic()
     while True:
-        for process in alive:
+        orphans = set(descendants(os.getpid())).difference(others)
+        for process in orphans:
             with suppress(ChildProcessError):
                 os.waitpid(process.pid, os.WNOHANG)
-        alive = [process for process in alive if process.is_running()]
-        if not alive or time.monotonic() > deadline_s:
-            return [describe(process) for process in alive if not is_zombie(process)]
+        running = [describe(process) for process in orphans if process.is_running() and not is_zombie(process)]
+        took_s = time.monotonic() - began_s
+        if not orphans or took_s > (within_s if running else PATIENCE_S):
+            return running
         time.sleep(0.01)
 
 

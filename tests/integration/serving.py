@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Self
 
 import psutil
-from machine import bury, descendants, title, wait_for
+from machine import bury_orphans, descendants, title, wait_for
 from system import REFERENCE, System
 
 COMMAND = (sys.executable, "-m", "lockstep_tools.cli")
@@ -101,10 +101,10 @@ class Serve:
 
     def kill(self) -> list[str]:
         """Send SIGKILL; describes the processes that still run 2 s later."""
-        below = self.children()
+        others = set(descendants(os.getpid())).difference(self.children())
         self.process.kill()
         self.process.wait()
-        return bury(below)
+        return bury_orphans(others)
 
 
 def run(*arguments: str, within_s: float = 20.0, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
