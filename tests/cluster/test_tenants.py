@@ -6,6 +6,7 @@ LOCKSTEP_REDIS_IMAGE names an image with redis-server; without it the tests of s
 import hashlib
 import json
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from helm import NAME, Installation, helm
 from kube import Json, Namespaces, Report, Visitor, apply, image_of
 from lockstep_tools.chaos.release import ROUTER, of
 from machine import wait_for
+from minutes import until_room_s
 
 HTTP, GRPC = 8000, 8002
 MODEL = "reference"
@@ -23,6 +25,8 @@ _SYNC_S = 180.0
 """The kubelet puts a changed Secret into pods within a minute or so."""
 LIMIT, AT_ONCE = 4, 12
 """Requests per minute of the limited tenant, and how many it sends at a time."""
+_BURST_S = 20.0
+"""Longest time in which those arrive, with the start of the program that sends them."""
 _STEADY_S = 15.0
 
 shared = pytest.mark.skipif(not redis_pod.IMAGE, reason="LOCKSTEP_REDIS_IMAGE not set")
@@ -130,6 +134,7 @@ def test_an_upgrade_changes_a_models_policy(served: Installation, policies: list
 @shared
 def test_routers_count_a_tenants_requests_together(served: Installation, visitor: Visitor, tenants: Tenants) -> None:
     """At once and at both routers: if each counted by itself, twice as many would be admitted."""
+    time.sleep(until_room_s(_BURST_S))
     answers = visitor.runs("knock", routers=routers_of(served), model=MODEL, key=tenants.limited, requests=AT_ONCE)
     assert Counter(status for _, status, _ in answers) == {200: LIMIT, 429: AT_ONCE - LIMIT}
     assert all(0 < int(wait) <= 120 for _, status, wait in answers if status == 429)
@@ -153,6 +158,7 @@ def test_no_request_fails_when_redis_dies(
     assert {router for router, *_ in answers} == set(routers)
     for router in served.addresses(ROUTER):
         assert "lockstep_router_limits_fallback 1.0" in served.managed(router, "metrics")
+    time.sleep(until_room_s(_BURST_S))
     alone = visitor.runs("knock", routers=routers, model=MODEL, key=tenants.limited, requests=AT_ONCE)
     admitted = Counter(router for router, status, _ in alone if status == 200)
     assert admitted == dict.fromkeys(routers, LIMIT)

@@ -21,6 +21,7 @@ from faces import (
 )
 from key_files import KEY, OTHER_KEY, tenant, write
 from lockstep_common.errors import MEANINGS, ErrorCode
+from minutes import until_room_s
 from router_cluster import eventually
 from scripted_worker import Script
 from systems import Make, System, slow
@@ -171,6 +172,7 @@ async def test_keys_and_limits_of_tenants_hold(make: Make, name: str, tmp_path: 
         for key in (None, "wrong"):
             assert await failure_of(face, "text", TEXT, key) == ("invalid_api_key", None)
     assert not system.workers[0].submits
+    await asyncio.sleep(until_room_s())
     for _ in range(2):
         assert (await whole(face.ask("text", TEXT, KEY))).finishes == {0: "length"}
     assert await failure_of(face, "text", TEXT, KEY) == ("rate_limit_exceeded", "requests_per_minute")

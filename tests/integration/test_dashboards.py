@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from dashboard_table import AFTER_FAULTS, NOT_HERE
 from lockstep_tools.debug.local import below
 from lockstep_tools.serving.stack import Stack, StackSettings
 from machine import wait_for
+from minutes import until_room_s
 from redis_server import RedisServer
 from scraper import PATIENCE_S, Prometheus, queries
 from system import MODEL, MOST_TOKENS, REFERENCE, System
@@ -136,6 +138,7 @@ def harm(stack: Stack, system: System) -> None:
         psutil.Process(system.serving(PATIENCE_S)["ranks"][1]["pid"]).kill()
         for _ in lines:
             pass
+    time.sleep(until_room_s())
     assert [ask(stack.url, LIMITED_KEY) for _ in range(2)] == [200, 429]
     with ExitStack() as held:
         for _ in range(MOST_STREAMS):

@@ -9,6 +9,7 @@ import openai
 import pytest
 from key_files import KEY, bearer, tenant, write
 from lockstep_api.v1 import worker_pb2
+from minutes import until_room_s
 from router_cluster import eventually
 from scripted_worker import Script, model_card, token_at
 
@@ -187,6 +188,7 @@ async def test_limits_of_a_tenant(make_cluster, tmp_path):
     worker.script = Script(delay_s=0.005)
     most = []
     worker.on_start = lambda _submit, _waiting: most.append(worker.seats.running)
+    await asyncio.sleep(until_room_s())
     assert (await embed(cluster, [[5]] * 10, headers=bearer(KEY))).status_code == 200
     assert max(most) == 2
     assert {submit.tenant for submit in worker.submits} == {"search"}

@@ -16,6 +16,7 @@ from lockstep_common.telemetry import JsonFormatter, exposition
 from lockstep_router.faces.grpc import inbound
 from lockstep_router.faces.grpc.caller import address_of
 from lockstep_router.faces.grpc.wire import MAX_RECORDS, check_structure
+from minutes import until_room_s
 from router_cluster import eventually
 from scripted_worker import Script
 
@@ -196,6 +197,7 @@ async def test_everything_else_needs_a_key(make_cluster, tmp_path, caplog):
         assert "lockstep.v1.Inference" in await described(channel, (good,))
         events = await events_of(stub.Generate(request(), metadata=(good,)))
         theirs = inference_pb2.ResumeRequest(request_id=events[0].request_id)
+        await asyncio.sleep(until_room_s())
         assert (await error_of(stub.Resume(theirs, metadata=(other,))))[1] == "stream_not_found"
         call = stub.Generate(request(), metadata=(other,))
         code, name, field = await error_of(call)

@@ -6,6 +6,7 @@ import pytest
 from key_files import KEY, OTHER_KEY, bearer, tenant, write
 from lockstep_api.v1 import worker_pb2
 from lockstep_router import metrics
+from minutes import until_room_s
 from router_cluster import events_of, eventually
 from scripted_worker import Script
 from test_resumption import leave_after, slow, text_of
@@ -110,6 +111,7 @@ async def test_tenant_at_its_limit_of_streams_can_send_its_request_again(make_cl
     write(keys, tenant("search", KEY, concurrent_streams=1, requests_per_minute=4))
     cluster = await make_cluster(1, keys_file=str(keys))
     slow(cluster)
+    await asyncio.sleep(until_room_s())
     answers = await asyncio.gather(*(ask(cluster.client, **bearer(KEY)) for _ in range(3)))
     assert [answer.status_code for answer in answers] == [200] * 3
     assert (await ask(cluster.client, key="k-2", **bearer(KEY))).status_code == 200

@@ -12,6 +12,7 @@ from lockstep_common.telemetry import REGISTRY
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import shared_storage
 from lockstep_router.tenants.shared_storage import SharedStorage, open_storage
+from minutes import until_room_s
 from pydantic import ValidationError
 from redis_server import RedisServer
 
@@ -32,6 +33,11 @@ def patient(monkeypatch, caplog):
     """Redis is tried again at once, and warnings are seen."""
     caplog.set_level(logging.INFO, "lockstep.router")
     monkeypatch.setattr(shared_storage, "_RETRY_S", 0.0)
+
+
+@pytest.fixture(autouse=True)
+async def minute():
+    await asyncio.sleep(until_room_s())
 
 
 @pytest.fixture
