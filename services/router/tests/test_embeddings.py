@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import gc
 import math
 import struct
 
@@ -198,6 +199,8 @@ async def test_limits_of_a_tenant(make_cluster, tmp_path):
 
 
 async def test_a_client_that_leaves_cancels_its_texts(embedder):
+    unhandled = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: unhandled.append(context["message"]))
     own, _ = embedder.worker_of("user:u")
     own.script = Script(delay_s=60)
     async with embedder.over_http() as client:
@@ -207,6 +210,8 @@ async def test_a_client_that_leaves_cancels_its_texts(embedder):
         asking.cancel()
         await eventually(lambda: len(own.cancels) == 5)
     assert embedder.router.streams == 0
+    gc.collect()
+    assert unhandled == []
 
 
 async def test_texts_that_outlast_the_drain_get_a_typed_error(make_cluster):

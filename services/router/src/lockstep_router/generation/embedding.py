@@ -164,7 +164,8 @@ class Embedding:
             all_done.cancel()
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            # The first two as well: an exception that nobody takes is logged.
+            await asyncio.gather(all_done, failed, *tasks, return_exceptions=True)
 
     async def _run_some(
         self, waiting: Iterator[tuple[int, Journal]], take: Callable[[int, "array[float]"], None]
