@@ -1,5 +1,7 @@
 """The compiled CPU kernels against plain torch, and their promise: a row's bits depend on that row alone."""
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from lockstep_engine.attention_cpu import CompiledAttention
 from lockstep_engine.attention_torch import TorchAttention
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.kernels import cpu
+from lockstep_engine.kernels.cpu_structs import PlainLayerCall, PlainStepCall, RopeCall
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.scoring import Scoring
 from texts import CPU, Texts, assert_all_close, assert_same_bits, by_kernel, by_torch, dense
@@ -213,9 +216,9 @@ class TestElementwise:
         out = cpu.silu_mul(torch.cat([gate, torch.ones_like(gate)])[None])[0]
         torch.testing.assert_close(out, functional.silu(gate), atol=1e-34, rtol=1e-5)
 
-    @pytest.mark.parametrize("normed", [False, True])
+    @pytest.mark.parametrize("has_norms", [False, True])
     @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 64), (2, 2, 10), (8, 1, 128)])
-    def test_rope_is_llamas(self, heads, kv_heads, dim, normed):
+    def test_rope_is_llamas(self, heads, kv_heads, dim, has_norms):
         torch.manual_seed(dim)
         tokens = 7
         qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
@@ -223,35 +226,34 @@ class TestElementwise:
         angles = torch.cat([angles, angles], dim=-1)
         cosine, sine = angles.cos(), angles.sin()
         q_norm, k_norm = torch.randn(2, dim)
-        expected = rotated(qkv, cosine, sine, heads, kv_heads, (q_norm, k_norm) if normed else None)
-        rope(qkv, cosine, sine, heads, kv_heads, (q_norm, k_norm) if normed else None)
-        torch.testing.assert_close(qkv, expected, atol=2e-6, rtol=1e-5)
+        norms = (q_norm, k_norm) if has_norms else None
+        normed = cpu.add_rms_norm(qkv, None, torch.ones(qkv.shape[1]), 1e-5)
+        expected = rotated(normed, cosine, sine, heads, kv_heads, norms)
+        actual = rope(qkv, cosine, sine, heads, kv_heads, norms)
+        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
         values = slice((heads + kv_heads) * dim, None)
-        assert torch.equal(qkv[:, values], expected[:, values])
+        assert torch.equal(actual[:, values], expected[:, values])
 
     def test_a_row_has_the_same_bits_whatever_its_neighbours(self):
         torch.manual_seed(0)
         x, delta, weight = torch.randn(9, 100), torch.randn(9, 100), torch.randn(100)
         norm, gated = cpu.add_rms_norm(x.clone(), delta, weight, 1e-5), cpu.silu_mul(x)
         qkv, cosine, sine = torch.randn(9, 4 * 32), torch.randn(9, 32), torch.randn(9, 32)
-        together = qkv.clone()
-        rope(together, cosine, sine, 2, 1, None)
+        together = rope(qkv, cosine, sine, 2, 1, None)
         for row in range(9):
             one = slice(row, row + 1)
             assert torch.equal(cpu.add_rms_norm(x[one].clone(), delta[one], weight, 1e-5), norm[one])
             assert torch.equal(cpu.silu_mul(x[one].contiguous()), gated[one])
-            alone = qkv[one].clone()
-            rope(alone, cosine[one], sine[one], 2, 1, None)
-            assert torch.equal(alone, together[one])
+            assert torch.equal(rope(qkv[one], cosine[one], sine[one], 2, 1, None), together[one])
 
 
-def rope(qkv, cosine, sine, heads, kv_heads, norms):
-    """Rotates in place; the kernel does it before it attends."""
+def rope(x, cosine, sine, heads, kv_heads, norms):
+    """Queries, keys and values as a layer rotates them that takes x's rows, divided by their root mean squares, for the
+    product of its merged projections.
+    """
     q_norm, k_norm = norms or (None, None)
-    tokens, dim = cosine.shape
-    rotation = cpu.RopeCall(
-        cosine=cosine.data_ptr(),
-        sine=sine.data_ptr(),
+    (tokens, dim), width = cosine.shape, x.shape[1]
+    rotation = RopeCall(
         q_norm=None if q_norm is None else q_norm.data_ptr(),
         k_norm=None if k_norm is None else k_norm.data_ptr(),
         heads=heads,
@@ -268,8 +270,35 @@ def rope(qkv, cosine, sine, heads, kv_heads, norms):
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    layout = StepLayout(np.zeros(1, np.int32), np.array([tokens], np.int32), tables)
-    CompiledAttention(cache, layout).attend_merged(0, qkv, rotation, scale=1.0, window=None)
+    attention = CompiledAttention(cache, StepLayout(np.zeros(1, np.int32), np.array([tokens], np.int32), tables))
+    identity = cpu.PackedLinear(torch.eye(width), None)
+    out = cpu.PackedLinear(torch.zeros(width, heads * dim), None)
+    ones = torch.ones(width)
+    layer = PlainLayerCall(
+        qkv=ctypes.addressof(identity.call),
+        out=ctypes.addressof(out.call),
+        rotation=ctypes.addressof(rotation),
+        first_norm=ones.data_ptr(),
+        first_eps=1e-5,
+        scale=1.0,
+    )
+    rotated = torch.empty(tokens, width)
+    room = torch.empty(4, tokens, width)
+    step = PlainStepCall(
+        x=x.data_ptr(),
+        result=room[0].data_ptr(),
+        normed=room[1].data_ptr(),
+        wide=rotated.data_ptr(),
+        inner=room[2].data_ptr(),
+        tiles=room[3].data_ptr(),
+        cosine=cosine.data_ptr(),
+        sine=sine.data_ptr(),
+        rows=tokens,
+        hidden=width,
+    )
+    attention.give_to(step)
+    cpu.plain((PlainLayerCall * 1)(layer), 0, 1, step, 1)
+    return rotated
 
 
 def rotated(qkv, cosine, sine, heads, kv_heads, norms):

@@ -1,5 +1,7 @@
 """Paged attention on the CPU by the compiled kernel, which reads blocks in place instead of gathering them."""
 
+import ctypes
+
 import numpy as np
 import torch
 from torch.nn import functional
@@ -7,6 +9,7 @@ from torch.nn import functional
 from lockstep_engine.attention import StepAttention, StepLayout
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.kernels import cpu
+from lockstep_engine.kernels.cpu_structs import AttentionCall, PlainStepCall
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.scoring import Scoring
 
@@ -24,7 +27,7 @@ class CompiledAttention(StepAttention):
         self._hot_tables = None if step.hot_tables is None else np.ascontiguousarray(step.hot_tables)
         self._moves = None if step.moves is None else np.ascontiguousarray(step.moves)
         hot_window = cache.hot_window
-        self._call = cpu.AttentionCall(
+        self._call = AttentionCall(
             tables=self._tables.ctypes.data,
             hot_tables=None if self._hot_tables is None else self._hot_tables.ctypes.data,
             moves=None if self._moves is None else self._moves.ctypes.data,
@@ -60,28 +63,11 @@ class CompiledAttention(StepAttention):
         call.bias = call.sinks = None
         return out.to(dtype)
 
-    def attend_merged(
-        self, layer: int, qkv: torch.Tensor, rotation: cpu.RopeCall, *, scale: float, window: int | None
-    ) -> torch.Tensor:
-        """`attend` for a layer's merged projections, which are rotated in place.
-
-        Args:
-            layer: number of the layer.
-            qkv: [tokens, (heads + 2 * kv heads) * head dim], contiguous.
-            rotation: how queries and keys are rotated; all fields but `qkv` and `tokens` are set.
-            scale: as in `Scoring`.
-            window: as in `Scoring`.
-
-        Returns:
-            [tokens, heads * head dim].
-        """
-        call = self._call
-        out = torch.empty(qkv.shape[0], rotation.heads * rotation.dim)
-        rotation.qkv, rotation.tokens = qkv.data_ptr(), qkv.shape[0]
-        call.out = out.data_ptr()
-        call.heads, call.scale, call.window, call.soft_cap = rotation.heads, scale, window or 0, 0.0
-        cpu.rotated_attention(rotation, call, self._cache.calls[layer], self._slots, self._scratch, self._threads)
-        return out
+    def give_to(self, step: PlainStepCall) -> None:
+        """Set what a step of plain layers needs of its attention, which must outlive the step."""
+        step.attention, step.caches = ctypes.addressof(self._call), ctypes.addressof(self._cache.calls)
+        step.slots = self._slots.data_ptr()
+        step.scratch, step.scratch_size = self._scratch.data_ptr(), self._scratch.shape[1]
 
 
 def _by_components(x: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,13 @@
-"""Decoder layers of the plain Llama shape in a dozen calls, for the CPU, where the calls themselves take most of a
-step's time.
+"""Decoder layers of the plain Llama shape in one call of the CPU kernels, because calls take most of a small step's
+time: one call for all layers, or two a layer where ranks add up their parts of a sum.
 
 A fused layer replaces a Hugging Face layer and uses that layer's parameters. It computes the same; the tests compare it
 with the unmodified model.
 """
 
+import ctypes
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +16,101 @@ from torch import nn
 from lockstep_engine.attention_cpu import CompiledAttention
 from lockstep_engine.interception import intercepted
 from lockstep_engine.kernels import cpu
-from lockstep_engine.linear import FusedRmsNorm
+from lockstep_engine.kernels.cpu_structs import PlainLayerCall, PlainStepCall, RopeCall
+from lockstep_engine.linear import ColumnLinear, FusedRmsNorm, RowLinear
 from lockstep_engine.own_attention import CurrentStep
 from lockstep_engine.plain_layer import PlainLayer
 
+_ALIGNED = 16
+"""Floats of a cache line. Each buffer begins at a multiple of it."""
+
+
+class FusedLayers:
+    """Plain layers that follow one another.
+
+    Args:
+        layers: with packed weights, at least one; the parameters stay where they are.
+    """
+
+    def __init__(self, layers: Sequence[PlainLayer]) -> None:
+        self._layers = layers
+        self._products = [[_packed(each) for each in (of.qkv, of.out, of.gate_up, of.down)] for of in layers]
+        self._rotations = [_rotation(each) for each in layers]
+        calls = map(_call, layers, self._products, self._rotations)
+        self._calls = (PlainLayerCall * len(layers))(*calls)
+        every = [each for products in self._products for each in products]
+        self._parts = [each for each in every if each.call.parts > 1]
+        self._widest_in = max(each.call.inputs for each in every)
+        self._widest_out = max(each.out_features for each in every)
+        self._is_alone = layers[0].out.group.size == 1
+
+    def step(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, paged: CompiledAttention) -> torch.Tensor:
+        """Run the layers.
+
+        Args:
+            x: [tokens, hidden], the residual stream, changed in place: contiguous, float32.
+            cosine, sine: [tokens, head dim], contiguous, float32.
+            paged: the step's attention.
+
+        Returns:
+            [tokens, hidden], what the last layer adds to x.
+        """
+        rows, hidden = x.shape
+        threads, halves = torch.get_num_threads(), 2 * len(self._layers)
+        sums = max((each.sums_size(rows) for each in self._parts), default=0)
+        widths = (hidden, hidden, self._widest_out, self._widest_in, self._widest_in if rows > 1 else 0)
+        sizes = [-(-rows * width // _ALIGNED) * _ALIGNED for width in widths]
+        room = torch.empty(sum(sizes) + threads * sums)
+        places = itertools.accumulate(sizes, lambda at, size: at + 4 * size, initial=room.data_ptr())
+        step = PlainStepCall(x.data_ptr(), *places, rows=rows, hidden=hidden, sums_size=sums)
+        step.cosine, step.sine = cosine.data_ptr(), sine.data_ptr()
+        paged.give_to(step)
+        result = room[: rows * hidden].view(rows, hidden)
+        if self._is_alone:
+            cpu.plain(self._calls, 0, halves, step, threads)
+            return result
+        for half in range(halves):
+            cpu.plain(self._calls, half, half + 1, step, threads)
+            layer = self._layers[half // 2]
+            delta = (layer.down if half % 2 else layer.out).complete(result)
+            step.delta = delta.data_ptr()
+        return delta
+
+
+def _packed(linear: ColumnLinear | RowLinear) -> cpu.PackedLinear:
+    assert linear.packed is not None
+    return linear.packed
+
+
+def _rotation(layer: PlainLayer) -> RopeCall:
+    q_norm, k_norm = layer.head_norms or (None, None)
+    return RopeCall(
+        q_norm=None if q_norm is None else q_norm.weight.data_ptr(),
+        k_norm=None if k_norm is None else k_norm.weight.data_ptr(),
+        heads=layer.heads,
+        kv_heads=layer.kv_heads,
+        dim=layer.head_dim,
+        eps=0.0 if q_norm is None else q_norm.eps,
+    )
+
+
+def _call(layer: PlainLayer, products: Sequence[cpu.PackedLinear], rotation: RopeCall) -> PlainLayerCall:
+    first, second = layer.norms
+    return PlainLayerCall(
+        *(ctypes.addressof(each.call) for each in products),
+        rotation=ctypes.addressof(rotation),
+        first_norm=first.weight.data_ptr(),
+        second_norm=second.weight.data_ptr(),
+        number=layer.number,
+        window=layer.window or 0,
+        first_eps=first.eps,
+        second_eps=second.eps,
+        scale=layer.scale,
+    )
+
 
 class FusedLayer(nn.Module):
-    """A plain layer on the CPU (see `PlainLayer`).
+    """A plain layer on the CPU (see `PlainLayer`), alone in a model that has others, too.
 
     Args:
         layer: a layer for which `PlainLayer.fits` holds; its parameters stay where they are.
@@ -30,16 +121,8 @@ class FusedLayer(nn.Module):
         self.inner = layer
         attention: Any = layer.self_attn
         self._step: CurrentStep = attention.current_step
-        self._parts = parts = PlainLayer.of(layer)
-        q_norm, k_norm = parts.head_norms or (None, None)
-        self._rotation = cpu.RopeCall(
-            q_norm=None if q_norm is None else q_norm.weight.data_ptr(),
-            k_norm=None if k_norm is None else k_norm.weight.data_ptr(),
-            heads=parts.heads,
-            kv_heads=parts.kv_heads,
-            dim=parts.head_dim,
-            eps=0.0 if q_norm is None else q_norm.eps,
-        )
+        self.parts = PlainLayer.of(layer)
+        self._layers = FusedLayers([self.parts])
 
     def forward(
         self,
@@ -51,18 +134,9 @@ class FusedLayer(nn.Module):
         """hidden_states [1, tokens, hidden], changed in place; cosines and sines [1, tokens, head dim]."""
         paged = self._step.take()
         assert isinstance(paged, CompiledAttention)
-        self.advance(hidden_states[0], *position_embeddings, paged)
+        cosine, sine = position_embeddings
+        hidden_states[0].add_(self._layers.step(hidden_states[0], cosine[0], sine[0], paged))
         return hidden_states
-
-    def advance(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, paged: CompiledAttention) -> None:
-        """The layer on x [tokens, hidden], in place; cosine and sine [tokens, head dim], contiguous."""
-        parts, rotation = self._parts, self._rotation
-        first, second = parts.norms
-        rotation.cosine, rotation.sine = cosine.data_ptr(), sine.data_ptr()
-        qkv = parts.qkv.forward(cpu.add_rms_norm(x, None, first.weight, first.eps))
-        attended = paged.attend_merged(parts.number, qkv, rotation, scale=parts.scale, window=parts.window)
-        normed = cpu.add_rms_norm(x, parts.out.forward(attended), second.weight, second.eps)
-        x.add_(parts.down.forward(cpu.silu_mul(parts.gate_up.forward(normed))))
 
 
 def fuse_layers(model: nn.Module, hidden_act: str) -> list[FusedLayer]:
@@ -90,7 +164,7 @@ class FusedDecoder:
     """
 
     def __init__(self, model: nn.Module, layers: list[FusedLayer], context_length: int) -> None:
-        self._layers = layers
+        self._layers = FusedLayers([layer.parts for layer in layers])
         self._embed: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         self._head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         self._norm: FusedRmsNorm = model.model.norm  # type: ignore[assignment]
@@ -102,23 +176,23 @@ class FusedDecoder:
 
     def logits(self, ids: torch.Tensor, attention: CompiledAttention, rows: torch.Tensor) -> torch.Tensor:
         """See `BuiltModel.logits`."""
-        logits: torch.Tensor = self._head(self._states(self._stream(ids, attention), rows))
+        logits: torch.Tensor = self._head(self._states(*self._stream(ids, attention), rows))
         return logits
 
     def logits_and_states(
         self, ids: torch.Tensor, attention: CompiledAttention, rows: torch.Tensor, pooled: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `BuiltModel.logits_and_states`."""
-        x = self._stream(ids, attention)
-        return self._head(self._states(x, rows)), self._states(x, pooled)
+        stream = self._stream(ids, attention)
+        return self._head(self._states(*stream, rows)), self._states(*stream, pooled)
 
-    def _states(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        return cpu.add_rms_norm(x.index_select(0, rows), None, self._norm.weight, self._norm.eps)
+    def _states(self, x: torch.Tensor, delta: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        last = x.index_select(0, rows), delta.index_select(0, rows)
+        return cpu.add_rms_norm(*last, self._norm.weight, self._norm.eps)
 
-    def _stream(self, ids: torch.Tensor, attention: CompiledAttention) -> torch.Tensor:
+    def _stream(self, ids: torch.Tensor, attention: CompiledAttention) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream before the last layer's sum, and that sum."""
         x: torch.Tensor = self._embed(ids)
         cosine = self._cosine.index_select(0, attention.positions)
         sine = self._sine.index_select(0, attention.positions)
-        for layer in self._layers:
-            layer.advance(x, cosine, sine, attention)
-        return x
+        return x, self._layers.step(x, cosine, sine, attention)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kernels import cpu, gpu
+from lockstep_engine.kernels.cpu_structs import LayerCall
 from lockstep_engine.layer_cache import ColdLayer, LayerCache, compress
 
 _SCALE_BYTES = 4
@@ -70,8 +71,9 @@ class KvCache:
             for layer in range(layers)
         ]
         self._layers = [LayerCache(*each) for each in zip(self.keys, self.values, colds, strict=True)]
-        self.calls = [_layer_call(each) for each in self._layers] if cpu.available(self.keys) else []
-        """Arguments of the CPU kernels, one for each layer."""
+        calls = map(_layer_call, self._layers) if cpu.available(self.keys) else ()
+        self.calls = (LayerCall * layers)(*calls)
+        """Arguments of the CPU kernels, one for each layer; without meaning where these do not run."""
 
     @staticmethod
     def block_bytes(*, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -127,7 +129,7 @@ class KvCache:
             moves_on_device = torch.from_numpy(moves.astype(np.int32)).to(device, non_blocking=True)
             for number in numbers:
                 triton_compress.compress(self._layers[number], moves_on_device)
-        elif self.calls:
+        elif cpu.available(self.keys):
             for number in numbers:
                 cpu.compress(self.calls[number], moves, torch.get_num_threads())
         else:
@@ -203,9 +205,9 @@ class KvCache:
         return torch.from_numpy(index.reshape(-1)).to(self.keys.device, non_blocking=True)
 
 
-def _layer_call(cache: LayerCache) -> cpu.LayerCall:
+def _layer_call(cache: LayerCache) -> LayerCall:
     kv_heads, blocks, dim, _ = cache.keys.shape
-    call = cpu.LayerCall(
+    call = LayerCall(
         keys=cache.keys.data_ptr(),
         values=cache.values.data_ptr(),
         kv_heads=kv_heads,

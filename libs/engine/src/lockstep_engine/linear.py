@@ -237,8 +237,12 @@ class RowLinear(nn.Module):
             out = functional.linear(x, self.weight, self.bias if alone else None)
             out = self.group.all_reduce(out)
             return out if alone or self.bias is None else out + self.bias
-        out = self.group.all_reduce(self.packed.wide(x) if self.packed else self._product(x))
-        return (out if self.bias is None else out + self.bias.float()).to(x.dtype)
+        return self.complete(self.packed.wide(x) if self.packed else self._product(x)).to(x.dtype)
+
+    def complete(self, own: torch.Tensor) -> torch.Tensor:
+        """The result from the sum over this rank's input features, both [..., out] in float32; on the CPU."""
+        out = self.group.all_reduce(own)
+        return out if self.bias is None else out + self.bias.float()
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over this rank's input features without the kernels, in float32."""

@@ -11,8 +11,11 @@
 #include <stdint.h>
 #include <string.h>
 
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+
 /* Raised with every change of a signature or layout, so that the caller can refuse a stale build. */
-const int lockstep_cpu_version = 11;
+const int lockstep_cpu_version = 12;
 
 #define BLOCK 16
 #define LANES 16 /* partial sums of a reduction, in every build */
@@ -95,6 +98,31 @@ struct product {
     const float *x;
     const void *weight;
     int64_t batch, rows, in, out_features, w_batch_stride, w_out_stride, w_in_stride, kind;
+};
+
+/* A decoder layer of the plain Llama shape (plain_layer.py): x + attention(norm(x)), then x + mlp(norm(x)). What a step gives to
+ * the products and to the rotation is unset in theirs. `number` is that of the layer's cache; window 0: none. */
+struct plain_layer {
+    const struct linear *qkv, *out, *gate_up, *down;
+    const struct rope *rotation;
+    const float *first_norm, *second_norm;
+    int64_t number, window;
+    float first_eps, second_eps, scale;
+};
+
+/* A step of such layers. x [rows, hidden] is the residual stream without what the half before the first one adds to it: `delta` of
+ * that shape, or null. `result` is what the last half adds. cosine and sine [rows, dim]; slots [rows]: where keys and values go in the
+ * caches, one for each layer. normed [rows, hidden], wide and inner (the widest of qkv and gate_up, of attention's output and the
+ * gated products), tiles (a row's widest input; unused for one row) and, for each thread, `scratch` (see lockstep_attention) and
+ * `sums` (see struct linear) are room. */
+struct plain_step {
+    float *x, *result, *normed, *wide, *inner, *tiles, *sums;
+    const float *delta, *cosine, *sine;
+    const int64_t *slots;
+    const struct attention *attention;
+    const struct layer *caches;
+    float *scratch;
+    int64_t rows, hidden, sums_size, scratch_size;
 };
 
 /* The function that `map` computes of each element. */
@@ -279,19 +307,6 @@ void lockstep_map(float *out, const float *x, int64_t count, int function, int t
     }
 }
 
-/* A layer's attention from the product of its merged projections: rotate queries and keys, store keys and values, attend. */
-void lockstep_rotated_attention(const struct rope *r, struct attention *a, const struct layer *l, const int64_t *slots,
-                                float *scratch, int64_t size, int threads) {
-    int64_t row = (r->heads + 2 * r->kv_heads) * r->dim;
-    const float *k = r->qkv + r->heads * r->dim, *v = k + r->kv_heads * r->dim;
-    chosen.rotate_all(r);
-    lockstep_store(l, k, v, r->dim, row, r->dim, row, slots, r->tokens);
-    a->q = r->qkv;
-    a->q_head_stride = r->dim;
-    a->q_token_stride = row;
-    lockstep_attention(a, l, scratch, size, threads);
-}
-
 void lockstep_linear(struct linear *l, int threads) {
     int64_t panels = (l->out_features + PANEL - 1) / PANEL, tiles = (l->rows + chosen.tile_rows - 1) / chosen.tile_rows;
     if (l->rows == 1) {
@@ -315,4 +330,81 @@ void lockstep_product(const struct product *p, float *scratch, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1)
     for (int slice = 0; slice < threads; slice++)
         chosen.multiply(p, scratch + slice * p->in * PANEL, items * slice / threads, items * (slice + 1) / threads);
+}
+
+/* The rows of a step that a thread works on, where rows are split over threads. */
+static int64_t first_row(const struct plain_step *s, int slice, int threads) { return s->rows * slice / threads; }
+
+static void norm_rows(const struct plain_step *s, const float *delta, const float *weight, float eps, int slice, int threads) {
+    int64_t begin = first_row(s, slice, threads), rows = first_row(s, slice + 1, threads) - begin, at = begin * s->hidden;
+    chosen.add_rms_norm(s->normed + at, s->x + at, delta ? delta + at : NULL, weight, rows, s->hidden, eps);
+#pragma omp barrier
+}
+
+static void multiply_rows(const struct plain_step *s, const struct linear *weight, float *out, const float *x, int slice, int threads) {
+    struct linear l = *weight;
+    int64_t panels = (l.out_features + PANEL - 1) / PANEL, tiles = (s->rows + chosen.tile_rows - 1) / chosen.tile_rows;
+    l.out = out;
+    l.x = x;
+    l.tiles = s->rows == 1 ? (float *)x : s->tiles;
+    l.rows = s->rows;
+    l.sums_size = s->sums_size;
+    if (s->rows > 1) {
+        chosen.interleave(&l, tiles * slice / threads, tiles * (slice + 1) / threads);
+#pragma omp barrier
+    }
+    chosen.linear(&l, l.parts > 1 ? s->sums + slice * s->sums_size : NULL, panels * slice / threads, panels * (slice + 1) / threads);
+#pragma omp barrier
+}
+
+static void attention_half(const struct plain_step *s, const struct plain_layer *p, const float *delta, int slice, int threads) {
+    norm_rows(s, delta, p->first_norm, p->first_eps, slice, threads);
+    multiply_rows(s, p->qkv, s->wide, s->normed, slice, threads);
+    struct rope r = *p->rotation;
+    const struct layer *cache = s->caches + p->number;
+    int64_t width = (r.heads + 2 * r.kv_heads) * r.dim, begin = first_row(s, slice, threads);
+    r.tokens = first_row(s, slice + 1, threads) - begin;
+    r.qkv = s->wide + begin * width;
+    r.cosine = s->cosine + begin * r.dim;
+    r.sine = s->sine + begin * r.dim;
+    chosen.rotate_all(&r);
+    const float *k = r.qkv + r.heads * r.dim;
+    lockstep_store(cache, k, k + r.kv_heads * r.dim, r.dim, width, r.dim, width, s->slots + begin, r.tokens);
+#pragma omp barrier
+    struct attention a = *s->attention;
+    if (a.move_count) {
+        int64_t items = a.move_count * cache->kv_heads;
+        chosen.compress(cache, a.moves, items * slice / threads, items * (slice + 1) / threads);
+#pragma omp barrier
+    }
+    a.out = s->inner;
+    a.q = s->wide;
+    a.q_head_stride = r.dim;
+    a.q_token_stride = width;
+    a.heads = r.heads;
+    a.window = p->window;
+    a.scale = p->scale;
+    chosen.attend(&a, cache, s->scratch + slice * s->scratch_size, slice, threads);
+#pragma omp barrier
+    multiply_rows(s, p->out, s->result, s->inner, slice, threads);
+}
+
+static void gated_half(const struct plain_step *s, const struct plain_layer *p, const float *delta, int slice, int threads) {
+    norm_rows(s, delta, p->second_norm, p->second_eps, slice, threads);
+    multiply_rows(s, p->gate_up, s->wide, s->normed, slice, threads);
+    int64_t inner = p->down->in, begin = first_row(s, slice, threads), rows = first_row(s, slice + 1, threads) - begin;
+    chosen.silu_mul(s->inner + begin * inner, s->wide + 2 * begin * inner, rows, inner);
+#pragma omp barrier
+    multiply_rows(s, p->down, s->result, s->inner, slice, threads);
+}
+
+/* Compute halves of layers, from number `first` to before `end`: 2 i is attention in layer i, 2 i + 1 its gated products. Between two of
+ * them all threads meet; a parallel region for each product would take longer than the product of a small model. */
+void lockstep_plain(const struct plain_layer *layers, int64_t first, int64_t end, const struct plain_step *s, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        int slice = omp_get_thread_num(), team = omp_get_num_threads();
+        for (int64_t half = first; half < end; half++)
+            (half % 2 ? gated_half : attention_half)(s, layers + half / 2, half == first ? s->delta : s->result, slice, team);
+    }
 }

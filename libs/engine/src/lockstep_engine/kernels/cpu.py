@@ -16,8 +16,16 @@ import torch
 from numpy.typing import NDArray
 
 from lockstep_engine import huge_pages
+from lockstep_engine.kernels.cpu_structs import (
+    AttentionCall,
+    LayerCall,
+    LinearCall,
+    PlainLayerCall,
+    PlainStepCall,
+    ProductCall,
+)
 
-_VERSION = 11
+_VERSION = 12
 _PANEL = 32
 _MOST_TOGETHER, _MOST_ROWS = 4, 12
 """Most panels that a product takes together in any build, and most rows for which it takes several."""
@@ -32,109 +40,6 @@ _INT8, _INT8_PER_127 = 5, 6
 WIDEN = 3
 """`WIDEN` of cpu.c."""
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-
-
-class LayerCall(ctypes.Structure):
-    """`struct layer` of cpu.c."""
-
-    _fields_ = (
-        ("keys", _POINTER),
-        ("values", _POINTER),
-        ("cold_keys", _POINTER),
-        ("cold_values", _POINTER),
-        ("key_scales", _POINTER),
-        ("value_scales", _POINTER),
-        ("kv_heads", _LONG),
-        ("blocks", _LONG),
-        ("cold_blocks", _LONG),
-        ("dim", _LONG),
-        ("kind", _LONG),
-    )
-
-
-class AttentionCall(ctypes.Structure):
-    """`struct attention` of cpu.c."""
-
-    _fields_ = (
-        ("out", _POINTER),
-        ("q", _POINTER),
-        ("q_head_stride", _LONG),
-        ("q_token_stride", _LONG),
-        ("tables", _POINTER),
-        ("hot_tables", _POINTER),
-        ("moves", _POINTER),
-        ("width", _LONG),
-        ("move_count", _LONG),
-        ("first_cold", _LONG),
-        ("sink", _LONG),
-        ("hot_blocks_before", _LONG),
-        ("owners", _POINTER),
-        ("positions", _POINTER),
-        ("bias", _POINTER),
-        ("sinks", _POINTER),
-        ("bias_width", _LONG),
-        ("tokens", _LONG),
-        ("heads", _LONG),
-        ("window", _LONG),
-        ("scale", _FLOAT),
-        ("soft_cap", _FLOAT),
-    )
-
-
-class RopeCall(ctypes.Structure):
-    """`struct rope` of cpu.c."""
-
-    _fields_ = (
-        ("qkv", _POINTER),
-        ("cosine", _POINTER),
-        ("sine", _POINTER),
-        ("q_norm", _POINTER),
-        ("k_norm", _POINTER),
-        ("tokens", _LONG),
-        ("heads", _LONG),
-        ("kv_heads", _LONG),
-        ("dim", _LONG),
-        ("eps", _FLOAT),
-    )
-
-
-class LinearCall(ctypes.Structure):
-    """`struct linear` of cpu.c."""
-
-    _fields_ = (
-        ("out", _POINTER),
-        ("x", _POINTER),
-        ("panels", _POINTER),
-        ("bias", _POINTER),
-        ("tiles", _POINTER),
-        ("scales", _POINTER),
-        ("sums", _POINTER),
-        ("rows", _LONG),
-        ("inputs", _LONG),
-        ("outputs", _LONG),
-        ("kind", _LONG),
-        ("group", _LONG),
-        ("parts", _LONG),
-        ("sums_size", _LONG),
-    )
-
-
-class ProductCall(ctypes.Structure):
-    """`struct product` of cpu.c."""
-
-    _fields_ = (
-        ("out", _POINTER),
-        ("x", _POINTER),
-        ("weight", _POINTER),
-        ("batch", _LONG),
-        ("rows", _LONG),
-        ("inputs", _LONG),
-        ("outputs", _LONG),
-        ("batch_stride", _LONG),
-        ("output_stride", _LONG),
-        ("input_stride", _LONG),
-        ("kind", _LONG),
-    )
 
 
 class Function(enum.IntEnum):
@@ -169,15 +74,7 @@ def _load() -> ctypes.CDLL | None:
         "map": (_POINTER, _POINTER, _LONG, _INT, _INT),
         "linear": (ctypes.POINTER(LinearCall), _INT),
         "product": (ctypes.POINTER(ProductCall), _POINTER, _INT),
-        "rotated_attention": (
-            ctypes.POINTER(RopeCall),
-            ctypes.POINTER(AttentionCall),
-            layer,
-            _POINTER,
-            _POINTER,
-            _LONG,
-            _INT,
-        ),
+        "plain": (ctypes.POINTER(PlainLayerCall), _LONG, _LONG, ctypes.POINTER(PlainStepCall), _INT),
     }
     for name, types in signatures.items():
         function = getattr(library, f"lockstep_{name}")
@@ -321,21 +218,12 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def rotated_attention(
-    rotation: RopeCall,
-    call: AttentionCall,
-    layer: LayerCall,
-    slots: torch.Tensor,
-    scratch: torch.Tensor,
-    threads: int,
-) -> None:
-    """Normalize (if norms are given) and rotate queries and keys in place, store keys and values, and compute
-    attention: one call for a layer's merged projections in float32.
+def plain(layers: ctypes.Array[PlainLayerCall], first: int, end: int, step: PlainStepCall, threads: int) -> None:
+    """Compute halves of plain layers, from number `first` to before `end`: 2 i is the attention of layer i, 2 i + 1 its
+    gated products.
     """
     assert _library is not None
-    _library.lockstep_rotated_attention(
-        rotation, call, layer, slots.data_ptr(), scratch.data_ptr(), scratch.shape[1], threads
-    )
+    _library.lockstep_plain(layers, first, end, step, threads)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -416,6 +304,16 @@ class PackedLinear:
         """Bytes of the weight, with scales, as it is read by every product."""
         return self._panels.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
+    @property
+    def call(self) -> LinearCall:
+        """The weight, as the kernels know it."""
+        return self._call
+
+    def sums_size(self, rows: int) -> int:
+        """Floats that a thread needs for the sums of parts."""
+        panels = _MOST_TOGETHER if rows <= _MOST_ROWS else 1
+        return (int(self._call.parts) - 1) * rows * panels * _PANEL
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]."""
         out = self.wide(x)
@@ -431,8 +329,7 @@ class PackedLinear:
         tiles = torch.empty(x.numel()) if call.rows > 1 else None
         call.tiles = None if tiles is None else tiles.data_ptr()
         if call.parts > 1:
-            panels = _MOST_TOGETHER if call.rows <= _MOST_ROWS else 1
-            call.sums_size = (call.parts - 1) * call.rows * panels * _PANEL
+            call.sums_size = self.sums_size(call.rows)
             sums = torch.empty(self._threads * call.sums_size)
             call.sums = sums.data_ptr()
         _library.lockstep_linear(call, self._threads)
