@@ -91,7 +91,8 @@ class EngineConfig:
     """CPU threads of a rank. None: the CPUs that the process may use (its container's CPU limit, its affinity), divided
     by the number of ranks and rounded down."""
     overlap: bool | None = None
-    """Plan a step while the one before it runs, before that one's tokens are known. None: on CUDA."""
+    """Plan a step while the one before it runs, before that one's tokens are known. None: yes, but on the CPU
+    not while a stream with a grammar runs."""
     collectives: str = "auto"
     """auto: NCCL on CUDA, with symmetric memory for small tensors; shared memory between CPU ranks. torch: NCCL or gloo
     for everything.

@@ -136,6 +136,11 @@ class Scheduler:
         return [*self.request_ids, *self._ended]
 
     @property
+    def constrained(self) -> bool:
+        """Whether a running sequence has a grammar."""
+        return any(sequence.constraint is not None for sequence in self._running)
+
+    @property
     def unconstrained(self) -> bool:
         """Whether any request has no grammar."""
         return any(sequence.constraint is None for sequence in self._by_id.values())

@@ -97,7 +97,11 @@ class WorkerSettings(StateServerSettings):
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a rank; if not set, the CPU limit divided by tp."
     )
-    overlap: bool | None = Field(None, description="Plan a step while the one before it runs; on CUDA if not set.")
+    overlap: bool | None = Field(
+        None,
+        description="Plan a step while the one before it runs; if not set: yes, but on the CPU not while a stream with "
+        "a grammar runs.",
+    )
     cuda_graphs: bool = Field(True, description="On CUDA, record steps of decoding once and replay them.")
     fast_path: Literal["required", "prebuilt", "preferred"] = Field(
         "required",
