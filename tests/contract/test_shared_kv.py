@@ -1,10 +1,10 @@
 """Workers of another number of ranks share KV blocks through the real state server: rank processes, the worker's store,
-the server in memory. The tokens are those of computed blocks.
+the server in memory and on Redis. The tokens are those of computed blocks.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from random import Random
 
@@ -13,6 +13,7 @@ from harness import PATIENCE_S
 from lockstep_engine import AsyncEngine, EngineConfig, Output, Request, SamplingParams
 from lockstep_engine.kernels import cpu
 from lockstep_worker.kv_store import KvStore
+from redis_server import RedisServer
 from scripted_kv import opened
 from state_in_process import serving
 from system import REFERENCE
@@ -81,13 +82,24 @@ async def worker(target: str, tp: int) -> AsyncIterator[Worker]:
             await engine.close()
 
 
+@pytest.fixture(params=["memory", "redis"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Where the state server keeps blocks, empty."""
+    if request.param == "memory":
+        yield "memory"
+        return
+    server = RedisServer(tmp_path)
+    yield server.address
+    server.kill()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(cpu.build is None, reason="torch's products depend on a matrix's width")
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
 async def test_a_conversation_goes_on_at_a_worker_of_another_number_of_ranks(
-    private_tmp: Path, first: int, second: int
+    private_tmp: Path, store: str, first: int, second: int
 ) -> None:
-    async with serving(private_tmp, store="memory") as target:
+    async with serving(private_tmp, store=store) as target:
         async with worker(target, first) as one:
             ids, cached = await one.ask(TEXT)
             assert cached == 0
