@@ -63,7 +63,7 @@ class Kernels:
         for norms in (None, (self.empty(self.dim), self.empty(self.dim))):
             qkv, angles = self.empty(4, (self.heads + 2 * self.kv_heads) * self.dim), self.empty(4, self.dim)
             triton_store.rotate_store(layer, qkv, angles, angles, slots, heads=self.heads, norms=norms)
-        triton_compress.compress(layer, torch.zeros(4, 2, dtype=torch.int32))
+        triton_compress.compress(self.cache.cold_layers(0), torch.zeros(4, 2, dtype=torch.int32))
 
     def step(self, lengths, width):
         """A step as a rank runs it."""

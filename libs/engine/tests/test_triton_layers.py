@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -9,7 +10,7 @@ import triton.language as tl
 import twins
 from lockstep_engine import layer_cache
 from lockstep_engine.config import HotWindow
-from lockstep_engine.kernels import triton_compress, triton_fp8, triton_gate, triton_norm, triton_store
+from lockstep_engine.kernels import gpu, triton_compress, triton_fp8, triton_gate, triton_norm, triton_store
 from lockstep_engine.kernels.triton_fp8 import decode, encode
 from lockstep_engine.kv_cache import KvCache
 from triton_device import DEVICE, NEEDS_GPU
@@ -33,9 +34,9 @@ def close(ours, expected):
     torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
 
 
-def cache_of(dim, dtype=torch.float32, *, kv_heads=2, blocks=4, hot_window=None, compressed=(0,)):
+def cache_of(dim, dtype=torch.float32, *, layers=1, kv_heads=2, blocks=4, hot_window=None, compressed=(0,)):
     return KvCache(
-        layers=1,
+        layers=layers,
         kv_heads=kv_heads,
         head_dim=dim,
         blocks=blocks,
@@ -163,7 +164,7 @@ class TestCompress:
             cache.keys.copy_(keys)
             cache.values.copy_(values)
         moves = torch.tensor([[0, 3], [3, 0], [1, 1]], dtype=torch.int32, device=DEVICE)
-        triton_compress.compress(ours.layer(0), moves)
+        triton_compress.compress(ours.cold_layers(0), moves)
         layer_cache.compress(theirs.layer(0), moves.long())
         for name in ("keys", "values", "key_scales", "value_scales"):
             one, other = (getattr(cache.layer(0).cold, name) for cache in (ours, theirs))
@@ -172,10 +173,27 @@ class TestCompress:
 
     def test_what_does_not_fit_is_refused(self):
         moves = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE)
-        with pytest.raises(ValueError, match="no cold blocks"):
-            triton_compress.compress(cache_of(64).layer(0), moves)
         with pytest.raises(ValueError, match="int64"):
-            triton_compress.compress(cache_of(64, hot_window=HotWindow(1, 1)).layer(0), moves.long())
+            triton_compress.compress(cache_of(64, hot_window=HotWindow(1, 1)).cold_layers(0), moves.long())
+
+    @pytest.mark.parametrize("compressed", [None, (1,), (0, 2)])
+    def test_all_layers_of_one_form_take_one_launch(self, compressed, monkeypatch):
+        ours, theirs = (cache_of(64, layers=3, hot_window=HotWindow(1, 1), compressed=compressed) for _ in range(2))
+        keys, values = random(*ours.keys.shape), random(*ours.values.shape)
+        for cache in (ours, theirs):
+            cache.keys.copy_(keys)
+            cache.values.copy_(values)
+        moves, launches, compress = np.array([[0, 3], [3, 0]], np.int32), [], triton_compress.compress
+        monkeypatch.setattr(gpu, "usable", lambda *_: True)
+        monkeypatch.setattr(triton_compress, "compress", lambda *given: (launches.append(given), compress(*given)))
+        ours.compress(moves)
+        assert len(launches) == (1 if compressed is None else 2)
+        for number in range(3):
+            layer_cache.compress(theirs.layer(number), torch.from_numpy(moves).long().to(DEVICE))
+            one, other = (cache.layer(number).cold for cache in (ours, theirs))
+            for name in ("keys", "values", "key_scales", "value_scales"):
+                made, expected = getattr(one, name), getattr(other, name)
+                assert made is expected is None or torch.equal(made, expected)
 
 
 @triton.jit

@@ -102,7 +102,7 @@ class TritonAttention(StepAttention):
     def _compute(self, layer: int, queries: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         cache = self._cache.layer(layer)
         if len(self._moves):
-            triton_compress.compress(cache, self._moves)
+            triton_compress.compress(self._cache.cold_layers(layer), self._moves)
         heads, tokens, dim = queries.shape
         out = torch.empty(tokens, heads, dim, dtype=queries.dtype, device=queries.device)
         for tiles in (self._single, self._prefill(heads // self._cache.kv_heads, queries.dtype)):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kernels import cpu, gpu
 from lockstep_engine.kernels.cpu_structs import LayerCall
-from lockstep_engine.layer_cache import ColdLayer, LayerCache, compress
+from lockstep_engine.layer_cache import ColdLayer, ColdLayers, LayerCache, compress
 
 _SCALE_BYTES = 4
 
@@ -64,12 +64,17 @@ class KvCache:
         heads_blocks = (layers, kv_heads, blocks + 1)
         self.keys = torch.zeros((*heads_blocks, head_dim, BLOCK_SIZE), dtype=dtype, device=device)
         self.values = torch.zeros((*heads_blocks, BLOCK_SIZE, head_dim), dtype=dtype, device=device)
-        colds = [
-            self._cold_layer(compressed_layers is None or layer in compressed_layers)
-            if hot_window is not None
-            else None
-            for layer in range(layers)
-        ]
+        self._groups: list[ColdLayers] = []
+        """Of layers with cold blocks of one form."""
+        self._alone: dict[int, ColdLayers] = {}
+        """Each such layer for itself, by its number."""
+        if hot_window is not None:
+            compressed = set(range(layers)) if compressed_layers is None else set(compressed_layers)
+            for is_compressed in (True, False):
+                self._group_layers(
+                    [each for each in range(layers) if (each in compressed) == is_compressed], is_compressed
+                )
+        colds = [self._alone[each].cold.at(0) if each in self._alone else None for each in range(layers)]
         self._layers = [LayerCache(*each) for each in zip(self.keys, self.values, colds, strict=True)]
         calls = map(_layer_call, self._layers) if cpu.available(self.keys) else ()
         self.calls = (LayerCall * layers)(*calls)
@@ -93,6 +98,10 @@ class KvCache:
         compressed = layers if compressed_layers is None else len(compressed_layers)
         uncompressed = (layers - compressed) * head_dim * dtype.itemsize
         return 2 * kv_heads * BLOCK_SIZE * (uncompressed + compressed * (head_dim + _SCALE_BYTES))
+
+    def cold_layers(self, layer: int) -> ColdLayers:
+        """A layer that has cold blocks, alone."""
+        return self._alone[layer]
 
     def layer(self, layer: int) -> LayerCache:
         """A layer's blocks."""
@@ -127,8 +136,8 @@ class KvCache:
             from lockstep_engine.kernels import triton_compress  # noqa: PLC0415 - loads Triton
 
             moves_on_device = torch.from_numpy(moves.astype(np.int32)).to(device, non_blocking=True)
-            for number in numbers:
-                triton_compress.compress(self._layers[number], moves_on_device)
+            for group in self._groups if layer is None else (self._alone[layer],):
+                triton_compress.compress(group, moves_on_device)
         elif cpu.available(self.keys):
             for number in numbers:
                 cpu.compress(self.calls[number], moves, torch.get_num_threads())
@@ -182,15 +191,22 @@ class KvCache:
         cold = tables.astype(np.int64) - self.first_cold
         return self._index(np.where(cold < 0, self.cold_blocks, cold), self.cold_blocks + 1)
 
-    def _cold_layer(self, compressed: bool) -> ColdLayer:
-        heads_blocks = (self.kv_heads, self.cold_blocks + 1)
-        dtype = torch.uint8 if compressed else self.keys.dtype
+    def _group_layers(self, numbers: list[int], is_compressed: bool) -> None:
+        """Make the cold blocks of some layers."""
+        if not numbers:
+            return
+        each = (len(numbers), self.kv_heads, self.cold_blocks + 1)
+        dtype = torch.uint8 if is_compressed else self.keys.dtype
 
         def zeros(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
-            return torch.zeros((*heads_blocks, *shape), dtype=of, device=self.keys.device)
+            return torch.zeros((*each, *shape), dtype=of, device=self.keys.device)
 
-        key_scales, value_scales = (zeros(BLOCK_SIZE, of=torch.float32) if compressed else None for _ in range(2))
-        return ColdLayer(zeros(self.head_dim, BLOCK_SIZE), zeros(BLOCK_SIZE, self.head_dim), key_scales, value_scales)
+        key_scales, value_scales = (zeros(BLOCK_SIZE, of=torch.float32) if is_compressed else None for _ in range(2))
+        keys, values = zeros(self.head_dim, BLOCK_SIZE), zeros(BLOCK_SIZE, self.head_dim)
+        on_device = torch.tensor(numbers, dtype=torch.int32, device=self.keys.device)
+        group = ColdLayers(on_device, self.keys, self.values, ColdLayer(keys, values, key_scales, value_scales))
+        self._groups.append(group)
+        self._alone |= {number: group.at(place) for place, number in enumerate(numbers)}
 
     def _gather(
         self, keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor, rows: int

@@ -27,6 +27,13 @@ class ColdLayer:
     value_scales: torch.Tensor | None
     """As `key_scales`."""
 
+    def at(self, place: int | slice) -> "ColdLayer":
+        """A part of layers that have their number in front of each shape."""
+        key_scales, value_scales = (
+            None if each is None else each[place] for each in (self.key_scales, self.value_scales)
+        )
+        return ColdLayer(self.keys[place], self.values[place], key_scales, value_scales)
+
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -37,6 +44,25 @@ class LayerCache:
     values: torch.Tensor
     """[kv heads, blocks + 1, 16, head dim]"""
     cold: ColdLayer | None
+
+
+@dataclass(frozen=True)
+class ColdLayers:
+    """Layers whose cold blocks have one form, as one launch makes them of the hot ones."""
+
+    numbers: torch.Tensor
+    """[n], int32: the layers, on the device."""
+    keys: torch.Tensor
+    """[all layers, kv heads, blocks + 1, head dim, 16]"""
+    values: torch.Tensor
+    """[all layers, kv heads, blocks + 1, 16, head dim]"""
+    cold: ColdLayer
+    """With [n] in front of each shape."""
+
+    def at(self, place: int) -> "ColdLayers":
+        """One of the layers."""
+        numbers, cold = self.numbers[place : place + 1], self.cold.at(slice(place, place + 1))
+        return ColdLayers(numbers, self.keys, self.values, cold)
 
 
 def compress(layer: LayerCache, moves: torch.Tensor) -> None:

@@ -112,7 +112,7 @@ def _attend(
 
 def _compress(device: torch.device, dim: int, dtype: torch.dtype) -> None:
     cache = _cache(2, dim, dtype, device, compressed=True)
-    triton_compress.compress(cache.layer(0), torch.zeros(4, 2, dtype=torch.int32, device=device))
+    triton_compress.compress(cache.cold_layers(0), torch.zeros(4, 2, dtype=torch.int32, device=device))
 
 
 def _store(device: torch.device, kv_heads: int, dim: int, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ import triton.language as tl
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.kernels import triton_fp8
 from lockstep_engine.kernels.triton_fp8 import encode
-from lockstep_engine.layer_cache import LayerCache
+from lockstep_engine.layer_cache import ColdLayers
 
 _BLOCK = tl.constexpr(BLOCK_SIZE)
 
@@ -23,14 +23,16 @@ def _quantize(x, axis: tl.constexpr, native: tl.constexpr):
     return codes, peaks * (1.0 / 448.0)
 
 
-@triton.jit(do_not_specialize=["hot_blocks", "cold_blocks"])
+# One build serves any number of blocks and heads, and a layer alone, whose number lies anywhere in a tensor.
+@triton.jit(do_not_specialize=["hot_blocks", "cold_blocks", "kv_heads"], do_not_specialize_on_alignment=["numbers"])
 def _compress(
-    keys, values, hot_blocks, cold_keys, cold_values, key_scales, value_scales, cold_blocks, moves,
+    numbers, keys, values, hot_blocks, cold_keys, cold_values, key_scales, value_scales, cold_blocks, moves, kv_heads,
     dim: tl.constexpr, dim_pad: tl.constexpr, scaled: tl.constexpr, native: tl.constexpr,
 ):  # fmt: skip
-    move, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    source = head * hot_blocks + tl.load(moves + 2 * move)
-    target = head * cold_blocks + tl.load(moves + 2 * move + 1)
+    move, cold_head = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads of all the layers are counted together
+    hot_head = tl.load(numbers + cold_head // kv_heads).to(tl.int64) * kv_heads + cold_head % kv_heads
+    source = hot_head * hot_blocks + tl.load(moves + 2 * move)
+    target = cold_head * cold_blocks + tl.load(moves + 2 * move + 1)
     d = tl.arange(0, dim_pad)
     slot = tl.arange(0, _BLOCK)
     key_at, value_at = d[:, None] * _BLOCK + slot[None, :], slot[:, None] * dim + d[None, :]
@@ -47,31 +49,31 @@ def _compress(
     tl.store(cold_values + target * (dim * _BLOCK) + value_at, v, mask=value_inside)
 
 
-def compress(layer: LayerCache, moves: torch.Tensor) -> None:
-    """Make cold blocks of full hot ones. Its twin is `layer_cache.compress`.
+def compress(layers: ColdLayers, moves: torch.Tensor) -> None:
+    """Make cold blocks of full hot ones in all these layers. Its twin is `layer_cache.compress`.
 
     Args:
-        layer: hot keys [kv heads, blocks, dim, 16] and values [kv heads, blocks, 16, dim] in float16, bfloat16 or
-            float32; cold ones of these shapes in uint8 with float32 scales [kv heads, cold blocks, 16], or in the hot
-            blocks' type without. All contiguous.
-        moves: [n, 2], int32, contiguous: the hot block and the cold one.
+        layers: hot keys [all layers, kv heads, blocks, dim, 16] and values [all layers, kv heads, blocks, 16, dim] in
+            float16, bfloat16 or float32; cold ones [n, kv heads, cold blocks, …] in uint8 with float32 scales
+            [n, kv heads, cold blocks, 16], or in the hot blocks' type without. All contiguous.
+        moves: [m, 2], int32, contiguous: the hot block and the cold one.
 
     Raises:
         ValueError: a shape, type or layout is not as above.
     """
-    cold = layer.cold
-    if cold is None or moves.dtype is not torch.int32 or moves.dim() != 2 or not moves.is_contiguous():
-        raise ValueError(f"compress: moves {tuple(moves.shape)} of {moves.dtype}, or no cold blocks to fill")
-    kv_heads, hot_blocks, dim, _ = layer.keys.shape
+    cold = layers.cold
+    if moves.dtype is not torch.int32 or moves.dim() != 2 or not moves.is_contiguous():
+        raise ValueError(f"compress: moves {tuple(moves.shape)} of {moves.dtype}")
+    _, kv_heads, hot_blocks, dim, _ = layers.keys.shape
     key_scales, value_scales = cold.key_scales, cold.value_scales
     scaled = key_scales is not None and value_scales is not None
-    if cold.keys.dtype != (torch.uint8 if scaled else layer.keys.dtype):
+    if cold.keys.dtype != (torch.uint8 if scaled else layers.keys.dtype):
         raise ValueError(f"compress: cold blocks of {cold.keys.dtype}, scales: {scaled}")
     if len(moves):
-        _compress[len(moves), kv_heads](
-            layer.keys, layer.values, hot_blocks, cold.keys, cold.values,
-            layer.keys if key_scales is None else key_scales,
-            layer.keys if value_scales is None else value_scales,
-            cold.keys.shape[1], moves,
+        _compress[len(moves), len(layers.numbers) * kv_heads](
+            layers.numbers, layers.keys, layers.values, hot_blocks, cold.keys, cold.values,
+            layers.keys if key_scales is None else key_scales,
+            layers.keys if value_scales is None else value_scales,
+            cold.keys.shape[2], moves, kv_heads,
             dim=dim, dim_pad=triton.next_power_of_2(dim), scaled=scaled, native=triton_fp8.native(), num_warps=4,
         )  # fmt: skip
