@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +46,10 @@ class Receiver:
         self._spans: list[Received] = []
         self._arrival = threading.Condition()
 
+    def trace(self, trace_id: str) -> list[Received]:
+        """The spans of one trace."""
+        return [span for span in self.spans if span.trace_id == trace_id]
+
     @property
     def spans(self) -> list[Received]:
         """The spans in the order in which they came."""
@@ -56,10 +60,7 @@ class Receiver:
         """Keep the spans of a message."""
         with self._arrival:
             self.raw += request.SerializeToString()
-            for resource_spans in request.resource_spans:
-                resource = _attributes(resource_spans.resource.attributes)
-                for scope_spans in resource_spans.scope_spans:
-                    self._spans += [_received(span, resource) for span in scope_spans.spans]
+            self._spans += received(request.resource_spans)
             self._arrival.notify_all()
 
     def wait(self, names: dict[str, int], timeout_s: float = 20.0) -> list[Received]:
@@ -73,6 +74,16 @@ class Receiver:
                 left_s = until - time.monotonic()
                 assert left_s > 0, f"wanted {names}, there are {counts} of {len(self._spans)} spans"
                 self._arrival.wait(left_s)
+
+
+def received(messages: Iterable[trace_pb2.ResourceSpans]) -> list[Received]:
+    """The spans of messages of OTLP, in their order."""
+    return [
+        _received(span, _attributes(resource_spans.resource.attributes))
+        for resource_spans in messages
+        for scope_spans in resource_spans.scope_spans
+        for span in scope_spans.spans
+    ]
 
 
 def _received(span: trace_pb2.Span, resource: dict[str, Value]) -> Received:

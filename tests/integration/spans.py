@@ -1,9 +1,11 @@
 """Spans that a collector has got: requests that begin traces, and the edges that each trace must have."""
 
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple, Protocol
 
 import httpx
-from otlp_receiver import Received, Receiver
+from otlp_receiver import Received
 from system import MODEL, System
 
 CALLER = "00-{:032x}-{:016x}-01"
@@ -13,6 +15,31 @@ SKEW_NS = 1_000_000
 PARENTS = {"route": "request", "attempt": "route", "queue": "attempt", "prefill": "attempt", "decode": "attempt"}
 """The spans of a request, but for its first one and those of ranks."""
 _OTHERS = {"route": "takeover", "kv fetch": "queue"}
+
+
+class Collector(Protocol):
+    """What has arrived at a collector: at the test double, or at a real one."""
+
+    address: str
+    """host:port for OTLP over gRPC."""
+
+    @property
+    def spans(self) -> list[Received]:
+        """The spans of all traces."""
+
+    @property
+    def raw(self) -> bytes:
+        """All that has arrived, to search for what must not be in it."""
+
+    def trace(self, trace_id: str) -> list[Received]:
+        """The spans of one trace."""
+
+
+class Collecting(NamedTuple):
+    """A collector that runs until `end` is closed."""
+
+    receiver: Collector
+    end: ExitStack
 
 
 def headers(number: int) -> dict[str, str]:
@@ -26,8 +53,8 @@ def complete(system: System, number: int, tokens: int) -> httpx.Response:
     return httpx.post(f"{system.api}/completions", json=body, headers=headers(number), timeout=60, trust_env=False)
 
 
-def spans_of(receiver: Receiver, number: int) -> list[Received]:
-    return [span for span in receiver.spans if span.trace_id == f"{number:032x}"]
+def spans_of(collector: Collector, number: int) -> list[Received]:
+    return collector.trace(f"{number:032x}")
 
 
 def named(spans: Sequence[Received], name: str) -> list[Received]:

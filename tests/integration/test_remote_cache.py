@@ -9,8 +9,8 @@ import httpx
 import pytest
 from lockstep_tools.serving.stack import Stack, StackSettings
 from machine import wait_for
-from otlp_receiver import Received, Receiver, grpc_receiver
-from spans import check_edges, headers, named, spans_of
+from otlp_receiver import Received
+from spans import Collector, check_edges, headers, named, spans_of
 from system import MODEL, REFERENCE, Json, System
 
 pytestmark = pytest.mark.usefixtures("private_tmp")
@@ -20,13 +20,7 @@ _CALLS = ("Kv.LookUp", "Kv.Get")
 
 
 @pytest.fixture(scope="module")
-def receiver() -> Iterator[Receiver]:
-    with grpc_receiver() as receiver:
-        yield receiver
-
-
-@pytest.fixture(scope="module")
-def system(private_tmp: object, receiver: Receiver) -> Iterator[System]:
+def system(private_tmp: object, receiver: Collector) -> Iterator[System]:
     settings = StackSettings(
         str(REFERENCE), workers=2, device="cpu", threads=1, host_cache="64Mi", remote_cache=True, log_level="error"
     )
@@ -72,7 +66,7 @@ def one_session_each(system: System) -> list[str]:
 
 
 def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
-    system: System, receiver: Receiver
+    system: System, receiver: Collector
 ) -> None:
     one, other = one_session_each(system)
     for attempt in range(_TRIES):
@@ -90,7 +84,7 @@ def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
     raise AssertionError("the other worker has computed every prefix, or most of it")
 
 
-def check_fetch(receiver: Receiver, number: int, cached: int) -> None:
+def check_fetch(receiver: Collector, number: int, cached: int) -> None:
     """The trace of the request has its fetches below its wait, with what came, and who sent it."""
     wait_for(lambda: named(spans_of(receiver, number), "request"), "the request's span has come")
     # A span of a worker that ended before this one has come, too.
@@ -114,7 +108,7 @@ def check_fetch(receiver: Receiver, number: int, cached: int) -> None:
         assert {span.span_id for span in below} <= calls
 
 
-def answered(receiver: Receiver, number: int) -> set[str]:
+def answered(receiver: Collector, number: int) -> set[str]:
     """Ids of calls of which the state server has a span."""
     return {span.parent_id for span in spans_of(receiver, number) if span.name in _CALLS and by(span, "state")}
 

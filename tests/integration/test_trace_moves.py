@@ -12,9 +12,8 @@ import httpx
 import psutil
 import pytest
 from machine import left_since, title, traces, wait_for
-from otlp_receiver import Receiver, grpc_receiver
 from serving import Serve
-from spans import check_edges, check_ranks, headers, named, spans_of
+from spans import Collector, check_edges, check_ranks, headers, named, spans_of
 from system import MODEL, System
 
 pytestmark = pytest.mark.slow
@@ -30,7 +29,7 @@ _PATIENCE_S = 180.0
 class Slow(NamedTuple):
     system: System
     serve: Serve
-    receiver: Receiver
+    receiver: Collector
     file: Path
     """While it exists, a step takes 50 ms."""
 
@@ -44,11 +43,11 @@ class Slow(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory, private_tmp: object) -> Iterator[Slow]:
+def slow(tmp_path_factory: pytest.TempPathFactory, private_tmp: object, receiver: Collector) -> Iterator[Slow]:
     """Two routers with a state server, before two workers with two ranks each."""
     before = traces()
     directory = tmp_path_factory.mktemp("serve")
-    with grpc_receiver() as receiver, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
         patch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
         patch.setenv("PYTHONPATH", str(Path(__file__).parent / "slow_rank"), prepend=os.pathsep)

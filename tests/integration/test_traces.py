@@ -12,30 +12,31 @@ import httpx
 import psutil
 import pytest
 from machine import left_since, traces, wait_for
-from otlp_receiver import Received, Receiver, grpc_receiver
+from otlp_receiver import Received
 from serving import Serve, run
-from spans import PARENTS, check_edges, check_ranks, complete, headers, named, spans_of
+from spans import PARENTS, Collecting, Collector, check_edges, check_ranks, complete, headers, named, spans_of
 from system import MODEL, System
 
 
 class Traced(NamedTuple):
     system: System
     log: Path
-    receiver: Receiver
+    receiver: Collector
     end: ExitStack
     """Ends the receiver."""
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory, private_tmp: object) -> Iterator[Traced]:
+def traced(
+    tmp_path_factory: pytest.TempPathFactory, private_tmp: object, receiver: Collector, collecting: Collecting
+) -> Iterator[Traced]:
     """Two workers with two ranks each, that send their traces to a receiver."""
     before = traces()
-    with ExitStack() as end, pytest.MonkeyPatch.context() as patch:
-        receiver = end.enter_context(grpc_receiver())
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
         patch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
         with Serve(tmp_path_factory.mktemp("serve"), "--workers", "2", "--tp", "2", "--log-level", "info") as serve:
-            yield Traced(serve.ready().system, serve.log, receiver, end)
+            yield Traced(serve.ready().system, serve.log, receiver, collecting.end)
             serve.interrupt(signal.SIGINT)
             assert serve.end() == 0
             assert "Traceback" not in serve.notes, serve.notes
