@@ -137,8 +137,11 @@ async def real(process: RealProcess) -> AsyncIterator[Implementation]:
     process.start()
 
     async def lose_rank(router: Router) -> None:
-        status = await router.status(worker_pb2.WORKER_STATE_READY)
-        os.kill(status.ranks[-1].pid, signal.SIGKILL)
+        # Not the next status: streams of a fast worker end before it comes.
+        ranks = next(frame.status.ranks for frame in reversed(router.seen) if frame.status.ranks)
+        os.kill(ranks[-1].pid, signal.SIGKILL)
 
     async with open_channel(process.target) as channel:
+        # The path exists for a moment before the worker listens: it looks first whether another one does.
+        await asyncio.wait_for(channel.channel_ready(), 20)
         yield Implementation(channel, lose_rank)

@@ -16,6 +16,8 @@ READY = worker_pb2.WORKER_STATE_READY
 RESTARTING = worker_pb2.WORKER_STATE_RESTARTING
 SAMPLINGS = pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9}], ids=["greedy", "seeded"])
 
+MANY_TOKENS = 120
+"""Of a stream that is to be disturbed: it must not end before."""
 HEARTBEAT_TIMEOUT_S = 1.5
 """Routers treat a worker as silent after this time without a frame."""
 
@@ -236,10 +238,10 @@ async def test_the_tokenizer_of_the_card_can_be_fetched(worker: Implementation) 
 
 async def test_a_lost_rank_fails_streams_as_retryable_and_begins_the_next_epoch(worker: Implementation) -> None:
     router, hello = await worker.greeted()
-    unbroken = await all_ids(router, submit("unbroken", max_tokens=60))
+    unbroken = await all_ids(router, submit("unbroken", max_tokens=MANY_TOKENS))
     epoch = router.seen[-1].epoch
-    await router.send(submit=submit("s", max_tokens=60))
-    await router.send(submit=submit("t", attempt=4, max_tokens=60))
+    await router.send(submit=submit("s", max_tokens=MANY_TOKENS))
+    await router.send(submit=submit("t", attempt=4, max_tokens=MANY_TOKENS))
     emitted: list[int] = []
     async for frame in frames_of(router, "s"):
         emitted += frame.ids
@@ -274,5 +276,5 @@ async def test_a_lost_rank_fails_streams_as_retryable_and_begins_the_next_epoch(
     assert [position for position, _ in given] == list(range(len(emitted), len(emitted) + len(given)))
     emitted += [token for _, token in given]
 
-    resumed = await all_ids(router, submit("s", 2, emitted_ids=tuple(emitted), max_tokens=60))
+    resumed = await all_ids(router, submit("s", 2, emitted_ids=tuple(emitted), max_tokens=MANY_TOKENS))
     assert emitted + resumed == unbroken
