@@ -75,9 +75,9 @@ class Steps:
             self.eager.append(len(step.lengths))
             begin(attention, cache, step, exact=exact)
 
-        def note_compress(layer, moves):
-            self.moves += len(moves)
-            compress(layer, moves)
+        def note_compress(layers, moves):
+            self.moves += len(moves) * len(layers.numbers)
+            compress(layers, moves)
 
         monkeypatch.setattr(GraphedStep, "run", note_run)
         monkeypatch.setattr(TritonAttention, "__init__", note_begin)
@@ -216,6 +216,7 @@ def test_the_kernels_serve_some_types_and_widths_on_gpus(device, dtype, head_dim
 
 
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("mixtral", marks=SWEEP)])
+@pytest.mark.usefixtures("ordered_products")
 def test_the_exact_mode_finds_at_its_start_that_it_holds(name, tmp_path, by_triton):
     """Token by token, beside others and in chunks: the self-test's logits have the same bits."""
     path, _ = make(name, tmp_path)

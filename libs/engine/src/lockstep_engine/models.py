@@ -103,14 +103,22 @@ class BuiltModel:
         if self.decoder is not None:
             with self._row_by_row() if self.on_gpu else nullcontext():
                 return self.decoder.logits(ids, attention, rows)
-        self.step.begin(attention)
         with self._row_by_row() if self.on_gpu or ids.is_cpu else nullcontext():
-            out = self.module(
-                input_ids=ids.unsqueeze(0),
-                position_ids=attention.positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=rows,
-            )
+            return self._by_modules(ids, attention, rows)
+
+    def logits_by_modules(self, ids: torch.Tensor, attention: StepAttention, rows: torch.Tensor) -> torch.Tensor:
+        """As `logits`, by the model's own code and torch, without the GPU's kernels."""
+        with intercepted() if ids.is_cpu else nullcontext():
+            return self._by_modules(ids, attention, rows)
+
+    def _by_modules(self, ids: torch.Tensor, attention: StepAttention, rows: torch.Tensor) -> torch.Tensor:
+        self.step.begin(attention)
+        out = self.module(
+            input_ids=ids.unsqueeze(0),
+            position_ids=attention.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=rows,
+        )
         if self.step.calls != self.layers:
             version = transformers.__version__
             raise refuse(f"{type(self.module).__name__} of transformers {version} has layers of which none is cached")

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from lockstep_engine import distributed, fast_path
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_choice import step_attention
+from lockstep_engine.attention_torch import TorchAttention
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.canary import Numerics, measure
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig
@@ -52,6 +53,7 @@ from lockstep_engine.device_marks import marks_of
 from lockstep_engine.device_timer import DeviceTimer, Timestamp
 from lockstep_engine.graphs import MAX_RECORDED_SEQS, BuildCounter, DecodeInputs, GraphedStep, NotRecordableError
 from lockstep_engine.host_memory import HostMemory
+from lockstep_engine.kernel_check import check_kernels
 from lockstep_engine.kernels import cpu, gpu
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.mailbox import Mailbox
@@ -198,14 +200,7 @@ class Rank:
         by_mean = model.embedding is not None and model.embedding.pooling == "mean"
         self._pooler = Pooler(mean=by_mean, size=model.hidden_size)
         with torch.inference_mode():
-            numerics = self._measure()
-            if self._deterministic and not numerics.deterministic:
-                logger.warning(
-                    "the self-test found bits that depend on the batch or on chunks: "
-                    "streams cannot be continued exactly"
-                )
-            if by_kernels:
-                self._warm_up()
+            numerics = self._test(by_kernels=by_kernels)
             self._record()
         if by_kernels:
             fast_path.check_prebuilt(config)
@@ -381,6 +376,11 @@ class Rank:
         )
         return self._full_logits(self.model.logits(ids, attention, self._indices(rows)))
 
+    def _forward_by_torch(self, ids: torch.Tensor, layout: StepLayout, rows: NDArray[np.int64]) -> torch.Tensor:
+        """As `forward`, without the kernels."""
+        attention = TorchAttention(self.cache, layout, deterministic=True)
+        return self._full_logits(self.model.logits_by_modules(ids, attention, self._indices(rows)))
+
     def _forward_pooled(
         self, plan: Plan, layout: StepLayout, rows: NDArray[np.int64]
     ) -> tuple[torch.Tensor, Pooled | None]:
@@ -467,6 +467,24 @@ class Rank:
         self._records = False
         fast_path.without_graphs(self._spec.config, str(error))
 
+    def _test(self, *, by_kernels: bool) -> Numerics:
+        """Test what will serve, and warm it up.
+
+        Raises:
+            LockstepError: the GPU's kernels do not compute what torch computes.
+        """
+        if by_kernels:
+            tokens, vocab_size = self._test_tokens(), self.model.vocab_size
+            check_kernels(self._spec.rank, self.forward, self._forward_by_torch, self.cache, vocab_size, tokens)
+        numerics = self._measure()
+        if self._deterministic and not numerics.deterministic:
+            logger.warning(
+                "the self-test found bits that depend on the batch or on chunks: streams cannot be continued exactly"
+            )
+        if by_kernels:
+            self._warm_up()
+        return numerics
+
     def _warm_up(self) -> None:
         """Run the GPU's kernels in the forms that the canary does not use: with keys split over programs and not, and
         for blocks that are compressed after a step. Serving must not have to build a kernel.
@@ -485,10 +503,6 @@ class Rank:
     def _measure(self) -> Numerics:
         """Run the self-test. It also warms up what is allocated or selected at first use."""
         cache, hot_window, config = self.cache, self.cache.hot_window, self._spec.config
-        blocks = min(
-            cache.padding_block,
-            cache.cold_blocks + hot_window.blocks if hot_window is not None else cache.padding_block,
-        )
         description = f"{self._dtype} {hot_window} {sorted(config.kv_compressed_layers)}"
         if self._device.type == "cuda":
             # A short text does not show whether another GPU's products, or another compiler's, agree on every input.
@@ -507,11 +521,19 @@ class Rank:
             self.forward,
             cache,
             self.model.vocab_size,
-            max(2, min(canary_tokens(self._spec), blocks * BLOCK_SIZE)),
+            self._test_tokens(),
             description,
             neighbours=self._deterministic,
             chunks=self._deterministic and self.model.on_gpu,
         )
+
+    def _test_tokens(self) -> int:
+        """Length of the texts of a start's tests: the cache has blocks for it."""
+        cache, hot_window = self.cache, self.cache.hot_window
+        blocks = cache.padding_block
+        if hot_window is not None:
+            blocks = min(blocks, cache.cold_blocks + hot_window.blocks)
+        return max(2, min(canary_tokens(self._spec), blocks * BLOCK_SIZE))
 
     def join(self, collectives_fd: int, store_path: str) -> distributed.Collectives:
         """The collectives with the other ranks."""

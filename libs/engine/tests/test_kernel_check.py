@@ -1,0 +1,122 @@
+"""The check of a GPU's kernels at a rank's start: it passes where they compute what torch computes, and names what they
+do not. In Triton's interpreter without a GPU.
+"""
+
+import pytest
+import torch
+from checkpoints import make
+from in_process_rank import InProcessRank
+from lockstep_engine import attention_triton, gpu_decoder, kernel_check
+from lockstep_engine.kernel_check import MOST_APART
+from lockstep_engine.kernels import gpu, triton_attention, triton_compress
+from triton_device import GPU
+
+SETTINGS = {
+    "device": "cuda" if GPU else "cpu",
+    "max_seqs": 2,
+    "max_batch_tokens": 40,
+    "kv_hot_window": 16,
+    "kv_memory_bytes": 2**20,
+    "threads": 1,
+    "cuda_graphs": False,
+    "deterministic": False,  # on a CPU, too: as GPUs serve by default
+}
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A model that is served by the kernels."""
+    path, _ = make("qwen3", tmp_path)
+    if not GPU:
+        monkeypatch.setattr(gpu, "usable", lambda *_: True)
+    return path
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """The differences that a start finds."""
+    differences, compare = [], kernel_check.compare
+
+    def note(*given):
+        differences.extend(compare(*given))
+        return differences
+
+    monkeypatch.setattr(kernel_check, "compare", note)
+    return differences
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+def test_right_kernels_are_far_below_the_bounds(model, found, dtype):
+    with InProcessRank(model, dtype=dtype, **SETTINGS) as served:
+        assert not served.rank.cache.keys[:, :, :-1].any()
+    assert [each.what for each in found] == [
+        "compressed keys and values",
+        "the logits of a chunk",
+        "the logits of a decode step",
+    ]
+    assert found[0].size == 0
+    for each in found[1:]:
+        assert 0 < each.size < MOST_APART[getattr(torch, dtype)] / 5
+
+
+def broken_scale(monkeypatch):
+    attend = triton_attention.attend
+
+    def wrong(queries, cache, paged, scoring, tiles, out):
+        attend(queries * 2, cache, paged, scoring, tiles, out)
+
+    monkeypatch.setattr(triton_attention, "attend", wrong)
+
+
+def broken_mask(monkeypatch):
+    """A query does not see the eight keys before it."""
+    begin = attention_triton.TritonAttention.__init__
+
+    def wrong(attention, cache, step, *, exact):
+        begin(attention, cache, step, exact=exact)
+        attention._paged.starts.sub_(8).clamp_(0)
+
+    monkeypatch.setattr(attention_triton.TritonAttention, "__init__", wrong)
+
+
+def broken_norm(monkeypatch):
+    norm = gpu_decoder.add_rms_norm
+
+    def wrong(x, delta, weight, eps):
+        return norm(x, delta, weight, eps) * (1 + torch.arange(len(weight), device=x.device) % 2).to(x.dtype)
+
+    monkeypatch.setattr(gpu_decoder, "add_rms_norm", wrong)
+
+
+def broken_decoding(monkeypatch):
+    """Not a number, in a decode step alone."""
+    gate = gpu_decoder.silu_mul
+    monkeypatch.setattr(gpu_decoder, "silu_mul", lambda x: gate(x) * (float("nan") if len(x) == 1 else 1))
+
+
+def broken_codes(monkeypatch):
+    compress = triton_compress.compress
+
+    def wrong(layers, moves):
+        compress(layers, moves)
+        layers.cold.key_scales.mul_(1.5)
+
+    monkeypatch.setattr(triton_compress, "compress", wrong)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "what"),
+    [
+        (broken_scale, "the logits of a chunk"),
+        (broken_mask, "the logits of a decode step"),
+        (broken_norm, "the logits of a chunk"),
+        (broken_decoding, "the logits of a decode step"),
+        (broken_codes, "compressed keys and values"),
+    ],
+)
+def test_wrong_kernels_are_refused_by_name(model, monkeypatch, breaks, what):
+    breaks(monkeypatch)
+    with pytest.raises(AssertionError) as ended, InProcessRank(model, **SETTINGS):
+        pass
+    said = f"rank 0: the GPU's kernels do not compute what torch computes: {what} are off by"
+    assert str(ended.value.__cause__).startswith(said)
