@@ -70,8 +70,9 @@ def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
 ) -> None:
     one, other = one_session_each(system)
     for attempt in range(_TRIES):
+        # So long that fetching it takes less time than computing it, on a fast machine that does other work, too.
         first = (
-            f"Story {attempt}. " + f"It was night number {attempt}, and the rain fell on the house by the sea. " * 24
+            f"Story {attempt}. " + f"It was night number {attempt}, and the rain fell on the house by the sea. " * 72
         )
         answer, _ = ask(system, one, first)
         time.sleep(0.1 * 2**attempt)  # blocks are stored behind the answer; who asks too early computes what is missing
