@@ -367,7 +367,7 @@ def measure_kernels(bench: Bench) -> None:
     moves = torch.arange(blocks, dtype=torch.int32, device=DEVICE)[:, None].repeat(1, 2).contiguous()
 
     def quantize() -> torch.Tensor:
-        compress(cache.layer(0), moves)
+        compress(cache.cold_layers(0), moves)
         return moves
 
     token = 2 * one.kv_heads * (dim * settings.dtype.itemsize + dim + 4)
