@@ -319,14 +319,17 @@ def test_messages_over_grpc_are_those_of_the_sdk():
         trace.release()
     resource = Resource({"service.name": "lockstep-router", "process.pid": 7, "process.command_args": ["a", "b"]})
     assert len(exported) == 9
-    assert encoded(exported, resource) == encode_spans([to_readable(span, resource) for span in exported])
+    expected = encode_spans([to_readable(span, resource) for span in exported])
+    assert type(expected).FromString(encoded(exported, resource)) == expected
 
 
 def test_values_of_a_resource_that_are_not_plain_do_not_stop_the_export():
     from lockstep_common.tracing.otlp import encoded  # noqa: PLC0415
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: PLC0415
 
     resource = SimpleNamespace(attributes={"map": {"a": 1}, "nothing": None, "good": "g"})
-    attributes = encoded([], resource).resource_spans[0].resource.attributes
+    request = ExportTraceServiceRequest.FromString(encoded([], resource))
+    attributes = request.resource_spans[0].resource.attributes
     assert {each.key: each.value.string_value for each in attributes} == {
         "map": "{'a': 1}",
         "nothing": "None",
