@@ -27,7 +27,7 @@ def main():
     paper = PaperGpu(90, examine=False).install()
     gpu.usable = lambda *_: True
     triton_attention.processors = lambda device: PROCESSORS
-    # Nothing computes the logits, so that they are not compared with torch's. What lies in their memory may be NaN, which would end requests.
+    # Nothing computes the logits: they are not compared with torch's, and NaN in their memory would end requests.
     compare = kernel_check.compare
     kernel_check.compare = lambda *args: compare(*args)[:0]
     sample = Sampler.sample
