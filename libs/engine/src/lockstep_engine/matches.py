@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lockstep_engine.blocks import BlockKey, Needs
 
-_MOST = 8
+_MAX_REMEMBERED = 8
 """Requests that are remembered: those first in line. Each costs a look-up whenever a block changes."""
 
 
@@ -48,7 +48,7 @@ class Matches:
     def remember(self, request_id: str, match: Match) -> None:
         """Remember what was found for a request that cannot start."""
         known, _ = self._known.get(request_id, (None, None))
-        if known is not match and (known is not None or len(self._known) < _MOST):
+        if known is not match and (known is not None or len(self._known) < _MAX_REMEMBERED):
             self._known[request_id] = (match, frozenset(key.digest for key in match.keys))
 
     def forget(self, request_id: str) -> None:

@@ -28,7 +28,7 @@ _KEEPALIVE_TIMEOUT_MS = 20_000
 _MIN_PING_INTERVAL_MS = 10_000
 _AGE_GRACE_MS = 600_000
 """A call may last this much longer than the greatest age of its connection. Then it is cut, and can be resumed."""
-_LEAST_ARRIVING = 4
+_MIN_ARRIVING = 4
 
 
 class GrpcServer:
@@ -48,7 +48,7 @@ class GrpcServer:
         self, router: Router, bodies: BodyBudget, parsing: Parsing, credentials: grpc.ServerCredentials | None = None
     ) -> None:
         settings = router.settings
-        arriving = max(_LEAST_ARRIVING, settings.max_bodies_bytes // settings.max_body_bytes)
+        arriving = max(_MIN_ARRIVING, settings.max_bodies_bytes // settings.max_body_bytes)
         inbound = Inbound(bodies, arriving, settings.body_timeout_s)
         self._server = grpc.aio.server(
             interceptors=(_KeyInterceptor(router),),
