@@ -10,10 +10,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep_common.errors import LockstepError, cannot_listen
+from lockstep_common.health_service import Health
 
 from lockstep_router.faces.bodies import BodyBudget
 from lockstep_router.faces.grpc.caller import abort, identify, new_record
-from lockstep_router.faces.grpc.health import Health
 from lockstep_router.faces.grpc.inbound import Inbound
 from lockstep_router.faces.grpc.service import SERVICE, Inference
 from lockstep_router.faces.parsing import Parsing
@@ -56,7 +56,8 @@ class GrpcServer:
             maximum_concurrent_rpcs=settings.max_streams + _OTHER_CALLS,
         )
         self._server.add_generic_rpc_handlers((Inference(router, inbound, parsing).handler(),))
-        health_pb2_grpc.add_HealthServicer_to_server(Health(router), self._server)
+        health = Health(dict.fromkeys(("", SERVICE), lambda: router.unready is None and not router.draining))
+        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self.port = self._listen(settings, credentials)
