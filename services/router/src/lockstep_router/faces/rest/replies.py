@@ -43,7 +43,7 @@ def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = No
 
 def error_reply(error: LockstepError) -> Response:
     """An error in OpenAI's shape."""
-    headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, round(error.retry_after_s)))}
+    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_whole_s)}
     if error.code is ErrorCode.INVALID_API_KEY:
         headers["www-authenticate"] = "Bearer"
     return json_reply(error.openai_body(), error.meaning.http_status, headers)
