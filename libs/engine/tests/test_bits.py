@@ -41,7 +41,7 @@ def in_chunks(group, ids, lengths):
 
 @pytest.mark.parametrize("options", [{}, {"window": 20}, {"soft_cap": 30.0}], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_neither_do_they_to_attention_in_torch(kv_heads, options):
+def test_chunks_and_neighbours_do_not_matter_to_attention_in_torch(kv_heads, options):
     texts = Texts([1, 5, 15, 16, 17, 31, 32, 33, 130, 70], kv_heads=kv_heads, dim=32, seed=2)
     expected = texts.attend(by_torch, texts.at_once(), **options)
     assert_same_bits(texts.attend(by_torch, texts.one_by_one(), **options), expected)
@@ -60,7 +60,7 @@ def test_chunks_and_neighbours_do_not_matter(tmp_path, threads, name):
 
 
 @pytest.mark.parametrize("name", [fast_if(name in KINDS, name) for name in SERVED])
-def test_nor_do_they_in_16_bits(tmp_path, name):
+def test_chunks_and_neighbours_do_not_matter_in_16_bits(tmp_path, name):
     measure(make(name, tmp_path)[0], dtype=torch.bfloat16)
 
 
@@ -73,7 +73,7 @@ def test_nor_do_they_in_16_bits(tmp_path, name):
     ],
     ids=str,
 )
-def test_nor_do_they_on_two_ranks_or_with_compression(tmp_path, threads, name, dtype):
+def test_chunks_and_neighbours_do_not_matter_on_two_ranks_or_with_compression(tmp_path, threads, name, dtype):
     threads(2)
     path = make(name, tmp_path)[0]
     measure(path, 2, dtype=dtype)

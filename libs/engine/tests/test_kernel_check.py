@@ -8,7 +8,7 @@ from checkpoints import make
 from fast_cases import fast_if
 from in_process_rank import InProcessRank
 from lockstep_engine import attention_triton, gpu_decoder, kernel_check
-from lockstep_engine.kernel_check import MOST_APART
+from lockstep_engine.kernel_check import MAX_DIFFERENCE
 from lockstep_engine.kernels import gpu, triton_attention, triton_compress
 from triton_device import GPU
 
@@ -58,7 +58,7 @@ def test_right_kernels_are_far_below_the_bounds(model, found, dtype):
     ]
     assert found[0].size == 0
     for each in found[1:]:
-        assert 0 < each.size < MOST_APART[getattr(torch, dtype)] / 5
+        assert 0 < each.size < MAX_DIFFERENCE[getattr(torch, dtype)] / 5
 
 
 def broken_scale(monkeypatch):
