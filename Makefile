@@ -62,7 +62,7 @@ endif
 # The tests that `make test` leaves out because they take long, and those again whose length can be chosen.
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(SLOW_JOBS) --dist loadfile -m slow $(PARALLEL_TESTS)
-	$(BIN)/pytest -m slow $(SYSTEM_TESTS)
+	$(BIN)/pytest -m slow $(SYSTEM_TESTS) --ignore=tests/chaos/test_random_kills.py
 	$(BIN)/pytest tests/chaos/test_random_kills.py tests/hostile/test_schema.py --kills 12 --fuzz-cases 10000
 
 # The tests of equal bits again, after those of `make test` and `make test-slow`, as on other machines: without the kernels, and with the

@@ -38,6 +38,7 @@ def summary(kills: list[Kill], comparison: Comparison, run: Traffic, *, seed: in
     return "\n".join(lines)
 
 
+@pytest.mark.slow
 async def test_no_stream_is_changed_by_random_kills(
     pytestconfig: pytest.Config, private_tmp: object, summarize: Callable[[str], None]
 ) -> None:

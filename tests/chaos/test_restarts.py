@@ -18,6 +18,7 @@ from system import MODEL, REFERENCE
 _QUESTION = {"model": MODEL, "prompt": "Call me", "max_tokens": 4, "temperature": 0}
 
 
+@pytest.mark.slow
 def test_nothing_is_left_by_many_starts_and_stops(
     pytestconfig: pytest.Config, private_tmp: object, summarize: Callable[[str], None]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 from harness import Router
 from implementations import Implementation, submit
 from lockstep_api.v1 import worker_pb2
@@ -115,6 +116,7 @@ async def test_a_router_that_does_not_ask_is_told_nothing(worker: Implementation
     assert "prefix_report" not in router.kinds()
 
 
+@pytest.mark.slow
 async def test_lost_ranks_leave_nothing_cached(worker: Implementation) -> None:
     router, _ = await worker.greeted()
     told, prompt = Told(router), new_prompt()

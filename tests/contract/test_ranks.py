@@ -48,6 +48,7 @@ async def test_a_killed_rank_is_named_and_all_are_new_afterwards(worker: Impleme
         before = after
 
 
+@pytest.mark.slow
 async def test_a_rank_killed_while_the_ranks_start_is_replaced_too(worker: Implementation) -> None:
     """At whatever stage of the start the rank is killed, both ranks are ready in the next epoch."""
     router, _ = await worker.greeted()

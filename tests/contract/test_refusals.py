@@ -162,6 +162,7 @@ async def test_health_distinguishes_liveness_from_readiness(worker: Implementati
     assert await serves(router)
 
 
+@pytest.mark.slow
 async def test_readiness_is_lost_and_found_again_with_the_ranks(worker: Implementation) -> None:
     router, _ = await worker.greeted()
     watch = health_pb2_grpc.HealthStub(worker.channel).Watch(

@@ -1,9 +1,9 @@
 """Whatever one client does, the others' streams continue, /healthz and new requests are answered, nothing is left over.
 
-On a machine that is slower in calm, just before the attack, the limits in time are longer, up to four times. Other work
-on the machine can only make the times longer, so of three tries the best one counts for the limit of /healthz, and the
-others have twice as long.
-`tools/bench/hostile.py` measures how far below the limits the figures are.
+What is held here, so that it holds on slow and busy machines: the p99 of /healthz is below 200 ms in every try and
+below 100 ms in the best of three, because other work can only make it longer. On a machine that is slower in calm, just
+before the attack, these limits are longer, up to four times. What is reached on a machine without other work is the
+figure in `docs/bench/hostile.md`, which `tools/bench/hostile.py` measures: lower, and without tries or a factor.
 """
 
 import pytest

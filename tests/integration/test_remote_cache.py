@@ -77,6 +77,7 @@ def one_session_each(system: System) -> list[str]:
     return list(sessions.values())
 
 
+@pytest.mark.slow
 def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
     system: System, receiver: Collector
 ) -> None:

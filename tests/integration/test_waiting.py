@@ -47,6 +47,7 @@ def short_deadlines(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.slow
 async def test_every_request_of_a_long_queue_is_answered_by_the_only_worker(
     tmp_path: Path, short_deadlines: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_wall_clocks_of_routers_change_nothing(seed):
     assert [each.events for each in first.histories] == [each.events for each in second.histories]
 
 
+@pytest.mark.slow
 def test_trace_does_not_depend_on_the_process():
     """Neither on Python's random hashes nor on addresses of objects."""
     hashes = set()

@@ -21,8 +21,8 @@ from typing import Any
 import measure
 import torch
 from lockstep_engine import Engine, EngineConfig, SamplingParams
+from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kv_cache import KvCache
-from lockstep_engine.sizes import kv_bytes
 from lockstep_tools.model.accuracy import Divergence, Haystack, Perplexity, recall, windows
 from synthetic import write_copier
 from transformers import AutoConfig
@@ -108,6 +108,13 @@ def needles(
                         found = recall(engine, Haystack(encode, ids, seed=context), context, depth, trials)
                         rows.append({"mode": mode, **found.row()})
     return rows
+
+
+def kv_bytes(tokens: int, hot_window: HotWindow | None, block_bytes: int, cold_block_bytes: int) -> int:
+    """Bytes of a sequence's KV between steps, when `tokens` of its tokens have been computed."""
+    blocks = -(-tokens // BLOCK_SIZE)
+    cold = 0 if hot_window is None else max(0, hot_window.first_hot(tokens // BLOCK_SIZE) - hot_window.sink)
+    return (blocks - cold) * block_bytes + cold * cold_block_bytes
 
 
 def accounted(lengths: Sequence[int]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from lockstep_tools.failure import CommandError
 from lockstep_tools.profile import parts
 from lockstep_tools.profile.merge import merged
 from lockstep_tools.profile.parts import read_parts
-from lockstep_tools.profile.summary import summarize, told
+from lockstep_tools.profile.summary import describe, summarize
 
 MS = 1_000_000
 STEPS = 10
@@ -64,7 +64,7 @@ def test_the_slow_rank_is_named_and_where_time_goes():
     assert [round(1000 * each / STEPS, 6) for each in (second.compute_s, second.waiting_s)] == [6, 0]
     assert (first.last, second.last, summary.skew_us) == (0.0, 1.0, 0.0)
     assert round(1000 * first.idle_s) == 2 * (STEPS - 1)
-    text = told(summary, profiles)
+    text = describe(summary, profiles)
     assert "bottleneck: rank 1: it computes 2.00 times as long as the others, which wait for it for 43 %" in text
 
 
@@ -72,7 +72,9 @@ def test_equal_ranks_are_balanced():
     profiles = read_parts(archive(part(0, 10, others_ms=[11]), part(1, 11, others_ms=[10])))
     summary = summarize(profiles)
     assert summary.bottleneck is None
-    assert "balanced: no rank is clearly slower (the slowest computes 1.10 times as long)" in told(summary, profiles)
+    assert "balanced: no rank is clearly slower (the slowest computes 1.10 times as long)" in describe(
+        summary, profiles
+    )
 
 
 def test_sampling_does_not_make_rank_0_the_bottleneck():
@@ -90,7 +92,7 @@ def test_one_slow_step_names_nobody():
 
 def test_one_rank_alone_waits_for_nobody():
     profiles = read_parts(archive(part(0, 3)))
-    assert "one rank: it waits for nobody" in told(summarize(profiles), profiles)
+    assert "one rank: it waits for nobody" in describe(summarize(profiles), profiles)
 
 
 def test_only_common_steps_count():
@@ -99,7 +101,7 @@ def test_only_common_steps_count():
     profiles = read_parts(archive(longer, shorter))
     summary = summarize(profiles)
     assert (summary.steps, summary.collectives) == (4, 4)
-    assert "fewer steps than asked" in told(summary, profiles)
+    assert "fewer steps than asked" in describe(summary, profiles)
 
 
 def test_the_trace_has_all_ranks_on_one_clock_and_only_names():
@@ -193,7 +195,7 @@ def test_a_damaged_part_is_a_sentence(answer):
 
 def test_nothing_of_a_part_acts_on_the_terminal():
     profiles = read_parts(hostile(device="cpu\x1b[2J\u202e"))
-    text = told(summarize(profiles), profiles)
+    text = describe(summarize(profiles), profiles)
     assert "\x1b" not in text
     assert "\u202e" not in text
 

@@ -5,6 +5,7 @@ machine as it is. `make test-bits` runs these tests with and without the kernels
 import pytest
 import torch
 from checkpoints import CASES, VOCABULARY, make
+from fast_cases import fast_if
 from in_process import InProcessGroup
 from lockstep_engine.config import HotWindow
 from lockstep_engine.kernels import cpu
@@ -16,11 +17,6 @@ SERVED = [name for name, case in CASES.items() if case.tps]
 KINDS = ("llama", "llama-odd-heads", "mixtral", "gpt_oss", "deepseek_v3", "bloom", "gemma2", "falcon-new", "olmo2")
 """One of each kind: plain, odd heads, mixtures, sinks, latents, ALiBi, soft caps, shared heads, norms over ranks."""
 CHUNKS = ((70,), (40, 20, *[1] * 10), (1, 2, 3, 4, 5, 6, 7, 8, 9, 25), (16, 16, 16, 22))
-
-
-def fast_if(is_fast, *values):
-    """A case that is left to `make test-slow` and `make test-bits` where the others compute the same code."""
-    return pytest.param(*values, marks=() if is_fast else pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +41,7 @@ def in_chunks(group, ids, lengths):
 
 @pytest.mark.parametrize("options", [{}, {"window": 20}, {"soft_cap": 30.0}], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_neither_do_they_to_attention_in_torch(kv_heads, options):
+def test_chunks_and_neighbours_do_not_matter_to_attention_in_torch(kv_heads, options):
     texts = Texts([1, 5, 15, 16, 17, 31, 32, 33, 130, 70], kv_heads=kv_heads, dim=32, seed=2)
     expected = texts.attend(by_torch, texts.at_once(), **options)
     assert_same_bits(texts.attend(by_torch, texts.one_by_one(), **options), expected)
@@ -53,7 +49,7 @@ def test_neither_do_they_to_attention_in_torch(kv_heads, options):
         assert_same_bits(texts.attend(by_torch, texts.in_random_chunks(seed), **options), expected)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", [fast_if(name in KINDS, name) for name in SERVED])
 def test_chunks_and_neighbours_do_not_matter(tmp_path, threads, name):
     path = make(name, tmp_path)[0]
     measured = set()
@@ -64,20 +60,20 @@ def test_chunks_and_neighbours_do_not_matter(tmp_path, threads, name):
 
 
 @pytest.mark.parametrize("name", [fast_if(name in KINDS, name) for name in SERVED])
-def test_nor_do_they_in_16_bits(tmp_path, name):
+def test_chunks_and_neighbours_do_not_matter_in_16_bits(tmp_path, name):
     measure(make(name, tmp_path)[0], dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        fast_if(dtype is not torch.float16 or name in ("llama", "gpt_oss", "deepseek_v3"), name, dtype)
+        fast_if(dtype is torch.bfloat16, name, dtype)
         for name in KINDS
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     ],
     ids=str,
 )
-def test_nor_do_they_on_two_ranks_or_with_compression(tmp_path, threads, name, dtype):
+def test_chunks_and_neighbours_do_not_matter_on_two_ranks_or_with_compression(tmp_path, threads, name, dtype):
     threads(2)
     path = make(name, tmp_path)[0]
     measure(path, 2, dtype=dtype)

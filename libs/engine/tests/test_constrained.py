@@ -160,6 +160,7 @@ class Running:
         return self.ids.get(name, [])
 
 
+@pytest.mark.slow
 async def test_compiling_delays_no_other_stream_and_can_be_cancelled(monkeypatch):
     running = Running()
     engine = running.engine

@@ -176,6 +176,7 @@ def test_small_sums_use_one_shot(tmp_path):
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_parts_are_gathered_by_one_call_into_one_tensor(tmp_path):
     store = tmp_path / "store"
     store.touch()

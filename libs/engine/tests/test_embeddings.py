@@ -142,7 +142,7 @@ def reference_of(model, ids, pooling):
 @pytest.mark.parametrize(
     ("architecture", "pooling", "tp"),
     [
-        ("llama-grouped-untied", "mean", 1),
+        pytest.param("llama-grouped-untied", "mean", 1, marks=pytest.mark.slow),
         ("llama-grouped-untied", "last", 2),
         pytest.param("gpt2", "mean", 2, marks=pytest.mark.slow),
     ],

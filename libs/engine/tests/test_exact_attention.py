@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from fast_cases import fast_if
 from lockstep_engine.attention_triton import TritonAttention
 from lockstep_engine.config import HotWindow
 from lockstep_engine.kernels import triton_attention, triton_exact_attention
@@ -34,7 +35,9 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda each: "-".join(map(str, each)))
+@pytest.mark.parametrize(
+    "options", [fast_if("window" in each, each) for each in OPTIONS], ids=lambda each: "-".join(map(str, each))
+)
 @pytest.mark.usefixtures("ordered_products")
 def test_any_steps_give_the_same_bits(options, monkeypatch):
     texts = Texts([20, 100, 41], kv_heads=1, seed=4, scale=3.0)
@@ -48,6 +51,7 @@ def test_any_steps_give_the_same_bits(options, monkeypatch):
 
 
 @pytest.mark.usefixtures("ordered_products")
+@pytest.mark.slow
 def test_token_by_token_gives_the_bits_of_a_chunk(ordered_products, monkeypatch):
     monkeypatch.setattr(triton_attention, "splits_for", lambda *_: 2)
     texts = Texts([70, 9], kv_heads=2, seed=7)
@@ -57,6 +61,7 @@ def test_token_by_token_gives_the_bits_of_a_chunk(ordered_products, monkeypatch)
 
 
 @pytest.mark.usefixtures("ordered_products")
+@pytest.mark.slow
 def test_the_fast_mode_does_not_promise_it():
     """Shows that this test would notice: splits and tiles of the fast kernels follow the batch."""
     texts = Texts([150, 9], kv_heads=1, seed=4, scale=3.0)

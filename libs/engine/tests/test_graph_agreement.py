@@ -40,6 +40,7 @@ def test_long_reasons_are_cut_and_one_rank_agrees_with_itself():
     assert gather_reasons(Alone(), "") == [""]
 
 
+@pytest.mark.slow
 def test_processes_agree_over_gloo(tmp_path):
     store = tmp_path / "store"
     store.touch()

@@ -127,7 +127,7 @@ def test_streams_have_the_bits_of_computed_ones(tmp_path, mode, tp, dtype):
 
 @pytest.mark.bits
 @pytest.mark.parametrize("name", ["gemma2", "deepseek_v3", "gpt_oss"])
-def test_so_they_have_with_windows_latents_and_sinks(tmp_path, name):
+def test_streams_with_windows_latents_and_sinks_have_the_bits_of_computed_ones(tmp_path, name):
     check(make(name, tmp_path)[0], 1, torch.float32, hot_window=NARROW)
 
 
@@ -252,7 +252,7 @@ def test_memory_that_cannot_be_pinned_leaves_no_error_to_the_next_kernel(monkeyp
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_so_it_is_with_the_real_runtime():
+def test_memory_pinned_twice_leaves_no_error_in_the_cuda_runtime():
     memory, device = torch.empty(2**20, dtype=torch.uint8), torch.device("cuda")
     for _ in range(2):  # memory that is pinned already cannot be pinned again
         _pin(memory, device)

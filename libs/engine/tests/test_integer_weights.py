@@ -145,7 +145,7 @@ def test_permuted_groups_are_widened(tmp_path):
 
 
 @needs_kernels
-def test_it_takes_less_than_a_third_of_the_memory(tmp_path):
+def test_a_model_of_codes_takes_less_than_a_third_of_the_memory(tmp_path):
     coded, plain = twin(tmp_path, "llama", W8, rows)
     (small, small_bytes), (large, large_bytes) = loaded(coded), loaded(plain)
     kept, wide = (sum(layer.packed.nbytes for layer in each) for each in (small, large))
@@ -155,7 +155,7 @@ def test_it_takes_less_than_a_third_of_the_memory(tmp_path):
 
 
 @needs_kernels
-def test_both_have_one_fingerprint(tmp_path):
+def test_a_model_of_codes_and_its_float32_copy_have_one_fingerprint(tmp_path):
     coded, plain = (InProcessGroup(path, 1).measure() for path in twin(tmp_path, "llama", W8, rows))
     assert coded.deterministic
     assert coded.fingerprint == plain.fingerprint

@@ -111,14 +111,14 @@ def test_a_model_of_16_bits_has_the_bits_of_its_float32_copy(tmp_path, name, dty
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["llama-grouped-untied", "olmo2"])
-def test_so_it_has_on_two_ranks_and_with_compression(tmp_path, name):
+def test_a_model_of_16_bits_has_the_bits_of_its_float32_copy_on_two_ranks_and_with_compression(tmp_path, name):
     narrow, wide = pair(name, tmp_path, torch.float16)
     for options in ({"tp": 2}, {"tp": 1, "hot_window": HotWindow(1, 1)}):
         assert torch.equal(logits(narrow, **options), logits(wide, **options))
 
 
 @needs_kernels
-def test_both_have_one_fingerprint(tmp_path):
+def test_a_model_of_16_bits_and_its_float32_copy_have_one_fingerprint(tmp_path):
     narrow, wide = (InProcessGroup(path, 1).measure() for path in pair("llama", tmp_path, torch.bfloat16))
     assert narrow.deterministic
     assert narrow.fingerprint == wide.fingerprint
@@ -126,7 +126,7 @@ def test_both_have_one_fingerprint(tmp_path):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_it_takes_half_the_memory(tmp_path, dtype):
+def test_a_model_of_16_bits_takes_half_the_memory(tmp_path, dtype):
     narrow, wide = pair("llama", tmp_path, dtype)
     (small, small_bytes), (large, large_bytes) = loaded(narrow), loaded(wide)
     assert kept_in(small) == {dtype}

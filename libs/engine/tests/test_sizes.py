@@ -3,7 +3,7 @@
 import pytest
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
-from lockstep_engine.sizes import canary_tokens, kv_bytes, kv_memory_bytes, pool_sizes
+from lockstep_engine.sizes import canary_tokens, kv_memory_bytes, pool_sizes
 from specs import rank_spec
 
 LAZY = HotWindow(sink=1, size=4)
@@ -79,17 +79,6 @@ class TestMemory:
 
 
 class TestSequences:
-    def test_short_ones_need_as_much_as_without_compression(self):
-        for tokens in range(1, 96):
-            assert kv_bytes(tokens, LAZY, HOT, COLD) == kv_bytes(tokens, None, HOT, COLD) == -(-tokens // 16) * HOT
-
-    @pytest.mark.parametrize(("tokens", "most"), [(1024, 0.6), (2048, 0.6)])
-    @pytest.mark.parametrize("itemsize", [2, 4])
-    @pytest.mark.parametrize("dim", [64, 128])
-    def test_long_ones_need_three_fifths_or_less(self, tokens, most, itemsize, dim):
-        plain, ours = (kv_bytes(tokens, hot_window, dim * itemsize, dim + 4) for hot_window in (None, LAZY))
-        assert ours <= most * plain
-
     @pytest.mark.parametrize(("memory", "tokens"), [(2**22, 1024), (2**22, 2048)])
     def test_pools_of_equal_memory_hold_more_of_them(self, memory, tokens):
         def capacity(hot_window):

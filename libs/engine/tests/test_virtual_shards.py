@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import VOCABULARY, make
+from fast_cases import fast_if
 from in_process import InProcessGroup
 from lockstep_engine import Engine, EngineConfig, Request, SamplingParams
 from lockstep_engine.config import HotWindow
@@ -22,8 +23,14 @@ def group(path, tp, **options):
 
 
 @KERNELS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "phi3", "mixtral", "gpt_oss", "deepseek_v3", "bloom", "olmo2", "falcon-new"])
+@pytest.mark.parametrize("dtype", [torch.float32, fast_if(False, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [
+        fast_if(name in ("llama", "mixtral", "bloom"), name)
+        for name in ("llama", "phi3", "mixtral", "gpt_oss", "deepseek_v3", "bloom", "olmo2", "falcon-new")
+    ],
+)
 def test_fingerprints_do_not_depend_on_the_number_of_ranks(tmp_path, name, dtype):
     path = make(name, tmp_path)[0]
     found = [group(path, tp, dtype=dtype, hot_window=HotWindow(1, 2)).measure() for tp in (1, 2, 4)]

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 from harness import make_settings, served, submit, until
 from lockstep_common.telemetry import REGISTRY, exposition
-from lockstep_engine import HostUsage, RankStatus
+from lockstep_engine import HostUsage, RankStatus, RemoteUsage
 from lockstep_worker import metrics
 from lockstep_worker.metrics import StatusMeter
 
@@ -72,6 +72,15 @@ async def test_the_prefix_cache_in_host_memory_is_counted_over_all_epochs(model_
         meter.observe(replace(status, epoch=epoch, host=usage), ready=True, routers=0, streams=0)
     assert (value("host_cache_blocks"), value("host_cache_bytes")) == (2, 20 * len(status.ranks))
     assert [now - then for now, then in zip(counts(), before, strict=True)] == [3, 5, 15, 3]
+
+
+async def test_requests_that_wait_for_the_state_server_are_measured(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path)) as worker:
+        status = worker.engine.status()
+    meter = StatusMeter()
+    for fetching in (3, 0):
+        meter.observe(replace(status, remote=RemoteUsage(fetching=fetching)), ready=True, routers=0, streams=0)
+        assert value("remote_cache_waiting") == fetching
 
 
 async def test_counts_that_begin_anew_some_time_after_their_epoch_are_counted_once(model_dir, socket_path):

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from lockstep_api.v1 import state_pb2, state_pb2_grpc
 from lockstep_common.ports import free_port
-from lockstep_state.health import SERVICES, Health
+from lockstep_state.server import SERVICES, health_of
 from state_serving import dial, make_settings, refused, serving
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -51,7 +51,7 @@ async def test_watch_ends_with_the_server(tmp_path):
 
 
 async def test_watch_tells_of_an_end_that_begins_while_it_writes():
-    health = Health(SimpleNamespace(unready=None))
+    health = health_of(SimpleNamespace(unready=None))
     statuses = []
 
     async def write(response):

@@ -7,9 +7,9 @@ from grpc_health.v1 import health_pb2_grpc
 from lockstep_api.v1 import state_pb2_grpc
 from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_UNAVAILABLE
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_state.health import Health
 from lockstep_state.memory import MemoryBackend
 from lockstep_state.results import plain
+from lockstep_state.server import health_of
 from lockstep_state.services.journal import Journal
 from lockstep_state.settings import StateSettings
 
@@ -76,7 +76,7 @@ class StateServer:
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         journal = Journal(self.backend, self.settings)
         state_pb2_grpc.add_JournalServicer_to_server(journal, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(Health(self.backend), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(health_of(self.backend), self._server)
         if self.credentials is None:
             self._server.add_insecure_port(self.target)
         else:

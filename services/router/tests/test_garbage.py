@@ -51,7 +51,7 @@ async def test_a_request_leaves_nothing_to_collect(cluster, garbage, name):
         assert garbage() == {}
 
 
-async def test_nor_does_one_whose_client_leaves(make_cluster, garbage):
+async def test_a_request_whose_client_leaves_leaves_nothing_to_collect(make_cluster, garbage):
     cluster = await make_cluster()
     body = COMPLETION | {"stream": True, "max_tokens": 1000, "ignore_eos": True}
     async with cluster.over_http() as client:

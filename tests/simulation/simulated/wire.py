@@ -22,7 +22,7 @@ CONNECT_TIMEOUT_S = 1.0
 VANISHED_S = 2.0
 """Time after which a router gives a connection up whose client does not acknowledge what it sends."""
 
-_LEAST_S, _JITTER_S = 0.0005, 0.002
+_MIN_LATENCY_S, _JITTER_S = 0.0005, 0.002
 _WINDOW = 64
 """Pieces of an answer that the client has not read, after which the router waits."""
 _CUT_SHARE = 0.05
@@ -80,7 +80,7 @@ class Wire:
         return [each for each in self.exchanges if each.process.index == index]
 
     def delay_s(self) -> float:
-        return _LEAST_S + self.rng.random() * _JITTER_S
+        return _MIN_LATENCY_S + self.rng.random() * _JITTER_S
 
     async def open(
         self,

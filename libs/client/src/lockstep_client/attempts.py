@@ -70,8 +70,8 @@ class Attempts:
 
     def stream_silence_s(self, router: Router) -> float:
         """The longest wait for the next bytes of a stream, or for its head: routers send comments in the meantime."""
-        told_s, slack_s = self.routers.silence_of(router), self.policy.keepalive_slack_s
-        return self.silence_s if told_s is None or slack_s is None else min(self.silence_s, told_s + slack_s)
+        router_s, slack_s = self.routers.silence_of(router), self.policy.keepalive_slack_s
+        return self.silence_s if router_s is None or slack_s is None else min(self.silence_s, router_s + slack_s)
 
     @property
     def is_round_over(self) -> bool:

@@ -233,10 +233,10 @@ class StreamedAnswer:
         self._router = router
         self._router_id = head.headers.get(ROUTER_HEADER)
         self._stream_id = head.headers.get(STREAM_HEADER) or self._stream_id
-        told = head.headers.get(SILENCE_HEADER, "")
+        max_silence = head.headers.get(SILENCE_HEADER, "")
         if head.headers.get("content-type", "").startswith("text/event-stream"):
             # A proxy that does not pass it on may not pass the comments on either.
-            self._attempts.routers.told_silence(router, float(told) if _SECONDS.fullmatch(told) else None)
+            self._attempts.routers.note_silence(router, float(max_silence) if _SECONDS.fullmatch(max_silence) else None)
 
     def _relay(self, router: Router) -> Steps[None]:
         """Give the events of one connection.

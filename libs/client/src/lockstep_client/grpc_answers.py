@@ -19,7 +19,7 @@ _FINISHES: Mapping[int, str] = {
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
-_LEAST_LOGPROB = -9999.0
+_MIN_LOGPROB = -9999.0
 """Stands for the logarithm of a zero probability: JSON has no -inf."""
 _DEFAULT_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -258,13 +258,13 @@ def _chat_logprobs(given: Sequence[pb.Logprobs]) -> Body:
 
 def _token(token: pb.TokenLogprob) -> Body:
     text = token.token.decode(errors="replace")
-    return {"token": text, "logprob": max(token.logprob, _LEAST_LOGPROB), "bytes": list(token.token)}
+    return {"token": text, "logprob": max(token.logprob, _MIN_LOGPROB), "bytes": list(token.token)}
 
 
 def _text_logprobs(given: Sequence[pb.Logprobs]) -> Body:
     return {
         "tokens": [_text(each.chosen) for each in given],
-        "token_logprobs": [max(each.chosen.logprob, _LEAST_LOGPROB) for each in given],
+        "token_logprobs": [max(each.chosen.logprob, _MIN_LOGPROB) for each in given],
         "top_logprobs": [_alternatives(each) for each in given],
     }
 
@@ -273,7 +273,7 @@ def _alternatives(logprobs: pb.Logprobs) -> dict[str, float]:
     best: dict[str, float] = {}
     for token in logprobs.top:
         # Several tokens may have the same text; the most likely one comes first.
-        best.setdefault(_text(token), max(token.logprob, _LEAST_LOGPROB))
+        best.setdefault(_text(token), max(token.logprob, _MIN_LOGPROB))
     return best
 
 

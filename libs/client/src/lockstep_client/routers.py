@@ -123,7 +123,7 @@ class Routers:
                 return self._random.choice(well)
             return min(left, key=lambda router: self._failures[router].until_s, default=None)
 
-    def told_silence(self, router: Router, silence_s: float | None) -> None:
+    def note_silence(self, router: Router, silence_s: float | None) -> None:
         """Note how long a router's streams are silent at most; None: it tells nothing (any more)."""
         with self._lock:
             if silence_s is None:

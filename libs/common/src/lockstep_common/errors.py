@@ -3,6 +3,7 @@
 Every failure that leaves a process has an `ErrorCode`. Only the services' edges translate it, with this table.
 """
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -89,6 +90,11 @@ class LockstepError(Exception):
     def meaning(self) -> Meaning:
         """The row of the table for this error's code."""
         return MEANINGS[self.code]
+
+    @property
+    def retry_after_whole_s(self) -> int | None:
+        """`retry_after_s` as answers say it: in whole seconds, at least 1, never earlier."""
+        return None if self.retry_after_s is None else max(1, math.ceil(self.retry_after_s))
 
     def openai_body(self) -> dict[str, Any]:
         """OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""

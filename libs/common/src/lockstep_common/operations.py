@@ -225,7 +225,7 @@ def _change_level(query: str) -> Answer:
         LOG_LEVEL.change(given.get("level", ""), for_s)
     except ValueError as error:
         return as_json(400, {"error": str(error)})
-    told = {"name": logger.name, "levelno": logging.WARNING, "levelname": "WARNING", "new_level": LOG_LEVEL.level}
+    fields = {"name": logger.name, "levelno": logging.WARNING, "levelname": "WARNING", "new_level": LOG_LEVEL.level}
     # `handle` does not ask the level, which may be above that of this line now.
-    logger.handle(logging.makeLogRecord(told | {"msg": "an operator has changed the log level", "for_s": for_s}))
+    logger.handle(logging.makeLogRecord(fields | {"msg": "an operator has changed the log level", "for_s": for_s}))
     return _level()

@@ -13,45 +13,21 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from functools import partial
 from itertools import chain, islice, zip_longest
-from typing import NamedTuple
 
 import numpy as np
 from lockstep_common.prefix_keys import compressed_key, key_of, keys_of
 from numpy.typing import NDArray
 
-from lockstep_engine.blocks import BlockKey, BlockPool, PoolSizes
+from lockstep_engine.blocks import BlockKey, BlockPool, Needs, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.host_tier import HostTier
-from lockstep_engine.matches import Match, Matches
+from lockstep_engine.matches import Hits, Match, Matches
 from lockstep_engine.prefix_log import PrefixChanges, PrefixLog
 from lockstep_engine.sequence import Sequence
 from lockstep_engine.shared_slots import SharedSlots
 
 _NONE = -1
 _NO_MOVES = np.empty((0, 2), dtype=np.int32)
-
-
-class Hits(NamedTuple):
-    """How many of a sequence's first blocks the pools or the tier in host memory hold."""
-
-    usable: int
-    """A sequence can start after this many blocks: each is held in the version that the sequence will see."""
-    known: int
-    """This many blocks are held in at least one version."""
-
-
-class Needs(NamedTuple):
-    """Numbers of blocks, for each pool."""
-
-    hot: int
-    cold: int
-
-    def __str__(self) -> str:
-        return f"{self.hot} hot and {self.cold} cold blocks" if self.cold else f"{self.hot} blocks"
-
-    def fit(self, room: "Needs") -> bool:
-        """Whether `room` has that many blocks of both pools."""
-        return self.hot <= room.hot and self.cold <= room.cold
 
 
 class BlockTables:

@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -45,6 +46,20 @@ class PoolSizes(msgspec.Struct, array_like=True, frozen=True):
     hot: int
     cold: int = 0
     host: HostSizes = HostSizes()
+
+
+class Needs(NamedTuple):
+    """Numbers of blocks, for each pool."""
+
+    hot: int
+    cold: int
+
+    def __str__(self) -> str:
+        return f"{self.hot} hot and {self.cold} cold blocks" if self.cold else f"{self.hot} blocks"
+
+    def fit(self, room: "Needs") -> bool:
+        """Whether `room` has that many blocks of both pools."""
+        return self.hot <= room.hot and self.cold <= room.cold
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lockstep_engine.kernels import prebuilt
 
 logger = logging.getLogger("lockstep.engine")
 
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 def common_reason(agree: Callable[[str], list[str]], reason: str | None) -> str | None:
@@ -54,7 +54,7 @@ def check_prebuilt(config: EngineConfig) -> None:
     missing = sorted(set(prebuilt.MISSES.names))
     if not missing:
         return
-    named = ", ".join(missing[:_MOST_NAMED])
+    named = ", ".join(missing[:_MAX_NAMED])
     if config.fast_path == "prebuilt":
         raise invalid("fast_path", f"is prebuilt, and {len(missing)} kernels are not, for this model and GPU: {named}")
     logger.warning("%d kernels were compiled at this start, because the image has none for it: %s", len(missing), named)

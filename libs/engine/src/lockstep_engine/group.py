@@ -70,7 +70,7 @@ _VIEW_S = 0.5
 """The same when somebody asks for them."""
 _FORK_TIMEOUT_S = 10.0
 _KILL_TIMEOUT_S = 15.0
-_MAX_TOLD_CHARS = 4_000
+_MAX_STDERR_TAIL_CHARS = 4_000
 """Of a rank's stderr, in the line that says that it failed."""
 _MAX_CHUNK_CHARS = 12_000
 """Of a rank's stderr in one line, which `telemetry.recent_lines` keeps whole, also with its quotes escaped."""
@@ -619,13 +619,15 @@ class RankGroup:
     def _lose(self, reason: str, rank: int) -> None:
         """Lose the group because of a rank, the first one that failed."""
         self.ranks[rank].state = "dead"
-        told = ""
+        stderr = ""
         for output in self._outputs:
             self._pass_on_stderr(output)
             if output.rank == rank:
-                told = output.last_words(_MAX_TOLD_CHARS)
+                stderr = output.last_words(_MAX_STDERR_TAIL_CHARS)
         # At this level whatever its stderr had: a log without warnings must have the stack of a crash too.
-        logger.error("rank failed", extra=self._named(rank) | {"reason": reason} | ({"stderr": told} if told else {}))
+        logger.error(
+            "rank failed", extra=self._named(rank) | {"reason": reason} | ({"stderr": stderr} if stderr else {})
+        )
         self._fail(reason)
 
     def _named(self, rank: int) -> dict[str, str | int]:

@@ -20,7 +20,7 @@ from lockstep_engine.canary import Forward
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.kv_cache import KvCache
 
-MOST_APART = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.1}
+MAX_DIFFERENCE = {torch.float32: 0.01, torch.float16: 0.05, torch.bfloat16: 0.1}
 """How far a row of logits may be from torch's: the Euclidean norm of the difference by that of torch's row, without its
 mean. Rounding to n bits errs by u = 2^-n in each operation; errors of several hundred of them, at random, add up to
 some 20 u (Higham and Mary 2019), which is 0.01 for float16 and for float32's products in TF32, 0.08 for bfloat16. A
@@ -70,7 +70,7 @@ def check_kernels(
 
 def compare(by_kernels: Forward, by_torch: Forward, cache: KvCache, vocab_size: int, count: int) -> list[Difference]:
     """The differences that `check_kernels` looks at; its arguments."""
-    device, bound = cache.keys.device, MOST_APART[cache.keys.dtype]
+    device, bound = cache.keys.device, MAX_DIFFERENCE[cache.keys.dtype]
     ids = torch.arange(count, device=device) * 37 % vocab_size
     hot = np.arange(-(-count // BLOCK_SIZE), dtype=np.int32)
     cold = np.maximum(hot - (0 if cache.hot_window is None else cache.hot_window.sink), 0)

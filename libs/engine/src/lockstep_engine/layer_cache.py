@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 _E4M3_MAX = 448.0
-_LEAST_PEAK = 1e-30
+_MIN_PEAK = 1e-30
 """Lower bound of a vector's largest magnitude, so that its scale and the inverse are finite."""
 
 
@@ -90,7 +90,7 @@ def quantize(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
     magnitude becomes 448; the others are rounded to the nearest code, ties to even.
     """
     x = x.float()
-    peaks = x.abs().amax(axis).clamp_min(_LEAST_PEAK)
+    peaks = x.abs().amax(axis).clamp_min(_MIN_PEAK)
     # Not number / tensor: torch computes that as a product with the reciprocal, which rounds differently.
     factors = peaks.new_tensor(_E4M3_MAX) / peaks
     scaled = (x * factors.unsqueeze(axis)).clamp_(-_E4M3_MAX, _E4M3_MAX)

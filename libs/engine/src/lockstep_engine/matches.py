@@ -4,15 +4,21 @@ A long prompt that does not fit is considered in every step, and to look up thou
 What was found stays true until one of these blocks comes, goes, or begins or ceases to be used.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from lockstep_engine.blocks import BlockKey
+from lockstep_engine.blocks import BlockKey, Needs
 
-if TYPE_CHECKING:
-    from lockstep_engine.block_tables import Hits, Needs
-
-_MOST = 8
+_MAX_REMEMBERED = 8
 """Requests that are remembered: those first in line. Each costs a look-up whenever a block changes."""
+
+
+class Hits(NamedTuple):
+    """How many of a sequence's first blocks the pools or the tier in host memory hold."""
+
+    usable: int
+    """A sequence can start after this many blocks: each is held in the version that the sequence will see."""
+    known: int
+    """This many blocks are held in at least one version."""
 
 
 class Match(NamedTuple):
@@ -22,8 +28,8 @@ class Match(NamedTuple):
     """Of the blocks that it need not compute if they are cached."""
     tokens: int
     """How many it had."""
-    hits: "Hits"
-    takes: "Needs"
+    hits: Hits
+    takes: Needs
     """Blocks that it takes from the free ones."""
 
 
@@ -42,7 +48,7 @@ class Matches:
     def remember(self, request_id: str, match: Match) -> None:
         """Remember what was found for a request that cannot start."""
         known, _ = self._known.get(request_id, (None, None))
-        if known is not match and (known is not None or len(self._known) < _MOST):
+        if known is not match and (known is not None or len(self._known) < _MAX_REMEMBERED):
             self._known[request_id] = (match, frozenset(key.digest for key in match.keys))
 
     def forget(self, request_id: str) -> None:

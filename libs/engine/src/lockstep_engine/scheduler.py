@@ -22,12 +22,12 @@ import numpy as np
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 from numpy.typing import NDArray
 
-from lockstep_engine.block_tables import BlockTables, Hits, Needs
-from lockstep_engine.blocks import BlockKey, PoolSizes
+from lockstep_engine.block_tables import BlockTables
+from lockstep_engine.blocks import BlockKey, Needs, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.constraint import Constraint
 from lockstep_engine.draws import uniform
-from lockstep_engine.matches import Match
+from lockstep_engine.matches import Hits, Match
 from lockstep_engine.plan import LAST_SAMPLED, NO_TOKEN, Plan, Result, RowSampling, StepLogprobs, nothing
 from lockstep_engine.prefix_log import PrefixChanges, PrefixLog
 from lockstep_engine.request import (

@@ -126,13 +126,6 @@ def check_host_memory(config: EngineConfig, usable_bytes: int) -> None:
         )
 
 
-def kv_bytes(tokens: int, hot_window: HotWindow | None, block_bytes: int, cold_block_bytes: int) -> int:
-    """Bytes of a sequence's KV between steps, when `tokens` of its tokens have been computed."""
-    blocks = -(-tokens // BLOCK_SIZE)
-    cold = 0 if hot_window is None else max(0, hot_window.first_hot(tokens // BLOCK_SIZE) - hot_window.sink)
-    return (blocks - cold) * block_bytes + cold * cold_block_bytes
-
-
 def segment_bytes(size: int, capacity: int) -> int:
     """Bytes of a segment for collectives of `size` ranks that contribute up to `capacity` bytes each."""
     return size * FLAG_BYTES + 2 * size * capacity

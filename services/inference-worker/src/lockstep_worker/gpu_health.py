@@ -23,7 +23,7 @@ INTERVAL_S = 10.0
 """Between two readings. One takes some milliseconds a GPU."""
 _EVENT_WAIT_MS = 500
 _END_S = 2.0
-_MOST_LINKS = 36
+_MAX_LINKS = 36
 _MILLI = 1000
 
 _THROTTLING = {
@@ -251,7 +251,7 @@ class _Watch:
     def _read_links(self, gpu: _Gpu) -> None:
         nvml = self._nvml
         states: list[bool] = []
-        for link in range(_MOST_LINKS):
+        for link in range(_MAX_LINKS):
             try:
                 is_up = bool(nvml.nvmlDeviceGetNvLinkState(gpu.whole, link))
             except nvml.NVMLError:

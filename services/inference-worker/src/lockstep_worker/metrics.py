@@ -67,6 +67,9 @@ HOST_COPIES = Counter(
     ["way"],
     registry=REGISTRY,
 )
+REMOTE_WAITING = Gauge(
+    "lockstep_worker_remote_cache_waiting", "Requests that wait for KV blocks of the state server", registry=REGISTRY
+)
 REMOTE_FETCHES = Counter(
     "lockstep_worker_remote_cache_fetches_total",
     "Fetches of cached prefixes from the state server, by outcome: `fetched`; `absent`; `gate`, computing is faster; "
@@ -340,6 +343,7 @@ class StatusMeter:
     def _observe_host(self, status: EngineStatus) -> None:
         usage = status.host
         HOST_BLOCKS.set(usage.blocks)
+        REMOTE_WAITING.set(status.remote.fetching)
         HOST_BYTES.set(usage.used_bytes * len(status.ranks))
         self._host_hits.observe(usage.hits)
         self._host_copies["in"].observe(usage.copied_in)

@@ -19,6 +19,7 @@ from lockstep_common import lifecycle, telemetry
 from lockstep_common.errors import LockstepError, cannot_listen
 from lockstep_common.garbage import spare_existing_objects
 from lockstep_common.grpc_tls import server_credentials
+from lockstep_common.health_service import Health
 from lockstep_common.listening import claim
 from lockstep_common.log_level import LOG_LEVEL
 from lockstep_common.management import Reports, managed
@@ -32,7 +33,6 @@ from lockstep_engine import AsyncEngine
 
 from lockstep_worker import gpu_health
 from lockstep_worker.engine import EngineFactory
-from lockstep_worker.health import READINESS, Health
 from lockstep_worker.kv_store import KvStore, StoreOptions
 from lockstep_worker.notices import Notice, posting
 from lockstep_worker.profile import profile_archive
@@ -42,6 +42,7 @@ from lockstep_worker.shared_memory import check_shared_memory
 from lockstep_worker.tls import check_peers, load_certificates, management_context, state_dial
 from lockstep_worker.worker import Worker
 
+_SERVICE = "lockstep.v1.Worker"
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -221,8 +222,9 @@ def _listen(worker: Worker, settings: WorkerSettings, certificates: Certificates
     interceptors = () if certificates is None else (check_peers(settings),)
     server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
     worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(worker), server)  # type: ignore[no-untyped-call]
-    health_pb2_grpc.add_HealthServicer_to_server(Health(worker), server)
-    names = (READINESS, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+    served = {"": lambda: True, _SERVICE: lambda: worker.ready}  # liveness and readiness
+    health_pb2_grpc.add_HealthServicer_to_server(Health(served), server)
+    names = (_SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     try:
         if certificates is None:

@@ -16,6 +16,7 @@ from lockstep_common import lifecycle, telemetry
 from lockstep_common.errors import LockstepError, cannot_listen
 from lockstep_common.garbage import spare_existing_objects
 from lockstep_common.grpc_tls import PeerInterceptor, server_credentials
+from lockstep_common.health_service import Health
 from lockstep_common.listening import claim
 from lockstep_common.management import Reports, managed
 from lockstep_common.settings import fail
@@ -26,7 +27,6 @@ from lockstep_common.watched_files import watched
 
 from lockstep_state import metrics
 from lockstep_state.backend import Backend
-from lockstep_state.health import SERVICES, Health
 from lockstep_state.memory import MemoryBackend
 from lockstep_state.redis_backend import RedisBackend, RedisOptions
 from lockstep_state.secrets import read_keys, read_password
@@ -38,6 +38,7 @@ from lockstep_state.services.names import Leases, Sessions
 from lockstep_state.settings import MEMORY, StateSettings
 from lockstep_state.values import Values
 
+SERVICES = ("lockstep.v1.Journal", "lockstep.v1.Sessions", "lockstep.v1.Leases", "lockstep.v1.Kv")
 _MAX_MESSAGE_BYTES = 16 << 20
 """A batch of journals is one message; blocks come in many."""
 _OPTIONS = (
@@ -86,7 +87,7 @@ async def run(settings: StateSettings, stop: asyncio.Event) -> None:
     """
     tracing = setup_tracing("state", settings.pod_name or socket.gethostname(), settings)
     backend = make_backend(settings)
-    health = Health(backend)
+    health = health_of(backend)
     async with contextlib.AsyncExitStack() as stack:
         if tracing is not None:
             stack.push_async_callback(asyncio.to_thread, tracing.close)
@@ -166,6 +167,13 @@ def _management_context(settings: StateSettings, certificates: Certificates | No
     if not settings.management_tls or certificates is None:
         return None
     return server_context(certificates, verify_clients=ssl.CERT_OPTIONAL)
+
+
+def health_of(backend: Backend) -> Health:
+    """`""` says that the process answers, the services' names that the store can be used: a store that cannot be used
+    is no reason to send calls elsewhere, because all replicas have the same one.
+    """
+    return Health({"": lambda: True, **dict.fromkeys(SERVICES, lambda: backend.unready is None)})
 
 
 def _listen(

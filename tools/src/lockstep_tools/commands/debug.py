@@ -125,8 +125,8 @@ def _collect(bundle: Bundle, client: httpx.Client, processes: Sequence[Process],
             findings.append(Finding(f"{process.name} {last.refusal}"))
         elif last.is_silent:
             state = "" if process.pid is None else local.process_state(process.pid)
-            told = f"; its process {process.pid} is {state or 'gone'}" if process.pid is not None else ""
-            findings.append(Finding(f"{process.name} does not answer{told}"))
+            detail = f"; its process {process.pid} is {state or 'gone'}" if process.pid is not None else ""
+            findings.append(Finding(f"{process.name} does not answer{detail}"))
         elif "engine" in last.found and "engine" in before.found:
             findings += of_worker(process.name, before.found["engine"], last.found["engine"])
             log = bodies.get((process.name, "log.jsonl")) or b""

@@ -11,7 +11,7 @@ from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.logs.lines import LEVELS, Choice, Line, moment, readable
 from lockstep_tools.logs.sources import from_files, from_release, in_order
 
-_MOST_READ = 1_000_000
+_MAX_READ = 1_000_000
 """Lines of each pod that are searched; kubelets keep 10 MiB of a container's log by default."""
 
 DESCRIPTION = """\
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         release = Release(arguments.release, Kubectl(arguments.namespace))
         # A pod's newest lines need not be about what is asked for: the limit is for those that are.
-        read = arguments.tail if arguments.follow or choice == Choice(since=choice.since) else _MOST_READ
+        read = arguments.tail if arguments.follow or choice == Choice(since=choice.since) else _MAX_READ
         lines = from_release(
             release, tail=read, since=choice.since, follow_s=arguments.follow, on_failure=failures.append
         )

@@ -21,7 +21,7 @@ from lockstep_tools.load.endpoint import checked_url, root_url, tls_context
 from lockstep_tools.logs.lines import harmless
 from lockstep_tools.profile.merge import merged
 from lockstep_tools.profile.parts import MAX_ARCHIVE_BYTES, read_parts
-from lockstep_tools.profile.summary import summarize, told
+from lockstep_tools.profile.summary import describe, summarize
 
 DESCRIPTION = """\
 Profile some steps of all ranks of a running worker with torch's profiler, while it serves. Writes one file for
@@ -38,7 +38,7 @@ EXAMPLES = """\
 _MAX_STEPS = 200
 _OVERHEAD_S = 15.0
 """For the answer to begin, after the worker's own deadline."""
-_MOST_S = 300.0
+_MAX_WAIT_S = 300.0
 """For all of the answer."""
 
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not summary.steps:
         raise CommandError("the ranks have no step in common; try again")
     _write(path, merged(profiles))
-    print(f"{harmless(worker.name)}: {told(summary, profiles)}")
+    print(f"{harmless(worker.name)}: {describe(summary, profiles)}")
     print(f"\ntrace: {path} ({path.stat().st_size / 1024:.0f} KiB); open it in https://ui.perfetto.dev")
     return 0
 
@@ -135,7 +135,7 @@ def _profile(client: httpx.Client, worker: Process, steps: int) -> bytes:
         CommandError: it gives no profile; the message says why.
     """
     body = bytearray()
-    ends_at = time.monotonic() + _MOST_S
+    ends_at = time.monotonic() + _MAX_WAIT_S
     url = f"{worker.url}/debug/profile?steps={steps}"
     try:
         with client.stream("POST", url, timeout=PROFILE_S + _OVERHEAD_S) as answer:
@@ -144,7 +144,7 @@ def _profile(client: httpx.Client, worker: Process, steps: int) -> bytes:
                 if len(body) > MAX_ARCHIVE_BYTES:
                     raise CommandError(f"more than {MAX_ARCHIVE_BYTES >> 20} MiB; ask for fewer --steps")
                 if time.monotonic() > ends_at:
-                    raise CommandError(f"{harmless(worker.name)}: its answer is not complete after {_MOST_S:g} s")
+                    raise CommandError(f"{harmless(worker.name)}: its answer is not complete after {_MAX_WAIT_S:g} s")
     except httpx.HTTPError as error:
         reason = str(error) or type(error).__name__
         raise CommandError(harmless(f"{worker.name} does not answer: {reason}")) from None

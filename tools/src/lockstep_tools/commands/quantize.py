@@ -32,7 +32,7 @@ EXAMPLES = """\
 
 SCHEMES = ("int8", "w8a8", "fp8", "gptq", "rtn4", "ternary")
 _NOT_PRODUCED = {"awq": "checkpoints in awq are loaded, but not made"}
-_LEAST_WINDOWS = 2
+_MIN_WINDOWS = 2
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -164,9 +164,9 @@ def _windows(
         raise refuse(f"model {source}: tokenizer.json is missing")
     ids = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
     length, half = min(arguments.length, context), len(ids) // 2
-    if half < _LEAST_WINDOWS * length:
+    if half < _MIN_WINDOWS * length:
         raise CommandError(
-            f"--calibration {arguments.calibration} has {len(ids)} tokens, fewer than {2 * _LEAST_WINDOWS} windows of "
+            f"--calibration {arguments.calibration} has {len(ids)} tokens, fewer than {2 * _MIN_WINDOWS} windows of "
             f"{length}",
             UNUSABLE,
         )

@@ -25,7 +25,7 @@ from lockstep_tools.serving.status import READY, state_of
 
 _START_TIMEOUT_S = 300.0
 STREAM_S = 7.0  # ranks restart in less, so at the second kill the stream still runs and both workers are ready
-_LEAST_TOKENS = 500
+_MIN_TOKENS = 500
 _WARM_UP_TOKENS = 100
 _FIRST_KILL_TOKENS = 80
 _PAUSE_TOKENS = 40  # between recovery and the next kill, so that the text is seen to continue
@@ -75,7 +75,7 @@ class Demo:
         warm_up = await self._record(self._request(model, _WARM_UP_TOKENS))
         prompt_tokens = int((warm_up.usage or {}).get("prompt_tokens", 0))
         fitting = int(STREAM_S * warm_up.tokens / _duration_s(warm_up))
-        return min(max(_LEAST_TOKENS, fitting), int(model["context_length"]) - prompt_tokens)
+        return min(max(_MIN_TOKENS, fitting), int(model["context_length"]) - prompt_tokens)
 
     async def _undisturbed(self, request: StreamRequest) -> History:
         tokens = request.body["max_tokens"]

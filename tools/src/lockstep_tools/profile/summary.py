@@ -127,7 +127,7 @@ def _bottleneck(shares: list[RankShares]) -> tuple[int | None, float]:
     return (slowest.rank if is_named else None), ratio
 
 
-def told(summary: Summary, profiles: list[RankProfile]) -> str:
+def describe(summary: Summary, profiles: list[RankProfile]) -> str:
     """The summary for people."""
     head = (
         f"{summary.steps} steps with {summary.tokens} tokens in {summary.window_s:.3f} s; "

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[4]
 
 _BUDGET_S = 80.0
-_LEAST_FOR_TESTS_S = 25.0
+_MIN_FOR_TESTS_S = 25.0
 _SOURCES = ("libs", "services", "tools", "tests", "conftest.py")
 _UNIT_TESTS = re.compile(r"(libs|services)/[^/]+/tests/|tools/tests/|tests/deployment/")
 _MODULES = re.compile(r".*/src/(lockstep_.*)\.py")
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"check: {name} failed", file=sys.stderr)
             return code
         print(f"check: {name} holds ({time.monotonic() - started_s:.0f} s)", flush=True)
-    return _run_tests(tests, max(_LEAST_FOR_TESTS_S, _BUDGET_S - (time.monotonic() - began_s)))
+    return _run_tests(tests, max(_MIN_FOR_TESTS_S, _BUDGET_S - (time.monotonic() - began_s)))
 
 
 def changed_files(root: Path, base: str) -> list[str]:

@@ -27,7 +27,7 @@ FIRST_DELAY_S = 0.1
 LAST_DELAY_S = 5.0
 STEADY_S = 10.0
 """A process that has run for this long starts again with the first delay."""
-MOST_FAILED_STARTS = 5
+MAX_FAILED_STARTS = 5
 """The set ends when a process ends by itself this often in a row, each time before it is steady."""
 
 
@@ -124,7 +124,7 @@ class Supervisor:
             return
         if code == UNUSABLE:
             self.exit_code, self.reason = UNUSABLE, f"{child.name} cannot run"
-        elif child.failed_starts >= MOST_FAILED_STARTS:
+        elif child.failed_starts >= MAX_FAILED_STARTS:
             self.exit_code, self.reason = FAILED, f"{child.name} {_ending(code)} {child.failed_starts} times in a row"
         else:
             self._on_event(f"{child.name} {_ending(code)}; starting it again")

@@ -36,7 +36,7 @@ _LOOPBACK = "127.0.0.1"
 _LOOPBACKS = ("127.0.0.1", "::1", "localhost")
 _PLAIN = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Trusts nobody. To load the system's certificates, which plain HTTP does not need, takes 30 ms."""
-_MOST_PORT = 65535
+_MAX_PORT = 65535
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 - recognised, not bound
 
 
@@ -315,7 +315,7 @@ class Stack:
             if management is not None:
                 self.management_ports.append(self._free_port(_LOOPBACK, management + step if management else 0))
             else:
-                self.management_ports.append(self._port_beside(port if wanted else _MOST_PORT))
+                self.management_ports.append(self._port_beside(port if wanted else _MAX_PORT))
 
     def _free_port(self, host: str, port: int) -> int:
         while (found := free_port(host, port)) in (*self.ports, *self.management_ports):
@@ -325,7 +325,7 @@ class Stack:
 
     def _port_beside(self, port: int) -> int:
         """The port after another one, or any free one."""
-        if port < _MOST_PORT:
+        if port < _MAX_PORT:
             with suppress(CommandError):
                 return self._free_port(_LOOPBACK, port + 1)
         return self._free_port(_LOOPBACK, 0)

@@ -8,8 +8,8 @@ from rich.text import Text
 from lockstep_tools.logs.lines import harmless
 from lockstep_tools.trace.spans import Span, duration, headline, tree
 
-_LEAST_BAR = 20
-_MOST_LABEL = 48
+_MIN_BAR_WIDTH = 20
+_MAX_LABEL_WIDTH = 48
 _GAP = 2
 
 _PAGE = """\
@@ -50,8 +50,8 @@ def lines(spans: Sequence[Span], width: int) -> list[Text]:
     labels = [harmless(f"{'  ' * depth}{span.label}  ({span.process})") for depth, span in placed]
     times = [duration(span.end_ns - span.begin_ns) for _, span in placed]
     time_width = max(map(len, times))
-    label_width = min(_MOST_LABEL, max(map(len, labels)), max(8, width - time_width - _LEAST_BAR - 2 * _GAP))
-    bar_width = max(_LEAST_BAR, width - label_width - time_width - 2 * _GAP)
+    label_width = min(_MAX_LABEL_WIDTH, max(map(len, labels)), max(8, width - time_width - _MIN_BAR_WIDTH - 2 * _GAP))
+    bar_width = max(_MIN_BAR_WIDTH, width - label_width - time_width - 2 * _GAP)
     window = _window(spans)
     drawn = [Text(harmless(headline(spans)))]
     for (_, span), label, time in zip(placed, labels, times, strict=True):
@@ -81,9 +81,9 @@ def _row(window: tuple[int, int], depth: int, span: Span) -> str:
     begin, end = window
     whole = max(1, end - begin)
     left, length = 100 * (span.begin_ns - begin) / whole, 100 * (span.end_ns - span.begin_ns) / whole
-    told = [("span", span.span_id), ("error", span.error), *sorted(span.attributes.items())]
-    told += [(duration(max(0, at_ns - begin)), name) for name, at_ns in span.events]
-    facts = "".join(f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in told if value)
+    details = [("span", span.span_id), ("error", span.error), *sorted(span.attributes.items())]
+    details += [(duration(max(0, at_ns - begin)), name) for name, at_ns in span.events]
+    facts = "".join(f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in details if value)
     return (
         f"<details{' class=bad' if span.error else ''}><summary>"
         f'<span class="name" style="padding-left:{depth * 1.1:.1f}rem">{escape(span.label)}'

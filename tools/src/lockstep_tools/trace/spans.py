@@ -37,12 +37,17 @@ class Span:
     @property
     def label(self) -> str:
         """The name, with what tells it from the others: an attempt's worker and outcome, a rank's number."""
-        told = self.attributes
+        attributes = self.attributes
         if self.name == "attempt":
-            parts = [told.get(names.ATTEMPT, ""), "→", told.get(names.WORKER, "?"), told.get(names.OUTCOME, "")]
+            parts = [
+                attributes.get(names.ATTEMPT, ""),
+                "→",
+                attributes.get(names.WORKER, "?"),
+                attributes.get(names.OUTCOME, ""),
+            ]
             return " ".join(["attempt", *(part for part in parts if part)])
-        if self.name == "rank" and names.RANK in told:
-            return f"rank {told[names.RANK]}{self._computes()}"
+        if self.name == "rank" and names.RANK in attributes:
+            return f"rank {attributes[names.RANK]}{self._computes()}"
         return self.name
 
     def _computes(self) -> str:
@@ -139,7 +144,7 @@ def headline(spans: Sequence[Span]) -> str:
     """What happened, in a line: how long, which workers tried, and how it ended."""
     begin, end = min(each.begin_ns for each in spans), max(each.end_ns for each in spans)
     attempts = sorted((each for each in spans if each.name == "attempt"), key=lambda each: each.begin_ns)
-    told = [f"{duration(end - begin)}, {len(spans)} spans of {len({each.process for each in spans})} processes"]
+    parts = [f"{duration(end - begin)}, {len(spans)} spans of {len({each.process for each in spans})} processes"]
     if attempts:
         ways = [
             f"{each.attributes.get(names.WORKER, '?')} ({each.attributes.get(names.OUTCOME, each.error or '?')})"
@@ -147,8 +152,8 @@ def headline(spans: Sequence[Span]) -> str:
         ]
         failovers = len(attempts) - 1
         what = f"{failovers} failover{'s' if failovers > 1 else ''}: " if failovers else "worker "
-        told.append(what + " → ".join(ways))
-    return "; ".join(told)
+        parts.append(what + " → ".join(ways))
+    return "; ".join(parts)
 
 
 def duration(ns: int) -> str:

@@ -27,7 +27,7 @@ from lockstep_engine.kernels.cpu_structs import (
 
 _VERSION = 12
 _PANEL = 32
-_MOST_TOGETHER, _MOST_ROWS = 4, 12
+_MAX_PANELS, _MAX_ROWS = 4, 12
 """Most panels that a product takes together in any build, and most rows for which it takes several."""
 BUILDS = ("avx512", "avx2", "plain")
 """Widest vector registers first; `plain` uses none. All builds give the same bits."""
@@ -311,7 +311,7 @@ class PackedLinear:
 
     def sums_size(self, rows: int) -> int:
         """Floats that a thread needs for the sums of parts."""
-        panels = _MOST_TOGETHER if rows <= _MOST_ROWS else 1
+        panels = _MAX_PANELS if rows <= _MAX_ROWS else 1
         return (int(self._call.parts) - 1) * rows * panels * _PANEL
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -51,14 +51,14 @@ def build_problem() -> str | None:
     if find_spec("triton") is None:
         return "Triton is not installed"
     where = prebuilt.folder()
-    told = None if where is None else prebuilt.module_problem(where)
-    if where is not None and told is None:
+    problem = None if where is None else prebuilt.module_problem(where)
+    if where is not None and problem is None:
         return None
     if os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
-        if told is not None:
-            logger.warning("%s: a C compiler is used instead", told)
+        if problem is not None:
+            logger.warning("%s: a C compiler is used instead", problem)
         return None
-    return told or "Triton finds no C compiler (CC, gcc, clang) and no prebuilt module"
+    return problem or "Triton finds no C compiler (CC, gcc, clang) and no prebuilt module"
 
 
 def give_up(reason: str) -> None:

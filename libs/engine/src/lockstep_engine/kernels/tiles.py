@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 """Most programs that share a tile's keys; a power of two."""
-LEAST_KEYS_A_SPLIT = 128
+MIN_KEYS_PER_SPLIT = 128
 """Fewer keys are not worth a program of their own: its partial result costs more than it gains."""
 _LARGE_SHARED_BYTES = 160 * 1024
 """GPUs have either 99 KiB of shared memory for a program, or at least this."""
@@ -112,4 +112,4 @@ def splits_for(tiles: int, kv_heads: int, context: int, programs: int) -> int:
         programs: how many the GPU holds at once.
     """
     wanted = programs // (tiles * kv_heads)
-    return max(1, min(MOST_SPLITS, wanted, -(-context // LEAST_KEYS_A_SPLIT)))
+    return max(1, min(MAX_SPLITS, wanted, -(-context // MIN_KEYS_PER_SPLIT)))

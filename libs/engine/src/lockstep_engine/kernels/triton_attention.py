@@ -19,7 +19,7 @@ import triton.language as tl
 
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kernels import triton_fp8
-from lockstep_engine.kernels.tiles import LIMITS, MOST_SPLITS, GpuLimits, Shape, limits_of, shape_for
+from lockstep_engine.kernels.tiles import LIMITS, MAX_SPLITS, GpuLimits, Shape, limits_of, shape_for
 from lockstep_engine.kernels.tiles import splits_for as split_keys
 from lockstep_engine.kernels.triton_fp8 import decode
 from lockstep_engine.layer_cache import LayerCache
@@ -245,7 +245,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
 def _reduce(
     out, partial, stats, tile_sequences, tile_firsts, lengths, rows, splits,
     per_head: tl.constexpr, dim: tl.constexpr, dim_pad: tl.constexpr,
-    block_q: tl.constexpr, most_splits: tl.constexpr, chunk: tl.constexpr,
+    block_q: tl.constexpr, max_splits: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
     """A row's result from the partial ones of its splits; those that saw no key have a total of 0."""
     tile, kv_head, m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -255,7 +255,7 @@ def _reduce(
         heads = tl.num_programs(1) * per_head
         base = ((tile * tl.num_programs(1) + kv_head) * (block_q * per_head) + m).to(tl.int64) * splits
         d = tl.arange(0, dim_pad)
-        every = tl.arange(0, most_splits)
+        every = tl.arange(0, max_splits)
         peaks = tl.load(stats + (base + every) * 2, mask=every < splits, other=float("-inf"))
         totals = tl.load(stats + (base + every) * 2 + 1, mask=every < splits, other=0.0)
         top = tl.max(peaks, 0)
@@ -388,7 +388,7 @@ def attend(
         _reduce[count, kv_heads, tiles.queries * per_head](
             out, partial, stats, tiles.sequences, tiles.firsts, paged.lengths, paged.rows, splits,
             per_head=per_head, dim=dim, dim_pad=dim_pad,
-            block_q=tiles.queries, most_splits=MOST_SPLITS, chunk=16, num_warps=4,
+            block_q=tiles.queries, max_splits=MAX_SPLITS, chunk=16, num_warps=4,
         )  # fmt: skip
 
 
@@ -448,7 +448,7 @@ def _check(
             "tables are not [sequences, width]",
         ),
         (len(paged.lengths) == len(paged.rows) == sequences, "starts, lengths and rows differ in length"),
-        (1 <= tiles.splits <= MOST_SPLITS, f"{tiles.splits} splits"),
+        (1 <= tiles.splits <= MAX_SPLITS, f"{tiles.splits} splits"),
         (scoring.bias is None or len(scoring.bias) == heads, "bias is not [heads, positions]"),
         (scoring.sinks is None or scoring.sinks.shape == (heads,), "sinks is not [heads]"),
     )

@@ -14,7 +14,7 @@ Refuse = Callable[[str], Exception]
 """Makes the error for a sentence about the model."""
 
 _LARGEST = 2**31 - 1
-_MOST_GROUPS = 1024
+_MAX_GROUPS = 1024
 
 FLOAT_ACTIVATIONS = "activations computed in float"
 """Remark on a checkpoint whose scheme also quantizes activations, which the engine does not do."""
@@ -203,7 +203,7 @@ def _compressed(fields: _Fields, remarks: list[str]) -> Compressed:
         raise fields.refusal("transform_config", "none")
     if fields.get("kv_cache_scheme"):
         remarks.append("its scheme for the KV cache is not used")
-    given = fields.entries("config_groups", _MOST_GROUPS)
+    given = fields.entries("config_groups", _MAX_GROUPS)
     config_groups = fields.inner("config_groups", given)
     groups = []
     for name, value in given.items():

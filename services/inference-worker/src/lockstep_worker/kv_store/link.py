@@ -16,8 +16,8 @@ from lockstep_worker.kv_store.gate import LinkEstimate
 _CALL_WEIGHT = 0.2
 _MEMORY_BYTES = 16 << 20
 """After a transfer of so many bytes, what was known before counts 1/e."""
-_LEAST_S = 1e-6
-_LEAST_BYTES = 64 << 10
+_MIN_TRANSFER_S = 1e-6
+_MIN_BYTES = 64 << 10
 """The time of a smaller transfer is all latency."""
 
 
@@ -79,10 +79,10 @@ class Link:
 
     def _measure(self, transfer: Transfer) -> None:
         got = self._got - transfer.got_before
-        if transfer.bytes < _LEAST_BYTES:
+        if transfer.bytes < _MIN_BYTES:
             return
         now = self.clock()
-        took_s = max(now - transfer.began_at - (self._latency_s or 0.0), _LEAST_S)
+        took_s = max(now - transfer.began_at - (self._latency_s or 0.0), _MIN_TRANSFER_S)
         self.measured_at = now
         sample = took_s / got
         weight = 1.0 if self._s_per_byte is None else 1 - math.exp(-transfer.bytes / _MEMORY_BYTES)

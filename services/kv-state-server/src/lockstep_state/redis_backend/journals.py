@@ -68,13 +68,13 @@ class Journals:
             outcomes[at] = outcome
         todo = [at for at, outcome in enumerate(outcomes) if outcome is None]
         answers = _counted(await self._store.many("append", [self._command(writes[at]) for at in todo]))
-        told: list[tuple[Write, int]] = []
+        noted: list[tuple[Write, int]] = []
         for at, answer in zip(todo, answers, strict=True):
             must_compare = not isinstance(answer, LockstepError) and answer[0] == _COMPARE
             final = await self._compare(writes[at]) if must_compare else answer
             outcomes[at] = _outcome(final)
-            told += _to_tell(writes[at], final)
-        await self._ledger.note([("s", write.tenant, write.key, size, write.ttl_s) for write, size in told])
+            noted += _to_tell(writes[at], final)
+        await self._ledger.note([("s", write.tenant, write.key, size, write.ttl_s) for write, size in noted])
         return [outcome or results.plain(_UNAVAILABLE) for outcome in outcomes]
 
     async def read(self, key: str, take: Take | None) -> StoredStream | None:

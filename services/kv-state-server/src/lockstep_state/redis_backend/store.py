@@ -11,13 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep_common.breaker import Breaker
 from lockstep_common.errors import LockstepError
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis, RedisCluster
 
 from lockstep_state import metrics
 from lockstep_state.errors import full, unavailable
-from lockstep_state.redis_backend.breaker import Breaker
 from lockstep_state.redis_backend.connect import RedisOptions, connect, parse_address
 from lockstep_state.redis_backend.scripts import Script
 
@@ -79,7 +79,7 @@ class Store:
         self._options = options
         self._client: Redis | RedisCluster = connect(options)
         self._turns = asyncio.Semaphore(options.connections)
-        self._breaker = Breaker(options.breaker_failures, self._note_change)
+        self._breaker = Breaker("redis", options.breaker_failures)
         self._logged_at = -_LOG_EVERY_S
         self._running: set[asyncio.Future[Any]] = set()
         self._checking: asyncio.Task[None] | None = None
@@ -166,7 +166,7 @@ class Store:
         judged = [self._judge(answer) for answer in answers]
         is_late = time.monotonic() - began > self._options.timeout_s
         if not is_late and not any(map(_is_unusable, answers)):
-            self._breaker.succeed()
+            self._breaker.note_success()
         return judged
 
     def _check(self, *, is_batch: bool) -> None:
@@ -228,8 +228,9 @@ class Store:
         """Count a failure, and translate it."""
         reason, words = _describe(error)
         metrics.STORE_FAILURES.labels(reason).inc()
-        if reason not in ("error", "busy"):
-            self._breaker.fail()
+        if reason not in ("error", "busy") and self._breaker.note_failure():
+            metrics.BREAKER_OPEN.set(1)
+            logger.warning("Redis is not used until it answers")
         now = time.monotonic()
         if now - self._logged_at >= _LOG_EVERY_S:
             self._logged_at = now
@@ -249,6 +250,8 @@ class Store:
                         return
                     if time.monotonic() - began <= self._options.timeout_s:
                         self._breaker.close()
+                        metrics.BREAKER_OPEN.set(0)
+                        logger.info("Redis is used again")
                         return
         except Exception as error:  # as above; nothing may end the probing
             logger.debug("a probe failed", extra={"error": type(error).__name__})
@@ -259,13 +262,6 @@ class Store:
             await former.aclose()
         else:
             await self._client.connection_pool.disconnect(inuse_connections=False)
-
-    def _note_change(self, is_open: bool) -> None:
-        metrics.BREAKER_OPEN.set(is_open)
-        if is_open:
-            logger.warning("Redis is not used until it answers")
-        else:
-            logger.info("Redis is used again")
 
 
 def _is_unusable(answer: Any) -> bool:

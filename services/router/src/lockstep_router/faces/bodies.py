@@ -22,7 +22,7 @@ _STALLED_S = 5.0
 """A body of which nothing has arrived for this long makes room for others."""
 _LARGE_BYTES = 256 << 10
 """Bodies above this trigger `malloc_trim`."""
-_LEAST_WAIT_S = 0.002
+_MIN_WAIT_S = 0.002
 
 
 class BodyBudget:
@@ -130,7 +130,7 @@ class Pace:
         now = asyncio.get_running_loop().time()
         begin = max(now, self._free_at)
         self._free_at = begin + count / self._bytes_per_s
-        return begin - now if begin - now > _LEAST_WAIT_S else 0.0
+        return begin - now if begin - now > _MIN_WAIT_S else 0.0
 
 
 class Reservation:

@@ -13,7 +13,7 @@ from lockstep_router.text.tokenizer import Tokenizer
 
 _FINISH_REASONS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
 
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Replaces the logarithm of a zero probability: JSON has no -inf."""
 
 
@@ -128,7 +128,7 @@ class Choice:
         if update.logprobs:
             logprob = update.logprobs[index].chosen.logprob
             # Compared in this order, not a number counts as the least.
-            self.logprob += logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
+            self.logprob += logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
             self._waiting.append(TokenEntry(update.logprobs[index], self._decoded_chars))
         text = self._pass_on(self._detokenizer.step(update.ids[index]))
         if self._parser is None:

@@ -9,7 +9,7 @@ from lockstep_common.protocol import MAX_STOP_IDS
 from lockstep_router.generation.prompts import Prompt, check_ids
 from lockstep_router.generation.request import GenerationRequest
 
-_LEAST_TOP_P = 1e-6
+_MIN_TOP_P = 1e-6
 """`top_p` 0 asks for the most likely token only; workers take values above 0."""
 
 MODEL_SETTINGS: tuple[Literal["temperature", "top_p", "top_k", "min_p", "repetition_penalty"], ...] = (
@@ -46,7 +46,7 @@ def resolve_sampling(
         if token_id >= card.vocab_size:
             raise invalid("logit_bias", f"has {token_id}, outside the vocabulary of {card.vocab_size}")
     if sampling.HasField("top_p"):
-        sampling.top_p = max(sampling.top_p, _LEAST_TOP_P)
+        sampling.top_p = max(sampling.top_p, _MIN_TOP_P)
     if sampling.HasField("top_k"):
         sampling.top_k = min(sampling.top_k, card.vocab_size)
     return sampling

@@ -10,7 +10,7 @@ from lockstep_router.policies.facts import Policy, RequestFacts, WorkerFacts
 from lockstep_router.policies.hybrid import within_bound
 from lockstep_router.policies.rendezvous import rank
 
-_LEAST_SHARE = 0.5
+_MIN_SHARE = 0.5
 """Share of the prompt's blocks that must be known on a worker. A short beginning that most prompts have in common, such
 as a chat template's, would send all of them to the same worker (SGLang's `cache_threshold`)."""
 
@@ -29,7 +29,7 @@ class PrefixAware(Policy):
         Workers that have less than half of the prompt count as having none of it.
         """
         keys = request.prefix_keys
-        least = max(1, _LEAST_SHARE * len(keys))
+        least = max(1, _MIN_SHARE * len(keys))
         within = {worker.worker_id: worker.known_blocks(keys) for worker in within_bound(workers, self._load_bound)}
         return max(
             rank(request.session, within),

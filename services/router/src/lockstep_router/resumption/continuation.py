@@ -13,7 +13,7 @@ from lockstep_router.resumption.run import Host
 from lockstep_router.streams.journal import Journal
 from lockstep_router.text.tokenizer import Tokenizer
 
-_LEAST_TIMEOUT_S = 0.001
+_MIN_TIMEOUT_S = 0.001
 
 
 def continued(stored: StoredStream, tokenizer: Tokenizer, priority: int) -> Prepared:
@@ -40,7 +40,7 @@ def continued(stored: StoredStream, tokenizer: Tokenizer, priority: int) -> Prep
 
 
 def _journal(record: Record, index: int, prompt: Prompt, log: ChoiceLog, priority: int) -> Journal:
-    left_s = None if record.deadline_at is None else max(_LEAST_TIMEOUT_S, record.deadline_at - time.time())
+    left_s = None if record.deadline_at is None else max(_MIN_TIMEOUT_S, record.deadline_at - time.time())
     return Journal(
         stream_id=record.choices[index].stream_id,
         model=record.model,

@@ -84,7 +84,7 @@ async def abort(context: grpc.aio.ServicerContext, error: LockstepError, router_
     if error.field is not None:
         trailing.append((ERROR_FIELD, _ascii(error.field)))
     if error.retry_after_s is not None:
-        trailing.append(("retry-after", str(max(1, round(error.retry_after_s)))))
+        trailing.append(("retry-after", str(error.retry_after_whole_s)))
     await context.abort(grpc.StatusCode[error.meaning.grpc_status], error.message, tuple(trailing))
 
 

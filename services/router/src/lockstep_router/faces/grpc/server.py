@@ -10,10 +10,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from lockstep_common.errors import LockstepError, cannot_listen
+from lockstep_common.health_service import Health
 
 from lockstep_router.faces.bodies import BodyBudget
 from lockstep_router.faces.grpc.caller import abort, identify, new_record
-from lockstep_router.faces.grpc.health import Health
 from lockstep_router.faces.grpc.inbound import Inbound
 from lockstep_router.faces.grpc.service import SERVICE, Inference
 from lockstep_router.faces.parsing import Parsing
@@ -28,7 +28,7 @@ _KEEPALIVE_TIMEOUT_MS = 20_000
 _MIN_PING_INTERVAL_MS = 10_000
 _AGE_GRACE_MS = 600_000
 """A call may last this much longer than the greatest age of its connection. Then it is cut, and can be resumed."""
-_LEAST_ARRIVING = 4
+_MIN_ARRIVING = 4
 
 
 class GrpcServer:
@@ -48,7 +48,7 @@ class GrpcServer:
         self, router: Router, bodies: BodyBudget, parsing: Parsing, credentials: grpc.ServerCredentials | None = None
     ) -> None:
         settings = router.settings
-        arriving = max(_LEAST_ARRIVING, settings.max_bodies_bytes // settings.max_body_bytes)
+        arriving = max(_MIN_ARRIVING, settings.max_bodies_bytes // settings.max_body_bytes)
         inbound = Inbound(bodies, arriving, settings.body_timeout_s)
         self._server = grpc.aio.server(
             interceptors=(_KeyInterceptor(router),),
@@ -56,7 +56,8 @@ class GrpcServer:
             maximum_concurrent_rpcs=settings.max_streams + _OTHER_CALLS,
         )
         self._server.add_generic_rpc_handlers((Inference(router, inbound, parsing).handler(),))
-        health_pb2_grpc.add_HealthServicer_to_server(Health(router), self._server)
+        health = Health(dict.fromkeys(("", SERVICE), lambda: router.unready is None and not router.draining))
+        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self.port = self._listen(settings, credentials)

@@ -10,7 +10,7 @@ from lockstep_api.v1 import inference_pb2, worker_pb2
 from pydantic_core import to_json
 
 from lockstep_router.faces.openai.chat_messages import GrowingMessage, delta_body
-from lockstep_router.generation.choices import LEAST_LOGPROB, Delta, TokenEntry
+from lockstep_router.generation.choices import MIN_LOGPROB, Delta, TokenEntry
 from lockstep_router.generation.generation import Usage
 from lockstep_router.generation.preparation import Prepared
 from lockstep_router.generation.sampling import MODEL_SETTINGS
@@ -371,7 +371,7 @@ def _shortest(value: float) -> float:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)
 
 
 def inexact_mark(*, is_inexact: bool) -> Body:

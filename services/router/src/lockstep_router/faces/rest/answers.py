@@ -141,8 +141,8 @@ class _Events:
         """What ends an answer: its last events, its usage, and the end mark."""
         usage = self._generation.usage
         event_id = f"{self._request_id}:{usage.completion_tokens}"
-        told = event(event_id, to_json(self._format.usage_chunk(usage))) if include_usage else b""
-        return self.take_last() + told + DONE
+        usage_event = event(event_id, to_json(self._format.usage_chunk(usage))) if include_usage else b""
+        return self.take_last() + usage_event + DONE
 
     def _chunk(self, delta: Delta) -> bytes:
         if delta.finish_reason is None:

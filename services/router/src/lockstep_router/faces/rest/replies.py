@@ -43,7 +43,7 @@ def json_reply(body: Any, status: int = 200, headers: dict[str, str] | None = No
 
 def error_reply(error: LockstepError) -> Response:
     """An error in OpenAI's shape."""
-    headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, round(error.retry_after_s)))}
+    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_whole_s)}
     if error.code is ErrorCode.INVALID_API_KEY:
         headers["www-authenticate"] = "Bearer"
     return json_reply(error.openai_body(), error.meaning.http_status, headers)
@@ -328,7 +328,7 @@ class LiveReply(Response):
 
     async def _run(self, client: Client) -> None:
         answer, self._answer = self._answer(client), _no_answer
-        await _told(answer, client)
+        await _run_reporting_errors(answer, client)
 
 
 async def run_live(answer: Awaitable[None], client: Client, channel: Channel, record: Record) -> None:
@@ -352,7 +352,7 @@ async def run_live(answer: Awaitable[None], client: Client, channel: Channel, re
     client.watch(on_stuck)
     channel.watch(leave)
     try:
-        await _told(answer, client)
+        await _run_reporting_errors(answer, client)
     except asyncio.CancelledError:
         if not has_left or task.uncancel():
             raise  # the server itself ends the task
@@ -361,7 +361,7 @@ async def run_live(answer: Awaitable[None], client: Client, channel: Channel, re
         await client.stop()
 
 
-async def _told(answer: Awaitable[None], client: Client) -> None:
+async def _run_reporting_errors(answer: Awaitable[None], client: Client) -> None:
     """Run the computation of an answer; the client gets its errors."""
     try:
         await answer

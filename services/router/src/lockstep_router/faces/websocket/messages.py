@@ -95,7 +95,7 @@ def failed(client_id: str | None, error: LockstepError) -> bytes:
     """A request, or a message, has failed: OpenAI's error object with the HTTP status."""
     body = error.openai_body()["error"] | {"status": error.meaning.http_status}
     if error.retry_after_s is not None:
-        body["retry_after_s"] = max(1, round(error.retry_after_s))
+        body["retry_after_s"] = error.retry_after_whole_s
     return to_json({"type": "error", "id": client_id, "error": body})
 
 

@@ -33,7 +33,7 @@ _LARGE_MESSAGE_BYTES = 64 << 10
 """Bytes of a message that are read without pacing."""
 _CLOSE_S = 2.0
 """From sending a close frame to the end of the connection, if the client does not answer it."""
-_LEAST_TICK_S = 0.01
+_MIN_TICK_S = 0.01
 
 RESTART = CloseCode.SERVICE_RESTART
 TRY_AGAIN = CloseCode.TRY_AGAIN_LATER
@@ -378,4 +378,4 @@ class Socket(asyncio.Protocol):
             self._flush()
         waits = (limits.write_timeout_s, limits.message_timeout_s, limits.idle_timeout_s, limits.pong_timeout_s)
         shortest = min(*waits, limits.ping_interval_s or limits.pong_timeout_s)
-        self._tick_timer = self._loop.call_later(max(_LEAST_TICK_S, shortest / 4), self._tick)
+        self._tick_timer = self._loop.call_later(max(_MIN_TICK_S, shortest / 4), self._tick)

@@ -21,7 +21,7 @@ _HALF_LIFE_S = 30.0
 _DEATHS_HALF_LIFE_S = 120.0
 """Half-life of counted deaths: a worker is back seconds after each and serves well until the next."""
 
-_LEAST_SHARE = 0.2
+_MIN_SHARE = 0.2
 """Share of faults above which a worker is ejected though some streams succeed in between."""
 
 _VOLUME = 2
@@ -168,7 +168,7 @@ class Breaker:
         is_worse = self.fault_share(now) > _WORSE * max((other.fault_share(now) for other in others), default=0.0)
         if is_worse and self.in_a_row >= after:
             return f"{self.in_a_row} faults in a row"
-        if is_worse and self._faults.at(now) >= _VOLUME * after and self.fault_share(now) >= _LEAST_SHARE:
+        if is_worse and self._faults.at(now) >= _VOLUME * after and self.fault_share(now) >= _MIN_SHARE:
             return f"{self.fault_share(now):.0%} of its streams fail"
         deaths = self._deaths.at(now)
         # Half a death less, since the first ones have lost some of their weight.

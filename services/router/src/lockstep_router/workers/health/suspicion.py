@@ -17,7 +17,7 @@ _WEIGHT = 0.02
 _WARM_UP = 10
 """Intervals before anything is suspected; until then all have equal weight."""
 
-_LEAST_DEVIATION = 0.25
+_MIN_DEVIATION = 0.25
 """Least standard deviation, as a share of the mean."""
 
 _CLEARING = 3
@@ -52,7 +52,7 @@ class Suspicion:
     @property
     def deviation_s(self) -> float:
         """Standard deviation of the intervals, no less than the clock can tell."""
-        return max(math.sqrt(self._variance), _LEAST_DEVIATION * self._mean_s, self._tick_s)
+        return max(math.sqrt(self._variance), _MIN_DEVIATION * self._mean_s, self._tick_s)
 
     @property
     def patience_s(self) -> float:

@@ -1,22 +1,30 @@
-"""The gRPC health service: `""` says that the process answers, the services' names that the store can be used."""
+"""The gRPC health service of a process. It needs no key and says nothing but whether services are served.
+
+It asks for each answer, so that there is no copy of the state to keep up to date. That is why grpcio-health-checking's
+own servicer is not used: it has to be given each change. Like `state_channel`, it is for services that have gRPC among
+their dependencies: this package has not.
+"""
 
 import asyncio
+from collections.abc import Callable, Mapping
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from lockstep_state.backend import Backend
-
-SERVICES = ("lockstep.v1.Journal", "lockstep.v1.Sessions", "lockstep.v1.Leases", "lockstep.v1.Kv")
 _WATCH_EVERY_S = 0.25
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """A store that cannot be used is no reason to send calls elsewhere: all replicas have the same one."""
+    """Answers health checks.
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    Args:
+        services: by the name of each service, says whether it is SERVING; `""` is the name of the process as a whole.
+    """
+
+    def __init__(self, services: Mapping[str, Callable[[], bool]]) -> None:
+        self._services = services
         self.draining = False
+        """The process ends: nothing is SERVING any more, and watches end, because it waits for its calls."""
 
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
@@ -38,12 +46,13 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 last_sent = status
             if is_last:
-                return  # the process ends when its calls have
+                return
             await asyncio.sleep(_WATCH_EVERY_S)
 
     def _status(self, service: str) -> int:
-        if service not in ("", *SERVICES):
+        is_served = self._services.get(service)
+        if is_served is None:
             return int(health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-        if self.draining or (service and self._backend.unready is not None):
+        if self.draining or not is_served():
             return int(health_pb2.HealthCheckResponse.NOT_SERVING)
         return int(health_pb2.HealthCheckResponse.SERVING)
