@@ -770,3 +770,18 @@ async def test_batch_that_the_server_refuses_is_halved(tmp_path, clock, make_sto
     await mirrored(store)
     for n in range(40):
         assert list((await other.look_up(f"r-{n}", "tenant")).logs[0].ids) == [5, 6]
+
+
+async def test_batch_that_is_too_much_for_the_time_is_halved(make_store, server, other):
+    """As when the state server comes back: everything is written again, and a slow one must not be asked for it at once
+    for ever.
+    """
+    store = await make_store(timeout_s=0.05, max_streams=100)
+    server.backend.is_away = True
+    for n in range(40):
+        await fill(store, f"r-{n}")
+    await eventually(lambda: store.client.mirror.is_open)
+    server.backend.is_away, server.backend.most_writes = False, 5
+    await mirrored(store)
+    for n in range(40):
+        assert list((await other.look_up(f"r-{n}", "tenant")).logs[0].ids) == [5, 6]

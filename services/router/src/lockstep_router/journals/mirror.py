@@ -23,6 +23,10 @@ from lockstep_router.journals.stored_form import REMOVED, Key, tenant_of, to_mes
 logger = logging.getLogger("lockstep.router")
 
 _BATCH_WRITES = 512
+_MORE_WRITES = 4
+"""A full batch that is answered lets the next one have so many writes more. After one that is not they are halved: it
+may have been too much for the time, as when a slow server returns to which everything is written again.
+"""
 _BATCH_BYTES = 256 << 10
 """A larger batch would keep the event loop from the streams for too long. A single write may be larger."""
 _WRITE_BYTES = 8 << 20
@@ -257,19 +261,26 @@ class Mirror:
         writes, self._flight = [write for write, _ in batch], [sent for _, sent in batch]
         try:
             response = await self._client.append(state_pb2.AppendRequest(writes=writes))
-        except StateAwayError:
+        except StateAwayError as away:
             metrics.JOURNAL_WRITES.labels("unavailable").inc(len(batch))
+            self._halve()
             self._give_back()
-            # It may have restarted, and forgotten streams that have nothing new.
-            self.note_return()
+            if not away.is_late:
+                # It may have restarted, and forgotten streams that have nothing new.
+                self.note_return()
             return True
         except StateRefusedError as refused:
             self._note_refusal(str(refused))
             return True
         sent, self._flight = self._flight, []
+        if len(sent) >= self._batch_writes:
+            self._batch_writes = min(_BATCH_WRITES, len(sent) + _MORE_WRITES)
         for each, result in zip(sent, response.results, strict=True):
             self._note_result(each, result)
         return True
+
+    def _halve(self) -> None:
+        self._batch_writes = max(1, min(self._batch_writes, len(self._flight)) // 2)
 
     def _give_back(self) -> None:
         sent, self._flight = self._flight, []
@@ -280,7 +291,7 @@ class Mirror:
         """The whole call was refused: a smaller batch may be taken, a single write is given up."""
         metrics.JOURNAL_WRITES.labels("refused").inc(len(self._flight))
         if len(self._flight) > 1:
-            self._batch_writes = max(1, min(self._batch_writes, len(self._flight)) // 2)
+            self._halve()
             self._give_back()
             return
         ids = [each.request_id for each in self._flight]  # one, or none

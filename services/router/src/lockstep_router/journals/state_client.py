@@ -33,6 +33,11 @@ _REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLE
 class StateAwayError(Exception):
     """The state server does not answer, or is not asked because it did not."""
 
+    def __init__(self, *, is_late: bool = False) -> None:
+        """Args: `is_late`: it has not answered in time, on a connection that may be in order."""
+        super().__init__()
+        self.is_late = is_late
+
 
 class StateRefusedError(Exception):
     """The state server takes no such call; another try would not help."""
@@ -212,7 +217,7 @@ class StateClient:
                 breaker.note_success()
                 raise StateRefusedError(error.details() or error.code().name) from None
             self.note_failure(breaker, error.code().name)
-            raise StateAwayError from None
+            raise StateAwayError(is_late=error.code() is grpc.StatusCode.DEADLINE_EXCEEDED) from None
         except asyncio.CancelledError:
             if is_own_cancellation():
                 raise
