@@ -57,12 +57,13 @@ def from_release(
         follow_s: wait for new lines for so long; None: do not.
         on_failure: called with a sentence for each `kubectl logs` that has failed, when its lines are read.
     """
-    containers = [(pod.name, pod.component) for pod in release.require() if pod.component in (ROUTER, WORKER, STATE)]
+    names = [pod.name for pod in release.require() if pod.component in (ROUTER, WORKER, STATE)]
     options = [f"--tail={tail}", *([f"--since-time={since}"] if since else []), *(["-f"] if follow_s else [])]
     with ExitStack() as stack:
         running = {
-            name: stack.enter_context(_Running(release.kubectl, ["logs", name, "-c", container, *options]))
-            for name, container in containers
+            # Of the container that the pod's annotation `default-container` names, which is the service.
+            name: stack.enter_context(_Running(release.kubectl, ["logs", name, *options]))
+            for name in names
         }
         yield from _merged({name: each.lines for name, each in running.items()}, follow_s)
         # Those that still follow when the time is over have not failed.

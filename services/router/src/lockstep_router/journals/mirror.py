@@ -386,7 +386,7 @@ class Mirror:
                 self.drop(sent.request_id)
                 logger.error(
                     "a stream is not mirrored any more",
-                    extra={"stream": sent.request_id, "outcome": WriteOutcome.Name(outcome), "field": result.field},
+                    extra={"request_id": sent.request_id, "outcome": WriteOutcome.Name(outcome), "field": result.field},
                 )
             case _:
                 self._prepare_repeat(entry, result, now)
