@@ -80,7 +80,7 @@ async def test_the_state_servers_user_can_do_what_the_state_server_does(bundled:
     options = RedisOptions(
         f"redis://127.0.0.1:{port}/0", username="lockstep", password=password, timeout_s=20.0, batch_timeout_s=20.0
     )
-    backend = RedisBackend(options, Values([]), Limits(1 << 16, 1 << 20, 10))
+    backend = RedisBackend(options, Values([]), Limits(1 << 16, 1 << 20, 10, 1 << 20))
     running = asyncio.create_task(backend.run())
     try:
         pieces = [state_pb2.Piece(choice=0, position=0, ids=[5, 6])]

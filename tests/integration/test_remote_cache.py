@@ -1,7 +1,9 @@
-"""Two real workers and a state server: a conversation that comes to another worker need not compute its prefix, and its
-trace says what was fetched.
+"""Two real workers and a state server: a conversation that comes to another worker, or whose worker was drained, need
+not compute its prefix, and its trace says what was fetched.
 """
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -20,7 +22,7 @@ _CALLS = ("Kv.LookUp", "Kv.Get")
 
 
 @pytest.fixture(scope="module")
-def system(private_tmp: object, receiver: Collector) -> Iterator[System]:
+def stack(private_tmp: object, receiver: Collector) -> Iterator[Stack]:
     settings = StackSettings(
         str(REFERENCE), workers=2, device="cpu", threads=1, host_cache="64Mi", remote_cache=True, log_level="error"
     )
@@ -29,7 +31,12 @@ def system(private_tmp: object, receiver: Collector) -> Iterator[System]:
         patch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
         with Stack(settings) as stack:
             stack.wait_ready(120)
-            yield System(stack.url, stack.management_url)
+            yield stack
+
+
+@pytest.fixture
+def system(stack: Stack) -> System:
+    return System(stack.url, stack.management_url)
 
 
 def ask(system: System, session: str, prompt: str, trace: dict[str, str] | None = None) -> tuple[str, int]:
@@ -46,20 +53,25 @@ def ask(system: System, session: str, prompt: str, trace: dict[str, str] | None 
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+def served_by(system: System, session: str) -> str:
+    """The worker that a session comes to."""
+    before = {name: worker["steps"] for name, worker in system.workers().items()}
+    ask(system, session, "hello")
+
+    def worker() -> str | None:
+        return next((name for name, each in system.workers().items() if each["steps"] > before[name]), None)
+
+    found = wait_for(worker, "a worker reports its steps")
+    assert found is not None
+    system.until_idle()
+    return found
+
+
 def one_session_each(system: System) -> list[str]:
     """Names of sessions, of which each comes to another worker."""
     sessions: dict[str, str] = {}
     for number in range(64):
-        before = {name: worker["steps"] for name, worker in system.workers().items()}
-        ask(system, f"session {number}", "hello")
-
-        def worker(before: dict[str, int] = before) -> str | None:
-            return next((name for name, each in system.workers().items() if each["steps"] > before[name]), None)
-
-        found = wait_for(worker, "a worker reports its steps")
-        assert found is not None
-        system.until_idle()
-        sessions.setdefault(found, f"session {number}")
+        sessions.setdefault(served_by(system, f"session {number}"), f"session {number}")
         if len(sessions) == 2:
             break
     return list(sessions.values())
@@ -71,10 +83,7 @@ def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
 ) -> None:
     one, other = one_session_each(system)
     for attempt in range(_TRIES):
-        # So long that fetching it takes less time than computing it, on a fast machine that does other work, too.
-        first = (
-            f"Story {attempt}. " + f"It was night number {attempt}, and the rain fell on the house by the sea. " * 72
-        )
+        first = story(f"Story {attempt}.")
         answer, _ = ask(system, one, first)
         time.sleep(0.1 * 2**attempt)  # blocks are stored behind the answer; who asks too early computes what is missing
         second = f"{first}{answer} And then, in the morning,"
@@ -84,6 +93,30 @@ def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
             check_fetch(receiver, attempt + 1, cached)
             return
     raise AssertionError("the other worker has computed every prefix, or most of it")
+
+
+def test_the_successor_of_a_worker_that_was_drained_finds_its_prefixes(stack: Stack, system: System) -> None:
+    """The answer's blocks are still being stored when the signal comes."""
+    for attempt in range(_TRIES):
+        system.until_ready()
+        session = f"drained {attempt}"
+        worker = served_by(system, session)
+        pid = stack.worker_pids[worker]
+        assert pid is not None
+        first = story(f"Chapter {attempt}.")
+        answer, _ = ask(system, session, first)
+        os.kill(pid, signal.SIGTERM)
+        wait_for(lambda worker=worker, pid=pid: stack.worker_pids[worker] != pid, "the worker has drained and ended")
+        system.until_ready()
+        _, cached = ask(system, session, f"{first}{answer} And then, in the morning,")
+        if cached > 0.8 * len(system.tokenize(first)):
+            return
+    raise AssertionError("each successor has computed the prefix, or most of it")
+
+
+def story(name: str) -> str:
+    """So long that fetching it takes less time than computing it, on a fast machine that does other work, too."""
+    return f"{name} " + "The rain fell on the house by the sea, and nobody came to the door that night. " * 72
 
 
 def check_fetch(receiver: Collector, number: int, cached: int) -> None:

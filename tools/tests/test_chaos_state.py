@@ -140,7 +140,7 @@ class TestRedisFull:
 
     def test_redis_is_full_and_then_as_before(self, tmp_path: Path) -> None:
         (tmp_path / "password").write_text("a-password\n")
-        rights = "+@read +@write +@scripting +@connection +time"
+        rights = "+@read +@write +@scripting +@connection +time -@dangerous +info"
         user = f"--user state on >a-password ~own:* {rights}".split()
         server = RedisServer(tmp_path / "redis", None, *user, "--maxmemory", "16mb", "--maxmemory-policy", "noeviction")
         login = {

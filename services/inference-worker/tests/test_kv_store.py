@@ -427,6 +427,27 @@ async def test_the_worker_gives_the_store_to_its_engine_and_flushes_it_when_it_d
     assert {key[1] for key in kv.blocks if key[0] == "t"} == {block_hash("a"), block_hash("b")}
 
 
+@pytest.mark.parametrize("drain_timeout_s", [60.0, 0.1])
+async def test_the_drain_stores_blocks_for_as_long_as_it_may_last(kv, target, model_dir, drain_timeout_s):
+    """A slow state server gets what streams have left of the drain, and a second more."""
+    changes = {"state_server": target, "host_cache_bytes": 1 << 20, "state_timeout_s": 10.0}
+    path = f"{target.removeprefix('unix:')}w"
+    async with served(make_settings(model_dir, path, drain_timeout_s=drain_timeout_s, **changes)) as worker:
+        await worker.greeted()
+        store = worker.engine.remote_store
+        await until(lambda: store.link.estimate() is not None)
+        kv.answers.clear()
+        assert store.offer("t", parts_of("ab")) == 2 * RANKS
+        worker.stop.set()
+        if drain_timeout_s > 1:
+            await asyncio.sleep(2.0)  # more than the second that is given in any case
+            assert not worker.task.done()
+            kv.answers.set()
+        assert await worker.exit_code() == 0
+    stored = {key[1] for key in kv.blocks if key[0] == "t"}
+    assert stored == ({block_hash("a"), block_hash("b")} if drain_timeout_s > 1 else set())
+
+
 async def test_a_worker_without_a_state_server_has_no_store(worker):
     await worker.greeted()
     assert worker.engine.remote_store is None

@@ -17,7 +17,7 @@ from lockstep_state.values import Values
 
 PATIENCE_S = 30.0
 TTL_S = 600.0
-LIMITS = Limits(stream_bytes=64 << 10, tenant_bytes=1 << 20, tenant_streams=100)
+LIMITS = Limits(stream_bytes=64 << 10, tenant_bytes=1 << 20, tenant_streams=100, tenant_block_bytes=1 << 20)
 OPTIONS: dict[str, Any] = {"timeout_s": 20.0, "batch_timeout_s": 20.0}
 SECRET = bytes(range(32))
 

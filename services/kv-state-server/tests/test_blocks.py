@@ -39,7 +39,7 @@ async def test_block_expires(kept):
 
 
 async def test_tenant_has_so_many_bytes(kept):
-    value = bytes(LIMITS.tenant_bytes // 4 - 1000)
+    value = bytes(LIMITS.tenant_block_bytes // 4 - 1000)
     stored = [(await kept.backend.put([block(kept, str(n), value)]))[0] for n in range(6)]
     assert stored == [True] * 4 + [False] * 2
     assert await kept.backend.get([kept.key("5")]) == [None]
@@ -52,7 +52,7 @@ async def test_tenant_has_so_many_bytes(kept):
 
 @pytest.mark.parametrize("kind", ["memory"])
 async def test_memory_evicts_the_least_recently_used(kept, kind):
-    backend = MemoryBackend(100_000, Limits(1 << 20, 1 << 30, 10))
+    backend = MemoryBackend(100_000, Limits(1 << 20, 1 << 30, 10, 1 << 30))
     for number in range(3):
         await backend.put([block(kept, str(number), bytes(30_000))])
     await backend.get([kept.key("0")])

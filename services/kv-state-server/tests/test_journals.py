@@ -292,7 +292,7 @@ async def test_streams_that_have_expired_do_not_count(kept):
 @pytest.mark.parametrize("kind", ["memory"])
 async def test_memory_is_bounded(kept, kind):
     """Streams that have ended make room, the oldest first; those that run do not."""
-    kept.backend = MemoryBackend(300_000, Limits(64 << 10, 1 << 30, 1000))
+    kept.backend = MemoryBackend(300_000, Limits(64 << 10, 1 << 30, 1000, 1 << 30))
     await kept.append("runs", opening=Opening(bytes(60_000), 1, "r"))
     for number in range(20):
         opening = Opening(bytes(60_000), 1, "r")

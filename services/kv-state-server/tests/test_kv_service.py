@@ -167,7 +167,7 @@ async def test_wrong_requests_are_refused_by_field(client):
 
 
 async def test_tenant_has_so_many_bytes_and_others_have_theirs(tmp_path, store):
-    async with served(tmp_path, store=store, max_tenant_bytes=250_000, max_block_bytes=100_000) as client:
+    async with served(tmp_path, store=store, max_tenant_block_bytes=250_000, max_block_bytes=100_000) as client:
         content = bytes(100_000)
         blocks = [(header(number, content), content) for number in range(4)]
         assert await put(client, *blocks) == [STORED, STORED, FULL, FULL]

@@ -11,7 +11,7 @@ from lockstep_state.memory import MemoryBackend
 from lockstep_state.memory.journals import MAX_MARKS
 from lockstep_state.memory.shelf import ENTRY_BYTES
 
-LIMITS = Limits(stream_bytes=1 << 20, tenant_bytes=1 << 30, tenant_streams=1000)
+LIMITS = Limits(stream_bytes=1 << 20, tenant_bytes=1 << 30, tenant_streams=1000, tenant_block_bytes=1 << 30)
 
 
 async def test_what_is_replaced_and_removed_leaves_nothing():

@@ -1,5 +1,7 @@
 """Redis with an ACL user, with TLS, and what it holds of private data."""
 
+import logging
+
 import pytest
 import redis
 from authority import Authority, Mounted
@@ -8,10 +10,10 @@ from lockstep_common.ports import free_port
 from redis_server import RedisServer
 from state_serving import served
 from test_journal_service import OK, append_one, piece, reading, record
-from test_kv_service import STORED, get, header, key, put
+from test_kv_service import FULL, STORED, get, header, key, put
 from test_names_service import acquire, bind, renew, worker_of
 
-RIGHTS = "+@read +@write +@scripting +@connection +time"  # as the README says
+RIGHTS = "+@read +@write +@scripting +@connection +time -@dangerous +info"  # as the README says
 
 
 async def use_all(client):
@@ -72,3 +74,19 @@ async def test_redis_with_mutual_tls(tmp_path):
             await use_all(client)
     finally:
         server.kill()
+
+
+async def test_user_without_the_right_to_info_stores_journals_and_no_blocks(tmp_path, password_file, caplog):
+    """It is not known whether they would leave room for journals. The log says what is missing."""
+    caplog.set_level(logging.WARNING, logger="lockstep.state")
+    user = f"--user state on >a-password ~own:* {RIGHTS.removesuffix(' +info')}".split()
+    server = RedisServer(tmp_path / "redis", None, *user)
+    login = {"store_username": "state", "store_password_file": password_file, "store_prefix": "own:"}
+    try:
+        async with served(tmp_path, store=server.address, **login) as client:
+            for name in ("a", "b"):
+                assert await put(client, (header(name, b"content"), b"content")) == [FULL]
+            assert (await append_one(client, record=record(), pieces=[piece(0, 0, 5)])).outcome == OK
+    finally:
+        server.kill()
+    assert caplog.text.count("+info") == 1

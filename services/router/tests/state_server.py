@@ -7,7 +7,6 @@ from grpc_health.v1 import health_pb2_grpc
 from lockstep_api.v1 import state_pb2_grpc
 from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_UNAVAILABLE
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_state.backend import Limits
 from lockstep_state.memory import MemoryBackend
 from lockstep_state.results import plain
 from lockstep_state.server import health_of
@@ -75,14 +74,7 @@ class StateServer:
         self._expiring = None
 
     def _make(self):
-        limits = self.settings
-        return SlowBackend(
-            MemoryBackend(
-                limits.max_memory_bytes,
-                Limits(limits.max_stream_bytes, limits.max_tenant_bytes, limits.max_tenant_streams),
-                self.clock,
-            )
-        )
+        return SlowBackend(MemoryBackend(self.settings.max_memory_bytes, self.settings.limits, self.clock))
 
     async def start(self):
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))

@@ -39,7 +39,7 @@ async def server(tmp_path, clock):
 async def make_store(server, clock):
     async with contextlib.AsyncExitStack() as stack:
 
-        async def make(owner="router-1", timeout_s=TIMEOUT_S, **bounds):
+        async def make(owner="router-1", timeout_s=TIMEOUT_S, max_lag_s=0.01, **bounds):
             front = MemoryJournalStore(**({"max_streams": 4, "max_bytes": 1 << 20} | bounds), clock=clock)
             store = MirroredJournalStore(
                 front,
@@ -48,7 +48,7 @@ async def make_store(server, clock):
                 owner=owner,
                 window_s=WINDOW_S,
                 timeout_s=timeout_s,
-                max_lag_s=0.01,
+                max_lag_s=max_lag_s,
             )
             store.start()
             stack.push_async_callback(store.close)
@@ -708,6 +708,27 @@ async def test_slow_server_is_not_waited_for_but_still_written_to(make_store, se
     server.backend.delay_s = 0.0
     assert await other.look_up("r-9", "tenant") is not None
     await eventually(lambda: not store.client.requests.is_open)
+
+
+async def test_what_came_while_a_batch_took_long_is_written_at_once(make_store, server):
+    """It has waited as long as changes are gathered. On a busy machine it may be late: then once more."""
+    store = await make_store(max_lag_s=1.0)
+    gather_s, acknowledged = 0.5, lambda: count(metrics.JOURNAL_WRITES, "ok")
+    server.backend.delay_s = 1.5 * gather_s
+    await store.open(record())
+    for position in range(5):
+        calls, before = len(server.backend.calls), acknowledged()
+        await eventually(lambda calls=calls: len(server.backend.calls) > calls)
+        store.append("r-1", Piece(0, position, [5], logprobs(5)))
+        await eventually(lambda before=before: acknowledged() > before)
+        calls, answered_at = len(server.backend.calls), time.monotonic()
+        await eventually(lambda calls=calls: len(server.backend.calls) > calls)
+        waited_s = time.monotonic() - answered_at
+        if waited_s < gather_s / 2:
+            break
+        await mirrored(store)
+        store.append("r-1", Piece(1, position, [6], logprobs(6)))
+    assert waited_s < gather_s / 2
 
 
 async def test_store_behind_the_server_that_is_away_opens_the_breaker(make_store, server):

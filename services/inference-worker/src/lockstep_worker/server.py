@@ -58,7 +58,7 @@ _OPTIONS = (
 )
 
 _FLUSH_TIMEOUT_S = 2.0
-_STORE_TIMEOUT_S = 1.0  # blocks are stored all the time, also during the drain
+_STORE_TIMEOUT_S = 1.0  # besides what streams have left of the drain: blocks are stored all the time
 _STOP_GRACE_S = 0.2  # time to send the statuses of RPCs that have just ended
 _CLOSE_TIMEOUT_S = 10.0
 _CLIENT_ERROR_STATUSES = range(400, 500)
@@ -120,9 +120,9 @@ async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: Eng
             stack.enter_context(gpu_health.watching(settings.tp))
         fields = {"address": settings.listen, "management_port": management_port, "model": worker.engine.model.name}
         logger.info("listening", extra=fields)
-        await _serve(worker, stop)
+        left_s = await _serve(worker, stop)
         if store is not None and stop.is_set():
-            await store.flush(_STORE_TIMEOUT_S)
+            await store.flush(left_s + _STORE_TIMEOUT_S)
         await worker.hang_up(_FLUSH_TIMEOUT_S)
     if stop.is_set() or worker.failure is None:
         return 0
@@ -184,8 +184,8 @@ def _ignore(_: Notice) -> None:
     """Drop a notice: Events are not enabled."""
 
 
-async def _serve(worker: Worker, stop: asyncio.Event) -> None:
-    """Return when `stop` is set and the worker is drained, or when the engine has failed."""
+async def _serve(worker: Worker, stop: asyncio.Event) -> float:
+    """Return when `stop` is set and the worker is drained, or when the engine has failed; seconds left of the drain."""
     start, beat, stopped, failed = tasks = [
         asyncio.create_task(work) for work in (_start(worker), worker.beat(), stop.wait(), worker.failed.wait())
     ]
@@ -194,7 +194,8 @@ async def _serve(worker: Worker, stop: asyncio.Event) -> None:
         if beat.done():
             beat.result()
         if stopped.done():
-            await worker.drain()
+            return await worker.drain()
+        return 0.0
     finally:
         for task in tasks:
             task.cancel()

@@ -37,7 +37,7 @@ logger = logging.getLogger("lockstep.worker")
 
 
 _STORE_PREFIXES_S = 2.0
-"""At the end of a drain, for KV blocks that other workers may want."""
+"""At the end of a drain, for KV blocks that other workers may want, if streams have taken all of its time."""
 
 
 class Worker:
@@ -128,21 +128,27 @@ class Worker:
                 router.outbox.put(self._frame(prefix_report=report))
             await asyncio.sleep(self._settings.status_interval_s)
 
-    async def drain(self) -> None:
-        """Accept no new streams, give running ones `drain_timeout_s` to end, then reject the rest as `draining`."""
+    async def drain(self) -> float:
+        """Accept no new streams, give running ones `drain_timeout_s` to end, then reject the rest as `draining`.
+
+        Returns:
+            Seconds of `drain_timeout_s` that are left.
+        """
         self._draining = True
+        ends_at = time.monotonic() + self._settings.drain_timeout_s
         logger.info("draining", extra={"streams": len(self._streams)})
         self._history.drain(len(self._streams), self._settings.drain_timeout_s)
         self.publish()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.drain_timeout_s):
                 await self._streams.idle.wait()
-        if not await self.engine.store_prefixes(_STORE_PREFIXES_S):
+        if not await self.engine.store_prefixes(max(_STORE_PREFIXES_S, ends_at - time.monotonic())):
             logger.info("not all KV blocks were offered to the state server")
         handed_over = tuple(self._streams)
         for stream in handed_over:
             self._end(stream, LockstepError(ErrorCode.DRAINING, "the worker is going down"))
         logger.info("drained", extra={"handed_over": len(handed_over)})
+        return max(0.0, ends_at - time.monotonic())
 
     async def hang_up(self, timeout_s: float) -> None:
         """End all Serve RPCs once their waiting frames are sent, or after `timeout_s`."""

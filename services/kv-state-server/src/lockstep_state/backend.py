@@ -21,9 +21,11 @@ class Limits:
     stream_bytes: int
     """A stream's record, tokens and seal."""
     tenant_bytes: int
-    """All streams and blocks of a tenant. Only what is new is refused: open streams go on."""
+    """All streams of a tenant. Only what is new is refused: open streams go on."""
     tenant_streams: int
     """Streams of a tenant, those that have ended included."""
+    tenant_block_bytes: int
+    """All blocks of a tenant. They have a limit of their own, so that they never take the room of streams."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ CALL_SECONDS = Histogram(
 WRITES = Counter("lockstep_state_writes", "Writes to streams, by outcome.", ["outcome"], registry=REGISTRY)
 BLOCKS = Counter(
     "lockstep_state_blocks",
-    "Blocks: `stored`, `refused`, found (`hit`), not found (`miss`), or found and damaged (`damaged`).",
+    "Blocks: `stored`, without room (`full`: the tenant's quota, or what is kept for journals), `refused` because the "
+    "content is not the header's, found (`hit`), not found (`miss`), or found and damaged (`damaged`).",
     ["outcome"],
     registry=REGISTRY,
 )

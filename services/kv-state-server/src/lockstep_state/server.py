@@ -26,7 +26,7 @@ from lockstep_common.tracing import Tracing, setup_tracing
 from lockstep_common.watched_files import watched
 
 from lockstep_state import metrics
-from lockstep_state.backend import Backend, Limits
+from lockstep_state.backend import Backend
 from lockstep_state.memory import MemoryBackend
 from lockstep_state.redis_backend import RedisBackend, RedisOptions
 from lockstep_state.secrets import read_keys, read_password
@@ -136,7 +136,7 @@ def make_backend(settings: StateSettings) -> Backend:
     Raises:
         LockstepError: INVALID_REQUEST, a file cannot be used.
     """
-    limits = Limits(settings.max_stream_bytes, settings.max_tenant_bytes, settings.max_tenant_streams)
+    limits = settings.limits
     if settings.store == MEMORY:
         return MemoryBackend(settings.max_memory_bytes, limits)
     options = RedisOptions(
@@ -151,6 +151,7 @@ def make_backend(settings: StateSettings) -> Backend:
         timeout_s=settings.store_timeout_s,
         batch_timeout_s=settings.store_batch_timeout_s,
         connections=settings.store_connections,
+        max_block_share=settings.max_block_share,
     )
     return RedisBackend(options, Values(read_keys("encryption_key_file", settings.encryption_key_file)), limits)
 

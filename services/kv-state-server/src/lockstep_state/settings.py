@@ -7,6 +7,7 @@ from lockstep_common.settings import UNQUOTED, PodSettings, check_identity
 from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from lockstep_state.backend import Limits
 from lockstep_state.redis_backend.connect import parse_address
 
 MEMORY = "memory"
@@ -50,8 +51,16 @@ class StateSettings(PodSettings):
     )
     max_memory_bytes: int = Field(256 << 20, ge=1 << 20, description="Of everything kept in memory.")
     max_stream_bytes: int = Field(16 << 20, ge=1 << 10, description="Of one stream's journal.")
-    max_tenant_bytes: int = Field(1 << 30, ge=1 << 10, description="Of a tenant's streams and blocks.")
+    max_tenant_bytes: int = Field(1 << 30, ge=1 << 10, description="Of a tenant's streams.")
     max_tenant_streams: int = Field(10_000, ge=1, description="Streams of a tenant, those that have ended included.")
+    max_tenant_block_bytes: int = Field(1 << 30, ge=1 << 10, description="Of a tenant's KV blocks.")
+    max_block_share: float = Field(
+        0.75,
+        ge=0,
+        le=1,
+        description="KV blocks are stored as long as Redis uses no more than this part of its `maxmemory`: the rest is "
+        "for journals.",
+    )
     max_block_bytes: int = Field(16 << 20, ge=1 << 10, le=1 << 28, description="Of one KV block.")
     max_batch: int = Field(4096, ge=1, le=65536, description="Writes, streams or blocks named in one call.")
     max_transfers: int = Field(16, ge=1, le=1024, description="Calls at a time that put or get blocks.")
@@ -61,6 +70,13 @@ class StateSettings(PodSettings):
     call_timeout_s: float = Field(5, gt=0, description="Longest time of a call, unless its own deadline is sooner.")
     transfer_timeout_s: float = Field(30, gt=0, description="The same for calls that put or get blocks.")
     drain_timeout_s: float = Field(10, ge=0, description="After SIGTERM, time for calls to end.")
+
+    @property
+    def limits(self) -> Limits:
+        """What one stream and one tenant may take."""
+        return Limits(
+            self.max_stream_bytes, self.max_tenant_bytes, self.max_tenant_streams, self.max_tenant_block_bytes
+        )
 
     @field_validator("store")
     @classmethod

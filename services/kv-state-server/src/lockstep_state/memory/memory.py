@@ -154,12 +154,13 @@ class MemoryBackend:
 
     def _put(self, block: Block) -> bool:
         size_bytes = ENTRY_BYTES + len(block.value)
+        counted_for = f"{block.tenant}:blocks"  # apart from the tenant's streams, whose room they do not take
         old = self._blocks.find(block.key)
-        others = self._room.tally(block.tenant).size_bytes - (old.size_bytes if old else 0)
-        if others + size_bytes > self._limits.tenant_bytes:
+        others = self._room.tally(counted_for).size_bytes - (old.size_bytes if old else 0)
+        if others + size_bytes > self._limits.tenant_block_bytes:
             return False
         self._blocks.take(block.key)
         if not self._room.make(size_bytes):
             return False
-        self._blocks.put(block.key, block.value, size_bytes, block.tenant, block.ttl_s)
+        self._blocks.put(block.key, block.value, size_bytes, counted_for, block.ttl_s)
         return True

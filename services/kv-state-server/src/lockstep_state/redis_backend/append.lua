@@ -5,8 +5,8 @@
 -- The hash: e epoch, d fingerprint of r the record, n choices, o owner, s seal, t its fingerprint, b bytes, q bytes that the
 -- ledger knows, c when it is told again, l<choice> tokens, f<choice> how the choice ended, i its life: as long as that is the same,
 -- tokens are added and none is removed. All but r, o, s and i have a checksum.
--- Returns outcome (100: some tokens are there already, and have to be compared), epoch, choice, length, bytes if the ledger has to know (-1: none),
--- 1 if what was there was damaged; then it is forgotten.
+-- Returns, as one string, which is sent and parsed faster than an array: outcome (100: some tokens are there already, and have to be compared),
+-- epoch, choice, length, bytes if the ledger has to know (-1: none), 1 if what was there was damaged; then it is forgotten.
 local OK, STALE, UNKNOWN, GAP, CONFLICT, SEALED, TOO_LARGE, COMPARE = 1, 2, 3, 4, 5, 6, 8, 100
 local epoch, ttl_ms = tonumber(ARGV[1]), tonumber(ARGV[2])
 local is_new, is_damaged = redis.call('EXISTS', KEYS[1]) == 0, false
@@ -21,7 +21,7 @@ for at = 13, #ARGV, 5 do
   logs[at] = {number(log[1]) or 0, log[2]}
 end
 local function answer(outcome, of_epoch, choice, length, told)
-  return {outcome, of_epoch or 0, choice or 0, length or 0, told or 0, is_damaged and 1 or 0}
+  return string.format('%d %.0f %d %d %d %d', outcome, of_epoch or 0, choice or 0, length or 0, told or 0, is_damaged and 1 or 0)
 end
 if is_damaged then
   redis.call('DEL', KEYS[1], KEYS[2])

@@ -38,6 +38,8 @@ class RedisOptions:
     """For a batch of writes, a whole stream or blocks."""
     connections: int = 32
     """To one server."""
+    max_block_share: float = 0.75
+    """Part of a server's `maxmemory` up to which it takes blocks."""
     breaker_failures: int = 3
     probe_s: float = 1.0
 

@@ -254,9 +254,10 @@ def _to_tell(write: Write, answer: Any) -> list[tuple[Write, int]]:
 
 
 def _counted(answers: list[Any]) -> list[Any]:
-    """The answers of appends; streams that were damaged are counted."""
-    metrics.DAMAGED.inc(sum(answer[5] for answer in answers if not isinstance(answer, LockstepError)))
-    return answers
+    """The answers of appends as numbers; streams that were damaged are counted."""
+    told = [each if isinstance(each, LockstepError) else [int(part) for part in each.split()] for each in answers]
+    metrics.DAMAGED.inc(sum(answer[5] for answer in told if not isinstance(answer, LockstepError)))
+    return told
 
 
 def _number(text: bytes | None) -> int | None:

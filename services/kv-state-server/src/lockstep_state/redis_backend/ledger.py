@@ -1,5 +1,7 @@
 """What each tenant has in Redis: a reservation for each stream and block. It may be more than there is, not much less.
 
+Blocks are counted apart from streams and marks, so that a tenant that is full of blocks still opens streams.
+
 A stream and its tenant are in different slots of a cluster, so one follows the other: reservations are made before
 anything is stored, and end by themselves when their time is over.
 """
@@ -33,8 +35,12 @@ class Ledger:
 
     async def reserve(self, items: Sequence[Item]) -> list[Any]:
         """Whether there is room for each item, or a `LockstepError`."""
-        limits = (self._limits.tenant_bytes, self._limits.tenant_streams)
-        return await self._store.many("reserve", [self._command(item, limits) for item in items])
+        return await self._store.many("reserve", [self.command(item) for item in items])
+
+    def command(self, item: Item) -> Command:
+        """What reserves room for an item; the answer is 1, or 0 if there is none."""
+        max_bytes = self._limits.tenant_block_bytes if item[0] == "b" else self._limits.tenant_bytes
+        return self._command(item, (max_bytes, self._limits.tenant_streams))
 
     async def note(self, items: Sequence[Item]) -> None:
         """Note what is there already. If this fails, the reservation that is there ends later."""
@@ -46,5 +52,6 @@ class Ledger:
 
     def _command(self, item: Item, limits: tuple[int | str, int | str]) -> Command:
         kind, tenant, key, size_bytes, ttl_s = item
-        keys = (self._store.key("tenant", tenant, ":ends"), self._store.key("tenant", tenant, ":bytes"))
+        part = ":block-" if kind == "b" else ":"
+        keys = (self._store.key("tenant", tenant, f"{part}ends"), self._store.key("tenant", tenant, f"{part}bytes"))
         return Command(keys, (f"{kind}:{key}", size_bytes, int(ttl_s * 1000 * _LASTS), *limits), scripts.LEDGER)

@@ -1,5 +1,7 @@
 """The backend on Redis: what is not a journal, and all of it together."""
 
+import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +13,16 @@ from lockstep_state.errors import unavailable
 from lockstep_state.redis_backend import scripts
 from lockstep_state.redis_backend.connect import RedisOptions
 from lockstep_state.redis_backend.journals import Journals
-from lockstep_state.redis_backend.ledger import Ledger
+from lockstep_state.redis_backend.ledger import Item, Ledger
 from lockstep_state.redis_backend.store import Command, Store
 from lockstep_state.values import Values
 
 _LEASE_KEEP_MS = 3_600_000
 _LENGTH_BYTES = 4
 _TRIES = 4
+_WARN_EVERY_S = 60.0
+
+logger = logging.getLogger("lockstep.state")
 
 
 class RedisBackend:
@@ -31,6 +36,8 @@ class RedisBackend:
 
     def __init__(self, options: RedisOptions, values: Values, limits: Limits) -> None:
         self._store = Store(options)
+        self._block_share = options.max_block_share
+        self._warned_at = -_WARN_EVERY_S
         self._values = values
         self._ledger = Ledger(self._store, limits)
         self._journals = Journals(self._store, values, self._ledger, limits)
@@ -111,17 +118,20 @@ class RedisBackend:
 
     async def put(self, blocks: Sequence[Block]) -> list[bool]:
         """See `Backend`."""
-        wanted = [("b", block.tenant, block.key, len(block.value), block.ttl_s) for block in blocks]
-        has_room = _raised(await self._ledger.reserve(wanted))
-        admitted = [block for block, room in zip(blocks, has_room, strict=True) if room]
+        asked = [self._ledger.command(_reservation(block)) for block in blocks] + list(map(self._room, blocks))
+        told = _raised(await self._store.many("reserve", asked))
+        reserved = [block for block, has_quota in zip(blocks, told, strict=False) if has_quota]
+        roomy = {block.key for block, room in zip(blocks, told[len(blocks) :], strict=True) if self._is_room(room)}
+        admitted = [block for block in reserved if block.key in roomy]
         answers = await self._store.many("put", [self._set(block) for block in admitted])
-        stored = {block.key: answer for block, answer in zip(admitted, answers, strict=True)}
-        lost = [block for block in admitted if isinstance(stored[block.key], LockstepError)]
+        pairs = zip(admitted, answers, strict=True)
+        stored = {block.key for block, answer in pairs if not isinstance(answer, LockstepError)}
+        lost = [block for block in reserved if block.key not in stored]
         await self._ledger.note([("b", block.tenant, block.key, -1, 0.0) for block in lost])
         for answer in answers:
             if isinstance(answer, LockstepError) and answer.code is not ErrorCode.OVERLOADED:
                 raise answer
-        return [block.key in stored and not isinstance(stored[block.key], LockstepError) for block in blocks]
+        return [block.key in stored for block in blocks]
 
     async def get(self, keys: Sequence[str]) -> list[bytes | None]:
         """See `Backend`. Damaged ones are forgotten, so that nobody is told that they are there."""
@@ -164,6 +174,17 @@ class RedisBackend:
         key = self._block(block.key)
         return Command((key,), ("SET", self._values.write(key, block.value), "PX", int(block.ttl_s * 1000)))
 
+    def _room(self, block: Block) -> Command:
+        """Asks whether a server takes a block. It may get a few more: what others store in between is not counted."""
+        return Command((self._block(block.key),), (len(block.value), str(self._block_share)), scripts.HAS_ROOM)
+
+    def _is_room(self, answer: int) -> bool:
+        now = time.monotonic()
+        if answer < 0 and now - self._warned_at >= _WARN_EVERY_S:
+            self._warned_at = now
+            logger.warning("no KV blocks are stored: the user of Redis lacks the right to INFO (+info)")
+        return answer > 0
+
     async def _lease(self, operation: str, key: str, owner: str, epoch: int, ttl_s: float) -> tuple[bool, Lease]:
         arguments = (operation, owner, epoch, int(ttl_s * 1000), _LEASE_KEEP_MS)
         command = Command((self._store.key("lease", key),), arguments, scripts.LEASE)
@@ -180,6 +201,10 @@ class RedisBackend:
 
 def _place(key: str) -> str:
     return f"name:{key}"
+
+
+def _reservation(block: Block) -> Item:
+    return "b", block.tenant, block.key, len(block.value), block.ttl_s
 
 
 def _pack(binding: Binding) -> bytes:

@@ -149,7 +149,7 @@ class Kv(state_pb2_grpc.KvServicer):
         key = _block_key(tenant, header.key.hash, header.key.heads)
         block = Block(key_of(Kind.TENANT, tenant), key, pack(header, content), ttl_s)
         (stored,) = await self._backend.put([block])
-        metrics.BLOCKS.labels("stored" if stored else "refused").inc()
+        metrics.BLOCKS.labels("stored" if stored else "full").inc()
         metrics.BLOCK_BYTES.labels("in").inc(len(content) if stored else 0)
         return state_pb2.PUT_OUTCOME_STORED if stored else state_pb2.PUT_OUTCOME_FULL
 

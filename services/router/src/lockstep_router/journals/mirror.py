@@ -240,11 +240,13 @@ class Mirror:
     # Writing.
 
     async def _write_forever(self) -> None:
+        began_at = -self._gather_s
         while True:
             await self._wake.wait()
             await self._client.is_reachable.wait()
-            await asyncio.sleep(self._gather_s)
+            await asyncio.sleep(self._wait_s(began_at))
             self._wake.clear()
+            began_at = asyncio.get_running_loop().time()
             try:
                 await self._write_batch()
                 await self._do_chores()
@@ -252,6 +254,14 @@ class Mirror:
                 logger.exception("the mirror of the journals has a defect")
             if self._changed or self._chores:
                 self._wake.set()
+
+    def _wait_s(self, began_at: float) -> float:
+        """Time until the next batch. Changes are gathered for a while, unless they have waited already because the last
+        one took long. Batches begin no sooner one after the other than that, so that repeats are not too many.
+        """
+        now = asyncio.get_running_loop().time()
+        oldest = next((self.entries[each].changed_at for each in self._changed), None)
+        return max(began_at, now if oldest is None else oldest) + self._gather_s - now
 
     async def _write_batch(self) -> bool:
         """Write what is missing, as much as fits in one batch; False if nothing was to be written."""

@@ -1,0 +1,6 @@
+-- Whether the server of a block's key has room for the block besides what is kept for journals. KEYS: the block's. ARGV: its bytes, the part of
+-- maxmemory that may be in use with it. Returns 1 if there is room, 0 if not, -1 if the user may not ask for it.
+local info = redis.pcall('INFO', 'memory')
+if type(info) ~= 'string' then return -1 end
+local used, limit = tonumber(string.match(info, 'used_memory:(%d+)')), tonumber(string.match(info, 'maxmemory:(%d+)'))
+return (limit == 0 or used + ARGV[1] <= limit * ARGV[2]) and 1 or 0
