@@ -1,9 +1,10 @@
 """Two real workers and a state server: a conversation that comes to another worker need not compute its prefix, and its
-trace says what was fetched.
+trace says what was fetched. With `stateless` routing conversations go to other workers all the time.
 """
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -19,17 +20,31 @@ _TRIES = 8
 _CALLS = ("Kv.LookUp", "Kv.Get")
 
 
-@pytest.fixture(scope="module")
-def system(private_tmp: object, receiver: Collector) -> Iterator[System]:
+@contextmanager
+def running(receiver: Collector, policy: str) -> Iterator[System]:
+    """Two workers behind a router with a policy."""
     settings = StackSettings(
         str(REFERENCE), workers=2, device="cpu", threads=1, host_cache="64Mi", remote_cache=True, log_level="error"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
         patch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+        patch.setenv("LOCKSTEP_POLICY", policy)
         with Stack(settings) as stack:
             stack.wait_ready(120)
             yield System(stack.url, stack.management_url)
+
+
+@pytest.fixture(scope="module")
+def system(private_tmp: object, receiver: Collector) -> Iterator[System]:
+    with running(receiver, "sticky") as system:
+        yield system
+
+
+@pytest.fixture(scope="module")
+def stateless(private_tmp: object, receiver: Collector) -> Iterator[System]:
+    with running(receiver, "stateless") as system:
+        yield system
 
 
 def ask(system: System, session: str, prompt: str, trace: dict[str, str] | None = None) -> tuple[str, int]:
@@ -50,19 +65,27 @@ def one_session_each(system: System) -> list[str]:
     """Names of sessions, of which each comes to another worker."""
     sessions: dict[str, str] = {}
     for number in range(64):
-        before = {name: worker["steps"] for name, worker in system.workers().items()}
-        ask(system, f"session {number}", "hello")
-
-        def worker(before: dict[str, int] = before) -> str | None:
-            return next((name for name, each in system.workers().items() if each["steps"] > before[name]), None)
-
-        found = wait_for(worker, "a worker reports its steps")
-        assert found is not None
-        system.until_idle()
+        found, _, _ = ask_and_find(system, f"session {number}", "hello")
         sessions.setdefault(found, f"session {number}")
         if len(sessions) == 2:
             break
     return list(sessions.values())
+
+
+def ask_and_find(
+    system: System, session: str, prompt: str, trace: dict[str, str] | None = None
+) -> tuple[str, str, int]:
+    """The worker of a request that is alone, the text of its answer, and how many tokens of its prompt were cached."""
+    before = {name: worker["steps"] for name, worker in system.workers().items()}
+    text, cached = ask(system, session, prompt, trace)
+
+    def worker() -> str | None:
+        return next((name for name, each in system.workers().items() if each["steps"] > before[name]), None)
+
+    found = wait_for(worker, "a worker reports its steps")
+    assert found is not None
+    system.until_idle()
+    return found, text, cached
 
 
 def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
@@ -70,10 +93,7 @@ def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
 ) -> None:
     one, other = one_session_each(system)
     for attempt in range(_TRIES):
-        # So long that fetching it takes less time than computing it, on a fast machine that does other work, too.
-        first = (
-            f"Story {attempt}. " + f"It was night number {attempt}, and the rain fell on the house by the sea. " * 72
-        )
+        first = story(attempt)
         answer, _ = ask(system, one, first)
         time.sleep(0.1 * 2**attempt)  # blocks are stored behind the answer; who asks too early computes what is missing
         second = f"{first}{answer} And then, in the morning,"
@@ -83,6 +103,34 @@ def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
             check_fetch(receiver, attempt + 1, cached)
             return
     raise AssertionError("the other worker has computed every prefix, or most of it")
+
+
+def story(number: int) -> str:
+    """A prompt so long that fetching it takes less time than computing it, also on a fast machine that is busy."""
+    return f"Story {number}. " + f"It was night number {number}, and the rain fell on the house by the sea. " * 72
+
+
+def test_a_conversation_moves_with_stateless_routing_and_takes_its_prefix_along(
+    stateless: System, receiver: Collector
+) -> None:
+    """All turns have one session, which decides nothing; whoever serves a turn gives the same answer."""
+    for attempt in range(_TRIES):
+        number = 100 + attempt
+        first = story(number)
+        place, answer, cached = ask_and_find(stateless, "one session", first)
+        assert cached == 0
+        time.sleep(0.1 * 2**attempt)  # as above
+        second = f"{first}{answer} And then, in the morning,"
+        turns = [ask_and_find(stateless, "one session", second, headers(number))]
+        while len({turn[0] for turn in turns}) < 2:
+            assert len(turns) < 32, "all turns come to one worker"
+            turns.append(ask_and_find(stateless, "one session", second))
+        assert len({text for _, text, _ in turns}) == 1
+        other, _, cached = turns[0]
+        if other != place and cached > 0.8 * len(stateless.tokenize(first)):
+            check_fetch(receiver, number, cached)
+            return
+    raise AssertionError("no conversation has moved with its prefix")
 
 
 def check_fetch(receiver: Collector, number: int, cached: int) -> None:
