@@ -279,14 +279,44 @@ async def test_the_store_is_told_when_the_turn_of_a_request_comes(path):
     store = MemoryStore()
     told = []
 
-    async def fetch(tenant, hashes, heads, form, recompute_s, into, plain=store.fetch):
+    async def fetch(tenant, hashes, heads, form, recompute_s, into, further_bytes, plain=store.fetch):
         told.append(recompute_s(0))
-        return await plain(tenant, hashes, heads, form, recompute_s, into)
+        return await plain(tenant, hashes, heads, form, recompute_s, into, further_bytes)
 
     store.fetch = fetch
     worker = Worker(path, store, recompute_s=lambda tokens: 7 + tokens)
     await worker.ask("a", words(0))
     assert told == [7]
+    await worker.close()
+
+
+@pytest.mark.parametrize("mode", ["none", "lazy"])
+async def test_the_store_is_told_what_blocks_are_worth_and_what_they_need(path, mode):
+    """A part of a hot window saves nothing. Compressed blocks are of no use without the window."""
+    store = MemoryStore()
+    ids = await first_turn(path, store, **MODES[mode])
+    told = []
+
+    async def fetch(tenant, hashes, heads, form, recompute_s, into, further_bytes, plain=store.fetch):
+        told.append(([recompute_s(count) for count in range(len(hashes) + 1)], further_bytes, form.length * len(heads)))
+        return await plain(tenant, hashes, heads, form, recompute_s, into, further_bytes)
+
+    store.fetch = fetch
+    worker = Worker(path, store, **MODES[mode])
+    worker.tier._recompute_s = lambda tokens: tokens
+    ids, _, cached = await worker.ask("second", second_turn(ids))
+    blocks = len(second_turn(ids)) // BLOCK_SIZE
+    if mode == "none":
+        ((worth, further, _),) = told
+        assert worth == [BLOCK_SIZE * count for count in range(blocks + 1)]
+        assert further == 0
+    else:
+        (cold, further, _), (hot, nothing, block_bytes) = told
+        window = MODES[mode]["hot_window"]
+        first = window.sink + window.size
+        assert cold == [0, *(BLOCK_SIZE * (first + count) for count in range(1, len(cold)))]
+        assert hot == [0] * first + [cached]
+        assert (further, nothing) == (first * block_bytes, 0)
     await worker.close()
 
 
@@ -328,9 +358,9 @@ async def test_what_comes_after_a_restart_of_the_ranks_does_not_reach_the_new_on
     store.gate, store.spoils = asyncio.Event(), True
     kept = []
 
-    async def fetch(tenant, hashes, heads, form, recompute_s, into, plain=store.fetch):
+    async def fetch(tenant, hashes, heads, form, recompute_s, into, further_bytes, plain=store.fetch):
         kept.append((into, form))
-        return await plain(tenant, hashes, heads, form, recompute_s, into)
+        return await plain(tenant, hashes, heads, form, recompute_s, into, further_bytes)
 
     store.fetch = fetch
     worker = Worker(path, store)
