@@ -65,7 +65,8 @@ class EngineConfig:
     max_context: int | None = None
     """Most tokens of prompt and output together; the model's own limit if None."""
     kv_memory_bytes: int | None = None
-    """Size of one rank's KV cache. None: 512 MiB on the CPU, 90 % of the free memory on CUDA."""
+    """Size of one rank's KV cache. None: 512 MiB on the CPU; on CUDA 90 % of the free memory, less what recorded steps
+    and the largest step take."""
     kv_compression: str = "lazy"
     """lazy: full blocks before the hot window are stored in eight bits; immediate: all full blocks are; per_layer: as
     lazy, but only in `kv_compressed_layers`; none."""
