@@ -194,14 +194,14 @@ class Rank:
         by_mean = model.embedding is not None and model.embedding.pooling == "mean"
         self._pooler = Pooler(mean=by_mean, size=model.hidden_size)
         self._memory = device_memory(self._device)
-        with torch.inference_mode():
+        with torch.inference_mode(), gpu.refusing_failures(spec.rank, used=by_kernels):
             reserved = self._estimate_graphs() + self._measure_largest_step()
         phases.end("estimate")
         _send(control, Loaded(self._affordable_blocks(reserved), phases.seconds))
         blocks = self._receive_blocks()
         self.cache = self._make_cache(blocks)
         self.host = HostMemory(blocks.host, self.cache, host_fd)
-        with torch.inference_mode():
+        with torch.inference_mode(), gpu.refusing_failures(spec.rank, used=by_kernels):
             numerics = self._test(by_kernels=by_kernels)
             self._record()
         if by_kernels:
@@ -428,9 +428,15 @@ class Rank:
         form = self._device, self._dtype, self.model.head_dim
         if self._device.type == "cuda":
             settings: Any = self.model.module.config
-            heads = settings.get_text_config().num_attention_heads
-            per_head = max(1, heads // self._spec.config.tp // self.model.kv_heads)
-            gpu.try_attention(*form, per_head, compressed=self._spec.config.hot_window is not None)
+            text = settings.get_text_config()
+            per_head = max(1, text.num_attention_heads // self._spec.config.tp // self.model.kv_heads)
+            gpu.try_attention(
+                *form,
+                per_head,
+                compressed=self._spec.config.hot_window is not None,
+                windowed=bool(getattr(text, "sliding_window", None)),
+                exact=self._deterministic,
+            )
             agree = partial(distributed.gather_reasons, self._group)
             reason = fast_path.common_reason(agree, gpu.problem(*form))
             if reason is not None:
