@@ -31,7 +31,8 @@ def join(rank, store):
     device = torch.device("cuda", rank)
     init_torch_distributed("nccl", store, rank, SIZE, 120)
     one_shot = symmetric_memory(device, SIZE)
-    return device, one_shot, TorchDistributed(rank, SIZE, lambda: None, deterministic=True, one_shot=one_shot)
+    group = TorchDistributed(rank, SIZE, lambda: None, deterministic=True, on_gpu=True, one_shot=one_shot)
+    return device, one_shot, group
 
 
 def sums_are_taken_in_the_order_of_ranks(rank, store):

@@ -213,6 +213,7 @@ class TorchDistributed:
 
     Args:
         deterministic: whether a sum must not depend on the element's position in the tensor.
+        on_gpu: whether the ranks add up as those on GPUs do, which is NCCL's or in the order of ranks.
         one_shot: used for the tensors that its `fits` accepts.
     """
 
@@ -223,6 +224,7 @@ class TorchDistributed:
         on_progress: Callable[[], None],
         *,
         deterministic: bool,
+        on_gpu: bool = False,
         one_shot: OneShot | None = None,
     ) -> None:
         self.rank = rank
@@ -232,13 +234,14 @@ class TorchDistributed:
         self._on_progress = on_progress
         self._one_shot = one_shot
         self._deterministic = deterministic
+        self._on_gpu = on_gpu
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
         began = self._begin()
         if self._one_shot is not None and self._one_shot.fits(x):
             x = self._one_shot.all_reduce(x)
-        elif self._deterministic and x.is_cuda:  # NCCL chooses its algorithm by the tensor's size
+        elif self._deterministic and self._on_gpu:  # NCCL chooses its algorithm by the tensor's size
             x = sum_in_order(self._gather(x))
         elif self._deterministic and self.size > 2:
             # The order in which gloo adds more than two summands depends on the element's position in the buffer.

@@ -573,10 +573,11 @@ class Rank:
             return distributed.SharedMemory(collectives_fd, spec.rank, config.tp, collective_bytes(spec), progress)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         distributed.init_torch_distributed(backend, store_path, spec.rank, config.tp, config.start_timeout_s)
-        quick = self._device.type == "cuda" and config.collectives == "auto" and not self._deterministic
+        on_gpu = self._device.type == "cuda"
+        quick = on_gpu and config.collectives == "auto" and not self._deterministic
         one_shot = distributed.symmetric_memory(self._device, config.tp) if quick else None
         return distributed.TorchDistributed(
-            spec.rank, config.tp, progress, deterministic=self._deterministic, one_shot=one_shot
+            spec.rank, config.tp, progress, deterministic=self._deterministic, on_gpu=on_gpu, one_shot=one_shot
         )
 
     def _affordable_blocks(self, reserved_bytes: int) -> PoolSizes:
