@@ -95,7 +95,7 @@ def measure_largest_step(
         return needed
     raise invalid(
         "max_batch_tokens",
-        f"is {config.max_batch_tokens}, and there is no memory beside the weights for a step of {len(plan.token_ids)} "
+        f"is {config.step_tokens}, and there is no memory beside the weights for a step of {len(plan.token_ids)} "
         f"tokens and {config.max_seqs} sequences (max_seqs), each up to {spec.model.context_length} tokens long "
         f"(max_context); lower one of these: {reason}",
     )
@@ -108,7 +108,7 @@ def largest_plan(spec: RankSpec) -> Plan:
     """
     config, context, vocabulary = spec.config, spec.model.context_length, spec.model.vocab_size
     count, hot_window = config.max_seqs, config.hot_window
-    more = config.max_batch_tokens - count - np.arange(count) * (context - 1)
+    more = config.step_tokens - count - np.arange(count) * (context - 1)
     lengths = (1 + np.clip(more, 0, context - 1)).astype(np.int32)
     starts = (context - lengths).astype(np.int32)
     hot_tables = np.zeros((count, -(-context // BLOCK_SIZE)), np.int32)

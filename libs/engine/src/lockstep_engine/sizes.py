@@ -31,7 +31,7 @@ def collective_bytes(spec: RankSpec) -> int:
     """Bytes that a rank can contribute to one collective: the hidden states of a step, or its part of the logits.
     Larger tensors are sent in pieces.
     """
-    hidden = max(spec.config.max_batch_tokens, spec.config.max_seqs) * spec.model.hidden_size
+    hidden = max(spec.config.step_tokens, spec.config.max_seqs) * spec.model.hidden_size
     logits = max(spec.config.max_seqs, CANARY_ROWS) * -(-spec.model.vocab_size // spec.config.tp)
     return -(-max(hidden, logits) * 4 // 64) * 64
 
@@ -72,7 +72,7 @@ def hot_pool_blocks(config: EngineConfig, hot_window: HotWindow) -> int:
     """Hot blocks that can be used: what all sequences need to continue and what one step fills, and beyond that the hot
     windows of cached texts.
     """
-    running = config.max_seqs * hot_window.blocks + -(-config.max_batch_tokens // BLOCK_SIZE)
+    running = config.max_seqs * hot_window.blocks + -(-config.step_tokens // BLOCK_SIZE)
     return running + -(-running // _RUNNING_PER_CACHED)
 
 
