@@ -7,10 +7,12 @@ import torch
 from checkpoints import make
 from fast_cases import fast_if
 from in_process_rank import InProcessRank
+from lockstep_common.errors import LockstepError
 from lockstep_engine import attention_triton, gpu_decoder, kernel_check
 from lockstep_engine.kernel_check import MAX_DIFFERENCE
-from lockstep_engine.kernels import gpu, triton_attention, triton_compress
-from triton_device import GPU
+from lockstep_engine.kernels import gpu, launches, triton_attention, triton_compress
+from triton.runtime.errors import OutOfResources
+from triton_device import DEVICE, GPU
 
 SETTINGS = {
     "device": "cuda" if GPU else "cpu",
@@ -122,3 +124,30 @@ def test_wrong_kernels_are_refused_by_name(model, monkeypatch, breaks, what):
         pass
     said = f"rank 0: the GPU's kernels do not compute what torch computes: {what} are off by"
     assert str(ended.value.__cause__).startswith(said)
+
+
+def test_a_kernel_that_prefill_alone_cannot_launch_refuses_the_start(model, monkeypatch):
+    attend = triton_attention.attend
+
+    def launched(queries, cache, paged, scoring, tiles, out):
+        if tiles.queries > 1:
+            raise OutOfResources(120_000, 101_376, "shared memory")
+        attend(queries, cache, paged, scoring, tiles, out)
+
+    monkeypatch.setattr(triton_attention, "attend", launched)
+    with pytest.raises(AssertionError) as ended, InProcessRank(model, **SETTINGS):
+        pass
+    refused = ended.value.__cause__
+    assert isinstance(refused, LockstepError)  # after which no rank is started again
+    assert refused.message.startswith("rank 0: the GPU's kernels cannot serve this model: OutOfResources: ")
+    assert "shared memory" in refused.message
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_launches_of_a_start_are_those_of_attention(exact):
+    """In the interpreter: each form of windows, cold blocks and split keys can be launched with the start's tensors."""
+    for window in (False, True):
+        calls = launches.attention_calls(2, 16, torch.float16, compressed=True, window=window, exact=exact)
+        assert [call.kernel for call in calls] == ["attend_exact" if exact else "attend"] * 3 + ["compress"]
+        for call in calls:
+            call.launch(DEVICE)

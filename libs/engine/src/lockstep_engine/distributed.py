@@ -27,13 +27,19 @@ logger = logging.getLogger("lockstep.engine")
 _SPIN_S = 0.002
 _SLEEP_S = 0.00005
 
-ONE_SHOT_BYTES = 256 * 1024
-"""Up to this size one-shot sums, in which each GPU reads the parts of all others, are faster than NCCL. It is torch's
-own threshold (`kOneShotThreshBytes` in intra_node_comm.cu); on 4 H100s vllm-project/vllm#24111 measured 10 against 17
-us at 512 KiB and 15 against 19 at 1 MiB.
-"""
 _VECTOR_BYTES = 16
 """Width of the one-shot kernel's widest load. Tensors of other sizes are so small that NCCL serves them."""
+
+
+def one_shot_bytes(size: int) -> int:
+    """Up to this many bytes the one-shot sums of `size` GPUs, in which each reads the parts of all others, are taken
+    for faster than NCCL's.
+
+    On 4 H100s vllm-project/vllm#24111 measured 10 against 17 us at 512 KiB and 15 against 19 at 1 MiB, with vLLM's
+    one-stage kernel. What a rank reads grows with the number of ranks, so that more than four have torch's own
+    threshold (`kOneShotThreshBytes` in intra_node_comm.cu). Nothing of this has been measured here.
+    """
+    return 2**20 if size <= 4 else 2**18
 
 
 class Collectives(Protocol):
@@ -178,7 +184,7 @@ class SymmetricMemory:
 
     _DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernel is compiled for
 
-    def __init__(self, device: torch.device, capacity: int = ONE_SHOT_BYTES) -> None:
+    def __init__(self, device: torch.device, capacity: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415 - registers its operators
 
         self._capacity = capacity
@@ -208,6 +214,7 @@ class TorchDistributed:
 
     Args:
         deterministic: whether a sum must not depend on the element's position in the tensor.
+        on_gpu: whether the ranks add up as those on GPUs do, which is NCCL's or in the order of ranks.
         one_shot: used for the tensors that its `fits` accepts.
     """
 
@@ -218,6 +225,7 @@ class TorchDistributed:
         on_progress: Callable[[], None],
         *,
         deterministic: bool,
+        on_gpu: bool = False,
         one_shot: OneShot | None = None,
     ) -> None:
         self.rank = rank
@@ -227,13 +235,14 @@ class TorchDistributed:
         self._on_progress = on_progress
         self._one_shot = one_shot
         self._deterministic = deterministic
+        self._on_gpu = on_gpu
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
         began = self._begin()
         if self._one_shot is not None and self._one_shot.fits(x):
             x = self._one_shot.all_reduce(x)
-        elif self._deterministic and x.is_cuda:  # NCCL chooses its algorithm by the tensor's size
+        elif self._deterministic and self._on_gpu:  # NCCL chooses its algorithm by the tensor's size
             x = sum_in_order(self._gather(x))
         elif self._deterministic and self.size > 2:
             # The order in which gloo adds more than two summands depends on the element's position in the buffer.
@@ -325,7 +334,7 @@ def symmetric_memory(device: torch.device, size: int) -> SymmetricMemory | None:
     others = (other for other in range(size) if other != device.index)
     if all(torch.cuda.can_device_access_peer(device, other) for other in others):
         try:
-            made = SymmetricMemory(device)
+            made = SymmetricMemory(device, one_shot_bytes(size))
         except RuntimeError as error:  # this container cannot share memory, or the driver is too old
             logger.warning("no symmetric memory: %s", error)
     agreed = torch.tensor([made is not None], dtype=torch.int32, device=device)
