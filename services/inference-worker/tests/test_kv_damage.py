@@ -1,6 +1,7 @@
 """Whatever the state server sends that is not exactly what was asked for is a miss: nothing raises, nothing counts."""
 
 import logging
+import time
 from random import Random
 
 import pytest
@@ -9,7 +10,7 @@ from lockstep_api.v1 import state_pb2
 from lockstep_engine.remote_store import BlockForm, HeadRange
 from scripted_kv import FORM, HEADS, Memory, ScriptedKv, block_hash, fetch, opened, parts_of, serving
 
-CASES = 1200
+LOG_EVERY_S = 60.0
 SEED = 20_240_601
 NAMES = ["a", "b", "c"]
 PARTS = len(NAMES) * len(HEADS)
@@ -39,6 +40,11 @@ def flip(rng, data):
 def flip_content(rng, part):
     message = rng.choice(part)
     message.data = flip(rng, message.data)
+
+
+def other_content(rng, part):
+    for message in part:
+        message.data = rng.randbytes(len(message.data))
 
 
 def flip_header(rng, part):
@@ -109,6 +115,7 @@ def index_beyond(rng, part):
 
 DAMAGES = [
     flip_content,
+    other_content,
     flip_header,
     truncate,
     lengthen,
@@ -156,11 +163,12 @@ async def put_all(store):
     await store.flush(30.0)
 
 
-async def test_damaged_parts_never_count(kv, store, caplog):
+@pytest.mark.parametrize("cases", [800, pytest.param(10_000, marks=pytest.mark.slow)])
+async def test_damaged_parts_never_count(kv, store, caplog, cases):
     caplog.set_level(logging.WARNING, logger="lockstep.worker")  # whatever other tests have set
-    rng = Random(SEED)
+    rng, began = Random(SEED), time.monotonic()
     await put_all(store)
-    for number in range(CASES):
+    for number in range(cases):
         damage, at = DAMAGES[number % len(DAMAGES)], rng.randrange(PARTS)
 
         def mangle(messages, damage=damage, at=at):
@@ -174,11 +182,12 @@ async def test_damaged_parts_never_count(kv, store, caplog):
         what = f"seed {SEED}, case {number}: {damage.__name__} in part {at}"
         assert (result.blocks, result.outcome) == (at // len(HEADS), "damaged"), what
         assert memory.has(NAMES, result.blocks), what
-    print(f"seed {SEED}: {CASES} damaged answers, none counted")
+    print(f"seed {SEED}: {cases} damaged answers, none counted")
     kv.mangle = list
     assert (await fetch(store, NAMES, Memory())).blocks == len(NAMES), "the store goes on"
     assert "Traceback" not in caplog.text
-    assert caplog.text.count("is damaged") == 1, "a log line for each would be a flood"
+    lines = caplog.text.count("is damaged")
+    assert 1 <= lines <= 1 + (time.monotonic() - began) / LOG_EVERY_S, "a log line for each would be a flood"
 
 
 async def test_parts_in_another_order_count_up_to_there(kv, store):
