@@ -5,7 +5,6 @@ connection that becomes a WebSocket still counts here.
 """
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
@@ -122,9 +121,10 @@ class BoundedProtocol(HttpToolsProtocol):
         transport = self.transport
         sent = 0
         if self.wire is not None and not transport.get_write_buffer_size() and not transport.is_closing():
-            # The transport gets an error, too, when it writes what was not sent.
-            with contextlib.suppress(OSError):
+            try:
                 sent = self.wire.send(data)
+            except OSError:
+                sent = 0  # the transport gets an error, too, when it writes what was not sent
         if sent < len(data):
             transport.write(data[sent:])
 
