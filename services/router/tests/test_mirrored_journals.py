@@ -125,6 +125,16 @@ async def test_other_router_sees_what_was_written(store, other):
     assert list((await other.look_up("r-2", "tenant")).logs) == list((await store.read("r-2")).logs)
 
 
+async def test_a_stream_that_is_not_mirrored_any_more_is_logged_by_its_request(store, other, caplog):
+    """Another router has begun a different one of the same id."""
+    await fill(store)
+    await mirrored(store)
+    await other.open(replace(record(), prompts=(array("I", [9]),)))
+    await eventually(lambda: caplog.records)
+    (line,) = caplog.records
+    assert (line.request_id, line.outcome) == ("r-1", "WRITE_OUTCOME_CONFLICT")
+
+
 async def test_other_router_sees_how_a_stream_ended(store, other):
     await fill(store)
     await fill(store, "r-2")
