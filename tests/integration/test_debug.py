@@ -98,7 +98,7 @@ def test_a_stopped_rank_is_named_and_the_bundle_is_complete(
     assert f"! worker-w0: rank 1 (pid {victim}) is STOPPED after " in output
     places = re.split("^! ", output, flags=re.MULTILINE)[1:]
     of_victim, of_other = (next(each for each in places if f"rank {number} (pid" in each[:40]) for number in (1, 0))
-    assert re.search(r'^ +File ".*rank\.py", line \d+ in ', of_victim, re.MULTILINE), "where it was stopped"
+    assert re.search(r'^ +File ".*lockstep_engine/\w+\.py", line \d+ in ', of_victim, re.MULTILINE), "its place"
     assert "distributed.py" in of_other, "where the other rank waits"
     assert "not collected" not in output
     expected = {"stacks-1.json", "stacks-2.json", "metrics.txt", "settings.json", "log.jsonl", "readiness.json"}

@@ -5,6 +5,7 @@ import json
 
 import httpx
 import pytest
+from lockstep_common.tracing import Tracing
 from lockstep_router import metrics
 from lockstep_router.text.tokenizer import Tokenizer
 from router_cluster import events_of, eventually
@@ -127,6 +128,8 @@ async def test_slow_reader_gets_every_token_once(make_cluster):
     cluster = await make_cluster(1, max_unread_tokens=8)
     worker = cluster.workers[0]
     worker.script = Script(batch=4)
+    spans = []
+    cluster.router.tracing = Tracing(ratio=0.0, slow_s=60.0, export=spans.extend)
     # Each event takes a while to be written: the worker is faster and has to be paused.
     response = await httpx.AsyncClient(transport=SlowTransport(cluster.app), base_url="http://router").post(
         "/v1/completions", json=BODY | {"stream": True}
@@ -140,6 +143,13 @@ async def test_slow_reader_gets_every_token_once(make_cluster):
     (record,) = cluster.router.workers.history.streams
     assert len(record.attempts) > 1
     assert all(attempt.first_token_at is not None for attempt in record.attempts if attempt.tokens)
+    (request,), (client,) = ([span for span in spans if span.name == name] for name in ("request", "client"))
+    assert request.attributes["lockstep.trace.kept_because"] == "slow"
+    assert (client.parent_id, client.error) == (request.span_id, "")
+    assert request.begin_ns <= client.begin_ns <= client.end_ns <= request.end_ns
+    waits, wait_s = client.attributes["lockstep.client.waits"], client.attributes["lockstep.client.wait_s"]
+    assert 0.01 * waits <= wait_s <= (client.end_ns - client.begin_ns) / 1e9
+    assert waits > 5
 
 
 class SlowTransport(httpx.ASGITransport):

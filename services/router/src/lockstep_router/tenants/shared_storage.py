@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from limits.aio.storage import MemoryStorage, RedisStorage
 from lockstep_common.errors import invalid
+from lockstep_common.tracing.calls import calling_store
 
 from lockstep_router import metrics
 from lockstep_router.tenants.limits import Storage
@@ -121,8 +122,9 @@ class SharedStorage:
                 return await work(self._reserve)
             self._retry_at = now + self._timeout_s + RETRY_S  # the others do not wait for this attempt
         try:
-            async with asyncio.timeout(self._timeout_s), self._turns:
-                result = await work(self._shared)
+            with calling_store("limits", "redis"):
+                async with asyncio.timeout(self._timeout_s), self._turns:
+                    result = await work(self._shared)
         except Exception as error:  # whatever a library and a network can raise
             self._note_failure(error)
             return await work(self._reserve)

@@ -260,7 +260,7 @@ class Client:
         # `send` waits while the server's buffer is full, as it is when the client does not read.
         self._writing_since = self._written_at = self._loop.time()
         self._begin_watch()
-        await self._send(message)
+        await self._record.write(self._send(message))
         self._writing_since = None
 
 
