@@ -36,9 +36,9 @@ def test_machine_that_gives_away_all_ports_chooses_one(monkeypatch, first):
 def test_range_of_the_kernel_is_read_where_there_is_one(tmp_path, monkeypatch):
     path = tmp_path / "range"
     monkeypatch.setattr(ports, "RANGE_PATH", str(path))
-    assert ports._first_given() == 0
+    assert ports.first_given() == 0
     path.write_text("32768\t60999\n")
-    assert ports._first_given() == 32_768
+    assert ports.first_given() == 32_768
 
 
 def test_address_of_another_machine_is_an_error():

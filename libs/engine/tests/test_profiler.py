@@ -223,7 +223,7 @@ async def test_an_idle_engine_is_told_to_get_requests(monkeypatch):
 
 
 async def test_a_rank_that_gives_nothing_is_named(monkeypatch):
-    for name in ("_RECORD_S", "PROFILE_S", "_POLL_S"):
+    for name in ("RECORD_S", "PROFILE_S", "POLL_S"):
         monkeypatch.setattr(profile_collection, name, 0.01)
     collection = ProfileCollection(1, 2)
     give(collection, 1, 0, b"rank 0")

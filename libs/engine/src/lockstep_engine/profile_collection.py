@@ -20,7 +20,7 @@ PROFILE_S = 45.0
 """Longest time of a profile."""
 
 FIRST_STEP_S = 10.0
-_RECORD_S = 20.0
+RECORD_S = 20.0
 """The ranks stop after 10 s by themselves, if a step ends then."""
 POLL_S = 0.1
 
@@ -95,7 +95,7 @@ class ProfileCollection:
                 passed_s = time.monotonic() - began
                 if passed_s > FIRST_STEP_S and finished() - before < 2:
                     raise _failed(f"no steps ran within {FIRST_STEP_S:g} s; send requests meanwhile")
-                if passed_s > _RECORD_S and not is_stopped:
+                if passed_s > RECORD_S and not is_stopped:
                     is_stopped = True
                     send(StopProfile(self._number))
                 if passed_s > PROFILE_S:
