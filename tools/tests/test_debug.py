@@ -246,7 +246,7 @@ def test_a_pod_that_is_not_forwarded_is_a_failed_part(monkeypatch):
 )
 def test_what_cannot_be_looked_into_is_said(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lockstep_tools.debug.local._tree", lambda pid: iter([pid]))
+    monkeypatch.setattr("lockstep_tools.debug.local.process_tree", lambda pid: iter([pid]))
     assert cli.main(["debug", *arguments]) == 2
     assert capsys.readouterr().err.startswith("lockstep: ")
     assert list(tmp_path.iterdir()) == []

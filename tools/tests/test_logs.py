@@ -219,7 +219,7 @@ def test_what_is_not_text_does_not_hide_the_lines_after_it(kubectl, monkeypatch,
 
 
 def test_a_kubectl_that_hangs_is_not_waited_for_without_end(kubectl, monkeypatch, capsys):
-    monkeypatch.setattr(sources, "_SILENT_S", 1.0)
+    monkeypatch.setattr(sources, "SILENT_S", 1.0)
     cluster = Cluster([("r-a", "router", None), ("hung", "router", None)])
     cluster.kubectl = kubectl
     monkeypatch.setattr("lockstep_tools.commands.logs.Release", lambda *_: cluster)

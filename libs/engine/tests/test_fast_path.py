@@ -71,13 +71,13 @@ class SecondOfTwo:
 
 
 def test_a_rank_gives_its_kernels_up_with_its_neighbour(monkeypatch):
-    monkeypatch.setattr(gpu, "_given_up", [])
+    monkeypatch.setattr(gpu, "GIVEN_UP", [])
     monkeypatch.setattr(gpu, "build_problem", lambda: None)
     monkeypatch.setattr(gpu, "try_attention", lambda *_, **__: None)
     assert GpuRank(distributed.Alone(), config(device="cuda"))._by_kernels()
     with pytest.raises(LockstepError, match=r"fast_path is required, but .*: rank 0: no room"):
         GpuRank(SecondOfTwo(), config(device="cuda", tp=2))._by_kernels()
-    monkeypatch.setattr(gpu, "_given_up", [])
+    monkeypatch.setattr(gpu, "GIVEN_UP", [])
     assert not GpuRank(SecondOfTwo(), config(device="cuda", tp=2, fast_path="preferred"))._by_kernels()
 
 
@@ -148,7 +148,7 @@ def test_a_kernel_that_cannot_be_loaded_is_given_up_once_with_its_reason(failure
         def attention_calls(*_, **__):
             raise failure
 
-    monkeypatch.setattr(gpu, "_given_up", [])
+    monkeypatch.setattr(gpu, "GIVEN_UP", [])
     monkeypatch.setattr(gpu, "build_problem", lambda: None)
     monkeypatch.setattr(gpu.importlib, "import_module", lambda name: Launches)
     monkeypatch.setattr(prebuilt, "activate", lambda: None)
@@ -158,7 +158,7 @@ def test_a_kernel_that_cannot_be_loaded_is_given_up_once_with_its_reason(failure
     gpu.try_attention(*form, 4, compressed=True)
     assert gpu.problem(*form).startswith(f"kernel Triton cannot run: {type(failure).__name__}: ")
     assert not gpu.usable(*form)
-    assert len(gpu._given_up) == 1
+    assert len(gpu.GIVEN_UP) == 1
 
 
 def test_tiles_fit_what_a_gpu_has():

@@ -32,7 +32,7 @@ FULL = (TEXT + PARAMS.max_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 class Worker(Ranks):
     """An engine with a third tier, without processes: what `AsyncEngine` does with it, step by step."""
 
-    def __init__(self, path, store, tp=1, dtype=torch.float32, **mode):
+    def __init__(self, path, store, tp=1, dtype=torch.float32, recompute_s=lambda tokens: tokens / 1000, **mode):
         super().__init__(path, tp, dtype, **mode)
         self.scheduler = Scheduler(self.limits, [], self.sizes, shares_slots=True)
         config = _Config(model="m", host_cache_bytes=1)
@@ -44,7 +44,7 @@ class Worker(Ranks):
             kv_compressed_layers=layers or (),
         )
         self.changes = 0
-        self.tier = RemoteTier(store, self.config, "digest", self.scheduler, lambda tokens: tokens / 1000, self._change)
+        self.tier = RemoteTier(store, self.config, "digest", self.scheduler, recompute_s, self._change)
         self.outputs = {}
         self.open()
 
@@ -230,8 +230,7 @@ async def test_two_requests_with_one_beginning_fetch_it_once(path):
     store = MemoryStore()
     ids = await first_turn(path, store)
     store.asked.clear()
-    worker = Worker(path, store)
-    worker.tier._recompute_s = lambda tokens: tokens  # so long that `b` waits however slow this machine is
+    worker = Worker(path, store, recompute_s=float)  # so long that `b` waits however slow this machine is
     worker.submit("a", second_turn(ids))
     worker.submit("b", [*second_turn(ids), 7, 8])
     assert [(await worker.end(each))[2] for each in "ab"] == [FULL, (TEXT + 45) // BLOCK_SIZE * BLOCK_SIZE]
@@ -285,8 +284,7 @@ async def test_the_store_is_told_when_the_turn_of_a_request_comes(path):
         return await plain(tenant, hashes, heads, form, recompute_s, into)
 
     store.fetch = fetch
-    worker = Worker(path, store)
-    worker.tier._recompute_s = lambda tokens: 7 + tokens
+    worker = Worker(path, store, recompute_s=lambda tokens: 7 + tokens)
     await worker.ask("a", words(0))
     assert told == [7]
     await worker.close()
@@ -424,7 +422,7 @@ async def test_no_block_is_offered_twice(path):
 
 
 async def test_what_the_store_does_not_take_is_dropped(path, monkeypatch):
-    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 0.0)
+    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 0.0)
     store = MemoryStore()
     store.room = 3
     ids = await first_turn(path, store)
@@ -435,7 +433,7 @@ async def test_what_the_store_does_not_take_is_dropped(path, monkeypatch):
 
 
 async def test_a_tenant_whose_blocks_are_not_taken_holds_up_nobody(path, monkeypatch):
-    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 3600.0)
+    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 3600.0)
     store = MemoryStore()
     take, refused = store.offer, []
     store.offer = lambda tenant, blocks: refused.append(tenant) or 0 if tenant == "a" else take(tenant, blocks)
@@ -454,7 +452,7 @@ async def test_a_tenant_whose_blocks_are_not_taken_holds_up_nobody(path, monkeyp
 
 async def test_what_the_pools_evict_is_stored(path, monkeypatch):
     """Here the end of a text stores nothing, because the store is full then."""
-    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 0.0)
+    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 0.0)
     store = MemoryStore()
     store.room = 0
     worker = Worker(path, store)
@@ -486,7 +484,7 @@ async def test_a_worker_that_drains_stores_what_runs(path):
 
 
 async def test_a_worker_that_drains_stores_what_runs_before_what_has_ended(path, monkeypatch):
-    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 0.0)
+    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 0.0)
     store = MemoryStore()
     worker = Worker(path, store)
     store.room = 0
@@ -518,8 +516,10 @@ async def test_the_loop_goes_on_while_blocks_are_offered_that_are_gone(path):
     await worker.settled()
     writer, turns = worker.tier._epoch.writer, 0
     writer._offered.clear()
-    writer._next_batch = lambda: [writer._due.pop("")] if writer._due else []
     worker.scheduler.shed(0)
+    blocks = worker.scheduler.blocks
+    one_by_one = msgspec.structs.replace(blocks.sizes.host, step_slots=1)
+    blocks.sizes = msgspec.structs.replace(blocks.sizes, host=one_by_one)
     await writer.add_evicted()
     due = len(writer._due)
     assert due == FULL // BLOCK_SIZE

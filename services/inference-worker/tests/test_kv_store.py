@@ -293,7 +293,7 @@ async def test_tenants_are_stored_in_turn(kv, target):
 
 
 async def test_a_tenant_for_which_the_server_has_no_room_waits_alone(kv, store, monkeypatch):
-    monkeypatch.setattr("lockstep_worker.kv_store.write_behind._PAUSE_S", 3600.0)
+    monkeypatch.setattr("lockstep_worker.kv_store.write_behind.PAUSE_S", 3600.0)
 
     def on_put(tenant):
         is_full = tenant == "full"

@@ -412,7 +412,7 @@ async def test_removal_is_not_waited_for_long_and_not_at_all_while_the_server_is
     await fill(store)
     await fill(store, "r-2")
     await mirrored(store)
-    store._settle_s = store.client._timeout_s = 0.1  # only now: until here everything has to be in time
+    store.settle_s = store.client.timeout_s = 0.1  # only now: until here everything has to be in time
     server.backend.delay_s = 3600.0
     await store.remove("r-1")
     async with asyncio.timeout(60):
@@ -572,8 +572,8 @@ async def test_stream_found_by_its_key_is_waited_for_a_little(store, other):
 
 
 async def test_stream_that_is_prepared_for_long_keeps_its_key(store, other, monkeypatch):
-    monkeypatch.setattr(mirrored_journals, "_OPENING_S", 0.2)
-    monkeypatch.setattr(shared_keys, "_MARK_AFTER_S", 0.01)
+    monkeypatch.setattr(mirrored_journals, "OPENING_S", 0.2)
+    monkeypatch.setattr(shared_keys, "MARK_AFTER_S", 0.01)
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await other.claim("tenant/key", Claim("r-2", b"body"))
     await mirrored(store)
@@ -586,8 +586,8 @@ async def test_stream_that_is_prepared_for_long_keeps_its_key(store, other, monk
 
 
 async def test_key_of_a_router_that_died_while_it_prepared_is_free(make_store, other, clock, monkeypatch):
-    monkeypatch.setattr(mirrored_journals, "_OPENING_S", 0.05)
-    monkeypatch.setattr(shared_keys, "_MARK_AFTER_S", 0.0)
+    monkeypatch.setattr(mirrored_journals, "OPENING_S", 0.05)
+    monkeypatch.setattr(shared_keys, "MARK_AFTER_S", 0.0)
     store = await make_store("router-3")
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await asyncio.sleep(0.05)
@@ -602,9 +602,9 @@ async def test_key_of_a_router_that_died_while_it_prepared_is_free(make_store, o
 
 
 async def test_stream_that_is_prepared_for_too_long_is_an_error_to_retry(store, other, monkeypatch):
-    monkeypatch.setattr(mirrored_journals, "_OPENING_S", 0.1)
-    monkeypatch.setattr(mirrored_journals, "_PREPARING_S", 0.3)
-    monkeypatch.setattr(shared_keys, "_MARK_AFTER_S", 0.0)
+    monkeypatch.setattr(mirrored_journals, "OPENING_S", 0.1)
+    monkeypatch.setattr(mirrored_journals, "PREPARING_S", 0.3)
+    monkeypatch.setattr(shared_keys, "MARK_AFTER_S", 0.0)
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await asyncio.sleep(0.05)
     await mirrored(store)
@@ -622,11 +622,11 @@ async def test_idle_stream_stays_as_long_as_its_router_lives(store, other, clock
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await fill(store)
     await mirrored(store)
-    monkeypatch.setattr(store.mirror, "_ttl_s", 0.0)  # of the next renewals: at once
-    monkeypatch.setattr(store._keys, "_ttl_s", 0.0)
+    monkeypatch.setattr(store.mirror, "ttl_s", 0.0)  # of the next renewals: at once
+    monkeypatch.setattr(store._keys, "ttl_s", 0.0)
     for _ in range(5):
         clock.now += WINDOW_S
-        store.mirror._ttl_s = 1.5 * WINDOW_S
+        store.mirror.ttl_s = 1.5 * WINDOW_S
         store.mirror.note_change("r-1")
         store._keys._renew("r-1", 1.5 * WINDOW_S)
         await mirrored(store)

@@ -32,7 +32,7 @@ def redis(tmp_path):
 def patient(monkeypatch, caplog):
     """Redis is tried again at once, and warnings are seen."""
     caplog.set_level(logging.INFO, "lockstep.router")
-    monkeypatch.setattr(shared_storage, "_RETRY_S", 0.0)
+    monkeypatch.setattr(shared_storage, "RETRY_S", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ async def test_limits_hold_in_memory_while_redis_is_down_and_in_redis_when_it_is
 async def test_requests_do_not_wait_for_a_redis_that_hangs(redis, routers, monkeypatch):
     (one,) = await routers(1, redis.address, timeout_s=0.2, requests_per_minute=1000)
     assert (await ask(one)).status_code == 200
-    monkeypatch.setattr(shared_storage, "_RETRY_S", 600.0)
+    monkeypatch.setattr(shared_storage, "RETRY_S", 600.0)
     redis.freeze()
     failures = REGISTRY.get_sample_value("lockstep_router_limits_storage_failures_total")
     answers = [await ask(one) for _ in range(20)]
@@ -176,7 +176,7 @@ async def acquire(storage):
 
 async def test_one_request_at_a_time_tries_again(monkeypatch):
     clock = [1000.0]
-    monkeypatch.setattr(shared_storage, "_RETRY_S", 1.0)
+    monkeypatch.setattr(shared_storage, "RETRY_S", 1.0)
     monkeypatch.setattr(shared_storage.time, "monotonic", lambda: clock[0])
     failing = Failing()
     storage = shared_over(failing)

@@ -6,6 +6,7 @@ import json
 import httpx
 import pytest
 from lockstep_router import metrics
+from lockstep_router.text.tokenizer import Tokenizer
 from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card
 
@@ -215,23 +216,22 @@ async def test_what_is_kept_for_whole_answers_counts_in_the_budget(make_cluster,
             await asyncio.sleep(0.02)
 
 
-async def test_prompts_that_are_tokens_count_before_the_last_one_is(make_cluster):
+async def test_prompts_that_are_tokens_count_before_the_last_one_is(make_cluster, monkeypatch):
     cluster = await make_cluster(max_journals_bytes=1 << 20)
     for worker in cluster.workers:
         worker.card = model_card(context_length=1 << 16)
         worker.announce(epoch=2)
     await eventually(lambda: cluster.router.workers.models["reference"].context_length == 1 << 16)
-    encoded = []
-    encode = cluster.router.encoder._encode
+    encoded, encode = [], Tokenizer.encode
 
-    async def counting(source, *arguments, **options):
-        encoded.append(source)
-        return await encode(source, *arguments, **options)
+    def counting(tokenizer, text, **options):
+        encoded.append(text)
+        return encode(tokenizer, text, **options)
 
-    cluster.router.encoder._encode = counting
+    monkeypatch.setattr(Tokenizer, "encode", counting)
     refused = await cluster.complete(prompt=["hello " * 10_000] * 32)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
-    assert len(encoded) < 32
+    assert 0 < len(encoded) < 32
     assert cluster.router._preparing_bytes == 0
 
 

@@ -107,7 +107,7 @@ class SharedMemory:
             for piece in torch.split(flat, self._capacity // x.itemsize):
                 self.all_reduce(piece)
             return flat.view(x.shape)
-        out = add_in_tree(self._exchange(x), out=x)
+        out = add_in_tree(self.exchange(x), out=x)
         self._finish("all_reduce")
         return out
 
@@ -117,11 +117,12 @@ class SharedMemory:
             rows = x.reshape(-1, x.shape[-1])
             pieces = torch.split(rows, max(1, self._capacity // (rows.shape[1] * rows.itemsize)))
             return torch.cat([self.all_gather(piece) for piece in pieces]).view(*x.shape[:-1], -1)
-        out = torch.cat(self._exchange(x), dim=-1)
+        out = torch.cat(self.exchange(x), dim=-1)
         self._finish("all_gather")
         return out
 
-    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of all ranks, by their numbers, in shared memory: valid until the next but one call."""
         self._began_ns = time.perf_counter_ns()
         self._calls += 1
         half = self._data[self._calls % 2]

@@ -20,7 +20,7 @@ from lockstep_tools.logs.lines import MAX_LINE_CHARS, Line, harmless, parse
 
 _MAX_WAITING = 10_000
 """Lines that are read and not shown yet; more are not read meanwhile."""
-_SILENT_S = 60.0
+SILENT_S = 60.0
 """Without any line of what is not followed: kubectl waits longer for an API server that is cut off."""
 _END_S = 5.0
 _MAX_ERROR_CHARS = 1000
@@ -120,7 +120,7 @@ def _merged(sources: dict[str, IO[str]], follow_s: float | None) -> Iterator[Lin
     left = len(sources)
     while left:
         try:
-            line = waiting.get(timeout=_SILENT_S if ends_at is None else max(0.0, ends_at - time.monotonic()))
+            line = waiting.get(timeout=SILENT_S if ends_at is None else max(0.0, ends_at - time.monotonic()))
         except queue.Empty:
             return
         if line is None:

@@ -19,7 +19,7 @@ _WORD = 4
 """Components of fp8 that are read at once."""
 _MAX_QUOTED_CHARS = 300
 
-_given_up: list[str] = []
+GIVEN_UP: list[str] = []
 """Why kernels are not used any more in this process, though nothing speaks against them here."""
 EXACT_KERNELS = 1
 """Version of the arithmetic of the exact mode's kernels (`triton_linear`, `triton_rows`, `triton_exact_attention`):
@@ -39,7 +39,7 @@ def problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
         return f"there are no kernels for {dtype}"
     if head_dim % _WORD or head_dim > _WIDEST:
         return f"heads are {head_dim} wide; kernels take multiples of {_WORD} up to {_WIDEST}"
-    return build_problem() or (_given_up[0] if _given_up else None)
+    return build_problem() or (GIVEN_UP[0] if GIVEN_UP else None)
 
 
 @cache
@@ -63,7 +63,7 @@ def build_problem() -> str | None:
 
 def give_up(reason: str) -> None:
     """Do without the kernels from now on, in this process."""
-    _given_up.append(reason)
+    GIVEN_UP.append(reason)
 
 
 def try_attention(device: torch.device, dtype: torch.dtype, head_dim: int, per_head: int, *, compressed: bool) -> None:

@@ -114,7 +114,7 @@ class Mirror:
         self._client = client
         self._owner = owner
         self._gather_s = lag_s / 2
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self._on_stale = on_stale
         self._changed: dict[str, None] = {}
         """Streams with something to write, those that have waited longest first."""
@@ -177,7 +177,7 @@ class Mirror:
         # While the state server is away nothing more is kept for it: the stream's time to live ends it there.
         if (entry.is_open or in_flight) and not self._client.mirror.is_open:
             # A router that had the stream before this one has to find that it has ended.
-            self.seal(request_id, REMOVED, self._ttl_s if entry.epoch > 1 else _REMOVED_TTL_S)
+            self.seal(request_id, REMOVED, self.ttl_s if entry.epoch > 1 else _REMOVED_TTL_S)
         else:
             self.drop(request_id)
         return True
@@ -219,10 +219,10 @@ class Mirror:
         now = asyncio.get_running_loop().time()
         for request_id, entry in list(self.entries.items()):
             is_gone = not is_kept(request_id) and (entry.seal not in (None, REMOVED) or self._client.mirror.is_open)
-            if is_gone or (entry.seal == REMOVED and now - entry.written_at > self._ttl_s):
+            if is_gone or (entry.seal == REMOVED and now - entry.written_at > self.ttl_s):
                 self.drop(request_id)
                 metrics.JOURNAL_WRITES.labels("dropped").inc()
-            elif now - entry.written_at > self._ttl_s / 3 and entry.not_before <= now:
+            elif now - entry.written_at > self.ttl_s / 3 and entry.not_before <= now:
                 self.note_change(request_id)
         metrics.JOURNAL_LAG_SECONDS.set(self.lag_s)
 
@@ -318,7 +318,7 @@ class Mirror:
     def _write(self, request_id: str, entry: Entry) -> tuple[state_pb2.StreamWrite, _Sent]:
         record = entry.stream.record
         write = state_pb2.StreamWrite(
-            tenant=tenant_of(record.owner), stream_id=request_id, epoch=entry.epoch, ttl_s=self._ttl_s
+            tenant=tenant_of(record.owner), stream_id=request_id, epoch=entry.epoch, ttl_s=self.ttl_s
         )
         if not entry.is_open:
             write.record.CopyFrom(to_message(record, entry.key))
@@ -426,7 +426,7 @@ class Mirror:
     async def _trim(self, sent: _Sent) -> None:
         """Have the state server forget a stream that cannot be told its end. Until then it is not settled."""
         try:
-            await self._client.trim(trim_request(sent.entry.stream.record.owner, sent.request_id, self._ttl_s))
+            await self._client.trim(trim_request(sent.entry.stream.record.owner, sent.request_id, self.ttl_s))
         finally:
             sent.entry.is_dropped.set()
             if self.entries.get(sent.request_id) is sent.entry:

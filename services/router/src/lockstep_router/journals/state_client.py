@@ -61,7 +61,7 @@ class StateClient:
         self.is_reachable = asyncio.Event()
         """Clear while the breaker of the mirror is open."""
         self.is_reachable.set()
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         # A stream's journal may be long; the server bounds it.
         self._channel = StateChannel(target, dial, "lockstep.v1.Journal", -1)
         self._calls = 0
@@ -71,7 +71,7 @@ class StateClient:
     @property
     def patient_s(self) -> float:
         """Longest time of a call that no request waits for."""
-        return _PATIENCE * self._timeout_s
+        return _PATIENCE * self.timeout_s
 
     def start(self) -> None:
         """Connect, without waiting for it."""
@@ -120,7 +120,7 @@ class StateClient:
             StateAwayError, StateRefusedError: it is not known whether it has the key.
         """
         response: state_pb2.ClaimResponse = await self._call_for_request(
-            "Claim", request, self.requests, self._timeout_s
+            "Claim", request, self.requests, self.timeout_s
         )
         return response
 
@@ -130,7 +130,7 @@ class StateClient:
         Raises:
             StateAwayError, StateRefusedError: it is not known whether that was done.
         """
-        await self._call_for_request("Release", request, self.requests, self._timeout_s)
+        await self._call_for_request("Release", request, self.requests, self.timeout_s)
 
     async def trim(self, request: state_pb2.TrimRequest) -> None:
         """Forget streams.
@@ -138,7 +138,7 @@ class StateClient:
         Raises:
             StateAwayError, StateRefusedError: it is not known whether that was done.
         """
-        await self._call_for_request("Trim", request, self.requests, self._timeout_s)
+        await self._call_for_request("Trim", request, self.requests, self.timeout_s)
 
     async def look_up_claim(self, request: state_pb2.LookUpClaimRequest) -> state_pb2.ClaimResponse:
         """The request that has an idempotency key.
@@ -147,7 +147,7 @@ class StateClient:
             StateAwayError, StateRefusedError: it is not known.
         """
         response: state_pb2.ClaimResponse = await self._call_for_request(
-            "LookUpClaim", request, self.requests, self._timeout_s
+            "LookUpClaim", request, self.requests, self.timeout_s
         )
         return response
 
@@ -242,7 +242,7 @@ class StateClient:
 
     async def _probe(self) -> None:
         while self.requests.is_open or self.mirror.is_open:
-            if await self._channel.probe(self.patient_s) <= self._timeout_s:
+            if await self._channel.probe(self.patient_s) <= self.timeout_s:
                 self.requests.close()
             if self.mirror.is_open:
                 logger.info("the state server answers again")

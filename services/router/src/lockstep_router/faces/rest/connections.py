@@ -39,7 +39,7 @@ _SLICE_BYTES = 16 << 10
 _MAX_LATE_BYTES = 64 << 10
 """Bytes after which a client is disconnected that goes on sending behind an unanswered request."""
 _MAX_UNREAD_BODY_BYTES = 8 << 20
-_UNREAD_BODY_S = 5.0
+UNREAD_BODY_S = 5.0
 """Limits for the rest of a body that arrives after the response: it is dropped, so that the client can finish sending
 and reads the response. Closing at once could make the client's kernel discard it.
 """
@@ -424,7 +424,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._body_timer = self.loop.call_later(_UNREAD_BODY_S, self.transport.close)
+        self._body_timer = self.loop.call_later(UNREAD_BODY_S, self.transport.close)
 
     def _part_from_cycle(self) -> None:
         """Drop the references to and from a request that is over.
