@@ -1,4 +1,4 @@
-"""The cost gate: its rule, what it chooses, and that its arithmetic finds the faster way where estimates err by a tenth.
+"""The cost gate: its rule, what it chooses, and that it finds the faster way where estimates err by a tenth.
 
 Nothing is computed or fetched here; `tools/bench/gate.py` does that.
 """
