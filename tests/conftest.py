@@ -17,6 +17,7 @@ SUMMARIES = pytest.StashKey[list[str]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("lockstep", "faults (tests/chaos, tests/cluster, tests/hostile)")
     group.addoption("--kills", type=int, default=3, help="processes to kill under load (default: %(default)s)")
+    group.addoption("--phase-streams", type=int, default=80, help="before, in, after a fault (default: %(default)s)")
     group.addoption("--restarts", type=int, default=3, help="starts and stops of a stack (default: %(default)s)")
     group.addoption("--chaos-seed", type=int, default=None, help="seed of the random choices (default: a new one)")
     group.addoption("--fuzz-cases", type=int, default=1000, help="requests from the schema (default: %(default)s)")

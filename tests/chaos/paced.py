@@ -28,12 +28,22 @@ class Paced:
         routers: their number.
         token_every_s: the pace of each stream.
         store: where the routers' state server keeps everything; None: there is no state server.
+        state_timeout_s: how long routers' requests wait for it; None: the default.
     """
 
-    def __init__(self, *, workers: int, routers: int, token_every_s: float, store: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        workers: int,
+        routers: int,
+        token_every_s: float,
+        store: str | None = None,
+        state_timeout_s: float | None = None,
+    ) -> None:
         self._counts = workers, routers
         self._token_every_s = token_every_s
         self._store = store
+        self._state_timeout_s = state_timeout_s
         self._flags: list[str] = []
         self._state_flags: list[str] = []
         self._directory = tempfile.TemporaryDirectory(prefix="ls-")
@@ -61,8 +71,9 @@ class Paced:
             target = f"unix:{self._directory.name}/state"
             self._state_flags = ["--listen", target, "--store", self._store]
             self.state = self._start("state", "lockstep_state", *self._state_flags)
-            # More patient than a router's default: these tests are about what is lost, on machines of any speed.
-            self._flags += ["--state-server", target, "--state-timeout-s", "1"]
+            self._flags += ["--state-server", target]
+            if self._state_timeout_s is not None:
+                self._flags += ["--state-timeout-s", str(self._state_timeout_s)]
         for number in range(routers):
             self.routers.append(self._start(f"router{number}", "lockstep_router", "--port", "0", *self._flags))
         if self.state is not None:

@@ -1,15 +1,19 @@
 """Routers that share a state server are killed under resumable streams, which go on at another router.
 
 Clients may not begin a stream again (`on_lost="error"`), so a stream that no router continues is an error. Correctness
-is judged strictly; silences are printed, and judged generously.
+is judged strictly. Of silences the promise is a 99th percentile of 1 s; a loaded machine takes longer for everything,
+so what the same streams were silent for just before the kill counts too, and of several kills the middle one.
 """
 
 import asyncio
 import random
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
 
 import httpx
 import pytest
@@ -18,11 +22,16 @@ from lockstep_client import AsyncLockstepClient, Finish, LockstepError, Policy, 
 from machine import left_since, traces
 from paced import Paced
 from redis_server import RedisServer
+from store_faults import faults_of
 
 _WHOLE_S = 300.0
-_WORST_SILENCE_S = 15.0
+_SILENCE_S = 1.0
+_STEPS = 3
+"""What a loaded machine may take longer: the token that was due, the way to the other router, the first token there."""
 _MIRRORED_S = 0.3
 """Until this time after its first token a stream may be unknown to the state server on a slow machine."""
+_STATE_TIMEOUT_S = 1.0
+"""More than a router's default: streams have to be mirrored before they can be lost, on machines of any speed."""
 POLICY = Policy(retries=40, timeout_s=_WHOLE_S, on_lost="error")
 
 
@@ -43,6 +52,10 @@ class Received:
             return 0.0
         return max(later - at for at, later in zip([earlier[-1], *times[:-1]], times, strict=True))
 
+    def calm_s(self, until: float) -> float:
+        """The longest time between two events until a moment."""
+        return max((later - at for at, later in pairwise(self.times) if later <= until), default=0.0)
+
 
 @pytest.fixture(params=["memory", "redis"])
 def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
@@ -54,10 +67,42 @@ def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     server.kill()
 
 
-async def receive(urls: list[str], seed: int, tokens: int, begun: asyncio.Semaphore, received: Received) -> None:
+@dataclass
+class Silences:
+    """Of the streams that were continued, over all kills. Times are in seconds."""
+
+    continued: int = 0
+    each_s: list[float] = field(default_factory=list)
+    calm_s: list[float] = field(default_factory=list)
+    """The longest ones of all streams before each kill."""
+    excess_s: list[float] = field(default_factory=list)
+    """Of each kill: by how much the 99th percentile is above its limit."""
+
+    def note(self, each_s: list[float], calm_s: list[float]) -> None:
+        """Add those of a kill."""
+        self.continued += len(each_s)
+        self.each_s += each_s
+        self.calm_s += calm_s
+        if each_s:
+            limit_s = _SILENCE_S + _STEPS * percentile(calm_s, 0.99)
+            self.excess_s.append(percentile(each_s, 0.99) - limit_s)
+
+    def __str__(self) -> str:
+        (p50, p99), (_, calm_p99) = (
+            [1e3 * percentile(values, share) for share in (0.5, 0.99)] for values in (self.each_s, self.calm_s)
+        )
+        return (
+            f"{self.continued} continued on the other one, 0 lost, doubled or changed; silence in ms: p50 {p50:.0f}, "
+            f"p99 {p99:.0f}, max {1e3 * max(self.each_s, default=0):.0f}; before the kills p99 {calm_p99:.0f}"
+        )
+
+
+async def receive(
+    urls: list[str], seed: int, tokens: int, begun: asyncio.Semaphore, received: Received, policy: Policy
+) -> None:
     """Read a stream of its own client; `begun` is released once text has come."""
     fields = {"model": "reference", "prompt": "hello world", "seed": seed, "max_tokens": tokens, "stream": True}
-    async with AsyncLockstepClient(urls, policy=POLICY) as client:
+    async with AsyncLockstepClient(urls, policy=policy) as client:
         try:
             async with await client.complete(**fields) as stream:
                 async for event in stream:
@@ -74,7 +119,12 @@ async def receive(urls: list[str], seed: int, tokens: int, begun: asyncio.Semaph
 
 
 async def run_streams(
-    urls: list[str], streams: int, tokens: int, kill: Callable[[], None] | None, chance: random.Random
+    urls: list[str],
+    streams: int,
+    tokens: int,
+    kill: Callable[[], None] | None,
+    chance: random.Random,
+    policy: Policy = POLICY,
 ) -> tuple[list[Received], float]:
     """All streams at once; `kill` is called at a random moment after all have begun. When that was."""
     begun, killed_at = asyncio.Semaphore(0), 0.0
@@ -82,7 +132,7 @@ async def run_streams(
     try:
         async with asyncio.timeout(_WHOLE_S):
             running = [
-                asyncio.create_task(receive(urls, seed, tokens, begun, received))
+                asyncio.create_task(receive(urls, seed, tokens, begun, received, policy))
                 for seed, received in enumerate(all_received)
             ]
             for _ in running:
@@ -110,15 +160,22 @@ def takeovers(management_url: str) -> int:
     return int(sum(map(float, found)))
 
 
+def check_whole(run: list[Received], whole: list[Received], seed: int) -> None:
+    """No stream has failed, lost, doubled or changed anything."""
+    errors = [each.error for each in run if each.error]
+    changed = sum(each.text != other.text for each, other in zip(run, whole, strict=True))
+    ends = sum(each.ends != [Finish, Usage] for each in run)
+    assert (errors, changed, ends) == ([], 0, 0), f"seed {seed}"
+
+
 async def check_kills(
     store: str, *, streams: int, tokens: int, token_every_s: float, kills: int, seed: int
-) -> tuple[int, list[float]]:
-    """Kill one router after the other; the number of streams that were continued, and the silences of those."""
-    chance = random.Random(seed)
-    with Paced(workers=1, routers=2, token_every_s=token_every_s, store=store) as paced:
+) -> Silences:
+    """Kill one router after the other."""
+    chance, silences, doomed = random.Random(seed), Silences(), 0
+    with paced_routers(store, token_every_s) as paced:
         whole, _ = await run_streams(paced.urls[1:], streams, tokens, None, chance)
-        assert {(each.error, *each.ends) for each in whole} == {(None, Finish, Usage)}
-        total, silences, doomed = 0, [], 0
+        check_whole(whole, whole, seed)
         for kill in range(kills):
             print(f"kill {kill}")
             if kill:
@@ -127,37 +184,68 @@ async def check_kills(
             survivor = paced.management_urls[1 - doomed]
             before = takeovers(survivor)
             run, killed_at = await run_streams(paced.urls, streams, tokens, paced.routers[doomed].kill, chance)
+            check_whole(run, whole, seed)
             continued = takeovers(survivor) - before
-            errors = [each.error for each in run if each.error]
-            changed = sum(each.text != other.text for each, other in zip(run, whole, strict=True))
-            ends = sum(each.ends != [Finish, Usage] for each in run)
-            assert (errors, changed, ends) == ([], 0, 0), f"seed {seed}"
-            total += continued
             # The streams that were continued are those with the longest silences.
-            silences += sorted(each.silence_s(killed_at) for each in run)[len(run) - continued :]
-    return total, silences
+            longest_s = sorted(each.silence_s(killed_at) for each in run)[len(run) - continued :]
+            silences.note(longest_s, [each.calm_s(killed_at) for each in run])
+    return silences
 
 
-def described(streams: int, kills: int, store: str, total: int, silences: list[float]) -> str:
+def paced_routers(store: str, token_every_s: float) -> Paced:
+    return Paced(workers=1, routers=2, token_every_s=token_every_s, store=store, state_timeout_s=_STATE_TIMEOUT_S)
+
+
+def described(streams: int, kills: int, store: str, silences: Silences) -> str:
     kind = store.partition(":")[0]
-    p50, p99 = (1e3 * percentile(silences, share) for share in (0.5, 0.99))
-    return (
-        f"{kills} routers killed under {streams} resumable streams each, state server on {kind}: {total} continued on "
-        f"the other one, 0 lost, doubled or changed; silence in ms: p50 {p50:.0f}, p99 {p99:.0f}, "
-        f"max {1e3 * max(silences):.0f}"
-    )
+    return f"{kills} routers killed under {streams} resumable streams each, state server on {kind}: {silences}"
+
+
+def chosen_seed(config: pytest.Config) -> int:
+    given = config.getoption("--chaos-seed")
+    seed = random.randrange(1 << 32) if given is None else given
+    print("seed", seed)
+    return seed
 
 
 async def test_streams_of_a_killed_router_go_on(
-    store: str, private_tmp: object, summarize: Callable[[str], None]
+    store: str, private_tmp: object, pytestconfig: pytest.Config, summarize: Callable[[str], None]
 ) -> None:
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
+    seed = chosen_seed(pytestconfig)
     before = traces()
-    total, silences = await check_kills(store, streams=16, tokens=20, token_every_s=0.1, kills=1, seed=seed)
-    summarize(described(16, 1, store, total, silences or [0.0]))
-    assert total >= 1
-    assert max(silences) < _WORST_SILENCE_S
+    silences = await check_kills(store, streams=16, tokens=20, token_every_s=0.1, kills=1, seed=seed)
+    summarize(described(16, 1, store, silences))
+    assert silences.continued >= 1
+    assert statistics.median(silences.excess_s) < 0, silences
+    assert left_since(before) == []
+
+
+@pytest.mark.slow
+async def test_streams_are_whole_when_their_copies_have_wrong_data(
+    tmp_path: Path, private_tmp: object, pytestconfig: pytest.Config, summarize: Callable[[str], None]
+) -> None:
+    """A copy that cannot be used is as absent, and its client begins the stream again."""
+    seed = chosen_seed(pytestconfig)
+    chance, before, streams, tokens = random.Random(seed), traces(), 16, 30
+    server = RedisServer(tmp_path / "redis")
+    damaged = faults_of(server, seed)["values_damaged"]
+    may_repeat = replace(POLICY, on_lost="restart")
+    try:
+        with paced_routers(server.address, token_every_s=0.1) as paced:
+            whole, _ = await run_streams(paced.urls[1:], streams, tokens, None, chance)
+            await asyncio.to_thread(damaged.begin)
+            try:
+                run, _ = await run_streams(paced.urls, streams, tokens, paced.routers[0].kill, chance, may_repeat)
+            finally:
+                await asyncio.to_thread(damaged.end)
+            continued = takeovers(paced.management_urls[1])
+    finally:
+        server.kill()
+    check_whole(run, whole, seed)
+    summarize(
+        f"a router killed under {streams} streams whose copies have wrong data: {continued} continued on the other "
+        "one, the others begun again, 0 failed, lost, doubled or changed"
+    )
     assert left_since(before) == []
 
 
@@ -165,13 +253,11 @@ async def test_streams_of_a_killed_router_go_on(
 async def test_routers_are_killed_again_and_again_under_200_streams(
     store: str, private_tmp: object, summarize: Callable[[str], None], pytestconfig: pytest.Config
 ) -> None:
-    given = pytestconfig.getoption("--chaos-seed")
-    seed = random.randrange(1 << 32) if given is None else given
-    print("seed", seed)
+    seed = chosen_seed(pytestconfig)
     kills = pytestconfig.getoption("--kills")
     before = traces()
-    total, silences = await check_kills(store, streams=200, tokens=60, token_every_s=0.2, kills=kills, seed=seed)
-    summarize(described(200, kills, store, total, silences) + f"; seed {seed}")
-    assert total >= 20 * kills
-    assert max(silences) < _WORST_SILENCE_S
+    silences = await check_kills(store, streams=200, tokens=60, token_every_s=0.2, kills=kills, seed=seed)
+    summarize(described(200, kills, store, silences) + f"; seed {seed}")
+    assert silences.continued >= 20 * kills
+    assert statistics.median(silences.excess_s) < 0, silences
     assert left_since(before) == []

@@ -7,7 +7,7 @@ from kube import Json, apply
 from lockstep_tools.chaos.kubectl import Kubectl
 
 IMAGE = os.environ.get("LOCKSTEP_REDIS_IMAGE", "")
-"""An image with `redis-server`; tests/cluster/redis-image makes one of Debian's package."""
+"""An image with `redis-server`; tests/cluster/program-image makes one of Debian's package."""
 
 NAME, PORT = "limits", 6379
 _LABELS = {"app": NAME}

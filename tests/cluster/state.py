@@ -8,7 +8,7 @@ from kube import Json
 from lockstep_tools.chaos.release import STATE, of
 
 IMAGE = os.environ.get("LOCKSTEP_REDIS_IMAGE", "")
-"""An image with `redis-server`, in the registry of the others; tests/cluster/redis-image makes one."""
+"""An image with `redis-server`, in the registry of the others; tests/cluster/program-image makes one."""
 
 _METRICS = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9101/metrics', timeout=30).read().decode())"
 

@@ -66,7 +66,7 @@ async def worker(target: str, tp: int) -> AsyncIterator[Worker]:
     async with opened(target, is_measured=not target.endswith("-away")) as store:
         fetch = store.fetch
         # Nothing is computed that can be fetched, however slow this machine is.
-        store.fetch = lambda *given: fetch(*given[:4], lambda count: 1000.0 * count, given[5])
+        store.fetch = lambda *given: fetch(*given[:4], lambda count: 1000.0 * count, *given[5:])
         engine = AsyncEngine(
             config,
             on_outputs=lambda _step, new: [outputs.put_nowait(each) for each in new],

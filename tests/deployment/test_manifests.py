@@ -116,7 +116,7 @@ def test_only_documents_that_differ_are_patches():
 @needs_kubectl
 def test_observability_is_wired_to_the_chart():
     documents = build("observability")
-    assert set(of_kind(documents, "Deployment")) == {"prometheus", "grafana", "otel-collector"}
+    assert set(of_kind(documents, "Deployment")) == {"prometheus", "grafana", "otel-collector", "jaeger"}
     maps = of_kind(documents, "ConfigMap")
     dashboards = next(document for name, document in maps.items() if name.startswith("grafana-dashboards"))
     charted = {path.name for path in (ROOT / "charts/lockstep/dashboards").iterdir()}
@@ -166,7 +166,7 @@ def test_each_pod_of_grafana_has_another_password(tmp_path):
 
 
 @needs_kubectl
-def test_tokens_of_observability_live_an_hour_and_grafana_has_none():
+def test_tokens_of_observability_live_an_hour_and_who_needs_none_has_none():
     for name, pod in pod_specs(build("observability")).items():
         assert pod["automountServiceAccountToken"] is False, name
         tokens = [
@@ -175,7 +175,7 @@ def test_tokens_of_observability_live_an_hour_and_grafana_has_none():
             for source in volume.get("projected", {}).get("sources", [])
             if "serviceAccountToken" in source
         ]
-        assert tokens == ([] if name == "grafana" else [{"path": "token", "expirationSeconds": 3600}]), name
+        assert tokens == ([] if name in ("grafana", "jaeger") else [{"path": "token", "expirationSeconds": 3600}]), name
         (container,) = pod["containers"]
         mounted = [each for each in container["volumeMounts"] if each["name"] == "api-token"]
         assert all(each["readOnly"] for each in mounted)

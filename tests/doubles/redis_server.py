@@ -100,6 +100,7 @@ class RedisSentinels:
     def __init__(self, directory):
         self.servers = [RedisServer(directory / "0")]
         self._sentinels = []
+        self._dead = None
         try:
             self.servers.append(RedisServer(directory / "1", None, "--replicaof", "127.0.0.1", str(self.master.port)))
             self._sentinels = [self._watch(directory / f"sentinel-{number}") for number in range(3)]
@@ -114,6 +115,29 @@ class RedisSentinels:
     @property
     def master(self):
         return self.servers[0]
+
+    def kill_master(self):
+        """Kill the one that is the master now."""
+        port = int(self._ask("get-master-addr-by-name")[1])
+        self._dead = next(server for server in self.servers if server.port == port)
+        self._dead.kill()
+
+    def restore(self):
+        """Start the killed one again, once the other one is the master, and wait until it is its replica."""
+        end = time.monotonic() + PATIENCE_S
+        while int(self._ask("get-master-addr-by-name")[1]) == self._dead.port:
+            assert time.monotonic() < end, "the sentinels have not failed over"
+            time.sleep(0.05)
+        self._dead.start()
+        ask = [program("redis-cli"), "-p", str(self._dead.port), "info", "replication"]
+        while b"master_link_status:up" not in subprocess.check_output(ask, timeout=PATIENCE_S):
+            assert time.monotonic() < end, "the old master is no replica"
+            time.sleep(0.05)
+
+    def _ask(self, question, port=None):
+        """The words of a sentinel's answer about the master."""
+        ask = [program("redis-cli"), "-p", str(port or self._sentinels[0][0]), "sentinel", question, "main"]
+        return subprocess.run(ask, capture_output=True, text=True, timeout=PATIENCE_S, check=False).stdout.split()
 
     def freeze_sentinel(self, number):
         self._sentinels[number][1].send_signal(signal.SIGSTOP)
@@ -142,13 +166,11 @@ class RedisSentinels:
         command = [program("redis-server"), str(path), "--sentinel"]
         return port, subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    @staticmethod
-    def _await(port):
+    def _await(self, port):
         """Until a sentinel knows the replica and the two others."""
-        ask = [program("redis-cli"), "-p", str(port), "sentinel", "master", "main"]
         end = time.monotonic() + PATIENCE_S
         while True:
-            words = subprocess.run(ask, capture_output=True, text=True, timeout=PATIENCE_S, check=False).stdout.split()
+            words = self._ask("master", port)
             known = dict(zip(words[::2], words[1::2], strict=False))
             if (known.get("num-slaves"), known.get("num-other-sentinels")) == ("1", "2"):
                 return

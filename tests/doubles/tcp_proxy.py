@@ -1,11 +1,16 @@
-"""A TCP proxy whose connections can be delayed, silenced, lost and cut, for tests. It runs in the test's event loop."""
+"""A TCP proxy whose connections can be delayed, slowed down, silenced, lost and cut, for tests. It runs in the test's
+event loop.
+"""
 
 import asyncio
 import contextlib
+import math
 import random
 
 _PATIENCE_S = 60.0
 _CHUNK_BYTES = 1 << 16
+_AHEAD_S = 0.005
+"""A link takes data for so long before it has passed: a sleep may end late by less, and costs no bandwidth."""
 
 
 class TcpProxy:
@@ -25,6 +30,10 @@ class TcpProxy:
         self._writers = set()
         self.delay_s = (0.0, 0.0)
         """The least and the greatest delay of what passes, in each direction."""
+        self.bytes_per_s = math.inf
+        """What passes in each direction, over all connections together."""
+        self._passed_at = {"there": 0.0, "back": 0.0}
+        """When all that was taken in a direction has passed, its delay not included."""
         self.connections = 0
         """So many were made."""
         self.loss = 0.0
@@ -69,13 +78,15 @@ class TcpProxy:
         both = {writer, there_writer}
         self._writers |= both
         try:
-            await asyncio.gather(self._forward(reader, there_writer), self._forward(there_reader, writer))
+            await asyncio.gather(
+                self._forward(reader, there_writer, "there"), self._forward(there_reader, writer, "back")
+            )
         finally:
             self._writers -= both
             for each in both:
                 each.transport.abort()
 
-    async def _forward(self, reader, writer):
+    async def _forward(self, reader, writer, direction):
         """Each piece passes after its delay, and none overtakes another."""
         loop = asyncio.get_running_loop()
         pieces = asyncio.Queue(1024)
@@ -83,7 +94,12 @@ class TcpProxy:
         async def receive():
             with contextlib.suppress(OSError):
                 while data := await reader.read(_CHUNK_BYTES):
-                    await pieces.put((loop.time() + self._random.uniform(*self.delay_s), data))
+                    at = self._passed_at[direction] = (
+                        max(self._passed_at[direction], loop.time()) + len(data) / self.bytes_per_s
+                    )
+                    await pieces.put((at + self._random.uniform(*self.delay_s), data))
+                    if at > loop.time() + _AHEAD_S:
+                        await asyncio.sleep(at - _AHEAD_S - loop.time())
             await pieces.put((0.0, b""))
 
         receiving = asyncio.create_task(receive())

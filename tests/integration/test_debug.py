@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import tarfile
 import threading
@@ -90,12 +91,15 @@ def test_a_stopped_rank_is_named_and_the_bundle_is_complete(
     try:
         wait_for(lambda: psutil.Process(victim).status() == psutil.STATUS_STOPPED, "the rank is stopped", 10)
         output, parts = bundle(tmp_path / "stopped.tar.gz", "--url", stack.management_url)
+        assert psutil.Process(victim).status() == psutil.STATUS_STOPPED
     finally:
         os.kill(victim, signal.SIGCONT)
     assert running.is_alive()
     assert f"! worker-w0: rank 1 (pid {victim}) is STOPPED after " in output
-    assert "rank 0" in output
-    assert "distributed.py" in output, "where the other rank waits"
+    places = re.split("^! ", output, flags=re.MULTILINE)[1:]
+    of_victim, of_other = (next(each for each in places if f"rank {number} (pid" in each[:40]) for number in (1, 0))
+    assert re.search(r'^ +File ".*lockstep_engine/\w+\.py", line \d+ in ', of_victim, re.MULTILINE), "its place"
+    assert "distributed.py" in of_other, "where the other rank waits"
     assert "not collected" not in output
     expected = {"stacks-1.json", "stacks-2.json", "metrics.txt", "settings.json", "log.jsonl", "readiness.json"}
     assert {name.partition("/")[2] for name in parts if name.startswith("worker-w0/")} == expected

@@ -1,11 +1,13 @@
 """Two real workers and a state server: a conversation that comes to another worker, or whose worker was drained, need
-not compute its prefix, and its trace says what was fetched.
+not compute its prefix, and its trace says what was fetched. With `stateless` routing conversations go to other workers
+all the time.
 """
 
 import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -15,28 +17,42 @@ from otlp_receiver import Received
 from spans import Collector, check_edges, headers, named, spans_of
 from system import MODEL, REFERENCE, Json, System
 
-pytestmark = pytest.mark.usefixtures("private_tmp")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("private_tmp")]
 
 _TRIES = 8
 _CALLS = ("Kv.LookUp", "Kv.Get")
 
 
-@pytest.fixture(scope="module")
-def stack(private_tmp: object, receiver: Collector) -> Iterator[Stack]:
+@contextmanager
+def running(receiver: Collector, policy: str) -> Iterator[Stack]:
+    """Two workers behind a router with a policy."""
     settings = StackSettings(
         str(REFERENCE), workers=2, device="cpu", threads=1, host_cache="64Mi", remote_cache=True, log_level="error"
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
         patch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+        patch.setenv("LOCKSTEP_POLICY", policy)
         with Stack(settings) as stack:
             stack.wait_ready(120)
             yield stack
 
 
+@pytest.fixture(scope="module")
+def stack(private_tmp: object, receiver: Collector) -> Iterator[Stack]:
+    with running(receiver, "sticky") as stack:
+        yield stack
+
+
 @pytest.fixture
 def system(stack: Stack) -> System:
     return System(stack.url, stack.management_url)
+
+
+@pytest.fixture(scope="module")
+def stateless(private_tmp: object, receiver: Collector) -> Iterator[System]:
+    with running(receiver, "stateless") as stack:
+        yield System(stack.url, stack.management_url)
 
 
 def ask(system: System, session: str, prompt: str, trace: dict[str, str] | None = None) -> tuple[str, int]:
@@ -53,10 +69,22 @@ def ask(system: System, session: str, prompt: str, trace: dict[str, str] | None 
     return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def served_by(system: System, session: str) -> str:
-    """The worker that a session comes to."""
+def one_session_each(system: System) -> list[str]:
+    """Names of sessions, of which each comes to another worker."""
+    sessions: dict[str, str] = {}
+    for number in range(64):
+        sessions.setdefault(ask_and_find(system, f"session {number}", "hello")[0], f"session {number}")
+        if len(sessions) == 2:
+            break
+    return list(sessions.values())
+
+
+def ask_and_find(
+    system: System, session: str, prompt: str, trace: dict[str, str] | None = None
+) -> tuple[str, str, int]:
+    """The worker of a request that is alone, the text of its answer, and how many tokens of its prompt were cached."""
     before = {name: worker["steps"] for name, worker in system.workers().items()}
-    ask(system, session, "hello")
+    text, cached = ask(system, session, prompt, trace)
 
     def worker() -> str | None:
         return next((name for name, each in system.workers().items() if each["steps"] > before[name]), None)
@@ -64,20 +92,9 @@ def served_by(system: System, session: str) -> str:
     found = wait_for(worker, "a worker reports its steps")
     assert found is not None
     system.until_idle()
-    return found
+    return found, text, cached
 
 
-def one_session_each(system: System) -> list[str]:
-    """Names of sessions, of which each comes to another worker."""
-    sessions: dict[str, str] = {}
-    for number in range(64):
-        sessions.setdefault(served_by(system, f"session {number}"), f"session {number}")
-        if len(sessions) == 2:
-            break
-    return list(sessions.values())
-
-
-@pytest.mark.slow
 def test_the_next_turn_on_another_worker_takes_its_prefix_from_the_state_server(
     system: System, receiver: Collector
 ) -> None:
@@ -100,7 +117,7 @@ def test_the_successor_of_a_worker_that_was_drained_finds_its_prefixes(stack: St
     for attempt in range(_TRIES):
         system.until_ready()
         session = f"drained {attempt}"
-        worker = served_by(system, session)
+        worker, _, _ = ask_and_find(system, session, "hello")
         pid = stack.worker_pids[worker]
         assert pid is not None
         first = story(f"Chapter {attempt}.")
@@ -117,6 +134,29 @@ def test_the_successor_of_a_worker_that_was_drained_finds_its_prefixes(stack: St
 def story(name: str) -> str:
     """So long that fetching it takes less time than computing it, on a fast machine that does other work, too."""
     return f"{name} " + "The rain fell on the house by the sea, and nobody came to the door that night. " * 72
+
+
+def test_a_conversation_moves_with_stateless_routing_and_takes_its_prefix_along(
+    stateless: System, receiver: Collector
+) -> None:
+    """All turns have one session, which decides nothing; whoever serves a turn gives the same answer."""
+    for attempt in range(_TRIES):
+        number = 100 + attempt
+        first = story(f"Night {number}.")
+        place, answer, cached = ask_and_find(stateless, "one session", first)
+        assert cached == 0
+        time.sleep(0.1 * 2**attempt)  # as above
+        second = f"{first}{answer} And then, in the morning,"
+        turns = [ask_and_find(stateless, "one session", second, headers(number))]
+        while len({turn[0] for turn in turns}) < 2:
+            assert len(turns) < 32, "all turns come to one worker"
+            turns.append(ask_and_find(stateless, "one session", second))
+        assert len({text for _, text, _ in turns}) == 1
+        other, _, cached = turns[0]
+        if other != place and cached > 0.8 * len(stateless.tokenize(first)):
+            check_fetch(receiver, number, cached)
+            return
+    raise AssertionError("no conversation has moved with its prefix")
 
 
 def check_fetch(receiver: Collector, number: int, cached: int) -> None:

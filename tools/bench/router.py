@@ -5,7 +5,7 @@ router's own processes: what backends and clients need does not count, and neith
 delays depend on who else uses the machine. `direct` has no router: clients talk to the backend of the others, and its
 delays are taken from theirs. Lockstep's backend speaks its own protocol, and gives the same tokens at the same pace.
 
-`router.py --against b8a0a07 --peers PYTHON --save` takes about ten minutes; `--quick` only shows that all of it runs.
+`router.py --against b8a0a07 --peers PYTHON --save` takes about half an hour; `--quick` only shows that all of it runs.
 The revision is one of this repository's, or a folder with a checkout. PYTHON is the interpreter of a virtual
 environment with `peers.txt`:
 
@@ -22,19 +22,24 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import uvloop
 from measure import ROOT, machine, save
 from router_measure import (
+    FULL_STEP_S,
+    MANY,
     PACED_STEP_S,
     QUICK,
     SLOW_STEP_S,
     STEP_S,
     TOKENS,
     Extent,
+    at_rate,
     costs,
+    full_cost,
     memory,
     raise_file_limit,
     rates,
@@ -42,7 +47,9 @@ from router_measure import (
 )
 from router_sides import Side, Trees, names, running
 from router_tables import (
+    Found,
     cost_table,
+    full_table,
     medians_of,
     memory_table,
     process_table,
@@ -53,7 +60,7 @@ from router_tables import (
 
 _SOURCES = ("services/router", "libs", "models/reference")
 
-Found = TypeVar("Found")
+Measured = TypeVar("Measured")
 
 
 @contextlib.contextmanager
@@ -81,7 +88,7 @@ class Bench:
         """Of sides that are left out."""
         self._trees = trees
 
-    def run(self, name: str, step_s: float, measure: Callable[[Side, Extent], Awaitable[Found]]) -> Found | None:
+    def run(self, name: str, step_s: float, measure: Callable[[Side, Extent], Awaitable[Measured]]) -> Measured | None:
         """What `measure` finds on a side that is started for it; None: the side is left out."""
         if name in self.problems:
             return None
@@ -98,14 +105,25 @@ class Bench:
         return found
 
     def rounds(
-        self, sides: list[str], count: int, step_s: float, measure: Callable[[Side, Extent], Awaitable[Found]]
-    ) -> dict[str, list[Found]]:
+        self, sides: list[str], count: int, step_s: float, measure: Callable[[Side, Extent], Awaitable[Measured]]
+    ) -> dict[str, list[Measured]]:
         """What it finds in each round on each side."""
-        found: dict[str, list[Found]] = {name: [] for name in sides}
+        found: dict[str, list[Measured]] = {name: [] for name in sides}
         for _ in range(count):
             for name in sides:
                 if (each := self.run(name, step_s, measure)) is not None:
                     found[name].append(each)
+        return found
+
+    def halves(self, medians: dict[str, Found], count: int) -> dict[str, list[Found]]:
+        """Each router at half of its rate, in fresh processes, and clients without a router at the same rate."""
+        found: dict[str, list[Found]] = {name: [] for name, loads in medians.items() if loads and name != "direct"}
+        for _ in range(count):
+            for name, measured in found.items():
+                measure = partial(at_rate, rate=max(1.0, medians[name][f"requests, {MANY}"]["per_s"] / 2))
+                direct, router = self.run("direct", STEP_S, measure), self.run(name, STEP_S, measure)
+                if direct is not None and router is not None:
+                    measured.append({"router": router, "direct": direct})
         return found
 
 
@@ -119,7 +137,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--against", metavar="REVISION", help="an older revision, or a folder with its checkout")
     parser.add_argument("--peers", type=Path, metavar="PYTHON", help="with the other routers")
     parser.add_argument("--processes", type=int, default=2, help="measure Lockstep with so many too (default: 2)")
-    parser.add_argument("--rounds", type=int, default=1, help="of rates and delays (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of rates and delays (default: %(default)s)")
     parser.add_argument("--cost-rounds", type=int, default=5, help="of CPU time (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each load (default: %(default)s)")
     parser.add_argument("--idle", type=int, default=10_000, help="idle connections; 0: no memory (default: 10000)")
@@ -152,22 +170,25 @@ def main() -> None:
         own = [name for name in sides if name.startswith("lockstep") or name == "before"]
         # Few sides take turns, so that the compared ones are measured within seconds.
         found_costs: dict[str, list[dict[str, float]]] = bench.rounds(own, cost_rounds, STEP_S, costs)
-        parts = [cost_table(found_costs), process_table(found_costs)]
+        full = bench.rounds(own, cost_rounds, FULL_STEP_S, full_cost)
+        parts = [cost_table(found_costs), full_table(full), process_table(found_costs)]
         steps = bench.rounds(own, max(1, cost_rounds // 2), PACED_STEP_S, step_cost)
         parts.append(step_table(steps))
-        report: dict[str, Any] = {"machine": about, "costs": found_costs, "steps": steps}
+        report: dict[str, Any] = {"machine": about, "costs": found_costs, "full": full, "steps": steps}
         if not arguments.only_costs:
             others = bench.rounds([name for name in sides[1:] if name not in own], 1, STEP_S, costs)
             if others:
                 parts.append(cost_table({"lockstep": found_costs["lockstep"]} | others))
             rounds = bench.rounds(sides, 1 if arguments.quick else arguments.rounds, STEP_S, rates)
-            parts.append(rate_tables({name: medians_of(each) for name, each in rounds.items()}))
+            medians = {name: medians_of(each) for name, each in rounds.items()}
+            halves = bench.halves(medians, 1 if arguments.quick else arguments.rounds)
+            parts.append(rate_tables(medians, {name: medians_of(each) for name, each in halves.items()}))
             memories = {}
             for name in sides[1:] if extent.idle else ():
                 if (each := bench.run(name, SLOW_STEP_S, memory)) is not None:
                     memories[name] = each
             parts.append(memory_table(memories))
-            report |= {"other_costs": others, "rounds": rounds, "memory": memories}
+            report |= {"other_costs": others, "rounds": rounds, "halves": halves, "memory": memories}
     parts += [f"{name} is left out: it did not run." for name in bench.problems]
     text = "\n\n".join(part for part in parts if part)
     print(f"\n{text}")

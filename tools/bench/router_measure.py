@@ -5,6 +5,7 @@ import contextlib
 import math
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,13 +18,21 @@ SHORT_TOKENS = 8
 """Of a short stream, whose cost is mostly that of a request."""
 STEP_S = 0.01
 """Of the backend: streams at 100 tokens a second, as of a small model on a GPU."""
+FULL_STEP_S = 0.001
+"""Of the backend while the cost of a token is measured at the router's limit: more tokens than it can send."""
+FULL_TOKENS = 2048
+"""Of a stream then: beside its tokens its request counts for nothing."""
 PACED_STEP_S = 0.03
 """Of the backend while a step is measured: the router sleeps between two of them, as before a real worker."""
 SLOW_STEP_S = 0.5
 """Of the backend while memory is measured, so that no side is busy."""
 MANY = 64
-"""Clients of the loads whose CPU time is reported."""
+"""Clients of the loads whose CPU time is reported, for each of a router's processes: they are as busy as one alone."""
 _TIMEOUT_S = 60.0
+_SETTLE_S = 30.0
+_CALM_S = 0.25
+_CALM_SHARE = 0.1
+"""A server is calm if it uses less of a core than this for so long."""
 _OTHER_FILES = 512
 _SPIN = 200_000
 
@@ -65,23 +74,39 @@ def raise_file_limit() -> int:
     return hard - _OTHER_FILES
 
 
+async def settle(side: Side) -> None:
+    """Wait, for a while, until a server has done what the load before has left it: that is no part of the next one."""
+    until_s = time.monotonic() + _SETTLE_S
+    used_s = sum(side.cpu_of_threads().values())
+    while time.monotonic() < until_s:
+        before_s = used_s
+        await asyncio.sleep(_CALM_S)
+        used_s = sum(side.cpu_of_threads().values())
+        if used_s - before_s < _CALM_SHARE * _CALM_S:
+            return
+
+
 async def stretch(side: Side, load: Load, extent: Extent) -> dict[str, float]:
     """What a load costs and sees, after a warm-up."""
+    await settle(side)
     async with load:
         await asyncio.sleep(extent.warm_s)
         load.take()
-        began_s, before, own_s = time.monotonic(), side.cpu_of_processes(), time.process_time()
+        began_s, before, own_s = time.monotonic(), side.cpu_of_threads(), time.process_time()
         await asyncio.sleep(extent.seconds)
-        passed_s, after, own_s = time.monotonic() - began_s, side.cpu_of_processes(), time.process_time() - own_s
+        passed_s, after, own_s = time.monotonic() - began_s, side.cpu_of_threads(), time.process_time() - own_s
         seen: Figures = load.take()
         load.check()
-    used = [cpu_s - before.get(pid, 0.0) for pid, cpu_s in after.items()]
-    cpu_s = sum(used)
+    used: defaultdict[int, float] = defaultdict(float)
+    for ids, used_s in after.items():
+        used[ids[0]] += used_s - before.get(ids, 0.0)
+    cpu_s = sum(used.values())
     answers, events = seen.answers or math.nan, seen.events or math.nan  # of a machine that is far too busy
     return {
         "per_s": seen.events / passed_s,
         "cpu_s": cpu_s,
-        "busiest_share": max(used) / cpu_s if cpu_s else math.nan,
+        "cores": cpu_s / passed_s,
+        "busiest_share": max(used.values()) / cpu_s if cpu_s else math.nan,
         "answers": seen.answers,
         "events": seen.events,
         "cpu_us": 1e6 * cpu_s / answers,
@@ -98,9 +123,10 @@ async def costs(side: Side, extent: Extent) -> dict[str, float]:
     """Microseconds of a router's CPU time for a request of one token, a short stream and a streamed token."""
     assert await stream_text(side.port, TOKENS, _TIMEOUT_S), "a stream has no text"
     calibration = calibrate()
-    requests = await stretch(side, Load(side.port, MANY, tokens=1, stream=False), extent)
-    short = await stretch(side, Load(side.port, MANY, tokens=SHORT_TOKENS, stream=True), extent)
-    streams = await stretch(side, Load(side.port, MANY, tokens=TOKENS, stream=True), extent)
+    clients = MANY * side.processes
+    requests = await stretch(side, Load(side.port, clients, tokens=1, stream=False), extent)
+    short = await stretch(side, Load(side.port, clients, tokens=SHORT_TOKENS, stream=True), extent)
+    streams = await stretch(side, Load(side.port, clients, tokens=TOKENS, stream=True), extent)
     return {
         "request_us": requests["cpu_us"],
         "short_us": short["cpu_us"],
@@ -111,13 +137,28 @@ async def costs(side: Side, extent: Extent) -> dict[str, float]:
     }
 
 
+async def full_cost(side: Side, extent: Extent) -> dict[str, float]:
+    """Microseconds of a router's CPU time for a streamed token while the worker has more tokens than it can send."""
+    found = await stretch(side, Load(side.port, MANY * side.processes, tokens=FULL_TOKENS, stream=True), extent)
+    return {
+        "full_token_us": 1e6 * found["cpu_s"] / (found["events"] or math.nan),
+        "per_s": found["per_s"],
+        "cores": found["cores"],
+    }
+
+
+async def at_rate(side: Side, extent: Extent, *, rate: float) -> dict[str, float]:
+    """Requests at a rate, evenly spaced."""
+    return await stretch(side, Load(side.port, MANY, tokens=1, stream=False, rate=rate), extent)
+
+
 async def step_cost(side: Side, extent: Extent) -> dict[str, float]:
     """Milliseconds of a router's CPU time for a step of a worker that brings each of 64 streams a token.
 
     Everything that the router does in that time counts, heartbeats too.
     """
     tokens = 8 * math.ceil((extent.warm_s + extent.seconds) / PACED_STEP_S)
-    found = await stretch(side, Load(side.port, MANY, tokens=tokens, stream=True), extent)
+    found = await stretch(side, Load(side.port, MANY * side.processes, tokens=tokens, stream=True), extent)
     steps = found["events"] / MANY or math.nan
     return {"step_ms": 1e3 * found["cpu_s"] / steps, "steps": steps, "gap_p99_ms": found["gap_p99_ms"]}
 
@@ -129,8 +170,6 @@ async def rates(side: Side, extent: Extent) -> dict[str, dict[str, float]]:
     for clients in extent.clients:
         load = Load(side.port, clients, tokens=1, stream=False)
         found[f"requests, {clients}"] = await stretch(side, load, extent)
-    rate = max(1.0, found[f"requests, {MANY}"]["per_s"] / 2)
-    found["requests, half load"] = await stretch(side, Load(side.port, MANY, tokens=1, stream=False, rate=rate), extent)
     for clients in extent.clients:
         load = Load(side.port, clients, tokens=TOKENS, stream=True)
         found[f"streams, {clients}"] = await stretch(side, load, extent)

@@ -50,18 +50,21 @@ class Side:
     port: int
     pid: int
     """The first process of the server; its children count as the server's too."""
+    processes: int = 1
+    """Those of a router that share the clients."""
 
     def _tree(self) -> list[psutil.Process]:
         first = psutil.Process(self.pid)
         return [first, *first.children(recursive=True)]
 
-    def cpu_of_processes(self) -> dict[int, float]:
-        """CPU time that each of its processes has used, in seconds, by the process's id."""
+    def cpu_of_threads(self) -> dict[tuple[int, int], float]:
+        """CPU time that each of its threads has used, in seconds, by the ids of its process and of itself."""
         found = {}
         for process in self._tree():
             with contextlib.suppress(psutil.NoSuchProcess):
-                times = process.cpu_times()
-                found[process.pid] = times.user + times.system
+                for thread in process.threads():
+                    ids = (process.pid, thread.id)
+                    found[ids] = _scheduled_s(*ids, otherwise=thread.user_time + thread.system_time)
         return found
 
     def memory_bytes(self) -> int:
@@ -95,6 +98,14 @@ def names(trees: Trees, processes: int) -> list[str]:
     return found
 
 
+def _scheduled_s(pid: int, thread: int, otherwise: float) -> float:
+    """CPU time of a thread as the scheduler counts it, in nanoseconds; `otherwise` is in ticks of 10 ms."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+    except (OSError, ValueError, IndexError):  # the kernel has no such file
+        return otherwise
+
+
 @contextlib.contextmanager
 def running(name: str, step_s: float, trees: Trees) -> Iterator[Side]:
     """Start a server with a backend of its own, and end both."""
@@ -102,9 +113,10 @@ def running(name: str, step_s: float, trees: Trees) -> Iterator[Side]:
         tree = trees.before if name == "before" else ROOT
         assert tree is not None
         flags = ["--max-streams", _MOST, *(["--max-connections", _MOST] if name != "before" else [])]
-        flags += ["--processes", name.partition(" x")[2]] if " x" in name else []
+        processes = int(name.partition(" x")[2] or 1)
+        flags += ["--processes", str(processes)] if processes > 1 else []
         with Target(tree, token_every_s=step_s, script=_HERE / "router_worker.py", workers=1, flags=flags) as target:
-            side = Side(target.address[1], target.router_pid)
+            side = Side(target.address[1], target.router_pid, processes)
             _wait_until_serving(side.port)
             yield side
         return

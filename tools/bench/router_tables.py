@@ -8,8 +8,16 @@ from typing import Any
 from measure import table
 from router_measure import MANY, SHORT_TOKENS
 
+_RATIO = "ratio to Lockstep's, median (least to most)"
+
 Found = dict[str, dict[str, float]]
 """Figures by their names, by the load."""
+
+_PROCESSES = (
+    "Each process has as many clients as the single one; the kernel shares them out by a hash, not evenly. With a "
+    "ratio of 1 no process does work for another one, and rates grow with the cores. How far they do, no machine "
+    "shows whose cores clients and backend need too."
+)
 
 
 def median_of(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -47,9 +55,21 @@ def cost_table(costs: dict[str, list[dict[str, float]]]) -> str:
     rows: list[list[Any]] = []
     for name, title in titles.items():
         rows.append([title, *(f"{median_of(costs[side])[name]:.1f}" for side in sides)])
-        rows.append(["ratio to Lockstep's, median (least to most)", *(_ratios(costs, side, name) for side in sides)])
+        rows.append([_RATIO, *(_ratios(costs, side, name) for side in sides)])
     rows.append(["a fixed loop, ms", *(f"{median_of(costs[side])['calibration_ms']:.1f}" for side in sides)])
     return table([f"CPU time of the router with {MANY} clients, µs", *sides], rows)
+
+
+def full_table(costs: dict[str, list[dict[str, float]]]) -> str:
+    """CPU time of a token when the worker has more than the router can send."""
+    sides = [side for side, rounds in costs.items() if rounds]
+    rows: list[list[Any]] = [
+        ["a streamed token", *(f"{median_of(costs[side])['full_token_us']:.1f}" for side in sides)],
+        [_RATIO, *(_ratios(costs, side, "full_token_us") for side in sides)],
+        ["tokens per second", *(f"{median_of(costs[side])['per_s']:.0f}" for side in sides)],
+        ["cores that the router had", *(f"{median_of(costs[side])['cores']:.2f}" for side in sides)],
+    ]
+    return table([f"CPU time of the router at its limit, {MANY} streams for each process, µs", *sides], rows)
 
 
 def _ratios(costs: dict[str, list[dict[str, float]]], side: str, name: str) -> str:
@@ -68,7 +88,7 @@ def step_table(steps: dict[str, list[dict[str, float]]]) -> str:
 
 
 def process_table(costs: dict[str, list[dict[str, float]]]) -> str:
-    """Several processes against one: equal CPU time of a request means that they scale with the cores."""
+    """Several processes against one, with as many clients for each."""
     rows = []
     for side, rounds in costs.items():
         if " x" in side and rounds:
@@ -82,22 +102,30 @@ def process_table(costs: dict[str, list[dict[str, float]]]) -> str:
                 ]
             )
     header = ["processes", "CPU of a request, to one process's", "of a streamed token", "share of the busiest"]
-    return table(header, rows) if rows else ""
+    return f"{table(header, rows)}\n\n{_PROCESSES}" if rows else ""
 
 
-def rate_tables(medians: dict[str, Found]) -> str:
-    """Rates, and delays beside those of clients that talk to the backend."""
+def rate_tables(medians: dict[str, Found], halves: dict[str, Found]) -> str:
+    """Rates, and delays beside those of clients that talk to the backend.
+
+    Args:
+        medians: of each side.
+        halves: figures at half of a router's rate: of the `router`, and `direct` at the same rate.
+    """
     sides = [side for side, found in medians.items() if found]
     routers = [side for side in sides if side != "direct"]
     loads = [load for load in medians["direct"] if load != "costs"]
     rows = [[load, *(f"{medians[side][load]['per_s']:.0f}" for side in sides)] for load in loads]
     parts = [table(["requests, or streamed events, per second", *sides], rows)]
-    rows = []
+    rows = [
+        [f"requests, half load: {_title(name)}", *(_half_delay(halves.get(side), name) for side in routers)]
+        for name in ("first_p50_ms", "first_p99_ms")
+    ]
     for load in loads:
         plain = medians["direct"][load]
         for name in ("first_p50_ms", "first_p99_ms", *(["gap_p99_ms"] * load.startswith("streams"))):
-            title = name.removesuffix("_ms").replace("_", " ")
-            rows.append([f"{load}: {title}", *(f"{medians[side][load][name] - plain[name]:.1f}" for side in routers)])
+            added = (_shown(medians[side][load][name] - plain[name]) for side in routers)
+            rows.append([f"{load}: {_title(name)}", *added])
     parts.append(table(["added ms to the first byte, and between two", *routers], rows))
     load = medians["direct"]
     parts.append(
@@ -105,6 +133,19 @@ def rate_tables(medians: dict[str, Found]) -> str:
         f"{load[f'streams, {MANY}']['client_us']:.1f} µs for a streamed token, measured without a router."
     )
     return "\n\n".join(parts)
+
+
+def _title(name: str) -> str:
+    return name.removesuffix("_ms").replace("_", " ")
+
+
+def _half_delay(found: Found | None, name: str) -> str:
+    return "none" if found is None else _shown(found["router"][name] - found["direct"][name])
+
+
+def _shown(delay_ms: float) -> str:
+    """A delay; none where no answer came."""
+    return "none" if math.isnan(delay_ms) else f"{delay_ms:.1f}"
 
 
 def memory_table(memories: dict[str, dict[str, float]]) -> str:

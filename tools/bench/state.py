@@ -85,9 +85,9 @@ def redis_server(directory: Path) -> Iterator[int]:
 
 
 @contextlib.asynccontextmanager
-async def state_server(name: str, directory: Path, *flags: str) -> AsyncIterator[Side]:
-    """A state server as a process."""
-    listen = f"unix:{directory}/{name}"
+async def state_server(name: str, directory: Path, *flags: str, listen: str = "") -> AsyncIterator[Side]:
+    """A state server as a process. It listens on a socket in `directory`, unless an address is given."""
+    listen = listen or f"unix:{directory}/{name}"
     patience = ("--store-timeout-s", "10", "--store-batch-timeout-s", "30", "--call-timeout-s", "60")
     command = [sys.executable, "-m", "lockstep_state", "--listen", listen, "--management-port", "0", *patience, *flags]
     environment = os.environ | {"LOCKSTEP_LOG_LEVEL": "error"}

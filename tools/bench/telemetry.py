@@ -28,19 +28,17 @@ import grpc
 import uvloop
 from measure import machine, save, table
 from router_load import Load
-from router_measure import MANY, STEP_S, TOKENS, Extent, raise_file_limit, stretch
+from router_measure import FULL_STEP_S, MANY, STEP_S, TOKENS, Extent, raise_file_limit, stretch
 from router_sides import Side, Target
 
 _HERE = Path(__file__).parent
-_FULL_STEP_S = 0.001
-"""Of the worker while tokens a second are measured: faster than the router."""
 _EXPORT = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 _ACCEPT = "application/openmetrics-text;version=1.0.0"
 ROUND = ("off", "on", "on", "off")
 """The order of stretches: a machine whose speed drifts slows both sides alike."""
 _TRIES = 3
 """To measure a stretch."""
-LOADS = {"paced": STEP_S, "full": _FULL_STEP_S}
+LOADS = {"paced": STEP_S, "full": FULL_STEP_S}
 """The worker's steps: paced to measure CPU time, full to measure tokens a second."""
 
 

@@ -6,6 +6,7 @@ grafana-foundation-sdk; nothing else does.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ FOLDER = Path(__file__).resolve().parents[2] / "charts/lockstep/dashboards"
 SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _OF = 'namespace="$namespace",release="$release"'
 _OF_MODEL = _OF + ',model=~"$model"'
+_WITH_EXEMPLARS = re.compile(
+    r"lockstep_router_(time_to_first_token|inter_token_latency|request_duration)_seconds_bucket"
+)
+"""Histograms whose examples have the id of a trace."""
 _WIDTH, _HEIGHT = 8, 7
 _COLUMNS = 24
 _NUMBERS_OF_A_ROW, _NUMBERS_HEIGHT = 4, 4
@@ -664,7 +669,11 @@ def _panel(chart: Chart, number: int, place: models.GridPos) -> stat.Panel | tim
     panel: stat.Panel | timeseries.Panel = _number() if chart.is_number else _graph(chart)
     panel = panel.id(number).title(chart.title).datasource(SOURCE).unit(chart.unit).grid_pos(place)
     for letter, (query, legend) in zip("ABCDE", chart.queries, strict=False):
-        panel = panel.with_target(prometheus.Dataquery().expr(query).legend_format(legend).ref_id(letter))
+        target = prometheus.Dataquery().expr(query).legend_format(legend).ref_id(letter)
+        # One query of a panel has the examples of all: they are those of the series, not of the percentile.
+        if _WITH_EXEMPLARS.search(query) and (query, legend) == chart.queries[-1]:
+            target = target.exemplar(True)
+        panel = panel.with_target(target)
     if chart.description:
         panel = panel.description(chart.description)
     if chart.alert:

@@ -63,6 +63,21 @@ def test_panels_link_to_runbooks_that_exist(name: str) -> None:
         assert (ROOT / "docs/runbooks" / file).exists(), link
 
 
+@pytest.mark.parametrize("name", ["overview", "service"])
+def test_graphs_of_latencies_show_examples_once(name: str) -> None:
+    """Of the histograms that have the ids of traces, which docs/metrics.md names."""
+    with_exemplars = re.compile(
+        r"lockstep_router_(time_to_first_token|inter_token_latency|request_duration)_seconds_bucket"
+    )
+    latencies = 0
+    for panel in load(name)["panels"]:
+        shown = [target.get("exemplar", False) for target in panel["targets"]]
+        is_latency = bool(with_exemplars.search(panel["targets"][0]["expr"]))
+        latencies += is_latency
+        assert sum(shown) == is_latency, panel["title"]
+    assert latencies == 3
+
+
 def test_a_panel_and_the_rules_count_the_same_failures() -> None:
     (panel,) = [each for each in load("service")["panels"] if each["title"] == "Failing requests"]
     rules = (ROOT / "charts/lockstep/rules/lockstep.yaml").read_text()

@@ -65,11 +65,22 @@ def test_ranks_at_the_same_place_are_not_blamed():
     assert "STUCK" not in sentence
 
 
-def test_a_stopped_rank_is_named_with_the_places_where_the_others_wait():
-    stopped = look(rank(0, 6, 52), rank(1, 5, 51, "stopped", ""), runs_s=3.0)
-    first, second = of_worker("w", stopped, stopped)
+def test_a_stopped_rank_is_named_with_its_place_and_those_of_the_others():
+    """Also if it has moved between the looks: it runs for a moment in each of them."""
+    before = look(rank(0, 5, 50), rank(1, 4, 49, "stopped", STACK.replace("launch", "forward")), runs_s=3.0)
+    stopped = look(rank(0, 6, 52), rank(1, 5, 51, "stopped", STACK.replace("launch", "forward")), runs_s=0.1)
+    first, second = of_worker("w", before, stopped)
     assert first.sentence.startswith("w: rank 1 (pid 101) is STOPPED after 5 steps and 51 collectives; rank 0 has 6")
-    assert (second.sentence, "all_gather" in second.stack) == ("w: rank 0 (pid 100) waits in", True)
+    assert first.stack.splitlines()[1] == 'File "/x/rank.py", line 7 in forward'
+    assert (second.sentence, "launch" in second.stack) == ("w: rank 0 (pid 100) is in", True)
+
+
+def test_a_rank_that_a_debugger_holds_has_no_stack():
+    held = look(rank(0, 6, 52), rank(1, 5, 51, "stopped by a debugger", ""), runs_s=3.0)
+    first, _ = of_worker("w", held, held)
+    assert "is STOPPED BY A DEBUGGER after" in first.sentence
+    assert first.sentence.endswith("it cannot tell its stack")
+    assert not first.stack
 
 
 def test_ranks_that_were_killed_between_two_looks_are_named_by_the_first():
@@ -80,6 +91,7 @@ def test_ranks_that_were_killed_between_two_looks_are_named_by_the_first():
     assert [sentence.partition(" (")[0] for sentence in found] == [
         "w: ranks are restarting: rank 1 has not finished its step",
         "w: rank 1",
+        "w: rank 0",
     ]
 
 
@@ -246,7 +258,7 @@ def test_a_pod_that_is_not_forwarded_is_a_failed_part(monkeypatch):
 )
 def test_what_cannot_be_looked_into_is_said(arguments, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("lockstep_tools.debug.local._tree", lambda pid: iter([pid]))
+    monkeypatch.setattr("lockstep_tools.debug.local.process_tree", lambda pid: iter([pid]))
     assert cli.main(["debug", *arguments]) == 2
     assert capsys.readouterr().err.startswith("lockstep: ")
     assert list(tmp_path.iterdir()) == []

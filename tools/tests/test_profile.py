@@ -163,8 +163,8 @@ def hostile(**changes):
 
 def test_what_unpacks_to_too_much_is_refused_before_it_is_in_memory(monkeypatch):
     """A worker that is not ours any more shall not take the operator's memory."""
-    monkeypatch.setattr(parts, "_MAX_PART_BYTES", 1 << 16)
-    monkeypatch.setattr(parts, "_MAX_UNPACKED_BYTES", 1 << 17)
+    monkeypatch.setattr(parts, "MAX_PART_BYTES", 1 << 16)
+    monkeypatch.setattr(parts, "MAX_UNPACKED_BYTES", 1 << 17)
     for answer in (
         with_members((tarfile.TarInfo("rank-0.gz"), gzip.compress(bytes(1 << 20)))),
         with_members((tarfile.TarInfo("rank-0.gz"), bytes(1 << 20)), compression="xz"),
@@ -216,7 +216,7 @@ def worker(monkeypatch):
     """Workers of a router, whose answer is set."""
     here = SimpleNamespace(found=[Process("router", "http://r"), Process("worker-w0", "http://w")], answer=b"")
     monkeypatch.setattr("lockstep_tools.debug.local.from_router", lambda *_: here.found)
-    monkeypatch.setattr("lockstep_tools.commands.profile._profile", lambda *_: here.answer)
+    monkeypatch.setattr("lockstep_tools.commands.profile.fetch_profile", lambda *_: here.answer)
     return here
 
 

@@ -45,7 +45,7 @@ def unknown(text: str) -> set[str]:
 def test_every_alert_has_its_runbook_and_every_runbook_its_alert() -> None:
     assert set(ALERTS) == set(BOOKS)
     for name, rule in ALERTS.items():
-        assert rule["annotations"]["runbook"] == f"docs/runbooks/{name}.md"
+        assert rule["annotations"]["runbook_url"] == f"$runbooks/{name}.md"
         assert rule["annotations"]["summary"]
         assert rule["annotations"]["description"]
         assert rule["labels"]["severity"] in {"critical", "warning"}

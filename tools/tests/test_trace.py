@@ -9,6 +9,7 @@ import pytest
 from lockstep_tools import cli
 from lockstep_tools.debug.process import Process
 from lockstep_tools.failure import CommandError
+from lockstep_tools.trace.causes import causes
 from lockstep_tools.trace.drawing import lines, page
 from lockstep_tools.trace.sources import from_jaeger, from_services
 from lockstep_tools.trace.spans import Span, duration, headline, of_jaeger, tree
@@ -54,10 +55,50 @@ def test_the_headline_tells_the_failover():
     assert (duration(1_500 * MS), duration(0)) == ("1.50 s", "0.0 ms")
 
 
+def test_the_causes_come_with_the_longest_first():
+    """Parts that overlap count once; what a client let the answer wait is less than the span around its waits."""
+    waits = {"lockstep.client.wait_s": "0.5", "lockstep.client.waits": "3"}
+    spans = [
+        span("1", "", "request", 0, 1000),
+        span("2", "1", "limits", 0, 100),
+        span("3", "1", "limits", 50, 200),
+        span("4", "1", "client", 300, 1000, attributes=waits),
+        span("5", "1", "prefill", 200, 260, events=[("chunk", 220 * MS), ("chunk", 240 * MS)]),
+        span("6", "1", "Journal.Find", 0, 20),
+        span("7", "6", "redis GET", 5, 15),
+        span("8", "1", "queue", 200, 201),
+    ]
+    assert causes(spans) == (
+        "its time: waiting for the client to read (client) 500.0 ms, 50 %; "
+        "Redis of the limits (limits) 200.0 ms, 20 %; "
+        "computing the prompt (prefill) 60.0 ms, 6 %; state server (state) 20.0 ms, 2 %"
+    )
+    assert [each.label for each in spans[3:5]] == ["client was slow 3 times", "prefill in 3 chunks"]
+    assert causes(spans[:1]) == causes([span("1", "", "prefill", 5, 5)]) == ""
+    hostile = [span("1", "", "client", 0, 10, attributes={"lockstep.client.wait_s": wait}) for wait in ("nan", "x")]
+    assert all("10.0 ms, 100 %" in causes([each]) for each in hostile)
+
+
+def test_a_pause_for_a_client_is_no_failover():
+    paused = [attempt(str(number), number, "w0", "slow_client", number, number + 1) for number in (1, 2)]
+    told = headline([*paused, attempt("3", 3, "w0", "finished", 3, 9)])
+    assert told.endswith("; worker w0 (finished); paused 2 times for its client")
+
+
+def test_several_streams_are_no_failovers():
+    spans = [attempt(str(number), 1, "w0", "finished", 0, 9) for number in (1, 2)]
+    spans.append(attempt("3", 2, "w1", "lost", 0, 5))
+    for each, stream in zip(spans, ("a", "b", "b"), strict=True):
+        each.attributes["lockstep.stream"] = stream
+    assert headline(spans[:2]).endswith("; 2 streams; worker w0 (finished)")
+    assert headline(spans).endswith("; 2 streams; 1 failover: w0 (finished) → w1 (lost)")
+
+
 @pytest.mark.parametrize("width", [10, 60, 80, 200])
 def test_bars_share_one_axis_that_fits(width):
-    head, *drawn = [line.plain for line in lines(FAILOVER, width)]
+    head, spent, *drawn = [line.plain for line in lines(FAILOVER, width)]
     assert head.startswith("200.0 ms")
+    assert spent == "its time: generating (decode) 160.0 ms, 80 %"
     assert len(drawn) == len(FAILOVER)
     bars = [line.partition("✗")[0] for line in drawn]
     assert max(len(bar.rstrip()) for bar in bars) <= max(width, 8 + 20 + 4 + len("200.0 ms"))

@@ -98,7 +98,7 @@ class FakeRouter:
         stream_id = path.removeprefix("/v1/streams/")
         if stream_id not in self.kept or not self.resumes:
             return error(404, "stream_not_found" if self.resumes else "not_found", "there is no such stream")
-        return self._events(stream_id, headers.get("last-event-id"))
+        return self.events(stream_id, headers.get("last-event-id"))
 
     def _delete(self, path, headers, _):
         self.kept.pop(path.removeprefix("/v1/streams/"), None)
@@ -114,20 +114,20 @@ class FakeRouter:
         known = [stream_id for stream_id, kept in self.kept.items() if key and kept.key == key]
         stream_id = known[0] if known else self._generate(path, body, key)
         if body.get("stream"):
-            return self._events(stream_id, headers.get("last-event-id"))
-        return 200, {"x-lockstep-stream-id": stream_id}, self._whole(path, body).encode()
+            return self.events(stream_id, headers.get("last-event-id"))
+        return 200, {"x-lockstep-stream-id": stream_id}, self.whole(path, body).encode()
 
     def _generate(self, path, body, key):
         self.generations.append(body)
         stream_id = f"r-{self.name}-{len(self.generations)}"
-        make = self._make_response if path.endswith("/responses") else self._make
+        make = self._make_response if path.endswith("/responses") else self.make
         self.kept[stream_id] = Kept(list(make(stream_id, path, body)), key)
         return stream_id
 
     def _prompt(self, body):
         return self.salt + json.dumps(body.get("messages") or body.get("prompt") or body.get("input"))
 
-    def _make(self, stream_id, path, body):
+    def make(self, stream_id, path, body):
         is_chat = path.endswith("/chat/completions")
         choices, count = body.get("n") or 1, body["max_tokens"]
         kind = "chat.completion.chunk" if is_chat else "text_completion"
@@ -197,7 +197,7 @@ class FakeRouter:
         usage = {"input_tokens": 5, "output_tokens": 2 * len(tokens), "total_tokens": 5 + 2 * len(tokens)}
         yield event("completed", response=head | {"output": done, "status": "completed", "usage": usage})
 
-    def _events(self, stream_id, after):
+    def events(self, stream_id, after):
         kept = self.kept[stream_id]
         ids = [event_id for event_id, _ in kept.events]
         if after is not None and after not in ids:
@@ -223,7 +223,7 @@ class FakeRouter:
         headers |= {"x-lockstep-max-silence": self.max_silence} if self.max_silence else {}
         return 200, headers, "".join(parts).encode()
 
-    def _whole(self, path, body):
+    def whole(self, path, body):
         if path.endswith("/responses"):
             *_, (_, data) = self._make_response("r-whole", path, body)
             return json.dumps(json.loads(data)["response"])

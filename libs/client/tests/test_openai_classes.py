@@ -82,7 +82,7 @@ def test_stream_helper_and_parse(router):
         with client.chat.completions.stream(**FIELDS) as stream:
             assert "".join(event.delta for event in stream if event.type == "content.delta") == EXPECTED
             assert stream.current_completion_snapshot.choices[0].message.content == EXPECTED
-        router._whole = lambda path, body: json.dumps(
+        router.whole = lambda path, body: json.dumps(
             {
                 "id": "c",
                 "object": "chat.completion",

@@ -138,7 +138,7 @@ def test_cut_at_every_byte_is_repeated_elsewhere(path, tokens_per_event):
         assert history(given_outputs) == expected, cut
         # An answer is not computed again for its end mark or its usage.
         origin = network.sent[0][0]
-        is_complete = cut >= after_finish(path, origin._events(next(iter(origin.kept)), None)[2])
+        is_complete = cut >= after_finish(path, origin.events(next(iter(origin.kept)), None)[2])
         assert len(first.generations) + len(second.generations) == (1 if is_complete else 2), cut
         keys = {
             headers["idempotency-key"]
@@ -194,7 +194,7 @@ def test_usage_is_waited_for_only_if_no_finish_has_it(prompt, tokens_per_event):
         body = fields | ({"stream_options": {"include_usage": True}} if wants_usage else {})
         for tells_usage in (False, True):
             router = FakeRouter(tokens_per_event=tokens_per_event, tells_usage=tells_usage)
-            router._make = _with_choices(router, choices)
+            router.make = _with_choices(router, choices)
             content = router.respond("POST", TEXT, {}, json.dumps(body).encode())[2]
             expected = history(Network({A: router}).request(TEXT, body, POLICY))
             router.generations.clear()
@@ -209,7 +209,7 @@ def test_usage_is_waited_for_only_if_no_finish_has_it(prompt, tokens_per_event):
 
 
 def _with_choices(router, choices):
-    make = router._make
+    make = router.make
     return lambda stream_id, path, body: make(stream_id, path, body | {"n": choices})
 
 
@@ -250,8 +250,8 @@ def test_repeat_that_ends_early_is_refused():
     next(outputs)
     origin, other = (A, second) if network.sent[0][0] is first else (B, first)
     network.routers[origin] = None
-    make = other._make
-    other._make = lambda stream_id, path, body: make(stream_id, path, body | {"max_tokens": 2})
+    make = other.make
+    other.make = lambda stream_id, path, body: make(stream_id, path, body | {"max_tokens": 2})
     with pytest.MonkeyPatch.context() as patch:
         tokens = fake_router.tokens_of
         patch.setattr(fake_router, "tokens_of", lambda prompt, seed, count: tokens(prompt, seed, 5)[:count])
@@ -288,9 +288,9 @@ class Leaving(FakeRouter):
 
     peer = None
 
-    def _events(self, stream_id, after):
+    def events(self, stream_id, after):
         kept, fails = self.kept[stream_id], self.error_after is not None
-        response = super()._events(stream_id, after)
+        response = super().events(stream_id, after)
         if fails:
             self.peer.kept[stream_id] = kept
             self.peer.error_after = None
@@ -313,7 +313,7 @@ def test_stream_that_another_router_continues_is_resumed_there(code, on_lost):
 def test_failure_without_anything_new_is_not_resumed_again():
     """A stream that has failed where it ran gives its failure again."""
     router = FakeRouter(error_after=(3, {"message": "waited too long", "code": "unavailable"}))
-    events = router._events
+    events = router.events
 
     def keep(stream_id, after):
         kept, error_after = router.kept[stream_id], router.error_after
@@ -323,7 +323,7 @@ def test_failure_without_anything_new_is_not_resumed_again():
             router.kept[stream_id], router.error_after = kept, error_after
         return response
 
-    router._events = keep
+    router.events = keep
     network = Network({A: router})
     assert history(network.request(TEXT, TEXT_BODY, POLICY)) == undisturbed(TEXT)
     assert [method for _, method in network.sent][:3] == ["POST", "GET", "POST"]

@@ -138,7 +138,7 @@ async def test_idle_connections_keep_no_probe_out():
 
 
 async def test_connection_that_has_sent_its_request_is_not_closed_for_idle_ones(monkeypatch):
-    monkeypatch.setattr(management, "_ASK_TIMEOUT_S", 30.0)
+    monkeypatch.setattr(management, "ASK_TIMEOUT_S", 30.0)
     with contextlib.ExitStack() as stack:
 
         def unready():

@@ -13,7 +13,9 @@ class Service:
     """An engine, and clients that continue after an error, as a router lets them."""
 
     def __init__(self, config, zygote):
-        self.engine = AsyncEngine(config, on_outputs=self.deliver, on_change=self._note_reason, zygote=zygote)
+        self.on_outputs, self.on_change = self.deliver, self._note_reason
+        """What the engine calls; tests set others."""
+        self.engine = AsyncEngine(config, on_outputs=self._pass_outputs, on_change=self._pass_change, zygote=zygote)
         self._queues = {}
         self._attempts = 0
         self.errors = []
@@ -32,6 +34,12 @@ class Service:
         the ranks.
         """
         await until(lambda: self.engine.status().epoch >= epoch and self.engine.status().state == "ready")
+
+    def _pass_outputs(self, step, outputs):
+        self.on_outputs(step, outputs)
+
+    def _pass_change(self):
+        self.on_change()
 
     def _note_reason(self):
         if self.engine.status().reason:

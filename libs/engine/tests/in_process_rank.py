@@ -59,7 +59,7 @@ class InProcessRank:
         assert self._made.wait(_WAIT_S)  # it is told before the constructor returns
         limits = Limits(
             max_seqs=config.max_seqs,
-            max_batch_tokens=config.max_batch_tokens,
+            max_batch_tokens=config.step_tokens,
             max_queue=config.max_queue,
             context_length=info.context_length,
             prefix_cache=config.prefix_cache,

@@ -34,7 +34,7 @@ class MemoryStore:
         self.offers = []
         self.began = asyncio.Event()
 
-    async def fetch(self, tenant, hashes, heads, form, recompute_s, into):
+    async def fetch(self, tenant, hashes, heads, form, recompute_s, into, further_bytes):
         self.asked.append((tenant, len(hashes)))
         self.estimates.append(recompute_s(len(hashes)))
         if self.spoils:

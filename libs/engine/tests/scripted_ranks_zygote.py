@@ -28,7 +28,7 @@ def run_rank(spec, control, mailbox_fd, *_, step_s=0.0, token_s=0.0, holds=False
     mailbox = Mailbox(mailbox_fd, spec.config.tp, *message_sizes(spec))
     control.send(encode_control(Loaded(BLOCKS, {})))
     sizes = decode_rank_message(control.recv(MAX_CONTROL_BYTES)).blocks
-    ranks = ScriptedRanks(sizes, spec.config.hot_window, spec.config.max_batch_tokens, spec.config.max_seqs)
+    ranks = ScriptedRanks(sizes, spec.config.hot_window, spec.config.step_tokens, spec.config.max_seqs)
     control.send(encode_control(Ready(True, "cpu", "float32", step_s=step_s, token_s=token_s)))
     while doorbell := control.recv(MAX_CONTROL_BYTES):
         if holds:

@@ -74,7 +74,7 @@ def act(what):
     elif what == HANG:
         hang_here()
     elif what == STOP:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop_here()
 
 
 def pour():
@@ -86,6 +86,11 @@ def pour():
 
 def hang_here():
     time.sleep(3600)
+
+
+def stop_here():
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.01)  # it comes when the kernel is left, at the latest in here
 
 
 if __name__ == "__main__":

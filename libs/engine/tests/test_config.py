@@ -102,3 +102,18 @@ def test_threads_that_are_set_are_used(given, expected):
     settings = group_settings(config, model_info())
     assert settings.spec.threads == expected
     assert settings.environment["OMP_NUM_THREADS"] == str(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"device": "cpu"}, 512),
+        ({"device": "auto"}, 512),
+        ({"device": "cuda"}, 2048),
+        ({"device": "cuda", "max_batch_tokens": 300}, 300),
+        ({"device": "cpu", "max_seqs": 600}, 600),
+        ({"device": "cuda", "max_seqs": 4096}, 4096),
+    ],
+)
+def test_the_tokens_of_a_step_follow_the_device_unless_they_are_set(settings, expected):
+    assert EngineConfig(model="m", **settings).step_tokens == expected

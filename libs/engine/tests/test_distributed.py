@@ -176,6 +176,25 @@ def test_small_sums_use_one_shot(tmp_path):
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(("size", "kib"), [(2, 1024), (4, 1024), (8, 256)])
+def test_few_gpus_sum_larger_tensors_in_one_shot(size, kib, monkeypatch):
+    """A step of 64 rows of Llama-3-8B and 70B is 512 KiB and 1 MiB in bfloat16."""
+
+    class Asked(distributed.SymmetricMemory):
+        def __init__(self, device, capacity):
+            self._capacity = capacity
+
+    monkeypatch.setattr(distributed, "SymmetricMemory", Asked)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
+    made = distributed.symmetric_memory(torch.device("cpu"), size)
+    most = kib * 1024 // 2
+    for hidden in (4096, 8192):
+        assert made.fits(torch.empty(64, hidden, dtype=torch.bfloat16)) == (64 * hidden <= most)
+    assert made.fits(torch.empty(most, dtype=torch.bfloat16))
+    assert not made.fits(torch.empty(most + 8, dtype=torch.bfloat16))
+
+
 @pytest.mark.slow
 def test_parts_are_gathered_by_one_call_into_one_tensor(tmp_path):
     store = tmp_path / "store"

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from lockstep_engine.distributed import ONE_SHOT_BYTES, TorchDistributed, init_torch_distributed, symmetric_memory
+from lockstep_engine.distributed import TorchDistributed, init_torch_distributed, one_shot_bytes, symmetric_memory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,14 +31,15 @@ def join(rank, store):
     device = torch.device("cuda", rank)
     init_torch_distributed("nccl", store, rank, SIZE, 120)
     one_shot = symmetric_memory(device, SIZE)
-    return device, one_shot, TorchDistributed(rank, SIZE, lambda: None, deterministic=True, one_shot=one_shot)
+    group = TorchDistributed(rank, SIZE, lambda: None, deterministic=True, on_gpu=True, one_shot=one_shot)
+    return device, one_shot, group
 
 
 def sums_are_taken_in_the_order_of_ranks(rank, store):
     device, one_shot, group = join(rank, store)
     assert one_shot is not None
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        most = ONE_SHOT_BYTES // dtype.itemsize
+        most = one_shot_bytes(SIZE) // dtype.itemsize
         for elements in (1, 3, 8, 4096, 4097, most, most + 8, 4 * most):
             x = contribution(rank, elements, dtype).to(device)
             quick = one_shot.fits(x)

@@ -13,6 +13,8 @@ from continuing_clients import CLIENTS, TOKENS, Service, prompt, until
 from handmade import write_model
 from lockstep_common.errors import ErrorCode
 from lockstep_engine import EngineConfig, Request, SamplingParams
+from lockstep_engine.queue_estimate import QueueEstimate
+from lockstep_engine.scheduler import Scheduler
 from scripted_ranks import EOS, VOCAB, expected_ids
 
 TESTS = Path(__file__).parent
@@ -176,9 +178,9 @@ async def test_a_caller_that_fails_on_lost_requests_together_gets_each_alone(ser
         told.extend(output.request_id for output in outputs)
         service.deliver(_step, outputs)
         if len(told) == CLIENTS:
-            service.engine._on_outputs = service.deliver
+            service.on_outputs = service.deliver
 
-    service.engine._on_outputs = deliver
+    service.on_outputs = deliver
     assert await service.run() == EXPECTED
     assert sorted(name.split("-")[0] for name in told) == sorted(map(str, range(CLIENTS)))
 
@@ -193,7 +195,7 @@ async def test_a_caller_that_fails_on_a_change_of_state_does_not_stop_the_restar
 
     epoch = service.engine.status().epoch
     with monkeypatch.context() as patch:
-        patch.setattr(service.engine, "_on_change", fail)
+        patch.setattr(service, "on_change", fail)
         service.engine._group.fail_for(UnexpectedError())
         await service.settle(epoch + 1)
     assert {"restarting", "ready"} <= set(failures)
@@ -203,15 +205,15 @@ async def test_a_caller_that_fails_on_a_change_of_state_does_not_stop_the_restar
 @TWO_STEPS_SLOW
 async def test_an_error_when_the_ranks_become_ready_counts_as_a_failed_start(service, monkeypatch):
     attempts = []
-    reset = service.engine._scheduler.reset
+    reset = Scheduler.reset
 
-    def fail_twice(sizes):
+    def fail_twice(scheduler, sizes):
         attempts.append(sizes)
         if len(attempts) < 3:
             raise UnexpectedError
-        reset(sizes)
+        reset(scheduler, sizes)
 
-    monkeypatch.setattr(service.engine._scheduler, "reset", fail_twice)
+    monkeypatch.setattr(Scheduler, "reset", fail_twice)
     epoch = service.engine.status().epoch
     service.engine._group.fail_for(UnexpectedError())
     await service.settle(epoch + 3)
@@ -232,11 +234,11 @@ async def ended(service, submit):
             raise UnexpectedError
         outputs.extend(new)
 
-    service.engine._on_outputs = deliver
+    service.on_outputs = deliver
     submit()
     await until(lambda: outputs)
     await service.settle()
-    service.engine._on_outputs = service.deliver
+    service.on_outputs = service.deliver
     (output,) = outputs
     return output
 
@@ -251,11 +253,11 @@ async def test_requests_that_the_scheduler_does_not_have_end_though_the_caller_f
 
     with monkeypatch.context() as patch:
 
-        def fail():
+        def fail(_):
             patch.undo()
             raise MemoryError
 
-        patch.setattr(service.engine._scheduler, "schedule", fail)
+        patch.setattr(Scheduler, "schedule", fail)
         shed = Request("shed", tuple(prompt(0)), SamplingParams(max_tokens=2))
         output = await ended(service, lambda: service.engine.submit(shed))
     assert (output.request_id, output.error.code) == ("shed", ErrorCode.WORKER_LOST)
@@ -265,21 +267,21 @@ async def test_requests_that_the_scheduler_does_not_have_end_though_the_caller_f
 @ONE_STEP
 async def test_requests_end_with_the_group_though_the_scheduler_fails_to_empty_its_pools(service, monkeypatch):
     outputs = []
-    service.engine._on_outputs = lambda _step, new: outputs.extend(new)
+    service.on_outputs = lambda _step, new: outputs.extend(new)
     with monkeypatch.context() as patch:
 
-        def fail(_):
+        def fail(*_, **__):
             patch.undo()
             raise MemoryError
 
-        patch.setattr(service.engine._scheduler, "_start_over", fail)
+        patch.setattr("lockstep_engine.scheduler.BlockTables", fail)
         service.engine.submit(Request("a", tuple(prompt(0)), SamplingParams(max_tokens=2)))
         service.engine._group.fail_for(UnexpectedError())
         await until(lambda: outputs)
     (output,) = outputs
     assert (output.request_id, output.error.code) == ("a", ErrorCode.WORKER_LOST)
     await service.settle()
-    service.engine._on_outputs = service.deliver
+    service.on_outputs = service.deliver
     assert await service.run() == EXPECTED
 
 
@@ -290,7 +292,7 @@ async def test_a_request_that_is_refused_with_an_unexpected_error_does_not_run(s
         def fail(*_, **__):
             raise UnexpectedError
 
-        patch.setattr(service.engine._queue, "add", fail)
+        patch.setattr(QueueEstimate, "add", fail)
         with pytest.raises(UnexpectedError):
             service.engine.submit(Request("a", tuple(prompt(0)), SamplingParams(max_tokens=2)))
     assert service.engine.status().queued + service.engine.status().running == 0

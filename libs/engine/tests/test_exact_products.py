@@ -93,10 +93,11 @@ def test_grouped_products_are_those_of_each_expert(dtype):
 
 
 class TestExperts:
-    CONFIG = MixtralConfig(hidden_size=48, intermediate_size=40, num_local_experts=5, num_experts_per_tok=3)
+    CONFIG = MixtralConfig(
+        hidden_size=48, intermediate_size=40, num_local_experts=5, num_experts_per_tok=3, experts_implementation="eager"
+    )
 
     def made(self, dtype=torch.float32):
-        self.CONFIG._experts_implementation = "eager"
         experts = MixtralExperts(self.CONFIG).to(DEVICE)
         for seed, parameter in enumerate(experts.parameters()):
             parameter.data = (random(*parameter.shape, seed=seed) / 8).to(dtype)

@@ -53,7 +53,7 @@ class GpuRank(Rank):
     def __init__(self, group, settings):
         text = SimpleNamespace(num_attention_heads=8)
         module = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
-        self._device, self._dtype, self._group = CUDA, torch.bfloat16, group
+        self._device, self._dtype, self._group, self._deterministic = CUDA, torch.bfloat16, group, False
         self._spec = SimpleNamespace(config=settings)
         self.model = SimpleNamespace(head_dim=128, kv_heads=2, module=module)
 
@@ -71,13 +71,13 @@ class SecondOfTwo:
 
 
 def test_a_rank_gives_its_kernels_up_with_its_neighbour(monkeypatch):
-    monkeypatch.setattr(gpu, "_given_up", [])
+    monkeypatch.setattr(gpu, "GIVEN_UP", [])
     monkeypatch.setattr(gpu, "build_problem", lambda: None)
     monkeypatch.setattr(gpu, "try_attention", lambda *_, **__: None)
     assert GpuRank(distributed.Alone(), config(device="cuda"))._by_kernels()
     with pytest.raises(LockstepError, match=r"fast_path is required, but .*: rank 0: no room"):
         GpuRank(SecondOfTwo(), config(device="cuda", tp=2))._by_kernels()
-    monkeypatch.setattr(gpu, "_given_up", [])
+    monkeypatch.setattr(gpu, "GIVEN_UP", [])
     assert not GpuRank(SecondOfTwo(), config(device="cuda", tp=2, fast_path="preferred"))._by_kernels()
 
 
@@ -148,7 +148,7 @@ def test_a_kernel_that_cannot_be_loaded_is_given_up_once_with_its_reason(failure
         def attention_calls(*_, **__):
             raise failure
 
-    monkeypatch.setattr(gpu, "_given_up", [])
+    monkeypatch.setattr(gpu, "GIVEN_UP", [])
     monkeypatch.setattr(gpu, "build_problem", lambda: None)
     monkeypatch.setattr(gpu.importlib, "import_module", lambda name: Launches)
     monkeypatch.setattr(prebuilt, "activate", lambda: None)
@@ -158,7 +158,61 @@ def test_a_kernel_that_cannot_be_loaded_is_given_up_once_with_its_reason(failure
     gpu.try_attention(*form, 4, compressed=True)
     assert gpu.problem(*form).startswith(f"kernel Triton cannot run: {type(failure).__name__}: ")
     assert not gpu.usable(*form)
-    assert len(gpu._given_up) == 1
+    assert len(gpu.GIVEN_UP) == 1
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_every_form_of_attention_that_serves_is_launched_first(exact, windowed, monkeypatch):
+    asked = []
+
+    class Launches:
+        @staticmethod
+        def attention_calls(per_head, head_dim, dtype, **form):
+            asked.append((per_head, head_dim, dtype, *form.values()))
+            return []
+
+    monkeypatch.setattr(gpu, "_given_up", [])
+    monkeypatch.setattr(gpu, "build_problem", lambda: None)
+    monkeypatch.setattr(gpu.importlib, "import_module", lambda name: Launches)
+    monkeypatch.setattr(prebuilt, "activate", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    gpu.try_attention(CUDA, torch.float16, 64, 4, compressed=True, windowed=windowed, exact=exact)
+    expected = [(4, 64, torch.float16, True, window, exact) for window in ((False, True) if windowed else (False,))]
+    assert asked == expected
+
+
+@pytest.mark.parametrize(
+    "failure", [*FAILURES, RuntimeError("Triton Error [CUDA]: device kernel image is invalid")], ids=str
+)
+def test_a_kernel_that_fails_at_the_start_refuses_it_for_good(failure):
+    with pytest.raises(LockstepError) as refused, gpu.refusing_failures(3):
+        raise failure
+    said = f"rank 3: the GPU's kernels cannot serve this model: {type(failure).__name__}: "
+    assert refused.value.message.startswith(said)
+    assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: uncorrectable ECC error encountered"),
+        ConnectionResetError(),
+        LockstepError("INVALID_REQUEST", "no such layer"),
+    ],
+    ids=str,
+)
+def test_other_failures_of_a_start_stay_what_they_are(failure):
+    with pytest.raises(type(failure)) as ended, gpu.refusing_failures(3):
+        raise failure
+    assert ended.value is failure
+
+
+def test_where_kernels_do_not_serve_nothing_is_taken_for_their_failure():
+    with pytest.raises(AssertionError), gpu.refusing_failures(3, used=False):
+        raise AssertionError
 
 
 def test_tiles_fit_what_a_gpu_has():

@@ -123,6 +123,30 @@ def test_tokens_are_those_of_the_cpu_and_decoding_is_replayed(name, dtype, overl
         assert served.ready.dtype == dtype
 
 
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=SWEEP)])
+def test_the_largest_step_is_run_before_the_cache_has_its_size(name, tmp_path, monkeypatch, by_triton):
+    """By the kernels, with cold blocks, and without a trace in the sampler or in the cache."""
+    path, _ = make(name, tmp_path)
+    expected = on_the_cpu(path, (3, 3))
+    by_triton()
+
+    class Memory:
+        def free_bytes(self):
+            return 2**22
+
+        def peak_bytes(self, work):
+            steps.eager, steps.moves = [], 0
+            work()
+            assert steps.eager == [SETTINGS["max_seqs"]]
+            assert steps.moves > 0
+            return 2**20
+
+    monkeypatch.setattr(rank_module, "device_memory", lambda device: Memory())
+    steps = Steps(monkeypatch)
+    with InProcessRank(path, **SETTINGS, max_context=128) as served:
+        assert served.run(*requests((3, 3))) == expected
+
+
 def test_the_marks_of_a_rank_end_with_its_steps(tmp_path, monkeypatch, by_triton):
     """A prompt as it comes and decoding replayed: each step has its own numbers."""
     path, _ = make("llama-grouped-untied", tmp_path)

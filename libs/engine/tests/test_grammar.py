@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import EngineConfig, Grammar, GrammarKind, Request, SamplingParams
 from lockstep_engine import constraint as constraints
 from lockstep_engine import grammar as grammars
-from lockstep_engine.constraint import MaskThreads
+from lockstep_engine.constraint import MaskThreads, Vocabulary
 from lockstep_engine.grammar import GrammarCompiler
 from lockstep_engine.model_config import inspect_model
 from tokenizers import Tokenizer
@@ -30,11 +31,37 @@ WAIT_S = 60
 
 
 @pytest.fixture
-def compiler():
-    made = GrammarCompiler(INFO, MaskThreads(lambda: None))
-    asyncio.run(made.load())
-    yield made
-    made.close()
+def compiler_with():
+    """Makes a compiler for whose constraints these threads compute masks."""
+    made = []
+
+    def make(threads):
+        made.append(GrammarCompiler(INFO, threads))
+        asyncio.run(made[-1].load())
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def compiler(compiler_with):
+    return compiler_with(MaskThreads(lambda: None))
+
+
+class Grammars:
+    """In place of llguidance's `LLMatcher`: `note` is called with each grammar that is compiled."""
+
+    def __init__(self, note):
+        def noting(translate):
+            return lambda text, **options: note(text) or translate(text, **options)
+
+        self.grammar_from_regex = noting(LLMatcher.grammar_from_regex)
+        self.grammar_from_json_schema = noting(LLMatcher.grammar_from_json_schema)
+
+    def __call__(self, *arguments, **options):
+        return LLMatcher(*arguments, **options)
 
 
 def request(kind, text="", *, emitted=(), field="response_format", **sampling):
@@ -177,11 +204,13 @@ class TestPanics:
             raise Panic
 
         constraint = compiled(compiler, "regex", "a*")
-        monkeypatch.setattr(constraint, "_compute", panic)
+        monkeypatch.setattr(Vocabulary, "compute", panic)
         constraint.consume(encode("a")[0])
         assert constraint.error.code is ErrorCode.INTERNAL
-        monkeypatch.setattr(compiler, "_compile", panic)
-        assert refused(compiler, "regex", "b*").code is ErrorCode.INTERNAL
+        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(grammars, "LLMatcher", Grammars(panic))
+            assert refused(compiler, "regex", "b*").code is ErrorCode.INTERNAL
         assert compiled(compiler, "regex", "a*").mask is not None
 
     def test_a_panic_over_the_tokenizer_leaves_an_engine_without_grammars(self, monkeypatch):
@@ -274,7 +303,7 @@ asyncio.run(main())
         assert done.stdout == "alive\n", done.stderr
 
     async def test_more_requests_than_may_wait_are_refused_at_once(self, monkeypatch):
-        monkeypatch.setattr(grammars, "_MAX_WAITING", 3)
+        monkeypatch.setattr(grammars, "MAX_WAITING", 3)
         compiler = GrammarCompiler(INFO, MaskThreads(lambda: None))
         await compiler.load()
         blocked = threading.Event()
@@ -295,7 +324,7 @@ asyncio.run(main())
     async def test_the_wait_for_a_compiler_ends(self, monkeypatch):
         compiler = GrammarCompiler(INFO, MaskThreads(lambda: None))
         await compiler.load()
-        monkeypatch.setattr(grammars, "_TIMEOUT_S", 0.01)
+        monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 0.01)
         blocked = threading.Event()
         for _ in range(2):
             compiler._threads.put(lambda: blocked.wait(WAIT_S))
@@ -308,7 +337,7 @@ asyncio.run(main())
     async def test_a_grammar_that_takes_too_long_is_refused(self, monkeypatch):
         compiler = GrammarCompiler(INFO, MaskThreads(lambda: None))
         await compiler.load()
-        monkeypatch.setattr(grammars, "_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 0.05)
         began, blocked = threading.Event(), threading.Event()
 
         def compile_slowly(_grammar):
@@ -316,7 +345,7 @@ asyncio.run(main())
             blocked.wait(WAIT_S)
             raise ValueError("never seen")
 
-        monkeypatch.setattr(grammars, "_source", compile_slowly)
+        monkeypatch.setattr(grammars, "LLMatcher", Grammars(compile_slowly))
         with pytest.raises(LockstepError) as refused:
             await compiler.compile(request("json_object"))
         assert began.is_set()
@@ -327,7 +356,7 @@ asyncio.run(main())
 
     def test_what_all_grammars_in_use_take_is_bounded_and_returned(self, compiler, monkeypatch):
         size = grammars._estimated_bytes(Grammar(GrammarKind.JSON_OBJECT))
-        monkeypatch.setattr(grammars, "_MAX_LIVE_BYTES", 2 * size)
+        monkeypatch.setattr(grammars, "MAX_LIVE_BYTES", 2 * size)
         used = [compiled(compiler, "json_object") for _ in range(2)]
         assert refused(compiler, "json_object").code is ErrorCode.OVERLOADED
         used.pop()
@@ -342,13 +371,12 @@ asyncio.run(main())
 
     def test_the_grammars_used_last_are_kept(self, compiler, monkeypatch):
         made = []
-        compile_ = compiler._compile
-        monkeypatch.setattr(compiler, "_compile", lambda grammar: made.append(grammar.text) or compile_(grammar))
-        monkeypatch.setattr(grammars, "_MAX_CACHED", 2)
+        monkeypatch.setattr(grammars, "LLMatcher", Grammars(made.append))
+        monkeypatch.setattr(grammars, "MAX_CACHED", 2)
         for text in ["a", "b", "a", "c", "a", "b"]:
             compiled(compiler, "regex", text)
         assert made == ["a", "b", "c", "b"]
-        monkeypatch.setattr(grammars, "_MAX_CACHED_BYTES", 0)
+        monkeypatch.setattr(grammars, "MAX_CACHED_BYTES", 0)
         compiled(compiler, "regex", "d")
         assert compiler._cache._bytes == len(compiler._cache._entries) == 0
 
@@ -360,10 +388,9 @@ asyncio.run(main())
 
 
 class TestMaskThreads:
-    def test_the_driver_computes_quick_masks_itself_for_a_limited_time(self, compiler, monkeypatch):
+    def test_the_driver_computes_quick_masks_itself_for_a_limited_time(self, compiler_with, monkeypatch):
         threads = MaskThreads(lambda: None)
-        constraint = compiled(compiler, "regex", "a*")
-        constraint._threads = threads
+        constraint = compiled(compiler_with(threads), "regex", "a*")
         computed_by = []
         consume = constraint.consume
         monkeypatch.setattr(
@@ -372,7 +399,7 @@ class TestMaskThreads:
         token = encode("a")[0]
         constraint.advance(token)
         assert constraint.mask is not None
-        monkeypatch.setattr(constraints, "_DRIVER_S", 0.0)
+        monkeypatch.setattr(constraints, "DRIVER_S", 0.0)
         constraint.advance(token)
         threads.settle(WAIT_S)
         monkeypatch.undo()
@@ -386,17 +413,16 @@ class TestMaskThreads:
         assert not compiled(compiler, "lark", 'start: "a"').is_quick
         constraint = compiled(compiler, "regex", "a*")
         assert constraint.is_quick
-        monkeypatch.setattr(constraints, "_QUICK_S", -1.0)
+        monkeypatch.setattr(constraints, "QUICK_S", -1.0)
         constraint.consume(encode("a")[0])
         monkeypatch.undo()
         constraint.consume(encode("a")[0])
         assert not constraint.is_quick
 
-    def test_the_driver_waits_for_threads_but_not_for_slow_grammars(self, compiler, monkeypatch):
+    def test_the_driver_waits_for_threads_but_not_for_slow_grammars(self, compiler_with, monkeypatch):
         changes = []
         threads = MaskThreads(lambda: changes.append(1))
-        constraint = compiled(compiler, "regex", "a*")
-        constraint._threads = threads
+        constraint = compiled(compiler_with(threads), "regex", "a*")
         constraint.is_quick = False
         blocked = threading.Event()
         consume = constraint.consume
@@ -417,11 +443,10 @@ class TestMaskThreads:
         blocked.set()
         threads.close()
 
-    def test_the_driver_is_told_of_masks_that_it_has_missed_and_of_failures(self, compiler):
+    def test_the_driver_is_told_of_masks_that_it_has_missed_and_of_failures(self, compiler_with):
         told = threading.Event()
         threads = MaskThreads(told.set)
-        constraint = compiled(compiler, "regex", "a*")
-        constraint._threads = threads
+        constraint = compiled(compiler_with(threads), "regex", "a*")
         constraint.is_quick, constraint.is_slow = False, True
         constraint.advance(encode("a")[0])
         assert told.wait(WAIT_S)
@@ -435,7 +460,7 @@ class TestMaskThreads:
 
     def test_a_grammar_whose_mask_took_long_counts_as_slow(self, compiler, monkeypatch):
         constraint = compiled(compiler, "regex", "a*")
-        monkeypatch.setattr(constraints, "_SLOW_S", -1.0)
+        monkeypatch.setattr(constraints, "SLOW_S", -1.0)
         constraint.consume(encode("a")[0])
         assert constraint.is_slow
 

@@ -86,13 +86,13 @@ async def test_a_rank_that_dies_while_others_are_forked_is_told_after_the_start(
 
 async def test_new_ranks_have_done_nothing_while_their_zygote_starts(group_of, monkeypatch):
     ranks, _ = group_of(SCRIPT, 64)
-    seen, start_zygote = [], ranks._start_zygote
+    seen, popen = [], subprocess.Popen
 
-    async def observed():
+    def observed(*arguments, **options):
         seen.append((ranks.epoch, ranks.steps))
-        await start_zygote()
+        return popen(*arguments, **options)
 
-    monkeypatch.setattr(ranks, "_start_zygote", observed)
+    monkeypatch.setattr(subprocess, "Popen", observed)
     try:
         async with asyncio.timeout(WAIT_S):
             await ranks.start()

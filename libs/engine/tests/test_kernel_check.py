@@ -7,10 +7,19 @@ import torch
 from checkpoints import make
 from fast_cases import fast_if
 from in_process_rank import InProcessRank
-from lockstep_engine import attention_triton, gpu_decoder, kernel_check
+from lockstep_common.errors import LockstepError
+from lockstep_engine import attention_triton, gpu_decoder, gpu_experts, kernel_check
+from lockstep_engine.attention_torch import TorchAttention
+from lockstep_engine.config import EngineConfig
+from lockstep_engine.distributed import Alone
 from lockstep_engine.kernel_check import MAX_DIFFERENCE
-from lockstep_engine.kernels import gpu, triton_attention, triton_compress
-from triton_device import GPU
+from lockstep_engine.kernels import gpu, launches, triton_attention, triton_compress
+from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.model_config import inspect_model
+from lockstep_engine.models import build_model
+from lockstep_engine.weights import load_weights
+from triton.runtime.errors import OutOfResources
+from triton_device import DEVICE, GPU
 
 SETTINGS = {
     "device": "cuda" if GPU else "cpu",
@@ -122,3 +131,77 @@ def test_wrong_kernels_are_refused_by_name(model, monkeypatch, breaks, what):
         pass
     said = f"rank 0: the GPU's kernels do not compute what torch computes: {what} are off by"
     assert str(ended.value.__cause__).startswith(said)
+
+
+def test_a_kernel_that_prefill_alone_cannot_launch_refuses_the_start(model, monkeypatch):
+    attend = triton_attention.attend
+
+    def launched(queries, cache, paged, scoring, tiles, out):
+        if tiles.queries > 1:
+            raise OutOfResources(120_000, 101_376, "shared memory")
+        attend(queries, cache, paged, scoring, tiles, out)
+
+    monkeypatch.setattr(triton_attention, "attend", launched)
+    with pytest.raises(AssertionError) as ended, InProcessRank(model, **SETTINGS):
+        pass
+    refused = ended.value.__cause__
+    assert isinstance(refused, LockstepError)  # after which no rank is started again
+    assert refused.message.startswith("rank 0: the GPU's kernels cannot serve this model: OutOfResources: ")
+    assert "shared memory" in refused.message
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_launches_of_a_start_are_those_of_attention(exact):
+    """In the interpreter: each form of windows, cold blocks and split keys can be launched with the start's tensors."""
+    for window in (False, True):
+        calls = launches.attention_calls(2, 16, torch.float16, compressed=True, window=window, exact=exact)
+        assert [call.kernel for call in calls] == ["attend_exact" if exact else "attend"] * 3 + ["compress"]
+        for call in calls:
+            call.launch(DEVICE)
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """What a check of a mixture finds."""
+    path, _ = make("mixtral", tmp_path)
+    info = inspect_model(EngineConfig(model=str(path)))
+    model = build_model(info, Alone(), torch.float32)
+    model.exact = False
+    load_weights(model.module, info, DEVICE)
+    model.fuse_on_gpu(64)
+    cache = KvCache(
+        layers=model.layers,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        blocks=2,
+        dtype=torch.float32,
+        device=DEVICE,
+    )
+
+    def by_kernels(ids, layout, rows):
+        attention = attention_triton.TritonAttention(cache, layout)
+        return model.logits(ids, attention, torch.from_numpy(rows).to(DEVICE))
+
+    def by_torch(ids, layout, rows):
+        attention = TorchAttention(cache, layout, deterministic=True)
+        return model.logits_by_modules(ids, attention, torch.from_numpy(rows).to(DEVICE))
+
+    def check():
+        with torch.inference_mode():
+            return kernel_check.compare(by_kernels, by_torch, cache, info.vocab_size, 9)
+
+    return check
+
+
+def test_the_experts_of_a_mixture_are_compared_with_the_models_own(mixture, monkeypatch):
+    products, grouped = [], gpu_experts.grouped
+    monkeypatch.setattr(gpu_experts, "grouped", lambda *given, **how: products.append(1) or grouped(*given, **how))
+    for each in mixture():
+        assert 0 < each.size < MAX_DIFFERENCE[torch.float32] / 5
+    assert len(products) == 2 * 3 * 2  # two products in each of three layers, in a chunk and in a decode step
+
+
+def test_wrong_experts_are_found(mixture, monkeypatch):
+    grouped = gpu_experts.grouped
+    monkeypatch.setattr(gpu_experts, "grouped", lambda *given, **how: grouped(*given, **how) * 1.5)
+    assert [each.is_small for each in mixture()] == [False, False]

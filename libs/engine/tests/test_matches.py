@@ -17,12 +17,12 @@ def look_ups(monkeypatch):
     """How many there have been, as the only element of a list."""
     counts = [0]
 
-    def counting(scheduler, sequence, look_up=Scheduler._match):
+    def counting(scheduler, sequence, look_up=Scheduler.find_match):
         before = scheduler.blocks.matches.get(sequence.request.id, len(sequence.tokens))
         counts[0] += before is None
         return look_up(scheduler, sequence)
 
-    monkeypatch.setattr(Scheduler, "_match", counting)
+    monkeypatch.setattr(Scheduler, "find_match", counting)
     return counts
 
 
@@ -62,13 +62,13 @@ def test_what_is_remembered_is_what_would_be_found(host, hot_window, monkeypatch
     """Random requests with common prefixes of three tenants, in small pools."""
     reused = []
 
-    def compare(scheduler, sequence, match=Scheduler._match):
+    def compare(scheduler, sequence, match=Scheduler.find_match):
         found = match(scheduler, sequence)
         reused.append(scheduler.blocks.matches.get(sequence.request.id, len(sequence.tokens)) is not None)
         assert found == scheduler.blocks.look_up(sequence, scheduler._cacheable_keys(sequence))
         return found
 
-    monkeypatch.setattr(Scheduler, "_match", compare)
+    monkeypatch.setattr(Scheduler, "find_match", compare)
     dice = random.Random(7)
     cold, slots = (0, 2) if hot_window is None else (20, 2)
     if host is not None and hot_window is None:

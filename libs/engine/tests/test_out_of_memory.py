@@ -109,7 +109,7 @@ async def test_the_driver_continues_wherever_an_allocation_fails(service, caplog
 
 def test_torchs_own_error_on_the_cpu_is_recognized():
     import torch  # noqa: PLC0415 - slow
-    from lockstep_engine.rank import is_out_of_memory  # noqa: PLC0415
+    from lockstep_engine.largest_step import is_out_of_memory  # noqa: PLC0415
 
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)

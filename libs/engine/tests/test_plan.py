@@ -139,7 +139,7 @@ def test_the_largest_messages_of_an_engine_fit(max_seqs, context, vocab):
     plan_bytes, result_bytes = message_sizes(spec)
     plan = make_plan(
         sequences=max_seqs,
-        tokens=spec.config.max_batch_tokens,
+        tokens=spec.config.step_tokens,
         width=-(-context // BLOCK_SIZE),
         moves=max_seqs * (spec.config.hot_window.size + 1) // 2,
         scored=True,

@@ -98,14 +98,14 @@ def test_a_profile_has_no_values(served):
 
 
 def test_its_events_are_bounded(served, monkeypatch):
-    monkeypatch.setattr(profiler, "_MAX_EVENTS", 1)
+    monkeypatch.setattr(profiler, "MAX_EVENTS", 1)
     served.order(StartProfile(3, 50))
     _, head, _ = served.profile()
     assert (head["ended_by"], len(head["steps"])) == ("events", 1)
 
 
 def test_its_time_is_bounded(served, monkeypatch):
-    monkeypatch.setattr(profiler, "_MAX_RECORD_S", 0.0)
+    monkeypatch.setattr(profiler, "MAX_RECORD_S", 0.0)
     served.order(StartProfile(4, 50))
     _, head, _ = served.profile()
     assert (head["ended_by"], len(head["steps"])) == ("time", 1)
@@ -214,8 +214,8 @@ async def refusal(collection, ranks, finished=lambda: 0):
 
 
 async def test_an_idle_engine_is_told_to_get_requests(monkeypatch):
-    monkeypatch.setattr(profile_collection, "_FIRST_STEP_S", 0.0)
-    monkeypatch.setattr(profile_collection, "_POLL_S", 0.01)
+    monkeypatch.setattr(profile_collection, "FIRST_STEP_S", 0.0)
+    monkeypatch.setattr(profile_collection, "POLL_S", 0.01)
     collection = ProfileCollection(1, 2)
     ranks = Ranks(collection)
     assert "send requests meanwhile" in await refusal(collection, ranks)
@@ -223,7 +223,7 @@ async def test_an_idle_engine_is_told_to_get_requests(monkeypatch):
 
 
 async def test_a_rank_that_gives_nothing_is_named(monkeypatch):
-    for name in ("_RECORD_S", "PROFILE_S", "_POLL_S"):
+    for name in ("RECORD_S", "PROFILE_S", "POLL_S"):
         monkeypatch.setattr(profile_collection, name, 0.01)
     collection = ProfileCollection(1, 2)
     give(collection, 1, 0, b"rank 0")

@@ -10,6 +10,7 @@ import socket
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from lockstep_common import telemetry
 from lockstep_common.telemetry import JsonFormatter
@@ -261,19 +262,32 @@ async def test_a_rank_that_hangs_tells_where(group):
     assert [record.rank for record in logged("rank failed")] == [1]
 
 
-async def test_a_view_shows_which_rank_is_stopped_and_where_the_others_wait(group):
+async def test_a_view_shows_where_a_rank_is_stopped_and_where_the_others_wait(group):
     ranks, listener, run, _ = group
     await run(0)
     running = asyncio.create_task(run(STOP))
-    await until(lambda: ranks.view()[1].process_state == "stopped")
+    pid = ranks.ranks[1].pid
+    await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    assert ranks.step_since > 0
     first, second = await asyncio.to_thread(ranks.view)
     assert (first.steps, second.steps, first.collectives, second.collectives) == (2, 1, 2, 1)
-    assert (second.stack, second.pid, ranks.step_since > 0) == ("", ranks.ranks[1].pid, True)
+    assert (second.process_state, second.pid) == ("stopped", pid)
+    assert "stop_here" in second.stack
     assert "run_rank" in first.stack
-    os.kill(second.pid, signal.SIGCONT)
+    assert psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it is stopped again"
+    os.kill(pid, signal.SIGCONT)
     await running
     assert not listener.lost
     assert "run_rank" in ranks.view()[1].stack
+
+
+async def test_a_rank_that_stays_stopped_tells_where(group):
+    _, listener, run, logged = group
+    await run(STOP, deadline_s=0.5)
+    assert "rank 1" in listener.lost[0]
+    told = {record.rank: record for record in logged("where the rank is")}
+    assert told[1].process_state == "stopped"
+    assert "stop_here" in told[1].stack
 
 
 async def test_a_view_of_ranks_that_are_gone_is_empty(group):

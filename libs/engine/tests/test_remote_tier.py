@@ -32,7 +32,7 @@ FULL = (TEXT + PARAMS.max_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
 class Worker(Ranks):
     """An engine with a third tier, without processes: what `AsyncEngine` does with it, step by step."""
 
-    def __init__(self, path, store, tp=1, dtype=torch.float32, **mode):
+    def __init__(self, path, store, tp=1, dtype=torch.float32, recompute_s=lambda tokens: tokens / 1000, **mode):
         super().__init__(path, tp, dtype, **mode)
         self.scheduler = Scheduler(self.limits, [], self.sizes, shares_slots=True)
         config = _Config(model="m", host_cache_bytes=1)
@@ -44,7 +44,7 @@ class Worker(Ranks):
             kv_compressed_layers=layers or (),
         )
         self.changes = 0
-        self.tier = RemoteTier(store, self.config, "digest", self.scheduler, lambda tokens: tokens / 1000, self._change)
+        self.tier = RemoteTier(store, self.config, "digest", self.scheduler, recompute_s, self._change)
         self.outputs = {}
         self.open()
 
@@ -230,8 +230,7 @@ async def test_two_requests_with_one_beginning_fetch_it_once(path):
     store = MemoryStore()
     ids = await first_turn(path, store)
     store.asked.clear()
-    worker = Worker(path, store)
-    worker.tier._recompute_s = lambda tokens: tokens  # so long that `b` waits however slow this machine is
+    worker = Worker(path, store, recompute_s=float)  # so long that `b` waits however slow this machine is
     worker.submit("a", second_turn(ids))
     worker.submit("b", [*second_turn(ids), 7, 8])
     assert [(await worker.end(each))[2] for each in "ab"] == [FULL, (TEXT + 45) // BLOCK_SIZE * BLOCK_SIZE]
@@ -280,15 +279,44 @@ async def test_the_store_is_told_when_the_turn_of_a_request_comes(path):
     store = MemoryStore()
     told = []
 
-    async def fetch(tenant, hashes, heads, form, recompute_s, into, plain=store.fetch):
+    async def fetch(tenant, hashes, heads, form, recompute_s, into, further_bytes, plain=store.fetch):
         told.append(recompute_s(0))
-        return await plain(tenant, hashes, heads, form, recompute_s, into)
+        return await plain(tenant, hashes, heads, form, recompute_s, into, further_bytes)
 
     store.fetch = fetch
-    worker = Worker(path, store)
-    worker.tier._recompute_s = lambda tokens: 7 + tokens
+    worker = Worker(path, store, recompute_s=lambda tokens: 7 + tokens)
     await worker.ask("a", words(0))
     assert told == [7]
+    await worker.close()
+
+
+@pytest.mark.parametrize("mode", ["none", "lazy"])
+async def test_the_store_is_told_what_blocks_are_worth_and_what_they_need(path, mode):
+    """A part of a hot window saves nothing. Compressed blocks are of no use without the window."""
+    store = MemoryStore()
+    ids = await first_turn(path, store, **MODES[mode])
+    told = []
+
+    async def fetch(tenant, hashes, heads, form, recompute_s, into, further_bytes, plain=store.fetch):
+        told.append(([recompute_s(count) for count in range(len(hashes) + 1)], further_bytes, form.length * len(heads)))
+        return await plain(tenant, hashes, heads, form, recompute_s, into, further_bytes)
+
+    store.fetch = fetch
+    worker = Worker(path, store, **MODES[mode])
+    worker.tier._recompute_s = lambda tokens: tokens
+    ids, _, cached = await worker.ask("second", second_turn(ids))
+    blocks = len(second_turn(ids)) // BLOCK_SIZE
+    if mode == "none":
+        ((worth, further, _),) = told
+        assert worth == [BLOCK_SIZE * count for count in range(blocks + 1)]
+        assert further == 0
+    else:
+        (cold, further, _), (hot, nothing, block_bytes) = told
+        window = MODES[mode]["hot_window"]
+        first = window.sink + window.size
+        assert cold == [0, *(BLOCK_SIZE * (first + count) for count in range(1, len(cold)))]
+        assert hot == [0] * first + [cached]
+        assert (further, nothing) == (first * block_bytes, 0)
     await worker.close()
 
 
@@ -330,9 +358,9 @@ async def test_what_comes_after_a_restart_of_the_ranks_does_not_reach_the_new_on
     store.gate, store.spoils = asyncio.Event(), True
     kept = []
 
-    async def fetch(tenant, hashes, heads, form, recompute_s, into, plain=store.fetch):
+    async def fetch(tenant, hashes, heads, form, recompute_s, into, further_bytes, plain=store.fetch):
         kept.append((into, form))
-        return await plain(tenant, hashes, heads, form, recompute_s, into)
+        return await plain(tenant, hashes, heads, form, recompute_s, into, further_bytes)
 
     store.fetch = fetch
     worker = Worker(path, store)
@@ -424,7 +452,7 @@ async def test_no_block_is_offered_twice(path):
 
 
 async def test_what_the_store_does_not_take_is_dropped(path, monkeypatch):
-    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 0.0)
+    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 0.0)
     store = MemoryStore()
     store.room = 3
     ids = await first_turn(path, store)
@@ -435,7 +463,7 @@ async def test_what_the_store_does_not_take_is_dropped(path, monkeypatch):
 
 
 async def test_a_tenant_whose_blocks_are_not_taken_holds_up_nobody(path, monkeypatch):
-    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 3600.0)
+    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 3600.0)
     store = MemoryStore()
     take, refused = store.offer, []
     store.offer = lambda tenant, blocks: refused.append(tenant) or 0 if tenant == "a" else take(tenant, blocks)
@@ -454,7 +482,7 @@ async def test_a_tenant_whose_blocks_are_not_taken_holds_up_nobody(path, monkeyp
 
 async def test_what_the_pools_evict_is_stored(path, monkeypatch):
     """Here the end of a text stores nothing, because the store is full then."""
-    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 0.0)
+    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 0.0)
     store = MemoryStore()
     store.room = 0
     worker = Worker(path, store)
@@ -486,7 +514,7 @@ async def test_a_worker_that_drains_stores_what_runs(path):
 
 
 async def test_a_worker_that_drains_stores_what_runs_before_what_has_ended(path, monkeypatch):
-    monkeypatch.setattr("lockstep_engine.remote_writer._PATIENCE_S", 0.0)
+    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 0.0)
     store = MemoryStore()
     worker = Worker(path, store)
     store.room = 0
@@ -518,8 +546,10 @@ async def test_the_loop_goes_on_while_blocks_are_offered_that_are_gone(path):
     await worker.settled()
     writer, turns = worker.tier._epoch.writer, 0
     writer._offered.clear()
-    writer._next_batch = lambda: [writer._due.pop("")] if writer._due else []
     worker.scheduler.shed(0)
+    blocks = worker.scheduler.blocks
+    one_by_one = msgspec.structs.replace(blocks.sizes.host, step_slots=1)
+    blocks.sizes = msgspec.structs.replace(blocks.sizes, host=one_by_one)
     await writer.add_evicted()
     due = len(writer._due)
     assert due == FULL // BLOCK_SIZE

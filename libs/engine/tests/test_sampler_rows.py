@@ -483,7 +483,7 @@ def mixed_batch(count, vocabulary, steps):
 class TestBatch:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_many_kinds_of_rows_get_the_bits_of_rows_computed_one_by_one(self, dtype, monkeypatch):
-        monkeypatch.setattr(sampling_table, "_TILE", 331 * 5)  # several tiles of each kind
+        monkeypatch.setattr(sampling_table, "TILE", 331 * 5)  # several tiles of each kind
         numbers = np.random.default_rng(0).permutation(64).astype(np.int32)
         sampler = twin = None
         for samplings, logits, emitted, draws in mixed_batch(64, 331, 8):
@@ -541,21 +541,19 @@ class TestIntegerSums:
     def test_equal_exact_sums_within_their_unit(self):
         weights = torch.rand(4, 5000, generator=torch.Generator().manual_seed(1))
         exact = np.cumsum(weights.double().numpy(), axis=1)
-        assert np.abs(drawing._integer_sums(weights).numpy() - exact).max() < 5000 * 2**-44
+        assert np.abs(drawing.integer_sums(weights).numpy() - exact).max() < 5000 * 2**-44
 
     def test_do_not_depend_on_the_order_of_additions(self):
         weights = torch.softmax(torch.randn(1, 3000, generator=torch.Generator().manual_seed(2)) * 9, dim=-1)
-        total = drawing._integer_sums(weights)[0, -1]
+        total = drawing.integer_sums(weights)[0, -1]
         assert all(
-            drawing._integer_sums(weights[:, torch.randperm(3000, generator=torch.Generator().manual_seed(seed))])[
-                0, -1
-            ]
+            drawing.integer_sums(weights[:, torch.randperm(3000, generator=torch.Generator().manual_seed(seed))])[0, -1]
             == total
             for seed in range(20)
         )
 
     def test_the_largest_vocabulary_fits(self):
-        sums = drawing._integer_sums(torch.ones(1, 2**19 - 1))
+        sums = drawing.integer_sums(torch.ones(1, 2**19 - 1))
         assert sums[0, -1] == 2**19 - 1
         assert bool((sums.diff() > 0).all())
 
@@ -563,7 +561,7 @@ class TestIntegerSums:
     def test_draw_the_tokens_that_sums_of_floats_draw(self, fields, monkeypatch):
         logits = random_logits(12, 331)
         expected = sample(logits, row_sampling(**fields), DRAWS)
-        monkeypatch.setattr(drawing, "_prefix_sums", drawing._integer_sums)
+        monkeypatch.setattr(drawing, "prefix_sums", drawing.integer_sums)
         assert sample(logits, row_sampling(**fields), DRAWS) == expected
 
 

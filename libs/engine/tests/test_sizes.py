@@ -1,6 +1,7 @@
 """How a rank's memory is divided between the pools, and how much of it a sequence needs."""
 
 import pytest
+from lockstep_common.errors import LockstepError
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.sizes import canary_tokens, kv_memory_bytes, pool_sizes
@@ -73,9 +74,13 @@ class TestMemory:
     def test_on_the_cpu_it_has_a_fixed_size(self):
         assert kv_memory_bytes(rank_spec().config, None, 0) == 512 * 2**20
 
-    @pytest.mark.parametrize("free", [None, 1000])
+    @pytest.mark.parametrize("free", [None, 12645, 20000])
     def test_a_size_that_is_set_is_used(self, free):
         assert kv_memory_bytes(rank_spec(kv_memory_bytes=12345).config, free, 300) == 12345
+
+    def test_a_size_that_does_not_fit_beside_the_steps_is_refused(self):
+        with pytest.raises(LockstepError, match="is 12345; a GPU has 12644 bytes free, and 300 of them"):
+            kv_memory_bytes(rank_spec(kv_memory_bytes=12345).config, 12644, 300)
 
 
 class TestSequences:

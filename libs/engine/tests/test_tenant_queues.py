@@ -29,7 +29,7 @@ def test_a_flood_drops_the_oldest_items_of_its_own_tenant():
 
 
 def test_the_number_of_tenants_is_bounded(monkeypatch):
-    monkeypatch.setattr("lockstep_engine.tenant_queues._MAX_TENANTS", 2)
+    monkeypatch.setattr("lockstep_engine.tenant_queues.MAX_TENANTS", 2)
     queues = TenantQueues(10)
     for tenant in ("a", "b", "c", "a"):
         queues.add(tenant, 0)

@@ -18,6 +18,14 @@ MODEL = Path(__file__).parents[3] / "models/reference"
 KERNELS = pytest.mark.skipif(cpu.build is None, reason="torch's products depend on a matrix's width")
 
 
+@pytest.fixture
+def without_kernels():
+    before = cpu.build or "off"
+    cpu.use("off")
+    yield
+    cpu.use(before)
+
+
 def group(path, tp, **options):
     return InProcessGroup(path, tp, shards=4, **options)
 
@@ -111,8 +119,7 @@ def test_a_product_of_parts_is_the_tree_of_their_products(rows, kind):
     assert torch.equal(whole(x), add_in_tree([cpu.PackedLinear(w, None)(each) for each, w in parts]) + bias)
 
 
-def test_without_kernels_a_row_linear_adds_its_parts_in_the_tree(monkeypatch):
-    monkeypatch.setattr(cpu, "_library", None)
+def test_without_kernels_a_row_linear_adds_its_parts_in_the_tree(without_kernels):
     torch.manual_seed(4)
     layer = RowLinear("p", (0, 64), 8, Alone(), bias=True, dtype=torch.float32, parts=4)
     layer.weight.data.normal_()
@@ -124,9 +131,8 @@ def test_without_kernels_a_row_linear_adds_its_parts_in_the_tree(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_whole_row_linear_without_kernels_is_one_product_of_torch(monkeypatch, dtype):
+def test_a_whole_row_linear_without_kernels_is_one_product_of_torch(without_kernels, monkeypatch, dtype):
     """A bias that is added to a rounded product would be rounded twice."""
-    monkeypatch.setattr(cpu, "_library", None)
     torch.manual_seed(5)
     layer = RowLinear("p", (0, 1024), 96, Alone(), bias=True, dtype=dtype)
     layer.weight.data.normal_()

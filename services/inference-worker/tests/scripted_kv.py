@@ -139,10 +139,10 @@ class Memory:
         )
 
 
-async def fetch(store, names, into, *, tenant="t", recompute_s=1000.0, form=FORM, heads=HEADS):
+async def fetch(store, names, into, *, tenant="t", recompute_s=1000.0, form=FORM, heads=HEADS, further_bytes=0):
     """Fetch blocks that would take `recompute_s` seconds each to compute."""
     hashes = [block_hash(name) for name in names]
-    return await store.fetch(tenant, hashes, heads, form, lambda count: count * recompute_s, into)
+    return await store.fetch(tenant, hashes, heads, form, lambda count: count * recompute_s, into, further_bytes)
 
 
 @contextlib.asynccontextmanager

@@ -72,6 +72,12 @@ async def test_estimates_of_the_gate_are_counted_beside_what_fetches_took(store)
     assert value("bytes_per_second") > 0
 
 
+async def test_what_has_to_be_fetched_afterwards_counts(store):
+    await stored(store, "ab")
+    assert (await fetch(store, "ab", Memory(), recompute_s=100.0, further_bytes=1)).outcome == "fetched"
+    assert (await fetch(store, "ab", Memory(), recompute_s=100.0, further_bytes=1 << 60)).outcome == "gate"
+
+
 async def test_large_parts_are_stored_and_fetched_in_slices(store):
     form = BlockForm("bfloat16", (3, 1 << 20), 3 << 20)
     await stored(store, ["a"], form=form)
@@ -293,7 +299,7 @@ async def test_tenants_are_stored_in_turn(kv, target):
 
 
 async def test_a_tenant_for_which_the_server_has_no_room_waits_alone(kv, store, monkeypatch):
-    monkeypatch.setattr("lockstep_worker.kv_store.write_behind._PAUSE_S", 3600.0)
+    monkeypatch.setattr("lockstep_worker.kv_store.write_behind.PAUSE_S", 3600.0)
 
     def on_put(tenant):
         is_full = tenant == "full"

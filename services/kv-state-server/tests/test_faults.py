@@ -16,6 +16,7 @@ import redis
 from backends import PATIENCE_S
 from grpc_health.v1 import health_pb2
 from lockstep_common.ports import free_port
+from redis_damage import damage_some
 from redis_server import RedisSentinels, RedisServer
 from state_load import CLIENTS, READS, WRITES, loaded
 from state_process import dialled, running
@@ -228,71 +229,13 @@ async def test_damaged_values_are_as_absent(tmp_path, faults, seed):
         server = redis.Redis(port=faults.server.port, socket_timeout=PATIENCE_S)
         began = time.monotonic()
         while count < 3000:
-            for name in await asyncio.to_thread(lambda: rng.sample(sorted(server.scan_iter(count=1000)), 20)):
-                count += await asyncio.to_thread(damage, server, name, rng)
-            await asyncio.sleep(0)
+            count += await asyncio.to_thread(damage_some, server, rng)
         await load.goes_on()
         print(f"{count} values damaged under {len(load.since(began))} calls: {load.statuses(began)}")
         assert set(load.statuses(began)) <= {"OK", "FULL", "UNAVAILABLE"}
         assert load.statuses(began)["OK"] > 0.9 * len(load.since(began))
         server.flushdb()  # what was counted of the tenant may be wrong by now
         await load.works()
-
-
-def damage(server, name, rng):
-    """Damage one thing at a key; how many things it was."""
-    if rng.random() < 0.05:
-        lasts_ms = max(1000, server.pttl(name))
-        with server.pipeline() as pipeline:
-            pipeline.delete(name)
-            rng.choice([pipeline.rpush, pipeline.sadd, lambda key, value: pipeline.hset(key, "x", value)])(name, "x")
-            pipeline.pexpire(name, lasts_ms)
-            pipeline.execute()
-        return 1
-    try:
-        return DAMAGES[server.type(name)](server, name, rng)
-    except (redis.ResponseError, KeyError):  # it has become another one meanwhile, or is gone
-        return 0
-
-
-def spoilt(value, rng):
-    if not value or rng.random() < 0.2:
-        return value[: rng.randrange(len(value) + 1)]
-    changed = bytearray(value)
-    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-    return bytes(changed)
-
-
-def damage_string(server, name, rng):
-    value = server.get(name)
-    return int(value is not None and bool(server.set(name, spoilt(value, rng), xx=True, keepttl=True)))
-
-
-def damage_hash(server, name, rng):
-    field, value = rng.choice(sorted(server.hgetall(name).items()) or [(None, None)])
-    if field is None:
-        return 0
-    if rng.random() < 0.1:
-        return server.hdel(name, field)
-    server.hset(name, field, spoilt(value, rng))
-    return 1
-
-
-def damage_list(server, name, rng):
-    length = server.llen(name)
-    if not length:
-        return 0
-    at = rng.randrange(length)
-    server.lset(name, at, spoilt(server.lindex(name, at) or b"", rng))
-    return 1
-
-
-def damage_ends(server, name, rng):
-    server.zadd(name, {rng.randbytes(5): rng.randrange(1 << 45)})
-    return 1
-
-
-DAMAGES = {b"string": damage_string, b"hash": damage_hash, b"list": damage_list, b"zset": damage_ends}
 
 
 @pytest.mark.parametrize("store", ["memory", "redis"])

@@ -8,6 +8,7 @@ from backends import TTL_S, eventually, piece
 from lockstep_api.v1 import inference_pb2, state_pb2
 from lockstep_state.backend import Limits, Opening, Take
 from lockstep_state.memory import MemoryBackend
+from lockstep_state.redis_backend.store import Store
 
 OK = state_pb2.WRITE_OUTCOME_OK
 STALE = state_pb2.WRITE_OUTCOME_STALE
@@ -82,18 +83,19 @@ async def test_stream_that_becomes_another_one_while_its_tokens_are_compared_is_
     if kept.options is None:
         pytest.skip("in memory nothing happens meanwhile")
     await kept.open(pieces=[piece(1, 0, 5)])
-    journals = kept.backend._journals
-    fetch = journals._fetch
+    one, has_read = Store.one, []
 
-    async def replace_before(key, take):
-        monkeypatch.setattr(journals, "_fetch", fetch)
-        await kept.backend.trim(kept.tenant, [key], TTL_S)
-        await kept.append(opening=Opening(b"other", 1, "router-2"))
-        return await fetch(key, take)
+    async def replace_before(store, operation, command, **options):
+        if operation == "read" and not has_read:
+            has_read.append(True)
+            await kept.backend.trim(kept.tenant, [kept.key()], TTL_S)
+            await kept.append(opening=Opening(b"other", 1, "router-2"))
+        return await one(store, operation, command, **options)
 
-    monkeypatch.setattr(journals, "_fetch", replace_before)
+    monkeypatch.setattr(Store, "one", replace_before)
     refused = await kept.open(pieces=[piece(1, 0, 5)])
     assert (refused.outcome, refused.choice, refused.length) == (CONFLICT, 0, 0)
+    assert has_read
 
 
 async def test_nothing_follows_the_end_of_a_choice(kept):

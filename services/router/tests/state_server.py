@@ -31,6 +31,8 @@ class SlowBackend:
         self.backend = backend
         self.delay_s = 0.0
         self.is_away = False
+        self.most_writes = None
+        """A larger batch is not answered in any time."""
         self.calls = []
 
     @property
@@ -40,6 +42,8 @@ class SlowBackend:
     async def append(self, writes):
         self.calls.append("append")
         await asyncio.sleep(self.delay_s)
+        if self.most_writes is not None and len(writes) > self.most_writes:
+            await asyncio.Event().wait()
         if self.is_away:
             return [plain(WRITE_OUTCOME_UNAVAILABLE) for _ in writes]
         return await self.backend.append(writes)

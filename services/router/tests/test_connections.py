@@ -188,7 +188,7 @@ async def test_rest_of_a_body_after_its_answer_is_dropped_within_limits(cluster,
 
 @pytest.mark.parametrize("head", EARLY)
 async def test_client_that_does_not_end_its_body_after_the_answer_is_cut_off(cluster, head, monkeypatch):
-    monkeypatch.setattr(connections, "_UNREAD_BODY_S", 0.2)
+    monkeypatch.setattr(connections, "UNREAD_BODY_S", 0.2)
     async with cluster.over_http() as client, connection(client, head % (2 << 20)) as (reader, writer):
         assert (await all_of(reader)).startswith(b"HTTP/1.1 ")
         with pytest.raises(ConnectionError):
@@ -243,7 +243,7 @@ async def test_new_connection_does_not_hold_up_the_end(cluster):
 
 
 async def test_line_ends_between_requests_keep_no_connection_open(make_cluster, monkeypatch):
-    monkeypatch.setattr(server, "_KEEP_ALIVE_S", 0.3)
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.3)
     cluster = await make_cluster(1)
     async with cluster.over_http() as client, connection(client, HEALTH) as (reader, writer):
         assert b"200 OK" in await reader.readuntil(b"}")

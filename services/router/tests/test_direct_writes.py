@@ -21,20 +21,6 @@ USAGE = {"stream_options": {"include_usage": True}}
 
 
 @pytest.fixture
-def written(monkeypatch):
-    """Every piece that is written at once."""
-    pieces = []
-    write = ResponseChannel.write
-
-    def counting(self, data):
-        pieces.append(data)
-        write(self, data)
-
-    monkeypatch.setattr(ResponseChannel, "write", counting)
-    return pieces
-
-
-@pytest.fixture
 def pushed(monkeypatch):
     """Every event that a lane sends. `pushed.send` may be replaced: called with how to send, and with the event."""
 
@@ -55,6 +41,19 @@ def pushed(monkeypatch):
 
     monkeypatch.setattr(Outlet, "__init__", observed)
     return events
+
+
+@pytest.fixture
+def written(monkeypatch, pushed):
+    """Every piece that is written at once: by a lane, or without one."""
+    write = ResponseChannel.write
+
+    def counting(self, data):
+        pushed.append(data)
+        write(self, data)
+
+    monkeypatch.setattr(ResponseChannel, "write", counting)
+    return pushed
 
 
 def set_open(monkeypatch, is_open):
@@ -368,6 +367,15 @@ async def test_head_and_first_event_leave_together(make_cluster, sent):
     assert b"\r\n\r\n" in sent[0]
     assert b"data: {" in sent[0]
     assert not any(b"HTTP/1.1" in piece for piece in sent[1:])
+
+
+async def test_lane_takes_the_second_token_already(make_cluster, pushed):
+    cluster = await make_cluster(1)
+    cluster.workers[0].script = Script(delay_s=0.002)
+    async with cluster.over_http() as client:
+        response = await client.post("/v1/completions", json=TEXT, headers={"X-Request-ID": "same"})
+    assert b"id: same:2\n" in pushed[0]
+    assert response.text.startswith("id: same:1\n")
 
 
 async def test_whole_answer_is_sent_at_once(make_cluster, sent):

@@ -131,7 +131,7 @@ async def test_step_that_begins_after_a_long_pause_is_not_late(make_cluster):
 def judged_by_the_test(cluster):
     """The workers, which the router itself, whose time is another one, compares no more."""
     workers = cluster.router.workers
-    workers._measure_at = math.inf
+    workers.measure_at = math.inf
     return workers
 
 

@@ -125,6 +125,16 @@ async def test_other_router_sees_what_was_written(store, other):
     assert list((await other.look_up("r-2", "tenant")).logs) == list((await store.read("r-2")).logs)
 
 
+async def test_a_stream_that_is_not_mirrored_any_more_is_logged_by_its_request(store, other, caplog):
+    """Another router has begun a different one of the same id."""
+    await fill(store)
+    await mirrored(store)
+    await other.open(replace(record(), prompts=(array("I", [9]),)))
+    await eventually(lambda: caplog.records)
+    (line,) = caplog.records
+    assert (line.request_id, line.outcome) == ("r-1", "WRITE_OUTCOME_CONFLICT")
+
+
 async def test_other_router_sees_how_a_stream_ended(store, other):
     await fill(store)
     await fill(store, "r-2")
@@ -412,7 +422,7 @@ async def test_removal_is_not_waited_for_long_and_not_at_all_while_the_server_is
     await fill(store)
     await fill(store, "r-2")
     await mirrored(store)
-    store._settle_s = store.client._timeout_s = 0.1  # only now: until here everything has to be in time
+    store.settle_s = store.client.timeout_s = 0.1  # only now: until here everything has to be in time
     server.backend.delay_s = 3600.0
     await store.remove("r-1")
     async with asyncio.timeout(60):
@@ -572,8 +582,8 @@ async def test_stream_found_by_its_key_is_waited_for_a_little(store, other):
 
 
 async def test_stream_that_is_prepared_for_long_keeps_its_key(store, other, monkeypatch):
-    monkeypatch.setattr(mirrored_journals, "_OPENING_S", 0.2)
-    monkeypatch.setattr(shared_keys, "_MARK_AFTER_S", 0.01)
+    monkeypatch.setattr(mirrored_journals, "OPENING_S", 0.2)
+    monkeypatch.setattr(shared_keys, "MARK_AFTER_S", 0.01)
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await other.claim("tenant/key", Claim("r-2", b"body"))
     await mirrored(store)
@@ -586,8 +596,8 @@ async def test_stream_that_is_prepared_for_long_keeps_its_key(store, other, monk
 
 
 async def test_key_of_a_router_that_died_while_it_prepared_is_free(make_store, other, clock, monkeypatch):
-    monkeypatch.setattr(mirrored_journals, "_OPENING_S", 0.05)
-    monkeypatch.setattr(shared_keys, "_MARK_AFTER_S", 0.0)
+    monkeypatch.setattr(mirrored_journals, "OPENING_S", 0.05)
+    monkeypatch.setattr(shared_keys, "MARK_AFTER_S", 0.0)
     store = await make_store("router-3")
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await asyncio.sleep(0.05)
@@ -602,9 +612,9 @@ async def test_key_of_a_router_that_died_while_it_prepared_is_free(make_store, o
 
 
 async def test_stream_that_is_prepared_for_too_long_is_an_error_to_retry(store, other, monkeypatch):
-    monkeypatch.setattr(mirrored_journals, "_OPENING_S", 0.1)
-    monkeypatch.setattr(mirrored_journals, "_PREPARING_S", 0.3)
-    monkeypatch.setattr(shared_keys, "_MARK_AFTER_S", 0.0)
+    monkeypatch.setattr(mirrored_journals, "OPENING_S", 0.1)
+    monkeypatch.setattr(mirrored_journals, "PREPARING_S", 0.3)
+    monkeypatch.setattr(shared_keys, "MARK_AFTER_S", 0.0)
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await asyncio.sleep(0.05)
     await mirrored(store)
@@ -622,11 +632,11 @@ async def test_idle_stream_stays_as_long_as_its_router_lives(store, other, clock
     await store.claim("tenant/key", Claim("r-1", b"body"))
     await fill(store)
     await mirrored(store)
-    monkeypatch.setattr(store.mirror, "_ttl_s", 0.0)  # of the next renewals: at once
-    monkeypatch.setattr(store._keys, "_ttl_s", 0.0)
+    monkeypatch.setattr(store.mirror, "ttl_s", 0.0)  # of the next renewals: at once
+    monkeypatch.setattr(store._keys, "ttl_s", 0.0)
     for _ in range(5):
         clock.now += WINDOW_S
-        store.mirror._ttl_s = 1.5 * WINDOW_S
+        store.mirror.ttl_s = 1.5 * WINDOW_S
         store.mirror.note_change("r-1")
         store._keys._renew("r-1", 1.5 * WINDOW_S)
         await mirrored(store)
@@ -788,6 +798,21 @@ async def test_batch_that_the_server_refuses_is_halved(tmp_path, clock, make_sto
     store = await make_store(max_streams=100)
     for n in range(40):
         await fill(store, f"r-{n}")
+    await mirrored(store)
+    for n in range(40):
+        assert list((await other.look_up(f"r-{n}", "tenant")).logs[0].ids) == [5, 6]
+
+
+async def test_batch_that_is_too_much_for_the_time_is_halved(make_store, server, other):
+    """As when the state server comes back: everything is written again, and a slow one must not be asked for it at once
+    for ever.
+    """
+    store = await make_store(timeout_s=0.05, max_streams=100)
+    server.backend.is_away = True
+    for n in range(40):
+        await fill(store, f"r-{n}")
+    await eventually(lambda: store.client.mirror.is_open)
+    server.backend.is_away, server.backend.most_writes = False, 5
     await mirrored(store)
     for n in range(40):
         assert list((await other.look_up(f"r-{n}", "tenant")).logs[0].ids) == [5, 6]

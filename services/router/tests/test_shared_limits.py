@@ -9,12 +9,17 @@ from key_files import KEY, OTHER_KEY, bearer, tenant, write
 from limits.aio.storage import MemoryStorage
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.telemetry import REGISTRY
+from lockstep_common.tracing import CURRENT, Tracing
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import shared_storage
+from lockstep_router.tenants.limits import TenantLimits
 from lockstep_router.tenants.shared_storage import SharedStorage, open_storage
+from lockstep_router.tenants.tenant import Tenant
+from lockstep_router.traces import RequestTrace
 from minutes import until_room_s
 from pydantic import ValidationError
 from redis_server import RedisServer
+from router_cluster import eventually
 
 BODY = {"model": "reference", "prompt": "hello world", "max_tokens": 3}
 PASSWORD = "the-secret-of-redis"
@@ -32,7 +37,7 @@ def redis(tmp_path):
 def patient(monkeypatch, caplog):
     """Redis is tried again at once, and warnings are seen."""
     caplog.set_level(logging.INFO, "lockstep.router")
-    monkeypatch.setattr(shared_storage, "_RETRY_S", 0.0)
+    monkeypatch.setattr(shared_storage, "RETRY_S", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +112,7 @@ async def test_limits_hold_in_memory_while_redis_is_down_and_in_redis_when_it_is
 async def test_requests_do_not_wait_for_a_redis_that_hangs(redis, routers, monkeypatch):
     (one,) = await routers(1, redis.address, timeout_s=0.2, requests_per_minute=1000)
     assert (await ask(one)).status_code == 200
-    monkeypatch.setattr(shared_storage, "_RETRY_S", 600.0)
+    monkeypatch.setattr(shared_storage, "RETRY_S", 600.0)
     redis.freeze()
     failures = REGISTRY.get_sample_value("lockstep_router_limits_storage_failures_total")
     answers = [await ask(one) for _ in range(20)]
@@ -176,7 +181,7 @@ async def acquire(storage):
 
 async def test_one_request_at_a_time_tries_again(monkeypatch):
     clock = [1000.0]
-    monkeypatch.setattr(shared_storage, "_RETRY_S", 1.0)
+    monkeypatch.setattr(shared_storage, "RETRY_S", 1.0)
     monkeypatch.setattr(shared_storage.time, "monotonic", lambda: clock[0])
     failing = Failing()
     storage = shared_over(failing)
@@ -202,6 +207,26 @@ async def test_what_takes_too_long_is_counted_in_memory():
     began = time.monotonic()
     assert await acquire(storage)
     assert time.monotonic() - began < 20
+
+
+async def test_a_trace_tells_how_long_a_request_waited_for_redis():
+    """Of an answer, and of none in time. What is counted when the answer has ended is not waited for."""
+    spans, failing = [], Failing()
+    storage = shared_over(failing)
+    request = RequestTrace(Tracing(ratio=1.0, slow_s=60.0, export=spans.extend).trace())
+    CURRENT.set(request.root)
+    await acquire(storage)
+    TenantLimits(storage).charge(Tenant("search"), "tokens", 3)
+    failing.answer.clear()
+    await acquire(shared_over(failing, timeout_s=0.05))
+    failing.answer.set()
+    await eventually(lambda: failing.calls == 3)
+    answered, missing = spans
+    for span in spans:
+        assert (span.name, span.parent_id) == ("limits", request.root.span_id)
+        assert span.attributes["db.system.name"] == "redis"
+    assert (answered.error, missing.error) == ("", "TimeoutError")
+    assert missing.end_ns - missing.begin_ns >= 45_000_000
 
 
 async def test_a_request_that_is_cancelled_says_nothing_about_the_storage():

@@ -5,7 +5,9 @@ import json
 
 import httpx
 import pytest
+from lockstep_common.tracing import Tracing
 from lockstep_router import metrics
+from lockstep_router.text.tokenizer import Tokenizer
 from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card
 
@@ -126,6 +128,8 @@ async def test_slow_reader_gets_every_token_once(make_cluster):
     cluster = await make_cluster(1, max_unread_tokens=8)
     worker = cluster.workers[0]
     worker.script = Script(batch=4)
+    spans = []
+    cluster.router.tracing = Tracing(ratio=0.0, slow_s=60.0, export=spans.extend)
     # Each event takes a while to be written: the worker is faster and has to be paused.
     response = await httpx.AsyncClient(transport=SlowTransport(cluster.app), base_url="http://router").post(
         "/v1/completions", json=BODY | {"stream": True}
@@ -139,6 +143,13 @@ async def test_slow_reader_gets_every_token_once(make_cluster):
     (record,) = cluster.router.workers.history.streams
     assert len(record.attempts) > 1
     assert all(attempt.first_token_at is not None for attempt in record.attempts if attempt.tokens)
+    (request,), (client,) = ([span for span in spans if span.name == name] for name in ("request", "client"))
+    assert request.attributes["lockstep.trace.kept_because"] == "slow"
+    assert (client.parent_id, client.error) == (request.span_id, "")
+    assert request.begin_ns <= client.begin_ns <= client.end_ns <= request.end_ns
+    waits, wait_s = client.attributes["lockstep.client.waits"], client.attributes["lockstep.client.wait_s"]
+    assert 0.01 * waits <= wait_s <= (client.end_ns - client.begin_ns) / 1e9
+    assert waits > 5
 
 
 class SlowTransport(httpx.ASGITransport):
@@ -215,23 +226,22 @@ async def test_what_is_kept_for_whole_answers_counts_in_the_budget(make_cluster,
             await asyncio.sleep(0.02)
 
 
-async def test_prompts_that_are_tokens_count_before_the_last_one_is(make_cluster):
+async def test_prompts_that_are_tokens_count_before_the_last_one_is(make_cluster, monkeypatch):
     cluster = await make_cluster(max_journals_bytes=1 << 20)
     for worker in cluster.workers:
         worker.card = model_card(context_length=1 << 16)
         worker.announce(epoch=2)
     await eventually(lambda: cluster.router.workers.models["reference"].context_length == 1 << 16)
-    encoded = []
-    encode = cluster.router.encoder._encode
+    encoded, encode = [], Tokenizer.encode
 
-    async def counting(source, *arguments, **options):
-        encoded.append(source)
-        return await encode(source, *arguments, **options)
+    def counting(tokenizer, text, **options):
+        encoded.append(text)
+        return encode(tokenizer, text, **options)
 
-    cluster.router.encoder._encode = counting
+    monkeypatch.setattr(Tokenizer, "encode", counting)
     refused = await cluster.complete(prompt=["hello " * 10_000] * 32)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
-    assert len(encoded) < 32
+    assert 0 < len(encoded) < 32
     assert cluster.router._preparing_bytes == 0
 
 

@@ -19,6 +19,7 @@ from lockstep_router.journals.stored_form import tenant_of, to_message, to_piece
 from lockstep_router.resumption.endings import gone
 from lockstep_router.resumption.run import Run
 from lockstep_router.status import status_body
+from lockstep_router.tenants import Tenant
 from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card
 from takeover_cluster import Sharing, mirrored, mirrored_to
@@ -551,6 +552,13 @@ async def goes_on(cluster):
     assert run.end is None
 
 
+def nearly_full(cluster, left=0):
+    """The router keeps all its memory for journals, but for `left` bytes, for the prompts of a request."""
+    router = cluster.router
+    size = router.settings.max_journals_bytes - router.journals.size_bytes - left
+    return router.reserved(1, size, router.limits.account(Tenant("other")))
+
+
 @pytest.mark.parametrize("setting", ["max_streams", "max_resumable_streams", "max_journals_bytes"])
 async def test_stream_is_not_taken_by_a_router_without_room(sharing, setting):
     slow(sharing, 0.5)
@@ -558,15 +566,14 @@ async def test_stream_is_not_taken_by_a_router_without_room(sharing, setting):
     limits = {"max_streams": 3, "max_resumable_streams": 1}
     second = await sharing.router("second", **{setting: limits[setting]} if setting in limits else {})
     async with first.over_http() as client, second.over_http() as there:
-        if setting == "max_journals_bytes":
-            second.router._preparing_bytes = second.router.settings.max_journals_bytes
-        else:
-            await leave_after(there, LONG, 1)
-        stream_id, before = await leave_after(client, LONG | {"n": 3}, 1)
-        await mirrored(first)
-        response = await resume(there, stream_id, before[-1][0])
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
-        await goes_on(first)
+        with nearly_full(second) if setting == "max_journals_bytes" else contextlib.nullcontext():
+            if setting in limits:
+                await leave_after(there, LONG, 1)
+            stream_id, before = await leave_after(client, LONG | {"n": 3}, 1)
+            await mirrored(first)
+            response = await resume(there, stream_id, before[-1][0])
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+            await goes_on(first)
 
 
 # Without a state server.
@@ -685,9 +692,8 @@ async def test_failed_stream_stays_when_it_cannot_go_on_now(sharing, routers):
     failed = events_of(await first.client.post("/v1/completions", json=LONG | {"max_tokens": 10}))
     stream_id = failed[0][0].partition(":")[0]
     fail(sharing, after=None)
-    first.router._preparing_bytes = first.router.settings.max_journals_bytes
-    assert (await resume(first.client, stream_id, failed[-2][0])).status_code == 503
-    first.router._preparing_bytes = 0
+    with nearly_full(first):
+        assert (await resume(first.client, stream_id, failed[-2][0])).status_code == 503
     rest = events_of(await resume(first.client, stream_id, failed[-2][0]))
     assert text_of(failed[:-1] + rest) == first.undisturbed("hello world", 7, 10)
 
@@ -753,8 +759,8 @@ async def test_stream_whose_tokens_have_no_room_is_not_taken(sharing):
         known = await second.router.journals.look_up(
             stream_id, (await first.router.journals.read(stream_id)).record.owner
         )
-        second.router._preparing_bytes = second.router.settings.max_journals_bytes - known.size_bytes
-        response = await resume(second.client, stream_id, before[-1][0])
+        with nearly_full(second, left=known.size_bytes):
+            response = await resume(second.client, stream_id, before[-1][0])
         assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
         await goes_on(first)
 

@@ -28,7 +28,7 @@ if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "
     from lockstep_engine.distributed import SharedMemory
     from lockstep_engine.rank import Rank
 
-    exchange, computing = SharedMemory._exchange, Rank.forward
+    exchange, computing = SharedMemory.exchange, Rank.forward
 
     def stepping(self, *arguments):
         self._group.left_at = time.perf_counter()  # what was before it is no computing
@@ -52,7 +52,7 @@ if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "
         self.left_at = time.perf_counter()
         return parts
 
-    SharedMemory._exchange, Rank.forward = paced, stepping
+    SharedMemory.exchange, Rank.forward = paced, stepping
 
 if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "HELD_RANKS_FILE" in os.environ:
     from lockstep_engine.rank import Rank
@@ -69,10 +69,10 @@ if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "
 if any("lockstep_worker" in argument for argument in sys.orig_argv) and "HASTY_FILE" in os.environ:
     from lockstep_engine import profile_collection
 
-    first_step_s, run = profile_collection._FIRST_STEP_S, profile_collection.ProfileCollection.run
+    first_step_s, run = profile_collection.FIRST_STEP_S, profile_collection.ProfileCollection.run
 
     async def hasty(self, *arguments):
-        profile_collection._FIRST_STEP_S = 1.0 if os.path.exists(os.environ["HASTY_FILE"]) else first_step_s
+        profile_collection.FIRST_STEP_S = 1.0 if os.path.exists(os.environ["HASTY_FILE"]) else first_step_s
         return await run(self, *arguments)
 
     profile_collection.ProfileCollection.run = hasty

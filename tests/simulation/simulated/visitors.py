@@ -293,12 +293,14 @@ class Visitor:
                 exchange = await self._open(outgoing, self._index)
                 has_left = await self._read(exchange, book, None if leave is None else leave[0])
             except BrokenError:
-                if self._world.kernel.now > until:
-                    book.end(Kind.BROKEN)
-                    return
-                await asyncio.sleep(_AGAIN_S)
+                gives_up = self._world.kernel.now > until
+                if not gives_up:
+                    await asyncio.sleep(_AGAIN_S)
                 # The router learns of a timeout again, or ends the stream while the client is not there.
                 book.pause(self._world.kernel.now - max(began, book.histories[0].progress_at))
+                if gives_up:
+                    book.end(Kind.BROKEN)
+                    return
                 outgoing = self._again(outgoing, book)
                 continue
             until = self._world.kernel.now + PATIENCE_S

@@ -26,14 +26,16 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 {{- define "lockstep.podLabels" -}}
 {{ include "lockstep.selectorLabels" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-{{- with mergeOverwrite (dict) (deepCopy (.root.Values.commonLabels | default dict)) (.labels | default dict) }}
+{{- $scraped := include "lockstep.scrapeLabels" . | fromYaml }}
+{{- with mergeOverwrite $scraped (deepCopy (.root.Values.commonLabels | default dict)) (.labels | default dict) }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
 
-{{/* Takes (root, annotations). */}}
+{{/* Takes (root, annotations, port?): a pod's number of its port `management`. */}}
 {{- define "lockstep.annotations" -}}
-{{- with mergeOverwrite (dict) (deepCopy (.root.Values.commonAnnotations | default dict)) (.annotations | default dict) -}}
+{{- $scraped := include "lockstep.scrapeAnnotations" . | fromYaml -}}
+{{- with mergeOverwrite $scraped (deepCopy (.root.Values.commonAnnotations | default dict)) (.annotations | default dict) -}}
 {{- toYaml . -}}
 {{- end -}}
 {{- end -}}

@@ -5,6 +5,37 @@
 - {sourceLabels: [__meta_kubernetes_pod_label_lockstep_dev_model], targetLabel: model}
 {{- end -}}
 
+{{/*
+Whether pods say themselves how they are scraped: not where monitors of the operator do, or everything would be scraped twice by a
+Prometheus that heeds both.
+*/}}
+{{- define "lockstep.isAnnotated" -}}
+{{- $how := .Values.monitoring.scrapeAnnotations -}}
+{{- if or (eq $how "always") (and (eq $how "auto") (not (.Capabilities.APIVersions.Has "monitoring.coreos.com/v1"))) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* Annotations of a pod by which it is scraped. Takes (root, port?): the number of its port `management`; none has no metrics. */}}
+{{- define "lockstep.scrapeAnnotations" -}}
+{{- if and .port (include "lockstep.isAnnotated" .root) -}}
+prometheus.io/scrape: "true"
+prometheus.io/port: {{ .port | quote }}
+prometheus.io/path: /metrics
+prometheus.io/scheme: {{ if include "lockstep.tls.management" .root }}https{{ else }}http{{ end }}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels that the usual scrape by annotations gives to every metric of a pod, where monitors would add them. */}}
+{{- define "lockstep.scrapeLabels" -}}
+{{- if include "lockstep.isAnnotated" .root -}}
+release: {{ .root.Release.Name | quote }}
+{{- with .model }}
+model: {{ .name | quote }}
+{{- end }}
+{{- end -}}
+{{- end -}}
+
 {{/* Where traces go. Takes (root, settings); adds to a service's settings what these do not say themselves. */}}
 {{- define "lockstep.tracing.settings" -}}
 {{- with .root.Values.tracing -}}

@@ -57,7 +57,7 @@ SLOWEST_BYTES_PER_S = 1 << 18
 """Large answers, such as profiles, may be taken as slowly as this: `kubectl port-forward` from afar is not fast."""
 
 _BEAT_S = 0.25
-_ASK_TIMEOUT_S = 1.5  # below the timeouts of probes, so that they get an answer from a busy process
+ASK_TIMEOUT_S = 1.5  # below the timeouts of probes, so that they get an answer from a busy process
 _POLL_S = 0.1
 
 Value = TypeVar("Value")
@@ -237,7 +237,7 @@ class _OwnAnswers:
 
         try:
             self._loop.call_soon_threadsafe(call)
-            return future.result(_ASK_TIMEOUT_S)
+            return future.result(ASK_TIMEOUT_S)
         except TimeoutError:
             future.cancel()
             raise _NoAnswerError("the serving loop does not answer") from None

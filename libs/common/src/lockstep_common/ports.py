@@ -12,7 +12,7 @@ from contextlib import suppress
 _PORTS = range(10_000, 22_768)
 """Nodes of a Redis Cluster listen on the port that is higher by 10,000, too."""
 _TRIES = 100
-_RANGE_PATH = "/proc/sys/net/ipv4/ip_local_port_range"
+RANGE_PATH = "/proc/sys/net/ipv4/ip_local_port_range"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -29,7 +29,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def candidates() -> Iterator[int]:
     """Ports to try, in random order."""
-    if _first_given() >= _PORTS.stop:
+    if first_given() >= _PORTS.stop:
         yield from random.SystemRandom().sample(_PORTS, _TRIES)
 
 
@@ -47,10 +47,10 @@ def probe(host: str, port: int) -> int:
         return int(bound.getsockname()[1])
 
 
-def _first_given() -> int:
+def first_given() -> int:
     """The lowest port that the kernel gives to who asks for any."""
     try:
-        with open(_RANGE_PATH) as file:
+        with open(RANGE_PATH) as file:
             return int(file.read().split()[0])
     except (OSError, ValueError, IndexError):
         return 0

@@ -9,6 +9,16 @@ BLOCK_SIZE = BLOCK_TOKENS
 """Tokens in a block of KV cache."""
 
 
+_CUDA_STEP_TOKENS = 2048
+"""Chosen by arithmetic, not measured. A step with a chunk of a prompt is no CUDA graph: some hundred launches take the
+host the same time whatever the chunk (`docs/bench/gpu-launches.md`), and the weights are read once. From about 300
+tokens on (an H100's 989 TFLOP/s in bfloat16 by 3.35 TB/s) a step's time grows with its tokens: 2048 of 8 billion
+weights take 33 ms at the least, for which running streams wait. Larger steps would hold them up and save little."""
+_STEP_TOKENS = 512
+"""On the CPU every token takes its time, and running streams wait for the step. Also for `device` auto, which is known
+by the ranks alone."""
+
+
 @dataclass(frozen=True)
 class HotWindow:
     """The rule by which a query sees a full block of KV hot (in the model's dtype) or cold (compressed).
@@ -58,14 +68,16 @@ class EngineConfig:
     """
     max_seqs: int = 64
     """Most requests that run at once."""
-    max_batch_tokens: int = 512
-    """Most tokens computed in one step, over all requests."""
+    max_batch_tokens: int | None = None
+    """Most tokens computed in one step, over all requests. None: 2048 with `device` cuda, else 512, and at least
+    `max_seqs` (see `step_tokens`)."""
     max_queue: int = 256
     """Most requests that wait. One more is refused as OVERLOADED."""
     max_context: int | None = None
     """Most tokens of prompt and output together; the model's own limit if None."""
     kv_memory_bytes: int | None = None
-    """Size of one rank's KV cache. None: 512 MiB on the CPU, 90 % of the free memory on CUDA."""
+    """Size of one rank's KV cache. None: 512 MiB on the CPU; on CUDA 90 % of the free memory, less what recorded steps
+    and the largest step take."""
     kv_compression: str = "lazy"
     """lazy: full blocks before the hot window are stored in eight bits; immediate: all full blocks are; per_layer: as
     lazy, but only in `kv_compressed_layers`; none."""
@@ -135,7 +147,7 @@ class EngineConfig:
                 "cannot be prebuilt with deterministic: the kernels of that mode are compiled at the start",
             ),
             ("max_seqs", 1 <= self.max_seqs <= 4096, "must be between 1 and 4096"),
-            ("max_batch_tokens", self.max_batch_tokens >= self.max_seqs, "must be at least max_seqs"),
+            ("max_batch_tokens", self.step_tokens >= self.max_seqs, "must be at least max_seqs"),
             ("max_queue", self.max_queue >= 1, "must be at least 1"),
             ("max_context", self.max_context is None or self.max_context >= 2, "must be at least 2"),
             ("kv_memory_bytes", self.kv_memory_bytes is None or self.kv_memory_bytes > 0, "must be positive"),
@@ -169,6 +181,13 @@ class EngineConfig:
         for field, holds, sentence in checks:
             if not holds:
                 raise invalid(field, f"{sentence} (given: {getattr(self, field)})")
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_batch_tokens`, or what is chosen for the device."""
+        if self.max_batch_tokens is not None:
+            return self.max_batch_tokens
+        return max(self.max_seqs, _CUDA_STEP_TOKENS if self.device == "cuda" else _STEP_TOKENS)
 
     @property
     def hot_window(self) -> HotWindow | None:

@@ -24,14 +24,14 @@ from lockstep_engine.request import GrammarKind, SamplingParams
 
 logger = logging.getLogger("lockstep.engine")
 
-_SLOW_S = 0.005
+SLOW_S = 0.005
 """CPU time for one token above which a grammar gets the thread for slow ones. Quick ones never wait for it."""
-_QUICK_S = 0.001
+QUICK_S = 0.001
 """CPU time for one token after which the driver never computes a mask of this stream again: threads do. So a stream can
 hold up others once."""
 _QUICK_CHARS = 4096
 """Longest text of a grammar for whose masks the driver's stack is deep enough in any case."""
-_DRIVER_S = 0.001
+DRIVER_S = 0.001
 """Time in a step for which the driver computes masks; threads compute the others."""
 _MAX_THREADS = 4
 _MAX_REASON_CHARS = 300
@@ -116,7 +116,7 @@ class Constraint:
         if taken < len(emitted_ids):
             raise invalid("emitted_ids", f"has a token at position {taken} that the grammar does not allow")
         self.mask = self._compute()
-        self.is_slow = time.thread_time() - began_s > _SLOW_S
+        self.is_slow = time.thread_time() - began_s > SLOW_S
 
     def advance(self, token: int) -> None:
         """Begin to compute the mask after the next token. The last mask must have been used."""
@@ -137,8 +137,8 @@ class Constraint:
             self.error = as_failure(error)
             return
         took_s = time.thread_time() - began_s
-        self.is_slow = took_s > _SLOW_S
-        self.is_quick = self.is_quick and took_s <= _QUICK_S
+        self.is_slow = took_s > SLOW_S
+        self.is_quick = self.is_quick and took_s <= QUICK_S
         self.mask = mask
 
     def _compute(self) -> NDArray[np.int32]:
@@ -182,7 +182,7 @@ class MaskThreads:
 
     def start(self, constraint: Constraint, token: int) -> None:
         """Compute a constraint's mask after a token, or begin to."""
-        if constraint.is_quick and self._driver_s < _DRIVER_S:
+        if constraint.is_quick and self._driver_s < DRIVER_S:
             began_s = time.perf_counter()
             constraint.consume(token)
             self._driver_s += time.perf_counter() - began_s

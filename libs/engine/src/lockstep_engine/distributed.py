@@ -27,13 +27,19 @@ logger = logging.getLogger("lockstep.engine")
 _SPIN_S = 0.002
 _SLEEP_S = 0.00005
 
-ONE_SHOT_BYTES = 256 * 1024
-"""Up to this size one-shot sums, in which each GPU reads the parts of all others, are faster than NCCL. It is torch's
-own threshold (`kOneShotThreshBytes` in intra_node_comm.cu); on 4 H100s vllm-project/vllm#24111 measured 10 against 17
-us at 512 KiB and 15 against 19 at 1 MiB.
-"""
 _VECTOR_BYTES = 16
 """Width of the one-shot kernel's widest load. Tensors of other sizes are so small that NCCL serves them."""
+
+
+def one_shot_bytes(size: int) -> int:
+    """Up to this many bytes the one-shot sums of `size` GPUs, in which each reads the parts of all others, are taken
+    for faster than NCCL's.
+
+    On 4 H100s vllm-project/vllm#24111 measured 10 against 17 us at 512 KiB and 15 against 19 at 1 MiB, with vLLM's
+    one-stage kernel. What a rank reads grows with the number of ranks, so that more than four have torch's own
+    threshold (`kOneShotThreshBytes` in intra_node_comm.cu). Nothing of this has been measured here.
+    """
+    return 2**20 if size <= 4 else 2**18
 
 
 class Collectives(Protocol):
@@ -107,7 +113,7 @@ class SharedMemory:
             for piece in torch.split(flat, self._capacity // x.itemsize):
                 self.all_reduce(piece)
             return flat.view(x.shape)
-        out = add_in_tree(self._exchange(x), out=x)
+        out = add_in_tree(self.exchange(x), out=x)
         self._finish("all_reduce")
         return out
 
@@ -117,11 +123,12 @@ class SharedMemory:
             rows = x.reshape(-1, x.shape[-1])
             pieces = torch.split(rows, max(1, self._capacity // (rows.shape[1] * rows.itemsize)))
             return torch.cat([self.all_gather(piece) for piece in pieces]).view(*x.shape[:-1], -1)
-        out = torch.cat(self._exchange(x), dim=-1)
+        out = torch.cat(self.exchange(x), dim=-1)
         self._finish("all_gather")
         return out
 
-    def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of all ranks, by their numbers, in shared memory: valid until the next but one call."""
         self._began_ns = time.perf_counter_ns()
         self._calls += 1
         half = self._data[self._calls % 2]
@@ -177,7 +184,7 @@ class SymmetricMemory:
 
     _DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernel is compiled for
 
-    def __init__(self, device: torch.device, capacity: int = ONE_SHOT_BYTES) -> None:
+    def __init__(self, device: torch.device, capacity: int) -> None:
         from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415 - registers its operators
 
         self._capacity = capacity
@@ -207,6 +214,7 @@ class TorchDistributed:
 
     Args:
         deterministic: whether a sum must not depend on the element's position in the tensor.
+        on_gpu: whether the ranks add up as those on GPUs do, which is NCCL's or in the order of ranks.
         one_shot: used for the tensors that its `fits` accepts.
     """
 
@@ -217,6 +225,7 @@ class TorchDistributed:
         on_progress: Callable[[], None],
         *,
         deterministic: bool,
+        on_gpu: bool = False,
         one_shot: OneShot | None = None,
     ) -> None:
         self.rank = rank
@@ -226,13 +235,14 @@ class TorchDistributed:
         self._on_progress = on_progress
         self._one_shot = one_shot
         self._deterministic = deterministic
+        self._on_gpu = on_gpu
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
         began = self._begin()
         if self._one_shot is not None and self._one_shot.fits(x):
             x = self._one_shot.all_reduce(x)
-        elif self._deterministic and x.is_cuda:  # NCCL chooses its algorithm by the tensor's size
+        elif self._deterministic and self._on_gpu:  # NCCL chooses its algorithm by the tensor's size
             x = sum_in_order(self._gather(x))
         elif self._deterministic and self.size > 2:
             # The order in which gloo adds more than two summands depends on the element's position in the buffer.
@@ -324,7 +334,7 @@ def symmetric_memory(device: torch.device, size: int) -> SymmetricMemory | None:
     others = (other for other in range(size) if other != device.index)
     if all(torch.cuda.can_device_access_peer(device, other) for other in others):
         try:
-            made = SymmetricMemory(device)
+            made = SymmetricMemory(device, one_shot_bytes(size))
         except RuntimeError as error:  # this container cannot share memory, or the driver is too old
             logger.warning("no symmetric memory: %s", error)
     agreed = torch.tensor([made is not None], dtype=torch.int32, device=device)

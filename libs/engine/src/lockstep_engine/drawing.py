@@ -37,7 +37,7 @@ def draw(logits: torch.Tensor, rows: Draw, uniforms: NDArray[np.float64]) -> tor
         for cut in rows.cuts:
             least.index_copy_(0, cut.rows, _least_kept(weights.index_select(0, cut.rows), cut))
         weights.masked_fill_(weights < least, 0)
-    cumulative = _prefix_sums(weights)
+    cumulative = prefix_sums(weights)
     total = cumulative[:, -1:].contiguous()
     targets = torch.from_numpy(uniforms).to(device, non_blocking=True).unsqueeze(1) * total
     # The first id whose cumulative weight is above the target; rounding must not lead past the last id with weight.
@@ -53,7 +53,7 @@ def _least_kept(weights: torch.Tensor, cut: Cut) -> torch.Tensor:
     ordered = _largest(weights, cut.depth)
     last = ordered.gather(1, cut.last)
     if cut.top_p is not None:
-        cumulative = _prefix_sums(ordered)
+        cumulative = prefix_sums(ordered)
         kept = cumulative - ordered < cut.top_p * cumulative.gather(1, cut.last)
         if cut.shallow:
             kept &= torch.arange(cut.depth, device=weights.device) <= cut.last
@@ -73,12 +73,12 @@ def _largest(weights: torch.Tensor, depth: int) -> torch.Tensor:
     return torch.from_numpy(np.sort(numbers, axis=-1)[:, ::-1].copy())
 
 
-def _prefix_sums(weights: torch.Tensor) -> torch.Tensor:
+def prefix_sums(weights: torch.Tensor) -> torch.Tensor:
     """[rows, n], float64."""
-    return weights.cumsum(dim=-1, dtype=torch.float64) if weights.device.type == "cpu" else _integer_sums(weights)
+    return weights.cumsum(dim=-1, dtype=torch.float64) if weights.device.type == "cpu" else integer_sums(weights)
 
 
-def _integer_sums(weights: torch.Tensor) -> torch.Tensor:
+def integer_sums(weights: torch.Tensor) -> torch.Tensor:
     """Prefix sums of weights that are rounded to multiples of 2**-44: exact, whatever the order of additions."""
     return (weights.double() * (1 / _UNIT)).round_().long().cumsum(dim=-1).double().mul_(_UNIT)
 

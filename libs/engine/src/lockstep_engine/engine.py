@@ -188,7 +188,7 @@ class AsyncEngine:
         self._on_progress = on_progress
         self._limits = Limits(
             max_seqs=config.max_seqs,
-            max_batch_tokens=config.max_batch_tokens,
+            max_batch_tokens=config.step_tokens,
             max_queue=config.max_queue,
             context_length=self.model.context_length,
             prefix_cache=config.prefix_cache,
@@ -732,7 +732,7 @@ class AsyncEngine:
         """Estimates the seconds until so many tokens of one more prompt would be computed. The part of it that does not
         depend on `tokens` takes time for each request, and is asked for dozens of times in a turn of the loop.
         """
-        pace, step_tokens = self._pace, self.config.max_batch_tokens
+        pace, step_tokens = self._pace, self.config.step_tokens
         if self._turn_s is None:
             scheduler = self._scheduler
             places, is_full = scheduler.running + scheduler.free_seqs, not scheduler.free_seqs

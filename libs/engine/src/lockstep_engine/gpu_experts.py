@@ -5,6 +5,8 @@ It takes the place of experts of the usual shape: gate and up projections stacke
 other shapes run by the model's own code, expert by expert; that is exact, too, but cannot be recorded.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,12 +22,16 @@ class GroupedExperts(nn.Module):
         experts: the model's own.
         most_tokens: with more tokens these compute, expert by expert: the host waits, but such products are large and
             theirs are the library's. None: never.
+
+    Attributes:
+        by_own_code: these compute, with any number of tokens.
     """
 
     def __init__(self, experts: nn.Module, most_tokens: int | None) -> None:
         super().__init__()
         self.experts: Any = experts
         self._most_tokens = most_tokens
+        self.by_own_code = False
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -51,7 +57,7 @@ class GroupedExperts(nn.Module):
         count of experts on mean none.
         """
         experts = self.experts
-        if self._most_tokens is not None and len(x) > self._most_tokens:
+        if self.by_own_code or (self._most_tokens is not None and len(x) > self._most_tokens):
             own: torch.Tensor = experts(x, chosen, weights)
             return own
         count = experts.gate_up_proj.shape[0]
@@ -83,3 +89,16 @@ def group_experts(model: nn.Module, most_tokens: int | None = None) -> int:
                 setattr(module, name, GroupedExperts(child, most_tokens))
                 replaced += 1
     return replaced
+
+
+@contextmanager
+def experts_by_own_code(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the model's own experts compute, instead of the grouped ones in their place."""
+    grouped_ones = [each for each in model.modules() if isinstance(each, GroupedExperts)]
+    for each in grouped_ones:
+        each.by_own_code = True
+    try:
+        yield
+    finally:
+        for each in grouped_ones:
+            each.by_own_code = False

@@ -24,11 +24,11 @@ logger = logging.getLogger("lockstep.engine")
 _RULES = 1
 """Version of what this module and `constraint` decide about masks; part of the engine's name."""
 _THREADS = 2
-_MAX_WAITING = 64
-_TIMEOUT_S = 10.0
-_MAX_CACHED = 256
-_MAX_CACHED_BYTES = 256 << 20
-_MAX_LIVE_BYTES = 1 << 30
+MAX_WAITING = 64
+COMPILE_TIMEOUT_S = 10.0
+MAX_CACHED = 256
+MAX_CACHED_BYTES = 256 << 20
+MAX_LIVE_BYTES = 1 << 30
 _GRAMMAR_BYTES = 64 << 10
 _BYTES_OF_A_CHAR = 1024
 """Memory of a compiled grammar, estimated: this much for each byte of its text."""
@@ -88,7 +88,7 @@ class GrammarCompiler:
         """
         if not self.name:
             raise invalid(grammar.field, "is not supported by this worker, because its tokenizer cannot be used for it")
-        if self._waiting >= _MAX_WAITING or self._live_bytes + _estimated_bytes(grammar) > _MAX_LIVE_BYTES:
+        if self._waiting >= MAX_WAITING or self._live_bytes + _estimated_bytes(grammar) > MAX_LIVE_BYTES:
             raise _overloaded()
 
     async def compile(self, request: Request) -> Constraint:
@@ -106,12 +106,12 @@ class GrammarCompiler:
         constraint = None
         work = self._threads.submit(lambda: self._constrain(request, grammar))
         try:
-            async with asyncio.timeout(_TIMEOUT_S):
+            async with asyncio.timeout(COMPILE_TIMEOUT_S):
                 constraint = await asyncio.wrap_future(work)
         except TimeoutError:
             if work.cancelled():  # it had to wait for others
                 raise _overloaded() from None
-            raise invalid(grammar.field, f"takes longer than {_TIMEOUT_S:g} s to compile") from None
+            raise invalid(grammar.field, f"takes longer than {COMPILE_TIMEOUT_S:g} s to compile") from None
         finally:
             self._waiting -= 1
             if constraint is None:
@@ -188,7 +188,7 @@ class _Cache:
             self._remove(key)
             self._entries[key] = matcher, size
             self._bytes += size
-            while len(self._entries) > _MAX_CACHED or self._bytes > _MAX_CACHED_BYTES:
+            while len(self._entries) > MAX_CACHED or self._bytes > MAX_CACHED_BYTES:
                 self._remove(next(iter(self._entries)))
 
     def drop(self, key: tuple[GrammarKind, str]) -> None:

@@ -57,7 +57,7 @@ from lockstep_engine.model_config import refuse
 from lockstep_engine.plan import Plan, Result, decode_result, encode_plan
 from lockstep_engine.profile_collection import PROFILE_ALLOWANCE_S, ProfileCollection
 from lockstep_engine.rank_log import write_entry
-from lockstep_engine.rank_output import STOPPED, RankOutput, RankView
+from lockstep_engine.rank_output import RankOutput, RankView
 
 logger = logging.getLogger("lockstep.rank")
 
@@ -219,18 +219,19 @@ class RankGroup:
         return self._step_since if self._in_flight else 0.0
 
     def view(self) -> list[RankView]:
-        """The ranks as they are now, each with its stack if it gives one within half a second. Any thread may call."""
+        """The ranks as they are now, each with its stack if it gives one within half a second. Any thread may call.
+        A rank that is stopped runs for some 20 ms, in which it writes its stack.
+        """
         outputs, ranks, mailbox = self._outputs, self.ranks, self._mailbox
         for output in outputs:
             output.ask_stack()
         until = time.monotonic() + _VIEW_S
         views = []
         for output, rank in zip(outputs, ranks, strict=False):
-            process, waits_in = output.process_state()
             steps, entered = (
                 (0, 0) if mailbox is None else (int(mailbox.steps[rank.rank]), int(mailbox.collectives[rank.rank]))
             )
-            stack = "" if process in STOPPED else output.stack(until)
+            process, waits_in, stack = output.place(until)
             views.append(RankView(rank.rank, rank.pid, rank.state, process, waits_in, steps, entered, stack))
         return views
 
@@ -606,12 +607,8 @@ class RankGroup:
 
     def _log_places(self) -> None:
         for output in self._outputs:
-            process, waits_in = output.process_state()
-            fields: dict[str, str | int] = {
-                "process_state": process,
-                "waits_in": waits_in,
-                "stack": output.stack(time.monotonic()),
-            }
+            process, waits_in, stack = output.place(time.monotonic())
+            fields: dict[str, str | int] = {"process_state": process, "waits_in": waits_in, "stack": stack}
             if self._mailbox is not None and (progress := self._mailbox.progress(output.rank)).launched:
                 fields |= {"launched": progress.launched, "reached": progress.reached}
             logger.error("where the rank is", extra=self._named(output.rank) | fields)

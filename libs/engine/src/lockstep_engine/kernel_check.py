@@ -4,8 +4,6 @@ A kernel may be compiled wrongly for a GPU, or by a version of Triton, that nobo
 text as a chunk and its last token as a decode step: with the kernels, and with the model's own code and torch. Blocks
 that go cold meanwhile are compared, too. A rank that computes something else refuses to serve. All ranks see the same
 logits, so that they agree without asking one another.
-
-Not compared are the kernels of grouped experts, which replace those of the model's own code for good.
 """
 
 from dataclasses import dataclass

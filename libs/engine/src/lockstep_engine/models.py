@@ -107,8 +107,10 @@ class BuiltModel:
             return self._by_modules(ids, attention, rows)
 
     def logits_by_modules(self, ids: torch.Tensor, attention: StepAttention, rows: torch.Tensor) -> torch.Tensor:
-        """As `logits`, by the model's own code and torch, without the GPU's kernels."""
-        with intercepted() if ids.is_cpu else nullcontext():
+        """As `logits`, by the model's own code and torch, without the GPU's kernels: for a model on them."""
+        from lockstep_engine.gpu_experts import experts_by_own_code  # noqa: PLC0415 - it builds on Triton
+
+        with intercepted() if ids.is_cpu else nullcontext(), experts_by_own_code(self.module):
             return self._by_modules(ids, attention, rows)
 
     def _by_modules(self, ids: torch.Tensor, attention: StepAttention, rows: torch.Tensor) -> torch.Tensor:

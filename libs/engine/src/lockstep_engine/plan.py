@@ -193,7 +193,7 @@ def message_sizes(spec: RankSpec) -> tuple[int, int]:
     config, context_length = spec.config, spec.model.context_length
     tables = 4 * config.max_seqs * -(-context_length // BLOCK_SIZE)
     if config.hot_window is not None:  # also hot tables, and a move for each block in them and in the step
-        tables = 2 * tables + 8 * config.max_seqs * (config.hot_window.size + 2) + config.max_batch_tokens
+        tables = 2 * tables + 8 * config.max_seqs * (config.hot_window.size + 2) + config.step_tokens
     if config.host_cache_bytes:  # each block of the largest pools may be both spilled and loaded, in up to 4 slots
         hot = 0 if config.hot_window is None else hot_pool_blocks(config, config.hot_window)
         tables += 2 * 5 * 4 * (hot + config.max_seqs * -(-context_length // BLOCK_SIZE))
@@ -201,7 +201,7 @@ def message_sizes(spec: RankSpec) -> tuple[int, int]:
     # and output) and its bias.
     added = config.max_seqs * (18 * context_length + 32 * 1024)
     masks = config.max_seqs * (4 + 4 * mask_words(spec.model.vocab_size))
-    plan = masks + 4096 + 8 * config.max_batch_tokens + 64 * config.max_seqs + tables + added
+    plan = masks + 4096 + 8 * config.step_tokens + 64 * config.max_seqs + tables + added
     # A step scores at most as many prompt tokens as it can sample; for evaluation with the full vocabulary. Pages that
     # are never written use no memory.
     embedding = 0 if spec.model.embedding is None else 4 * spec.model.embedding.size

@@ -19,10 +19,10 @@ two steps, up to a second on a busy machine. It must not look as if the rank hun
 PROFILE_S = 45.0
 """Longest time of a profile."""
 
-_FIRST_STEP_S = 10.0
-_RECORD_S = 20.0
+FIRST_STEP_S = 10.0
+RECORD_S = 20.0
 """The ranks stop after 10 s by themselves, if a step ends then."""
-_POLL_S = 0.1
+POLL_S = 0.1
 
 Send = Callable[[StartProfile | StopProfile], Sequence[int]]
 """Sends an order to all ranks; returns those that do not take it."""
@@ -93,9 +93,9 @@ class ProfileCollection:
                 if self._reason:
                     raise _failed(self._reason)
                 passed_s = time.monotonic() - began
-                if passed_s > _FIRST_STEP_S and finished() - before < 2:
-                    raise _failed(f"no steps ran within {_FIRST_STEP_S:g} s; send requests meanwhile")
-                if passed_s > _RECORD_S and not is_stopped:
+                if passed_s > FIRST_STEP_S and finished() - before < 2:
+                    raise _failed(f"no steps ran within {FIRST_STEP_S:g} s; send requests meanwhile")
+                if passed_s > RECORD_S and not is_stopped:
                     is_stopped = True
                     send(StopProfile(self._number))
                 if passed_s > PROFILE_S:
@@ -104,7 +104,7 @@ class ProfileCollection:
                         f"rank {late} has given no profile within {PROFILE_S:g} s; `lockstep debug` shows where it is"
                     )
                 try:
-                    async with asyncio.timeout(_POLL_S):
+                    async with asyncio.timeout(POLL_S):
                         await self._changed.wait()
                 except TimeoutError:
                     continue

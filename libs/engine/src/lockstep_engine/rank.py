@@ -29,7 +29,7 @@ from lockstep_engine import distributed, fast_path
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_choice import step_attention
 from lockstep_engine.attention_torch import TorchAttention
-from lockstep_engine.blocks import PoolSizes
+from lockstep_engine.blocks import HostSizes, PoolSizes
 from lockstep_engine.canary import Numerics, measure
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig
 from lockstep_engine.control import (
@@ -56,6 +56,7 @@ from lockstep_engine.host_memory import HostMemory
 from lockstep_engine.kernel_check import check_kernels
 from lockstep_engine.kernels import cpu, gpu
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.largest_step import SMALLEST_POOLS, device_memory, is_out_of_memory, measure_largest_step
 from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.models import BuiltModel, build_model
 from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, decode_plan, encode_result, message_sizes
@@ -189,17 +190,18 @@ class Rank:
         }
         self._records = by_kernels and config.cuda_graphs
         self.graphs: GraphedStep | None = None
-        with torch.inference_mode():
-            graph_bytes = self._estimate_graphs()
-        phases.end("estimate")
-        _send(control, Loaded(self._affordable_blocks(graph_bytes), phases.seconds))
-        blocks = self._receive_blocks()
-        self.cache = self._make_cache(blocks)
-        self.host = HostMemory(blocks.host, self.cache, host_fd)
         self._sampler = Sampler(config.max_seqs, model.vocab_size, self._device) if spec.rank == 0 else None
         by_mean = model.embedding is not None and model.embedding.pooling == "mean"
         self._pooler = Pooler(mean=by_mean, size=model.hidden_size)
-        with torch.inference_mode():
+        self._memory = device_memory(self._device)
+        with torch.inference_mode(), gpu.refusing_failures(spec.rank, used=by_kernels):
+            reserved = self._estimate_graphs() + self._measure_largest_step()
+        phases.end("estimate")
+        _send(control, Loaded(self._affordable_blocks(reserved), phases.seconds))
+        blocks = self._receive_blocks()
+        self.cache = self._make_cache(blocks)
+        self.host = HostMemory(blocks.host, self.cache, host_fd)
+        with torch.inference_mode(), gpu.refusing_failures(spec.rank, used=by_kernels):
             numerics = self._test(by_kernels=by_kernels)
             self._record()
         if by_kernels:
@@ -426,9 +428,15 @@ class Rank:
         form = self._device, self._dtype, self.model.head_dim
         if self._device.type == "cuda":
             settings: Any = self.model.module.config
-            heads = settings.get_text_config().num_attention_heads
-            per_head = max(1, heads // self._spec.config.tp // self.model.kv_heads)
-            gpu.try_attention(*form, per_head, compressed=self._spec.config.hot_window is not None)
+            text = settings.get_text_config()
+            per_head = max(1, text.num_attention_heads // self._spec.config.tp // self.model.kv_heads)
+            gpu.try_attention(
+                *form,
+                per_head,
+                compressed=self._spec.config.hot_window is not None,
+                windowed=bool(getattr(text, "sliding_window", None)),
+                exact=self._deterministic,
+            )
             agree = partial(distributed.gather_reasons, self._group)
             reason = fast_path.common_reason(agree, gpu.problem(*form))
             if reason is not None:
@@ -442,7 +450,7 @@ class Rank:
         """
         if not self._records:
             return 0
-        graphs = self._graphed(self._make_cache(PoolSizes(1, 0 if self._spec.config.hot_window is None else 1)))
+        graphs = self._graphed(self._make_cache(SMALLEST_POOLS))
         try:
             return graphs.estimate_bytes()
         except NotRecordableError as error:
@@ -450,6 +458,22 @@ class Rank:
             return 0
         finally:
             graphs.close()
+
+    def _measure_largest_step(self) -> int:
+        """Bytes that a step takes at most on a GPU beside the KV cache; 0 on the CPU."""
+        if self._memory is None:
+            return 0
+
+        def run(plan: Plan) -> None:
+            if self.launch(plan, []).unserved:
+                raise MemoryError("the sampler's tables")
+
+        self.cache = self._make_cache(SMALLEST_POOLS)
+        self.host = HostMemory(HostSizes(), self.cache)
+        agree = partial(distributed.gather_reasons, self._group)
+        needed = measure_largest_step(self._spec, self._memory, run, agree)
+        logger.info("the largest step needs %.1f MiB beside weights and KV cache", needed / 2**20)
+        return needed
 
     def _record(self) -> None:
         """Record decode steps, if the model can be recorded."""
@@ -549,23 +573,21 @@ class Rank:
             return distributed.SharedMemory(collectives_fd, spec.rank, config.tp, collective_bytes(spec), progress)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         distributed.init_torch_distributed(backend, store_path, spec.rank, config.tp, config.start_timeout_s)
-        quick = self._device.type == "cuda" and config.collectives == "auto" and not self._deterministic
+        on_gpu = self._device.type == "cuda"
+        quick = on_gpu and config.collectives == "auto" and not self._deterministic
         one_shot = distributed.symmetric_memory(self._device, config.tp) if quick else None
         return distributed.TorchDistributed(
-            spec.rank, config.tp, progress, deterministic=self._deterministic, one_shot=one_shot
+            spec.rank, config.tp, progress, deterministic=self._deterministic, on_gpu=on_gpu, one_shot=one_shot
         )
 
-    def _affordable_blocks(self, graph_bytes: int) -> PoolSizes:
-        """Blocks of the KV cache that there is memory for, beside recorded steps of `graph_bytes`."""
+    def _affordable_blocks(self, reserved_bytes: int) -> PoolSizes:
+        """Blocks of the KV cache that there is memory for, beside `reserved_bytes` for recorded steps and others."""
         config, layers = self._spec.config, self._geometry["layers"]
         unknown = [layer for layer in config.kv_compressed_layers if layer >= layers]
         if unknown:
             raise invalid("kv_compressed_layers", f"names layer {unknown[0]}; the model has {layers}, counted from 0")
-        free_bytes = None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # otherwise memory released by loading and recording would not count as free
-            free_bytes = torch.cuda.mem_get_info(self._device)[0]
-        memory = kv_memory_bytes(config, free_bytes, graph_bytes)
+        free_bytes = None if self._memory is None else self._memory.free_bytes()
+        memory = kv_memory_bytes(config, free_bytes, reserved_bytes)
         cold = KvCache.cold_block_bytes(**self._geometry, compressed_layers=config.kv_compressed_layers or None)
         sizes = KvCache.block_bytes(**self._geometry), cold
         pools = pool_sizes(self._spec, memory, *sizes)
@@ -618,11 +640,6 @@ class _PhaseTimer:
         now = time.monotonic()
         self.seconds[name] = round(now - self._last, 3)
         self._last = now
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: Python's, a GPU's, or torch's on the CPU, whose error has no type of its own."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 _MANY_NUMBERS = re.compile(r"-?\d+(?:\s*,\s*-?\d+){8,}")

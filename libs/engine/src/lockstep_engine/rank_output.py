@@ -30,18 +30,21 @@ _PROFILER_MARK = b"USDT:"
 """Torch's profiler says so when it starts and stops. It is no warning, and whoever profiles knows."""
 _BURST, _PER_S = 400, 50.0
 _POLL_S = 0.01
+_CONTINUED_S = 0.2
+"""Longest time that a stopped rank runs so that it can write its stacks; it takes some 20 ms."""
 
+STOPPED = "stopped"
+DEBUGGED = "stopped by a debugger"
 _PROCESS_STATES = {
     "R": "running",
     "S": "sleeping",
     "D": "waiting in the kernel",
-    "T": "stopped",
-    "t": "stopped by a debugger",
+    "T": STOPPED,
+    "t": DEBUGGED,
     "Z": "ended",
     "X": "ended",
 }
 """The letters of /proc/PID/stat (man 5 proc)."""
-STOPPED = frozenset({"stopped", "stopped by a debugger"})
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class RankView:
     state: str
     """starting, ready or dead, as the supervisor knows it"""
     process_state: str
-    """What the kernel says of the process; a stopped one cannot tell its stack."""
+    """What the kernel says of the process; one that a debugger holds cannot tell its stack."""
     waits_in: str
     """The kernel's function that the process waits in; empty: none, or unknown."""
     steps: int
@@ -65,7 +68,7 @@ class RankView:
 
 
 class RankOutput:
-    """The driver's ends for one rank. `ask_stack`, `stack` and `process_state` may be called in any thread.
+    """The driver's ends for one rank. Methods about its stacks and its process may be called in any thread.
 
     Attributes:
         stderr: the rank's end of the pipe; the caller closes it with `close_theirs` once the rank has it.
@@ -134,12 +137,17 @@ class RankOutput:
         return dropped
 
     def ask_stack(self) -> None:
-        """Make the rank write its stacks, unless it is stopped."""
+        """Make the rank write its stacks; one that is stopped does so as soon as it goes on."""
+        with self._lock:
+            if self._is_open:
+                os.ftruncate(self.stacks, 0)
+        self._send(signal.SIGUSR1)
+
+    def _send(self, number: signal.Signals) -> None:
         with self._lock:
             if self._is_open and self._pidfd is not None:
-                os.ftruncate(self.stacks, 0)
-                with contextlib.suppress(OSError):
-                    signal.pidfd_send_signal(self._pidfd, signal.SIGUSR1)
+                with contextlib.suppress(OSError):  # it has ended
+                    signal.pidfd_send_signal(self._pidfd, number)
 
     def stack(self, until: float) -> str:
         """What the rank has written since `ask_stack`: waits until it is complete, or until a monotonic time."""
@@ -153,6 +161,20 @@ class RankOutput:
                     from_byte = max(0, size - _MAX_STACK_BYTES)
                     return os.pread(self.stacks, _MAX_STACK_BYTES, from_byte).decode(errors="replace")
             time.sleep(_POLL_S)
+
+    def place(self, until: float) -> tuple[str, str, str]:
+        """Where the rank is: what `process_state` says, and what it has written since `ask_stack`, until a monotonic
+        time. A stopped rank is continued for that, and stopped again. It acts on signals first when it goes on, so
+        these are the frames in which it was stopped.
+        """
+        process, waits_in = self.process_state()
+        if process != STOPPED:
+            return process, waits_in, "" if process == DEBUGGED else self.stack(until)
+        self._send(signal.SIGCONT)
+        try:
+            return process, waits_in, self.stack(time.monotonic() + _CONTINUED_S)
+        finally:
+            self._send(signal.SIGSTOP)
 
     def process_state(self) -> tuple[str, str]:
         """What the kernel says of the process, and the function of the kernel that it waits in."""

@@ -63,6 +63,7 @@ class RemoteStore(Protocol):
         form: BlockForm,
         recompute_s: Callable[[int], float],
         into: Callable[[int, int], memoryview],
+        further_bytes: int,
     ) -> FetchResult:
         """Fetch the leading blocks of a chain that are there for all heads, if that is faster than computing them.
 
@@ -75,6 +76,7 @@ class RemoteStore(Protocol):
                 request's turn comes.
             into: the memory, of `form.length` bytes, for the block at an index of `hashes` and the part at an index of
                 `heads`. It stays valid until the fetch ends or is cancelled.
+            further_bytes: that are to be fetched after these blocks, without which they are of no use.
         """
 
     def offer(self, tenant: str, blocks: Sequence[StoredBlock]) -> int:

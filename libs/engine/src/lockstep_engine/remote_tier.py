@@ -318,7 +318,10 @@ class RemoteTier:
         window, end = self._config.hot_window, len(keys)
         if window is not None and window.first_hot(end) > window.sink:
             middle = range(window.sink, window.first_hot(end))
-            reached = await self._fetch_part(epoch, tenant, keys, links, middle, cold=True, ahead=window.size)
+            hot_bytes = (window.sink + window.size) * epoch.view.forms[False].length * len(epoch.view.heads)
+            reached = await self._fetch_part(
+                epoch, tenant, keys, links, middle, cold=True, ahead=window.size, further_bytes=hot_bytes
+            )
             if reached is None:
                 return
             end = min(end, reached + window.size)
@@ -326,7 +329,7 @@ class RemoteTier:
                 return
         first, sink = self._scheduler.blocks.hot_part(end)
         hot = range(end) if window is None else [*range(sink), *range(first, end)]
-        await self._fetch_part(epoch, tenant, keys, links, hot, cold=False, ahead=0)
+        await self._fetch_part(epoch, tenant, keys, links, hot, cold=False, ahead=0, further_bytes=0)
 
     async def _fetch_part(
         self,
@@ -338,8 +341,10 @@ class RemoteTier:
         *,
         cold: bool,
         ahead: int,
+        further_bytes: int,
     ) -> int | None:
-        """Fetch those of the blocks at `indices` that are not in the other tiers; they are of use with `ahead` more.
+        """Fetch those of the blocks at `indices` that are not in the other tiers; they are of use with `ahead` more,
+        which take `further_bytes`.
 
         Returns:
             The index of the first block that is still missing, or the end of `indices`; None: the store does not serve
@@ -352,15 +357,18 @@ class RemoteTier:
             return max(indices, default=-1) + 1
         usable = blocks.match(keys).usable
 
+        is_whole = not cold and len(indices) <= indices[-1]
+        """The hot window and the sink behind it: of no use without any of these blocks."""
+
         def recompute_s(count: int) -> float:
-            if count < 1:
+            if count < (len(missing) if is_whole else 1):
                 return self._recompute_s(0)
             end = min(len(keys), missing[min(count, len(missing)) - 1] + 1 + ahead)
             return self._recompute_s(max(0, end - usable) * BLOCK_SIZE)
 
         wanted = [keys[index] for index in missing]
         names = [remote_keys.block_name(links[index], cold=cold) for index in missing]
-        count = await self._receive(epoch, tenant, wanted, names, recompute_s, cold=cold)
+        count = await self._receive(epoch, tenant, wanted, names, recompute_s, cold=cold, further_bytes=further_bytes)
         if count is None:
             return None
         return missing[count] if count < len(missing) else max(indices) + 1
@@ -374,6 +382,7 @@ class RemoteTier:
         recompute_s: Callable[[int], float],
         *,
         cold: bool,
+        further_bytes: int,
     ) -> int | None:
         """Fetch these blocks to host memory. Returns how many of the first ones have come; None: it is of no use to ask
         for others.
@@ -385,7 +394,7 @@ class RemoteTier:
         arriving, count = _Arriving(self._scheduler, shared, epoch.view, tenant, len(names), cold=cold), 0
         try:
             result = await self._store.fetch(
-                tenant, names, epoch.view.heads, epoch.view.forms[cold], recompute_s, arriving.into
+                tenant, names, epoch.view.heads, epoch.view.forms[cold], recompute_s, arriving.into, further_bytes
             )
             complete = min(max(0, result.blocks), len(arriving.slots))
             await arriving.copy_apart(complete)

@@ -35,7 +35,7 @@ _PIECE_BYTES = 2**20
 _FULL_WAIT_S = 0.02
 _MAX_FULL_WAIT_S = 0.32
 """Until a tenant's blocks are offered again that the store has not taken: first the one, doubled each time."""
-_PATIENCE_S = 2.0
+PATIENCE_S = 2.0
 """How long a block waits for room in the store's queue."""
 _COPY_WAIT_S = 30.0
 """How long a block waits for the plan that copies it; longer than any step may take."""
@@ -269,7 +269,7 @@ class RemoteWriter:
         """Offer blocks again later, unless that has been done for long enough without any of them being taken."""
         now = asyncio.get_running_loop().time()
         wait_s = _FULL_WAIT_S if refused is None else min(2 * refused.wait_s, _MAX_FULL_WAIT_S)
-        until = now + _PATIENCE_S if refused is None else refused.until
+        until = now + PATIENCE_S if refused is None else refused.until
         if now < until:
             self._refused[batch[0].tenant] = _Refused(batch, now + wait_s, wait_s, until)
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lockstep_engine.plan import RowSampling
 
-_TILE = 2**18
+TILE = 2**18
 """Logits of a tile on the CPU: 1 MiB."""
 _DEEPEST = 1024
 """Up to this top_k only the largest probabilities are sorted."""
@@ -153,7 +153,7 @@ class SamplingTable:
     def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
         self._vocabulary = vocab_size
         self._device = device
-        self._tile = max(1, _TILE // vocab_size) if device.type == "cpu" else max_seqs
+        self._tile = max(1, TILE // vocab_size) if device.type == "cpu" else max_seqs
         self._numbers = np.zeros((max_seqs, 6))
         self._top_k = np.zeros(max_seqs, np.int64)
         self._logprobs = np.full(max_seqs, -1, np.int64)

@@ -451,7 +451,7 @@ class Scheduler:
             self._current = sequence
             if self._count(sequence, budget, chunks) == 0:
                 return
-            match = self._match(sequence)
+            match = self.find_match(sequence)
             if self._is_being_computed(match):
                 self.blocks.matches.remember(sequence.request.id, match)
                 continue  # wait and share its blocks
@@ -478,7 +478,7 @@ class Scheduler:
         """Whether all tokens are computed, even if the prefix cache has their KV."""
         return sequence.scores_prompt or (sequence.request.embeds and self._limits.mean_pooling)
 
-    def _match(self, sequence: Sequence) -> Match:
+    def find_match(self, sequence: Sequence) -> Match:
         """What the prefix cache has for a waiting sequence."""
         known = self.blocks.matches.get(sequence.request.id, len(sequence.tokens))
         return self.blocks.look_up(sequence, self._cacheable_keys(sequence)) if known is None else known

@@ -23,14 +23,15 @@ _RUNNING_PER_CACHED = 4
 """One block of the hot pool for each so many that running sequences need is for the hot windows of cached texts:
 without them a full batch leaves none, and a conversation's next turn cannot start after its cold blocks."""
 _CUDA_SHARE = 0.9
-"""Part of a GPU's free memory that the KV cache and graphs take."""
+"""Part of a GPU's free memory that the KV cache, graphs and the largest step take. The rest is for what was not
+measured: memory that torch's allocator cannot use because it lies in pieces, and other processes."""
 
 
 def collective_bytes(spec: RankSpec) -> int:
     """Bytes that a rank can contribute to one collective: the hidden states of a step, or its part of the logits.
     Larger tensors are sent in pieces.
     """
-    hidden = max(spec.config.max_batch_tokens, spec.config.max_seqs) * spec.model.hidden_size
+    hidden = max(spec.config.step_tokens, spec.config.max_seqs) * spec.model.hidden_size
     logits = max(spec.config.max_seqs, CANARY_ROWS) * -(-spec.model.vocab_size // spec.config.tp)
     return -(-max(hidden, logits) * 4 // 64) * 64
 
@@ -43,26 +44,35 @@ def canary_tokens(spec: RankSpec) -> int:
     return max(2, min(spec.model.context_length, _CANARY_TOKENS, hot_blocks * BLOCK_SIZE + 24))
 
 
-def kv_memory_bytes(config: EngineConfig, free_bytes: int | None, graph_bytes: int) -> int:
+def kv_memory_bytes(config: EngineConfig, free_bytes: int | None, reserved_bytes: int) -> int:
     """Bytes of one rank's KV cache.
 
     Args:
         config: its `kv_memory_bytes` decides, if set.
         free_bytes: free memory of the rank's GPU; None on the CPU.
-        graph_bytes: what recorded decode steps will take of it.
+        reserved_bytes: what recorded decode steps and the largest step will take of it.
+
+    Raises:
+        LockstepError: INVALID_REQUEST: `kv_memory_bytes` is set, and does not fit beside that.
     """
     if config.kv_memory_bytes is not None:
+        if free_bytes is not None and config.kv_memory_bytes + reserved_bytes > free_bytes:
+            raise invalid(
+                "kv_memory_bytes",
+                f"is {config.kv_memory_bytes}; a GPU has {free_bytes} bytes free, and {reserved_bytes} of them are for "
+                "recorded steps and the largest step (max_batch_tokens, max_seqs)",
+            )
         return config.kv_memory_bytes
     if free_bytes is None:
         return _CPU_KV_BYTES
-    return max(0, int(free_bytes * _CUDA_SHARE) - graph_bytes)
+    return max(0, int(free_bytes * _CUDA_SHARE) - reserved_bytes)
 
 
 def hot_pool_blocks(config: EngineConfig, hot_window: HotWindow) -> int:
     """Hot blocks that can be used: what all sequences need to continue and what one step fills, and beyond that the hot
     windows of cached texts.
     """
-    running = config.max_seqs * hot_window.blocks + -(-config.max_batch_tokens // BLOCK_SIZE)
+    running = config.max_seqs * hot_window.blocks + -(-config.step_tokens // BLOCK_SIZE)
     return running + -(-running // _RUNNING_PER_CACHED)
 
 

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
-_MAX_TENANTS = 1024
+MAX_TENANTS = 1024
 
 
 class TenantQueues(Generic[Item]):
@@ -31,7 +31,7 @@ class TenantQueues(Generic[Item]):
 
     def add(self, tenant: str, item: Item) -> None:
         """Add an item at the end of a tenant's queue. It is dropped if too many other tenants have one."""
-        if tenant not in self._queues and len(self._queues) >= _MAX_TENANTS:
+        if tenant not in self._queues and len(self._queues) >= MAX_TENANTS:
             return
         self._queues.setdefault(tenant, deque()).append(item)
         self._count += 1

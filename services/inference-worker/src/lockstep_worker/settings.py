@@ -50,7 +50,11 @@ class WorkerSettings(StateServerSettings):
         "auto", description="What the engine computes in, and of the KV cache; auto: float32 on the CPU."
     )
     max_seqs: int = Field(64, ge=1, description="Requests running at once.")
-    max_batch_tokens: int = Field(512, ge=1, description="Tokens computed in one step, over all requests.")
+    max_batch_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens computed in one step, over all requests; if not set, 2048 with device = cuda, else 512.",
+    )
     max_queue: int = Field(256, ge=1, description="Requests waiting at most; one more is refused as overloaded.")
     max_context: int | None = Field(
         None, ge=2, description="Prompt and output; the model's own limit, with its rotary scaling, if not set."

@@ -47,7 +47,7 @@ is ten times as long, and each busy thread adds it once.
 """
 _OTHER_FILES = 256
 """File descriptors for everything except clients: workers, log, management."""
-_KEEP_ALIVE_S = 75
+KEEP_ALIVE_S = 75
 """Timeout for idle connections, longer than that of clients and proxies (httpx 5 s, nginx and AWS's load balancers
 60 s). If clients close first, no connection closes under a new request.
 """
@@ -196,7 +196,7 @@ def http_config(router: Router, tls: ssl.SSLContext | None = None) -> HttpConfig
         max_header_bytes=settings.max_header_bytes,
         header_timeout_s=settings.header_timeout_s,
         dropped_bytes_per_s=settings.bodies_bytes_per_s,
-        keep_alive_s=_KEEP_ALIVE_S,
+        keep_alive_s=KEEP_ALIVE_S,
     )
     connections = Connections(limits)
     # Uvicorn calls this object as it calls its own protocol classes.
@@ -213,7 +213,7 @@ def http_config(router: Router, tls: ssl.SSLContext | None = None) -> HttpConfig
         server_header=False,
         headers=[("X-Lockstep-Router", settings.router_id)],
         backlog=_BACKLOG,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
     )
     config.open_connections, config.tls, config.application = connections, tls, application

@@ -1,13 +1,15 @@
 """The span `request`: one for each request of a client, from its arrival to the end of its answer. And the span
 `takeover`, when this router goes on with what another one began.
 
-The spans below it, `route` and `attempt`, are those of its streams.
+The spans below it, `route` and `attempt`, are those of its streams. `client` says how long its answer waited for the
+client to read.
 
 What it holds of the request are numbers and the name of a model that exists. It never holds text of clients.
 """
 
+import time
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.trace_context import TraceContext
@@ -21,6 +23,8 @@ _OPERATIONS = {
 }
 _CLIENTS_TIMEOUT = 504
 """The request's own timeout has passed: its span says so, but that alone is no reason to keep the trace."""
+_MIN_CLIENT_WAIT_NS = 10_000_000
+"""A write that takes less has waited for the event loop, not for the client."""
 _METHODS = {"http": names.HTTP_METHOD, "websocket": names.HTTP_METHOD}
 
 
@@ -52,13 +56,16 @@ class EndedRequest(Protocol):
 class RequestTrace:
     """A request's span, and the trace that its streams have in common."""
 
-    __slots__ = ("_has_token", "finish_reasons", "root", "trace")
+    __slots__ = ("_client", "_client_read_ns", "_has_token", "finish_reasons", "root", "trace")
 
     def __init__(self, trace: Trace, name: str = "request", kind: Kind = Kind.SERVER) -> None:
         self.trace = trace
         self.root: Span = trace.begin(name, kind=kind)
         self.finish_reasons: list[str] = []
         self._has_token = False
+        self._client: Span | None = None
+        """From the first write that waited for the client to the end of the last one; attributes have the waits."""
+        self._client_read_ns = 0
 
     @property
     def context(self) -> TraceContext:
@@ -91,6 +98,20 @@ class RequestTrace:
             self._has_token = True
             self.root.attributes[names.RESPONSE_FIRST_CHUNK_S] = seconds
             self.trace.keep_if_slow(seconds)
+
+    def note_write(self, began_ns: int) -> None:
+        """Note that a write to the client has ended, which began at this time of the monotonic clock."""
+        now_ns = time.monotonic_ns()
+        waited_ns = now_ns - began_ns
+        if waited_ns < _MIN_CLIENT_WAIT_NS:
+            return
+        if self._client is None:
+            self._client = self.trace.begin("client", self.root, at_ns=began_ns)
+            self._client.attributes = {names.CLIENT_WAIT_S: 0.0, names.CLIENT_WAITS: 0}
+        attributes: dict[str, Any] = self._client.attributes
+        attributes[names.CLIENT_WAIT_S] += waited_ns / 1e9
+        attributes[names.CLIENT_WAITS] += 1
+        self._client_read_ns = now_ns
 
     def join(self, traceparent: str) -> None:
         """Link to the request that began the stream which this one reads, if that is another one."""
@@ -125,6 +146,8 @@ class RequestTrace:
         if trace.kept is not None:
             attributes[names.KEPT_BECAUSE] = trace.kept.value
         CURRENT.set(None)
+        if self._client is not None:
+            trace.end(self._client, at_ns=self._client_read_ns)
         trace.end(root, str(record.status) if is_error else "")
         trace.release()
 

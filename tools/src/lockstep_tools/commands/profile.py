@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         if path.exists():
             raise CommandError(f"--out {path}: there is such a file already", UNUSABLE)
         with _worker(arguments, client) as worker:
-            profiles = read_parts(_profile(client, worker, arguments.steps))
+            profiles = read_parts(fetch_profile(client, worker, arguments.steps))
     summary = summarize(profiles)
     if not summary.steps:
         raise CommandError("the ranks have no step in common; try again")
@@ -128,7 +128,7 @@ def _chosen(names: Sequence[str], wanted: str | None, option: str) -> str:
     return wanted
 
 
-def _profile(client: httpx.Client, worker: Process, steps: int) -> bytes:
+def fetch_profile(client: httpx.Client, worker: Process, steps: int) -> bytes:
     """The worker's answer.
 
     Raises:

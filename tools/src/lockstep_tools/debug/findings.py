@@ -8,7 +8,8 @@ from typing import Any
 _STUCK_S = 0.5
 """A step that runs for longer between two looks without any rank's progress is worth a sentence."""
 _SHOWN_FRAMES = 8
-_NO_STACK = "a stopped process cannot tell its stack (py-spy can read it); `kill -CONT` lets it go on"
+_AND_STACK = "`kill -CONT` lets it go on. It ran for a moment now, to write where it was stopped"
+_NO_STACK = "it cannot tell its stack"
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,7 @@ def of_worker(name: str, first: Mapping[str, Any], last: Mapping[str, Any]) -> l
         and all(each["rank"] in seen and seen[each["rank"]]["steps"] == each["steps"] for each in ranks)
         and all(seen[each["rank"]]["collectives"] == each["collectives"] for each in ranks)
     )
-    if is_stuck and not unusual:
-        found.append(_stuck(name, ranks, last["step_runs_s"]))
-    elif is_stuck:
-        found += [Finding(f"{name}: {_called(each)} waits in", _innermost(each)) for each in ranks if each["stack"]]
-    return found
+    return [*found, _stuck(name, ranks, last["step_runs_s"])] if is_stuck and not unusual else found
 
 
 def of_log(name: str, lines: Sequence[str]) -> list[Finding]:
@@ -65,16 +62,17 @@ def of_log(name: str, lines: Sequence[str]) -> list[Finding]:
 
 
 def _unusual(name: str, ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Ranks that are stopped, or gone."""
+    """Ranks that are stopped, or gone, and then where the others are."""
+    unusual = [each for each in ranks if each["process_state"].startswith(("stopped", "ended"))]
     found = []
-    for rank in ranks:
-        if not rank["process_state"].startswith(("stopped", "ended")):
-            continue
+    for rank in unusual:
         sentence = f"{name}: {_called(rank)} is {rank['process_state'].upper()} after {_progress(rank)}"
-        others = [f"rank {each['rank']} has {_progress(each)}" for each in ranks if each is not rank]
-        waiting = f"; {', '.join(others)}" if others else ""
-        found.append(Finding(f"{sentence}{waiting}; {_NO_STACK}"))
-    return found
+        progress = [f"rank {each['rank']} has {_progress(each)}" for each in ranks if each is not rank]
+        waiting = f"; {', '.join(progress)}" if progress else ""
+        stack = _innermost(rank)
+        found.append(Finding(f"{sentence}{waiting}; {_AND_STACK if stack else _NO_STACK}", stack))
+    others = [each for each in ranks if unusual and each not in unusual and each["stack"]]
+    return found + [Finding(f"{name}: {_called(each)} is in", _innermost(each)) for each in others]
 
 
 def _stuck(name: str, ranks: list[Mapping[str, Any]], runs_s: float) -> Finding:

@@ -58,7 +58,7 @@ def below(client: httpx.Client, pid: int) -> list[Process]:
     """
     found = []
     counts: dict[str, int] = {}
-    for each in _tree(pid):
+    for each in process_tree(pid):
         kind, name = _service(each)
         if kind:
             counts[name] = counts.get(name, 0) + 1
@@ -104,7 +104,8 @@ def _ports(pid: int) -> list[int]:
     return sorted(set(ports))
 
 
-def _tree(pid: int) -> Iterator[int]:
+def process_tree(pid: int) -> Iterator[int]:
+    """A process and its descendants, by their ids."""
     waiting, count = [pid], 0
     while waiting and count < _MAX_PROCESSES:
         each = waiting.pop(0)

@@ -20,7 +20,7 @@ from lockstep_tools.logs.lines import MAX_LINE_CHARS, Line, harmless, parse
 
 _MAX_WAITING = 10_000
 """Lines that are read and not shown yet; more are not read meanwhile."""
-_SILENT_S = 60.0
+SILENT_S = 60.0
 """Without any line of what is not followed: kubectl waits longer for an API server that is cut off."""
 _END_S = 5.0
 _MAX_ERROR_CHARS = 1000
@@ -57,12 +57,13 @@ def from_release(
         follow_s: wait for new lines for so long; None: do not.
         on_failure: called with a sentence for each `kubectl logs` that has failed, when its lines are read.
     """
-    containers = [(pod.name, pod.component) for pod in release.require() if pod.component in (ROUTER, WORKER, STATE)]
+    names = [pod.name for pod in release.require() if pod.component in (ROUTER, WORKER, STATE)]
     options = [f"--tail={tail}", *([f"--since-time={since}"] if since else []), *(["-f"] if follow_s else [])]
     with ExitStack() as stack:
         running = {
-            name: stack.enter_context(_Running(release.kubectl, ["logs", name, "-c", container, *options]))
-            for name, container in containers
+            # Of the container that the pod's annotation `default-container` names, which is the service.
+            name: stack.enter_context(_Running(release.kubectl, ["logs", name, *options]))
+            for name in names
         }
         yield from _merged({name: each.lines for name, each in running.items()}, follow_s)
         # Those that still follow when the time is over have not failed.
@@ -120,7 +121,7 @@ def _merged(sources: dict[str, IO[str]], follow_s: float | None) -> Iterator[Lin
     left = len(sources)
     while left:
         try:
-            line = waiting.get(timeout=_SILENT_S if ends_at is None else max(0.0, ends_at - time.monotonic()))
+            line = waiting.get(timeout=SILENT_S if ends_at is None else max(0.0, ends_at - time.monotonic()))
         except queue.Empty:
             return
         if line is None:

@@ -16,9 +16,9 @@ from lockstep_tools.failure import CommandError
 from lockstep_tools.logs.lines import harmless
 
 MAX_ARCHIVE_BYTES = 256 << 20
-_MAX_PART_BYTES = 128 << 20
+MAX_PART_BYTES = 128 << 20
 """Of one rank, unpacked: ranks stop at about 45 MB."""
-_MAX_UNPACKED_BYTES = 1 << 30
+MAX_UNPACKED_BYTES = 1 << 30
 """Of all ranks."""
 _MAX_NS = 1 << 63
 _MAX_NAME_CHARS = 200
@@ -75,7 +75,7 @@ def read_parts(archive: bytes) -> list[RankProfile]:
         CommandError: it is not such an archive.
     """
     found: dict[int, RankProfile] = {}
-    left = _MAX_UNPACKED_BYTES
+    left = MAX_UNPACKED_BYTES
     try:
         # Not compressed, and no sparse files: what a member has to be read cannot be more than the archive has.
         with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as tar:
@@ -83,7 +83,7 @@ def read_parts(archive: bytes) -> list[RankProfile]:
                 file = tar.extractfile(member)
                 if file is None or member.issparse():
                     raise ValueError("a member is no plain file")
-                data = _unpacked(file.read(), min(left, _MAX_PART_BYTES))
+                data = _unpacked(file.read(), min(left, MAX_PART_BYTES))
                 left -= len(data)
                 profile = _read(data)
                 if profile.rank in found:

@@ -18,12 +18,19 @@ ROOT = Path(__file__).resolve().parents[4]
 CHART = Path("charts/lockstep")
 RELEASE = "lockstep"
 """The release and the namespace of the rendered manifests."""
+RUNBOOKS = "docs/runbooks"
+"""The chart's default of `monitoring.runbooks`."""
 
 _HEADER = "# Rendered from charts/lockstep by `make manifests`. Change the chart, not this file.\n"
 _SOURCE = re.compile(r"^# Source: lockstep/templates/([^/\n]+)/[^\n]*\n", re.MULTILINE)
 _GPU_VALUES = CHART / "examples/llama-3-8b.yaml"
 _STATE = "kv-state-server"
 _HELM_TIMEOUT_S = 60
+_OF_ONE = 'namespace="$namespace",release="$release"'
+_ABSENT = (
+    r"group by (namespace, release) (present_over_time(\1[1h]) or lockstep_worker_ready)"
+    r" unless group by (namespace, release) (\1)"
+)
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
@@ -68,10 +75,18 @@ def rendered(root: Path) -> dict[Path, str]:
     for path in sorted((root / CHART / "dashboards").iterdir()):
         files[Path(f"k8s/observability/dashboards/{path.name}")] = path.read_text()
     for path in sorted((root / CHART / "rules").iterdir()):
-        # As in the chart.
-        rules = path.read_text().replace("$namespace", RELEASE).replace("$release", RELEASE)
-        files[Path(f"k8s/observability/rules/{path.name}")] = _HEADER + rules
+        files[Path(f"k8s/observability/rules/{path.name}")] = _HEADER + of_all_releases(path.read_text())
     return files
+
+
+def of_all_releases(rules: str) -> str:
+    """The chart's rules, which are of one release, as rules of every release that is scraped: they group by namespace
+    and release already. What is absent has no labels, so it is looked for where it was within the last hour, and where
+    workers are.
+    """
+    rules = rules[rules.index("groups:\n") :].replace(f"{{{_OF_ONE}}}", "").replace(f"{_OF_ONE},", "")
+    rules = re.sub(r"absent\((\w+)\)", _ABSENT, rules)
+    return rules.replace(", namespace: $namespace, release: $release", "").replace("$runbooks", RUNBOOKS)
 
 
 def split(text: str) -> dict[str, str]:

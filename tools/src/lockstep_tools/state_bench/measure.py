@@ -87,7 +87,7 @@ async def _measure(backend: str, target: str, blocks: int, rounds: int) -> Measu
                 return memory[block * _FORM.length : (block + 1) * _FORM.length]
 
             began_at = time.perf_counter()
-            result = await store.fetch(_TENANT, hashes, [_HEADS], _FORM, lambda count: count * _FOREVER_S, into)
+            result = await store.fetch(_TENANT, hashes, [_HEADS], _FORM, lambda count: count * _FOREVER_S, into, 0)
             gets.append(time.perf_counter() - began_at)
             if result.blocks != blocks or memory != b"".join(contents):
                 raise CommandError(f"{backend}: {result.blocks} of {blocks} blocks came back: {result.outcome}", FAILED)

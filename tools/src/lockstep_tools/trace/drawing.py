@@ -6,6 +6,7 @@ from html import escape
 from rich.text import Text
 
 from lockstep_tools.logs.lines import harmless
+from lockstep_tools.trace.causes import causes
 from lockstep_tools.trace.spans import Span, duration, headline, tree
 
 _MIN_BAR_WIDTH = 20
@@ -38,7 +39,7 @@ table {{ margin: .25rem 0 .75rem 2rem; border-spacing: .75rem 0; }}
 td {{ overflow-wrap: anywhere; vertical-align: top; }}
 </style>
 <h1>{title}</h1>
-<p>{headline}</p>
+<p>{headline}<br>{causes}</p>
 {rows}
 </html>
 """
@@ -53,7 +54,7 @@ def lines(spans: Sequence[Span], width: int) -> list[Text]:
     label_width = min(_MAX_LABEL_WIDTH, max(map(len, labels)), max(8, width - time_width - _MIN_BAR_WIDTH - 2 * _GAP))
     bar_width = max(_MIN_BAR_WIDTH, width - label_width - time_width - 2 * _GAP)
     window = _window(spans)
-    drawn = [Text(harmless(headline(spans)))]
+    drawn = [Text(harmless(line)) for line in (headline(spans), causes(spans)) if line]
     for (_, span), label, time in zip(placed, labels, times, strict=True):
         first, last = _columns(window, span, bar_width)
         bar = " " * first + "█" * (last - first) + " " * (bar_width - last)
@@ -74,7 +75,9 @@ def page(spans: Sequence[Span], title: str) -> str:
     """The timeline as one HTML page, with each span's attributes below it when it is opened."""
     window = _window(spans)
     rows = "\n".join(_row(window, depth, span) for depth, span in tree(spans))
-    return _PAGE.format(title=escape(f"Request {title}"), headline=escape(headline(spans)), rows=rows)
+    return _PAGE.format(
+        title=escape(f"Request {title}"), headline=escape(headline(spans)), causes=escape(causes(spans)), rows=rows
+    )
 
 
 def _row(window: tuple[int, int], depth: int, span: Span) -> str:

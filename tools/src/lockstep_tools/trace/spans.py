@@ -14,6 +14,7 @@ MAX_SPANS = 4096
 _MAX_TEXT = 300
 _MAX_NS = 1 << 63
 _US = 1000
+_PAUSED = "slow_client"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,15 @@ class Span:
             return " ".join(["attempt", *(part for part in parts if part)])
         if self.name == "rank" and names.RANK in attributes:
             return f"rank {attributes[names.RANK]}{self._computes()}"
-        return self.name
+        return f"{self.name}{self._parts()}"
+
+    def _parts(self) -> str:
+        """How many chunks a prompt had, or how often an answer waited for its client to read."""
+        if self.name == "prefill":
+            chunks = 1 + sum(name == "chunk" for name, _ in self.events)
+            return f" in {chunks} chunks" if chunks > 1 else ""
+        waits = self.attributes.get(names.CLIENT_WAITS, "")
+        return f" was slow {_times(int(waits))}" if waits.isdecimal() and waits.isascii() else ""
 
     def _computes(self) -> str:
         """The part of a rank's time in which it computes: a low one waits for something."""
@@ -141,19 +150,35 @@ def tree(spans: Iterable[Span]) -> list[tuple[int, Span]]:
 
 
 def headline(spans: Sequence[Span]) -> str:
-    """What happened, in a line: how long, which workers tried, and how it ended."""
+    """What happened, in a line: how long, which workers tried, and how it ended. Of several streams, the one with the
+    most attempts.
+    """
     begin, end = min(each.begin_ns for each in spans), max(each.end_ns for each in spans)
-    attempts = sorted((each for each in spans if each.name == "attempt"), key=lambda each: each.begin_ns)
+    streams: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda each: each.begin_ns):
+        if span.name == "attempt":
+            streams.setdefault(span.attributes.get(names.STREAM, ""), []).append(span)
     parts = [f"{duration(end - begin)}, {len(spans)} spans of {len({each.process for each in spans})} processes"]
-    if attempts:
-        ways = [
-            f"{each.attributes.get(names.WORKER, '?')} ({each.attributes.get(names.OUTCOME, each.error or '?')})"
-            for each in attempts
-        ]
-        failovers = len(attempts) - 1
-        what = f"{failovers} failover{'s' if failovers > 1 else ''}: " if failovers else "worker "
-        parts.append(what + " → ".join(ways))
+    if streams:
+        parts += [f"{len(streams)} streams"] if len(streams) > 1 else []
+        parts += _ways(max(streams.values(), key=len))
     return "; ".join(parts)
+
+
+def _ways(attempts: Sequence[Span]) -> list[str]:
+    """A stream's workers. After a pause for its client it goes on with a new attempt: that is no failover."""
+    moves = [each for each in attempts[:-1] if each.attributes.get(names.OUTCOME) != _PAUSED] + [attempts[-1]]
+    ways = " → ".join(
+        f"{each.attributes.get(names.WORKER, '?')} ({each.attributes.get(names.OUTCOME, each.error or '?')})"
+        for each in moves
+    )
+    failovers, pauses = len(moves) - 1, len(attempts) - len(moves)
+    what = f"{failovers} failover{'s' if failovers > 1 else ''}: " if failovers else "worker "
+    return [what + ways, *([f"paused {_times(pauses)} for its client"] if pauses else [])]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 def duration(ns: int) -> str:

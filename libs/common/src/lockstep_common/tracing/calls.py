@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import names
-from lockstep_common.tracing.spans import CURRENT, Kept, Kind, Span, Tracing
+from lockstep_common.tracing.spans import CURRENT, Attributes, Kept, Kind, Span, Tracing
 
 _SYSTEM = "grpc"
 _DEFECTS = frozenset({"UNKNOWN", "INTERNAL", "DATA_LOSS", "UNAVAILABLE", "DEADLINE_EXCEEDED"})
@@ -21,16 +21,38 @@ def calling(method: str) -> Iterator[Metadata]:
     Args:
         method: `Service.Method`.
     """
+    with _child(method, _attributes(method)) as span:
+        if span is None:
+            yield ()
+            return
+        context = span.context
+        metadata: Metadata = (("traceparent", context.traceparent),)
+        yield (*metadata, ("tracestate", context.state)) if context.state else metadata
+
+
+@contextmanager
+def calling_store(name: str, system: str) -> Iterator[None]:
+    """A use of a database for the task's span. What it is used for is the name; nothing is sent of the trace.
+
+    Args:
+        name: of the span.
+        system: kind of the database, as OpenTelemetry names it.
+    """
+    with _child(name, {names.DB_SYSTEM: system}):
+        yield
+
+
+@contextmanager
+def _child(name: str, attributes: Attributes) -> Iterator[Span | None]:
+    """The span of what the task's span calls; None: it has none."""
     parent = CURRENT.get()
     if parent is None:
-        yield ()
+        yield None
         return
-    span = parent.trace.begin(method, parent, Kind.CLIENT)
-    _describe(span, method)
-    context, error = span.context, ""
-    metadata: Metadata = (("traceparent", context.traceparent),)
+    span, error = parent.trace.begin(name, parent, Kind.CLIENT), ""
+    span.attributes = attributes
     try:
-        yield (*metadata, ("tracestate", context.state)) if context.state else metadata
+        yield span
     except BaseException as raised:
         error = type(raised).__name__
         raise
@@ -48,7 +70,7 @@ def begin_called(tracing: Tracing, method: str, metadata: Sequence[tuple[str, st
         CURRENT.set(None)
         return
     span = tracing.trace(context).begin(method, kind=Kind.SERVER)
-    _describe(span, method)
+    span.attributes = _attributes(method)
     CURRENT.set(span)
 
 
@@ -65,5 +87,5 @@ def end_called(status: str, seconds: float) -> None:
     span.trace.release()
 
 
-def _describe(span: Span, method: str) -> None:
-    span.attributes = {names.RPC_SYSTEM: _SYSTEM, names.RPC_METHOD: method}
+def _attributes(method: str) -> Attributes:
+    return {names.RPC_SYSTEM: _SYSTEM, names.RPC_METHOD: method}

@@ -4,10 +4,13 @@ import importlib
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 
 import torch
+from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_engine.kernels import prebuilt
 
@@ -19,7 +22,7 @@ _WORD = 4
 """Components of fp8 that are read at once."""
 _MAX_QUOTED_CHARS = 300
 
-_given_up: list[str] = []
+GIVEN_UP: list[str] = []
 """Why kernels are not used any more in this process, though nothing speaks against them here."""
 EXACT_KERNELS = 1
 """Version of the arithmetic of the exact mode's kernels (`triton_linear`, `triton_rows`, `triton_exact_attention`):
@@ -39,7 +42,7 @@ def problem(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | No
         return f"there are no kernels for {dtype}"
     if head_dim % _WORD or head_dim > _WIDEST:
         return f"heads are {head_dim} wide; kernels take multiples of {_WORD} up to {_WIDEST}"
-    return build_problem() or (_given_up[0] if _given_up else None)
+    return build_problem() or (GIVEN_UP[0] if GIVEN_UP else None)
 
 
 @cache
@@ -63,10 +66,19 @@ def build_problem() -> str | None:
 
 def give_up(reason: str) -> None:
     """Do without the kernels from now on, in this process."""
-    _given_up.append(reason)
+    GIVEN_UP.append(reason)
 
 
-def try_attention(device: torch.device, dtype: torch.dtype, head_dim: int, per_head: int, *, compressed: bool) -> None:
+def try_attention(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    per_head: int,
+    *,
+    compressed: bool,
+    windowed: bool = False,
+    exact: bool = False,
+) -> None:
     """Load the kernels of attention for a model and launch them once, before anything relies on them. If one cannot be,
     `problem` says so from now on.
 
@@ -76,6 +88,8 @@ def try_attention(device: torch.device, dtype: torch.dtype, head_dim: int, per_h
         head_dim: width of a head.
         per_head: query heads of one key/value head.
         compressed: whether the cache has cold blocks.
+        windowed: whether some layers see a window of keys only.
+        exact: whether the exact mode's kernels will serve.
     """
     if problem(device, dtype, head_dim) is not None:
         return
@@ -83,15 +97,48 @@ def try_attention(device: torch.device, dtype: torch.dtype, head_dim: int, per_h
     try:
         prebuilt.activate()
         launches = importlib.import_module("lockstep_engine.kernels.launches")  # loads Triton
-        for call in launches.attention_calls(per_head, head_dim, dtype, compressed=compressed):
-            kernel = call.kernel
-            call.launch(device)
+        for window in (False, True) if windowed else (False,):
+            form = {"compressed": compressed, "window": window, "exact": exact}
+            for call in launches.attention_calls(per_head, head_dim, dtype, **form):
+                kernel = call.kernel
+                call.launch(device)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     # Triton raises OutOfResources, CompilationError, CalledProcessError, AssertionError, ImportError and others, which
     # have no base of their own.
     except Exception as error:
         give_up(f"kernel {kernel} cannot run: {first_line(error)}")
+
+
+@contextmanager
+def refusing_failures(rank: int, *, used: bool = True) -> Iterator[None]:
+    """Around the work of a rank's start that launches the kernels that will serve. One that cannot be built or launched
+    now never can be, so the rank refuses to serve and is not started again. Other errors pass: those of memory, of a
+    peer, of the device.
+
+    Args:
+        rank: named by the error.
+        used: whether the kernels serve; else all errors pass.
+
+    Raises:
+        LockstepError: INTERNAL with the reason.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not used or not _is_of_kernel(error):
+            raise
+        said = f"rank {rank}: the GPU's kernels cannot serve this model: {first_line(error)}"
+        raise LockstepError(ErrorCode.INTERNAL, said) from error
+
+
+def _is_of_kernel(error: Exception) -> bool:
+    """Whether an error says that a kernel cannot be built or launched here. Triton's have no base of their own, but are
+    no RuntimeErrors, except for what the driver answers.
+    """
+    if isinstance(error, RuntimeError):
+        return "Triton Error" in str(error) and "out of memory" not in str(error)
+    return not isinstance(error, (LockstepError, MemoryError, ConnectionError, TimeoutError))
 
 
 def first_line(error: BaseException) -> str:

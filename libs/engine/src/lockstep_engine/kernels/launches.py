@@ -8,12 +8,20 @@ comes. The calls read and write nothing but their own tensors. A new kernel is a
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from lockstep_engine.config import HotWindow
-from lockstep_engine.kernels import triton_attention, triton_compress, triton_gate, triton_norm, triton_store
+from lockstep_engine.kernels import (
+    triton_attention,
+    triton_compress,
+    triton_exact_attention,
+    triton_gate,
+    triton_norm,
+    triton_store,
+)
 from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.scoring import Scoring
@@ -73,11 +81,14 @@ def calls(shape: ModelShape) -> list[Call]:
 
 
 def attention_calls(
-    per_head: int, head_dim: int, dtype: torch.dtype, *, compressed: bool, window: bool = False
+    per_head: int, head_dim: int, dtype: torch.dtype, *, compressed: bool, window: bool = False, exact: bool = False
 ) -> list[Call]:
-    """The launches of attention: decode with and without split keys, prefill; and of compression."""
+    """The launches of attention, the exact mode's or the usual: decode with and without split keys, prefill; and of
+    compression.
+    """
     form = per_head, head_dim, dtype, compressed, window
-    found = [Call("attend", (*form, kind)) for kind in ("prefill", "decode", "split")]
+    kernel = "attend_exact" if exact else "attend"
+    found = [Call(kernel, (*form, kind)) for kind in ("prefill", "decode", "split")]
     return [*found, Call("compress", (head_dim, dtype))] if compressed else found
 
 
@@ -95,7 +106,14 @@ def _cache(kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.devic
 
 
 def _attend(
-    device: torch.device, per_head: int, dim: int, dtype: torch.dtype, compressed: bool, window: bool, kind: str
+    device: torch.device,
+    per_head: int,
+    dim: int,
+    dtype: torch.dtype,
+    compressed: bool,
+    window: bool,
+    kind: str,
+    exact: bool = False,
 ) -> None:
     kv_heads = 2
     cache = _cache(kv_heads, dim, dtype, device, compressed=compressed)
@@ -105,9 +123,14 @@ def _attend(
     merged = torch.zeros(4, kv_heads * (per_head + 2), dim, dtype=dtype, device=device)
     queries = merged[:, : kv_heads * per_head].transpose(0, 1)
     out = torch.zeros(4, kv_heads * per_head, dim, dtype=dtype, device=device)
-    tile = triton_attention.queries_a_tile(per_head, dim, dtype) if kind == "prefill" else 1
+    tile = 1
+    if kind == "prefill" and exact:
+        tile = triton_exact_attention.queries_a_tile(per_head, dtype)
+    elif kind == "prefill":
+        tile = triton_attention.queries_a_tile(per_head, dim, dtype)
     tiles = Tiles(none, none, tile, _SPLITS if kind == "split" else 1)
-    triton_attention.attend(queries, cache.layer(0), paged, Scoring(1.0, 16 if window else None), tiles, out)
+    attend = triton_exact_attention.attend if exact else triton_attention.attend
+    attend(queries, cache.layer(0), paged, Scoring(1.0, 16 if window else None), tiles, out)
 
 
 def _compress(device: torch.device, dim: int, dtype: torch.dtype) -> None:
@@ -147,6 +170,7 @@ def _no_slots(device: torch.device) -> torch.Tensor:
 
 _LAUNCH: dict[str, Callable[..., None]] = {
     "attend": _attend,
+    "attend_exact": partial(_attend, exact=True),
     "compress": _compress,
     "store": _store,
     "rotate_store": _rotate_store,

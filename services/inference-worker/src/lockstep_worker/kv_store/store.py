@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lockstep_api.v1 import state_pb2
 from lockstep_common.grpc_tls import Dial
@@ -124,6 +124,7 @@ class KvStore:
         form: BlockForm,
         recompute_s: Callable[[int], float],
         into: _Into,
+        further_bytes: int,
     ) -> FetchResult:
         """See `RemoteStore.fetch`."""
         result = FetchResult(0, "cancelled")
@@ -131,7 +132,9 @@ class KvStore:
         with _span() as span:
             try:
                 self._fetches += 1
-                wanted = _Wanted(tenant or _NOBODY, hashes[: _MAX_PARTS // max(len(heads), 1)], heads, form)
+                wanted = _Wanted(
+                    tenant or _NOBODY, hashes[: _MAX_PARTS // max(len(heads), 1)], heads, form, further_bytes
+                )
                 result = await self._fetch(wanted, recompute_s, into)
             except Exception:
                 logger.exception("a fetch of blocks has failed")
@@ -149,7 +152,7 @@ class KvStore:
     async def _fetch(self, wanted: "_Wanted", recompute_s: Callable[[int], float], into: _Into) -> FetchResult:
         began_at = self.link.clock()
         try:
-            choice = self._choose(await self._look_up(wanted, recompute_s), wanted, recompute_s)
+            choice = self._choose(await self._look_up(wanted, recompute_s), wanted, recompute_s, calls=1)
         except (StateAwayError, StateRefusedError) as error:
             return FetchResult(0, _outcome(error))
         except _MissError as miss:
@@ -171,7 +174,7 @@ class KvStore:
             raise _MissError("unavailable")
         if self._fetches > _MAX_FETCHES:
             raise _MissError("gate")
-        self._choose(len(wanted.hashes), wanted, recompute_s)
+        self._choose(len(wanted.hashes), wanted, recompute_s, calls=2)
         began_at = self.link.clock()
         present = (await self.client.look_up(wanted.look_up())).present
         self.link.note_call(self.link.clock() - began_at)
@@ -179,14 +182,20 @@ class KvStore:
             raise _MissError("damaged" if present else "absent")
         return present
 
-    def _choose(self, blocks: int, wanted: "_Wanted", recompute_s: Callable[[int], float]) -> Choice:
-        """The gate's choice among these leading blocks.
+    def _choose(self, blocks: int, wanted: "_Wanted", recompute_s: Callable[[int], float], calls: int) -> Choice:
+        """The gate's choice among these leading blocks, which are there after so many more calls.
 
         Raises:
             _MissError: computing them is faster, or nothing is known of the link.
         """
-        link = self.link.estimate()
-        choice = None if link is None else choose(blocks, wanted.block_bytes, link, recompute_s)
+        link, choice = self.link.estimate(), None
+        if link is not None:
+            if wanted.further_bytes:
+                calls += 2
+            all_of_it = replace(
+                link, latency_s=calls * link.latency_s, waiting_bytes=link.waiting_bytes + wanted.further_bytes
+            )
+            choice = choose(blocks, wanted.block_bytes, all_of_it, recompute_s)
         span = CURRENT.get()
         if span is not None and choice is not None:  # of the last choice, which knows best what is there
             span.attributes |= {names.KV_FETCH_S: choice.fetch_s, names.KV_RECOMPUTE_S: choice.recompute_s}
@@ -200,9 +209,11 @@ class KvStore:
         parts = len(wanted.heads)
         reader = PartReader(keys, wanted.form, lambda index: into(*divmod(index, parts)))
         request = state_pb2.GetBlocksRequest(tenant=wanted.tenant, keys=keys)
+        size, link = choice.blocks * wanted.block_bytes, self.link.estimate()
+        estimated_s = 0.0 if link is None else link.fetch_s(size)
         outcome, began_at = "", self.link.clock()
         try:
-            with self.link.transfer(choice.blocks * wanted.block_bytes) as transfer, _counted(transfer):
+            with self.link.transfer(size) as transfer, _counted(transfer):
                 async with aclosing(self.client.get(request, deadline_s)) as messages:
                     async for message in messages:
                         if not reader.take(message):
@@ -223,7 +234,7 @@ class KvStore:
         if not outcome:
             outcome = "fetched" if blocks else "absent"
         if blocks == choice.blocks:
-            self._measure(choice, self.link.clock() - began_at)
+            self._measure(estimated_s, choice.recompute_s, self.link.clock() - began_at)
         return FetchResult(blocks, outcome)
 
     def _note_silence(self) -> None:
@@ -240,12 +251,12 @@ class KvStore:
             self._warn_after = now + _WARN_EVERY_S
             logger.warning("a KV block of the state server is damaged", extra={"field": field})
 
-    def _measure(self, choice: Choice, took_s: float) -> None:
+    def _measure(self, estimated_s: float, recompute_s: float, took_s: float) -> None:
         """What the gate has estimated of a complete fetch, and what it took."""
-        metrics.REMOTE_GATE_FETCH.inc(choice.fetch_s)
-        metrics.REMOTE_GATE_RECOMPUTE.inc(choice.recompute_s)
+        metrics.REMOTE_GATE_FETCH.inc(estimated_s)
+        metrics.REMOTE_GATE_RECOMPUTE.inc(recompute_s)
         metrics.REMOTE_GATE_TOOK.inc(took_s)
-        metrics.REMOTE_GATE_ERRORS.inc(took_s > choice.recompute_s)
+        metrics.REMOTE_GATE_ERRORS.inc(took_s > recompute_s)
 
     async def _probe_forever(self) -> None:
         while True:
@@ -279,6 +290,7 @@ class _Wanted:
     hashes: Sequence[bytes]
     heads: Sequence[HeadRange]
     form: BlockForm
+    further_bytes: int
 
     @property
     def block_bytes(self) -> int:

@@ -30,7 +30,7 @@ _SLICE_BYTES = 1 << 20
 _OFFER_BYTES = 32 << 20
 """Copied by one `offer`, about 5 ms; the loop waits for it."""
 _PUT_TIMEOUT_S = 10.0
-_PAUSE_S = 0.5
+PAUSE_S = 0.5
 """After a failure; of one tenant, after the server had no room for its blocks."""
 _TRIES = 2
 
@@ -168,7 +168,7 @@ class WriteBehind:
                 logger.exception("blocks could not be stored")
                 metrics.REMOTE_PUTS.labels("failed").inc(len(batch))
                 self._forget(batch)
-                pause_s = _PAUSE_S
+                pause_s = PAUSE_S
             self._batch = []
             if pause_s:
                 await asyncio.sleep(pause_s)
@@ -223,7 +223,7 @@ class WriteBehind:
                 self._forget(batch)
             else:
                 self._put_back(batch)
-            return _PAUSE_S
+            return PAUSE_S
         outcomes = [_OUTCOMES.get(each, "failed") for each in response.outcomes]
         outcomes = (outcomes + ["failed"] * len(batch))[: len(batch)]
         for each, outcome in zip(batch, outcomes, strict=True):
@@ -231,7 +231,7 @@ class WriteBehind:
             metrics.REMOTE_BYTES.labels("out").inc(len(each.content) if outcome == "stored" else 0)
         self._forget(batch)
         if "full" in outcomes:
-            self._paused[batch[0].tenant] = asyncio.get_running_loop().time() + _PAUSE_S
+            self._paused[batch[0].tenant] = asyncio.get_running_loop().time() + PAUSE_S
         return 0.0
 
     def _forget(self, blocks: Sequence[Waiting]) -> None:

@@ -1,5 +1,7 @@
 """The facts about one request, from its arrival to its log lines."""
 
+import time
+from collections.abc import Awaitable
 from dataclasses import dataclass
 
 from lockstep_common.trace_context import trace_fields
@@ -37,6 +39,17 @@ class Record:
         """What each log line about the request says."""
         fields = {"request_id": self.request_id}
         return fields if self.trace is None else fields | trace_fields(self.trace.context.traceparent)
+
+    async def write(self, writing: Awaitable[None]) -> None:
+        """Await a write to the client. The trace tells how long the client let it wait."""
+        if self.trace is None:
+            await writing
+            return
+        began_ns = time.monotonic_ns()
+        try:
+            await writing
+        finally:
+            self.trace.note_write(began_ns)
 
     def join(self, traceparent: str) -> None:
         """Let its trace refer to that of the request which began its stream; `traceparent` is that one's."""

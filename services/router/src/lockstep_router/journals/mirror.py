@@ -23,6 +23,10 @@ from lockstep_router.journals.stored_form import REMOVED, Key, tenant_of, to_mes
 logger = logging.getLogger("lockstep.router")
 
 _BATCH_WRITES = 512
+_MORE_WRITES = 4
+"""A full batch that is answered lets the next one have so many writes more. After one that is not they are halved: it
+may have been too much for the time, as when a slow server returns to which everything is written again.
+"""
 _BATCH_BYTES = 256 << 10
 """A larger batch would keep the event loop from the streams for too long. A single write may be larger."""
 _WRITE_BYTES = 8 << 20
@@ -114,7 +118,7 @@ class Mirror:
         self._client = client
         self._owner = owner
         self._gather_s = lag_s / 2
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self._on_stale = on_stale
         self._changed: dict[str, None] = {}
         """Streams with something to write, those that have waited longest first."""
@@ -177,7 +181,7 @@ class Mirror:
         # While the state server is away nothing more is kept for it: the stream's time to live ends it there.
         if (entry.is_open or in_flight) and not self._client.mirror.is_open:
             # A router that had the stream before this one has to find that it has ended.
-            self.seal(request_id, REMOVED, self._ttl_s if entry.epoch > 1 else _REMOVED_TTL_S)
+            self.seal(request_id, REMOVED, self.ttl_s if entry.epoch > 1 else _REMOVED_TTL_S)
         else:
             self.drop(request_id)
         return True
@@ -219,10 +223,10 @@ class Mirror:
         now = asyncio.get_running_loop().time()
         for request_id, entry in list(self.entries.items()):
             is_gone = not is_kept(request_id) and (entry.seal not in (None, REMOVED) or self._client.mirror.is_open)
-            if is_gone or (entry.seal == REMOVED and now - entry.written_at > self._ttl_s):
+            if is_gone or (entry.seal == REMOVED and now - entry.written_at > self.ttl_s):
                 self.drop(request_id)
                 metrics.JOURNAL_WRITES.labels("dropped").inc()
-            elif now - entry.written_at > self._ttl_s / 3 and entry.not_before <= now:
+            elif now - entry.written_at > self.ttl_s / 3 and entry.not_before <= now:
                 self.note_change(request_id)
         metrics.JOURNAL_LAG_SECONDS.set(self.lag_s)
 
@@ -267,19 +271,26 @@ class Mirror:
         writes, self._flight = [write for write, _ in batch], [sent for _, sent in batch]
         try:
             response = await self._client.append(state_pb2.AppendRequest(writes=writes))
-        except StateAwayError:
+        except StateAwayError as away:
             metrics.JOURNAL_WRITES.labels("unavailable").inc(len(batch))
+            self._halve()
             self._give_back()
-            # It may have restarted, and forgotten streams that have nothing new.
-            self.note_return()
+            if not away.is_late:
+                # It may have restarted, and forgotten streams that have nothing new.
+                self.note_return()
             return True
         except StateRefusedError as refused:
             self._note_refusal(str(refused))
             return True
         sent, self._flight = self._flight, []
+        if len(sent) >= self._batch_writes:
+            self._batch_writes = min(_BATCH_WRITES, len(sent) + _MORE_WRITES)
         for each, result in zip(sent, response.results, strict=True):
             self._note_result(each, result)
         return True
+
+    def _halve(self) -> None:
+        self._batch_writes = max(1, min(self._batch_writes, len(self._flight)) // 2)
 
     def _give_back(self) -> None:
         sent, self._flight = self._flight, []
@@ -290,7 +301,7 @@ class Mirror:
         """The whole call was refused: a smaller batch may be taken, a single write is given up."""
         metrics.JOURNAL_WRITES.labels("refused").inc(len(self._flight))
         if len(self._flight) > 1:
-            self._batch_writes = max(1, min(self._batch_writes, len(self._flight)) // 2)
+            self._halve()
             self._give_back()
             return
         ids = [each.request_id for each in self._flight]  # one, or none
@@ -328,7 +339,7 @@ class Mirror:
     def _write(self, request_id: str, entry: Entry) -> tuple[state_pb2.StreamWrite, _Sent]:
         record = entry.stream.record
         write = state_pb2.StreamWrite(
-            tenant=tenant_of(record.owner), stream_id=request_id, epoch=entry.epoch, ttl_s=self._ttl_s
+            tenant=tenant_of(record.owner), stream_id=request_id, epoch=entry.epoch, ttl_s=self.ttl_s
         )
         if not entry.is_open:
             write.record.CopyFrom(to_message(record, entry.key))
@@ -385,7 +396,7 @@ class Mirror:
                 self.drop(sent.request_id)
                 logger.error(
                     "a stream is not mirrored any more",
-                    extra={"stream": sent.request_id, "outcome": WriteOutcome.Name(outcome), "field": result.field},
+                    extra={"request_id": sent.request_id, "outcome": WriteOutcome.Name(outcome), "field": result.field},
                 )
             case _:
                 self._prepare_repeat(entry, result, now)
@@ -436,7 +447,7 @@ class Mirror:
     async def _trim(self, sent: _Sent) -> None:
         """Have the state server forget a stream that cannot be told its end. Until then it is not settled."""
         try:
-            await self._client.trim(trim_request(sent.entry.stream.record.owner, sent.request_id, self._ttl_s))
+            await self._client.trim(trim_request(sent.entry.stream.record.owner, sent.request_id, self.ttl_s))
         finally:
             sent.entry.is_dropped.set()
             if self.entries.get(sent.request_id) is sent.entry:

@@ -31,11 +31,11 @@ from lockstep_router.journals.stored_form import (
 
 _MAX_TTL_S = 86_400.0
 """The longest time to live that the state server takes, unless its settings say otherwise."""
-_OPENING_S = 1.0
+OPENING_S = 1.0
 """A stream whose key has just been found may not be in the state server yet: its router mirrors it a little later, or
 has died before that, unless it has marked the request as being prepared.
 """
-_PREPARING_S = 10.0
+PREPARING_S = 10.0
 """A request that is being prepared elsewhere is waited for no longer than this."""
 _NO_TOKENS = (1 << 32) - 1
 """A position from which a stream is read whose tokens are not wanted."""
@@ -71,7 +71,7 @@ class MirroredJournalStore:
         self._owner = owner
         # Time to live of what runs: it is renewed when a third of it is over, and the window is left then.
         self._ttl_s = min(1.5 * window_s, _MAX_TTL_S)
-        self._settle_s = max_lag_s + timeout_s
+        self.settle_s = max_lag_s + timeout_s
         self._claiming: dict[str, asyncio.Event] = {}
         """Keys that the state server is being asked for."""
         self._origins: dict[str, tuple[int, Key | None]] = {}
@@ -162,7 +162,7 @@ class MirroredJournalStore:
 
     async def settle(self, request_id: str) -> None:
         """Wait until the state server knows that a stream was removed here: the next batch tells it."""
-        await self.mirror.settle(request_id, self._settle_s)
+        await self.mirror.settle(request_id, self.settle_s)
 
     async def leave(self, request_id: str) -> None:
         """Forget a running stream here, so that another router may continue it; it keeps its idempotency key."""
@@ -201,12 +201,12 @@ class MirroredJournalStore:
             loop = asyncio.get_running_loop()
             while found is None and not self.client.mirror.is_open:
                 age_s = loop.time() - found_at
-                if age_s >= _OPENING_S and not await self._keys.is_preparing(request_id):
+                if age_s >= OPENING_S and not await self._keys.is_preparing(request_id):
                     break
-                if age_s >= _PREPARING_S:
+                if age_s >= PREPARING_S:
                     sentence = "the request with this key is still being prepared"
                     raise LockstepError(ErrorCode.UNAVAILABLE, sentence, retry_after_s=1)
-                await asyncio.sleep(_LOOK_EVERY_S if age_s < _OPENING_S else _LOOK_PREPARING_EVERY_S)
+                await asyncio.sleep(_LOOK_EVERY_S if age_s < OPENING_S else _LOOK_PREPARING_EVERY_S)
                 found = await self._read_there(request_id, owner)
         return None if found is None else found.stream
 

@@ -15,7 +15,7 @@ from lockstep_router.journals.state_client import StateAwayError, StateClient, S
 from lockstep_router.journals.stored_form import Key, tenant_of_scope
 
 _MAX_FOREIGN = 1024
-_MARK_AFTER_S = 0.15
+MARK_AFTER_S = 0.15
 """A request whose preparation takes longer is marked: those that find it by its key have to wait for its stream."""
 _MARK_EVERY_S = 1.0
 _MARK_TTL_S = 3.0
@@ -33,7 +33,7 @@ class SharedKeys:
     def __init__(self, client: StateClient, mirror: Mirror, ttl_s: float) -> None:
         self._client = client
         self._mirror = mirror
-        self._ttl_s = ttl_s
+        self.ttl_s = ttl_s
         self._keys: dict[str, Key] = {}
         """By the stream, those of this router."""
         self._renewed_at: dict[str, float] = {}
@@ -87,17 +87,17 @@ class SharedKeys:
         """Give a key to a stream, unless a stream of another router has it: then its claim."""
         key = Key(scope, claim.fingerprint.hex())
         try:
-            response = await self._client.claim(self._request(claim.request_id, key, self._ttl_s))
+            response = await self._client.claim(self._request(claim.request_id, key, self.ttl_s))
         except (StateAwayError, StateRefusedError):
             metrics.STATE_CLAIMS.labels("away").inc()
             # It is claimed again with the next renewal, unless another request has it then.
             self.adopt(claim.request_id, key)
-            self._mark_in(_MARK_AFTER_S, claim.request_id)
+            self._mark_in(MARK_AFTER_S, claim.request_id)
             return None
         if response.granted:
             metrics.STATE_CLAIMS.labels("granted").inc()
             self.adopt(claim.request_id, key)
-            self._mark_in(_MARK_AFTER_S, claim.request_id)
+            self._mark_in(MARK_AFTER_S, claim.request_id)
             return None
         metrics.STATE_CLAIMS.labels("known").inc()
         return self._note_foreign(scope, response)
@@ -127,10 +127,10 @@ class SharedKeys:
         now = asyncio.get_running_loop().time()
         for request_id, renewed_at in list(self._renewed_at.items()):
             if not is_kept(request_id) and request_id not in self._preparing:
-                if now - renewed_at > self._ttl_s:
+                if now - renewed_at > self.ttl_s:
                     self.forget(request_id)
-            elif now - renewed_at > self._ttl_s / 3:
-                self._renew(request_id, self._ttl_s)
+            elif now - renewed_at > self.ttl_s / 3:
+                self._renew(request_id, self.ttl_s)
 
     def expire_in(self, request_id: str, keep_s: float) -> None:
         """A stream has ended: its key is kept as long as the stream is."""

@@ -33,6 +33,11 @@ _REFUSALS = frozenset({grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLE
 class StateAwayError(Exception):
     """The state server does not answer, or is not asked because it did not."""
 
+    def __init__(self, *, is_late: bool = False) -> None:
+        """Args: `is_late`: it has not answered in time, on a connection that may be in order."""
+        super().__init__()
+        self.is_late = is_late
+
 
 class StateRefusedError(Exception):
     """The state server takes no such call; another try would not help."""
@@ -61,7 +66,7 @@ class StateClient:
         self.is_reachable = asyncio.Event()
         """Clear while the breaker of the mirror is open."""
         self.is_reachable.set()
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         # A stream's journal may be long; the server bounds it.
         self._channel = StateChannel(target, dial, "lockstep.v1.Journal", -1)
         self._calls = 0
@@ -71,7 +76,7 @@ class StateClient:
     @property
     def patient_s(self) -> float:
         """Longest time of a call that no request waits for."""
-        return _PATIENCE * self._timeout_s
+        return _PATIENCE * self.timeout_s
 
     def start(self) -> None:
         """Connect, without waiting for it."""
@@ -120,7 +125,7 @@ class StateClient:
             StateAwayError, StateRefusedError: it is not known whether it has the key.
         """
         response: state_pb2.ClaimResponse = await self._call_for_request(
-            "Claim", request, self.requests, self._timeout_s
+            "Claim", request, self.requests, self.timeout_s
         )
         return response
 
@@ -130,7 +135,7 @@ class StateClient:
         Raises:
             StateAwayError, StateRefusedError: it is not known whether that was done.
         """
-        await self._call_for_request("Release", request, self.requests, self._timeout_s)
+        await self._call_for_request("Release", request, self.requests, self.timeout_s)
 
     async def trim(self, request: state_pb2.TrimRequest) -> None:
         """Forget streams.
@@ -138,7 +143,7 @@ class StateClient:
         Raises:
             StateAwayError, StateRefusedError: it is not known whether that was done.
         """
-        await self._call_for_request("Trim", request, self.requests, self._timeout_s)
+        await self._call_for_request("Trim", request, self.requests, self.timeout_s)
 
     async def look_up_claim(self, request: state_pb2.LookUpClaimRequest) -> state_pb2.ClaimResponse:
         """The request that has an idempotency key.
@@ -147,7 +152,7 @@ class StateClient:
             StateAwayError, StateRefusedError: it is not known.
         """
         response: state_pb2.ClaimResponse = await self._call_for_request(
-            "LookUpClaim", request, self.requests, self._timeout_s
+            "LookUpClaim", request, self.requests, self.timeout_s
         )
         return response
 
@@ -212,7 +217,7 @@ class StateClient:
                 breaker.note_success()
                 raise StateRefusedError(error.details() or error.code().name) from None
             self.note_failure(breaker, error.code().name)
-            raise StateAwayError from None
+            raise StateAwayError(is_late=error.code() is grpc.StatusCode.DEADLINE_EXCEEDED) from None
         except asyncio.CancelledError:
             if is_own_cancellation():
                 raise
@@ -242,7 +247,7 @@ class StateClient:
 
     async def _probe(self) -> None:
         while self.requests.is_open or self.mirror.is_open:
-            if await self._channel.probe(self.patient_s) <= self._timeout_s:
+            if await self._channel.probe(self.patient_s) <= self.timeout_s:
                 self.requests.close()
             if self.mirror.is_open:
                 logger.info("the state server answers again")

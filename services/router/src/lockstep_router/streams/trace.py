@@ -149,6 +149,7 @@ class _Recorded(StreamTrace):
         elif isinstance(outcome, WaitedTooLong):
             self._close("waited_too_long", "waited_too_long")
         elif outcome.reason is Loss.SLOW_CLIENT:
+            self._trace.keep(Kept.SLOW)
             self._close(outcome.reason.value, "")
         else:
             self._trace.keep(Kept.FAILED_OVER)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -127,7 +128,8 @@ class TenantLimits:
 
     def charge(self, tenant: Tenant, what: str, amount: int) -> None:
         """Count an amount in any case, without waiting for it."""
-        task = asyncio.ensure_future(self.acquire(tenant, what, _NO_LIMIT, amount))
+        # In a context of its own: its time is not that of a request.
+        task = asyncio.create_task(self.acquire(tenant, what, _NO_LIMIT, amount), context=Context())
         self._charging.add(task)
         task.add_done_callback(self._charging.discard)
 

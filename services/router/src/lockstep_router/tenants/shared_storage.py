@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from limits.aio.storage import MemoryStorage, RedisStorage
 from lockstep_common.errors import invalid
+from lockstep_common.tracing.calls import calling_store
 
 from lockstep_router import metrics
 from lockstep_router.tenants.limits import Storage
@@ -28,7 +29,7 @@ _SCHEMES = ("redis", "rediss")
 _PREFIX = "lockstep:limits"
 _CONNECTIONS = 32
 """Connections to Redis, and operations that use them at a time; others wait, no longer than the timeout."""
-_RETRY_S = 1.0
+RETRY_S = 1.0
 """While Redis does not answer, it is tried this often."""
 _LOG_EVERY_S = 60.0
 _MAX_PASSWORD_BYTES = 4096
@@ -119,10 +120,11 @@ class SharedStorage:
         if self._failing:
             if now < self._retry_at:
                 return await work(self._reserve)
-            self._retry_at = now + self._timeout_s + _RETRY_S  # the others do not wait for this attempt
+            self._retry_at = now + self._timeout_s + RETRY_S  # the others do not wait for this attempt
         try:
-            async with asyncio.timeout(self._timeout_s), self._turns:
-                result = await work(self._shared)
+            with calling_store("limits", "redis"):
+                async with asyncio.timeout(self._timeout_s), self._turns:
+                    result = await work(self._shared)
         except Exception as error:  # whatever a library and a network can raise
             self._note_failure(error)
             return await work(self._reserve)
@@ -134,7 +136,7 @@ class SharedStorage:
 
     def _note_failure(self, error: Exception) -> None:
         now = time.monotonic()
-        self._failing, self._retry_at = True, now + _RETRY_S
+        self._failing, self._retry_at = True, now + RETRY_S
         metrics.LIMITS_FALLBACK.set(1)
         metrics.LIMITS_STORAGE_FAILURES.inc()
         if now - self._logged_at >= _LOG_EVERY_S:

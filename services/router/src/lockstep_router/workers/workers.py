@@ -70,7 +70,7 @@ class Workers:
             inter_token_s=settings.inter_token_deadline_s,
             next_wait_s=settings.max_queue_wait_s,
         )
-        self._measure_at = 0.0
+        self.measure_at = 0.0
         """In the awake clock's time."""
         self._settings = settings
         self._discovery = discovery
@@ -386,8 +386,8 @@ class Workers:
         for link in self._links:
             link.check()
         self._remove_retired()
-        if self.clock.now() >= self._measure_at:
-            self._measure_at = self.clock.now() + _MEASURE_EVERY_S
+        if self.clock.now() >= self.measure_at:
+            self.measure_at = self.clock.now() + _MEASURE_EVERY_S
             self._measure_imbalance()
             self._watch_prefixes()
             self.watch.check((link for link in self._links if not link.retired), self.clock.now())

@@ -11,7 +11,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router.faces.bodies import BodyBudget, Reservation, overloaded
 
-_PATIENCE_S = 1.0
+PATIENCE_S = 1.0
 """A message that takes longer than this makes room for others: most are here at once."""
 
 
@@ -69,7 +69,7 @@ class Inbound:
         loop = asyncio.get_running_loop()
         while len(self._arriving) >= self._max_messages:
             oldest, began = next(iter(self._arriving.items()))
-            wait_s = began + _PATIENCE_S - loop.time()
+            wait_s = began + PATIENCE_S - loop.time()
             if wait_s <= 0:
                 del self._arriving[oldest]
                 oldest.reschedule(loop.time())

@@ -357,7 +357,7 @@ class Inference:
         limit_s = self._router.settings.write_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await call.context.write(message)
+                await call.record.write(call.context.write(message))
         except TimeoutError:
             logger.warning("client does not read", extra=call.record.log_fields())
             raise LockstepError(ErrorCode.CANCELLED, f"nothing was read for {limit_s:g} seconds") from None

@@ -5,7 +5,6 @@ connection that becomes a WebSocket still counts here.
 """
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
@@ -39,7 +38,7 @@ _SLICE_BYTES = 16 << 10
 _MAX_LATE_BYTES = 64 << 10
 """Bytes after which a client is disconnected that goes on sending behind an unanswered request."""
 _MAX_UNREAD_BODY_BYTES = 8 << 20
-_UNREAD_BODY_S = 5.0
+UNREAD_BODY_S = 5.0
 """Limits for the rest of a body that arrives after the response: it is dropped, so that the client can finish sending
 and reads the response. Closing at once could make the client's kernel discard it.
 """
@@ -122,9 +121,10 @@ class BoundedProtocol(HttpToolsProtocol):
         transport = self.transport
         sent = 0
         if self.wire is not None and not transport.get_write_buffer_size() and not transport.is_closing():
-            # The transport gets an error, too, when it writes what was not sent.
-            with contextlib.suppress(OSError):
+            try:
                 sent = self.wire.send(data)
+            except OSError:
+                sent = 0  # the transport gets an error, too, when it writes what was not sent
         if sent < len(data):
             transport.write(data[sent:])
 
@@ -424,7 +424,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._body_timer = self.loop.call_later(_UNREAD_BODY_S, self.transport.close)
+        self._body_timer = self.loop.call_later(UNREAD_BODY_S, self.transport.close)
 
     def _part_from_cycle(self) -> None:
         """Drop the references to and from a request that is over.

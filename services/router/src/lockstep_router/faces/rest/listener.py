@@ -1,13 +1,17 @@
-"""Accepts connections one at a time. One in its TLS handshake counts, and has a time limit, like any other.
+"""Accepts connections, some in each turn of the event loop.
+
+One in its TLS handshake counts, and has a time limit, like any other.
 
 The servers of asyncio and uvloop accept all waiting connections at once, which stops the event loop for a fifth of a
 second if there are thousands, and they call a protocol only when the handshake is over. It never sees a request.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Callable
 
 from lockstep_router import metrics
@@ -16,6 +20,14 @@ from lockstep_router.faces.rest.open_connections import Connections
 logger = logging.getLogger("lockstep.router")
 
 _RETRY_S = 0.1
+_CONNECTION_S = 50e-6
+_HANDSHAKE_S = 1e-3
+"""Time that a connection takes without and with TLS: a handshake's is mostly the server's signature."""
+_LEAST_S = 2e-3
+_SHARE = 0.1
+"""Time for new connections in each turn of the event loop, and as a share of the last turn if that is more. A loaded
+router's turn takes many milliseconds, so with one connection in each, new clients would wait for seconds.
+"""
 
 
 class Handshake:
@@ -88,17 +100,26 @@ class Listener:
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
+        each_s = _CONNECTION_S if self._context is None else _HANDSHAKE_S
+        turn_s = 0.0
         while True:
+            at_once = int(max(_LEAST_S, _SHARE * turn_s) / each_s)
             try:
-                accepted, address = await loop.sock_accept(self._listener)
+                self._begin(*await loop.sock_accept(self._listener))
+                with contextlib.suppress(BlockingIOError):  # no further one waits
+                    for _ in range(at_once - 1):
+                        self._begin(*self._listener.accept())
             except OSError as error:  # too many open files, or a client that has gone already
                 logger.debug("cannot accept", exc_info=error)
                 await asyncio.sleep(_RETRY_S)
                 continue
-            self._begin(accepted, str(address[0]))
-            await asyncio.sleep(0)  # in a burst of new connections, other work has its turn between two of them
+            began_s = time.perf_counter()
+            await asyncio.sleep(0)  # in a burst of new connections, other work has its turn between two batches
+            turn_s = time.perf_counter() - began_s
 
-    def _begin(self, accepted: socket.socket, client: str) -> None:
+    def _begin(self, accepted: socket.socket, address: tuple[str, int]) -> None:
+        accepted.setblocking(False)
+        client = str(address[0])
         handshake = None if self._context is None else Handshake(self._connections, client)
         if handshake is not None and not handshake.is_admitted:
             metrics.REFUSED_CONNECTIONS.labels("503").inc()

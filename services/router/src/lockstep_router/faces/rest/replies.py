@@ -80,11 +80,12 @@ class Client:
         settings: of the router.
         channel: of the answer, if its server has one.
         reply_at_once: sends a whole response in one write if the connection takes it now; False: it does not.
-        begin_at_once: the same for the head of a response in chunks and its first chunk.
+        begin_at_once: the same for the head of a response in chunks and its first chunk; None: nothing can.
     """
 
     _wants_events = False
     _is_started = False
+    _began_at_once = False
     _writing_since: float | None = None
     _outlet: Outlet | None = None
     _comment: asyncio.Task[None] | None = None
@@ -98,7 +99,7 @@ class Client:
         settings: RouterSettings,
         channel: Channel | None = None,
         reply_at_once: AtOnce = lambda _status, _headers, _body: False,
-        begin_at_once: AtOnce = lambda _status, _headers, _data: False,
+        begin_at_once: AtOnce | None = None,
     ) -> None:
         self._send = send
         self._channel = channel
@@ -140,17 +141,15 @@ class Client:
         Raises:
             LockstepError: raised by `events`. The caller passes it to `fail`.
         """
-        began_at_once = False
         async for data in events:
             if not self._is_started:
-                began_at_once = self._begin_events_with(data)
-                if began_at_once:
+                if self._begin_events_with(data):
                     continue
                 await self._begin_events()
             await self._put(_body(data, more=True))
         if not self._is_started:
             await self._begin_events()
-        if began_at_once and self.takes_events:
+        if self._began_at_once and self.takes_events:
             assert self._channel is not None
             self._channel.end(end())
             return
@@ -158,31 +157,36 @@ class Client:
 
     def _begin_events_with(self, data: bytes) -> bool:
         """Begin with the first events in one write; False: the connection does not take them now."""
-        if not self._begin_at_once(200, self._event_headers, data):
+        if self._begin_at_once is None or not self._begin_at_once(200, self._event_headers, data):
             return False
-        self._is_started = True
+        self._is_started = self._began_at_once = True
         self._written_at = self._loop.time()
         self._begin_watch()
         return True
 
     @property
     def takes_events(self) -> bool:
-        """Whether the answer has begun and more events can be written at once with `write_events`."""
+        """Whether events can be written at once with `write_events`: the next ones, or the first ones with the head."""
         channel = self._channel
-        return self._is_started and self._comment is None and channel is not None and channel.is_open
+        if channel is None or self._comment is not None:
+            return False
+        return channel.is_open if self._is_started else self._begin_at_once is not None and channel.takes_chunks
 
     def write_events(self, data: bytes) -> None:
         """Write events as they come, without waiting: only if `takes_events`, and while `reply_events` waits for its
         next ones.
         """
         assert self._channel is not None
+        if not self._is_started:
+            self._begin_events_with(data)
+            return
         self._written_at = self._loop.time()
         self._channel.write(data)
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether the connection has taken everything that was written."""
-        return self._channel is not None and self._channel.is_empty
+        """Whether the answer has begun, and the connection has taken everything that was written."""
+        return self._is_started and self._channel is not None and self._channel.is_empty
 
     def outlet(self, before: bytes, between: bytes, after: bytes) -> Outlet | None:
         """The way of events past `write_events`, for as long as it is caught up and takes events; see `Outlet`."""
@@ -256,7 +260,7 @@ class Client:
         # `send` waits while the server's buffer is full, as it is when the client does not read.
         self._writing_since = self._written_at = self._loop.time()
         self._begin_watch()
-        await self._send(message)
+        await self._record.write(self._send(message))
         self._writing_since = None
 
 

@@ -269,7 +269,7 @@ class Session:
                 await self._socket.send(messages.started(request.client_id, record.request_id))
                 async for chunks in chunks_of(reading):
                     for each in chunks:
-                        await self._socket.send(messages.event(client_id, each.event_id, each.data))
+                        await record.write(self._socket.send(messages.event(client_id, each.event_id, each.data)))
             finally:
                 record.completion_tokens = reading.delivered_tokens
                 record.failovers = reading.failovers
