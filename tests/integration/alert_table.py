@@ -1,4 +1,4 @@
-"""Which alerts are fired by a fault of running services (`test_alerts`, `test_slow_rank`), and which by promtool alone.
+"""Which alerts are fired by a fault of running services, and which by promtool alone.
 
 `charts/lockstep/tests/alerts.yaml` lets promtool fire and resolve every alert from written series. What is here in
 addition shows that the fault makes these series.
@@ -26,24 +26,24 @@ INJECTED = {
     "LockstepJournalLag": "test_a_state_server_that_hangs",
     "LockstepStateStoreUnreachable": "test_a_redis_that_is_away_or_full",
     "LockstepStateStoreFull": "test_a_redis_that_is_away_or_full",
+    "LockstepStateMemoryNearLimit": "test_a_memory_that_is_full",
+    "LockstepStateEvictsStreams": "test_a_memory_that_is_full",
+    "LockstepStateDamagedValues": "test_a_redis_that_others_write_into",
+    "LockstepImbalance": "test_a_session_that_overloads_its_worker",
+    "LockstepHotspot": "test_a_session_that_overloads_its_worker",
+    "LockstepWorkerSlow": "test_a_worker_that_crawls",
+    "LockstepLateHeartbeats": "test_heartbeats_that_come_late",
     "LockstepSlowRank": "test_everything_that_tells_of_ranks_names_the_slow_one",
 }
 
 NOT_INJECTED = {
+    "LockstepStateRefuses": "needs too many calls at once: journals beyond quotas are refused in calls that succeed",
     "LockstepOverload": "routers keep more than a worker's queue holds from it, unless several routers submit at once",
     "LockstepDiscoveryStale": "needs an API server, or a resolver of names, that goes away",
     "LockstepGpuXid": "needs a GPU that fails",
     "LockstepGpuEccErrors": "needs a GPU that fails",
     "LockstepGpuThrottled": "needs a GPU that is too hot",
     "LockstepWorkerEjected": "needs a worker that fails what others complete",
-    "LockstepWorkerSlow": "needs several workers with cores of their own",
-    "LockstepHotspot": "needs several workers with cores of their own",
-    "LockstepImbalance": "needs several workers with cores of their own",
     "LockstepKvCacheFull": "needs a cache that stays full: with few streams requests are preempted first",
-    "LockstepLateHeartbeats": "a hundred late heartbeats in ten minutes cannot be waited for",
-    "LockstepStateRefuses": "needs a tenant beyond its quota",
-    "LockstepStateDamagedValues": "needs a Redis that others write into",
-    "LockstepStateEvictsStreams": "needs a state server whose memory is full",
-    "LockstepStateMemoryNearLimit": "needs a state server whose memory is full",
 }
 """By promtool alone, and why."""

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import yaml
 from lockstep_common.ports import free_port
+from lockstep_tools.debug.local import below
 from machine import wait_for
 
 CHART = Path(__file__).parents[2] / "charts/lockstep"
@@ -108,6 +109,17 @@ def _smaller(match: re.Match[str]) -> str:
     number, unit = (match[1], match[2]) if match[1] else (match[3], match[4])
     seconds = f"{min(60, max(10, int(number) * _UNITS_S[unit] // 30))}s"
     return f"[{seconds}]" if match[1] else seconds
+
+
+def service_targets(pid: int, release: str, model: str) -> dict[str, dict[str, str]]:
+    """Targets for `Prometheus`: the services below a process."""
+    with httpx.Client(timeout=PATIENCE_S, trust_env=False, verify=False) as client:
+        found = below(client, pid)
+    return {
+        each.url.removeprefix("http://"): {"release": release, "pod": f"{each.name}-0"}
+        | ({"model": model} if each.name.startswith("worker") else {})
+        for each in found
+    }
 
 
 class Prometheus:

@@ -20,7 +20,7 @@ from lockstep_tools.debug.local import below
 from lockstep_tools.serving.stack import Stack, StackSettings
 from machine import wait_for
 from redis_server import RedisServer, program
-from scraper import PATIENCE_S, Prometheus
+from scraper import PATIENCE_S, Prometheus, service_targets
 from system import MODEL, REFERENCE, System
 
 pytestmark = pytest.mark.slow
@@ -49,9 +49,12 @@ KEY = "lsk-for-the-tests-of-alerts"
 class Clients:
     """Streams that follow each other on several connections, whatever becomes of them."""
 
-    def __init__(self, system: System, count: int, tokens: int, prompt_tokens: int = 10) -> None:
+    def __init__(
+        self, system: System, count: int, tokens: int, prompt_tokens: int = 10, session: str | None = None
+    ) -> None:
         self._url = f"{system.api}/completions"
-        self._tokens, self._prompt_tokens = tokens, prompt_tokens
+        self._body = {"model": MODEL, "max_tokens": tokens, "ignore_eos": True, "stream": True, "user": session}
+        self._prompt_tokens = prompt_tokens
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(count)]
 
@@ -67,13 +70,14 @@ class Clients:
             assert not thread.is_alive()
 
     def _run(self, number: int) -> None:
-        body = {"model": MODEL, "max_tokens": self._tokens, "ignore_eos": True, "stream": True}
         prompt = [100 + number] * self._prompt_tokens  # no two share blocks
         headers = {"X-Lockstep-Resumable": "true"}
         with httpx.Client(timeout=PATIENCE_S, trust_env=False, verify=False) as client:
             while not self._is_over.is_set():
                 try:
-                    with client.stream("POST", self._url, json=body | {"prompt": prompt}, headers=headers) as answer:
+                    with client.stream(
+                        "POST", self._url, json=self._body | {"prompt": prompt}, headers=headers
+                    ) as answer:
                         for _ in answer.iter_bytes():
                             if self._is_over.is_set():
                                 client.delete(f"{self._url.rpartition('/')[0]}/streams/{_stream_id(answer)}")
@@ -135,25 +139,17 @@ def edge_port() -> int:
 
 @pytest.fixture(scope="module")
 def state_pid(stack: Stack) -> int:
-    return next(pid for name, _, pid in _services() if name == "state")
+    with httpx.Client(timeout=PATIENCE_S, trust_env=False, verify=False) as client:
+        return next(each.pid or 0 for each in below(client, os.getpid()) if each.name == "state")
 
 
 @pytest.fixture(scope="module")
 def prometheus(stack: Stack, edge_port: int, folder: Path) -> Iterator[Prometheus]:
     targets = {f"127.0.0.1:{edge_port}": {"release": EDGE, "pod": "edge-0"}}
-    for name, address, _ in _services():
-        labels = {"model": MODEL} if name.startswith("worker") else {}
-        targets[address] = {"release": MAIN, "pod": f"{name}-0", **labels}
+    targets |= service_targets(os.getpid(), MAIN, MODEL)
     with Prometheus(folder / "prometheus", targets, THRESHOLDS) as running:
         wait_for(lambda: running.query(f'lockstep_worker_ready{{release="{MAIN}"}} == 1'), "a scrape", PATIENCE_S)
         yield running
-
-
-def _services() -> list[tuple[str, str, int]]:
-    """The services below this process: name, address of the metrics, process id."""
-    with httpx.Client(timeout=PATIENCE_S, trust_env=False, verify=False) as client:
-        found = below(client, os.getpid())
-    return [(each.name, each.url.removeprefix("http://"), each.pid or 0) for each in found]
 
 
 def rank_pid(system: System) -> int:

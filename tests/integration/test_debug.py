@@ -91,7 +91,7 @@ def test_a_stopped_rank_is_named_and_the_bundle_is_complete(
     try:
         wait_for(lambda: psutil.Process(victim).status() == psutil.STATUS_STOPPED, "the rank is stopped", 10)
         output, parts = bundle(tmp_path / "stopped.tar.gz", "--url", stack.management_url)
-        assert psutil.Process(victim).status() == psutil.STATUS_STOPPED
+        wait_for(lambda: psutil.Process(victim).status() == psutil.STATUS_STOPPED, "it is stopped again", 10)
     finally:
         os.kill(victim, signal.SIGCONT)
     assert running.is_alive()

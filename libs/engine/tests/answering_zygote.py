@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+from lockstep_engine import flight_record
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.control import (
     ZYGOTE_READY,
@@ -32,7 +33,8 @@ HANGS_ON_DEVICE = -2
 
 
 def main() -> None:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # ranks would write their stacks
+    for number in (signal.SIGUSR1, flight_record.SIGNAL):
+        signal.signal(number, signal.SIG_IGN)  # ranks would write their stacks and flight records
     control = socket.socket(fileno=int(sys.argv[1]))
     control.send(ZYGOTE_READY)
     while (order := receive_order(control)) is not None:

@@ -274,7 +274,7 @@ async def test_a_view_shows_where_a_rank_is_stopped_and_where_the_others_wait(gr
     assert (second.process_state, second.pid) == ("stopped", pid)
     assert "stop_here" in second.stack
     assert "run_rank" in first.stack
-    assert psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it is stopped again"
+    await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)  # again
     os.kill(pid, signal.SIGCONT)
     await running
     assert not listener.lost

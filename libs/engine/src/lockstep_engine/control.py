@@ -135,6 +135,8 @@ class Fork(msgspec.Struct, tag=True):
     spec: RankSpec
     shared_collectives: bool
     shared_host: bool = False
+    flight_record: bool = False
+    """Whether the rank writes its flight record when it is asked for it."""
 
 
 class RankDescriptors(NamedTuple):
@@ -151,6 +153,8 @@ class RankDescriptors(NamedTuple):
     """The rank's standard error: a pipe to the driver."""
     stacks: int
     """File to which the rank writes its stacks on SIGUSR1."""
+    flight: int
+    """File to which the rank writes its flight record; not used unless `Fork.flight_record`."""
     host: int
     """Shared segment of the rank's tier in host memory; not used unless `Fork.shared_host`."""
 

@@ -414,6 +414,7 @@ class AsyncEngine:
             "running": self._scheduler.running,
             "queued": self._scheduler.queued,
             "ranks": [asdict(view) for view in group.view()],
+            "flight_records_of_last_hang": group.flight_records,
         }
 
     def set_log_level(self, level: str) -> None:
@@ -885,6 +886,8 @@ def group_settings(config: EngineConfig, model: ModelInfo, zygote: str = RUN_ZYG
         "PYTHONFAULTHANDLER": "1",
         # Its stderr is a pipe that drops what does not fit; a buffered one would raise an error then.
         "PYTHONUNBUFFERED": "1",
+        # By default torch keeps 2,000 collectives: more than flight_record.MAX_RECORD_BYTES.
+        "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "256"),
         # Asking the CUDA runtime would initialise it in the zygote, and a forked child could not use it.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }

@@ -138,6 +138,12 @@ class GroupSettings:
     zygote: str = RUN_ZYGOTE
     """Code for `python -c` that runs the zygote. Tests run scripted ranks with it."""
 
+    @property
+    def has_flight_records(self) -> bool:
+        """Whether the ranks may use torch.distributed: they do on GPUs."""
+        config = self.spec.config
+        return config.tp > 1 and (config.device != "cpu" or not self.collectives_bytes)
+
 
 class RankGroup:
     """One zygote and, in each epoch, `tp` ranks."""
@@ -156,6 +162,8 @@ class RankGroup:
         self._zygote_socket: socket.socket | None = None
         """Set once the zygote is ready."""
         self._controls: list[socket.socket] = []
+        self.flight_records: dict[int, str] = {}
+        """Of each rank at the last hang, for when the ranks are gone. The dictionary is replaced."""
         self._outputs: list[RankOutput] = []
         """Of the ranks of this epoch. The list is replaced and never changed: other threads read it."""
         self._deadline: asyncio.TimerHandle | None = None
@@ -231,8 +239,9 @@ class RankGroup:
             steps, entered = (
                 (0, 0) if mailbox is None else (int(mailbox.steps[rank.rank]), int(mailbox.collectives[rank.rank]))
             )
-            process, waits_in, stack = output.place(until)
-            views.append(RankView(rank.rank, rank.pid, rank.state, process, waits_in, steps, entered, stack))
+            place = output.place(until)
+            record = output.flight_record(until)
+            views.append(RankView(rank.rank, rank.pid, rank.state, *place[:2], steps, entered, place[2], record))
         return views
 
     def set_log_level(self, level: str) -> None:
@@ -306,7 +315,8 @@ class RankGroup:
         }
         try:
             self._mailbox = Mailbox(shared["mailbox"], self._tp, settings.plan_bytes, settings.result_bytes)
-            self._outputs = [RankOutput(rank) for rank in range(self._tp)]
+            has_records = self._settings.has_flight_records
+            self._outputs = [RankOutput(rank, has_flight_record=has_records) for rank in range(self._tp)]
             for output in self._outputs:
                 await self._fork(output, shared)
             # Not earlier: the end of a rank leads to the next `start`, and two starts at once would read each other's
@@ -400,12 +410,14 @@ class RankGroup:
         rank = output.rank
         spec = msgspec.structs.replace(self._settings.spec, rank=rank, epoch=self.epoch, log_level=self._log_level)
         settings = self._settings
-        message = Fork(spec, settings.collectives_bytes > 0, shared_host=settings.host_bytes > 0)
+        has_record = settings.has_flight_records
+        message = Fork(spec, settings.collectives_bytes > 0, settings.host_bytes > 0, has_record)
         host = Mailbox.create(self._settings.host_bytes, f"host-{rank}")
         try:
             if self._settings.host_bytes:
                 self.host_memory.append(mmap.mmap(host, self._settings.host_bytes))
-            own = {"control": theirs.fileno(), "stderr": output.stderr, "stacks": output.stacks, "host": host}
+            own = {"control": theirs.fileno(), "stderr": output.stderr, "stacks": output.stacks}
+            own |= {"flight": output.flight, "host": host}
             with theirs:
                 send_fork(self._zygote_socket, message, RankDescriptors(**own, **shared))
         finally:
@@ -606,12 +618,15 @@ class RankGroup:
             self._lose(reason, hung)
 
     def _log_places(self) -> None:
+        records = {}
         for output in self._outputs:
             process, waits_in, stack = output.place(time.monotonic())
+            records[output.rank] = output.flight_record(time.monotonic())
             fields: dict[str, str | int] = {"process_state": process, "waits_in": waits_in, "stack": stack}
             if self._mailbox is not None and (progress := self._mailbox.progress(output.rank)).launched:
                 fields |= {"launched": progress.launched, "reached": progress.reached}
             logger.error("where the rank is", extra=self._named(output.rank) | fields)
+        self.flight_records = records
 
     def _lose(self, reason: str, rank: int) -> None:
         """Lose the group because of a rank, the first one that failed."""

@@ -15,6 +15,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep_engine import flight_record
 from lockstep_engine.allowance import Allowance
 from lockstep_engine.mailbox import Mailbox
 
@@ -65,6 +66,8 @@ class RankView:
     """Collectives entered in this epoch. In a hang the others wait for the rank with the fewest."""
     stack: str
     """Of all its threads, the innermost frame first; empty: it did not answer in time."""
+    flight_record: str
+    """Torch's record of its collectives, as JSON; empty: it does not use torch.distributed, or did not answer."""
 
 
 class RankOutput:
@@ -73,13 +76,17 @@ class RankOutput:
     Attributes:
         stderr: the rank's end of the pipe; the caller closes it with `close_theirs` once the rank has it.
         stacks: the file that the rank writes its stacks to.
+        flight: the file that it writes its flight record to.
+        has_flight_record: whether it does.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, has_flight_record: bool = False) -> None:
         self.rank = rank
+        self.has_flight_record = has_flight_record
         self.read_end, self.stderr = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.stacks = Mailbox.create(0, "stacks")
-        fcntl.fcntl(self.stacks, fcntl.F_SETFL, os.O_APPEND)
+        self.stacks, self.flight = (Mailbox.create(0, name) for name in ("stacks", "flight"))
+        for file in (self.stacks, self.flight):
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
         self._pidfd: int | None = None
         self._pid = 0
         self._lock = threading.Lock()
@@ -137,11 +144,14 @@ class RankOutput:
         return dropped
 
     def ask_stack(self) -> None:
-        """Make the rank write its stacks; one that is stopped does so as soon as it goes on."""
+        """Make the rank write its stacks and its flight record; one that is stopped does so as soon as it goes on."""
         with self._lock:
             if self._is_open:
                 os.ftruncate(self.stacks, 0)
+                os.ftruncate(self.flight, 0)
         self._send(signal.SIGUSR1)
+        if self.has_flight_record:
+            self._send(flight_record.SIGNAL)
 
     def _send(self, number: signal.Signals) -> None:
         with self._lock:
@@ -151,15 +161,21 @@ class RankOutput:
 
     def stack(self, until: float) -> str:
         """What the rank has written since `ask_stack`: waits until it is complete, or until a monotonic time."""
+        return self._written(self.stacks, until, _MAX_STACK_BYTES)
+
+    def flight_record(self, until: float) -> str:
+        """The same of its flight record. A rank whose main thread holds Python's lock writes none."""
+        return self._written(self.flight, until, flight_record.MAX_RECORD_BYTES) if self.has_flight_record else ""
+
+    def _written(self, file: int, until: float, most_bytes: int) -> str:
         size = 0
         while True:
             with self._lock:
                 if not self._is_open:
                     return ""
-                before, size = size, os.fstat(self.stacks).st_size
+                before, size = size, os.fstat(file).st_size
                 if (size and size == before) or time.monotonic() >= until:
-                    from_byte = max(0, size - _MAX_STACK_BYTES)
-                    return os.pread(self.stacks, _MAX_STACK_BYTES, from_byte).decode(errors="replace")
+                    return os.pread(file, most_bytes, max(0, size - most_bytes)).decode(errors="replace")
             time.sleep(_POLL_S)
 
     def place(self, until: float) -> tuple[str, str, str]:
@@ -172,7 +188,10 @@ class RankOutput:
             return process, waits_in, "" if process == DEBUGGED else self.stack(until)
         self._send(signal.SIGCONT)
         try:
-            return process, waits_in, self.stack(time.monotonic() + _CONTINUED_S)
+            ends_at = time.monotonic() + _CONTINUED_S
+            stack = self.stack(ends_at)
+            self.flight_record(ends_at)  # it is written now or never
+            return process, waits_in, stack
         finally:
             self._send(signal.SIGSTOP)
 
@@ -197,5 +216,6 @@ class RankOutput:
             self.close_theirs()
             os.close(self.read_end)
             os.close(self.stacks)
+            os.close(self.flight)
             if self._pidfd is not None:
                 os.close(self._pidfd)

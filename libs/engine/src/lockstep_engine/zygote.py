@@ -20,6 +20,7 @@ from lockstep_common.garbage import spare_existing_objects, without_collections
 from lockstep_common.lifecycle import die_with_parent, name_process, outlive_parent
 from lockstep_common.tracebacks import traceback_text
 
+from lockstep_engine import flight_record
 from lockstep_engine.control import (
     ZYGOTE_READY,
     Fork,
@@ -54,7 +55,8 @@ def main(load: Callable[[], RunRank] = _load) -> None:
     name_process(f"zygote {sys.argv[2]}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends when the driver says so, or is gone
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a new rank must not die of it before it can write its stacks
+    for number in (signal.SIGUSR1, flight_record.SIGNAL):
+        signal.signal(number, signal.SIG_IGN)  # a new rank must not die of them before it can write what they ask for
     with without_collections():
         run_rank = load()
     spare_existing_objects()  # in the ranks too, and it leaves their memory shared with this process
@@ -87,6 +89,8 @@ def _become_rank(run_rank: RunRank, message: Fork, control: socket.socket, descr
     code = 1
     os.dup2(descriptors.stderr, 2)
     faulthandler.register(signal.SIGUSR1, file=descriptors.stacks, all_threads=True)
+    if message.flight_record:
+        flight_record.write_on_signal(descriptors.flight)
     try:
         run_rank(
             message.spec,
