@@ -5,12 +5,13 @@ meta device, kernels that only note that they are launched, and ranks that only 
 
 Counted is a step's forward pass, up to the logits of all ranks: torch's operations but views and allocations, launches
 of our Triton kernels, collectives, and the marks of progress. Bytes are those of each launch's tensors, read and
-written; of an embedding or a chosen row those rows, of the cache what the step's sequences hold. Sampling, and copies
-of inputs to the device, are not in it. Layers are alike, so that models have two and three of them here and the rest is
-a difference times a number; the tests check that the fourth layer adds what the third adds.
+written; of an embedding or a chosen row those rows, of the cache what the step's sequences hold. Sampling has rows of
+its own; copies of inputs to the device are not counted. Layers are alike, so that models have two and three of them
+here and the rest is a difference times a number; the tests check that the fourth layer adds what the third adds.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -23,8 +24,10 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
+from lockstep_engine import sampling
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_triton import TritonAttention
 from lockstep_engine.config import BLOCK_SIZE
@@ -33,8 +36,11 @@ from lockstep_engine.graphs import DecodeInputs
 from lockstep_engine.kernels import gpu, triton_attention
 from lockstep_engine.kernels.tiles import LIMITS
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.largest_step import largest_plan
 from lockstep_engine.model_config import ModelInfo
 from lockstep_engine.models import build_model
+from lockstep_engine.sampling import Sampler
+from specs import rank_spec
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -185,10 +191,10 @@ class Operations(TorchDispatchMode):
         self._cost.torch_operations += 1
         self._cost.names[name] += 1
         given = made if name in _GATHERS else tensors((args, kwargs or {}))
-        if name == "index_fill_":  # the cache's blocks of a new owner
+        if name == "index_fill_":  # the cache's blocks of a new owner, or single logits
             made, given = [], []
-            cache, _, blocks = args[:3]
-            self._cost.bytes += cache.nbytes // cache.shape[2] * len(blocks)
+            filled, dim, places = args[:3]
+            self._cost.bytes += filled.nbytes // filled.shape[dim] * len(places)
         self._cost.bytes += sum(each.nbytes for each in (*given, *made))
         return out
 
@@ -376,6 +382,56 @@ def rows():
                 yield f"{name} tp {tp}{' exact' if exact else ''}", name, tp, exact
 
 
+_GREEDY = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": -1, "min_tokens": 0}
+_GREEDY |= {"frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {}, "forbidden_ids": []}
+SAMPLERS = {
+    "greedy": _GREEDY,
+    "temperature": _GREEDY | {"temperature": 1.0},
+    "top_k": _GREEDY | {"temperature": 1.0, "top_k": 40},
+    "top_p": _GREEDY | {"temperature": 1.0, "top_p": 0.9},
+    "every option": {},
+}
+"""What differs from a request with every option, which has a grammar, too."""
+
+
+def sampled_step(kind, rows, vocabulary=_LLAMA["vocab_size"]):
+    """A step's sampling, as a call: so many requests of one kind, which have begun, on the meta device."""
+    plan = largest_plan(rank_spec(vocab_size=vocabulary, max_seqs=rows, max_batch_tokens=CHUNK))
+    sampler = Sampler(rows, vocabulary, META)
+    for each in plan.added:
+        sampler.add(msgspec.structs.replace(each, **SAMPLERS[kind]))
+    logits = torch.empty(rows, vocabulary, dtype=DTYPE, device=META)
+    masks = (plan.masked, plan.masks) if kind == "every option" else (None, None)
+
+    def sample():
+        with torch.inference_mode():
+            sampler.sample(logits, plan.sampling_rows, plan.emitted, plan.uniforms, *masks)
+
+    return sample
+
+
+@contextlib.contextmanager
+def nothing_fetched():
+    """Meanwhile results stay on the meta device, which has no contents."""
+    kept, sampling._fetch = sampling._fetch, lambda x: x
+    try:
+        yield
+    finally:
+        sampling._fetch = kept
+
+
+def sampler_entry(kind):
+    """The numbers of sampling for some numbers of rows."""
+    counted = {}
+    with nothing_fetched():
+        for count in ROWS:
+            cost, sample = Cost(), sampled_step(kind, count)
+            with Operations(cost):
+                sample()
+            counted[f"{count} sampled"] = cost.numbers()
+    return counted
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", help="rows whose name begins so; printed, not written")
@@ -386,6 +442,7 @@ def main():
             began = time.perf_counter()
             table[row] = entry(name, tp, exact=exact)
             print(row, table[row], f"{time.perf_counter() - began:.1f} s", file=sys.stderr)
+    table |= {f"Sampler: {kind}": sampler_entry(kind) for kind in SAMPLERS}
     if not options.only:
         TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
         TABLE.with_suffix(".md").write_text(markdown(table), encoding="utf-8")
@@ -401,6 +458,8 @@ def markdown(table):
         "counted). `tests/test_launch_table.py` asserts these numbers. A recorded decode step is one launch for the",
         "host, and these are its nodes; a step with a chunk of a prompt launches them one by one. Torch's operations",
         "have a kernel each, some more than one. Bytes of a mixture are those of as many experts as can be chosen.",
+        "Sampling is on rank 0, for a vocabulary of 128,256; every option: penalties, bias, min_tokens, top_p, min_p,",
+        "log probabilities and a grammar in each row. Its launches do not grow with the rows.",
         "",
         "| model, ranks | step | torch's operations | Triton's launches | collectives | marks of progress | GB moved |",
         "|---|---|---|---|---|---|---|",
