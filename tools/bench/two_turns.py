@@ -16,7 +16,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,6 +64,11 @@ class ObservedStack(Stack):
         command = [each for each in super()._worker(worker, target) if not each.startswith("--management-port")]
         return [*command, f"--management-port={port}"]
 
+    def counted(self, client: httpx.Client, worker: str, name: str) -> float:
+        """The sum of a worker's metrics whose names begin so."""
+        lines = client.get(f"{self.worker_urls[worker]}/metrics").raise_for_status().text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"lockstep_worker_{name}"))
+
 
 @dataclass
 class Turn:
@@ -77,6 +82,37 @@ class Turn:
     fetch_s: float | None = None
     recompute_s: float | None = None
     """The gate's estimates."""
+
+
+def ask(
+    client: httpx.Client, stack: Stack, prompt: str, tokens: int, headers: Mapping[str, str]
+) -> tuple[float, str, dict[str, Any]]:
+    """Seconds to the first token of an answer of so many tokens, its text, and its usage."""
+    body = {
+        "model": stack.settings.name,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    text, usage, first_s = "", {}, None
+    began_s = time.perf_counter()
+    with client.stream("POST", f"{stack.url}/v1/completions", json=body, headers=headers) as response:
+        if response.status_code != httpx.codes.OK:
+            raise SystemExit(f"a request has failed: {response.read().decode()}")
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = httpx.Response(200, content=line.removeprefix("data: ")).json()
+            if chunk["choices"]:
+                first_s = time.perf_counter() - began_s if first_s is None else first_s
+                text += chunk["choices"][0]["text"]
+            usage = chunk.get("usage") or usage
+    if first_s is None or not usage:
+        raise SystemExit("an answer without tokens")
+    return first_s, text, usage
 
 
 @dataclass
@@ -94,31 +130,7 @@ class Side:
     def ask(self, worker: str, prompt: str, tokens: int, trace_id: str) -> tuple[float, str, dict[str, Any]]:
         """Seconds to the first token of an answer, its text, and its usage."""
         headers = {"X-Session-ID": self.sessions[worker], "traceparent": f"00-{trace_id}-{'1' * 16}-01"}
-        body = {
-            "model": self.stack.settings.name,
-            "prompt": prompt,
-            "max_tokens": tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        text, usage, first_s = "", {}, None
-        began_s = time.perf_counter()
-        with self.client.stream("POST", f"{self.stack.url}/v1/completions", json=body, headers=headers) as response:
-            if response.status_code != httpx.codes.OK:
-                raise SystemExit(f"{self.name}: {response.read().decode()}")
-            for line in response.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = httpx.Response(200, content=line.removeprefix("data: ")).json()
-                if chunk["choices"]:
-                    first_s = time.perf_counter() - began_s if first_s is None else first_s
-                    text += chunk["choices"][0]["text"]
-                usage = chunk.get("usage") or usage
-        if first_s is None or not usage:
-            raise SystemExit(f"{self.name}: an answer without tokens")
-        return first_s, text, usage
+        return ask(self.client, self.stack, prompt, tokens, headers)
 
     def find_sessions(self) -> None:
         """Find a session for each worker."""
@@ -169,9 +181,7 @@ class Side:
         raise SystemExit(f"{self.name}: no worker has a trace of its request")
 
     def _stored(self, worker: str) -> float:
-        lines = self.client.get(f"{self.stack.worker_urls[worker]}/metrics").raise_for_status().text.splitlines()
-        wanted = 'lockstep_worker_remote_cache_puts_total{outcome="stored"'
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(wanted))
+        return self.stack.counted(self.client, worker, 'remote_cache_puts_total{outcome="stored"')
 
     def _wait_stored(self, worker: str, before: float) -> None:
         """Wait until a worker has stored the blocks of what it has just answered."""
@@ -188,10 +198,10 @@ class Side:
 class Texts:
     """Conversations that nobody has had before, of so many tokens."""
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, seed: object = 1) -> None:
         self._tokens = tokens
         self._tokenizer = Tokenizer.from_file(str(_REFERENCE / "tokenizer.json"))
-        self._choose = random.Random(1)
+        self._choose = random.Random(f"{seed}")
         self._words = ["rain", "house", "sea", "night", "garden", "river", "letter", "window", "stone", "morning"]
 
     def __call__(self) -> str:
