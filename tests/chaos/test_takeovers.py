@@ -1,8 +1,9 @@
 """Routers that share a state server are killed under resumable streams, which go on at another router.
 
 Clients may not begin a stream again (`on_lost="error"`), so a stream that no router continues is an error. Correctness
-is judged strictly. Of silences the promise is a 99th percentile of 1 s; a loaded machine takes longer for everything,
-so what the same streams were silent for just before the kill counts too, and of several kills the middle one.
+is judged strictly. Of silences the promise is a 99th percentile of 1 s on a calm machine. A loaded one takes longer for
+the work of so many streams at a time, so what they took to begin, all at once and with new clients, counts too, and of
+several kills the middle one.
 """
 
 import asyncio
@@ -12,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 
 import httpx
@@ -26,8 +26,6 @@ from store_faults import faults_of
 
 _WHOLE_S = 300.0
 _SILENCE_S = 1.0
-_STEPS = 3
-"""What a loaded machine may take longer: the token that was due, the way to the other router, the first token there."""
 _MIRRORED_S = 0.3
 """Until this time after its first token a stream may be unknown to the state server on a slow machine."""
 _STATE_TIMEOUT_S = 1.0
@@ -42,6 +40,7 @@ class Received:
     text: str = ""
     ends: list[type] = field(default_factory=list)
     error: LockstepError | None = None
+    began_at: float = 0.0
     times: list[float] = field(default_factory=list)
 
     def silence_s(self, since: float) -> float:
@@ -52,9 +51,10 @@ class Received:
             return 0.0
         return max(later - at for at, later in zip([earlier[-1], *times[:-1]], times, strict=True))
 
-    def calm_s(self, until: float) -> float:
-        """The longest time between two events until a moment."""
-        return max((later - at for at, later in pairwise(self.times) if later <= until), default=0.0)
+    @property
+    def first_s(self) -> float:
+        """From the request to the first event."""
+        return self.times[0] - self.began_at
 
 
 @pytest.fixture(params=["memory", "redis"])
@@ -73,27 +73,28 @@ class Silences:
 
     continued: int = 0
     each_s: list[float] = field(default_factory=list)
-    calm_s: list[float] = field(default_factory=list)
-    """The longest ones of all streams before each kill."""
+    first_s: list[float] = field(default_factory=list)
+    """Of all streams before each kill: from the request to the first event."""
     excess_s: list[float] = field(default_factory=list)
     """Of each kill: by how much the 99th percentile is above its limit."""
 
-    def note(self, each_s: list[float], calm_s: list[float]) -> None:
+    def note(self, each_s: list[float], first_s: list[float]) -> None:
         """Add those of a kill."""
         self.continued += len(each_s)
         self.each_s += each_s
-        self.calm_s += calm_s
+        self.first_s += first_s
         if each_s:
-            limit_s = _SILENCE_S + _STEPS * percentile(calm_s, 0.99)
+            limit_s = _SILENCE_S + percentile(first_s, 0.99)
             self.excess_s.append(percentile(each_s, 0.99) - limit_s)
 
     def __str__(self) -> str:
-        (p50, p99), (_, calm_p99) = (
-            [1e3 * percentile(values, share) for share in (0.5, 0.99)] for values in (self.each_s, self.calm_s)
+        (p50, p99), (_, first_p99) = (
+            [1e3 * percentile(values, share) for share in (0.5, 0.99)] for values in (self.each_s, self.first_s)
         )
         return (
-            f"{self.continued} continued on the other one, 0 lost, doubled or changed; silence in ms: p50 {p50:.0f}, "
-            f"p99 {p99:.0f}, max {1e3 * max(self.each_s, default=0):.0f}; before the kills p99 {calm_p99:.0f}"
+            f"{self.continued} continued on the other one, 0 lost, doubled or changed; silence in ms: "
+            f"p50 {p50:.0f}, p99 {p99:.0f}, max {1e3 * max(self.each_s, default=0):.0f}; "
+            f"first tokens of all at once p99 {first_p99:.0f}"
         )
 
 
@@ -102,6 +103,7 @@ async def receive(
 ) -> None:
     """Read a stream of its own client; `begun` is released once text has come."""
     fields = {"model": "reference", "prompt": "hello world", "seed": seed, "max_tokens": tokens, "stream": True}
+    received.began_at = time.monotonic()
     async with AsyncLockstepClient(urls, policy=policy) as client:
         try:
             async with await client.complete(**fields) as stream:
@@ -188,7 +190,7 @@ async def check_kills(
             continued = takeovers(survivor) - before
             # The streams that were continued are those with the longest silences.
             longest_s = sorted(each.silence_s(killed_at) for each in run)[len(run) - continued :]
-            silences.note(longest_s, [each.calm_s(killed_at) for each in run])
+            silences.note(longest_s, [each.first_s for each in run])
     return silences
 
 
