@@ -413,11 +413,11 @@ def sampled_step(kind, rows, vocabulary=_LLAMA["vocab_size"]):
 @contextlib.contextmanager
 def nothing_fetched():
     """Meanwhile results stay on the meta device, which has no contents."""
-    kept, sampling._fetch = sampling._fetch, lambda x: x
+    kept, sampling.to_host = sampling.to_host, lambda x: x
     try:
         yield
     finally:
-        sampling._fetch = kept
+        sampling.to_host = kept
 
 
 def sampler_entry(kind):

@@ -172,7 +172,7 @@ def test_every_form_of_attention_that_serves_is_launched_first(exact, windowed, 
             asked.append((per_head, head_dim, dtype, *form.values()))
             return []
 
-    monkeypatch.setattr(gpu, "_given_up", [])
+    monkeypatch.setattr(gpu, "GIVEN_UP", [])
     monkeypatch.setattr(gpu, "build_problem", lambda: None)
     monkeypatch.setattr(gpu.importlib, "import_module", lambda name: Launches)
     monkeypatch.setattr(prebuilt, "activate", lambda: None)

@@ -303,7 +303,7 @@ async def test_the_store_is_told_what_blocks_are_worth_and_what_they_need(path, 
 
     store.fetch = fetch
     worker = Worker(path, store, **MODES[mode])
-    worker.tier._recompute_s = lambda tokens: tokens
+    worker.tier.recompute_s = lambda tokens: tokens
     ids, _, cached = await worker.ask("second", second_turn(ids))
     blocks = len(second_turn(ids)) // BLOCK_SIZE
     if mode == "none":

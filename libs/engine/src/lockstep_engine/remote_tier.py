@@ -162,7 +162,7 @@ class RemoteTier:
         self._config = config
         self._model_digest = model_digest
         self._scheduler = scheduler
-        self._recompute_s = recompute_s
+        self.recompute_s = recompute_s
         self._on_change = on_change
         self._epoch: _Epoch | None = None
         self._fetches: dict[str, asyncio.Task[None]] = {}
@@ -301,7 +301,7 @@ class RemoteTier:
                 else:
                     # It may bring more than this request needs, which must not wait longer than for its own blocks.
                     usable = self._scheduler.blocks.match(keys).usable
-                    await asyncio.wait((other,), timeout=self._recompute_s((len(keys) - usable) * BLOCK_SIZE))
+                    await asyncio.wait((other,), timeout=self.recompute_s((len(keys) - usable) * BLOCK_SIZE))
         except TimeoutError:
             logger.warning("the store for KV blocks has not kept its deadline")
         except Exception:
@@ -362,9 +362,9 @@ class RemoteTier:
 
         def recompute_s(count: int) -> float:
             if count < (len(missing) if is_whole else 1):
-                return self._recompute_s(0)
+                return self.recompute_s(0)
             end = min(len(keys), missing[min(count, len(missing)) - 1] + 1 + ahead)
-            return self._recompute_s(max(0, end - usable) * BLOCK_SIZE)
+            return self.recompute_s(max(0, end - usable) * BLOCK_SIZE)
 
         wanted = [keys[index] for index in missing]
         names = [remote_keys.block_name(links[index], cold=cold) for index in missing]

@@ -135,7 +135,7 @@ class Sampler:
             self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
         listed = [_list_tokens(raw, ids, each) for each in settings.listed]
         # On the device an unusable row keeps an id that exists: with overlap the next step has been planned with it.
-        usable = _fetch(ids.where(largest.isfinite(), NO_TOKEN))
+        usable = to_host(ids.where(largest.isfinite(), NO_TOKEN))
         return Sampled(usable, listed, frozenset() if masked is None else frozenset(masked.tolist()))
 
     def _choose(self, logits: torch.Tensor, settings: StepSettings, uniforms: NDArray[np.float64]) -> torch.Tensor:
@@ -198,7 +198,7 @@ def score(logits: torch.Tensor, targets: NDArray[np.int32], *, vocabulary: bool)
     wanted = _put(targets.astype(np.int64), logits.device)
     chosen = distributions.gather(1, wanted.unsqueeze(1))
     ranks = (distributions > chosen).sum(dim=1, dtype=torch.int32) + 1
-    return Scores(_fetch(chosen.squeeze(1)), _fetch(ranks), _fetch(distributions) if vocabulary else None)
+    return Scores(to_host(chosen.squeeze(1)), to_host(ranks), to_host(distributions) if vocabulary else None)
 
 
 def _restrict(logits: torch.Tensor, masked: NDArray[np.int32], masks: NDArray[np.int32]) -> torch.Tensor:
@@ -234,7 +234,7 @@ def _put(numbers: NDArray[np.int64], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(numbers).to(device, non_blocking=True)
 
 
-def _fetch(x: torch.Tensor) -> torch.Tensor:
+def to_host(x: torch.Tensor) -> torch.Tensor:
     """`x` on the host; it is valid once the device has finished earlier work."""
     return x.to("cpu", non_blocking=True)
 
@@ -243,4 +243,4 @@ def _list_tokens(logits: torch.Tensor, ids: torch.Tensor, listed: Listed) -> Lis
     values = _log_softmax(logits.index_select(0, listed.rows))
     chosen = values.gather(1, ids.index_select(0, listed.rows).unsqueeze(1)).squeeze(1)
     top = torch.topk(values, listed.depth)
-    return ListedTokens(listed, _fetch(chosen), _fetch(top.indices), _fetch(top.values))
+    return ListedTokens(listed, to_host(chosen), to_host(top.indices), to_host(top.values))
