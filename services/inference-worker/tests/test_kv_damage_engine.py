@@ -28,8 +28,8 @@ class EagerStore(KvStore):
         super().__init__(StoreOptions(target=target, **options), dial_plain)
         self.results = []
 
-    async def fetch(self, tenant, hashes, heads, form, recompute_s, into):
-        result = await super().fetch(tenant, hashes, heads, form, lambda count: 1000.0 * count, into)
+    async def fetch(self, tenant, hashes, heads, form, recompute_s, into, further_bytes):
+        result = await super().fetch(tenant, hashes, heads, form, lambda count: 1000.0 * count, into, 0)
         self.results.append(result)
         return result
 

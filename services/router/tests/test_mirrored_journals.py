@@ -730,8 +730,9 @@ async def test_what_came_while_a_batch_took_long_is_written_at_once(make_store, 
         calls, before = len(server.backend.calls), acknowledged()
         await eventually(lambda calls=calls: len(server.backend.calls) > calls)
         store.append("r-1", Piece(0, position, [5], logprobs(5)))
+        calls = len(server.backend.calls)  # now: the next one may begin before this task learns of the answer
         await eventually(lambda before=before: acknowledged() > before)
-        calls, answered_at = len(server.backend.calls), time.monotonic()
+        answered_at = time.monotonic()
         await eventually(lambda calls=calls: len(server.backend.calls) > calls)
         waited_s = time.monotonic() - answered_at
         if waited_s < gather_s / 2:
