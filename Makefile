@@ -5,11 +5,10 @@ BIN := .venv/bin
 PACKAGES := libs/api libs/common libs/client libs/engine services/router services/inference-worker services/kv-state-server tools
 SOURCES := libs services tools tests conftest.py
 # Minutes of waiting for alerts, drains and queues: first of all, so that the other processes compute meanwhile.
-WAITING_SYSTEM_TESTS := $(addprefix tests/integration/,test_alerts.py test_trace_moves.py test_waiting.py)
+WAITING_SYSTEM_TESTS := $(addprefix tests/integration/,test_alerts.py test_state_alerts.py test_balance_alerts.py test_trace_moves.py test_waiting.py)
 # The longest tests first, so that no process is left with them at the end.
-PARALLEL_SYSTEM_TESTS := $(addprefix tests/,hostile/test_schema.py hostile/test_doors.py hostile/test_state_door.py \
-  integration/test_refused_models.py integration/test_prefix_reports.py integration/test_remote_cache.py integration/test_traces.py \
-  integration/test_debug.py)
+PARALLEL_SYSTEM_TESTS := $(addprefix tests/,hostile/test_doors.py hostile/test_state_door.py integration/test_refused_models.py \
+  integration/test_prefix_reports.py integration/test_remote_cache.py integration/test_traces.py integration/test_debug.py integration/test_causes.py)
 # Nothing that imports triton may come before libs, whose tests choose its interpreter.
 PARALLEL_TESTS := $(WAITING_SYSTEM_TESTS) tests/simulation tests/conformance libs $(PARALLEL_SYSTEM_TESTS) services tools/tests tests/deployment tests/contract
 SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/console tests/cluster $(addprefix --ignore=,$(WAITING_SYSTEM_TESTS) $(PARALLEL_SYSTEM_TESTS))
@@ -62,7 +61,7 @@ endif
 # The tests that `make test` leaves out because they take long, and those again whose length can be chosen.
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(SLOW_JOBS) --dist loadfile -m slow $(PARALLEL_TESTS)
-	$(BIN)/pytest -m slow $(SYSTEM_TESTS) --ignore=tests/chaos/test_random_kills.py
+	$(BIN)/pytest -m slow $(SYSTEM_TESTS) --ignore=tests/chaos/test_random_kills.py --ignore=tests/hostile/test_schema.py
 	$(BIN)/pytest tests/chaos/test_random_kills.py tests/hostile/test_schema.py --kills 12 --fuzz-cases 10000
 
 # The tests of equal bits again, after those of `make test` and `make test-slow`, as on other machines: without the kernels, and with the

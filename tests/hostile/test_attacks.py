@@ -23,9 +23,13 @@ _CALM_SILENCE_S = 0.1  # two tokens at 20 a second
 _CALM_HEALTHZ_P99_S = 0.01
 _MAX_SLOWNESS = 4.0
 _TRIES = 3
+_FAST = {"mixed-prompt", "long-text", "stalled-bodies", "slow-headers", "pipelining", "vanishing", "unread"}
+"""One for each thing that is attacked; `make test-slow` has the others."""
 
 
-@pytest.mark.parametrize("name", list(names()))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in names()]
+)
 def test_attack_is_not_noticed(scene: Scene, name: str, summarize) -> None:
     for _ in range(_TRIES):
         quiet = calm(scene.observer, _CALM_S)

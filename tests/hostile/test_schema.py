@@ -64,6 +64,7 @@ def with_few_drawn_fields(case: schemathesis.Case, places: list[int]) -> schemat
     return case
 
 
+@pytest.mark.slow
 def test_no_request_causes_an_error_of_the_router(address, pytestconfig, summarize) -> None:
     from schemathesis import GenerationMode  # noqa: PLC0415
 

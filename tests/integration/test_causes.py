@@ -107,6 +107,7 @@ def drawing(system: System, name: str, folder: Path) -> tuple[str, list[str]]:
     return causes.removeprefix("its time: ").split(" (")[0], drawn
 
 
+@pytest.mark.slow
 def test_a_slow_redis(system: System, redis: TcpProxy, tmp_path: Path) -> None:
     fields = {"prompt": "canary", "max_tokens": 5}
     usual_s = min(complete(system, 1, "usual", **fields), complete(system, 2, "usual", **fields))
@@ -121,6 +122,7 @@ def test_a_slow_redis(system: System, redis: TcpProxy, tmp_path: Path) -> None:
     assert [line.split()[0] for line in drawn[:2]] == ["request", "limits"]
 
 
+@pytest.mark.slow
 def test_a_long_prompt(system: System, tmp_path: Path) -> None:
     complete(system, 4, "long-prompt", prompt=[100 + each % 50 for each in range(PROMPT_TOKENS)], max_tokens=1)
     cause, drawn = drawing(system, "long-prompt", tmp_path)
@@ -129,6 +131,7 @@ def test_a_long_prompt(system: System, tmp_path: Path) -> None:
     assert any(re.match(rf" +prefill in {chunks} chunks ", line) for line in drawn), drawn
 
 
+@pytest.mark.slow
 def test_a_slow_client(system: System, tmp_path: Path) -> None:
     """It reads nothing until the worker has nothing to do any more, and for twice as long after that. The answer has
     4 MB, more than the buffers on its way.

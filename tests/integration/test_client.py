@@ -51,6 +51,7 @@ def test_stream_survives_its_router(serve: Serve, undisturbed: str) -> None:
     assert others[1].completion_tokens == TOKENS
 
 
+@pytest.mark.slow
 def test_stream_that_may_not_be_repeated_is_a_typed_error(serve: Serve, undisturbed: str) -> None:
     serve.system.until_ready()
     text = ""
@@ -67,6 +68,7 @@ def test_stream_that_may_not_be_repeated_is_a_typed_error(serve: Serve, undistur
     assert undisturbed.startswith(lost.value.received.texts[0])
 
 
+@pytest.mark.slow
 def test_official_client_survives(serve: Serve, undisturbed: str) -> None:
     serve.system.until_ready()
     client = OpenAI(base_url=serve.system.api, api_key="none", policy=POLICY)

@@ -82,6 +82,7 @@ def running(system: tuple[System, Stack, Path]) -> Iterator[threading.Thread]:
     request.join(HUNG_S)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_the_bundle_is_complete(
     system: tuple[System, Stack, Path], running: threading.Thread, tmp_path: Path
 ) -> None:
@@ -107,6 +108,7 @@ def test_a_stopped_rank_is_named_and_the_bundle_is_complete(
     assert json.loads(parts["router/stacks-1.json"])["tasks"]
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_answer_is_named(system: tuple[System, Stack, Path], tmp_path: Path) -> None:
     """The whole worker is stopped: what is left of it is a part that failed, in a bundle."""
     here, stack, _ = system
@@ -122,6 +124,7 @@ def test_a_process_that_does_not_answer_is_named(system: tuple[System, Stack, Pa
     here.until_ready()
 
 
+@pytest.mark.slow
 def test_no_signal_has_a_prompt_an_output_or_a_key(system: tuple[System, Stack, Path], tmp_path: Path) -> None:
     """After answers, refused requests of many kinds, and a rank that crashed in the middle of a request."""
     here, stack, log = system

@@ -60,6 +60,7 @@ async def served_by(system: System, session: str) -> str:
     return ran[0]
 
 
+@pytest.mark.slow
 async def test_new_streams_avoid_a_worker_whose_rank_hangs(system: System) -> None:
     """They are answered while the worker still waits for its rank, long before it gives the rank up."""
     system.until_ready(_LONG_S)

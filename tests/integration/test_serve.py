@@ -168,6 +168,7 @@ def is_draining(url: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_does_not_wait_even_for_a_stopped_worker(tmp_path: Path) -> None:
     before = traces()
     with Serve(tmp_path) as serve:
@@ -182,6 +183,7 @@ def test_a_second_ctrl_c_does_not_wait_even_for_a_stopped_worker(tmp_path: Path)
     assert left_since(before) == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_keeps_failing_ends_it_with_the_reason(tmp_path: Path) -> None:
     """A failure that the model's directory does not show: ranks without memory for one block."""
     before = traces()
