@@ -112,14 +112,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415 - only where tests run in parallel
 
     class Scopes(LoadFileScheduling):
-        """The conformance tests share one system, so they stay together. Simulations and what searches orders of
-        operations are long and share nothing.
+        """The conformance tests share one system, so they stay together. Simulations, what searches orders of
+        operations, and steps in Triton's interpreter are long and share nothing.
         """
 
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.startswith("tests/conformance/"):
                 return "tests/conformance"
-            alone = nodeid.startswith(("tests/simulation/", "services/kv-state-server/tests/test_linearizability.py"))
+            alone = nodeid.startswith(
+                (
+                    "tests/simulation/",
+                    "services/kv-state-server/tests/test_linearizability.py",
+                    "libs/engine/tests/test_gpu_rank.py",
+                    "libs/engine/tests/test_kernel_check.py",
+                )
+            )
             return nodeid if alone else super()._split_scope(nodeid)
 
     config.option.loadscopereorder = False
