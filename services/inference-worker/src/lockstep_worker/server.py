@@ -223,7 +223,7 @@ def _listen(worker: Worker, settings: WorkerSettings, certificates: Certificates
     server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
     worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(worker), server)  # type: ignore[no-untyped-call]
     served = {"": lambda: True, _SERVICE: lambda: worker.ready}  # liveness and readiness
-    health_pb2_grpc.add_HealthServicer_to_server(Health(served), server)
+    health_pb2_grpc.add_HealthServicer_to_server(Health(served, lambda: worker.changed), server)
     names = (_SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     try:

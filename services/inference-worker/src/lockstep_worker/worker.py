@@ -99,6 +99,8 @@ class Worker:
         self.failure: LockstepError | None = None
         """The reason if the engine will never be ready again."""
         self.failed = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set when `ready` may have changed, and then replaced by a new event."""
         self._status = self._frame(status=self._make_status(status))
 
     @property
@@ -375,6 +377,8 @@ class Worker:
         if self.failure is not None and not self.failed.is_set():
             self.failed.set()
             self._history.fail(self.failure.message)
+        self.changed.set()
+        self.changed = asyncio.Event()
 
     # -- frames --------------------------------------------------------------------------------------------------------
 
