@@ -92,7 +92,7 @@ def decodes(plan):
     ("name", "dtype", "overlap"),
     [
         ("qwen3", "float32", True),
-        ("qwen3", "float16", False),
+        pytest.param("qwen3", "float16", False, marks=SWEEP),
         pytest.param("gemma2", "float32", True, marks=SWEEP),
     ],
 )
@@ -172,6 +172,7 @@ def test_the_marks_of_a_rank_end_with_its_steps(tmp_path, monkeypatch, by_triton
         assert len(set(placed)) == 1
 
 
+@SWEEP
 def test_only_some_rows_of_a_recorded_step_are_wanted(tmp_path, by_triton):
     path, _ = make("qwen3", tmp_path)
     by_triton()
@@ -184,6 +185,7 @@ def test_only_some_rows_of_a_recorded_step_are_wanted(tmp_path, by_triton):
         assert torch.equal(some, every[[2, 0]])
 
 
+@SWEEP
 def test_without_graphs_every_step_runs_as_it_comes(tmp_path, monkeypatch, by_triton):
     path, _ = make("llama-grouped-untied", tmp_path)
     expected = on_the_cpu(path, (3, 3))
@@ -239,7 +241,8 @@ def test_the_kernels_serve_some_types_and_widths_on_gpus(device, dtype, head_dim
     assert gpu.usable(torch.device(device), dtype, head_dim) == usable
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("mixtral", marks=SWEEP)])
+@SWEEP  # minutes; `test_exact_ranks` shows the same of two ranks
+@pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 @pytest.mark.usefixtures("ordered_products")
 def test_the_exact_mode_finds_at_its_start_that_it_holds(name, tmp_path, by_triton):
     """Token by token, beside others and in chunks: the self-test's logits have the same bits."""
@@ -253,6 +256,7 @@ def test_the_exact_mode_finds_at_its_start_that_it_holds(name, tmp_path, by_trit
         assert served.run(*requests((3, 3))) == expected
 
 
+@SWEEP
 def test_without_the_exact_mode_there_is_no_fingerprint(tmp_path, by_triton):
     path, _ = make("llama-grouped-untied", tmp_path)
     by_triton()

@@ -19,7 +19,7 @@ from lockstep_engine.model_config import inspect_model
 from lockstep_engine.models import build_model
 from lockstep_engine.weights import load_weights
 from triton.runtime.errors import OutOfResources
-from triton_device import DEVICE, GPU
+from triton_device import DEVICE, GPU, SWEEP
 
 SETTINGS = {
     "device": "cuda" if GPU else "cpu",
@@ -56,7 +56,7 @@ def found(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=SWEEP)])
 def test_right_kernels_are_far_below_the_bounds(model, found, dtype):
     with InProcessRank(model, dtype=dtype, **SETTINGS) as served:
         assert not served.rank.cache.keys[:, :, :-1].any()
@@ -118,9 +118,9 @@ def broken_codes(monkeypatch):
 @pytest.mark.parametrize(
     ("breaks", "what"),
     [
-        fast_if(False, broken_scale, "the logits of a chunk"),
+        pytest.param(broken_scale, "the logits of a chunk", marks=[pytest.mark.slow, SWEEP]),
         fast_if(False, broken_mask, "the logits of a decode step"),
-        fast_if(False, broken_norm, "the logits of a chunk"),
+        pytest.param(broken_norm, "the logits of a chunk", marks=[pytest.mark.slow, SWEEP]),
         fast_if(True, broken_decoding, "the logits of a decode step"),
         fast_if(False, broken_codes, "compressed keys and values"),
     ],
