@@ -64,13 +64,12 @@ test-slow: setup
 	$(BIN)/pytest -m slow $(SYSTEM_TESTS) --ignore=tests/chaos/test_random_kills.py --ignore=tests/hostile/test_schema.py
 	$(BIN)/pytest tests/chaos/test_random_kills.py tests/hostile/test_schema.py --kills 12 --fuzz-cases 10000
 
-# The tests of equal bits again, after those of `make test` and `make test-slow`, as on other machines: without the kernels, and with the
-# libraries' settings changed. In two of the four configurations the slow ones, more architectures and types, are left out.
+# The tests of equal bits again, after those of `make test` and `make test-slow`, which have the kernels, one thread and nothing set, as on
+# other machines: without the kernels, and with the libraries' settings changed.
 BITS = $(BIN)/pytest -n $(COMPUTING_JOBS) libs/engine
 test-bits: setup
 	env -u MKL_CBWR -u ATEN_CPU_CAPABILITY OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS) -m bits
-	MKL_CBWR=AUTO,STRICT OMP_NUM_THREADS=1 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and not slow"
-	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and not slow"
+	MKL_CBWR=AUTO,STRICT ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and not slow"
 	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 $(BITS) -m bits
 
 # Other projects' clients, in an environment of their own, against systems that run in .venv.
