@@ -10,7 +10,7 @@ WAITING_SYSTEM_TESTS := $(addprefix tests/integration/,test_alerts.py test_state
 PARALLEL_SYSTEM_TESTS := $(addprefix tests/,hostile/test_doors.py hostile/test_state_door.py integration/test_refused_models.py \
   integration/test_prefix_reports.py integration/test_remote_cache.py integration/test_traces.py integration/test_debug.py integration/test_causes.py)
 # Nothing that imports triton may come before libs, whose tests choose its interpreter.
-PARALLEL_TESTS := $(WAITING_SYSTEM_TESTS) tests/simulation tests/conformance libs $(PARALLEL_SYSTEM_TESTS) services tools/tests tests/deployment tests/contract
+PARALLEL_TESTS := $(WAITING_SYSTEM_TESTS) tests/simulation tests/conformance libs $(PARALLEL_SYSTEM_TESTS) tests/contract services tools/tests tests/deployment
 SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/console tests/cluster $(addprefix --ignore=,$(WAITING_SYSTEM_TESTS) $(PARALLEL_SYSTEM_TESTS))
 # Tests wait longer than they compute.
 JOBS ?= $(shell nproc | awk '{jobs = $$1 * 5 / 2; print jobs < 10 ? int(jobs) : 10}')
