@@ -19,7 +19,7 @@ from simulated.runner import explain, run_seeds
 from simulated.world import Mutation, World
 
 _HERE = Path(__file__).parent
-_FEW, _MANY = 2_500, 10_000
+_FEW, _MANY = 2_500, 20_000
 
 
 def check(first_seed, streams, summarize):

@@ -172,7 +172,6 @@ def test_the_marks_of_a_rank_end_with_its_steps(tmp_path, monkeypatch, by_triton
         assert len(set(placed)) == 1
 
 
-@SWEEP
 def test_only_some_rows_of_a_recorded_step_are_wanted(tmp_path, by_triton):
     path, _ = make("qwen3", tmp_path)
     by_triton()
@@ -185,7 +184,6 @@ def test_only_some_rows_of_a_recorded_step_are_wanted(tmp_path, by_triton):
         assert torch.equal(some, every[[2, 0]])
 
 
-@SWEEP
 def test_without_graphs_every_step_runs_as_it_comes(tmp_path, monkeypatch, by_triton):
     path, _ = make("llama-grouped-untied", tmp_path)
     expected = on_the_cpu(path, (3, 3))
@@ -256,7 +254,6 @@ def test_the_exact_mode_finds_at_its_start_that_it_holds(name, tmp_path, by_trit
         assert served.run(*requests((3, 3))) == expected
 
 
-@SWEEP
 def test_without_the_exact_mode_there_is_no_fingerprint(tmp_path, by_triton):
     path, _ = make("llama-grouped-untied", tmp_path)
     by_triton()
