@@ -14,7 +14,7 @@ SKEW_NS = 1_000_000
 """Clocks of processes on one host: each trace reads the wall clock once in each process."""
 PARENTS = {"route": "request", "attempt": "route", "queue": "attempt", "prefill": "attempt", "decode": "attempt"}
 """The spans of a request, but for its first one and those of ranks."""
-_OTHERS = {"route": "takeover", "kv fetch": "queue"}
+_OTHERS = {"route": "takeover", "kv fetch": "queue", "client": "request"}
 
 
 class Collector(Protocol):

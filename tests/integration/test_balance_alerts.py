@@ -74,9 +74,12 @@ def test_a_session_that_overloads_its_worker(system: System, prometheus: Prometh
 
 
 def test_a_worker_that_crawls(system: System, prometheus: Prometheus) -> None:
-    """Its rank runs for a tenth of the time, while both workers have requests."""
+    """Its rank runs for a tenth of the time, while both workers have requests.
+
+    The streams are long, because steps beside prompts are not compared.
+    """
     (rank,) = system.until_ready(PATIENCE_S)["w0"]["ranks"]
-    with Clients(system, 12, 100):
+    with Clients(system, 12, 800):
         with pulsing(rank["pid"], 0.18, 0.02):
             prometheus.until_fires(RELEASE, "LockstepWorkerSlow")
         prometheus.until_resolved(RELEASE, "LockstepWorkerSlow")
