@@ -30,6 +30,8 @@ _WARM_UP_TOKENS = 100
 _FIRST_KILL_TOKENS = 80
 _PAUSE_TOKENS = 40  # between recovery and the next kill, so that the text is seen to continue
 _POLL_S = 0.02
+_BANNED_TOKENS = {"reference": {"2602": -100}}
+"""`logit_bias` by model: the reference model has learnt a racial slur from one of its books."""
 
 
 class Demo:
@@ -111,7 +113,10 @@ class Demo:
         return history
 
     def _request(self, model: Mapping[str, Any], tokens: int) -> StreamRequest:
-        return StreamRequest("/completions", {**self._body, "model": model["name"], "max_tokens": tokens})
+        body = self._body | {"model": model["name"], "max_tokens": tokens}
+        if banned := _BANNED_TOKENS.get(model["name"]):
+            body["logit_bias"] = banned
+        return StreamRequest("/completions", body)
 
     async def _status(self) -> dict[str, Any]:
         return await read_status(self._stack)
