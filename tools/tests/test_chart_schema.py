@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import lockstep_router.metrics
 import lockstep_state.metrics
+import lockstep_worker.gpu_metrics
 import lockstep_worker.metrics
 import pytest
 import yaml
@@ -102,6 +103,7 @@ def test_alerts_and_dashboards_use_existing_metrics():
     assert lockstep_router.metrics
     assert lockstep_state.metrics
     assert lockstep_worker.metrics
+    assert lockstep_worker.gpu_metrics
     exported = {sample for metric in REGISTRY.collect() for sample in sample_names(metric.name, metric.type)}
     files = [*(CHART / "rules").glob("*.yaml"), *(CHART / "dashboards").glob("*.json")]
     scaled = CHART / "templates/inference-worker/scaledobject.yaml"

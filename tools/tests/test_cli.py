@@ -1,7 +1,6 @@
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -74,10 +73,8 @@ def test_usage_errors_are_exit_code_2_and_name_the_mistake(lockstep, arguments: 
 
 
 def refused(lockstep, *arguments: str) -> str:
-    """The one sentence with which a command ends at once with exit code 2."""
-    began_s = time.monotonic()
+    """The one sentence with which a command ends, before it says that it starts anything."""
     result = lockstep(*arguments)
-    assert time.monotonic() - began_s < 5
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1, result.stderr
     return str(result.stderr)

