@@ -210,6 +210,7 @@ def chosen_seed(config: pytest.Config) -> int:
     return seed
 
 
+@pytest.mark.slow
 async def test_streams_of_a_killed_router_go_on(
     store: str, private_tmp: object, pytestconfig: pytest.Config, summarize: Callable[[str], None]
 ) -> None:

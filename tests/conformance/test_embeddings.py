@@ -50,6 +50,7 @@ def test_vectors_have_length_1_and_close_texts_are_closer(client: openai.OpenAI)
     assert likeness(close, closer) > likeness(close, far)
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_what_else_is_computed(client: openai.OpenAI) -> None:
     alone = [vectors(client, text)[0] for text in TEXTS[:4]]
     generating = threading.Thread(
@@ -61,6 +62,7 @@ def test_bits_do_not_depend_on_what_else_is_computed(client: openai.OpenAI) -> N
     assert together[:4] == alone
 
 
+@pytest.mark.slow
 def test_texts_of_a_worker_that_dies_are_computed_by_the_other_one(client: openai.OpenAI, stack: Stack) -> None:
     texts = TEXTS * 20
     expected = vectors(client, TEXTS) * 20

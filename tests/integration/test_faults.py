@@ -115,6 +115,7 @@ async def test_a_killed_rank(system: System, undisturbed: History) -> None:
     assert (after["pid"], after["epoch"] > disturbed.worker["epoch"]) == (disturbed.worker["pid"], True)
 
 
+@pytest.mark.slow
 async def test_a_killed_worker_is_started_again(system: System, undisturbed: History) -> None:
     async with Disturbed(system, undisturbed) as disturbed:
         ranks = [psutil.Process(rank["pid"]) for rank in disturbed.worker["ranks"]]
@@ -167,6 +168,7 @@ async def test_a_worker_that_falls_silent(system: System, undisturbed: History) 
     assert after["pid"] == disturbed.worker["pid"]
 
 
+@pytest.mark.slow
 async def test_a_worker_that_gets_sigterm_finishes_or_hands_over(system: System, undisturbed: History) -> None:
     """So many streams that the drain is over before they are."""
     session = {"X-Session-ID": "one for all"}

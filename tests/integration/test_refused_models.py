@@ -100,6 +100,7 @@ def test_an_architecture_that_is_not_served(tmp_path: Path) -> None:
     assert "MambaForCausalLM has layers that keep a recurrent state" in message
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_lacks_a_tensor(tmp_path: Path) -> None:
     """Only the ranks can find this."""
     config = GPT2Config(vocab_size=4096, n_embd=32, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=1)
@@ -117,6 +118,7 @@ def test_a_split_that_does_not_divide_the_heads(tp: str) -> None:
     assert f"4 attention heads cannot be split over tp = {tp}" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flag", "value"),
     [("--tp", "0"), ("--workers", "none"), ("--port", "70000"), ("--device", "tpu"), ("--unknown", "1")],

@@ -151,6 +151,7 @@ def test_no_text_is_in_any_message(traced: Traced) -> None:
     assert b"canary" not in traced.receiver.raw
 
 
+@pytest.mark.slow
 def test_serving_goes_on_when_the_collector_is_gone(traced: Traced) -> None:
     traced.end.close()
     for number in range(3, 13):

@@ -336,12 +336,14 @@ def test_mutation_is_found(name):
     pytest.fail(f"not found with seeds 0 to {_SEEDS - 1}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [MISCHIEF, MOVES, SILENCES, CLIENTS, DRAINS, CLOCKS])
 def test_without_a_mutation_nothing_is_found(kinds):
     found = [outcome.violations for outcome in outcomes(0, 60, replace(_SCALE, kinds=kinds)) if outcome.violations]
     assert found == []
 
 
+@pytest.mark.slow
 def test_explanation_names_the_seed_and_a_smaller_plan():
     mutation = Mutation(journal=JournalThatSwapsTokens)
     outcome = World(make_plan(3, _SCALE), mutation).run()

@@ -36,7 +36,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(
-    "options", [fast_if("window" in each, each) for each in OPTIONS], ids=lambda each: "-".join(map(str, each))
+    "options", [fast_if(each == {"window": 20}, each) for each in OPTIONS], ids=lambda each: "-".join(map(str, each))
 )
 @pytest.mark.usefixtures("ordered_products")
 def test_any_steps_give_the_same_bits(options, monkeypatch):
@@ -70,6 +70,7 @@ def test_the_fast_mode_does_not_promise_it():
     assert not all(torch.equal(*each) for each in zip(by_one, at_once, strict=True))
 
 
+@pytest.mark.slow
 def test_many_query_heads_to_a_key_head_fill_a_program_each():
     assert triton_exact_attention.queries_a_tile(71, torch.bfloat16) == 1
     assert triton_exact_attention.queries_a_tile(4, torch.bfloat16) == 16

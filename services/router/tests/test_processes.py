@@ -175,6 +175,7 @@ async def _serves_grpc(port):
                     return
 
 
+@pytest.mark.slow
 async def test_all_choose_the_same_worker_for_a_session_also_after_restarts(tmp_path):
     sessions = [f"session {number}" for number in range(10)]
     async with workers_on(tmp_path, 5) as workers:
