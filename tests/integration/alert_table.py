@@ -22,6 +22,10 @@ INJECTED = {
     "LockstepRankRestarts": "test_ranks_that_die_again_and_again",
     "LockstepFailovers": "test_ranks_that_die_again_and_again",
     "LockstepKvPressure": "test_a_full_cache",
+    "LockstepKvCacheFull": "test_a_cache_that_stays_full",
+    "LockstepOverload": "test_routers_that_fill_the_same_queues",
+    "LockstepWorkerEjected": "test_a_worker_whose_ranks_die_under_what_the_other_completes",
+    "LockstepDiscoveryStale": "test_a_router_that_is_not_there_and_its_files",
     "LockstepStateServerUnreachable": "test_a_state_server_that_hangs",
     "LockstepJournalLag": "test_a_state_server_that_hangs",
     "LockstepStateStoreUnreachable": "test_a_redis_that_is_away_or_full",
@@ -38,12 +42,8 @@ INJECTED = {
 
 NOT_INJECTED = {
     "LockstepStateRefuses": "needs too many calls at once: journals beyond quotas are refused in calls that succeed",
-    "LockstepOverload": "routers keep more than a worker's queue holds from it, unless several routers submit at once",
-    "LockstepDiscoveryStale": "needs an API server, or a resolver of names, that goes away",
     "LockstepGpuXid": "needs a GPU that fails",
     "LockstepGpuEccErrors": "needs a GPU that fails",
     "LockstepGpuThrottled": "needs a GPU that is too hot",
-    "LockstepWorkerEjected": "needs a worker that fails what others complete",
-    "LockstepKvCacheFull": "needs a cache that stays full: with few streams requests are preempted first",
 }
 """By promtool alone, and why."""

@@ -14,7 +14,13 @@ def test_each_alert_is_in_the_table_once_and_names_a_test() -> None:
     here = Path(__file__).parent
     found = {
         each.name: {node.value for node in ast.walk(each) if isinstance(node, ast.Constant)}
-        for name in ("test_alerts.py", "test_balance_alerts.py", "test_state_alerts.py", "test_slow_rank.py")
+        for name in (
+            "test_alerts.py",
+            "test_balance_alerts.py",
+            "test_state_alerts.py",
+            "test_slow_rank.py",
+            "test_worker_alerts.py",
+        )
         for each in ast.walk(ast.parse((here / name).read_text()))
         if isinstance(each, ast.FunctionDef)
     }

@@ -1,5 +1,6 @@
 """Faults of running services make the chart's alerts fire, as a real Prometheus sees them; their ends resolve them."""
 
+import asyncio
 import hashlib
 import json
 import os
@@ -8,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from authority import Authority, Mounted
+from fake_kubernetes import NAMESPACE, SELECTOR, FakeEndpointSlices
 from lockstep_common.ports import free_port
 from lockstep_tools.debug.local import below
 from lockstep_tools.serving.stack import Stack, StackSettings
@@ -31,6 +33,7 @@ THRESHOLDS = {
     "LockstepFailovers": ("> 50", "> 2"),
     "LockstepKvPressure": ("> 0.2", "> 0.01"),
     "LockstepRankRestarts": ("> 2", "> 0.5"),
+    "LockstepDiscoveryStale": ("> 120", "> 4"),
 }
 """One small worker has few streams, and a busy machine starts ranks slowly."""
 SETTINGS = {
@@ -141,6 +144,41 @@ def edge_port() -> int:
 def state_pid(stack: Stack) -> int:
     with httpx.Client(timeout=PATIENCE_S, trust_env=False, verify=False) as client:
         return next(each.pid or 0 for each in below(client, os.getpid()) if each.name == "state")
+
+
+class ApiServer:
+    """A Kubernetes API server that knows of no worker; it runs on a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._server = FakeEndpointSlices()
+        self.start()
+        self.kubeconfig = folder / "kubeconfig"
+        self._server.kubeconfig(self.kubeconfig)
+
+    def start(self) -> None:
+        self._call(self._server.start())
+
+    def stop(self) -> None:
+        self._call(self._server.stop())
+
+    def close(self) -> None:
+        self.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(PATIENCE_S)
+        self._loop.close()
+
+    def _call(self, what: Coroutine[None, None, object]) -> None:
+        asyncio.run_coroutine_threadsafe(what, self._loop).result(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def api_server(folder: Path) -> Iterator[ApiServer]:
+    server = ApiServer(folder)
+    yield server
+    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -259,9 +297,9 @@ def test_a_redis_that_is_away_or_full(system: System, prometheus: Prometheus, re
 
 
 def test_a_router_that_is_not_there_and_its_files(
-    prometheus: Prometheus, edge_port: int, folder: Path, redis: RedisServer
+    prometheus: Prometheus, edge_port: int, folder: Path, redis: RedisServer, api_server: ApiServer
 ) -> None:
-    """A router with a certificate for a day, and then with files that it cannot use."""
+    """A router with a certificate for a day, then with files that it cannot use, then without the API server."""
     prometheus.until_fires(EDGE, "LockstepNoRouter")
     authority = Authority()
     mounted = Mounted(folder / "tls", authority, "localhost", valid_days=1.0)
@@ -270,10 +308,12 @@ def test_a_router_that_is_not_there_and_its_files(
     keys.write_text(good)
     port = free_port()
     command = [sys.executable, "-m", "lockstep_router", "--host=127.0.0.1", f"--port={port}"]
-    command += [f"--management-port={edge_port}", f"--workers=unix:{folder}/nobody.sock", "--log-level=error"]
+    command += [f"--management-port={edge_port}", "--log-level=error"]
+    command += ["--discovery=kubernetes", f"--kubernetes-selector={SELECTOR}", f"--pod-namespace={NAMESPACE}"]
     command += [f"--http-tls-cert={mounted.cert}", f"--http-tls-key={mounted.key}", f"--keys-file={keys}"]
     command += [f"--limits-storage={redis.address}"]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL) as router:
+    environment = os.environ | {"KUBECONFIG": str(api_server.kubeconfig)}
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment) as router:
         try:
             prometheus.until_resolved(EDGE, "LockstepNoRouter")
             prometheus.until_fires(EDGE, "LockstepCertificateExpires")
@@ -302,6 +342,11 @@ def test_a_router_that_is_not_there_and_its_files(
                     redis.thaw()
                 prometheus.until_resolved(EDGE, "LockstepLimitsNotShared", meanwhile=ask)
             prometheus.until_resolved(EDGE, "LockstepCertificateNotReloaded", "LockstepKeysNotReloaded")
+
+            api_server.stop()
+            prometheus.until_fires(EDGE, "LockstepDiscoveryStale")
+            api_server.start()
+            prometheus.until_resolved(EDGE, "LockstepDiscoveryStale")
         finally:
             router.kill()
 

@@ -524,15 +524,7 @@ WORKERS = (
     Chart(
         "KV cache in use",
         "percentunit",
-        [
-            (
-                (
-                    f"max by (pod) (1 - {of_model('lockstep_worker_free_blocks')} / "
-                    f"({of_model('lockstep_worker_total_blocks')} > 0))"
-                ),
-                "{{pod}}",
-            )
-        ],
+        [(_by("max", "pod", "lockstep_worker_kv_usage_ratio"), "{{pod}}")],
         "LockstepKvCacheFull",
     ),
     Chart(

@@ -1,6 +1,8 @@
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 from harness import make_settings, served, submit, until
 from lockstep_common.telemetry import REGISTRY, exposition
 from lockstep_engine import HostUsage, RankStatus, RemoteUsage
@@ -150,6 +152,20 @@ async def test_a_finished_stream_has_a_time_of_decoding(model_dir, socket_path):
         assert value("prefill_seconds_count") == before[1] + 1
 
 
+@pytest.mark.parametrize(
+    ("blocks", "usage"),
+    [
+        ((0, 0, 0, 0), 0.0),
+        ((64, 48, 0, 0), 0.25),
+        ((184, 36, 100, 2), 0.98),
+    ],
+)
+def test_the_cache_is_as_full_as_the_blocks_of_which_there_are_too_few(blocks, usage):
+    names = ("total_blocks", "free_blocks", "cold_blocks", "free_cold_blocks")
+    status = SimpleNamespace(**dict(zip(names, blocks, strict=True)))
+    assert metrics.kv_usage(status) == pytest.approx(usage)
+
+
 def test_memory_of_a_rank_is_that_of_its_process():
     meter = metrics.RankMeter(7)
     meter.observe(RankStatus(7, os.getpid(), "ready", 0))
@@ -170,4 +186,4 @@ async def test_names_of_vllm_are_shown_if_the_setting_says_so(model_dir, socket_
         await router.send(submit=submit("a", max_tokens=100))
         await until(lambda: found("num_requests_running") == 1)
         assert found("num_requests_waiting") == 0
-        assert found("kv_cache_usage_perc") == found("gpu_cache_usage_perc") == 1 / 64
+        assert found("kv_cache_usage_perc") == found("gpu_cache_usage_perc") == 1 / 4, "of the cold blocks"

@@ -95,7 +95,7 @@ def test_probe_closes_the_breaker():
     breaker.eject("test", 100.0)
     assert (breaker.is_ejected, breaker.state) == (True, BreakerState.OPEN)
     assert not breaker.tick(breaker.until - 0.1)
-    assert breaker.tick(breaker.until)
+    assert breaker.tick(breaker.until) is BreakerState.HALF_OPEN
     assert not breaker.is_ejected, "one stream may come"
     breaker.note_sent("probe")
     assert breaker.is_ejected, "no other one"
@@ -115,6 +115,23 @@ def test_probe_that_shows_nothing_is_followed_by_another():
     assert not breaker.is_ejected
     breaker.note_sent("next")
     assert breaker.is_probe("next")
+
+
+def test_a_router_without_streams_does_not_call_a_worker_ejected_for_ever():
+    breaker = well()
+    breaker.note_death(99.0)
+    breaker.eject("test", 100.0)
+    length_s = breaker.until - 100.0
+    breaker.tick(breaker.until)
+    breaker.note_sent("probe")
+    later = breaker.until + 3.1 * length_s
+    assert breaker.tick(later) is None, "its probe runs"
+    breaker.note_over("probe")
+    assert breaker.tick(breaker.until + 2.9 * length_s) is None
+    assert breaker.tick(later) is BreakerState.CLOSED
+    assert breaker.verdict([well()], later) == ""
+    breaker.eject("test", later)
+    assert breaker.until - later <= 12.5, "the next ejection is short again"
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -54,6 +54,11 @@ NUMERICS = Gauge(
 )
 FREE_BLOCKS = Gauge("lockstep_worker_free_blocks", "KV blocks that can be allocated", registry=REGISTRY)
 TOTAL_BLOCKS = Gauge("lockstep_worker_total_blocks", "All KV blocks", registry=REGISTRY)
+KV_USAGE = Gauge(
+    "lockstep_worker_kv_usage_ratio",
+    "Share of the KV blocks that running requests use, of all or of the cold ones, whichever is larger",
+    registry=REGISTRY,
+)
 HOST_BLOCKS = Gauge(
     "lockstep_worker_host_cache_blocks", "KV blocks of cached prefixes in host memory", registry=REGISTRY
 )
@@ -231,6 +236,15 @@ EVENTS = Counter(
 VLLM_NAMES = VllmNames(REGISTRY)
 
 
+def kv_usage(status: EngineStatus) -> float:
+    """The share of the KV blocks that is in use, of all or of the cold ones, whichever is larger.
+
+    Hot blocks are as many as a full batch needs: many may be free while requests are preempted for want of cold ones.
+    """
+    pools = ((status.total_blocks, status.free_blocks), (status.cold_blocks, status.free_cold_blocks))
+    return max(1 - free / total if total else 0.0 for total, free in pools)
+
+
 def count_tokens(emitted: int) -> None:
     """Record what a step emitted."""
     if emitted:
@@ -317,6 +331,7 @@ class StatusMeter:
             NUMERICS.labels(status.fingerprint).set(1)
         FREE_BLOCKS.set(status.free_blocks)
         TOTAL_BLOCKS.set(status.total_blocks)
+        KV_USAGE.set(usage := kv_usage(status))
         self._observe_host(status)
         LOADING.set(status.loading)
         STEP_SECONDS.set(status.step_us / 1e6)
@@ -328,7 +343,7 @@ class StatusMeter:
                 self._ranks[rank.rank] = RankMeter(rank.rank)
             self._ranks[rank.rank].observe(rank)
         self._observe_cache(status)
-        VLLM_NAMES.observe(status)
+        VLLM_NAMES.observe(status.running, status.queued, usage)
 
     def _observe_cache(self, status: EngineStatus) -> None:
         hot, free_hot = status.total_blocks - status.cold_blocks, status.free_blocks - status.free_cold_blocks

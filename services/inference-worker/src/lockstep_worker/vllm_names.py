@@ -5,7 +5,6 @@ They are shown only if the setting `vllm_metric_names` is on.
 
 from collections.abc import Iterator
 
-from lockstep_engine import EngineStatus
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -14,7 +13,7 @@ LABELS = ("model_name",)
 _GAUGES = {
     "vllm:num_requests_running": "Requests in the batch, as lockstep_worker_running",
     "vllm:num_requests_waiting": "Requests waiting, as lockstep_worker_queued",
-    "vllm:kv_cache_usage_perc": "Share of the KV blocks that running requests use; not a percentage",
+    "vllm:kv_cache_usage_perc": "As lockstep_worker_kv_usage_ratio; not a percentage",
     "vllm:gpu_cache_usage_perc": "The same by its former name",
 }
 
@@ -32,10 +31,9 @@ class VllmNames(Collector):
         self._values = dict.fromkeys(_GAUGES, 0.0)
         registry.register(self)
 
-    def observe(self, status: EngineStatus) -> None:
-        """Take the values of a status."""
-        used = 1 - status.free_blocks / status.total_blocks if status.total_blocks else 0.0
-        self._values = dict(zip(_GAUGES, (float(status.running), float(status.queued), used, used), strict=True))
+    def observe(self, running: int, queued: int, kv_usage: float) -> None:
+        """Take the present numbers of requests and the share of the KV blocks that is in use."""
+        self._values = dict(zip(_GAUGES, (float(running), float(queued), kv_usage, kv_usage), strict=True))
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """The present values."""

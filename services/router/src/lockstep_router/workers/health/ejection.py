@@ -109,11 +109,7 @@ class Breaker:
         if self.state is BreakerState.CLOSED:
             self._forget_row()
         elif self.is_probe(stream_id):
-            self.state = BreakerState.CLOSED
-            self._probe = None
-            self._forget_row()
-            self._faults.clear()
-            self._deaths.clear()
+            self._close()
             self.until = now  # beginning of the time after which it is forgiven
             return True
         return False
@@ -189,12 +185,27 @@ class Breaker:
         self._probe = None
         self._forget_row()
 
-    def tick(self, now: float) -> bool:
-        """Half open the breaker when its time has passed; True if it does."""
+    def tick(self, now: float) -> BreakerState | None:
+        """Change the state as time passes; the new state if it does.
+
+        A half-open breaker closes without a probe, too: a router that has no streams for the worker would call it
+        ejected without end.
+        """
         if self.state is BreakerState.OPEN and now >= self.until:
             self.state = BreakerState.HALF_OPEN
-            return True
-        return False
+            return self.state
+        is_idle = self.state is BreakerState.HALF_OPEN and self._probe is None
+        if is_idle and now - self.until > _FORGIVEN_AFTER * self._length_s:
+            self._close()
+            return self.state
+        return None
+
+    def _close(self) -> None:
+        self.state = BreakerState.CLOSED
+        self._probe = None
+        self._forget_row()
+        self._faults.clear()
+        self._deaths.clear()
 
 
 def may_eject(breaker: Breaker, ready: Iterable[Breaker], known: int, ejected: int, limits: HealthLimits) -> bool:

@@ -66,8 +66,11 @@ class HealthWatch:
         self._hotspots = {model: self._hotspots.get(model) or Hotspots() for model in by_model}
         for model, group in by_model.items():
             for worker in group:
-                if worker.health.breaker.tick(now):
+                changed = worker.health.breaker.tick(now)
+                if changed is BreakerState.HALF_OPEN:
                     logger.info("ejected worker may be probed by one stream", extra=_named(worker))
+                elif changed is BreakerState.CLOSED:
+                    logger.info("ejected worker is used again: no stream came to probe it", extra=_named(worker))
                 self.consider(worker, group, now)
             ready = [worker for worker in group if worker.is_ready]
             self._judge_slowness(ready, now)
