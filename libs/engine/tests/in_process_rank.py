@@ -18,7 +18,7 @@ from lockstep_engine.control import (
     encode_control,
     encode_doorbell,
 )
-from lockstep_engine.engine import group_settings
+from lockstep_engine.group_settings import group_settings
 from lockstep_engine.mailbox import MAX_IN_FLIGHT, Mailbox
 from lockstep_engine.model_config import inspect_model
 from lockstep_engine.plan import decode_result, encode_plan

@@ -15,8 +15,8 @@ import pytest
 from lockstep_common import telemetry
 from lockstep_common.telemetry import JsonFormatter
 from lockstep_engine.control import MAX_CONTROL_BYTES, SetLogLevel, decode_rank_message, encode_control
-from lockstep_engine.engine import group_settings
 from lockstep_engine.group import GroupSettings, RankGroup, _chunks
+from lockstep_engine.group_settings import group_settings
 from lockstep_engine.plan import Plan
 from lockstep_engine.rank_log import RankLogHandler
 from lockstep_engine.rank_output import RankOutput

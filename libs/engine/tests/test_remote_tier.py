@@ -577,36 +577,6 @@ def test_models_with_different_names_have_no_block_in_common():
     assert len(digests) == 2
 
 
-async def test_the_wait_for_a_turn_is_estimated_once_in_a_turn_of_the_loop():
-    config = EngineConfig(model=str(MODEL), host_cache_bytes=2**24)
-    engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=MemoryStore())
-    estimates = []
-    engine._queue.waits = lambda **_: (estimates.append(1) or 2.0, 0.0)
-    engine._pace.token_s = 0.5
-    assert engine._pace.step_s == 0
-    assert [engine._prompt_s(tokens) for tokens in (0, 2, 4)] == [2.0, 3.0, 4.0]
-    assert len(estimates) == 1
-    await asyncio.sleep(0)
-    engine._prompt_s(1)
-    assert len(estimates) == 2
-    await engine.close()
-
-
-async def test_the_prompts_that_came_first_are_not_counted_twice(monkeypatch):
-    """The wait for a place has them, too."""
-    config = EngineConfig(model=str(MODEL), host_cache_bytes=2**24)
-    engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=MemoryStore())
-    wait_s = 2.0
-    engine._queue.waits = lambda **_: (wait_s, 0.0)
-    monkeypatch.setattr(Scheduler, "backlog", 3)
-    engine._pace.token_s = 0.5
-    assert engine._prompt_s(2) == 3.0
-    await asyncio.sleep(0)
-    wait_s = 0.0
-    assert engine._prompt_s(2) == 2.5
-    await engine.close()
-
-
 class Served:
     """A real engine."""
 
