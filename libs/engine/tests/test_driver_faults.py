@@ -31,7 +31,7 @@ STEPS = (
     "group.RankGroup.execute",
     "continuing_clients.Service.deliver",
     "queue_estimate.QueueEstimate.end",
-    "scheduler.Scheduler.delivered",
+    "sequences.Sequences.delivered",
     "engine.AsyncEngine._report_phases",
 )
 """What is done for a result, in this order."""

@@ -88,7 +88,7 @@ class Worker(Ranks):
     async def end(self, name):
         """Ids, log probabilities and the number of cached tokens of a request."""
         async with asyncio.timeout(60):
-            while name in self.scheduler.request_ids:
+            while name in self.scheduler.sequences.by_id:
                 await self.step()
         ids, scores, cached = self.outputs[name]
         return ids, scores, sum(cached)
@@ -200,13 +200,13 @@ async def test_others_go_on_while_a_request_waits_for_its_blocks(path):
     worker = Worker(path, store)
     store.gate = asyncio.Event()
     worker.submit("waits", second_turn(ids))
-    assert worker.scheduler.free_seqs == 3
+    assert worker.scheduler.sequences.free_seqs == 3
     store.gate.clear()
     await store.began.wait()
     gate, store.gate = store.gate, None
     await worker.ask("other", words(1, 20))
     assert worker.tier.usage.fetching == 1
-    assert worker.scheduler.queued == 1
+    assert len(worker.scheduler.sequences.waiting) == 1
     gate.set()
     assert (await worker.end("waits"))[2] == FULL
     assert worker.changes > 0

@@ -73,8 +73,8 @@ class TestBatching:
         server = Server(max_seqs=3)
         numbers = [server.submit(words(4, seed=each), max_tokens=2 + each) for each in range(7)]
         server.step()
-        assert server.scheduler.running == 3
-        assert server.scheduler.queued == 4
+        assert len(server.scheduler.sequences.running) == 3
+        assert len(server.scheduler.sequences.waiting) == 4
         server.run()
         assert max(len(step) for step in server.ranks.trace) == 3
         assert all(server.ids(number) == server.expected(number) for number in numbers)
@@ -235,8 +235,11 @@ class TestPreemption:
         server.run()
         older, newer = (server.computed(number) for number in numbers)
         assert older == [(0, 32), *[(position, 1) for position in range(32, 71)]]
-        assert server.scheduler.preemptions == len([count for _, count in newer[1:] if count > 1]) > 0
-        assert (server.scheduler.prompt_tokens, server.scheduler.cached_tokens) == (4 * BLOCK_SIZE, 0)
+        assert server.scheduler.sequences.preemptions == len([count for _, count in newer[1:] if count > 1]) > 0
+        assert (server.scheduler.sequences.prompt_tokens, server.scheduler.sequences.cached_tokens) == (
+            4 * BLOCK_SIZE,
+            0,
+        )
         assert [server.ids(number) for number in numbers] == [server.expected(number) for number in numbers]
         assert [len(server.ids(number)) for number in numbers] == [40, 40]
         server.assert_idle()
@@ -431,7 +434,7 @@ class TestCancel:
         server = Server(blocks=4)
         older = server.submit(words(BLOCK_SIZE, seed=1), max_tokens=40)
         newer = server.submit(words(BLOCK_SIZE, seed=2), max_tokens=40)
-        while server.scheduler.queued == 0:
+        while len(server.scheduler.sequences.waiting) == 0:
             server.step()
         assert server.cancel(newer)
         server.run()
@@ -583,7 +586,7 @@ class TestFairness:
         server.step()
         large = server.submit(words(200, seed=99), max_tokens=40)
         for _ in range(200):
-            while server.scheduler.queued < 5:
+            while len(server.scheduler.sequences.waiting) < 5:
                 server.submit(words(20, seed=small), max_tokens=12)
                 small += 1
             server.step()
@@ -599,7 +602,7 @@ class TestFairness:
         follower = server.submit(prompt, max_tokens=2)
         others = 0
         for _ in range(60):
-            while server.scheduler.queued < 5:
+            while len(server.scheduler.sequences.waiting) < 5:
                 others += 1
                 server.submit(words(20, seed=others), max_tokens=5)
             server.step()
@@ -647,7 +650,7 @@ def test_soak_with_random_cancels(seed, prefix_cache):
                 cancelled.add(number)
 
     while len(server.outputs) < 1500:
-        while server.scheduler.queued < choose.randint(0, 8):
+        while len(server.scheduler.sequences.waiting) < choose.randint(0, 8):
             submit()
         cancel_some(0.003)
         plan = server.scheduler.schedule()
@@ -704,7 +707,7 @@ class TestSeniority:
             server.step()
             if server.outputs[number]:
                 return second
-            if server.scheduler.queued == 1:
+            if len(server.scheduler.sequences.waiting) == 1:
                 server.submit(words(5, seed=second + 10), arrived_at=float(second), **fill)
         return None
 
@@ -802,7 +805,7 @@ class TestPhases:
     """Who waits and who runs is known before the first token, and a long prompt shows that it goes on."""
 
     def phases(self, server):
-        return [(int(change.request_id), change.phase) for change in server.scheduler.take_phases()]
+        return [(int(change.request_id), change.phase) for change in server.scheduler.sequences.take_phases()]
 
     def test_a_request_runs_from_its_first_plan_on(self):
         server = Server(max_seqs=1)
@@ -848,19 +851,19 @@ class TestPhases:
         self.phases(server)
         server.scheduler.shed(0)
         assert self.phases(server) == [(kept, Phase.WAITING)]
-        assert str(ended) not in server.scheduler.request_ids
+        assert str(ended) not in server.scheduler.sequences.by_id
 
 
 def test_free_places_are_those_of_an_empty_queue():
     server = Server(max_seqs=2)
-    assert server.scheduler.free_seqs == 2
+    assert server.scheduler.sequences.free_seqs == 2
     server.submit(words(5, seed=1), max_tokens=30)
     server.step()
-    assert server.scheduler.free_seqs == 1
+    assert server.scheduler.sequences.free_seqs == 1
     for seed in (2, 3):
         server.submit(words(5, seed=seed), max_tokens=30)
     server.step()
-    assert (server.scheduler.queued, server.scheduler.free_seqs) == (1, 0)
+    assert (len(server.scheduler.sequences.waiting), server.scheduler.sequences.free_seqs) == (1, 0)
 
 
 class ScriptedConstraint:

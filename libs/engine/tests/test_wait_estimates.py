@@ -8,7 +8,7 @@ from lockstep_engine.wait_estimates import WaitEstimates
 
 def estimates_of(backlog=0):
     """With a pace of 0.5 s for each token of a prompt."""
-    estimates = WaitEstimates(SimpleNamespace(running=0, free_seqs=1, backlog=backlog), step_tokens=4)
+    estimates = WaitEstimates(SimpleNamespace(running=[], free_seqs=1, backlog=backlog), step_tokens=4)
     estimates.pace.token_s = 0.5
     assert estimates.pace.step_s == 0
     return estimates

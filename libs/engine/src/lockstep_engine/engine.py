@@ -28,6 +28,7 @@ from lockstep_engine.grammar import GrammarCompiler
 from lockstep_engine.group import RUN_ZYGOTE, GroupSettings, RankGroup
 from lockstep_engine.group_lifecycle import GroupLifecycle
 from lockstep_engine.group_settings import group_settings
+from lockstep_engine.limits import Limits
 from lockstep_engine.mailbox import RankTimes
 from lockstep_engine.model_config import ModelInfo, inspect_model
 from lockstep_engine.pipeline import Pipeline
@@ -38,7 +39,7 @@ from lockstep_engine.remote_store import RemoteStore
 from lockstep_engine.remote_tier import RemoteTier, RemoteUsage
 from lockstep_engine.request import Output, PhaseChange, Request
 from lockstep_engine.request_check import check_request
-from lockstep_engine.scheduler import Limits, Scheduler, no_memory
+from lockstep_engine.scheduler import Scheduler, no_memory
 from lockstep_engine.sizes import check_host_memory
 from lockstep_engine.step_timing import TokenRate
 from lockstep_engine.wait_estimates import WaitEstimates
@@ -98,7 +99,7 @@ class AsyncEngine:
         self._deliveries = Deliveries(on_outputs, config.label, lambda: self._epoch)
         self._lifecycle = GroupLifecycle(on_change, self._fail_requests)
         self._rate = TokenRate()
-        self._waits = WaitEstimates(self._scheduler, config.step_tokens)
+        self._waits = WaitEstimates(self._scheduler.sequences, config.step_tokens)
         self._remote: RemoteTier | None = None
         if remote_store is not None:
             # With the name: models whose digests are equal by their samples of the weights have different ones.
@@ -201,7 +202,8 @@ class AsyncEngine:
 
     def status(self) -> EngineStatus:
         """A snapshot of the engine's state."""
-        group, ready, scheduler = self._lifecycle.group, self._lifecycle.ready, self._scheduler
+        group, ready = self._lifecycle.group, self._lifecycle.ready
+        sequences, blocks = self._scheduler.sequences, self._scheduler.blocks
         ranks = () if group is None else rank_statuses(group)
         loaded = [] if group is None else [each.loading for each in group.ranks]
         total_bytes = sum(total for _, total in loaded)
@@ -211,18 +213,18 @@ class AsyncEngine:
             state=self._lifecycle.state,
             reason=self._lifecycle.reason,
             epoch=self._epoch,
-            queued=scheduler.queued + len(self._compilations.request_ids),
-            running=scheduler.running,
-            free_blocks=scheduler.blocks.free,
-            total_blocks=scheduler.blocks.total,
-            cold_blocks=scheduler.blocks.cold.total,
-            compressed_blocks=scheduler.blocks.compressed,
-            host=scheduler.blocks.host.usage,
+            queued=len(sequences.waiting) + len(self._compilations.request_ids),
+            running=len(sequences.running),
+            free_blocks=blocks.free,
+            total_blocks=blocks.total,
+            cold_blocks=blocks.cold.total,
+            compressed_blocks=blocks.compressed,
+            host=blocks.host.usage,
             remote=RemoteUsage() if self._remote is None else self._remote.usage,
-            free_cold_blocks=scheduler.blocks.cold.free,
-            preemptions=scheduler.preemptions,
-            prompt_tokens=scheduler.prompt_tokens,
-            cached_tokens=scheduler.cached_tokens,
+            free_cold_blocks=blocks.cold.free,
+            preemptions=sequences.preemptions,
+            prompt_tokens=sequences.prompt_tokens,
+            cached_tokens=sequences.cached_tokens,
             tokens_per_s=self._rate.per_s(),
             steps=self._deliveries.steps,
             ranks=ranks,
@@ -235,7 +237,7 @@ class AsyncEngine:
             step_us=self._pipeline.timing.step_us,
             collective_us=self._pipeline.timing.collective_us,
             step_deadline_s=0.0 if group is None else group.step_deadline_s,
-            free_seqs=scheduler.free_seqs,
+            free_seqs=sequences.free_seqs,
             queue_wait_s=wait_s,
             queue_waits_s={priority: waited_s for priority, (waited_s, _) in waits.items()},
             queue_wait_per_request_s=wait_per_request_s,
@@ -266,8 +268,8 @@ class AsyncEngine:
             "steps_in_flight": group.in_flight,
             "step_runs_s": round(time.monotonic() - since, 3) if since else 0.0,
             "step_deadline_s": group.step_deadline_s,
-            "running": self._scheduler.running,
-            "queued": self._scheduler.queued,
+            "running": len(self._scheduler.sequences.running),
+            "queued": len(self._scheduler.sequences.waiting),
             "ranks": [asdict(view) for view in group.view()],
             "flight_records_of_last_hang": group.flight_records,
         }
@@ -361,7 +363,7 @@ class AsyncEngine:
             self._rate.add(sum(len(each.ids) for each in outputs))
             self._waits.note_outputs(outputs)
             self._deliveries.pass_on(outputs)
-            self._scheduler.delivered()
+            self._scheduler.sequences.delivered()
         self._report_phases()
         with contextlib.suppress(MemoryError):  # no reason to fail: the step is done
             self._check_when_idle()
@@ -380,14 +382,14 @@ class AsyncEngine:
 
     def _check_when_idle(self) -> None:
         """Check the block pools when no request is left, at log level debug: the check takes time for each block."""
-        if logger.isEnabledFor(logging.DEBUG) and not self._scheduler.request_ids:
+        if logger.isEnabledFor(logging.DEBUG) and not self._scheduler.sequences.by_id:
             try:
                 self._scheduler.blocks.check()
             except AssertionError:
                 logger.exception("the block pools are inconsistent")
 
     def _report_phases(self) -> None:
-        changes = self._scheduler.take_phases()
+        changes = self._scheduler.sequences.take_phases()
         if changes:
             self._waits.note_phases(changes)
             self._on_phases(changes)
@@ -397,7 +399,9 @@ class AsyncEngine:
         lost: list[Output] = []
         try:
             # First, because the scheduler may forget them before it fails.
-            lost = self._deliveries.lost([*self._scheduler.unended_ids, *self._compilations.request_ids], reason)
+            lost = self._deliveries.lost(
+                [*self._scheduler.sequences.unended_ids, *self._compilations.request_ids], reason
+            )
             self._compilations.clear()
             self._waits.queue.clear()
             if self._remote is not None:

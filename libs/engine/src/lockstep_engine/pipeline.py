@@ -86,10 +86,10 @@ class Pipeline:
         group = self._lifecycle.group
         assert group is not None
         if not self._masks.is_settled:
-            self._masks.settle(_MASK_WAIT_S if self._scheduler.unconstrained else _MASKS_ALONE_WAIT_S)
+            self._masks.settle(_MASK_WAIT_S if self._scheduler.sequences.unconstrained else _MASKS_ALONE_WAIT_S)
         try:
             while group.is_live and group.in_flight < self._depth:
-                if group.in_flight and self._waits_for_masks and self._scheduler.constrained:
+                if group.in_flight and self._waits_for_masks and self._scheduler.sequences.constrained:
                     break
                 plan = self._scheduler.schedule()
                 if plan is None:

@@ -12,14 +12,14 @@ from lockstep_common.protocol import PRIORITIES
 from lockstep_engine.prompt_pace import PromptPace
 from lockstep_engine.queue_estimate import QueueEstimate
 from lockstep_engine.request import Output, Phase, PhaseChange, Request
-from lockstep_engine.scheduler import Scheduler
+from lockstep_engine.sequences import Sequences
 
 
 class WaitEstimates:
     """Estimates for one engine.
 
     Args:
-        scheduler: has the requests.
+        sequences: the requests.
         step_tokens: most tokens of a step.
 
     Attributes:
@@ -27,8 +27,8 @@ class WaitEstimates:
         pace: follows the steps that compute prompts.
     """
 
-    def __init__(self, scheduler: Scheduler, step_tokens: int) -> None:
-        self._scheduler = scheduler
+    def __init__(self, sequences: Sequences, step_tokens: int) -> None:
+        self._sequences = sequences
         self._step_tokens = step_tokens
         self.queue = QueueEstimate()
         self.pace = PromptPace()
@@ -74,10 +74,10 @@ class WaitEstimates:
 
     def waits(self) -> dict[int, tuple[float, float]]:
         """By priority: seconds that one more request would wait before it runs, and what each further one adds."""
-        scheduler = self._scheduler
-        now, places, is_full = time.monotonic(), scheduler.running + scheduler.free_seqs, not scheduler.free_seqs
+        now, free = time.monotonic(), self._sequences.free_seqs
+        places = len(self._sequences.running) + free
         return {
-            priority: self.queue.waits(places=places, is_full=is_full, now=now, priority=priority)
+            priority: self.queue.waits(places=places, is_full=not free, now=now, priority=priority)
             for priority in PRIORITIES.values()
         }
 
@@ -87,11 +87,11 @@ class WaitEstimates:
         """
         pace, step_tokens = self.pace, self._step_tokens
         if self._turn_s is None:
-            scheduler = self._scheduler
-            places, is_full = scheduler.running + scheduler.free_seqs, not scheduler.free_seqs
-            wait_s, _ = self.queue.waits(places=places, is_full=is_full, now=time.monotonic())
+            free = self._sequences.free_seqs
+            places = len(self._sequences.running) + free
+            wait_s, _ = self.queue.waits(places=places, is_full=not free, now=time.monotonic())
             # Not their sum: the wait for a place includes the prompts of those that came first.
-            self._turn_s = max(wait_s, pace.prompt_s(scheduler.backlog, step_tokens))
+            self._turn_s = max(wait_s, pace.prompt_s(self._sequences.backlog, step_tokens))
             asyncio.get_running_loop().call_soon(self._forget_turn)
         return self._turn_s + pace.prompt_s(tokens, step_tokens)
 
