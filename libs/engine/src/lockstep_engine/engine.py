@@ -25,9 +25,9 @@ from lockstep_engine.control import Ready
 from lockstep_engine.deliveries import Deliveries
 from lockstep_engine.engine_status import EngineState, EngineStatus, rank_statuses
 from lockstep_engine.grammar import GrammarCompiler
-from lockstep_engine.group import RUN_ZYGOTE, GroupSettings, RankGroup
+from lockstep_engine.group import RankGroup
 from lockstep_engine.group_lifecycle import GroupLifecycle
-from lockstep_engine.group_settings import group_settings
+from lockstep_engine.group_settings import RUN_ZYGOTE, GroupSettings, group_settings
 from lockstep_engine.limits import Limits
 from lockstep_engine.mailbox import RankTimes
 from lockstep_engine.model_config import ModelInfo, inspect_model

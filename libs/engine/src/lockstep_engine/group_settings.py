@@ -1,15 +1,42 @@
-"""From an engine's settings to those of its rank group: threads, sizes of shared memory, the environment of ranks."""
+"""What a rank group needs to start its ranks: threads, sizes of shared memory, the environment of their processes."""
 
 import os
+from dataclasses import dataclass
 
 from lockstep_common.cpu_limit import usable_cpus
 
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.control import RankSpec
-from lockstep_engine.group import RUN_ZYGOTE, GroupSettings
 from lockstep_engine.model_config import ModelInfo
 from lockstep_engine.plan import message_sizes
 from lockstep_engine.sizes import collectives_segment_bytes
+
+RUN_ZYGOTE = "from lockstep_engine.zygote import main; main()"
+"""Code for `python -c` that runs a zygote."""
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """What a supervisor needs to start ranks."""
+
+    spec: RankSpec
+    """The specification of rank 0; those of the others differ only in `rank`. Each start sets the epoch."""
+    plan_bytes: int
+    result_bytes: int
+    collectives_bytes: int
+    """Size of the shared segment for collectives; 0: the ranks use torch.distributed."""
+    environment: dict[str, str]
+    """Variables that the ranks have before any library is loaded."""
+    host_bytes: int = 0
+    """Size of each rank's tier in host memory if the driver reads and writes it too; 0: it does not."""
+    zygote: str = RUN_ZYGOTE
+    """Code for `python -c` that runs the zygote. Tests run scripted ranks with it."""
+
+    @property
+    def has_flight_records(self) -> bool:
+        """Whether the ranks may use torch.distributed: they do on GPUs."""
+        config = self.spec.config
+        return config.tp > 1 and (config.device != "cpu" or not self.collectives_bytes)
 
 
 def rank_threads(cpus: float, tp: int) -> int:
