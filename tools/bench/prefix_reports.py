@@ -17,9 +17,10 @@ from typing import Any
 import measure
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import HotWindow
+from lockstep_engine.limits import Limits
 from lockstep_engine.plan import Result
 from lockstep_engine.request import Request, SamplingParams
-from lockstep_engine.scheduler import Limits, Scheduler
+from lockstep_engine.scheduler import Scheduler
 from lockstep_worker.outbox import Outbox
 from lockstep_worker.prefix_reports import PrefixReporter
 
@@ -76,7 +77,7 @@ def run(steps: int, routers: int, seed: int) -> dict[str, float]:
         for output in outputs:
             if output.finish:
                 submit()
-        scheduler.take_phases()
+        scheduler.sequences.take_phases()
         is_warm = step > ANSWER
         step_ns += took * is_warm
         if step % STEPS_A_HEARTBEAT == 0:

@@ -5,7 +5,8 @@ from functools import partial
 import numpy as np
 import torch
 from lockstep_engine import zygote
-from lockstep_engine.rank import Rank, run_rank
+from lockstep_engine.rank import Rank
+from lockstep_engine.rank_main import run_rank
 
 _STEP = 4
 

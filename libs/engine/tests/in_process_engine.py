@@ -10,10 +10,11 @@ from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_choice import step_attention
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.limits import Limits
 from lockstep_engine.plan import LAST_SAMPLED, Result, decode_plan, encode_plan
 from lockstep_engine.request import Request
 from lockstep_engine.sampling import Sampler
-from lockstep_engine.scheduler import Limits, Scheduler
+from lockstep_engine.scheduler import Scheduler
 
 DEFAULTS = {"max_seqs": 8, "max_batch_tokens": 128, "max_queue": 100, "context_length": 512, "prefix_cache": True}
 

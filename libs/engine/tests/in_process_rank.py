@@ -18,13 +18,14 @@ from lockstep_engine.control import (
     encode_control,
     encode_doorbell,
 )
-from lockstep_engine.engine import group_settings
+from lockstep_engine.group_settings import group_settings
+from lockstep_engine.limits import Limits
 from lockstep_engine.mailbox import MAX_IN_FLIGHT, Mailbox
 from lockstep_engine.model_config import inspect_model
 from lockstep_engine.plan import decode_result, encode_plan
 from lockstep_engine.rank import Rank
 from lockstep_engine.request import Request
-from lockstep_engine.scheduler import Limits, Scheduler
+from lockstep_engine.scheduler import Scheduler
 
 _WAIT_S = 300
 """More than any start takes: a rank that fails closes its socket, and one that hangs is ended by the test run."""

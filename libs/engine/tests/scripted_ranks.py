@@ -13,10 +13,11 @@ import torch
 from lockstep_engine.blocks import HostSizes, PoolSizes
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.draws import uniform
+from lockstep_engine.limits import Limits
 from lockstep_engine.plan import LAST_SAMPLED, Result, StepLogprobs, decode_plan, encode_plan
 from lockstep_engine.pooling import Pooler
 from lockstep_engine.request import FinishReason, Request, SamplingParams
-from lockstep_engine.scheduler import Limits, Scheduler
+from lockstep_engine.scheduler import Scheduler
 
 VOCAB = 1000
 EOS = 999
@@ -377,8 +378,9 @@ class Server:
         assert not self._results
         self.pool.check()
         assert self.pool.free == self.pool.total
-        assert self.scheduler.queued == self.scheduler.running == 0
-        assert self.scheduler.request_ids == []
+        sequences = self.scheduler.sequences
+        assert sequences.waiting == sequences.running == []
+        assert sequences.by_id == {}
         assert self.scheduler.schedule() is None
 
 

@@ -48,7 +48,7 @@ class TestCachedTexts:
         brief = server.submit(words(150, seed=9), max_tokens=60)
         while server.finish_reason(brief) is None:
             server.step()
-        assert server.scheduler.running == self.SEQS - 1
+        assert len(server.scheduler.sequences.running) == self.SEQS - 1
         turn = [*words(200, seed=1), *server.ids(first), *words(20, seed=2)]
         second = server.submit(turn, max_tokens=4)
         server.run()
@@ -90,7 +90,7 @@ class TestTransition:
         computed = 0
         while server.step():
             computed = sum(server.computed(0)[-1])
-            if server.scheduler.running:
+            if server.scheduler.sequences.running:
                 hot, cold = in_use(server)
                 assert hot + cold == -(-computed // BLOCK_SIZE)
                 assert cold == max(0, hot_window.first_hot(computed // BLOCK_SIZE) - hot_window.sink)
@@ -282,7 +282,7 @@ class TestTenants:
         for each in range(5):
             server.submit([*shared, each], tenant="a", max_tokens=3)
         server.step()
-        assert server.scheduler.running == 5
+        assert len(server.scheduler.sequences.running) == 5
         assert server.pool.hot.used_by("a") == 12 + 5
 
 
@@ -333,7 +333,7 @@ def soak(count, *, hot_window, prefix_cache, seed, **settings):
                 cancelled.add(number)
 
     while len(server.outputs) < count:
-        while server.scheduler.queued < choose.randint(0, 8):
+        while len(server.scheduler.sequences.waiting) < choose.randint(0, 8):
             submit()
         cancel_some()
         plan = server.scheduler.schedule()

@@ -4,7 +4,7 @@ import pytest
 from lockstep_common.cpu_limit import usable_cpus
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine.config import EngineConfig, HotWindow
-from lockstep_engine.engine import group_settings, rank_threads
+from lockstep_engine.group_settings import group_settings, rank_threads
 from specs import model_info
 
 

@@ -25,17 +25,17 @@ STEPS = (
     "group.RankGroup._finish_step",
     "mailbox.Mailbox.get_result",
     "engine.AsyncEngine.on_result",
-    "engine._Timing.result",
+    "step_timing.StepTiming.result",
     "scheduler.Scheduler.update",
     "scheduler.Scheduler.schedule",
     "group.RankGroup.execute",
     "continuing_clients.Service.deliver",
     "queue_estimate.QueueEstimate.end",
-    "scheduler.Scheduler.delivered",
+    "sequences.Sequences.delivered",
     "engine.AsyncEngine._report_phases",
 )
 """What is done for a result, in this order."""
-ROOTS = {"_on_readable", "_guarded"}
+ROOTS = {"_on_readable", "guarded"}
 """What the loop calls when a result has come, or when the engine has asked it to."""
 
 
@@ -150,7 +150,7 @@ async def test_the_engine_serves_again_wherever_the_result_path_fails(service, c
     caplog.set_level(logging.DEBUG, logger="lockstep.engine")  # the pools are checked whenever no request is left
     places = await trace(service)
     assert set(STEPS) < set(places)
-    catch = ("_on_readable", "_guarded", "_failing_on_errors")
+    catch = ("_on_readable", "guarded", "_failing_on_errors")
     failed = [
         await check_place(service, caplog, place, max(1, calls // 2))
         for place, calls in places.items()
@@ -196,7 +196,7 @@ async def test_a_caller_that_fails_on_a_change_of_state_does_not_stop_the_restar
     epoch = service.engine.status().epoch
     with monkeypatch.context() as patch:
         patch.setattr(service, "on_change", fail)
-        service.engine._group.fail_for(UnexpectedError())
+        service.engine._lifecycle.group.fail_for(UnexpectedError())
         await service.settle(epoch + 1)
     assert {"restarting", "ready"} <= set(failures)
     assert await service.run() == EXPECTED
@@ -215,7 +215,7 @@ async def test_an_error_when_the_ranks_become_ready_counts_as_a_failed_start(ser
 
     monkeypatch.setattr(Scheduler, "reset", fail_twice)
     epoch = service.engine.status().epoch
-    service.engine._group.fail_for(UnexpectedError())
+    service.engine._lifecycle.group.fail_for(UnexpectedError())
     await service.settle(epoch + 3)
     assert len(attempts) == 3
     assert await service.run() == EXPECTED
@@ -276,7 +276,7 @@ async def test_requests_end_with_the_group_though_the_scheduler_fails_to_empty_i
 
         patch.setattr("lockstep_engine.scheduler.BlockTables", fail)
         service.engine.submit(Request("a", tuple(prompt(0)), SamplingParams(max_tokens=2)))
-        service.engine._group.fail_for(UnexpectedError())
+        service.engine._lifecycle.group.fail_for(UnexpectedError())
         await until(lambda: outputs)
     (output,) = outputs
     assert (output.request_id, output.error.code) == ("a", ErrorCode.WORKER_LOST)
@@ -309,7 +309,7 @@ async def test_the_group_is_lost_though_the_first_try_to_tell_it_fails(service, 
             raise MemoryError
 
         patch.setattr(service.engine, "on_lost", fail)
-        service.engine._group.fail_for(UnexpectedError())
+        service.engine._lifecycle.group.fail_for(UnexpectedError())
         await until(lambda: service.engine.status().epoch != epoch)
     await service.settle()
     assert await service.run() == EXPECTED

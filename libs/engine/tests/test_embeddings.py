@@ -96,7 +96,7 @@ def test_each_part_of_a_text_is_reported():
     server.embed(words(70, 1))
     seen = []
     while server.step():
-        seen += [change.phase for change in server.scheduler.take_phases()]
+        seen += [change.phase for change in server.scheduler.sequences.take_phases()]
     assert seen == [Phase.RUNNING] * 2, "the last part ends the request"
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from lockstep_engine import AsyncEngine
 from lockstep_engine.config import EngineConfig
-from lockstep_engine.engine import group_settings
 from lockstep_engine.flight_record import MAX_RECORD_BYTES, bounded_record, torch_record
+from lockstep_engine.group_settings import group_settings
 from lockstep_engine.rank_output import RankOutput
 from specs import rank_spec
 

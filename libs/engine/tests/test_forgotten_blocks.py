@@ -43,7 +43,7 @@ def test_a_request_that_is_preempted_before_its_result_comes_leaves_nothing():
     server.plan()
     server.step()
     server.plan()  # the older request needs a block, for which the newer one gives up its own
-    assert server.scheduler.preemptions == 1
+    assert server.scheduler.sequences.preemptions == 1
     assert blocks_of(words(2 * BLOCK_SIZE - 1, 2)) & known(server)
     server._results[0].token_ids[1] = NO_TOKEN
     server.run()

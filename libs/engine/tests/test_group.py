@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from answering_zygote import HANGS, HANGS_ON_DEVICE, MESSAGE_BYTES
 from lockstep_common.errors import LockstepError
-from lockstep_engine.group import RUN_ZYGOTE, GroupSettings, RankGroup
+from lockstep_engine.group import RankGroup
+from lockstep_engine.group_settings import RUN_ZYGOTE, GroupSettings
 from lockstep_engine.plan import Plan
 from specs import rank_spec
 
@@ -86,11 +87,12 @@ async def test_a_rank_that_dies_while_others_are_forked_is_told_after_the_start(
 
 async def test_new_ranks_have_done_nothing_while_their_zygote_starts(group_of, monkeypatch):
     ranks, _ = group_of(SCRIPT, 64)
-    seen, popen = [], subprocess.Popen
+    seen, zygotes, popen = [], [], subprocess.Popen
 
     def observed(*arguments, **options):
         seen.append((ranks.epoch, ranks.steps))
-        return popen(*arguments, **options)
+        zygotes.append(popen(*arguments, **options))
+        return zygotes[-1]
 
     monkeypatch.setattr(subprocess, "Popen", observed)
     try:
@@ -98,8 +100,8 @@ async def test_new_ranks_have_done_nothing_while_their_zygote_starts(group_of, m
             await ranks.start()
             ranks._mailbox.steps[:] = 9
             assert ranks.steps == [9, 9]
-            ranks._zygote.kill()
-            await asyncio.to_thread(ranks._zygote.wait)
+            zygotes[0].kill()
+            await asyncio.to_thread(zygotes[0].wait)
             await ranks.start()
     finally:
         await ranks.stop()
@@ -184,14 +186,14 @@ async def test_a_profile_lengthens_the_deadlines_of_steps_in_flight_once(group_o
             for _ in range(2):
                 profiling = asyncio.create_task(ranks.profile(1))
                 await asyncio.sleep(0)
-                assert [seconds for _, seconds in ranks._in_flight] == [40.0, 50.0]
-                left_s = ranks._deadline.when() - asyncio.get_running_loop().time()
+                assert [seconds for _, seconds in ranks._deadlines._in_flight] == [40.0, 50.0]
+                left_s = ranks._deadlines._timer.when() - asyncio.get_running_loop().time()
                 assert 0 < left_s <= 40.0
                 profiling.cancel()
                 await asyncio.gather(profiling, return_exceptions=True)
-            ranks._in_flight.popleft()
+            ranks._deadlines._in_flight.popleft()
             ranks.execute(plan(3, takes_ms=0), 30.0)
-            assert ranks._in_flight[-1] == (3, 40.0), "ranks may still stop their profilers"
+            assert ranks._deadlines._in_flight[-1] == (3, 40.0), "ranks may still stop their profilers"
     finally:
         await ranks.stop()
 
@@ -204,7 +206,7 @@ async def test_a_profile_does_not_save_a_step_that_is_late(group_of):
             while not listener.ready:
                 await asyncio.sleep(0.01)
             ranks.execute(plan(1, HANGS), 0.0)
-            while ranks._deadline is not None and ranks._deadline._callback.__name__ != "_lose_hung":
+            while ranks._deadlines._timer is not None and ranks._deadlines._timer._callback.__name__ != "_lose_hung":
                 await asyncio.sleep(0)
             with pytest.raises(LockstepError, match="the ranks were lost"):
                 await ranks.profile(1)

@@ -21,9 +21,10 @@ from lockstep_engine.blocks import HostSizes, PoolSizes, extend_keys
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig, HotWindow
 from lockstep_engine.host_memory import HostMemory, _pin
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.limits import Limits
 from lockstep_engine.plan import LAST_SAMPLED, Result, decode_plan, encode_plan
 from lockstep_engine.sampling import Sampler
-from lockstep_engine.scheduler import Limits, Scheduler
+from lockstep_engine.scheduler import Scheduler
 from lockstep_engine.sizes import check_host_memory, host_sizes
 from lockstep_engine.virtual_shards import held_shards
 

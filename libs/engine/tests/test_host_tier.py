@@ -273,7 +273,7 @@ def test_whatever_happens_every_stream_reads_its_own_text(hot_window, depth, slo
     follower = Follower(server)
     live, whole = [], []
     for _ in range(80):
-        if rng.random() < 0.4 and server.scheduler.queued < 4:
+        if rng.random() < 0.4 and len(server.scheduler.sequences.waiting) < 4:
             text = [*words(rng.choice([0, 64, 100]), rng.randrange(2)), *words(rng.randrange(1, 90), rng.randrange(6))]
             options = {"tenant": rng.choice("ab"), "priority": rng.choice([0, 0, 1])}
             live.append(server.submit(text, max_tokens=rng.randrange(1, 30), **options))

@@ -6,7 +6,7 @@ import pytest
 from lockstep_engine.blocks import HostSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.matches import Match, Matches
-from lockstep_engine.scheduler import Scheduler
+from lockstep_engine.step_chooser import StepChooser
 from scripted_ranks import Server, words
 
 LAZY = HotWindow(sink=1, size=2)
@@ -17,12 +17,12 @@ def look_ups(monkeypatch):
     """How many there have been, as the only element of a list."""
     counts = [0]
 
-    def counting(scheduler, sequence, look_up=Scheduler.find_match):
-        before = scheduler.blocks.matches.get(sequence.request.id, len(sequence.tokens))
+    def counting(chooser, sequence, look_up=StepChooser.find_match):
+        before = chooser.blocks.matches.get(sequence.request.id, len(sequence.tokens))
         counts[0] += before is None
-        return look_up(scheduler, sequence)
+        return look_up(chooser, sequence)
 
-    monkeypatch.setattr(Scheduler, "find_match", counting)
+    monkeypatch.setattr(StepChooser, "find_match", counting)
     return counts
 
 
@@ -62,13 +62,13 @@ def test_what_is_remembered_is_what_would_be_found(host, hot_window, monkeypatch
     """Random requests with common prefixes of three tenants, in small pools."""
     reused = []
 
-    def compare(scheduler, sequence, match=Scheduler.find_match):
-        found = match(scheduler, sequence)
-        reused.append(scheduler.blocks.matches.get(sequence.request.id, len(sequence.tokens)) is not None)
-        assert found == scheduler.blocks.look_up(sequence, scheduler._cacheable_keys(sequence))
+    def compare(chooser, sequence, match=StepChooser.find_match):
+        found = match(chooser, sequence)
+        reused.append(chooser.blocks.matches.get(sequence.request.id, len(sequence.tokens)) is not None)
+        assert found == chooser.blocks.look_up(sequence, chooser.cacheable_keys(sequence))
         return found
 
-    monkeypatch.setattr(Scheduler, "find_match", compare)
+    monkeypatch.setattr(StepChooser, "find_match", compare)
     dice = random.Random(7)
     cold, slots = (0, 2) if hot_window is None else (20, 2)
     if host is not None and hot_window is None:
@@ -80,7 +80,7 @@ def test_what_is_remembered_is_what_would_be_found(host, hot_window, monkeypatch
     )
     prefixes = [words(length, seed=length) for length in (40, 100, 130)]
     for _ in range(400):
-        if server.scheduler.queued < 5:
+        if len(server.scheduler.sequences.waiting) < 5:
             prompt = [*dice.choice(prefixes), *words(dice.randint(1, 60), seed=dice.randint(0, 9))]
             server.submit(
                 prompt, max_tokens=dice.randint(1, 40), tenant=dice.choice("abc"), priority=dice.choice([-1, 0, 0, 1])

@@ -282,7 +282,7 @@ def soak(count, *, seed, depth, hot_window, prefix_cache, tight):
                 cancelled.add(number)
 
     while len(expected) < count:
-        while server.scheduler.queued < choose.randint(0, 8):
+        while len(server.scheduler.sequences.waiting) < choose.randint(0, 8):
             number, ids = submit_some(server, choose)
             expected[number] = ids
         cancel_some()

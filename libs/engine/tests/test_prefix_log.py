@@ -51,7 +51,7 @@ def test_changes_add_up_to_what_the_cache_holds(hot_window, depth):
     follower = Follower(server)
     added = removed = 0
     for _ in range(150):
-        if rng.random() < 0.3 and server.scheduler.queued < 5:
+        if rng.random() < 0.3 and len(server.scheduler.sequences.waiting) < 5:
             text = words(rng.randrange(1, 150), seed=rng.randrange(4))
             server.submit(text, max_tokens=rng.randrange(1, 40), tenant=rng.choice("ab"))
         for _ in range(rng.randrange(6)):

@@ -14,7 +14,7 @@ from lockstep_engine.control import MAX_CONTROL_BYTES, SetLogLevel, StartFailed,
 from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.model_config import inspect_model
 from lockstep_engine.plan import message_sizes
-from lockstep_engine.rank import run_rank
+from lockstep_engine.rank_main import run_rank
 from specs import rank_spec
 
 SETTINGS = {"device": "cpu", "max_seqs": 2, "max_batch_tokens": 64, "kv_memory_bytes": 2**22, "threads": 1}

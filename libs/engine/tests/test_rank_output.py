@@ -15,8 +15,9 @@ import pytest
 from lockstep_common import telemetry
 from lockstep_common.telemetry import JsonFormatter
 from lockstep_engine.control import MAX_CONTROL_BYTES, SetLogLevel, decode_rank_message, encode_control
-from lockstep_engine.engine import group_settings
-from lockstep_engine.group import GroupSettings, RankGroup, _chunks
+from lockstep_engine.group import RankGroup
+from lockstep_engine.group_output import joined
+from lockstep_engine.group_settings import GroupSettings, group_settings
 from lockstep_engine.plan import Plan
 from lockstep_engine.rank_log import RankLogHandler
 from lockstep_engine.rank_output import RankOutput
@@ -209,7 +210,7 @@ def test_long_stacks_keep_their_end_and_long_lines_a_bound():
         assert (len(output.last_words(4000)), output.last_words(9)) == (4000, "x\nthe end")
     finally:
         output.close()
-    chunks = _chunks(lines)
+    chunks = joined(lines)
     assert "\n".join(chunks).split("\n") == lines
     assert max(map(len, chunks)) <= 12_000
     entry = logging.makeLogRecord({"stderr": '"' * 12_000, "stack": "\n" * 4000})

@@ -3,147 +3,19 @@ of its blocks, and whatever the store does, no stream gets another token.
 """
 
 import asyncio
-import mmap
 import os
 import signal
-from dataclasses import dataclass, replace
 
-import msgspec
 import pytest
 import torch
 from checkpoints import make
 from lockstep_common.errors import LockstepError
 from lockstep_engine import AsyncEngine, EngineConfig, Request
 from lockstep_engine.blocks import BlockKey
-from lockstep_engine.config import BLOCK_SIZE, HotWindow
-from lockstep_engine.control import Ready
-from lockstep_engine.host_memory import HostMemory
-from lockstep_engine.mailbox import Mailbox
-from lockstep_engine.plan import decode_plan, encode_plan
-from lockstep_engine.remote_tier import RemoteTier
-from lockstep_engine.scheduler import Scheduler
+from lockstep_engine.config import BLOCK_SIZE
 from remote_double import MemoryStore
+from remote_worker import FULL, Worker, first_turn, second_turn
 from test_host_memory import MODEL, MODES, PARAMS, TEXT, Ranks, words
-
-FULL = (TEXT + PARAMS.max_tokens - 1) // BLOCK_SIZE * BLOCK_SIZE
-"""Tokens of the blocks that a first turn leaves."""
-
-
-class Worker(Ranks):
-    """An engine with a third tier, without processes: what `AsyncEngine` does with it, step by step."""
-
-    def __init__(self, path, store, tp=1, dtype=torch.float32, recompute_s=lambda tokens: tokens / 1000, **mode):
-        super().__init__(path, tp, dtype, **mode)
-        self.scheduler = Scheduler(self.limits, [], self.sizes, shares_slots=True)
-        config = _Config(model="m", host_cache_bytes=1)
-        window, layers = mode.get("hot_window"), mode.get("compressed_layers")
-        self.config = replace(
-            config,
-            window=window,
-            kv_compression="per_layer" if layers else config.kv_compression,
-            kv_compressed_layers=layers or (),
-        )
-        self.changes = 0
-        self.tier = RemoteTier(store, self.config, "digest", self.scheduler, recompute_s, self._change)
-        self.outputs = {}
-        self.open()
-
-    def open(self):
-        """Begin an epoch, with memory of its own."""
-        self.views, model, host = [], self.group.models[0], self.sizes.host
-        for rank, cache in enumerate(self.group.caches):
-            fd = Mailbox.create(host.slots * host.slot_bytes + 5, "test")
-            self.views.append(memoryview(mmap.mmap(fd, host.slots * host.slot_bytes + 5)))
-            self.memories[rank] = HostMemory(host, cache, fd)
-            os.close(fd)
-        dtype = str(self.group.caches[0].keys.dtype).removeprefix("torch.")
-        ready = Ready(True, "cpu", dtype, "fingerprint", layers=model.layers, head_dim=model.head_dim)
-        ranks = [
-            msgspec.structs.replace(ready, first_kv_head=each.first_kv_head, kv_heads=each.kv_heads)
-            for each in self.group.models
-        ]
-        self.scheduler.reset(self.sizes)
-        self.tier.open(ranks[0], ranks, host, self.views)
-
-    def submit(self, name, prompt, params=PARAMS, tenant=""):
-        request = Request(name, tuple(prompt), params, tenant=tenant)
-        self.outputs[name] = [], [], []
-        assert self.scheduler.submit(request) is None
-        self.tier.begin(request)
-
-    async def step(self):
-        """One step if there is something to plan; and a turn of the loop."""
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            for output in self.scheduler.update(self.execute(decode_plan(encode_plan(plan)))):
-                ids, scores, cached = self.outputs[output.request_id]
-                ids.extend(output.ids)
-                scores.extend(output.logprobs)
-                cached.append(output.cached_tokens)
-            self.tier.on_step()
-            self.scheduler.blocks.check()
-        await asyncio.sleep(0)
-        return plan is not None
-
-    async def end(self, name):
-        """Ids, log probabilities and the number of cached tokens of a request."""
-        async with asyncio.timeout(60):
-            while name in self.scheduler.request_ids:
-                await self.step()
-        ids, scores, cached = self.outputs[name]
-        return ids, scores, sum(cached)
-
-    async def ask(self, name, prompt, **options):
-        self.submit(name, prompt, **options)
-        return await self.end(name)
-
-    async def stored(self):
-        """Wait until all blocks were offered."""
-        return await self._step_until(self.tier.store_all(60))
-
-    async def settled(self):
-        """Wait until all that has been listed was offered or dropped."""
-        await self._step_until(self.tier._epoch.writer.wait_idle())
-
-    async def _step_until(self, awaited):
-        task = asyncio.ensure_future(awaited)
-        async with asyncio.timeout(60):
-            while not task.done():
-                await self.step()
-        return task.result()
-
-    async def close(self):
-        self.tier.close()
-        await self.tier.wait_closed()
-        self.scheduler.blocks.check()
-
-    def _change(self):
-        self.changes += 1
-
-
-@dataclass(frozen=True)
-class _Config(EngineConfig):
-    """Settings with a hot window that the tests choose."""
-
-    window: HotWindow | None = None
-
-    @property
-    def hot_window(self):
-        return self.window
-
-
-async def first_turn(path, store, **options):
-    """A worker serves the first turn of a conversation and stores it; the ids of the answer."""
-    worker = Worker(path, store, **options)
-    ids, _, cached = await worker.ask("first", words(0))
-    assert cached == 0
-    assert await worker.stored()
-    await worker.close()
-    return ids
-
-
-def second_turn(ids):
-    return [*words(0), *ids, *words(9, 40)]
 
 
 @pytest.fixture(scope="module")
@@ -200,13 +72,13 @@ async def test_others_go_on_while_a_request_waits_for_its_blocks(path):
     worker = Worker(path, store)
     store.gate = asyncio.Event()
     worker.submit("waits", second_turn(ids))
-    assert worker.scheduler.free_seqs == 3
+    assert worker.scheduler.sequences.free_seqs == 3
     store.gate.clear()
     await store.began.wait()
     gate, store.gate = store.gate, None
     await worker.ask("other", words(1, 20))
     assert worker.tier.usage.fetching == 1
-    assert worker.scheduler.queued == 1
+    assert len(worker.scheduler.sequences.waiting) == 1
     gate.set()
     assert (await worker.end("waits"))[2] == FULL
     assert worker.changes > 0
@@ -439,128 +311,6 @@ async def test_blocks_that_come_when_there_is_no_room_any_more_are_computed(path
     await worker.close()
 
 
-async def test_no_block_is_offered_twice(path):
-    store = MemoryStore()
-    ids = await first_turn(path, store)
-    worker = Worker(path, store)
-    for name in ("second", "third"):
-        await worker.ask(name, second_turn(ids))
-        assert await worker.stored()
-    assert len(set(store.offers)) == len(store.offers)
-    assert worker.tier.usage.stored == (TEXT + 5 + 40 + 5 - 1) // BLOCK_SIZE - FULL // BLOCK_SIZE
-    await worker.close()
-
-
-async def test_what_the_store_does_not_take_is_dropped(path, monkeypatch):
-    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 0.0)
-    store = MemoryStore()
-    store.room = 3
-    ids = await first_turn(path, store)
-    assert len(store.offers) == 3
-    worker = Worker(path, store)
-    assert (await worker.ask("second", second_turn(ids)))[2] == 3 * BLOCK_SIZE
-    await worker.close()
-
-
-async def test_a_tenant_whose_blocks_are_not_taken_holds_up_nobody(path, monkeypatch):
-    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 3600.0)
-    store = MemoryStore()
-    take, refused = store.offer, []
-    store.offer = lambda tenant, blocks: refused.append(tenant) or 0 if tenant == "a" else take(tenant, blocks)
-    worker = Worker(path, store)
-    await worker.ask("a", words(0), tenant="a")
-    await worker.ask("b", words(1), tenant="b")
-    async with asyncio.timeout(60):
-        while len(store.parts) < FULL // BLOCK_SIZE or len(refused) < 3:
-            await worker.step()
-    assert {tenant for tenant, *_ in store.parts} == {"b"}
-    store.offer = take
-    await worker.settled()
-    assert len(store.parts) == 2 * (FULL // BLOCK_SIZE)
-    await worker.close()
-
-
-async def test_what_the_pools_evict_is_stored(path, monkeypatch):
-    """Here the end of a text stores nothing, because the store is full then."""
-    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 0.0)
-    store = MemoryStore()
-    store.room = 0
-    worker = Worker(path, store)
-    ids, *_ = await worker.ask("first", words(0))
-    await worker.settled()
-    assert store.parts == {}
-    store.room = None
-    for seed in range(1, 4):
-        await worker.ask(str(seed), words(seed))
-    await worker.settled()
-    await worker.close()
-    other = Worker(path, store)
-    assert (await other.ask("second", second_turn(ids)))[2] == FULL
-    await other.close()
-
-
-async def test_a_worker_that_drains_stores_what_runs(path):
-    store = MemoryStore()
-    worker = Worker(path, store)
-    worker.submit("long", words(0), replace(PARAMS, max_tokens=100))
-    while len(worker.outputs["long"][0]) < 5:
-        await worker.step()
-    ids = list(worker.outputs["long"][0])
-    assert await worker.stored()
-    await worker.close()
-    other = Worker(path, store)
-    assert (await other.ask("long", [*words(0), *ids, 7]))[2] == FULL
-    await other.close()
-
-
-async def test_a_worker_that_drains_stores_what_runs_before_what_has_ended(path, monkeypatch):
-    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 0.0)
-    store = MemoryStore()
-    worker = Worker(path, store)
-    store.room = 0
-    ids, *_ = await worker.ask("ended", words(0))
-    await worker.settled()
-    worker.submit("long", words(1), replace(PARAMS, max_tokens=100))
-    while len(worker.outputs["long"][0]) < 5:
-        await worker.step()
-    running = [*words(1), *worker.outputs["long"][0], 7]
-    store.room = None
-    assert await worker.stored()
-    await worker.close()
-    first = [name for _, name, _ in store.offers]
-    other = Worker(path, MemoryStore())
-    await other.ask("long", running)
-    assert await other.stored()
-    await other.close()
-    theirs = [name for _, name, _ in other.tier._store.offers]
-    assert first[: FULL // BLOCK_SIZE] == theirs[: FULL // BLOCK_SIZE]
-    third = Worker(path, store)
-    assert (await third.ask("second", second_turn(ids)))[2] == FULL
-    await third.close()
-
-
-async def test_the_loop_goes_on_while_blocks_are_offered_that_are_gone(path):
-    store = MemoryStore()
-    worker = Worker(path, store)
-    await worker.ask("first", words(0))
-    await worker.settled()
-    writer, turns = worker.tier._epoch.writer, 0
-    writer._offered.clear()
-    worker.scheduler.shed(0)
-    blocks = worker.scheduler.blocks
-    one_by_one = msgspec.structs.replace(blocks.sizes.host, step_slots=1)
-    blocks.sizes = msgspec.structs.replace(blocks.sizes, host=one_by_one)
-    await writer.add_evicted()
-    due = len(writer._due)
-    assert due == FULL // BLOCK_SIZE
-    idle = asyncio.ensure_future(writer._idle.wait())
-    while not idle.done():
-        await asyncio.sleep(0)
-        turns += 1
-    assert turns > due
-    await worker.close()
-
-
 def test_a_store_needs_memory_of_the_host():
     config = EngineConfig(model=str(MODEL))
     with pytest.raises(LockstepError, match="host_cache_bytes must be above 0 with a store"):
@@ -575,36 +325,6 @@ def test_models_with_different_names_have_no_block_in_common():
         engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=MemoryStore())
         digests.add(engine._remote._model_digest)
     assert len(digests) == 2
-
-
-async def test_the_wait_for_a_turn_is_estimated_once_in_a_turn_of_the_loop():
-    config = EngineConfig(model=str(MODEL), host_cache_bytes=2**24)
-    engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=MemoryStore())
-    estimates = []
-    engine._queue.waits = lambda **_: (estimates.append(1) or 2.0, 0.0)
-    engine._pace.token_s = 0.5
-    assert engine._pace.step_s == 0
-    assert [engine._prompt_s(tokens) for tokens in (0, 2, 4)] == [2.0, 3.0, 4.0]
-    assert len(estimates) == 1
-    await asyncio.sleep(0)
-    engine._prompt_s(1)
-    assert len(estimates) == 2
-    await engine.close()
-
-
-async def test_the_prompts_that_came_first_are_not_counted_twice(monkeypatch):
-    """The wait for a place has them, too."""
-    config = EngineConfig(model=str(MODEL), host_cache_bytes=2**24)
-    engine = AsyncEngine(config, on_outputs=lambda *_: None, on_change=lambda: None, remote_store=MemoryStore())
-    wait_s = 2.0
-    engine._queue.waits = lambda **_: (wait_s, 0.0)
-    monkeypatch.setattr(Scheduler, "backlog", 3)
-    engine._pace.token_s = 0.5
-    assert engine._prompt_s(2) == 3.0
-    await asyncio.sleep(0)
-    wait_s = 0.0
-    assert engine._prompt_s(2) == 2.5
-    await engine.close()
 
 
 class Served:

@@ -17,8 +17,8 @@ from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.remote_store import HeadRange
 from lockstep_engine.virtual_shards import held_shards
 from remote_double import MemoryStore
+from remote_worker import FULL, Worker, first_turn, second_turn
 from test_host_memory import MODES, Ranks
-from test_remote_tier import FULL, Worker, first_turn, second_turn
 
 KERNELS = pytest.mark.skipif(cpu.build is None, reason="torch's products depend on a matrix's width")
 SHARDS = {"shards": 4}

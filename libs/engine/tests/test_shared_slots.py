@@ -190,7 +190,7 @@ def test_whatever_happens_driver_and_ranks_read_what_was_written(hot_window, slo
     for _ in range(250):
         text, cold = rng.choice(texts), hot_window is not None and rng.random() < 0.5
         chance = rng.random()
-        if chance < 0.2 and server.scheduler.queued < 4:
+        if chance < 0.2 and len(server.scheduler.sequences.waiting) < 4:
             live.append(server.submit([*text, *words(rng.randrange(1, 9), 9)], max_tokens=rng.randrange(1, 9)))
         elif chance < 0.35:
             server.begin_fetch(text, cold=cold)

@@ -6,7 +6,8 @@ does not import torch: that happens in the rank processes alone.
 
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.embedding_config import EmbeddingInfo
-from lockstep_engine.engine import AsyncEngine, EngineState, EngineStatus, RankStatus
+from lockstep_engine.engine import AsyncEngine
+from lockstep_engine.engine_status import EngineState, EngineStatus, RankStatus
 from lockstep_engine.host_tier import HostUsage
 from lockstep_engine.mailbox import RankTimes
 from lockstep_engine.model_config import ModelInfo

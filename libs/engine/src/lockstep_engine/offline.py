@@ -16,7 +16,8 @@ from tokenizers.decoders import DecodeStream
 from tqdm import tqdm
 
 from lockstep_engine.config import EngineConfig
-from lockstep_engine.engine import AsyncEngine, EngineState
+from lockstep_engine.engine import AsyncEngine
+from lockstep_engine.engine_status import EngineState
 from lockstep_engine.model_config import refuse
 from lockstep_engine.request import Output, PromptLogprobs, PromptScores, Request, SamplingParams
 

@@ -6,23 +6,17 @@ rank ends.
 
 import logging
 import os
-import re
 import select
-import signal
 import socket
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import torch
-from lockstep_common.errors import LockstepError, invalid
-from lockstep_common.lifecycle import die_with_parent, name_process
-from lockstep_common.tracebacks import sentence
 from numpy.typing import NDArray
 
 from lockstep_engine import distributed, fast_path
@@ -30,8 +24,7 @@ from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_choice import step_attention
 from lockstep_engine.attention_torch import TorchAttention
 from lockstep_engine.blocks import HostSizes, PoolSizes
-from lockstep_engine.canary import Numerics, measure
-from lockstep_engine.config import BLOCK_SIZE, EngineConfig
+from lockstep_engine.cache_sizing import CacheSizing
 from lockstep_engine.control import (
     MAX_CONTROL_BYTES,
     AllocateBlocks,
@@ -41,7 +34,6 @@ from lockstep_engine.control import (
     RankSpec,
     Ready,
     SetLogLevel,
-    StartFailed,
     StartProfile,
     StopProfile,
     decode_doorbell,
@@ -49,11 +41,11 @@ from lockstep_engine.control import (
     encode_control,
     encode_doorbell,
 )
+from lockstep_engine.device_choice import pick_device, pick_dtype
 from lockstep_engine.device_marks import marks_of
 from lockstep_engine.device_timer import DeviceTimer, Timestamp
-from lockstep_engine.graphs import MAX_RECORDED_SEQS, BuildCounter, DecodeInputs, GraphedStep, NotRecordableError
+from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep
 from lockstep_engine.host_memory import HostMemory
-from lockstep_engine.kernel_check import check_kernels
 from lockstep_engine.kernels import cpu, gpu
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.largest_step import SMALLEST_POOLS, device_memory, is_out_of_memory, measure_largest_step
@@ -62,16 +54,15 @@ from lockstep_engine.models import BuiltModel, build_model
 from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, decode_plan, encode_result, message_sizes
 from lockstep_engine.pooling import Pooled, Pooler
 from lockstep_engine.profiler import RankProfiler
-from lockstep_engine.rank_log import send_logs
 from lockstep_engine.sampling import Sampled, Sampler, Scores, score
-from lockstep_engine.sizes import canary_tokens, collective_bytes, host_sizes, kv_memory_bytes, pool_sizes
-from lockstep_engine.virtual_shards import held_shards
+from lockstep_engine.self_test import SelfTest
+from lockstep_engine.sizes import collective_bytes
+from lockstep_engine.step_recorder import StepRecorder
 from lockstep_engine.weights import load_weights
 
 logger = logging.getLogger("lockstep.engine")
 
 _PROGRESS_INTERVAL_S = 0.2
-_MAX_QUOTED_CHARS = 400
 _POLL_S = 0.00003
 """How long a rank waits for a plan before it checks whether its device has finished a step."""
 
@@ -92,50 +83,6 @@ class Launched:
     computed: Timestamp
     """The end of the forward pass. Rank 0 samples after it, so up to here all ranks have equal work."""
     end: Timestamp
-
-
-def run_rank(
-    spec: RankSpec,
-    control: socket.socket,
-    mailbox_fd: int,
-    collectives_fd: int,
-    store_path: str,
-    host_fd: int = -1,
-    kind: "type[Rank] | None" = None,
-) -> None:
-    """Run a rank until the driver is gone. Returns only if the start fails, after it has sent the driver the reason.
-
-    Args:
-        spec: the rank's specification.
-        control: socket to the driver.
-        mailbox_fd: shared segment of plans and results.
-        collectives_fd: shared segment of collectives; -1: none.
-        store_path: file through which ranks meet if there is no such segment.
-        host_fd: segment of its tier in host memory that the driver shares; -1: nobody shares it.
-        kind: class of the rank; `Rank` if None. Tests run subclasses.
-    """
-    name_process(f"rank {spec.config.label}/{spec.rank}")
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
-    progress = Mailbox(mailbox_fd, spec.config.tp, *message_sizes(spec)).steps
-    log = send_logs(control, spec.log_level, lambda: int(progress[spec.rank]))
-    try:
-        rank = (kind or Rank)(spec, control, mailbox_fd, collectives_fd, store_path, host_fd)
-    except LockstepError as error:
-        _send(control, StartFailed(error.message, permanent=True))
-        return
-    except Exception as error:  # there is no request yet that it could quote
-        _send(control, StartFailed(f"rank {spec.rank}: {type(error).__name__}: {error}", permanent=False))
-        return
-    try:
-        rank.serve()
-    except ConnectionError:
-        raise  # the driver is gone
-    except Exception as error:  # other ranks may be in a collective already, so all are restarted
-        logger.exception("rank failed in a step")
-        log.close()
-        _send(control, StartFailed(_describe_failure(spec.rank, error), permanent=False))
-        os._exit(1)
 
 
 class Rank:
@@ -166,7 +113,7 @@ class Rank:
         torch.set_num_threads(spec.threads)
         self._timer, self._marks = DeviceTimer(self._device), marks_of(self._device, self._mailbox, spec.rank)
         self._deterministic = self._device.type == "cpu" if config.deterministic is None else config.deterministic
-        self._dtype = _pick_dtype(config.dtype, model.dtype, self._device)
+        self._dtype = pick_dtype(config.dtype, model.dtype, self._device)
         self._group = self.join(collectives_fd, store_path)
         self._profiler = RankProfiler(spec.rank, self._device, self._group, control)
         phases.end("join")
@@ -182,36 +129,40 @@ class Rank:
         elif self._device.type == "cpu" and self._dtype is torch.float32 and cpu.build is not None:
             self.model.fuse(model.context_length)
         phases.end("load")
-        self._geometry: dict[str, Any] = {
-            "layers": self.model.layers,
-            "kv_heads": self.model.kv_heads,
-            "head_dim": self.model.head_dim,
-            "dtype": self._dtype,
-        }
-        self._records = by_kernels and config.cuda_graphs
+        self._caches = CacheSizing(spec, self.model, self._device, self._dtype)
         self.graphs: GraphedStep | None = None
+        agree = partial(distributed.gather_reasons, self._group)
+        recorder = StepRecorder(spec, self._device, self._decode, agree, records=by_kernels and config.cuda_graphs)
         self._sampler = Sampler(config.max_seqs, model.vocab_size, self._device) if spec.rank == 0 else None
         by_mean = model.embedding is not None and model.embedding.pooling == "mean"
         self._pooler = Pooler(mean=by_mean, size=model.hidden_size)
         self._memory = device_memory(self._device)
         with torch.inference_mode(), gpu.refusing_failures(spec.rank, used=by_kernels):
-            reserved = self._estimate_graphs() + self._measure_largest_step()
+            reserved = recorder.estimate_bytes(self._caches) + self._measure_largest_step()
         phases.end("estimate")
-        _send(control, Loaded(self._affordable_blocks(reserved), phases.seconds))
+        free_bytes = None if self._memory is None else self._memory.free_bytes()
+        self._send(Loaded(self._caches.affordable(free_bytes, reserved), phases.seconds))
         blocks = self._receive_blocks()
-        self.cache = self._make_cache(blocks)
+        self.cache = self._caches.make(blocks)
         self.host = HostMemory(blocks.host, self.cache, host_fd)
         with torch.inference_mode(), gpu.refusing_failures(spec.rank, used=by_kernels):
-            numerics = self._test(by_kernels=by_kernels)
-            self._record()
+            numerics = SelfTest(
+                spec,
+                self.model,
+                self.cache,
+                self.forward,
+                device=self._device,
+                dtype=self._dtype,
+                deterministic=self._deterministic,
+            ).run(self._forward_by_torch, by_kernels=by_kernels)
+            self.graphs = recorder.record(self.cache)
         if by_kernels:
             fast_path.check_prebuilt(config)
         if self._device.type == "cuda":
             self._mailbox.device_bytes[spec.rank] = torch.cuda.memory_reserved(self._device)
         self.builds = BuildCounter(lambda kernel: logger.error("a kernel was built while serving: %s", kernel))
         self.builds.install()
-        _send(
-            control,
+        self._send(
             Ready(
                 deterministic=self._deterministic and numerics.deterministic,
                 device=str(self._device),
@@ -223,7 +174,7 @@ class Rank:
                 first_kv_head=self.model.first_kv_head,
                 kv_heads=self.model.kv_heads,
                 head_dim=self.model.head_dim,
-            ),
+            )
         )
 
     def serve(self) -> None:
@@ -393,6 +344,11 @@ class Rank:
         logits, states = self.model.logits_and_states(ids, attention, self._indices(rows), wanted)
         return self._full_logits(logits), pooler.fetch(plan, states) if self._spec.rank == 0 else None
 
+    def _decode(self, cache: KvCache, inputs: DecodeInputs) -> torch.Tensor:
+        """As `forward`, for a step that is recorded."""
+        with self._marks.recorded():
+            return self._full_logits(self.model.decode(cache, inputs))
+
     def _indices(self, numbers: NDArray[np.integer]) -> torch.Tensor:
         """The numbers as int64 on the device, without waiting for it."""
         return torch.from_numpy(numbers.astype(np.int64)).to(self._device, non_blocking=True)
@@ -400,28 +356,6 @@ class Rank:
     def _full_logits(self, local: torch.Tensor) -> torch.Tensor:
         """[rows, this rank's part of the vocabulary] → [rows, vocabulary]."""
         return self._group.all_gather(local)[:, : self.model.vocab_size]
-
-    def _make_cache(self, blocks: PoolSizes) -> KvCache:
-        return KvCache(
-            **self._geometry,
-            blocks=blocks.hot,
-            cold_blocks=blocks.cold,
-            hot_window=self._spec.config.hot_window,
-            compressed_layers=self._spec.config.kv_compressed_layers or None,
-            device=self._device,
-        )
-
-    def _graphed(self, cache: KvCache) -> GraphedStep:
-        """Decode steps over a cache, not recorded yet."""
-
-        def body(inputs: DecodeInputs) -> torch.Tensor:
-            with self._marks.recorded():
-                return self._full_logits(self.model.decode(cache, inputs))
-
-        width = -(-self._spec.model.context_length // BLOCK_SIZE)
-        most = min(self._spec.config.max_seqs, MAX_RECORDED_SEQS)
-        agree = partial(distributed.gather_reasons, self._group)
-        return GraphedStep(body, most, width, self._device, agree=agree)
 
     def _by_kernels(self) -> bool:
         """Whether the GPU's kernels compute. Refuses a slow path that the settings do not allow."""
@@ -444,21 +378,6 @@ class Rank:
                 fast_path.without_kernels(self._spec.config, reason)
         return gpu.usable(*form)
 
-    def _estimate_graphs(self) -> int:
-        """Bytes that recorded decode steps will take, estimated by recording some over a minimal cache. If they cannot
-        be recorded, the reason is logged and steps run without graphs.
-        """
-        if not self._records:
-            return 0
-        graphs = self._graphed(self._make_cache(SMALLEST_POOLS))
-        try:
-            return graphs.estimate_bytes()
-        except NotRecordableError as error:
-            self._disable_graphs(error)
-            return 0
-        finally:
-            graphs.close()
-
     def _measure_largest_step(self) -> int:
         """Bytes that a step takes at most on a GPU beside the KV cache; 0 on the CPU."""
         if self._memory is None:
@@ -468,96 +387,12 @@ class Rank:
             if self.launch(plan, []).unserved:
                 raise MemoryError("the sampler's tables")
 
-        self.cache = self._make_cache(SMALLEST_POOLS)
+        self.cache = self._caches.make(SMALLEST_POOLS)
         self.host = HostMemory(HostSizes(), self.cache)
         agree = partial(distributed.gather_reasons, self._group)
         needed = measure_largest_step(self._spec, self._memory, run, agree)
         logger.info("the largest step needs %.1f MiB beside weights and KV cache", needed / 2**20)
         return needed
-
-    def _record(self) -> None:
-        """Record decode steps, if the model can be recorded."""
-        if not self._records:
-            return
-        graphs = self._graphed(self.cache)
-        try:
-            graphs.capture()
-        except NotRecordableError as error:
-            self._disable_graphs(error)
-        else:
-            self.graphs = graphs
-
-    def _disable_graphs(self, error: NotRecordableError) -> None:
-        self._records = False
-        fast_path.without_graphs(self._spec.config, str(error))
-
-    def _test(self, *, by_kernels: bool) -> Numerics:
-        """Test what will serve, and warm it up.
-
-        Raises:
-            LockstepError: the GPU's kernels do not compute what torch computes.
-        """
-        if by_kernels:
-            tokens, vocab_size = self._test_tokens(), self.model.vocab_size
-            check_kernels(self._spec.rank, self.forward, self._forward_by_torch, self.cache, vocab_size, tokens)
-        numerics = self._measure()
-        if self._deterministic and not numerics.deterministic:
-            logger.warning(
-                "the self-test found bits that depend on the batch or on chunks: streams cannot be continued exactly"
-            )
-        if by_kernels:
-            self._warm_up()
-        return numerics
-
-    def _warm_up(self) -> None:
-        """Run the GPU's kernels in the forms that the canary does not use: with keys split over programs and not, and
-        for blocks that are compressed after a step. Serving must not have to build a kernel.
-        """
-        cache = self.cache
-        longest = -(-self._spec.model.context_length // BLOCK_SIZE)
-        # One long sequence, whose keys are split; then as many as there can be, whose keys are not.
-        for count, width in ((1, longest), (self._spec.config.max_seqs, 1)):
-            tables = np.zeros((count, width), np.int32)
-            layout = StepLayout(tables[:, 0].copy(), np.ones(count, np.int32), tables)
-            self.forward(torch.zeros(count, dtype=torch.int64, device=self._device), layout, np.arange(count))
-        if cache.hot_window is not None and cache.cold_blocks:
-            cache.compress(np.zeros((1, 2), np.int32))
-        cache.clear(torch.zeros(1, dtype=torch.int64, device=self._device))
-
-    def _measure(self) -> Numerics:
-        """Run the self-test. It also warms up what is allocated or selected at first use."""
-        cache, hot_window, config = self.cache, self.cache.hot_window, self._spec.config
-        description = f"{self._dtype} {hot_window} {sorted(config.kv_compressed_layers)}"
-        if self._device.type == "cuda":
-            # A short text does not show whether another GPU's products, or another compiler's, agree on every input.
-            architecture = torch.cuda.get_device_capability(self._device)
-            description += (
-                f" cuda {architecture} torch {torch.__version__} triton {version('triton')} exact {gpu.EXACT_KERNELS}"
-            )
-        elif config.tp_shards > 1:
-            description += f" shards {config.tp_shards}"
-        if self._device.type == "cpu" and cpu.build is None:
-            # torch's routines: a short text does not show whether another machine's agree on every input, nor whether
-            # they do for matrices of the width that another number of ranks has.
-            capability = torch.backends.cpu.get_cpu_capability()
-            description += f" torch {torch.__version__} {capability} {torch.get_num_threads()} tp {config.tp}"
-        return measure(
-            self.forward,
-            cache,
-            self.model.vocab_size,
-            self._test_tokens(),
-            description,
-            neighbours=self._deterministic,
-            chunks=self._deterministic and self.model.on_gpu,
-        )
-
-    def _test_tokens(self) -> int:
-        """Length of the texts of a start's tests: the cache has blocks for it."""
-        cache, hot_window = self.cache, self.cache.hot_window
-        blocks = cache.padding_block
-        if hot_window is not None:
-            blocks = min(blocks, cache.cold_blocks + hot_window.blocks)
-        return max(2, min(canary_tokens(self._spec), blocks * BLOCK_SIZE))
 
     def join(self, collectives_fd: int, store_path: str) -> distributed.Collectives:
         """The collectives with the other ranks."""
@@ -580,22 +415,6 @@ class Rank:
             spec.rank, config.tp, progress, deterministic=self._deterministic, on_gpu=on_gpu, one_shot=one_shot
         )
 
-    def _affordable_blocks(self, reserved_bytes: int) -> PoolSizes:
-        """Blocks of the KV cache that there is memory for, beside `reserved_bytes` for recorded steps and others."""
-        config, layers = self._spec.config, self._geometry["layers"]
-        unknown = [layer for layer in config.kv_compressed_layers if layer >= layers]
-        if unknown:
-            raise invalid("kv_compressed_layers", f"names layer {unknown[0]}; the model has {layers}, counted from 0")
-        free_bytes = None if self._memory is None else self._memory.free_bytes()
-        memory = kv_memory_bytes(config, free_bytes, reserved_bytes)
-        cold = KvCache.cold_block_bytes(**self._geometry, compressed_layers=config.kv_compressed_layers or None)
-        sizes = KvCache.block_bytes(**self._geometry), cold
-        pools = pool_sizes(self._spec, memory, *sizes)
-        # Also on a GPU, whose sums have no shards: ranks without exact bits share with those of another tp as well.
-        units = held_shards(self.model.total_kv_heads, config.tp, config.tp_shards)
-        host = host_sizes(config, self._device.type, bool(pools.cold), *sizes, units)
-        return PoolSizes(pools.hot, pools.cold, host)
-
     def _receive_blocks(self) -> PoolSizes:
         """Wait for the driver's answer. An order for the log may come before it."""
         while message := self._control.recv(MAX_CONTROL_BYTES):
@@ -604,6 +423,9 @@ class Rank:
                 return answer.blocks
             self._obey(answer)
         os._exit(0)
+
+    def _send(self, message: RankMessage) -> None:
+        self._control.send(encode_control(message))
 
     def _obey(self, order: RankMessage) -> None:
         match order:
@@ -624,7 +446,7 @@ class Rank:
             now = time.monotonic()
             if done == total or now - last > _PROGRESS_INTERVAL_S:
                 last = now
-                _send(self._control, Loading(done, total))
+                self._send(Loading(done, total))
 
         return report
 
@@ -640,40 +462,3 @@ class _PhaseTimer:
         now = time.monotonic()
         self.seconds[name] = round(now - self._last, 3)
         self._last = now
-
-
-_MANY_NUMBERS = re.compile(r"-?\d+(?:\s*,\s*-?\d+){8,}")
-"""More than the dimensions of a tensor: they could be token ids."""
-
-
-def _describe_failure(rank: int, error: BaseException) -> str:
-    """What the driver says about it. The libraries' errors are quoted; others may be about values of a request."""
-    what = "has no memory for a step" if is_out_of_memory(error) else "failed in a step"
-    if not isinstance(error, MemoryError | RuntimeError | OSError):
-        return f"rank {rank} {what}: {sentence(error)}"
-    quoted = _MANY_NUMBERS.sub("…", str(error).partition("\n")[0])[:_MAX_QUOTED_CHARS]
-    return f"rank {rank} {what}: {type(error).__name__}: {quoted}"
-
-
-def _send(control: socket.socket, message: RankMessage) -> None:
-    control.send(encode_control(message))
-
-
-def pick_device(config: EngineConfig, rank: int) -> torch.device:
-    """The rank's device. auto: a GPU if there is one for each rank, else the CPU."""
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device == "cuda" and available < config.tp:
-        raise invalid("device", f"cuda with tp = {config.tp} needs {config.tp} GPUs; this machine has {available}")
-    if config.device == "cuda" or (config.device == "auto" and available >= config.tp):
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
-
-
-def _pick_dtype(wanted: str, stored: str, device: torch.device) -> torch.dtype:
-    name = wanted
-    if wanted == "auto":
-        name = "float32" if device.type == "cpu" else stored
-    dtype = getattr(torch, name, None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32

@@ -267,7 +267,7 @@ class RemoteTier:
 
     async def _store_all(self, writer: RemoteWriter) -> None:
         # Those of running requests first: other workers are about to go on with them.
-        for sequence in self._scheduler.running_sequences():
+        for sequence in list(self._scheduler.sequences.running):
             self._on_end(sequence)
         await writer.wait_idle()
         await writer.add_evicted()

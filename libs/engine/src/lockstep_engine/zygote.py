@@ -34,11 +34,11 @@ from lockstep_engine.control import (
 )
 
 RunRank = Callable[[RankSpec, socket.socket, int, int, str, int], None]
-"""Runs a rank, as `rank.run_rank` does."""
+"""Runs a rank, as `rank_main.run_rank` does."""
 
 
 def _load() -> RunRank:
-    from lockstep_engine.rank import run_rank  # noqa: PLC0415 - slow: torch and transformers
+    from lockstep_engine.rank_main import run_rank  # noqa: PLC0415 - slow: torch and transformers
 
     return run_rank
 

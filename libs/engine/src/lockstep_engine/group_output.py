@@ -1,0 +1,143 @@
+"""What the ranks of one epoch say that is no result: where they are, and what they have written to their stderr.
+
+It passes their stderr on to the log, a bounded number of lines, and asks them for their stacks.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from lockstep_engine.mailbox import Mailbox
+from lockstep_engine.rank_output import RankOutput, RankView
+from lockstep_engine.rank_process import RankProcess
+
+logger = logging.getLogger("lockstep.rank")
+
+_VIEW_S = 0.5
+"""Time for ranks to write their stacks when somebody asks for them."""
+_MAX_STDERR_TAIL_CHARS = 4_000
+"""Of a rank's stderr, in the line that says that it failed."""
+_MAX_CHUNK_CHARS = 12_000
+"""Of a rank's stderr in one line, which `telemetry.recent_lines` keeps whole, also with its quotes escaped."""
+_FLOOD_PAUSE_S = 0.5
+"""A rank that writes more than it may is not read for so long: its pipe drops what does not fit."""
+
+
+class GroupOutput:
+    """The outputs of a group's ranks in one epoch.
+
+    Args:
+        epoch: for the lines of the log.
+        ranks: whose outputs they are.
+        mailbox: counts what the ranks have done.
+        has_flight_records: whether they write any.
+
+    Attributes:
+        outputs: one for each rank, in order. The list is not changed: other threads read it.
+    """
+
+    def __init__(self, epoch: int, ranks: Sequence[RankProcess], mailbox: Mailbox, *, has_flight_records: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._epoch = epoch
+        self._ranks = ranks
+        self._mailbox = mailbox
+        self._is_open = True
+        self.outputs = [RankOutput(each.rank, has_flight_record=has_flight_records) for each in ranks]
+
+    def started(self, rank: int, pid: int) -> None:
+        """A rank runs, and has its ends: read what it writes from now on."""
+        output = self.outputs[rank]
+        output.close_theirs()
+        output.started(pid)
+        self._loop.add_reader(output.read_end, self._pass_on_stderr, output)
+
+    def view(self) -> list[RankView]:
+        """The ranks as they are now, each with its stack if it gives one within half a second. Any thread may call.
+        A rank that is stopped runs for some 20 ms, in which it writes its stack.
+        """
+        self.ask_stacks()
+        until = time.monotonic() + _VIEW_S
+        views = []
+        for output, rank in zip(self.outputs, self._ranks, strict=True):
+            steps, entered = int(self._mailbox.steps[rank.rank]), int(self._mailbox.collectives[rank.rank])
+            place = output.place(until)
+            record = output.flight_record(until)
+            views.append(RankView(rank.rank, rank.pid, rank.state, *place[:2], steps, entered, place[2], record))
+        return views
+
+    def ask_stacks(self) -> None:
+        """Make all ranks write their stacks and flight records."""
+        for output in self.outputs:
+            output.ask_stack()
+
+    def log_places(self) -> dict[int, str]:
+        """Log where each rank is, as it has written since `ask_stacks`; returns the flight records."""
+        records = {}
+        for output in self.outputs:
+            process, waits_in, stack = output.place(time.monotonic())
+            records[output.rank] = output.flight_record(time.monotonic())
+            fields: dict[str, str | int] = {"process_state": process, "waits_in": waits_in, "stack": stack}
+            if (progress := self._mailbox.progress(output.rank)).launched:
+                fields |= {"launched": progress.launched, "reached": progress.reached}
+            logger.error("where the rank is", extra=self._named(output.rank) | fields)
+        return records
+
+    def log_failure(self, rank: int, reason: str) -> None:
+        """Log that a rank has failed, the first one, and what all have written."""
+        for output in self.outputs:
+            self._pass_on_stderr(output)
+        stderr = self.outputs[rank].last_words(_MAX_STDERR_TAIL_CHARS)
+        # At this level whatever its stderr had: a log without warnings must have the stack of a crash too.
+        logger.error(
+            "rank failed", extra=self._named(rank) | {"reason": reason} | ({"stderr": stderr} if stderr else {})
+        )
+
+    def close(self) -> None:
+        """The ranks have ended: pass on the last lines and close everything."""
+        self._is_open = False
+        for output in self.outputs:
+            self._pass_on_stderr(output)
+            self._loop.remove_reader(output.read_end)
+            output.close()
+
+    def _named(self, rank: int) -> dict[str, str | int]:
+        """Fields of a log line about a rank."""
+        return {
+            "rank": rank,
+            "step": int(self._mailbox.steps[rank]),
+            "epoch": self._epoch,
+            "pid": self._ranks[rank].pid,
+        }
+
+    def _pass_on_stderr(self, output: RankOutput) -> None:
+        """Log what a rank has written to its stderr: warnings of libraries, the stack of a crash."""
+        lines, has_more = output.read_lines()
+        is_flood = output.dropped > 0
+        if lines or not has_more:  # what is dropped is told with a line that is not
+            dropped = output.take_dropped()
+            fields: dict[str, str | int] = {"dropped_lines": dropped} if dropped else {}
+            for chunk in joined(lines) or ([""] if dropped else []):
+                logger.warning("rank wrote to stderr", extra=self._named(output.rank) | {"stderr": chunk} | fields)
+                fields = {}
+        if is_flood or not has_more:
+            self._loop.remove_reader(output.read_end)
+        if is_flood and has_more:
+            self._loop.call_later(_FLOOD_PAUSE_S, self._read_again, output)
+
+    def _read_again(self, output: RankOutput) -> None:
+        if self._is_open:
+            self._loop.add_reader(output.read_end, self._pass_on_stderr, output)
+
+
+def joined(lines: list[str]) -> list[str]:
+    """The lines in as few texts as there have to be for their bound; each line is below it."""
+    chunks: list[list[str]] = []
+    left = 0
+    for line in lines:
+        if len(line) + 1 > left:
+            chunks.append([])
+            left = _MAX_CHUNK_CHARS
+        chunks[-1].append(line)
+        left -= len(line) + 1
+    return ["\n".join(chunk) for chunk in chunks]

@@ -1,0 +1,20 @@
+"""What bounds the scheduler."""
+
+from dataclasses import dataclass
+
+from lockstep_engine.config import HotWindow
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of what the scheduler runs and queues."""
+
+    max_seqs: int
+    max_batch_tokens: int
+    max_queue: int
+    context_length: int
+    prefix_cache: bool
+    hot_window: HotWindow | None = None
+    tenant_share: float = 1.0
+    mean_pooling: bool = False
+    """Embeddings are made of all hidden states of a text, those of cached prefixes included."""
