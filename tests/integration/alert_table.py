@@ -27,6 +27,7 @@ INJECTED = {
     "LockstepStateStoreUnreachable": "test_a_redis_that_is_away_or_full",
     "LockstepStateStoreFull": "test_a_redis_that_is_away_or_full",
     "LockstepStateMemoryNearLimit": "test_a_memory_that_is_full",
+    "LockstepStateRefuses": "test_a_memory_that_is_full",
     "LockstepStateEvictsStreams": "test_a_memory_that_is_full",
     "LockstepStateDamagedValues": "test_a_redis_that_others_write_into",
     "LockstepImbalance": "test_a_session_that_overloads_its_worker",
@@ -37,7 +38,6 @@ INJECTED = {
 }
 
 NOT_INJECTED = {
-    "LockstepStateRefuses": "needs too many calls at once: journals beyond quotas are refused in calls that succeed",
     "LockstepOverload": "routers keep more than a worker's queue holds from it, unless several routers submit at once",
     "LockstepDiscoveryStale": "needs an API server, or a resolver of names, that goes away",
     "LockstepGpuXid": "needs a GPU that fails",
