@@ -31,6 +31,7 @@ INJECTED = {
     "LockstepStateStoreUnreachable": "test_a_redis_that_is_away_or_full",
     "LockstepStateStoreFull": "test_a_redis_that_is_away_or_full",
     "LockstepStateMemoryNearLimit": "test_a_memory_that_is_full",
+    "LockstepStateRefuses": "test_a_memory_that_is_full",
     "LockstepStateEvictsStreams": "test_a_memory_that_is_full",
     "LockstepStateDamagedValues": "test_a_redis_that_others_write_into",
     "LockstepImbalance": "test_a_session_that_overloads_its_worker",
@@ -41,7 +42,6 @@ INJECTED = {
 }
 
 NOT_INJECTED = {
-    "LockstepStateRefuses": "needs too many calls at once: journals beyond quotas are refused in calls that succeed",
     "LockstepGpuXid": "needs a GPU that fails",
     "LockstepGpuEccErrors": "needs a GPU that fails",
     "LockstepGpuThrottled": "needs a GPU that is too hot",

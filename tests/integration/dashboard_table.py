@@ -15,7 +15,7 @@ NOT_HERE = {
     "service: State server: evicted and damaged: sum by (kind)": "none with Redis",
     "alert: LockstepStateEvictsStreams": "none with Redis",
     "alert: LockstepStateMemoryNearLimit: lockstep_state_entries{": "none with Redis",
-    "alert: LockstepStateRefuses": "needs a tenant beyond its quota",
+    "alert: LockstepStateRefuses: lockstep_state_calls_total{": "needs a tenant beyond its quota",
     "alert: LockstepCertificate": "needs TLS; `test_alerts` has it",
 }
 """None in this test at all."""

@@ -121,7 +121,9 @@ def test_a_memory_that_is_full(small: tuple[State, str], prometheus: Prometheus)
     """First of streams that run, which nothing may evict; then of streams that have ended."""
     state, _ = small
     opened = [*state.fill("large", RECORD_BYTES), *state.fill("small", 1)]
-    prometheus.until_fires(MEMORY, "LockstepStateMemoryNearLimit")
+    prometheus.until_fires(
+        MEMORY, "LockstepStateMemoryNearLimit", "LockstepStateRefuses", meanwhile=lambda: state.write("refused")
+    )
 
     assert {state.write(name, opens=False, seals=True) for name in opened} <= {OK, FULL}
     new = iter(range(1 << 30))
@@ -129,7 +131,9 @@ def test_a_memory_that_is_full(small: tuple[State, str], prometheus: Prometheus)
         MEMORY, "LockstepStateEvictsStreams", meanwhile=lambda: state.write(f"new-{next(new)}", seals=True)
     )
     state.trim([*opened, *(f"new-{number}" for number in range(next(new)))])
-    prometheus.until_resolved(MEMORY, "LockstepStateMemoryNearLimit", "LockstepStateEvictsStreams")
+    prometheus.until_resolved(
+        MEMORY, "LockstepStateMemoryNearLimit", "LockstepStateRefuses", "LockstepStateEvictsStreams"
+    )
 
 
 def test_a_redis_that_others_write_into(stored: tuple[State, str], store: RedisServer, prometheus: Prometheus) -> None:

@@ -156,10 +156,9 @@ class Door:
         if self.way == GATED and self.run.estimated_compute_ms is None:
             link = store.link.estimate()
             assert link is not None
-            size = len(hashes) * form.length * len(heads) + further_bytes
-            calls = 4 if further_bytes else 2
+            size = len(hashes) * form.length * len(heads)
             self.run.estimated_compute_ms = 1000 * recompute_s(len(hashes))
-            self.run.estimated_fetch_ms = 1000 * (link.fetch_s(size) + (calls - 1) * link.latency_s)
+            self.run.estimated_fetch_ms = 1000 * link.of_fetch(2, further_bytes).fetch_s(size)
         pace = recompute_s if self.way == GATED else lambda count: _PATIENCE_S * count
         result = await store.fetch(_TENANT, hashes, heads, form, pace, into, further_bytes)
         self.run.outcomes.append(result.outcome)

@@ -8,12 +8,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from lockstep_tools.failure import CommandError
 from lockstep_tools.repository.images import __main__ as command
 from lockstep_tools.repository.images import builders, catalog, kernel, locks, model, provenance, wheels
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 BUILDS = [
@@ -59,6 +61,17 @@ def test_everything_needed_is_locked():
             if catalog.distribution(requirement) not in locked
         ]
     assert all(name in wheels.read_constraints(ROOT, None) for name in catalog.DEV_REQUIREMENTS)
+
+
+def test_what_extras_need_is_locked():
+    for build in BUILDS:
+        locked = wheels.read_constraints(ROOT, build.variant)
+        for requirement in map(Requirement, catalog.needs(ROOT, build.image).requirements):
+            for extra in requirement.extras:
+                needed = [Requirement(each) for each in metadata.requires(requirement.name) or ()]
+                names = {each.name for each in needed if each.marker and each.marker.evaluate({"extra": extra})}
+                assert names, f"{requirement} has no such extra"
+                assert {catalog.distribution(name) for name in names} <= locked.keys()
 
 
 def test_each_variant_asks_for_its_own_build_of_torch():

@@ -3,15 +3,20 @@
 import json
 
 import pytest
+from lockstep_engine.config import HotWindow
 from lockstep_tools.state_bench.figures import (
+    BLOCK_TOKENS,
+    CALLS,
     QUOTED_MODELS,
     QUOTED_NETWORKS,
+    WINDOW,
     Model,
     Network,
     break_even_tokens,
     needed_bytes_per_s,
     table,
 )
+from lockstep_worker.kv_store.gate import choose
 
 
 def test_no_length_pays_below_the_bandwidth_that_the_model_needs():
@@ -25,6 +30,39 @@ def test_latency_makes_longer_prefixes_necessary():
     model = Model("m", 128 << 10, 10_000)
     fast, far = (Network("n", 10e9, latency_s) for latency_s in (0.0001, 0.05))
     assert break_even_tokens(model, fast) < break_even_tokens(model, far)
+
+
+def gate_takes(model, network, window, blocks):
+    """Whether an idle worker's gate takes any of a prefix of so many blocks, asked as the engine asks it."""
+    block_bytes, hot = BLOCK_TOKENS * model.kv_bytes_per_token, 0 if window is None else window.sink + window.size
+    is_cold = blocks > hot and window is not None
+    wanted, ahead = (blocks - hot, hot) if is_cold else (blocks, 0)
+    link = network.link.of_fetch(CALLS, hot * block_bytes if is_cold else 0)
+
+    def recompute_s(count):
+        return (count + ahead) * BLOCK_TOKENS / model.prefill_tokens_per_s if count else 0.0
+
+    return choose(wanted, block_bytes // 2 if is_cold else block_bytes, link, recompute_s).blocks > 0
+
+
+@pytest.mark.parametrize("window", [None, WINDOW, HotWindow(1, 1), HotWindow(0, 0)])
+def test_it_is_the_shortest_prefix_that_the_gate_takes(window):
+    found = set()
+    for model in (*QUOTED_MODELS, Model("small", 1 << 10, 900), Model("slow", 64 << 10, 500)):
+        for network in (*QUOTED_NETWORKS, Network("far", 1e9, 0.1), Network("here", 1.3e8, 0.002)):
+            first = next((n for n in range(1, 1500) if gate_takes(model, network, window, n)), None)
+            told = break_even_tokens(model, network, window)
+            assert told == (None if first is None else BLOCK_TOKENS * first), (model.name, network.name)
+            found.add(told)
+    assert None in found
+    assert len(found) > 5, "of lengths of many kinds"
+
+
+def test_a_hot_window_makes_longer_prefixes_necessary():
+    """Its blocks come after the others, in two more calls."""
+    model, network = Model("m", 64 << 10, 500), Network("far", 1e9, 0.1)
+    eager, lazy = HotWindow(0, 0), WINDOW
+    assert break_even_tokens(model, network, eager) < break_even_tokens(model, network, lazy)
 
 
 def test_the_table_of_quoted_figures():

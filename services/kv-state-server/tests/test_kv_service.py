@@ -1,6 +1,8 @@
 """The Kv service over gRPC, on memory and on a real Redis."""
 
+import asyncio
 import hashlib
+import logging
 
 import grpc
 import pytest
@@ -8,6 +10,7 @@ import redis
 import xxhash
 from backends import eventually
 from lockstep_api.v1 import state_pb2
+from lockstep_common.telemetry import REGISTRY
 from state_serving import refused, served
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -199,6 +202,37 @@ async def test_calls_that_move_blocks_are_limited(tmp_path):
         await open_call.done_writing()
         assert list((await open_call).outcomes) == [STORED]
         assert await get(client, key("a")) == {0: content}
+
+
+def ended(code):
+    """How many calls of Get have ended with this status."""
+    return REGISTRY.get_sample_value("lockstep_state_calls_total", {"method": "Kv.Get", "code": code}) or 0
+
+
+def large(*names):
+    """Blocks that no socket takes at once, so that their sender waits for the reader."""
+    content = bytes(3 * CHUNK)
+    return [(header(name, content), content) for name in names]
+
+
+@pytest.mark.parametrize("has_deadline", [False, True])
+async def test_callers_that_give_up_are_counted_and_no_errors(tmp_path, store, has_deadline, caplog):
+    before = {code: ended(code) for code in ("CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL")}
+    async with served(tmp_path, store=store) as client:
+        assert await put(client, *large("a", "b")) == [STORED] * 2
+        request = state_pb2.GetBlocksRequest(tenant=client.tenant, keys=[key("a"), key("b")])
+        for number in range(20):
+            call = client.kv.Get(request, timeout=0.002 * number if has_deadline else None)
+            if has_deadline:
+                await call.code()
+            else:
+                await call.read()
+                await asyncio.sleep(0.02)  # mostly, the sender waits by now
+                call.cancel()
+    after = {code: ended(code) - count for code, count in before.items()}
+    assert after["INTERNAL"] == 0
+    assert after["CANCELLED"] + after["DEADLINE_EXCEEDED"] > 0
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 @pytest.mark.parametrize("store_kind", ["redis"])

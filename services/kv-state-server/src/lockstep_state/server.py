@@ -31,6 +31,7 @@ from lockstep_state.memory import MemoryBackend
 from lockstep_state.redis_backend import RedisBackend, RedisOptions
 from lockstep_state.secrets import read_keys, read_password
 from lockstep_state.services.call_traces import CallTraces
+from lockstep_state.services.calls import is_news
 from lockstep_state.services.decoding import Decoding
 from lockstep_state.services.journal import Journal
 from lockstep_state.services.kv import Kv
@@ -85,6 +86,7 @@ async def run(settings: StateSettings, stop: asyncio.Event) -> None:
     Raises:
         LockstepError: INVALID_REQUEST, a file or an address in the settings cannot be used.
     """
+    logging.getLogger("grpc._cython.cygrpc").addFilter(is_news)
     tracing = setup_tracing("state", settings.pod_name or socket.gethostname(), settings)
     backend = make_backend(settings)
     health = health_of(backend)

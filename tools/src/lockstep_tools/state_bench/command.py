@@ -31,7 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
         out.print(_table(title, header, figures.table(models, ways)))
     out.print(f"Prefill here: {here.prefill_tokens_per_s:,.0f} tokens/s, KV {here.kv_bytes_per_token:,} bytes a token.")
     out.print(
-        "A cell: blocks in the model's precision / in eight bits. A fetch has to take less than 0.8 of computing."
+        "A cell: blocks in the model's precision / in eight bits but for the hot window, as `lazy` has them. A fetch "
+        "has to take less than 0.8 of computing."
     )
     for source in figures.SOURCES:
         out.print(f"- {source}", markup=False, highlight=False)

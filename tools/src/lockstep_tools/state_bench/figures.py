@@ -6,11 +6,14 @@ All are of an idle worker: one that is busy gains by every block that it does no
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep_engine.config import HotWindow
 from lockstep_worker.kv_store.gate import LinkEstimate, break_even_blocks
 
 BLOCK_TOKENS = 16
 CALLS = 2
 """Answers that a fetch waits for: which blocks are there, and the first byte of them."""
+WINDOW = HotWindow(sink=1, size=4)
+"""What `lazy` keeps uncompressed by default."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Network:
     @property
     def link(self) -> LinkEstimate:
         """As the gate takes it."""
-        return LinkEstimate(CALLS * self.latency_s, self.bytes_per_s)
+        return LinkEstimate(self.latency_s, self.bytes_per_s)
 
 
 QUOTED_MODELS = (
@@ -51,7 +54,7 @@ QUOTED_NETWORKS = (
 )
 SOURCES = (
     "KV bytes of a token in bfloat16: kvcache-ai/Mooncake, docs/source/performance/mooncake/storage-benchmark.md.",
-    "Blocks in eight bits: half of that.",
+    "Blocks in eight bits: half of that. The first block and the last four, the hot window, are fetched in bfloat16.",
     "Prefill: computed, two operations for each parameter and token at half of an H100's 989 TFLOP/s; 4 times on 4.",
     "Measured for comparison: 15,926 tokens/s, Qwen3-32B on two H100 (llm-d/llm-d PR #2071).",
     "Redis: 14 to 16 Gb/s of one server with values of 32 MiB (LMCache/LMCache PR #1238).",
@@ -61,16 +64,22 @@ SOURCES = (
 )
 
 
-def break_even_tokens(model: Model, network: Network, *, scale: float = 1.0) -> int | None:
+def break_even_tokens(model: Model, network: Network, window: HotWindow | None = None) -> int | None:
     """The shortest prefix, in tokens, that an idle worker fetches; None: it computes prefixes of any length.
 
     Args:
         model: what computes.
         network: what fetches.
-        scale: size of the blocks, of those in the model's precision.
+        window: blocks before it are in eight bits, those in it are fetched after them. None: all blocks are in the
+            model's precision.
     """
-    block_bytes = int(BLOCK_TOKENS * model.kv_bytes_per_token * scale)
-    blocks = break_even_blocks(block_bytes, BLOCK_TOKENS / model.prefill_tokens_per_s, network.link)
+    block_bytes, block_s = BLOCK_TOKENS * model.kv_bytes_per_token, BLOCK_TOKENS / model.prefill_tokens_per_s
+    blocks = break_even_blocks(block_bytes, block_s, network.link.of_fetch(CALLS, 0))
+    hot = 0 if window is None else window.sink + window.size
+    if window is not None and (blocks is None or blocks > hot):
+        link = network.link.of_fetch(CALLS, hot * block_bytes)
+        cold = break_even_blocks(block_bytes // 2, block_s, link, hot)
+        blocks = None if cold is None else hot + cold
     return None if blocks is None else blocks * BLOCK_TOKENS
 
 
@@ -81,14 +90,14 @@ def needed_bytes_per_s(model: Model) -> float:
 
 def table(models: Sequence[Model], networks: Sequence[Network]) -> list[list[str]]:
     """A row for each model: the bandwidth that it needs, then its break-even over each network, in full and in eight
-    bits.
+    bits with a hot window.
     """
     return [
         [
             model.name,
             f"{needed_bytes_per_s(model) / 1e6:,.0f} MB/s",
             *(
-                " / ".join(_cell(break_even_tokens(model, network, scale=scale)) for scale in (1.0, 0.5))
+                " / ".join(_cell(break_even_tokens(model, network, window)) for window in (None, WINDOW))
                 for network in networks
             ),
         ]

@@ -4,7 +4,7 @@ Pure functions of estimates; who measures the link is in `link.py`, who knows th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 ADVANTAGE = 0.8
 """A fetch has to take less than this part of the computing: estimates err, and a fetch costs others bandwidth."""
@@ -25,6 +25,13 @@ class LinkEstimate:
     def fetch_s(self, count: int) -> float:
         """Seconds until so many bytes have come."""
         return self.latency_s + (self.waiting_bytes + count) / self.bytes_per_s
+
+    def of_fetch(self, calls: int, further_bytes: int) -> "LinkEstimate":
+        """The same for all of a fetch: so many calls, and two more for further bytes that its blocks are of no use
+        without.
+        """
+        calls += 2 if further_bytes else 0
+        return replace(self, latency_s=calls * self.latency_s, waiting_bytes=self.waiting_bytes + further_bytes)
 
 
 @dataclass(frozen=True)
@@ -64,16 +71,20 @@ def choose(blocks: int, block_bytes: int, link: LinkEstimate, recompute_s: Calla
     return best or Choice(0, link.fetch_s(blocks * block_bytes), recompute_s(blocks))
 
 
-def break_even_blocks(block_bytes: int, block_s: float, link: LinkEstimate) -> int | None:
-    """The shortest prefix, in blocks, that an idle worker fetches; None: it computes prefixes of any length.
+def break_even_blocks(block_bytes: int, block_s: float, link: LinkEstimate, further_blocks: int = 0) -> int | None:
+    """The least number of blocks that an idle worker fetches; None: it computes any number.
 
     Args:
         block_bytes: of one block, over all ranks.
         block_s: seconds to compute one block.
-        link: the estimates of the transfer.
+        link: the estimates of the transfer, that of the further blocks' bytes included.
+        further_blocks: that need not be computed either.
     """
+    missing_s = link.fetch_s(0) - further_blocks * ADVANTAGE * block_s
     gain_s = ADVANTAGE * block_s - block_bytes / link.bytes_per_s
-    return None if gain_s <= 0 else int(link.fetch_s(0) / gain_s) + 1
+    if missing_s < gain_s:
+        return 1
+    return None if gain_s <= 0 else int(missing_s / gain_s) + 1
 
 
 def _counts(blocks: int) -> list[int]:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lockstep_api.v1 import state_pb2
 from lockstep_common.grpc_tls import Dial
@@ -190,12 +190,7 @@ class KvStore:
         """
         link, choice = self.link.estimate(), None
         if link is not None:
-            if wanted.further_bytes:
-                calls += 2
-            all_of_it = replace(
-                link, latency_s=calls * link.latency_s, waiting_bytes=link.waiting_bytes + wanted.further_bytes
-            )
-            choice = choose(blocks, wanted.block_bytes, all_of_it, recompute_s)
+            choice = choose(blocks, wanted.block_bytes, link.of_fetch(calls, wanted.further_bytes), recompute_s)
         span = CURRENT.get()
         if span is not None and choice is not None:  # of the last choice, which knows best what is there
             span.attributes |= {names.KV_FETCH_S: choice.fetch_s, names.KV_RECOMPUTE_S: choice.recompute_s}

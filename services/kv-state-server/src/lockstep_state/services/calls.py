@@ -16,6 +16,9 @@ from lockstep_state.services.decoding import decoded
 
 logger = logging.getLogger("lockstep.state")
 
+_NOT_SENT = 'Failed "execute_batch"'
+"""How gRPC's error begins; one for a wrong use of gRPC begins otherwise."""
+
 
 class Timed(Protocol):
     """A service whose calls have a greatest time."""
@@ -50,19 +53,25 @@ def unary(
 
 
 @asynccontextmanager
-async def call(context: grpc.aio.ServicerContext, method: str, timeout_s: float) -> AsyncIterator[None]:
+async def call(
+    context: grpc.aio.ServicerContext, method: str, timeout_s: float, *, gives_stream: bool = False
+) -> AsyncIterator[None]:
     """Run a call's work within its deadline, and end it with a typed status if that fails.
 
     Args:
         context: of the call.
         method: in metrics, `Service.Method`.
         timeout_s: the longest time for it.
+        gives_stream: it has many responses. The time may be over while one waits to be sent.
     """
     began = time.monotonic()
     left_s = context.time_remaining()
     error: LockstepError | None = None
     status = "CANCELLED"
     try:
+        if gives_stream:
+            # With the first response they would be sent again with a status that interrupts it, which gRPC refuses.
+            await context.send_initial_metadata(())
         async with asyncio.timeout(timeout_s if left_s is None else min(left_s, timeout_s)):
             yield
         status = "OK"
@@ -70,6 +79,8 @@ async def call(context: grpc.aio.ServicerContext, method: str, timeout_s: float)
         error = failure
     except TimeoutError:
         error = LockstepError(ErrorCode.DEADLINE_EXCEEDED, "the call took too long")
+    except grpc.aio.InternalError:  # nothing can be sent, as the caller has cancelled or its deadline is over
+        raise
     except Exception as defect:  # its own words may have values
         logger.error("a call failed", extra={"method": method, "error": type(defect).__name__})
         error = LockstepError(ErrorCode.INTERNAL, "the state server has a defect")
@@ -81,6 +92,14 @@ async def call(context: grpc.aio.ServicerContext, method: str, timeout_s: float)
         end_called(status, time.monotonic() - began)
     if error is not None:
         await _abort(context, error)
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """A filter of gRPC's log. It leaves out what could not be sent because the caller has gone: gRPC logs that, with a
+    traceback, if it learns of the caller's end only after the failure.
+    """
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, grpc.aio.InternalError) and str(error).startswith(_NOT_SENT))
 
 
 async def _abort(context: grpc.aio.ServicerContext, error: LockstepError) -> None:

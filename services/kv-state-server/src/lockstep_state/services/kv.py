@@ -82,7 +82,7 @@ class Kv(state_pb2_grpc.KvServicer):
         self, request: state_pb2.GetBlocksRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Give the blocks that are there."""
-        async with call(context, "Kv.Get", self._transfer_timeout_s), self._turn():
+        async with call(context, "Kv.Get", self._transfer_timeout_s, gives_stream=True), self._turn():
             check_name("tenant", decoded(request).tenant)
             check_count("keys", len(request.keys), self._max_batch)
             for key in request.keys:
