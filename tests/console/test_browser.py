@@ -156,6 +156,64 @@ def test_a_timeline_opens_and_closes_by_keyboard_alone(served, open_page):
     assert page.evaluate("document.activeElement.matches('#stream-rows button')")
 
 
+WORKS = {
+    "prefill": [
+        {"steps": 2, "compute_s": 0.0312, "collective_s": 0.0021, "idle_s": 0.0004},
+        {"steps": 2, "compute_s": 0.0214, "collective_s": 0.0119, "idle_s": 0.0004},
+    ],
+    "decode": [
+        {"steps": 24, "compute_s": 0.612, "collective_s": 0.048, "idle_s": 0.021},
+        {"steps": 24, "compute_s": 0.433, "collective_s": 0.227, "idle_s": 0.021},
+    ],
+}
+
+
+def test_a_timeline_shows_what_each_rank_did_in_each_phase(served, open_page):
+    served.script(says_phase=True, hang_after=30)
+    for worker in served.workers:
+        worker.works = WORKS
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "which rank is it?", 90)
+    wait_tokens(page)
+    wait_text(page, "#stream-rows td", "running")
+    page.locator("#stream-rows button").first.click()
+    wait_text(page, "#rank-note", "when the attempt has ended")
+    assert page.locator("#rank-table").is_hidden()
+    page.keyboard.press("Escape")
+    page.click("#stop")
+    page.locator("#stream-rows button").first.click()
+    wait_text(page, "#rank-rows th", "1")
+    rows = [
+        page.locator(f"#rank-rows tr:nth-child({number}) > *").all_text_contents()
+        for number in range(1, page.locator("#rank-rows tr").count() + 1)
+    ]
+    name = rows[0][1].removeprefix("prefill, ")
+    assert rows == [
+        ["0", f"prefill, {name}", "2", "31.2 ms", "2.1 ms", "0.0 ms", "0.4 ms"],
+        ["1", f"prefill, {name}", "2", "21.4 ms", "2.1 ms", "9.8 ms", "0.4 ms"],
+        ["0", f"decode, {name}", "24", "612 ms", "48.0 ms", "0.0 ms", "21.0 ms"],
+        ["1", f"decode, {name}", "24", "433 ms", "48.0 ms", "179 ms", "21.0 ms"],
+    ]
+    assert page.locator("#timeline-bars .lane.rank").count() == 4
+    inside = """() => [...document.querySelectorAll("#timeline-bars .lane.rank")].every((lane) => {
+      const parts = [...lane.children].map((part) => part.getBoundingClientRect());
+      return parts.at(-1).right <= lane.getBoundingClientRect().right + 1 && parts[0].width > parts[2].width;
+    })"""
+    assert page.evaluate(inside)
+    wait_text(page, "#rank-note", "all streams of the batch")
+
+
+def test_a_worker_that_tells_nothing_of_its_ranks_is_said_to(served, open_page):
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "hello")
+    wait_text(page, "#talk li.model .foot", "tokens")
+    wait_text(page, "#stream-rows td", "finished")
+    page.locator("#stream-rows button").first.click()
+    wait_text(page, "#rank-note", "Nothing is known from w")
+
+
 def test_the_management_port_is_read_only(served, open_page):
     page = open_page(served.management)
     wait_text(page, "#workers h3", "w0")
@@ -256,6 +314,7 @@ def test_axe_finds_nothing_serious_and_nothing_overflows(served, open_page, them
     served.script(delay_s=0.02)
     for worker in served.workers:
         worker.paces = ((0.0101, 0.0042), (0.0131, 0.0012))
+        worker.works = WORKS
     page = open_page(served.public, width=width, theme=theme)
     wait_text(page, "#workers h3", "w0")
     say(page, "tell me a story about a router and two workers", 90)
@@ -271,6 +330,8 @@ def test_axe_finds_nothing_serious_and_nothing_overflows(served, open_page, them
     check_axe(page)
     page.locator("#stream-rows button").first.click()
     wait_text(page, "#timeline-summary", "2 attempts")
+    wait_text(page, "#rank-rows th", "1")
+    wait_text(page, "#rank-note", f"Nothing is known from {victim.worker_id}")
     picture(page, f"{theme}-{width}-timeline", full=False)
     check_axe(page)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-from lockstep_router.history import AttemptRecord, Move, StreamRecord
+from lockstep_router.history import AttemptRecord, Move, RankWork, StreamRecord
 from lockstep_router.router import Router
 from lockstep_router.status import state_server_body, worker_body
 from lockstep_router.tenants import Tenant
@@ -195,7 +195,25 @@ def _attempt(attempt: AttemptRecord, shift_s: float) -> dict[str, Any]:
         "ended_at": _at(attempt.ended_at, shift_s),
         "outcome": attempt.outcome,
         "tokens": attempt.tokens,
+        "ranks": {"prefill": _works(attempt.prefill), "decode": _works(attempt.decode)},
     }
+
+
+def _works(ranks: tuple[RankWork, ...]) -> list[dict[str, Any]]:
+    """What each rank did. The rank that the others wait for has the least in collectives: the rest of theirs is
+    waiting.
+    """
+    transfer_s = min((each.collective_s for each in ranks), default=0.0)
+    return [
+        {
+            "steps": each.steps,
+            "compute_s": round(each.compute_s, 6),
+            "transfer_s": round(transfer_s, 6),
+            "peer_wait_s": round(each.collective_s - transfer_s, 6),
+            "idle_s": round(each.idle_s, 6),
+        }
+        for each in ranks
+    ]
 
 
 def _at(at: float | None, shift_s: float) -> float | None:
