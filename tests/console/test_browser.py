@@ -1,5 +1,6 @@
 """The console in a real browser: chat, a failover on the topology, a timeline, the keyboard, axe, both themes."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -10,6 +11,8 @@ from served import DEADLINE_S, Served
 pytestmark = pytest.mark.slow
 
 SLOWLY = 0.05
+OTHER_ID = "router-b<img/src=x>"
+NOBODY = "127.0.0.1:1"
 HOSTILE = (
     "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     "\x1b[31mred\x1b[0m \u202eesrever\u2066 \x07 end"
@@ -271,6 +274,53 @@ def test_a_slow_rank_is_named_on_the_topology(served, open_page):
     served.workers[0].paces = ((0.0101, 0.0042), (0.0104, 0.0039))
     wait_text(page, ".pace p", "last seconds$")
     assert not page.locator("#workers .ranks li", has_text="slow").count()
+
+
+@pytest.fixture
+def two_routers(browser, tmp_path):
+    """Two routers, of which the first shows the second, and one that nobody can reach."""
+    with contextlib.ExitStack() as stack:
+        directories = [tmp_path / name for name in ("first", "second")]
+        for directory in directories:
+            directory.mkdir()
+        second = stack.enter_context(Served(directories[1], router_id=OTHER_ID))
+        shown = [second.management_address, NOBODY]
+        yield stack.enter_context(Served(directories[0], console_routers=shown)), second
+
+
+def test_other_routers_are_on_the_topology_and_one_that_is_away_is_said_to_be(two_routers, open_page):
+    first, second = two_routers
+    page = open_page(first.management)
+    wait_text(page, "#other-list h4", f"^Router {OTHER_ID}$")
+    wait_text(page, "#other-list .badge", "serving")
+    wait_text(page, "#other-list .badge", "does not answer")
+    wait_text(page, "#other-list h4", f"^Router at {NOBODY}$")
+    wait_text(page, "#other-list .note", "refused; nothing is known of it")
+    assert page.locator("#others img").count() == 0, "a name is text"
+    second.script(delay_s=SLOWLY)
+    of_second = open_page(second.public)
+    wait_text(of_second, "#workers h3", "w0")
+    say(of_second, "a long story", 200)
+    wait_text(page, "#other-list dd", r"^1 of 4,096$")
+    assert page.locator("#stream-rows tr").count() == 0, "each router has streams of its own"
+    second.call(setattr, second.router, "draining", True)
+    wait_text(page, "#other-list .badge", "draining")
+    wait_text(page, "#announcer", f"Router {OTHER_ID}: draining")
+    of_second.close()
+    second.end()
+    wait_text(page, "#announcer", f"Router {OTHER_ID}: does not answer")
+    wait_text(page, "#other-list .note", "refused; the figures are its last ones")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 380, 1440])
+def test_axe_finds_nothing_serious_with_other_routers(two_routers, open_page, theme, width):
+    page = open_page(two_routers[0].management, width=width, theme=theme)
+    wait_text(page, "#other-list .badge", "serving")
+    wait_text(page, "#other-list .badge", "does not answer")
+    picture(page, f"{theme}-{width}-routers")
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    check_axe(page)
 
 
 def test_a_router_that_is_away_is_said_to_be(served, open_page):
