@@ -12,6 +12,7 @@ from lockstep_common.management import Reports, managed
 sys.path.append(str(Path(__file__).parents[2] / "services/router/tests"))
 
 from lockstep_router.console import files
+from lockstep_router.console.others import OtherRouters
 from lockstep_router.console.state import ConsoleState
 from lockstep_router.router import Router
 from lockstep_router.server import Server, http_config
@@ -32,7 +33,7 @@ class Served:
         self._up = threading.Event()
         self._down = None
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),), daemon=True)
-        self.public = self.management = ""
+        self.public = self.management = self.management_address = ""
         self.workers = []
         self.router = None
         self._client_port = 0
@@ -43,6 +44,12 @@ class Served:
         return self
 
     def __exit__(self, *_):
+        self.end()
+
+    def end(self):
+        """End the router and its workers; nothing if they have ended."""
+        if self._loop.is_closed():
+            return
         self._loop.call_soon_threadsafe(self._down.set)
         self._thread.join(DEADLINE_S)
         self._loop.close()
@@ -94,12 +101,16 @@ class Served:
             settings = RouterSettings(workers=targets, **(defaults | self._settings))
             self.router = router = await stack.enter_async_context(Router(settings))
             await eventually(lambda: len(router.workers.ready()) == 2, DEADLINE_S)
+            others = OtherRouters(settings)
+            stack.push_async_callback(others.close)
+            console = ConsoleState(router, others=others)
             reports = Reports(
                 unready=lambda: router.unready,
                 files=files.of(settings.console),
-                views={files.STATE: ConsoleState(router).on_management},
+                views={files.STATE: console.on_management, files.ROUTER: console.of_router},
             )
             port = await stack.enter_async_context(managed("127.0.0.1", 0, reports, liveness_timeout_s=60))
+            self.management_address = f"127.0.0.1:{port}"
             self.management = f"http://127.0.0.1:{port}/console/"
             listener = socket.create_server(("127.0.0.1", 0))
             self._server = server = Server(http_config(router))

@@ -1,5 +1,6 @@
 """The console in a real browser: chat, a failover on the topology, a timeline, the keyboard, axe, both themes."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -10,6 +11,8 @@ from served import DEADLINE_S, Served
 pytestmark = pytest.mark.slow
 
 SLOWLY = 0.05
+OTHER_ID = "router-b<img/src=x>"
+NOBODY = "127.0.0.1:1"
 HOSTILE = (
     "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     "\x1b[31mred\x1b[0m \u202eesrever\u2066 \x07 end"
@@ -156,6 +159,64 @@ def test_a_timeline_opens_and_closes_by_keyboard_alone(served, open_page):
     assert page.evaluate("document.activeElement.matches('#stream-rows button')")
 
 
+WORKS = {
+    "prefill": [
+        {"steps": 2, "compute_s": 0.0312, "collective_s": 0.0021, "idle_s": 0.0004},
+        {"steps": 2, "compute_s": 0.0214, "collective_s": 0.0119, "idle_s": 0.0004},
+    ],
+    "decode": [
+        {"steps": 24, "compute_s": 0.612, "collective_s": 0.048, "idle_s": 0.021},
+        {"steps": 24, "compute_s": 0.433, "collective_s": 0.227, "idle_s": 0.021},
+    ],
+}
+
+
+def test_a_timeline_shows_what_each_rank_did_in_each_phase(served, open_page):
+    served.script(says_phase=True, hang_after=30)
+    for worker in served.workers:
+        worker.works = WORKS
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "which rank is it?", 90)
+    wait_tokens(page)
+    wait_text(page, "#stream-rows td", "running")
+    page.locator("#stream-rows button").first.click()
+    wait_text(page, "#rank-note", "when the attempt has ended")
+    assert page.locator("#rank-table").is_hidden()
+    page.keyboard.press("Escape")
+    page.click("#stop")
+    page.locator("#stream-rows button").first.click()
+    wait_text(page, "#rank-rows th", "1")
+    rows = [
+        page.locator(f"#rank-rows tr:nth-child({number}) > *").all_text_contents()
+        for number in range(1, page.locator("#rank-rows tr").count() + 1)
+    ]
+    name = rows[0][1].removeprefix("prefill, ")
+    assert rows == [
+        ["0", f"prefill, {name}", "2", "31.2 ms", "2.1 ms", "0.0 ms", "0.4 ms"],
+        ["1", f"prefill, {name}", "2", "21.4 ms", "2.1 ms", "9.8 ms", "0.4 ms"],
+        ["0", f"decode, {name}", "24", "612 ms", "48.0 ms", "0.0 ms", "21.0 ms"],
+        ["1", f"decode, {name}", "24", "433 ms", "48.0 ms", "179 ms", "21.0 ms"],
+    ]
+    assert page.locator("#timeline-bars .lane.rank").count() == 4
+    inside = """() => [...document.querySelectorAll("#timeline-bars .lane.rank")].every((lane) => {
+      const parts = [...lane.children].map((part) => part.getBoundingClientRect());
+      return parts.at(-1).right <= lane.getBoundingClientRect().right + 1 && parts[0].width > parts[2].width;
+    })"""
+    assert page.evaluate(inside)
+    wait_text(page, "#rank-note", "all streams of the batch")
+
+
+def test_a_worker_that_tells_nothing_of_its_ranks_is_said_to(served, open_page):
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "hello")
+    wait_text(page, "#talk li.model .foot", "tokens")
+    wait_text(page, "#stream-rows td", "finished")
+    page.locator("#stream-rows button").first.click()
+    wait_text(page, "#rank-note", "Nothing is known from w")
+
+
 def test_the_management_port_is_read_only(served, open_page):
     page = open_page(served.management)
     wait_text(page, "#workers h3", "w0")
@@ -215,6 +276,53 @@ def test_a_slow_rank_is_named_on_the_topology(served, open_page):
     assert not page.locator("#workers .ranks li", has_text="slow").count()
 
 
+@pytest.fixture
+def two_routers(browser, tmp_path):
+    """Two routers, of which the first shows the second, and one that nobody can reach."""
+    with contextlib.ExitStack() as stack:
+        directories = [tmp_path / name for name in ("first", "second")]
+        for directory in directories:
+            directory.mkdir()
+        second = stack.enter_context(Served(directories[1], router_id=OTHER_ID))
+        shown = [second.management_address, NOBODY]
+        yield stack.enter_context(Served(directories[0], console_routers=shown)), second
+
+
+def test_other_routers_are_on_the_topology_and_one_that_is_away_is_said_to_be(two_routers, open_page):
+    first, second = two_routers
+    page = open_page(first.management)
+    wait_text(page, "#other-list h4", f"^Router {OTHER_ID}$")
+    wait_text(page, "#other-list .badge", "serving")
+    wait_text(page, "#other-list .badge", "does not answer")
+    wait_text(page, "#other-list h4", f"^Router at {NOBODY}$")
+    wait_text(page, "#other-list .note", "refused; nothing is known of it")
+    assert page.locator("#others img").count() == 0, "a name is text"
+    second.script(delay_s=SLOWLY)
+    of_second = open_page(second.public)
+    wait_text(of_second, "#workers h3", "w0")
+    say(of_second, "a long story", 200)
+    wait_text(page, "#other-list dd", r"^1 of 4,096$")
+    assert page.locator("#stream-rows tr").count() == 0, "each router has streams of its own"
+    second.call(setattr, second.router, "draining", True)
+    wait_text(page, "#other-list .badge", "draining")
+    wait_text(page, "#announcer", f"Router {OTHER_ID}: draining")
+    of_second.close()
+    second.end()
+    wait_text(page, "#announcer", f"Router {OTHER_ID}: does not answer")
+    wait_text(page, "#other-list .note", "refused; the figures are its last ones")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [320, 380, 1440])
+def test_axe_finds_nothing_serious_with_other_routers(two_routers, open_page, theme, width):
+    page = open_page(two_routers[0].management, width=width, theme=theme)
+    wait_text(page, "#other-list .badge", "serving")
+    wait_text(page, "#other-list .badge", "does not answer")
+    picture(page, f"{theme}-{width}-routers")
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    check_axe(page)
+
+
 def test_a_router_that_is_away_is_said_to_be(served, open_page):
     page = open_page(served.management)
     wait_text(page, "#connection", "live")
@@ -256,6 +364,7 @@ def test_axe_finds_nothing_serious_and_nothing_overflows(served, open_page, them
     served.script(delay_s=0.02)
     for worker in served.workers:
         worker.paces = ((0.0101, 0.0042), (0.0131, 0.0012))
+        worker.works = WORKS
     page = open_page(served.public, width=width, theme=theme)
     wait_text(page, "#workers h3", "w0")
     say(page, "tell me a story about a router and two workers", 90)
@@ -271,6 +380,8 @@ def test_axe_finds_nothing_serious_and_nothing_overflows(served, open_page, them
     check_axe(page)
     page.locator("#stream-rows button").first.click()
     wait_text(page, "#timeline-summary", "2 attempts")
+    wait_text(page, "#rank-rows th", "1")
+    wait_text(page, "#rank-note", f"Nothing is known from {victim.worker_id}")
     picture(page, f"{theme}-{width}-timeline", full=False)
     check_axe(page)
 

@@ -12,7 +12,7 @@ from lockstep_tools.serving.stack import Stack, StackSettings
 from machine import wait_for
 from scraper import PATIENCE_S, Prometheus, filled, panels
 from serving import run
-from system import REFERENCE, System
+from system import REFERENCE, Json, System
 from test_profiling import Load
 
 pytestmark = pytest.mark.slow
@@ -53,11 +53,26 @@ def prometheus(system: System, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield running
 
 
-def shown(system: System) -> dict[str, object]:
-    """The worker in the console's state."""
+def console(system: System) -> Json:
+    """The console's state."""
     answer = httpx.get(f"{system.management_url}/console/state", timeout=PATIENCE_S, trust_env=False)
-    worker: dict[str, object] = answer.raise_for_status().json()["workers"][0]
+    state: Json = answer.raise_for_status().json()
+    return state
+
+
+def shown(system: System) -> Json:
+    """The worker in the console's state."""
+    worker: Json = console(system)["workers"][0]
     return worker
+
+
+def waited_for(system: System) -> Json | None:
+    """The ranks' work in the decode of a stream, if most of rank 0's time in collectives was waiting for rank 1."""
+    for stream in console(system)["streams"]:
+        ranks = stream["attempts"][-1]["ranks"]["decode"] if stream["outcome"] == "finished" else ()
+        if ranks and ranks[0]["peer_wait_s"] > ranks[0]["transfer_s"] and ranks[1]["peer_wait_s"] == 0:
+            return {"stream": stream, "first": ranks[0], "second": ranks[1]}
+    return None
 
 
 def test_everything_that_tells_of_ranks_names_the_slow_one(
@@ -93,6 +108,12 @@ def test_everything_that_tells_of_ranks_names_the_slow_one(
         wait_for(lambda: shown(system)["ranks"][0]["compute_s"] > 0, "the router is told", PATIENCE_S)
         pace.write_text(SLOW)
         wait_for(lambda: shown(system)["slow_rank"] == 1, "the console names it", PATIENCE_S)
+        found = wait_for(lambda: waited_for(system), "a timeline names it", PATIENCE_S)
+        first, second = found["first"], found["second"]
+        # The counters are read while the ranks run, and one may have counted a step that the other has not.
+        assert abs(first["steps"] - second["steps"]) <= 1
+        assert first["steps"] >= found["stream"]["tokens"] - 2
+        assert second["compute_s"] > first["compute_s"] >= 0.02 * (first["steps"] - 1)
         wait_for(lambda: slowest() == "1", "the dashboard's query names it", PATIENCE_S)
         prometheus.until_fires(RELEASE, "LockstepSlowRank")
         # It may resolve for a moment while something else has the processor.

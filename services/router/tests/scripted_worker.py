@@ -137,6 +137,7 @@ class ScriptedWorker:
     queue_wait_s: float = 0.0
     queue_waits_s: dict = field(default_factory=dict)
     paces: tuple = ((0.0, 0.0), (0.0, 0.0))  # of each rank: what a step computes, and its collectives, in s
+    works: dict = field(default_factory=dict)  # of each phase: what each rank does in it, told at an attempt's end
     queue_wait_per_request_s: float = 0.0
     step_deadline_s: float = 0.0
     on_start: Callable = lambda submit, waiting: None
@@ -404,6 +405,12 @@ class _Connection:
             tokens.streams.append(frame)
         self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch if epoch is None else epoch, tokens=tokens))
 
+    def tell_ended(self, submit):
+        works = {phase: [worker_pb2.RankWork(**each) for each in ranks] for phase, ranks in self.worker.works.items()}
+        ended = worker_pb2.EndedAttempt(stream_id=submit.stream_id, attempt=submit.attempt, **works)
+        told = worker_pb2.EndedAttempts(attempts=[ended])
+        self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch, ended_attempts=told))
+
     async def stream(self, submit):
         seats = self.worker.seats
         await seats.enter(submit, self.greeted_at)
@@ -417,6 +424,8 @@ class _Connection:
             if self.running.get(submit.stream_id) is submit:
                 del self.running[submit.stream_id]
             seats.leave()
+            if self.worker.works:
+                self.tell_ended(submit)
 
     def embed(self, submit):
         """A vector that depends on the text alone."""

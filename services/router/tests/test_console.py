@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import httpx
 import key_files
 import pytest
-from lockstep_api.v1 import inference_pb2
+from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.management import Reports, managed
 from lockstep_router.console import files
 from lockstep_router.console.joined import joined
 from lockstep_router.console.state import ConsoleState
 from lockstep_router.discovery import WorkerAddress
-from lockstep_router.history import MAX_ATTEMPTS, MAX_MOVES, MAX_STREAMS, History
+from lockstep_router.history import MAX_ATTEMPTS, MAX_MOVES, MAX_RANKS, MAX_STREAMS, History
 from lockstep_router.settings import RouterSettings
 from lockstep_router.status import status_body
 from lockstep_router.streams.journal import Journal
@@ -219,6 +219,49 @@ async def test_a_slow_rank_is_named_to_operators_and_tenants(make_cluster, paces
     (shown,) = (await state_of(cluster))["workers"]
     assert told["slow_rank"] == shown["slow_rank"] == slow
     assert [(rank["compute_s"], rank["collective_s"]) for rank in shown["ranks"]] == list(paces)
+
+
+WORKS = {
+    "prefill": [
+        {"steps": 2, "compute_s": 0.5, "collective_s": 0.125, "idle_s": 0.0625},
+        {"steps": 2, "compute_s": 0.25, "collective_s": 0.375, "idle_s": 0.0625},
+    ],
+    "decode": [{"steps": 9, "compute_s": 1.0}] * 2,
+}
+
+
+async def test_each_attempt_has_what_the_ranks_of_its_worker_did(make_cluster):
+    cluster = await make_cluster(console="public")
+    first, (second,) = cluster.worker_of("user:u")
+    first.script = Script(reject_after=4, rejection=worker_pb2.Rejected(code="worker_lost", retryable=True))
+    first.works, second.works = WORKS, {"decode": WORKS["decode"]}
+    assert (await cluster.complete()).status_code == 200
+    (stream,) = cluster.router.workers.history.streams
+    await eventually(lambda: all(attempt.decode for attempt in stream.attempts))
+    (shown,) = (await state_of(cluster))["streams"]
+    moved, finished = (attempt["ranks"] for attempt in shown["attempts"])
+    assert moved["prefill"] == [
+        {"steps": 2, "compute_s": 0.5, "transfer_s": 0.125, "peer_wait_s": 0.0, "idle_s": 0.0625},
+        {"steps": 2, "compute_s": 0.25, "transfer_s": 0.125, "peer_wait_s": 0.25, "idle_s": 0.0625},
+    ]
+    assert [each["steps"] for each in moved["decode"]] == [9, 9]
+    assert (finished["prefill"], finished["decode"]) == ([], moved["decode"])
+
+
+async def test_a_worker_tells_of_its_own_attempts_only():
+    history = History(is_kept=True)
+    journal = Journal("s", "m", "d", [1], inference_pb2.Sampling(max_tokens=9), "session")
+    timeline = timeline_of(journal, history, StreamTrace(), 0.0)
+    timeline.begin()
+    timeline.choose(SimpleNamespace(worker_id="w0", epoch=1), None, None)
+    works = [worker_pb2.RankWork(steps=1)] * (MAX_RANKS + 1)
+    (attempt,) = history.streams[0].attempts
+    for worker, stream_id, number in (("w1", "s", 1), ("w0", "other", 1), ("w0", "s", 2)):
+        told = worker_pb2.EndedAttempt(stream_id=stream_id, attempt=number, prefill=works, decode=works)
+        history.note_ranks(worker, [told])
+        assert (attempt.prefill, attempt.decode) == ((), ())
+    history.note_ranks("w0", [worker_pb2.EndedAttempt(stream_id="s", attempt=1, prefill=works)])
+    assert (len(attempt.prefill), attempt.decode) == (MAX_RANKS, ())
 
 
 async def test_workers_that_have_not_been_reached_differ_without_their_addresses(make_cluster):

@@ -21,6 +21,11 @@
 {{- printf "%s-router" (include "lockstep.fullname" .) -}}
 {{- end -}}
 
+{{/* The headless Service of all routers. */}}
+{{- define "lockstep.routers.name" -}}
+{{- printf "%s-routers" (include "lockstep.fullname" .) -}}
+{{- end -}}
+
 {{/* The ServiceAccount and Role of all workers. */}}
 {{- define "lockstep.worker.name" -}}
 {{- printf "%s-worker" (include "lockstep.fullname" .) -}}

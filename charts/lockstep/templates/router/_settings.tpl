@@ -27,6 +27,7 @@ max_bodies_bytes: {{ $settings.max_bodies_bytes | default (div . 8) | int64 }}
 {{- end -}}
 {{- $_ := set $settings "management_host" "0.0.0.0" -}}
 {{- $_ := set $settings "management_port" 8001 -}}
+{{- $_ := set $settings "console_routers" (list (printf "%s.%s.svc:8001" (include "lockstep.routers.name" .) .Release.Namespace)) -}}
 {{- $_ := set $settings "discovery" .Values.router.discovery -}}
 {{- /* Also the fallback of the watch, when the API server cannot be reached. */ -}}
 {{- $_ := set $settings "workers_dns" (list (printf "%s:9000" $workers)) -}}

@@ -230,6 +230,22 @@ def server_context(certificates: Certificates, *, verify_clients: ssl.VerifyMode
 
 def _make_context(material: Material, verify_clients: ssl.VerifyMode) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load(context, material)
+    if verify_clients is not ssl.CERT_NONE:
+        _trust(context, material)
+        context.verify_mode = verify_clients
+    return context
+
+
+def client_context(material: Material) -> ssl.SSLContext:
+    """A context for clients that show this certificate, and verify the server's name and authority."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    _load(context, material)
+    _trust(context, material)
+    return context
+
+
+def _load(context: ssl.SSLContext, material: Material) -> None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     # The chain can only be loaded from a path. An anonymous file holds exactly the contents that were checked.
     descriptor = os.memfd_create("tls", os.MFD_CLOEXEC)
@@ -239,11 +255,11 @@ def _make_context(material: Material, verify_clients: ssl.VerifyMode) -> ssl.SSL
         context.load_cert_chain(f"/proc/self/fd/{descriptor}")
     finally:
         os.close(descriptor)
-    if verify_clients is not ssl.CERT_NONE:
-        assert material.ca is not None
-        context.load_verify_locations(cadata=material.ca.decode("ascii", errors="replace"))
-        context.verify_mode = verify_clients
-    return context
+
+
+def _trust(context: ssl.SSLContext, material: Material) -> None:
+    assert material.ca is not None
+    context.load_verify_locations(cadata=material.ca.decode("ascii", errors="replace"))
 
 
 def is_uri(identity: str) -> bool:

@@ -1,8 +1,14 @@
 """A router's connection to this worker: its number, the router's id, and the queue of frames to it."""
 
 import time
+from collections import deque
+
+from lockstep_api.v1 import worker_pb2
 
 from lockstep_worker.outbox import Outbox
+
+MAX_ENDED = 256
+"""Of the attempts that end between two heartbeats, the newest that the router is told of."""
 
 
 class RouterConnection:
@@ -16,4 +22,6 @@ class RouterConnection:
         """Submits that have arrived."""
         self.greeted_at = time.monotonic()
         """When its RouterHello arrived, on the clock of `time.monotonic`: `Submit.arrived_s` is relative to this."""
+        self.ended: deque[worker_pb2.EndedAttempt] = deque(maxlen=MAX_ENDED)
+        """What the next heartbeat tells of."""
         self.outbox = Outbox(outgoing_frames)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.trace_context import trace_fields
 
+from lockstep_worker.attempt_ranks import AttemptRanks
 from lockstep_worker.router_connection import RouterConnection
 from lockstep_worker.traces import AttemptTrace
 
@@ -19,6 +20,7 @@ class LiveStream:
     router: RouterConnection
     stream_id: str
     attempt: int
+    ranks: AttemptRanks = field(repr=False)
     trace: str = ""
     """`traceparent` of the router's attempt, or empty."""
     handle: int = 0

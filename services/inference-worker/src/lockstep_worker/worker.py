@@ -22,6 +22,7 @@ from lockstep_engine import EngineState, EngineStatus, Output, Phase, PhaseChang
 from lockstep_engine.remote_store import RemoteStore
 
 from lockstep_worker import metrics, translate
+from lockstep_worker.attempt_ranks import AttemptRanks
 from lockstep_worker.engine import EngineFactory, EngineLike
 from lockstep_worker.notices import Notice, RankHistory
 from lockstep_worker.prefix_reports import PrefixReporter
@@ -126,6 +127,7 @@ class Worker:
         """Every `status_interval_s`, send the status to all routers, and news of the prefix cache to those that ask."""
         while True:
             self.publish()
+            self._tell_ended()
             for router, report in self._prefixes.reports(time.monotonic()):
                 router.outbox.put(self._frame(prefix_report=report))
             await asyncio.sleep(self._settings.status_interval_s)
@@ -155,6 +157,7 @@ class Worker:
     async def hang_up(self, timeout_s: float) -> None:
         """End all Serve RPCs once their waiting frames are sent, or after `timeout_s`."""
         self._ended = True
+        self._tell_ended()
         for router in self._routers.values():
             router.outbox.close()
         with contextlib.suppress(TimeoutError):
@@ -227,7 +230,8 @@ class Worker:
         translate.check_attempt(submit)
         self._supersede(router, submit)
         trace = parse_traceparent(submit.traceparent)
-        stream = LiveStream(router, submit.stream_id, submit.attempt, trace, submit.handle, submit.suspicion)
+        ranks = AttemptRanks(self.engine.rank_times)
+        stream = LiveStream(router, submit.stream_id, submit.attempt, ranks, trace, submit.handle, submit.suspicion)
         stream.client_request_id = translate.client_request_id(submit)
         request = translate.engine_request(submit, stream.request_id, self.engine.model, router.greeted_at)
         if self._draining:
@@ -263,9 +267,14 @@ class Worker:
     def _cancel(self, stream: LiveStream, failure: LockstepError | None = None) -> None:
         if stream.spans is not None:
             stream.spans.end(failure, is_cancelled=failure is None)
-        self._streams.remove(stream)
+        self._remove(stream)
         self.engine.cancel(stream.request_id)
         self._log("stream cancelled", stream)
+
+    def _remove(self, stream: LiveStream) -> None:
+        self._streams.remove(stream)
+        stream.ranks.wait()
+        stream.router.ended.append(stream.ranks.message(stream.stream_id, stream.attempt))
 
     def _expire(self, stream: LiveStream) -> None:
         self._end(stream, LockstepError(ErrorCode.DEADLINE_EXCEEDED, "the deadline has passed", field="deadline_s"))
@@ -298,15 +307,15 @@ class Worker:
                     batch = batches[stream.router] = worker_pb2.Tokens()
                 translate.add_tokens(batch, stream.stream_id, stream.attempt, stream.handle, output)
                 emitted += len(output.ids)
-                if stream.first_token_at is None or output.finish:
-                    metrics.measure(stream, is_finished=bool(output.finish))
+                if stream.ranks.awaits_token or output.finish:
+                    _note_times(stream, is_finished=bool(output.finish))
             if output.finish or output.error:
                 ended.append((stream, output.error))
         for router, batch in batches.items():
             router.outbox.put(self._frame(tokens=batch))
         # Not earlier: after an error above, the engine ends these streams once more, and then their routers learn it.
         for stream, error in ended:
-            self._streams.remove(stream)
+            self._remove(stream)
             self._log("stream ends", stream)
             if error:
                 self._log("attempt failed", stream, logging.INFO, code=error.code)
@@ -328,6 +337,7 @@ class Worker:
                 stream.is_running = change.phase is Phase.RUNNING
                 if stream.spans is not None:
                     (stream.spans.on_running if stream.is_running else stream.spans.on_waiting)()
+                (stream.ranks.run if stream.is_running else stream.ranks.wait)()
                 if stream.is_running and stream.started_at is None:
                     stream.started_at = time.monotonic()
                     metrics.QUEUE_SECONDS.observe(stream.started_at - stream.arrived_at)
@@ -363,6 +373,13 @@ class Worker:
         frame.status.received = router.received
         router.outbox.put_status(frame)
 
+    def _tell_ended(self) -> None:
+        """Tell routers what the ranks did for attempts that have ended since the last heartbeat."""
+        for router in self._routers.values():
+            if router.ended:
+                router.outbox.put(self._frame(ended_attempts=worker_pb2.EndedAttempts(attempts=router.ended)))
+                router.ended.clear()
+
     def _note_change(self, status: EngineStatus) -> None:
         if status.state is not self._state:
             fields = {"state": str(status.state), "epoch": status.epoch, "reason": status.reason}
@@ -391,6 +408,7 @@ class Worker:
         rejected: worker_pb2.Rejected | None = None,
         phases: worker_pb2.Phases | None = None,
         prefix_report: worker_pb2.PrefixReport | None = None,
+        ended_attempts: worker_pb2.EndedAttempts | None = None,
     ) -> worker_pb2.WorkerFrame:
         return worker_pb2.WorkerFrame(
             epoch=self._epoch,
@@ -400,6 +418,7 @@ class Worker:
             rejected=rejected,
             phases=phases,
             prefix_report=prefix_report,
+            ended_attempts=ended_attempts,
         )
 
     def _make_hello(self, status: EngineStatus) -> worker_pb2.Hello:
@@ -421,3 +440,10 @@ class Worker:
         if status.state is EngineState.RESTARTING:
             message.lost.CopyFrom(self._lost)
         return message
+
+
+def _note_times(stream: LiveStream, *, is_finished: bool) -> None:
+    """The first token since the stream began to run has come, or its end."""
+    metrics.measure(stream, is_finished=is_finished)
+    if not is_finished:
+        stream.ranks.note_token()

@@ -6,13 +6,29 @@ Times are those of the event loop, in seconds.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lockstep_api.v1 import worker_pb2
 
 MAX_STREAMS = 200
 MAX_MOVES = 50
 MAX_ATTEMPTS = 16
 """Attempts of one stream that are kept; further ones are counted."""
+MAX_RANKS = 64
+"""Ranks of an attempt that are kept."""
+
+
+class RankWork(NamedTuple):
+    """What a rank did while an attempt was in a phase, for all streams of the batch, as the worker tells it."""
+
+    steps: int
+    compute_s: float
+    collective_s: float
+    """Transfer, and waiting for slower ranks."""
+    idle_s: float
+    """Between steps."""
 
 
 @dataclass(slots=True)
@@ -21,6 +37,8 @@ class AttemptRecord:
 
     worker: str
     epoch: int
+    number: int
+    """Of the attempt in its stream, from 1."""
     chosen_at: float
     started_at: float | None = None
     """When the worker began to run the stream."""
@@ -29,6 +47,9 @@ class AttemptRecord:
     outcome: str = ""
     """`finished`, `failed`, `cancelled`, or the reason of the loss; empty while it runs."""
     tokens: int = 0
+    prefill: tuple[RankWork, ...] = ()
+    """The work of each rank, which the worker tells after the end; empty: it has not."""
+    decode: tuple[RankWork, ...] = ()
 
 
 @dataclass(slots=True)
@@ -89,12 +110,17 @@ class History:
 
     def __init__(self, *, is_kept: bool) -> None:
         self.is_kept = is_kept
-        self.streams: deque[StreamRecord] = deque(maxlen=MAX_STREAMS)
-        """In the order in which they began; those that run too."""
+        self._streams: dict[str, StreamRecord] = {}
+        """By their ids, in the order in which they began; those that run too."""
         self.moves: deque[Move] = deque(maxlen=MAX_MOVES)
         self._sessions: Counter[str] = Counter()
         self._began = 0
         self._moved = 0
+
+    @property
+    def streams(self) -> tuple[StreamRecord, ...]:
+        """The newest, in the order in which they began; those that run too."""
+        return tuple(self._streams.values())
 
     @property
     def sessions(self) -> int:
@@ -108,7 +134,10 @@ class History:
 
     def begin(self, stream: StreamRecord, session: str) -> None:
         """Note that a stream begins."""
-        self.streams.append(stream)
+        self._streams.pop(stream.stream_id, None)
+        if len(self._streams) >= MAX_STREAMS:
+            del self._streams[next(iter(self._streams))]
+        self._streams[stream.stream_id] = stream
         self._sessions[session] += 1
 
     def end(self, session: str) -> None:
@@ -123,3 +152,15 @@ class History:
         move = Move(self._moved, stream.stream_id, stream.run_id, stream.tenant, worker, reason, at, stream.tokens)
         self.moves.append(move)
         return move
+
+    def note_ranks(self, worker: str, ended: Iterable[worker_pb2.EndedAttempt]) -> None:
+        """Keep what a worker tells of its ranks, of attempts that are in the history."""
+        for told in ended:
+            stream = self._streams.get(told.stream_id)
+            for attempt in stream.attempts if stream is not None else ():
+                if (attempt.number, attempt.worker) == (told.attempt, worker):
+                    attempt.prefill, attempt.decode = _works(told.prefill), _works(told.decode)
+
+
+def _works(ranks: Sequence[worker_pb2.RankWork]) -> tuple[RankWork, ...]:
+    return tuple(RankWork(each.steps, each.compute_s, each.collective_s, each.idle_s) for each in ranks[:MAX_RANKS])

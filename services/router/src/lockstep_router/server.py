@@ -25,6 +25,7 @@ from lockstep_common.termination import leave_message
 from lockstep_common.tracing import setup_tracing
 
 from lockstep_router.console import files
+from lockstep_router.console.others import OtherRouters
 from lockstep_router.console.state import ConsoleState
 from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.faces.rest.app import create_app
@@ -245,12 +246,15 @@ async def serve(
     tls = RouterTls.load(settings)
     tracing = setup_tracing("router", settings.router_id, settings)
     router = Router(settings, dial=tls.dial, dial_state=tls.dial_state, tracing=tracing)
-    console = ConsoleState(router)
+    others = OtherRouters(settings, tls.management_certificates)
+    console = ConsoleState(router, others=others)
     reports = Reports(
         unready=lambda: router.unready,
         status=lambda: status_body(router),
         files=files.of(settings.console),
-        views={} if settings.console == "off" else {files.STATE: console.on_management},
+        views={}
+        if settings.console == "off"
+        else {files.STATE: console.on_management, files.ROUTER: console.of_router},
         settings=settings.shown(),
     )
     async with reporting(settings, reports, tls) as management_port, tls.watched(), router:
@@ -286,6 +290,7 @@ async def serve(
         stopping.cancel()
         server.should_exit = True
         await serving
+    await others.close()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
     logger.info("stopped")

@@ -86,6 +86,12 @@ class RouterSettings(StateServerSettings):
         description="Where /console/ is served, the web page for people: nowhere, on the management port (read-only), "
         "or on `port` too, where it can chat; `public` needs `keys_file`, unless `host` is a loopback address.",
     )
+    console_routers: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        max_length=64,
+        description="host:port of management ports, comma-separated: every address of each is a router that the "
+        "console shows too. With `management_tls`, a router's certificate must be for the host.",
+    )
     dashboard_url: str = Field(
         "", max_length=2048, description="Address of dashboards (http or https) that the console links to."
     )
@@ -412,7 +418,7 @@ class RouterSettings(StateServerSettings):
             raise ValueError("needs http_tls_cert")
         return value
 
-    @field_validator("workers", "workers_dns", "trusted_proxies", "websocket_origins", mode="before")
+    @field_validator("workers", "workers_dns", "console_routers", "trusted_proxies", "websocket_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         """Split `a,b`, the form in environment and flags."""
@@ -481,7 +487,7 @@ class RouterSettings(StateServerSettings):
             ipaddress.ip_network(network)
         return networks
 
-    @field_validator("workers", "workers_dns")
+    @field_validator("workers", "workers_dns", "console_routers")
     @classmethod
     def _check_targets(cls, targets: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         may_be_path = info.field_name == "workers"

@@ -96,6 +96,11 @@ class RouterTls:
             return None
         return server_context(self.workers, verify_clients=ssl.CERT_OPTIONAL)
 
+    @property
+    def management_certificates(self) -> Certificates | None:
+        """What routers show each other on management ports; None: these are plain HTTP."""
+        return self.workers if self.manage else None
+
     def watched(self) -> AbstractAsyncContextManager[None]:
         """Within this context, changed files are read again and problems with them are reported."""
         return watched(*(each for each in (self.workers, self.http) if each is not None))

@@ -127,7 +127,7 @@ class PrefixWatch(_message.Message):
     def __init__(self, max_blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerFrame(_message.Message):
-    __slots__ = ("epoch", "hello", "tokens", "status", "rejected", "phases", "prefix_report")
+    __slots__ = ("epoch", "hello", "tokens", "status", "rejected", "phases", "prefix_report", "ended_attempts")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class WorkerFrame(_message.Message):
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     PHASES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_REPORT_FIELD_NUMBER: _ClassVar[int]
+    ENDED_ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     hello: Hello
     tokens: Tokens
@@ -142,7 +143,8 @@ class WorkerFrame(_message.Message):
     rejected: Rejected
     phases: Phases
     prefix_report: PrefixReport
-    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., phases: _Optional[_Union[Phases, _Mapping]] = ..., prefix_report: _Optional[_Union[PrefixReport, _Mapping]] = ...) -> None: ...
+    ended_attempts: EndedAttempts
+    def __init__(self, epoch: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., phases: _Optional[_Union[Phases, _Mapping]] = ..., prefix_report: _Optional[_Union[PrefixReport, _Mapping]] = ..., ended_attempts: _Optional[_Union[EndedAttempts, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("worker_id", "incarnation", "model", "accepts_several")
@@ -269,6 +271,36 @@ class StreamTokens(_message.Message):
     cached_tokens: int
     embedding: bytes
     def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.Logprobs, _Mapping]]] = ..., finish: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., cached_tokens: _Optional[int] = ..., embedding: _Optional[bytes] = ...) -> None: ...
+
+class EndedAttempts(_message.Message):
+    __slots__ = ("attempts",)
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    attempts: _containers.RepeatedCompositeFieldContainer[EndedAttempt]
+    def __init__(self, attempts: _Optional[_Iterable[_Union[EndedAttempt, _Mapping]]] = ...) -> None: ...
+
+class EndedAttempt(_message.Message):
+    __slots__ = ("stream_id", "attempt", "prefill", "decode")
+    STREAM_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    stream_id: str
+    attempt: int
+    prefill: _containers.RepeatedCompositeFieldContainer[RankWork]
+    decode: _containers.RepeatedCompositeFieldContainer[RankWork]
+    def __init__(self, stream_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prefill: _Optional[_Iterable[_Union[RankWork, _Mapping]]] = ..., decode: _Optional[_Iterable[_Union[RankWork, _Mapping]]] = ...) -> None: ...
+
+class RankWork(_message.Message):
+    __slots__ = ("steps", "compute_s", "collective_s", "idle_s")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    COLLECTIVE_S_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    compute_s: float
+    collective_s: float
+    idle_s: float
+    def __init__(self, steps: _Optional[int] = ..., compute_s: _Optional[float] = ..., collective_s: _Optional[float] = ..., idle_s: _Optional[float] = ...) -> None: ...
 
 class Phases(_message.Message):
     __slots__ = ("streams",)

@@ -14,6 +14,8 @@ from lockstep_common.answers import Answer
 ROOT = "/console/"
 STATE = "/console/state"
 """Where the page asks for what it shows."""
+ROUTER = "/console/router"
+"""Where other routers ask for what this one tells of itself."""
 ROUTE = "/console/{name:path}"
 """The console's route on the public port, in metrics and logs."""
 

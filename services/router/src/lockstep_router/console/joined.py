@@ -1,6 +1,6 @@
 """The states of several processes of one router as one: what the console shows of a router with `processes`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep_router.history import MAX_MOVES, MAX_STREAMS
@@ -21,24 +21,32 @@ def joined(bodies: Mapping[int, dict[str, Any]], router_id: str, processes: int)
         processes: of the router, also those that do not answer.
     """
     first = bodies[min(bodies)]
-    routers = [body["router"] for body in bodies.values()]
-    router = first["router"] | {"id": router_id} | {name: sum(each[name] for each in routers) for name in _ADDED}
-    router["resumable"] = {
-        name: sum(each["resumable"][name] for each in routers) for name in first["router"]["resumable"]
-    }
     rows: dict[str, dict[str, Any]] = {}
     for body in bodies.values():
         for row in body["tenants"]["rows"]:
             known = rows.setdefault(row["name"], row)
             if known is not row:
                 rows[row["name"]] = known | {name: max(known[name], row[name], key=_use) for name in _USED}
+    others = first["others"]
+    if others is not None:  # the process knows itself by another name
+        rows_of_others = [row for row in others["rows"] if row["facts"] is None or row["facts"]["id"] != router_id]
+        others = others | {"rows": rows_of_others}
     return first | {
-        "router": router,
+        "others": others,
+        "router": joined_router([body["router"] for body in bodies.values()], router_id),
         "processes": processes,
         "moves": _newest(bodies, "moves", "at", MAX_MOVES),
         "streams": _newest(bodies, "streams", "arrived_at", MAX_STREAMS),
         "tenants": first["tenants"] | {"rows": list(rows.values())},
     }
+
+
+def joined_router(routers: Sequence[dict[str, Any]], router_id: str) -> dict[str, Any]:
+    """What the processes tell of themselves as one router."""
+    first = routers[0]
+    resumable = {name: sum(each["resumable"][name] for each in routers) for name in first["resumable"]}
+    added = {name: sum(each[name] for each in routers) for name in _ADDED}
+    return first | {"id": router_id, "resumable": resumable} | added
 
 
 def _use(limit: dict[str, Any]) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-from lockstep_router.history import AttemptRecord, Move, StreamRecord
+from lockstep_router.console.others import OtherRouters
+from lockstep_router.history import AttemptRecord, Move, RankWork, StreamRecord
 from lockstep_router.router import Router
 from lockstep_router.status import state_server_body, worker_body
 from lockstep_router.tenants import Tenant
@@ -30,10 +31,14 @@ class ConsoleState:
     Args:
         router: the router.
         clock: gives seconds, for how long a state is kept.
+        others: the other routers, for operators; None: they are not shown.
     """
 
-    def __init__(self, router: Router, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, router: Router, clock: Callable[[], float] = time.monotonic, others: OtherRouters | None = None
+    ) -> None:
         self._router = router
+        self._others = others
         self._clock = clock
         self._made_at = float("-inf")
         self._body: dict[str, Any] = {}
@@ -41,7 +46,30 @@ class ConsoleState:
 
     def on_management(self) -> dict[str, Any]:
         """What operators see."""
-        return {name: _without_owner(value) for name, value in self._current().items()}
+        shown = {name: _without_owner(value) for name, value in self._current().items()}
+        return shown | {"others": None if self._others is None else self._others.body()}
+
+    def of_router(self) -> dict[str, Any]:
+        """What it tells of itself, to other routers too."""
+        router, settings = self._router, self._router.settings
+        return {
+            "id": settings.router_id,
+            "version": self._version,
+            "uptime_s": round(router.uptime_s, 1),
+            "state": "draining" if router.draining else "leaving" if router.leaving else "serving",
+            "unready": router.unready or "",
+            "requests": router.requests,
+            "streams": router.streams,
+            "max_streams": settings.max_streams,
+            "failovers": router.failovers,
+            "sessions": router.workers.history.sessions,
+            "exact_failover": settings.exact_failover,
+            "resumable": {
+                "running": router.runs.running,
+                "detached": router.runs.detached,
+                "kept": router.journals.kept,
+            },
+        }
 
     def on_public(self, tenant: str) -> dict[str, Any]:
         """What the clients of a tenant see; those of a router without keys are one tenant without a name."""
@@ -79,25 +107,9 @@ class ConsoleState:
             "now": round(time.time(), 3),
             "port": "management",
             "chat": False,
-            "router": {
-                "id": settings.router_id,
-                "version": self._version,
-                "uptime_s": round(router.uptime_s, 1),
-                "state": "draining" if router.draining else "leaving" if router.leaving else "serving",
-                "unready": router.unready or "",
-                "requests": router.requests,
-                "streams": router.streams,
-                "max_streams": settings.max_streams,
-                "failovers": router.failovers,
-                "sessions": history.sessions,
-                "exact_failover": settings.exact_failover,
-                "resumable": {
-                    "running": router.runs.running,
-                    "detached": router.runs.detached,
-                    "kept": router.journals.kept,
-                },
-            },
+            "router": self.of_router(),
             "processes": 1,
+            "others": None,
             "state_server": server and {name: server[name] for name in ("reachable", "streams", "lag_s")},
             "models": [
                 {
@@ -195,7 +207,25 @@ def _attempt(attempt: AttemptRecord, shift_s: float) -> dict[str, Any]:
         "ended_at": _at(attempt.ended_at, shift_s),
         "outcome": attempt.outcome,
         "tokens": attempt.tokens,
+        "ranks": {"prefill": _works(attempt.prefill), "decode": _works(attempt.decode)},
     }
+
+
+def _works(ranks: tuple[RankWork, ...]) -> list[dict[str, Any]]:
+    """What each rank did. The rank that the others wait for has the least in collectives: the rest of theirs is
+    waiting.
+    """
+    transfer_s = min((each.collective_s for each in ranks), default=0.0)
+    return [
+        {
+            "steps": each.steps,
+            "compute_s": round(each.compute_s, 6),
+            "transfer_s": round(transfer_s, 6),
+            "peer_wait_s": round(each.collective_s - transfer_s, 6),
+            "idle_s": round(each.idle_s, 6),
+        }
+        for each in ranks
+    ]
 
 
 def _at(at: float | None, shift_s: float) -> float | None:

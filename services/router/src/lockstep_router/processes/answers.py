@@ -13,7 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from lockstep_router.console import files
-from lockstep_router.console.joined import joined
+from lockstep_router.console.joined import joined, joined_router
 from lockstep_router.processes.channel import Asker, NoAnswerError
 
 _PARENT = "parent"
@@ -82,8 +82,8 @@ class JointAnswers:
                 return Answer(200, content_type, body)
             case "/status":
                 return self._status()
-            case files.STATE if self._pages:
-                return self._console()
+            case files.STATE | files.ROUTER if self._pages:
+                return self._console(name)
             case _ if name in self._pages:
                 return self._pages[name]
         return not_found()
@@ -140,9 +140,9 @@ class JointAnswers:
         own.register(_Labelled(texts))
         return exposition_for(accept, own)
 
-    def _console(self) -> Answer:
-        """What the console shows, of all processes together."""
-        answers = {process.number: answer for process, answer in self._ask(files.STATE, self._processes)}
+    def _console(self, path: str) -> Answer:
+        """What the console shows, or what other routers are told, of all processes together."""
+        answers = {process.number: answer for process, answer in self._ask(path, self._processes)}
         bodies = {
             number: json.loads(answer.body)
             for number, answer in answers.items()
@@ -150,6 +150,8 @@ class JointAnswers:
         }
         if not bodies:
             return as_json(503, {"error": "no process answers"})
+        if path == files.ROUTER:
+            return as_json(200, joined_router(list(bodies.values()), self._router_id))
         return as_json(200, joined(bodies, self._router_id, len(answers)))
 
     def _status(self) -> Answer:

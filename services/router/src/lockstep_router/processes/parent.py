@@ -136,7 +136,15 @@ async def _supervise(settings: RouterSettings) -> int:
         if settings.grpc_port is not None:
             ports["grpc_port"] = _port_of(held.enter_context(reserve(settings.host, settings.grpc_port, "grpc_port")))
         processes = [
-            Process(number, settings.model_copy(update=ports | {"router_id": f"{settings.router_id}-{number}"}))
+            Process(
+                number,
+                settings.model_copy(
+                    update=ports
+                    | {"router_id": f"{settings.router_id}-{number}"}
+                    # One of them asks the other routers.
+                    | {"console_routers": settings.console_routers if number == 0 else ()}
+                ),
+            )
             for number in range(settings.processes)
         ]
         answers = JointAnswers(settings.router_id, processes, files.of(settings.console))

@@ -60,7 +60,7 @@ class _Timeline(StreamTrace):
 
     def choose(self, link: Link, workers: Workers, settings: RouterSettings) -> None:
         self._emitted = len(self._journal.emitted_ids)
-        self._attempt = attempt = AttemptRecord(link.worker_id, link.epoch, self._now())
+        self._attempt = attempt = AttemptRecord(link.worker_id, link.epoch, self._journal.attempt + 1, self._now())
         attempts = self._record.attempts
         if len(attempts) < MAX_ATTEMPTS:
             attempts.append(attempt)

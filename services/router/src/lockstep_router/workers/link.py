@@ -17,6 +17,7 @@ from lockstep_common.grpc_tls import Dial, dial_plain
 
 from lockstep_router import metrics
 from lockstep_router.discovery import WorkerAddress
+from lockstep_router.history import History
 from lockstep_router.lanes import Lane
 from lockstep_router.policies import WorkerFacts
 from lockstep_router.settings import RouterSettings
@@ -107,6 +108,7 @@ class Link:
         tokenizers: TokenizerCache,
         suspects: Suspects,
         on_change: Callable[["Link"], None],
+        history: History,
         dial: Dial = dial_plain,
         rng: Random | None = None,
     ) -> None:
@@ -136,6 +138,7 @@ class Link:
         self._tokenizers = tokenizers
         self._suspects = suspects
         self._on_change = on_change
+        self._history = history
         self._connected = False
         self._silent = False
         self._stepped_at = 0.0
@@ -371,17 +374,24 @@ class Link:
         if frame.epoch < self.epoch:
             metrics.DROPPED_FRAMES.labels("stale_epoch").inc()
             return
-        self.last_seen_at = self._clock.now()
-        self.health.suspicion.note_frame(self.last_seen_at)
-        kind = frame.WhichOneof("frame")
+        self.last_seen_at = now = self._clock.now()
+        self.health.suspicion.note_frame(now)
         if frame.epoch > self.epoch:
             self._enter_epoch(frame.epoch)
-        match kind:
+        self._take(frame, now)
+        if self._silent:
+            self._silent = False
+            self._suspects.note_alive(self.life)
+            logger.info("worker is heard again", extra={"worker": self.worker_id, "target": self.target})
+            self._on_change(self)
+
+    def _take(self, frame: worker_pb2.WorkerFrame, now: float) -> None:
+        match frame.WhichOneof("frame"):
             case "hello":
                 self._on_hello(frame.hello)
             case "tokens":
-                self._stepped_at = self.last_seen_at
-                self._attempts.on_tokens(frame.tokens, self.last_seen_at, asyncio.get_running_loop().time())
+                self._stepped_at = now
+                self._attempts.on_tokens(frame.tokens, now, asyncio.get_running_loop().time())
             case "phases":
                 self._on_phases(frame.phases)
             case "status":
@@ -390,11 +400,8 @@ class Link:
                 self._attempts.on_rejected(frame.rejected)
             case "prefix_report":
                 self.prefixes.take(frame.prefix_report)
-        if self._silent:
-            self._silent = False
-            self._suspects.note_alive(self.life)
-            logger.info("worker is heard again", extra={"worker": self.worker_id, "target": self.target})
-            self._on_change(self)
+            case "ended_attempts":
+                self._history.note_ranks(self.worker_id, frame.ended_attempts.attempts)
 
     def _enter_epoch(self, epoch: int) -> None:
         self._lose_attempts(Loss.NEW_EPOCH)

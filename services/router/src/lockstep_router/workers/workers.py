@@ -128,6 +128,7 @@ class Workers:
                     self.tokenizers,
                     self.suspects,
                     self._on_change,
+                    self.history,
                     self._dial,
                     self.rng,
                 )

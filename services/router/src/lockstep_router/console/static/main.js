@@ -4,6 +4,7 @@ import { hasKey, request, sentenceOf, setKey } from "./access.js";
 import { showChat } from "./chat.js";
 import { byId, element, keyed, setKind, setText } from "./dom.js";
 import { showMoves } from "./moves.js";
+import { showOthers } from "./others.js";
 import { showStreams } from "./streams.js";
 import { showTenants } from "./tenants.js";
 import { showTopology } from "./topology.js";
@@ -49,6 +50,7 @@ function show(state) {
   }
   byId("key-form").hidden = true;
   showTopology(state);
+  showOthers(state.others);
   showMoves(state.moves, state.router.id);
   showStreams(state);
   showTenants(state.tenants);
