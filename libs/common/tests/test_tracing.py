@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -423,11 +424,17 @@ def test_a_failing_exporter_loses_spans_and_nothing_else():
     assert count("failed") - before == 2
 
 
-def test_an_exporter_that_is_gone_does_not_keep_the_process():
-    made = make_tracing(TraceOptions("127.0.0.1:9", "grpc", 1.0, 10.0), {"service.name": "x"})
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_an_exporter_that_is_gone_does_not_keep_the_process(protocol: str):
+    before = count("exported"), count("failed")
+    made = make_tracing(TraceOptions("127.0.0.1:9", protocol, 1.0, 10.0), {"service.name": "x"})  # type: ignore[arg-type]
     trace = made.trace()
     trace.end(trace.begin("request"))
     made.close(0.2)  # interrupts the exporter's retries
+    deadline = time.monotonic() + 20
+    while count("failed") == before[1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (count("exported"), count("failed")) == (before[0], before[1] + 1)
 
 
 def test_kept_spans_are_found_by_trace_and_by_request_and_are_bounded() -> None:
