@@ -5,7 +5,6 @@ import contextlib
 import math
 import resource
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,11 +76,11 @@ def raise_file_limit() -> int:
 async def settle(side: Side) -> None:
     """Wait, for a while, until a server has done what the load before has left it: that is no part of the next one."""
     until_s = time.monotonic() + _SETTLE_S
-    used_s = sum(side.cpu_of_threads().values())
+    used_s = sum(side.cpu_s().values())
     while time.monotonic() < until_s:
         before_s = used_s
         await asyncio.sleep(_CALM_S)
-        used_s = sum(side.cpu_of_threads().values())
+        used_s = sum(side.cpu_s().values())
         if used_s - before_s < _CALM_SHARE * _CALM_S:
             return
 
@@ -92,21 +91,19 @@ async def stretch(side: Side, load: Load, extent: Extent) -> dict[str, float]:
     async with load:
         await asyncio.sleep(extent.warm_s)
         load.take()
-        began_s, before, own_s = time.monotonic(), side.cpu_of_threads(), time.process_time()
+        began_s, before, own_s = time.monotonic(), side.cpu_s(), time.process_time()
         await asyncio.sleep(extent.seconds)
-        passed_s, after, own_s = time.monotonic() - began_s, side.cpu_of_threads(), time.process_time() - own_s
+        passed_s, after, own_s = time.monotonic() - began_s, side.cpu_s(), time.process_time() - own_s
         seen: Figures = load.take()
         load.check()
-    used: defaultdict[int, float] = defaultdict(float)
-    for ids, used_s in after.items():
-        used[ids[0]] += used_s - before.get(ids, 0.0)
-    cpu_s = sum(used.values())
+    used = [used_s - before.get(pid, 0.0) for pid, used_s in after.items()]
+    cpu_s = sum(used)
     answers, events = seen.answers or math.nan, seen.events or math.nan  # of a machine that is far too busy
     return {
         "per_s": seen.events / passed_s,
         "cpu_s": cpu_s,
         "cores": cpu_s / passed_s,
-        "busiest_share": max(used.values()) / cpu_s if cpu_s else math.nan,
+        "busiest_share": max(used) / cpu_s if cpu_s else math.nan,
         "answers": seen.answers,
         "events": seen.events,
         "cpu_us": 1e6 * cpu_s / answers,

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -10,7 +11,18 @@ import pytest
 from lockstep_common.errors import LockstepError
 from lockstep_common.settings import PodSettings
 from lockstep_common.trace_context import TraceContext, parse_tracestate
-from lockstep_common.tracing import Kept, Kind, Span, Tracing, make_tracing, metrics, names, setup_tracing, spans
+from lockstep_common.tracing import (
+    Kept,
+    Kind,
+    Shared,
+    Span,
+    Tracing,
+    make_tracing,
+    metrics,
+    names,
+    setup_tracing,
+    spans,
+)
 from lockstep_common.tracing.kept import KeptSpans
 from lockstep_common.tracing.options import DEFAULT_RATIO, TraceOptions, trace_options
 from lockstep_common.tracing.queue import SpanQueue
@@ -273,7 +285,7 @@ def test_spans_arrive_as_they_were_made(protocol: str):
         trace = made.trace(TraceContext(5, 6, True, "vendor=1"))
         root = trace.begin("request", kind=Kind.SERVER)
         root.attributes |= {"lockstep.failovers": 2, "gen_ai.response.finish_reasons": ["stop"]}
-        root.set_text("gen_ai.request.model", "m" * 1000)
+        root.shared = (Shared({"gen_ai.request.model": "m" * 256}),)
         attempt = trace.begin("attempt", root)
         attempt.link(TraceContext(5, 77, True))
         attempt.event("chunk", {"lockstep.tokens": 3})
@@ -296,20 +308,24 @@ def test_spans_arrive_as_they_were_made(protocol: str):
     assert request.begin_ns <= tried.begin_ns <= tried.end_ns <= request.end_ns
 
 
-def test_messages_over_grpc_are_those_of_the_sdk():
-    from lockstep_common.tracing.otlp import encoded, to_readable  # noqa: PLC0415 - see the test of imports
+def test_messages_are_those_of_the_sdk():
+    from lockstep_common.tracing.otlp import encoded  # noqa: PLC0415 - see the test of imports
     from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans  # noqa: PLC0415
     from opentelemetry.sdk.resources import Resource  # noqa: PLC0415
+    from sdk_spans import to_readable  # noqa: PLC0415
 
     made, exported = tracing(ratio=1.0)
+    alike = Shared({"yes": True, "one": 1, "half": 0.5})
     for parent in (None, TraceContext(5, 6, True, "vendor=1,other=2"), TraceContext(7, 8, True)):
         trace = made.trace(parent)
         root = trace.begin("POST /v1/completions", kind=Kind.SERVER)
         values = (True, 1, 1.0, False, 0, 0.0, -1, -(1 << 63), (1 << 63) - 1, 127, 128, 16_384, -2.5, "", "ü" * 100)
         root.attributes |= {f"a{number}": value for number, value in enumerate(values)}
-        root.attributes |= {"same": True, "list": ["stop", "", "length"], "none": [], "tuple": ("stop",)}
+        root.attributes |= {"same": True, "tuple": ("stop",)}
+        root.shared = (alike, Shared({"list": ["stop", "", "length"], "none": [], "text": "t" * 200}))
         child = trace.begin("attempt", root, Kind.CLIENT)
-        child.attributes |= {"same": 1}
+        child.attributes |= {"same": 1, "list": ["a"]}
+        child.shared = (alike,)
         child.links = (TraceContext(5, 77, True), TraceContext(6, 78, False, "vendor=3"))
         child.event("chunk")
         child.event("first_token", {"same": 1.0, "text": "t" * 300})
@@ -321,6 +337,26 @@ def test_messages_over_grpc_are_those_of_the_sdk():
     assert len(exported) == 9
     expected = encode_spans([to_readable(span, resource) for span in exported])
     assert type(expected).FromString(encoded(exported, resource)) == expected
+    again = encoded(exported, resource)  # what is remembered now
+    assert type(expected).FromString(again) == expected
+
+
+def test_values_that_never_come_again_are_encoded_too_and_are_not_remembered():
+    from lockstep_common.tracing import encoding  # noqa: PLC0415
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: PLC0415
+
+    made, exported = tracing(ratio=1.0)
+    trace = made.trace()
+    sizes = (1, 100, 126, 127, 128, 200, 16_400)
+    values = [f"{number:x}" * size for number in range(400) for size in sizes[: 1 + number % len(sizes)]]
+    for value in values:
+        exported.append(trace.begin("request"))
+        exported[-1].attributes["ever.new"] = value
+    before = len(encoding._known)
+    message = ExportTraceServiceRequest.FromString(encoding.encode(exported, {}, "lockstep", names.SCHEMA_URL))
+    found = [span.attributes[0].value.string_value for span in message.resource_spans[0].scope_spans[0].spans]
+    assert found == values
+    assert len(encoding._known) - before == encoding._SAME_VALUES
 
 
 def test_values_of_a_resource_that_are_not_plain_do_not_stop_the_export():
@@ -388,11 +424,17 @@ def test_a_failing_exporter_loses_spans_and_nothing_else():
     assert count("failed") - before == 2
 
 
-def test_an_exporter_that_is_gone_does_not_keep_the_process():
-    made = make_tracing(TraceOptions("127.0.0.1:9", "grpc", 1.0, 10.0), {"service.name": "x"})
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_an_exporter_that_is_gone_does_not_keep_the_process(protocol: str):
+    before = count("exported"), count("failed")
+    made = make_tracing(TraceOptions("127.0.0.1:9", protocol, 1.0, 10.0), {"service.name": "x"})  # type: ignore[arg-type]
     trace = made.trace()
     trace.end(trace.begin("request"))
     made.close(0.2)  # interrupts the exporter's retries
+    deadline = time.monotonic() + 20
+    while count("failed") == before[1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (count("exported"), count("failed")) == (before[0], before[1] + 1)
 
 
 def test_kept_spans_are_found_by_trace_and_by_request_and_are_bounded() -> None:

@@ -7,6 +7,7 @@ from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
 from lockstep_common.telemetry import REGISTRY
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import Span, Tracing
+from lockstep_router.traces import RequestTrace
 from router_cluster import Cluster, eventually
 from scripted_worker import Script
 from takeover_cluster import Sharing, mirrored
@@ -50,26 +51,26 @@ async def test_a_request_has_a_route_and_an_attempt(make_cluster, stream):
     (request,), (route,), (attempt,) = (named(spans, name) for name in ("request", "route", "attempt"))
     assert (request.context.trace_id, request.parent_id, request.has_remote_parent) == (0xA << 64, 0xB, True)
     assert (
-        request.attributes
+        request.all_attributes
         | {
             "gen_ai.operation.name": "text_completion",
             "gen_ai.request.model": "reference",
             "gen_ai.request.max_tokens": 12,
             "gen_ai.usage.output_tokens": 12,
-            "gen_ai.response.finish_reasons": ["length"],
+            "gen_ai.response.finish_reasons": ("length",),
             "http.response.status_code": 200,
             "http.route": "/v1/completions",
             "lockstep.trace.kept_because": "parent",
         }
-        == request.attributes
+        == request.all_attributes
     )
-    assert request.attributes["gen_ai.response.time_to_first_chunk"] > 0
-    assert route.attributes["lockstep.route.candidates"] == 2
-    assert route.attributes["lockstep.route.reason"] == "policy"
-    assert attempt.attributes | {"lockstep.outcome": "finished", "lockstep.tokens": 12} == attempt.attributes
+    assert request.all_attributes["gen_ai.response.time_to_first_chunk"] > 0
+    assert route.all_attributes["lockstep.route.candidates"] == 2
+    assert route.all_attributes["lockstep.route.reason"] == "policy"
+    assert attempt.all_attributes | {"lockstep.outcome": "finished", "lockstep.tokens": 12} == attempt.all_attributes
     (submit,) = [submit for worker in cluster.workers for submit in worker.submits]
     assert (submit.traceparent, submit.tracestate) == (attempt.context.traceparent, "vendor=1")
-    assert "canary" not in repr([(span.attributes, span.events) for span in spans])
+    assert "canary" not in repr([(span.all_attributes, span.events) for span in spans])
     assert b"canary" not in submit.SerializeToString()  # baggage goes nowhere
 
 
@@ -90,9 +91,9 @@ async def test_a_stop_string_finishes_a_stream(make_cluster, stream):
     await eventually(lambda: named(spans, "attempt") and named(spans, "request"))
     check_tree(spans)
     (attempt,) = named(spans, "attempt")
-    assert (attempt.attributes["lockstep.outcome"], attempt.error) == ("finished", "")
+    assert (attempt.all_attributes["lockstep.outcome"], attempt.error) == ("finished", "")
     (request,) = named(spans, "request")
-    assert request.attributes["gen_ai.response.finish_reasons"] == ["stop"]
+    assert request.all_attributes["gen_ai.response.finish_reasons"] == ("stop",)
     after = [streams_ended(outcome) for outcome in ("finished", "cancelled")]
     assert [now - then for now, then in zip(after, before, strict=True)] == [1, 0]
 
@@ -108,13 +109,13 @@ async def test_a_request_that_moves_is_one_trace_with_linked_attempts(make_clust
     first, second = named(spans, "attempt")
     assert first.context.trace_id == second.context.trace_id
     assert [link.span_id for link in second.links] == [first.span_id]
-    assert first.attributes["lockstep.outcome"] == "lost"
+    assert first.all_attributes["lockstep.outcome"] == "lost"
     assert first.error
-    assert (second.attributes["lockstep.attempt"], second.attributes["lockstep.outcome"]) == (2, "finished")
-    assert second.attributes["lockstep.attempt.emitted_before"] == 3
-    assert first.attributes["lockstep.worker"] != second.attributes["lockstep.worker"]
+    assert (second.all_attributes["lockstep.attempt"], second.all_attributes["lockstep.outcome"]) == (2, "finished")
+    assert second.all_attributes["lockstep.attempt.emitted_before"] == 3
+    assert first.all_attributes["lockstep.worker"] != second.all_attributes["lockstep.worker"]
     (request,) = named(spans, "request")
-    assert request.attributes["lockstep.trace.kept_because"] == "failed_over"
+    assert request.all_attributes["lockstep.trace.kept_because"] == "failed_over"
     assert len(named(spans, "route")) == 2
     # The first worker did not know that the trace would be kept, the second does.
     assert own.submits[0].traceparent.endswith("-00")
@@ -130,7 +131,7 @@ async def test_a_request_says_how_often_its_streams_moved(make_cluster, resumabl
     assert (await cluster.complete(stream=True, resumable=resumable)).status_code == 200
     await eventually(lambda: named(spans, "request"))
     (request,) = named(spans, "request")
-    assert request.attributes["lockstep.failovers"] == len(named(spans, "attempt")) - 1 == 1
+    assert request.all_attributes["lockstep.failovers"] == len(named(spans, "attempt")) - 1 == 1
 
 
 async def test_only_what_is_slow_or_fails_is_kept_at_a_ratio_of_zero(make_cluster):
@@ -143,8 +144,8 @@ async def test_only_what_is_slow_or_fails_is_kept_at_a_ratio_of_zero(make_cluste
     cluster.fail_after(1)
     assert (await cluster.complete()).status_code == 500
     (request,) = named(spans, "request")
-    assert (request.error, request.attributes["lockstep.trace.kept_because"]) == ("500", "error")
-    assert "secret detail" not in repr([(span.attributes, span.events) for span in spans])
+    assert (request.error, request.all_attributes["lockstep.trace.kept_because"]) == ("500", "error")
+    assert "secret detail" not in repr([(span.all_attributes, span.events) for span in spans])
 
 
 async def test_a_clients_own_timeout_is_no_reason_to_keep_a_trace(make_cluster):
@@ -165,7 +166,7 @@ async def test_a_clients_own_timeout_is_an_error_of_the_answer_alone(make_cluste
     assert (await cluster.complete(headers={"X-Request-Timeout": "2"})).status_code == 504
     (request,), (route,), (attempt,) = (named(spans, name) for name in ("request", "route", "attempt"))
     assert (request.error, route.error, attempt.error) == ("504", "", "")
-    assert attempt.attributes["lockstep.outcome"] == "deadline_exceeded"
+    assert attempt.all_attributes["lockstep.outcome"] == "deadline_exceeded"
 
 
 async def test_slow_requests_are_kept(make_cluster):
@@ -173,14 +174,14 @@ async def test_slow_requests_are_kept(make_cluster):
     spans = trace(cluster, ratio=0.0, slow_s=1e-6)
     await cluster.complete()
     (request,) = named(spans, "request")
-    assert request.attributes["lockstep.trace.kept_because"] == "slow"
+    assert request.all_attributes["lockstep.trace.kept_because"] == "slow"
 
 
 async def test_models_that_do_not_exist_are_not_named(make_cluster):
     cluster = await make_cluster()
     spans = trace(cluster)
     await cluster.complete(model="canary")
-    assert "canary" not in repr([span.attributes for span in spans])
+    assert "canary" not in repr([span.all_attributes for span in spans])
 
 
 async def test_each_choice_has_a_route_and_an_attempt(make_cluster):
@@ -203,7 +204,7 @@ async def test_a_client_that_leaves_ends_its_trace(make_cluster):
         await eventually(lambda: named(spans, "request"))
     check_tree(spans)
     (attempt,) = named(spans, "attempt")
-    assert attempt.attributes["lockstep.outcome"] == "cancelled"
+    assert attempt.all_attributes["lockstep.outcome"] == "cancelled"
     assert cluster.router.tracing.waiting == 0
 
 
@@ -247,7 +248,7 @@ async def test_a_resumed_client_links_to_the_trace_of_its_stream(make_cluster):
     first, second = named(spans, "request")
     assert first.links == ()
     assert [link.span_id for link in second.links] == [first.span_id]
-    assert second.attributes["lockstep.resumed"] is True
+    assert second.all_attributes["lockstep.resumed"] is True
     assert len(named(spans, "attempt")) == 1
 
 
@@ -269,7 +270,10 @@ async def test_a_call_over_grpc_has_a_trace_and_a_resumed_one_a_link(make_cluste
     await eventually(lambda: len(named(spans, "request")) == 2)
     first, second = named(spans, "request")
     assert (first.parent_id, first.context.state) == (0xB, "vendor=1")
-    assert (first.attributes["lockstep.face"], second.attributes["http.route"]) == ("grpc", "/v1/streams/{stream_id}")
+    assert (first.all_attributes["lockstep.face"], second.all_attributes["http.route"]) == (
+        "grpc",
+        "/v1/streams/{stream_id}",
+    )
     assert [link.span_id for link in second.links] == [first.span_id]
 
 
@@ -281,7 +285,7 @@ async def test_each_request_on_a_websocket_has_a_trace(make_cluster):
         await socket.answer("a")
         await eventually(lambda: named(spans, "request"))
     (request,) = named(spans, "request")
-    assert (request.parent_id, request.attributes["lockstep.face"]) == (0xB, "websocket")
+    assert (request.parent_id, request.all_attributes["lockstep.face"]) == (0xB, "websocket")
     assert named(spans, "attempt")[0].context.trace_id == request.context.trace_id
 
 
@@ -309,7 +313,7 @@ async def test_a_stream_that_another_router_goes_on_with_stays_one_trace(tmp_pat
         assert (takeover.context.trace_id, takeover.parent_id) == (begun.context.trace_id, begun.span_id)
         assert [link.span_id for link in reader.links] == [begun.span_id]
         assert takeover.links == (reader.context,)
-        assert reader.attributes["lockstep.trace.kept_because"] == "failed_over"
+        assert reader.all_attributes["lockstep.trace.kept_because"] == "failed_over"
         (take,) = named(others, "Journal.Take")
         assert (take.context.trace_id, take.parent_id) == (reader.context.trace_id, reader.span_id)
         (attempt,) = named(others, "attempt")
@@ -321,3 +325,23 @@ async def test_without_tracing_the_callers_context_is_passed_on(make_cluster):
     await cluster.complete(headers=HEADERS)
     (submit,) = [submit for worker in cluster.workers for submit in worker.submits]
     assert (submit.traceparent, submit.tracestate) == (CALLER.traceparent, CALLER.state)
+
+
+def test_requests_that_are_alike_share_their_attributes():
+    tracing = Tracing(ratio=1.0, slow_s=60.0, export=lambda _: None)
+    sampling = inference_pb2.Sampling(max_tokens=7, temperature=0.5)
+    first, second = (RequestTrace(tracing.trace()) for _ in range(2))
+    for request in (first, second):
+        request.describe("m" * 1000, 2, sampling)
+    assert first.root.shared[0] is second.root.shared[0]
+    assert first.root.all_attributes == {
+        "gen_ai.request.model": "m" * 256,
+        "gen_ai.response.model": "m" * 256,
+        "gen_ai.request.choice.count": 2,
+        "gen_ai.request.max_tokens": 7,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.0,
+    }
+    sampling.temperature = 0.25
+    second.describe("m", 1, sampling)
+    assert first.root.all_attributes["gen_ai.request.temperature"] == 0.5

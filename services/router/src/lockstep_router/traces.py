@@ -9,11 +9,12 @@ What it holds of the request are numbers and the name of a model that exists. It
 
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, Protocol
 
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.trace_context import TraceContext
-from lockstep_common.tracing import CURRENT, Kept, Kind, Span, Trace, Tracing, names
+from lockstep_common.tracing import CURRENT, MAX_TEXT, Attributes, Kept, Kind, Shared, Span, Trace, Tracing, names
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -25,7 +26,10 @@ _CLIENTS_TIMEOUT = 504
 """The request's own timeout has passed: its span says so, but that alone is no reason to keep the trace."""
 _MIN_CLIENT_WAIT_NS = 10_000_000
 """A write that takes less has waited for the event loop, not for the client."""
-_METHODS = {"http": names.HTTP_METHOD, "websocket": names.HTTP_METHOD}
+_METHODS = frozenset({"http", "websocket"})
+"""Faces whose calls have a method of HTTP."""
+MAX_SHARED = 1024
+"""Sets of values of attributes that are remembered, of each kind: what clients choose may be all different."""
 
 
 class EndedCall(Protocol):
@@ -67,11 +71,6 @@ class RequestTrace:
         """From the first write that waited for the client to the end of the last one; attributes have the waits."""
         self._client_read_ns = 0
 
-    @property
-    def context(self) -> TraceContext:
-        """What names the request to other services."""
-        return self.root.context
-
     def describe(self, model: str, choices: int, sampling: inference_pb2.Sampling | None = None) -> None:
         """Note what is asked for, once it is known to fit a model.
 
@@ -80,17 +79,12 @@ class RequestTrace:
             choices: answers to each prompt.
             sampling: that of the first stream; None: it makes no tokens.
         """
-        attributes = self.root.attributes
-        self.root.set_text(names.REQUEST_MODEL, model)
-        self.root.set_text(names.RESPONSE_MODEL, model)
-        if choices != 1:
-            attributes[names.REQUEST_CHOICES] = choices
-        if sampling is not None:
-            attributes[names.REQUEST_MAX_TOKENS] = sampling.max_tokens
-            attributes[names.REQUEST_TEMPERATURE] = sampling.temperature
-            attributes[names.REQUEST_TOP_P] = sampling.top_p
-            if sampling.top_k:
-                attributes[names.REQUEST_TOP_K] = sampling.top_k
+        root = self.root
+        if sampling is None:
+            root.shared += (_asked(model, choices),)
+            return
+        root.attributes[names.REQUEST_MAX_TOKENS] = sampling.max_tokens
+        root.shared += (_asked(model, choices, sampling.temperature, sampling.top_p, sampling.top_k),)
 
     def note_first_token(self, seconds: float) -> None:
         """Note a stream's first token, which came so long after the request; the first one counts."""
@@ -123,33 +117,65 @@ class RequestTrace:
         """Note the end of the answer."""
         root, trace = self.root, self.trace
         attributes = root.attributes
-        if operation := _OPERATIONS.get(call.endpoint):
-            attributes[names.OPERATION] = operation
-        attributes[names.PROVIDER] = names.PROVIDER_NAME
-        attributes[names.FACE] = call.face
-        attributes[names.HTTP_ROUTE] = call.endpoint
-        if call.face in _METHODS:
-            attributes[names.HTTP_METHOD] = call.method
-        attributes[names.HTTP_STATUS] = record.status
         # The client may have chosen it, of 64 harmless characters: it is in the answer and in the log too.
         attributes[names.RESPONSE_ID] = attributes[names.REQUEST_ID] = record.request_id
         attributes[names.INPUT_TOKENS] = record.prompt_tokens
         attributes[names.OUTPUT_TOKENS] = record.completion_tokens
-        attributes[names.FAILOVERS] = record.failovers
-        attributes[names.RESUMED] = record.resumed
-        if self.finish_reasons:
-            attributes[names.RESPONSE_FINISH_REASONS] = self.finish_reasons
         is_error = record.status >= 500
         if is_error and record.status != _CLIENTS_TIMEOUT:
             trace.keep(Kept.ERROR)
         trace.keep_if_slow(seconds)
-        if trace.kept is not None:
-            attributes[names.KEPT_BECAUSE] = trace.kept.value
+        root.shared += (
+            _answered(call.face, call.endpoint, call.method, record.status),
+            _went(record.failovers, record.resumed, tuple(self.finish_reasons), trace.kept),
+        )
         CURRENT.set(None)
         if self._client is not None:
             trace.end(self._client, at_ns=self._client_read_ns)
         trace.end(root, str(record.status) if is_error else "")
         trace.release()
+
+
+@lru_cache(MAX_SHARED)
+def _asked(model: str, choices: int, temperature: float | None = None, top_p: float = 0.0, top_k: int = 0) -> Shared:
+    """What is asked for; without a temperature it makes no tokens."""
+    attributes: Attributes = {}
+    name = model[:MAX_TEXT]
+    attributes |= {names.REQUEST_MODEL: name, names.RESPONSE_MODEL: name}
+    if choices != 1:
+        attributes[names.REQUEST_CHOICES] = choices
+    if temperature is not None:
+        attributes |= {names.REQUEST_TEMPERATURE: temperature, names.REQUEST_TOP_P: top_p}
+    if top_k:
+        attributes[names.REQUEST_TOP_K] = top_k
+    return Shared(attributes)
+
+
+@lru_cache(MAX_SHARED)
+def _answered(face: str, endpoint: str, method: str, status: int) -> Shared:
+    """What was called, and the answer's status."""
+    attributes: Attributes = {
+        names.PROVIDER: names.PROVIDER_NAME,
+        names.FACE: face,
+        names.HTTP_ROUTE: endpoint,
+        names.HTTP_STATUS: status,
+    }
+    if operation := _OPERATIONS.get(endpoint):
+        attributes[names.OPERATION] = operation
+    if face in _METHODS:
+        attributes[names.HTTP_METHOD] = method
+    return Shared(attributes)
+
+
+@lru_cache(MAX_SHARED)
+def _went(failovers: int, resumed: bool, finish_reasons: tuple[str, ...], kept: Kept | None) -> Shared:
+    """How the answer came about, and why its trace is kept."""
+    attributes: Attributes = {names.FAILOVERS: failovers, names.RESUMED: resumed}
+    if finish_reasons:
+        attributes[names.RESPONSE_FINISH_REASONS] = finish_reasons
+    if kept is not None:
+        attributes[names.KEPT_BECAUSE] = kept.value
+    return Shared(attributes)
 
 
 def begin_request(tracing: Tracing | None, headers: Mapping[str, str]) -> RequestTrace | None:

@@ -11,9 +11,9 @@ from typing import Protocol
 from lockstep_common.tracing.kept import KEPT_SPANS
 from lockstep_common.tracing.options import Given, TraceOptions, trace_options
 from lockstep_common.tracing.queue import SpanQueue
-from lockstep_common.tracing.spans import CURRENT, Attributes, Kept, Kind, Span, Trace, Tracing
+from lockstep_common.tracing.spans import CURRENT, MAX_TEXT, Attributes, Kept, Kind, Shared, Span, Trace, Tracing
 
-__all__ = ["CURRENT", "Attributes", "Kept", "Kind", "Span", "Trace", "Tracing", "setup_tracing"]
+__all__ = ["CURRENT", "MAX_TEXT", "Attributes", "Kept", "Kind", "Shared", "Span", "Trace", "Tracing", "setup_tracing"]
 
 _VERSION = "0.1.0"
 

@@ -5,20 +5,23 @@ the messages with those of the SDK.
 """
 
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from lockstep_common.trace_context import TraceContext
-from lockstep_common.tracing.spans import Kind, Span, Value
+from lockstep_common.tracing.spans import Kind, Shared, Span, Value
 
-_SAME = 4096
-"""Attributes and names that are remembered in their encoded form; most come again and again."""
+_SAME = 1024
+"""Names that are remembered in their encoded form; there are few."""
+_SAME_VALUES = 64
+"""Values of one attribute that are remembered so: most come again and again, and ids and durations never do."""
 _TIMES = struct.Struct("<BQBQ")
 _TIME = struct.Struct("<BQ")
 _FLAGS = struct.Struct("<I")
-_DOUBLE = struct.Struct("<Bd")
-_DOUBLE_VALUE = b"\x12\x09"
-"""Begins an `AnyValue` of that size in an attribute."""
+_DOUBLE = struct.Struct("<d")
+_OF_RESOURCE, _OF_SPAN, _OF_EVENT = 1, 9, 3
+"""Numbers of the field of attributes."""
 _BYTE = 0x80
 _INT_MASK = (1 << 64) - 1
 
@@ -34,7 +37,7 @@ _OWN_PARENT, _REMOTE_PARENT = (
     b"\x85\x01" + _FLAGS.pack(flags) for flags in (_HAS_IS_REMOTE, _HAS_IS_REMOTE | _IS_REMOTE)
 )
 _LINK_FLAGS = b"\x35" + _FLAGS.pack(_HAS_IS_REMOTE | _IS_REMOTE)
-_KINDS = {kind: b"\x30%c" % (kind + 1) for kind in Kind}
+_KINDS = tuple(b"\x30%c" % (kind + 1) for kind in Kind)
 
 
 def encode(spans: Iterable[Span], resource: Mapping[str, Value], scope: str, schema_url: str) -> bytes:
@@ -46,11 +49,12 @@ def encode(spans: Iterable[Span], resource: Mapping[str, Value], scope: str, sch
         scope: names what makes the spans.
         schema_url: of the names of their attributes.
     """
-    of_scope = _part(1, _text(1, scope)) + b"".join(_part(2, _span(span)) for span in spans) + _text(3, schema_url)
-    return _part(1, _part(1, _attributes(1, resource)) + _part(2, of_scope))
+    of_scope = _part(1, _text(1, scope)) + b"".join([_span(span) for span in spans]) + _text(3, schema_url)
+    return _part(1, _part(1, _attributes(_OF_RESOURCE, resource)) + _part(2, of_scope))
 
 
 def _span(span: Span) -> bytes:
+    """A field of the spans of a scope."""
     trace = span.trace
     parts = [
         _TRACE_ID,
@@ -60,18 +64,21 @@ def _span(span: Span) -> bytes:
         _text(5, span.name),
         _KINDS[span.kind],
         _TIMES.pack(_BEGIN, span.begin_ns, _END, span.end_ns),
-        _attributes(9, span.attributes),
+        _own(span.attributes),
+        *[shared.encoded or _shared(shared) for shared in span.shared],
         _ERROR if span.error else _NO_ERROR,
-        _REMOTE_PARENT if span.parent_id and span.has_remote_parent else _OWN_PARENT,
+        _REMOTE_PARENT if span.has_remote_parent else _OWN_PARENT,
     ]
     if trace.state:
         parts.append(_text(3, trace.state))
     if span.parent_id:
         parts += (_PARENT_ID, span.parent_id.to_bytes(8, "big"))
     for name, at_ns, attributes in span.events:
-        parts.append(_part(11, _TIME.pack(0x09, at_ns) + _text(2, name) + _attributes(3, attributes)))
-    parts += [_part(13, _link(link)) for link in span.links]
-    return b"".join(parts)
+        of_event = _TIME.pack(0x09, at_ns) + _text(2, name)
+        parts.append(_part(11, of_event + _attributes(_OF_EVENT, attributes) if attributes else of_event))
+    if span.links:
+        parts += [_part(13, _link(link)) for link in span.links]
+    return _part(2, b"".join(parts))
 
 
 def _link(linked: TraceContext) -> bytes:
@@ -79,26 +86,53 @@ def _link(linked: TraceContext) -> bytes:
     return b"".join((_TRACE_ID, trace_id, _SPAN_ID, span_id, _LINK_FLAGS))
 
 
+def _shared(shared: Shared) -> bytes:
+    """Attributes of a span, which are remembered for all spans that have them."""
+    shared.encoded = _attributes(_OF_SPAN, shared.attributes)
+    return shared.encoded
+
+
+_known: dict[tuple[tuple[str, Value], type], bytes] = {}
+"""Encoded attributes of spans. With their types, since True, 1 and 1.0 are equal, and are not encoded alike."""
+_values: Counter[str] = Counter()
+"""How many of each name are known."""
+
+
+def _own(attributes: Mapping[str, Value]) -> bytes:
+    """The attributes of one span."""
+    own = dict(attributes)  # another thread may still add to them
+    try:
+        return b"".join(
+            [_known.get(key) or _new(key) for key in zip(own.items(), map(type, own.values()), strict=True)]
+        )
+    except TypeError:  # lists cannot be remembered
+        return _attributes(_OF_SPAN, own)
+
+
+def _new(key: tuple[tuple[str, Value], type]) -> bytes:
+    """An attribute of a span that is not known."""
+    (name, value), _ = key
+    encoded = _attribute(_OF_SPAN, name, value)
+    if _values[name] < _SAME_VALUES:
+        _values[name] += 1
+        _known[key] = encoded
+    return encoded
+
+
 def _attributes(number: int, attributes: Mapping[str, Value]) -> bytes:
-    # A copy: another thread may still add to them. Lists cannot be remembered, tuples can.
-    return b"".join(
-        [
-            _measured(number, name, value)
-            if isinstance(value, float)
-            else _attribute(number, name, tuple(value) if isinstance(value, list) else value)
-            for name, value in [*attributes.items()]
-        ]
-    )
+    return b"".join([_attribute(number, name, value) for name, value in dict(attributes).items()])
 
 
-def _measured(number: int, name: str, value: float) -> bytes:
-    """An attribute that is hardly ever the same again."""
-    return _part(number, _text(1, name) + _DOUBLE_VALUE + _DOUBLE.pack(0x21, value))
-
-
-@lru_cache(_SAME, typed=True)  # True, 1 and 1.0 are equal, and are not encoded alike
 def _attribute(number: int, name: str, value: Value) -> bytes:
-    return _part(number, _text(1, name) + _part(2, _value(value)))
+    """A field of that number with a `KeyValue`."""
+    key = _text(1, name)
+    if isinstance(value, str):
+        text = value.encode(errors="replace")
+        length = len(text)
+        size = len(key) + 4 + length
+        if size < _BYTE:  # as below, in less time: these are ids, which are never the same
+            return b"%c%c%b\x12%c\x0a%c%b" % (number << 3 | 2, size, key, length + 2, length, text)
+    return _part(number, key + _part(2, _value(value)))
 
 
 def _value(value: Value) -> bytes:
@@ -106,13 +140,11 @@ def _value(value: Value) -> bytes:
     if isinstance(value, str):
         # Also if it is empty: it is one of several that a value can be.
         return _part(1, value.encode(errors="replace"))
-    if isinstance(value, bool):
-        return b"\x10%c" % value
-    if isinstance(value, int):
-        return b"\x18" + _number(value & _INT_MASK)
+    if isinstance(value, int):  # a truth value, too
+        return b"%c%b" % (0x10 if isinstance(value, bool) else 0x18, _number(value & _INT_MASK))
     if isinstance(value, float):
-        return _DOUBLE.pack(0x21, value)
-    return _part(5, b"".join(_part(1, _value(each)) for each in value))
+        return b"\x21" + _DOUBLE.pack(value)
+    return _part(5, b"".join([_part(1, _value(each)) for each in value]))
 
 
 @lru_cache(_SAME)
@@ -126,7 +158,9 @@ def _part(number: int, content: bytes) -> bytes:
     length = len(content)
     if length < _BYTE and number < _BYTE >> 3:  # most are short
         return b"%c%c%b" % (number << 3 | 2, length, content)
-    return _number(number << 3 | 2) + _number(length) + content
+    if length < _BYTE * _BYTE and number < _BYTE >> 3:  # a span
+        return b"%c%c%c%b" % (number << 3 | 2, length & 0x7F | _BYTE, length >> 7, content)
+    return b"%b%b%b" % (_number(number << 3 | 2), _number(length), content)
 
 
 def _number(value: int) -> bytes:

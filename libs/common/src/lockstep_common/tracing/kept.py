@@ -55,7 +55,7 @@ def _as_json(span: Span) -> dict[str, Any]:
         "begin_ns": span.begin_ns,
         "end_ns": span.end_ns,
         "error": span.error,
-        "attributes": dict(span.attributes),
+        "attributes": span.all_attributes,
         "events": [[name, at_ns] for name, at_ns, _ in list(span.events)],
         "links": [f"{link.span_id:016x}" for link in span.links],
     }

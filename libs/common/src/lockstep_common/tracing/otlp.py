@@ -1,22 +1,19 @@
 """Exports spans by OTLP, with OpenTelemetry's SDK. Import it where tracing is on only: it takes memory and time.
 
-Over gRPC the SDK's exporter connects, retries and reads its variables, and the messages are made here. Over HTTP it
-makes them itself, from spans of its own kind, which takes several times as long.
+The SDK's exporters connect, retry and read their variables. The messages are made here: from spans of its own kind
+they would take several times as long.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing import names
 from lockstep_common.tracing.encoding import encode
 from lockstep_common.tracing.options import TraceOptions
@@ -24,8 +21,6 @@ from lockstep_common.tracing.spans import Span, Value
 
 _METHOD = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 _NAME = "lockstep"
-_SCOPE = InstrumentationScope(_NAME, schema_url=names.SCHEMA_URL)
-_KINDS = {kind.value: kind for kind in SpanKind}
 
 
 class OtlpExport:
@@ -39,9 +34,7 @@ class OtlpExport:
 
     def export(self, spans: Sequence[Span]) -> bool:
         """Export spans, no longer than the options say; whether the collector has them."""
-        own: Sequence[Any] = spans
-        if not isinstance(self._exporter, _GrpcExporter):
-            own = [to_readable(span, self.resource) for span in spans]
+        own: Sequence[Any] = spans  # where the SDK has its own kind
         return self._exporter.export(own) is SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
@@ -75,9 +68,9 @@ class _BytesStub:
 
 def _exporter(options: TraceOptions, resource: Resource) -> SpanExporter:
     if options.protocol == "http":
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter  # noqa: PLC0415
+        from lockstep_common.tracing.otlp_http import HttpExporter  # noqa: PLC0415 - its client takes memory and time
 
-        return HttpExporter(endpoint=options.http_endpoint, timeout=options.timeout_s)
+        return HttpExporter(options, partial(encoded, resource=resource))
     return _GrpcExporter(options, resource)
 
 
@@ -95,33 +88,3 @@ def _plain(resource: Resource) -> dict[str, Value]:
         else:
             found[name] = [str(each) for each in value] if isinstance(value, list | tuple) else str(value)
     return found
-
-
-def to_readable(span: Span, resource: Resource) -> ReadableSpan:
-    """A span in the form of the SDK."""
-    own = span.context
-    parent = None
-    if span.parent_id:
-        parent = _context(
-            TraceContext(own.trace_id, span.parent_id, own.is_sampled, own.state), is_remote=span.has_remote_parent
-        )
-    return ReadableSpan(
-        span.name,
-        _context(own, is_remote=False),
-        parent,
-        resource,
-        span.attributes,
-        [Event(name, attributes, at_ns) for name, at_ns, attributes in span.events],
-        [Link(_context(linked, is_remote=True)) for linked in span.links],
-        _KINDS[span.kind],
-        status=Status(StatusCode.ERROR) if span.error else Status(),
-        start_time=span.begin_ns,
-        end_time=span.end_ns,
-        instrumentation_scope=_SCOPE,
-    )
-
-
-def _context(context: TraceContext, *, is_remote: bool) -> SpanContext:
-    state = TraceState.from_header([context.state]) if context.state else None
-    flags = TraceFlags.SAMPLED if context.is_sampled else TraceFlags.DEFAULT
-    return SpanContext(context.trace_id, context.span_id, is_remote, TraceFlags(flags), state)

@@ -17,7 +17,10 @@ logger = logging.getLogger("lockstep.tracing")
 MAX_SPANS = 8192
 """Spans that wait for the exporter."""
 BATCH_SPANS = 512
-_EVERY_S = 0.5
+_EVERY_S = 2.0
+"""Longest time that a span waits for others. An export takes as long as to encode some 80 spans, however few it has."""
+_PAUSE_S = 0.5
+"""After an export that has failed."""
 
 
 class SpanQueue:
@@ -94,7 +97,7 @@ class SpanQueue:
             (self._exported if is_done else self._failed).inc(len(batch))
             self._note(is_done=is_done)
             if not is_done and not self._is_closing:
-                time.sleep(_EVERY_S)  # an exporter that fails at once is not called without a pause
+                time.sleep(_PAUSE_S)  # an exporter that fails at once is not called without a pause
 
     def _note(self, *, is_done: bool) -> None:
         if is_done == self._is_away:

@@ -23,7 +23,8 @@ MAX_EVENTS = 64
 """Events of one span."""
 MAX_WAITING_SPANS = 32_768
 """Spans of all traces that are not decided on, about 1 KB each."""
-_MAX_TEXT = 256
+MAX_TEXT = 256
+"""Characters of an attribute whose text has no bound of its own."""
 _LOW_BITS = (1 << 64) - 1
 
 Value = bool | int | float | str | Sequence[str]
@@ -51,6 +52,19 @@ class Kept(StrEnum):
 _DECISIONS = {None: metrics.TRACES.labels("dropped")} | {why: metrics.TRACES.labels(why.value) for why in Kept}
 
 
+class Shared:
+    """Attributes that many spans have alike: made once, encoded once, and never changed. Who makes them remembers
+    them by their values, of which there must be few.
+    """
+
+    __slots__ = ("attributes", "encoded")
+
+    def __init__(self, attributes: Attributes) -> None:
+        self.attributes = attributes
+        self.encoded = b""
+        """As a part of a message to the collector, once that is made."""
+
+
 @dataclass(slots=True, eq=False)
 class Span:
     """One piece of work. Times are nanoseconds since 1970."""
@@ -65,6 +79,9 @@ class Span:
     kind: Kind = Kind.INTERNAL
     end_ns: int = 0
     attributes: Attributes = field(default_factory=dict)
+    """Its own ones. Who reads a span wants `all_attributes`."""
+    shared: tuple[Shared, ...] = ()
+    """Further ones, none of which has a name of another."""
     # Most spans have none: a list for each of them would take as long as the rest.
     events: Sequence[tuple[str, int, Attributes]] = ()
     links: Sequence[TraceContext] = ()
@@ -72,10 +89,32 @@ class Span:
     """The type of the error that ended it; empty: none."""
 
     @property
+    def all_attributes(self) -> Attributes:
+        """Its own ones and those that it shares, as a copy."""
+        found = self.attributes.copy()
+        for shared in self.shared:
+            found |= shared.attributes
+        return found
+
+    @property
     def context(self) -> TraceContext:
         """What names it to other services: whether the trace is kept, as far as that is known now."""
         trace = self.trace
         return TraceContext(trace.trace_id, self.span_id, trace.kept is not None, trace.state)
+
+    @property
+    def traceparent(self) -> str:
+        """That of `context`, which takes longer to make."""
+        return f"00-{self.trace.hex_id}-{self._hex_id}-{'00' if self.trace.kept is None else '01'}"
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What names it in a log line."""
+        return {"trace_id": self.trace.hex_id, "span_id": self._hex_id}
+
+    @property
+    def _hex_id(self) -> str:
+        return self.span_id.to_bytes(8, "big").hex()
 
     def event(self, name: str, attributes: Attributes | None = None, at_ns: int | None = None) -> None:
         """Note that something has happened; `at_ns` is of the monotonic clock, None: now."""
@@ -88,10 +127,6 @@ class Span:
     def link(self, context: TraceContext) -> None:
         """Refer to another span, of this trace or of another one."""
         self.links = (*self.links, context)
-
-    def set_text(self, name: str, text: str) -> None:
-        """Set an attribute whose text has no bound of its own."""
-        self.attributes[name] = text[:_MAX_TEXT]
 
 
 class Tracing:
@@ -120,20 +155,17 @@ class Tracing:
         self.export = export
         """Takes spans that have ended."""
         self._bound = round(ratio * (1 << 64))
-        self._rng = rng or Random(SystemRandom().getrandbits(128))
+        self.random_bits = (rng or Random(SystemRandom().getrandbits(128))).getrandbits
+        """Ids of so many bits; 0 is none."""
         self._on_close = on_close
 
     def trace(self, parent: TraceContext | None = None) -> "Trace":
         """A trace that begins here, or goes on here after a caller's span. It is held once: see `Trace.release`."""
         if parent is not None:
             return Trace(self, parent.trace_id, parent, Kept.PARENT if parent.is_sampled else None)
-        trace_id = self._rng.getrandbits(128) or 1
+        trace_id = self.random_bits(128) or 1
         # As OpenTelemetry's TraceIdRatioBased: services that use the same ratio agree.
         return Trace(self, trace_id, None, Kept.RATIO if trace_id & _LOW_BITS < self._bound else None)
-
-    def new_span_id(self) -> int:
-        """An id that no other span of a trace has."""
-        return self._rng.getrandbits(64) or 1
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Export what waits for it, no longer than this."""
@@ -171,6 +203,11 @@ class Trace:
         self._offset_ns = time.time_ns() - time.monotonic_ns()
 
     @property
+    def hex_id(self) -> str:
+        """Its id as text; a format takes five times as long."""
+        return self.trace_id.to_bytes(16, "big").hex()
+
+    @property
     def kept_id(self) -> int:
         """Its id if it is kept, as far as that is known now; else 0."""
         return 0 if self.kept is None else self.trace_id
@@ -184,7 +221,7 @@ class Trace:
     ) -> Span:
         """A span that begins at a time of the monotonic clock; None: now. Without a parent it is the caller's child."""
         begin_ns = self._offset_ns + (time.monotonic_ns() if at_ns is None else at_ns)
-        span_id = self._tracing.new_span_id()
+        span_id = self._tracing.random_bits(64) or 1
         self._first_id = self._first_id or span_id
         if parent is None:
             caller = self._parent
@@ -197,8 +234,7 @@ class Trace:
                 begin_ns,
                 kind,
             )
-        # A child cannot begin before its parent.
-        begin_ns = max(begin_ns, parent.begin_ns)
+        begin_ns = max(begin_ns, parent.begin_ns)  # a child cannot begin before its parent
         return Span(name, self, span_id, parent.span_id, False, begin_ns, kind)
 
     def end(self, span: Span, error: str = "", at_ns: int | None = None) -> None:

@@ -46,7 +46,7 @@ def caller(origin: Origin, user: str | None) -> Caller:
     traceparent = parse_traceparent(headers.get("traceparent", ""))
     tracestate = parse_tracestate(headers.get("tracestate", "")) if traceparent else ""
     if origin.trace is not None:
-        traceparent = origin.trace.context.traceparent
+        traceparent = origin.trace.root.traceparent
     return Caller(
         _session(origin, user, name),
         name or (anonymous_tenant(origin.address) if origin.address else ""),

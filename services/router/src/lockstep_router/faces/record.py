@@ -4,8 +4,6 @@ import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
-from lockstep_common.trace_context import trace_fields
-
 from lockstep_router.faces.bodies import Reservation
 from lockstep_router.tenants import Access, Account
 from lockstep_router.traces import RequestTrace
@@ -38,7 +36,7 @@ class Record:
     def log_fields(self) -> dict[str, str]:
         """What each log line about the request says."""
         fields = {"request_id": self.request_id}
-        return fields if self.trace is None else fields | trace_fields(self.trace.context.traceparent)
+        return fields if self.trace is None else fields | self.trace.root.log_fields
 
     async def write(self, writing: Awaitable[None]) -> None:
         """Await a write to the client. The trace tells how long the client let it wait."""

@@ -4,16 +4,16 @@ The stream calls this at each of its moves, a few times in its life and never fo
 """
 
 import time
+from functools import lru_cache
 
 from lockstep_api.v1 import inference_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_common.trace_context import TraceContext
-from lockstep_common.tracing import Kept, Kind, Span, names
+from lockstep_common.tracing import Kept, Kind, Shared, Span, names
 
 from lockstep_router.settings import RouterSettings
 from lockstep_router.streams.attempt import Finished, Outcome, WaitedTooLong
 from lockstep_router.streams.journal import Journal
-from lockstep_router.traces import RequestTrace
+from lockstep_router.traces import MAX_SHARED, RequestTrace
 from lockstep_router.workers import Link, Workers
 from lockstep_router.workers.losses import Loss
 
@@ -78,7 +78,7 @@ class _Recorded(StreamTrace):
         self._route: Span | None = None
         """Lasts from the search for a worker to the end of the attempt there."""
         self._attempt: Span | None = None
-        self._last: TraceContext | None = None
+        self._last: Span | None = None
         """The attempt before."""
         self._emitted = 0
         self._began_at = time.monotonic()
@@ -100,17 +100,11 @@ class _Recorded(StreamTrace):
         self._describe(route, link, workers, settings)
         self._emitted = len(journal.emitted_ids)
         self._attempt = attempt = self._trace.begin("attempt", route, Kind.CLIENT)
-        attempt.attributes = {
-            names.STREAM: journal.stream_id,
-            names.ATTEMPT: journal.attempt + 1,
-            names.WORKER: link.worker_id,
-            names.EPOCH: link.epoch,
-            names.EMITTED_BEFORE: self._emitted,
-        }
+        attempt.attributes[names.STREAM] = journal.stream_id
+        attempt.shared = (_attempt(journal.attempt + 1, link.worker_id, link.epoch, self._emitted),)
         if self._last is not None:
-            attempt.link(self._last)
-        context = attempt.context
-        journal.traceparent, journal.tracestate = context.traceparent, context.state
+            attempt.link(self._last.context)
+        journal.traceparent, journal.tracestate = attempt.traceparent, attempt.trace.state
 
     def _describe(self, route: Span, link: Link, workers: Workers, settings: RouterSettings) -> None:
         """Note the choice and what it was made by."""
@@ -123,11 +117,8 @@ class _Recorded(StreamTrace):
             reason = "continues_exactly"
         else:
             reason = "policy"
+        route.shared = (_choice(len(ready), settings.policy_of(journal.model), reason, link.worker_id),)
         route.attributes |= {
-            names.CANDIDATES: len(ready),
-            names.POLICY: settings.policy_of(journal.model),
-            names.REASON: reason,
-            names.WORKER: link.worker_id,
             names.WORKER_QUEUED: facts.queued,
             names.WORKER_RUNNING: facts.running,
             names.WORKER_WAIT_S: facts.queue_wait_s,
@@ -178,11 +169,23 @@ class _Recorded(StreamTrace):
         if attempt is not None:
             attempt.attributes[names.OUTCOME] = outcome
             attempt.attributes[names.TOKENS] = len(self._journal.emitted_ids) - self._emitted
-            self._last = attempt.context
+            self._last = attempt
             self._trace.end(attempt, error)
         if route is not None:
             # That an attempt failed is no error of the route.
             self._trace.end(route, "" if attempt is not None else error)
+
+
+@lru_cache(MAX_SHARED)
+def _choice(candidates: int, policy: str, reason: str, worker: str) -> Shared:
+    """What was chosen, and why."""
+    return Shared({names.CANDIDATES: candidates, names.POLICY: policy, names.REASON: reason, names.WORKER: worker})
+
+
+@lru_cache(MAX_SHARED)
+def _attempt(number: int, worker: str, epoch: int, emitted: int) -> Shared:
+    """Where an attempt goes on, and where it is in the stream."""
+    return Shared({names.ATTEMPT: number, names.WORKER: worker, names.EPOCH: epoch, names.EMITTED_BEFORE: emitted})
 
 
 _NO_TRACE = StreamTrace()
