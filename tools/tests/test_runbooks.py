@@ -103,7 +103,8 @@ def test_the_commands_of_a_runbook_exist_and_change_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(BOOKS))
 def test_what_a_runbook_looks_for_in_metrics_is_there(name: str) -> None:
     """Each alternative of its patterns matches a line of an exposition."""
-    lines = [f'{each}{{code="503"}} 1\n{each}{{code="RESOURCE_EXHAUSTED"}} 1' for each in series()]
+    labels = ('code="503"', 'code="RESOURCE_EXHAUSTED"', 'outcome="FULL"')
+    lines = [f"{each}{{{label}}} 1" for each in series() for label in labels]
     exposition = "\n".join(lines)
     for pattern in re.findall(r"metrics \| grep (?:-E )?'(.*)'$", BOOKS[name], re.MULTILINE):
         for part in re.split(r"\|(?![^(]*\))", pattern):
