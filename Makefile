@@ -65,13 +65,14 @@ test-slow: setup
 	$(BIN)/pytest tests/chaos/test_random_kills.py tests/hostile/test_schema.py --kills 12 --fuzz-cases 10000
 
 # The tests of equal bits again, after those of `make test` and `make test-slow`, which have the kernels, one thread and nothing set, as on
-# other machines: without the kernels, and with the libraries' settings changed.
+# other machines: without the kernels, and with the libraries' settings changed. The slow ones again without the kernels alone, whose place
+# the libraries take there.
 BITS = $(BIN)/pytest -n $(COMPUTING_JOBS) libs/engine
 test-bits: setup
 	env -u MKL_CBWR -u ATEN_CPU_CAPABILITY OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS) -m bits
 	MKL_CBWR=AUTO,STRICT OMP_NUM_THREADS=1 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and not slow"
 	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and not slow"
-	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 $(BITS) -m bits
+	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 $(BITS) -m "bits and not slow"
 
 # Other projects' clients, in an environment of their own, against systems that run in .venv.
 test-strangers: setup .venv-strangers/ready
