@@ -70,8 +70,7 @@ test-slow: setup
 BITS = $(BIN)/pytest -n $(COMPUTING_JOBS) libs/engine
 test-bits: setup
 	env -u MKL_CBWR -u ATEN_CPU_CAPABILITY OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS) -m bits
-	MKL_CBWR=AUTO,STRICT OMP_NUM_THREADS=1 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and not slow"
-	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and not slow"
+	MKL_CBWR=AUTO,STRICT ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and not slow"
 	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 $(BITS) -m "bits and not slow"
 
 # Other projects' clients, in an environment of their own, against systems that run in .venv.
