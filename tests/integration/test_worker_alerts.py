@@ -13,7 +13,7 @@ from lockstep_tools.serving.stack import Stack, StackSettings
 from machine import wait_for
 from scraper import PATIENCE_S, Prometheus, service_targets
 from system import MODEL, REFERENCE, System
-from test_alerts import Clients
+from test_alerts import Clients, Killer
 
 pytestmark = pytest.mark.slow
 
@@ -64,17 +64,8 @@ def test_routers_that_fill_the_same_queues(systems: list[System], prometheus: Pr
 
 
 def test_a_worker_whose_ranks_die_under_what_the_other_completes(systems: list[System], prometheus: Prometheus) -> None:
-    killed: set[int] = set()
-
-    def kill() -> None:
-        worker = systems[0].worker("w0")
-        pid = worker["ranks"][0]["pid"]
-        if worker["state"] == "ready" and worker["running"] > 0 and pid not in killed:
-            killed.add(pid)
-            os.kill(pid, signal.SIGKILL)
-
     with Clients(systems[0], 4, 200):
-        prometheus.until_fires(RELEASE, "LockstepWorkerEjected", meanwhile=kill)
+        prometheus.until_fires(RELEASE, "LockstepWorkerEjected", meanwhile=Killer(systems[0], 0))
         prometheus.until_resolved(RELEASE, "LockstepWorkerEjected")
 
 

@@ -6,15 +6,15 @@ is shown was told before. A router that does not answer is shown as such for as 
 """
 
 import asyncio
-import io
 import os
 import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.client import HTTPException, HTTPResponse
-from typing import Annotated, Any, Literal, cast
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
 
+from aiohttp import ClientError, ClientOSError, ClientPayloadError, ClientResponse, ClientSession, ClientSSLError
 from lockstep_common.address import split_host_port
 from lockstep_common.tls import Certificates, client_context
 from pydantic import BaseModel, Field, ValidationError
@@ -117,60 +117,50 @@ class OtherRouters:
         self._problem = "; ".join(problems)
         asked = sorted(addresses)[:MAX_OTHERS]
         self._others = {address: self._others.get(address, _Other()) for address in asked}
+        tls = None if self._certificates is None else client_context(self._certificates.current())
         turn = asyncio.Semaphore(_AT_A_TIME)
-        await asyncio.gather(*(self._ask_one(address, addresses[address], turn) for address in asked))
+        async with ClientSession(auto_decompress=False) as session:
+            await asyncio.gather(*(self._ask_one(session, tls, turn, each, addresses[each]) for each in asked))
 
-    async def _ask_one(self, address: str, name: str, turn: asyncio.Semaphore) -> None:
+    async def _ask_one(
+        self, session: ClientSession, tls: ssl.SSLContext | None, turn: asyncio.Semaphore, address: str, name: str
+    ) -> None:
+        """Ask the router at an address, whose certificate has to be for this name."""
         other = self._others[address]
+        url = f"{'https' if tls else 'http'}://{address}{ROUTER}"
         async with turn:
             try:
-                async with asyncio.timeout(DEADLINE_S):
-                    answer = await self._fetch(address, name)
-                other.facts, other.heard_at, other.problem = _parse(answer), self._clock(), ""
+                async with (
+                    asyncio.timeout(DEADLINE_S),
+                    session.get(
+                        url, ssl=tls or True, server_hostname=name if tls else None, allow_redirects=False
+                    ) as answer,
+                ):
+                    other.facts, other.heard_at, other.problem = await _facts(answer), self._clock(), ""
             except TimeoutError:
                 other.problem = "no answer in time"
-            except ssl.SSLError as error:
-                other.problem = f"TLS: {error.reason or 'the handshake failed'}"
-            except (HTTPException, ValidationError, _NoFactsError):
-                other.problem = "its answer is none of a router"
-            except OSError as error:
+            except ClientSSLError as error:
+                cause = error.__cause__
+                reason = cause.reason if isinstance(cause, ssl.SSLError) else ""
+                other.problem = f"TLS: {reason or 'the handshake failed'}"
+            except ClientOSError as error:
                 other.problem = os.strerror(error.errno) if error.errno else "no connection"
-
-    async def _fetch(self, address: str, name: str) -> bytes:
-        """The whole answer: a management port ends the connection after it."""
-        host, port = split_host_port(address)
-        tls = None if self._certificates is None else client_context(self._certificates.current())
-        reader, writer = await asyncio.open_connection(host, port, ssl=tls, server_hostname=tls and name)
-        try:
-            writer.write(f"GET {ROUTER} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n".encode())
-            answer = b""
-            while part := await reader.read(MAX_ANSWER_BYTES):
-                answer += part
-                if len(answer) > MAX_ANSWER_BYTES:
-                    raise _NoFactsError
-            return answer
-        finally:
-            writer.close()
+            except (ClientError, ValidationError):
+                other.problem = "its answer is none of a router"
 
 
-class _NoFactsError(Exception):
-    """The answer is too large, or an error."""
+async def _facts(answer: ClientResponse) -> RouterFacts:
+    """What a router tells.
 
-
-class _Received:
-    """Bytes that have arrived, in the place of the socket from which `http.client` reads."""
-
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
-
-    def makefile(self, *_: object) -> io.BytesIO:
-        """The file to read from."""
-        return io.BytesIO(self._answer)
-
-
-def _parse(answer: bytes) -> RouterFacts:
-    response = HTTPResponse(cast("Any", _Received(answer)))
-    response.begin()
-    if response.status != 200:
-        raise _NoFactsError
-    return RouterFacts.model_validate_json(response.read())
+    Raises:
+        ClientError: the answer is an error, too large, or cut short.
+        ValidationError: it says something else.
+    """
+    if answer.status != HTTPStatus.OK:
+        raise ClientPayloadError("an error")
+    body = b""
+    async for part in answer.content.iter_any():
+        body += part
+        if len(body) > MAX_ANSWER_BYTES:
+            raise ClientPayloadError("too large")
+    return RouterFacts.model_validate_json(body)
