@@ -27,6 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 setup: .venv/ready
 
 .venv/ready: requirements.lock $(PACKAGES:%=%/pyproject.toml) libs/engine/setup.py $(wildcard libs/engine/src/lockstep_engine/kernels/*.[ch])
+	@echo "setting up .venv: a few minutes, once"
 	$(PYTHON) -m venv .venv
 # The CPU build of torch where an index or a folder of pip's has it. PyPI's own build for Linux needs the CUDA libraries.
 	sed -n '/^torch==/,/[^\\]$$/s/^torch==[^ ]*/&+cpu/p;/^torch==/,/[^\\]$$/{/^ /p}' requirements.lock > .venv/torch-cpu.lock

@@ -77,6 +77,8 @@ def test_routers_share_a_state_server(stubs: Path, model: str) -> None:
         flags = [psutil.Process(pid).cmdline() for pid in pids if pid is not None]
         (target,) = {word for each in flags for word in each if word.startswith("--state-server=unix:")}
         assert Path(target.removeprefix("--state-server=unix:")).is_socket()
+        routers = ",".join(f"127.0.0.1:{port}" for port in stack.management_ports)
+        assert all(f"--console-routers={routers}" in each for each in flags)
         os.kill(pids[1] or 0, signal.SIGKILL)
         wait_until(lambda: stack.router_pids[1] not in (None, pids[1]))
         stack.wait_ready(10)

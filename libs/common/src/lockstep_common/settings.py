@@ -169,7 +169,8 @@ class PodSettings(ServiceSettings):
         ge=0,
         le=1,
         description="Part of the traces that is kept if the caller has not decided; OTEL_TRACES_SAMPLER_ARG or 0.1 if "
-        "not set. Requests that fail, are slow or move to another worker are kept besides.",
+        "not set, 1 with OTEL_TRACES_EXPORTER=memory. Requests that fail, are slow or move to another worker are "
+        "kept besides.",
     )
     trace_slow_s: float = Field(
         10.0, gt=0, description="A request that takes longer, to its first token or to its end, has its trace kept."

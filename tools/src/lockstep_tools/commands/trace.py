@@ -28,7 +28,7 @@ X-Request-ID of the answer, or the id of a trace. The spans come from the memory
 newest ones of the traces that are kept, from a Jaeger, or from a file: OTLP in JSON, a message a line, as a collector's
 file exporter writes it, or the JSON that a Jaeger gives. Traces have to be on: with a collector in the settings, or
 with OTEL_TRACES_EXPORTER=memory in the services' environment. Which are kept: those that failed, were slow or moved to
-another worker, and a part of the others (trace_ratio)."""
+another worker, and a part of the others (trace_ratio): a tenth by default, all with OTEL_TRACES_EXPORTER=memory."""
 
 EXAMPLES = """\
   lockstep trace 4f0c2a9b1d7e

@@ -333,6 +333,7 @@ class Stack:
     def _stages(self, directory: str) -> list[dict[str, list[str]]]:
         """Commands in the order in which they end. Routers end first: so their streams can end."""
         sockets = {worker: f"unix:{directory}/{worker}.sock" for worker in self.worker_ids}
+        consoles = ",".join(f"{_LOOPBACK}:{port}" for port in self.management_ports)
         routers = {
             name: _command(
                 "lockstep_router",
@@ -342,6 +343,7 @@ class Stack:
                     "management-port": management_port,
                     "workers": ",".join(sockets.values()),
                     "console": "public" if self._is_for_this_machine else None,
+                    "console-routers": consoles if len(self.management_ports) > 1 else None,
                     "processes": self.settings.router_processes,
                     "state-server": None if self.settings.store is None else f"unix:{self._state_socket}",
                     "drain-timeout-s": _DRAIN_S,

@@ -15,6 +15,8 @@ from lockstep_common.errors import invalid
 
 Protocols = Literal["grpc", "http"]
 DEFAULT_RATIO = 0.1
+_RATIO_IN_MEMORY = 1.0
+"""They cost no collector anything, and whoever asks for them looks for a certain request."""
 _PROTOCOLS: dict[str, Protocols] = {"grpc": "grpc", "http/protobuf": "http", "http": "http"}
 _TIMEOUT_S = 5.0
 _MEMORY = "memory"
@@ -74,12 +76,16 @@ def trace_options(given: Given, environment: Mapping[str, str] = os.environ) -> 
     own = environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     endpoint = given.otlp_endpoint or own or environment.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     if environment.get("OTEL_TRACES_EXPORTER") == _MEMORY:
-        return TraceOptions("", "grpc", _ratio(given, environment), given.trace_slow_s)
+        return TraceOptions("", "grpc", _ratio(given, environment, _RATIO_IN_MEMORY), given.trace_slow_s)
     if not endpoint:
         return None
     is_whole = given.otlp_endpoint is None and bool(own)
     return TraceOptions(
-        endpoint, _protocol(given, environment), _ratio(given, environment), given.trace_slow_s, is_whole_url=is_whole
+        endpoint,
+        _protocol(given, environment),
+        _ratio(given, environment, DEFAULT_RATIO),
+        given.trace_slow_s,
+        is_whole_url=is_whole,
     )
 
 
@@ -95,7 +101,7 @@ def _protocol(given: Given, environment: Mapping[str, str]) -> Protocols:
     return _PROTOCOLS[value]
 
 
-def _ratio(given: Given, environment: Mapping[str, str]) -> float:
+def _ratio(given: Given, environment: Mapping[str, str], default: float) -> float:
     if given.trace_ratio is not None:
         return given.trace_ratio
     sampler = environment.get("OTEL_TRACES_SAMPLER", "").removeprefix("parentbased_")
@@ -103,7 +109,7 @@ def _ratio(given: Given, environment: Mapping[str, str]) -> float:
         return float(sampler == "always_on")
     value = environment.get("OTEL_TRACES_SAMPLER_ARG", "")
     if not value:
-        return DEFAULT_RATIO
+        return default
     try:
         ratio = float(value)
     except ValueError:
