@@ -8,8 +8,9 @@ import httpx
 import pytest
 from authority import ROUTER, WORKER, Authority, Mounted
 from lockstep_common.management import Reports, managed
-from lockstep_router.console import files, others
-from lockstep_router.console.others import MAX_ANSWER_BYTES, OtherRouters
+from lockstep_router.console import files, others, router_facts
+from lockstep_router.console.others import OtherRouters
+from lockstep_router.console.router_facts import MAX_ANSWER_BYTES
 from lockstep_router.console.state import ConsoleState
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tls import RouterTls
@@ -160,7 +161,7 @@ async def test_another_answer_is_none_of_a_router(look, answer):
 
 
 async def test_silent_and_refusing_routers_are_away_and_delay_nobody(look, monkeypatch):
-    monkeypatch.setattr(others, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(router_facts, "DEADLINE_S", 0.2)
     async with contextlib.AsyncExitStack() as stack:
         silent = [await stack.enter_async_context(raw(None)) for _ in range(20)]
         alive = await stack.enter_async_context(router(lambda: FACTS))

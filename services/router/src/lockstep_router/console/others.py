@@ -6,54 +6,30 @@ is shown was told before. A router that does not answer is shown as such for as 
 """
 
 import asyncio
-import os
-import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from aiohttp import ClientError, ClientOSError, ClientPayloadError, ClientResponse, ClientSession, ClientSSLError
 from lockstep_common.address import split_host_port
 from lockstep_common.tls import Certificates, client_context
-from pydantic import BaseModel, Field, ValidationError
 
-from lockstep_router.console.files import ROUTER
 from lockstep_router.discovery.dns import Dns
 from lockstep_router.settings import RouterSettings
 
+if TYPE_CHECKING:
+    from lockstep_router.console.router_facts import RouterFacts
+
 MAX_OTHERS = 64
 """Routers that are asked and shown, in the order of their addresses."""
-DEADLINE_S = 1.5
-"""For the answer of one router, connecting and TLS included."""
-MAX_ANSWER_BYTES = 16 << 10
 _EVERY_S = 1.0
-_AT_A_TIME = 8
-
-_Count = Annotated[int, Field(ge=0, le=1 << 53)]
-
-
-class RouterFacts(BaseModel):
-    """What a router tells of itself; anything else in its answer is dropped."""
-
-    id: str = Field(min_length=1, max_length=128)
-    version: str = Field(max_length=64)
-    state: Literal["serving", "leaving", "draining"]
-    unready: str = Field(max_length=256)
-    uptime_s: float = Field(ge=0, allow_inf_nan=False)
-    requests: _Count
-    streams: _Count
-    max_streams: _Count
-    failovers: _Count
-    sessions: _Count
 
 
 @dataclass(slots=True)
 class _Other:
     """What is known of the router at an address."""
 
-    facts: RouterFacts | None = None
+    facts: "RouterFacts | None" = None
     """As it was told last; None: it never was."""
     heard_at: float = 0.0
     problem: str = ""
@@ -76,6 +52,10 @@ class OtherRouters:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._names = {name: Dns([name], _EVERY_S) for name in settings.console_routers}
+        if self._names:  # at the start, since loading aiohttp would hold up streams
+            from lockstep_router.console.router_facts import ask  # noqa: PLC0415
+
+            self._ask_routers = ask
         self._own_id = settings.router_id
         self._certificates = certificates
         self._clock = clock
@@ -118,49 +98,12 @@ class OtherRouters:
         asked = sorted(addresses)[:MAX_OTHERS]
         self._others = {address: self._others.get(address, _Other()) for address in asked}
         tls = None if self._certificates is None else client_context(self._certificates.current())
-        turn = asyncio.Semaphore(_AT_A_TIME)
-        async with ClientSession(auto_decompress=False) as session:
-            await asyncio.gather(*(self._ask_one(session, tls, turn, each, addresses[each]) for each in asked))
+        await self._ask_routers({address: addresses[address] for address in asked}, tls, self._told)
 
-    async def _ask_one(
-        self, session: ClientSession, tls: ssl.SSLContext | None, turn: asyncio.Semaphore, address: str, name: str
-    ) -> None:
-        """Ask the router at an address, whose certificate has to be for this name."""
+    def _told(self, address: str, answer: "RouterFacts | str") -> None:
+        """Keep what the router at an address tells, or why it does not answer."""
         other = self._others[address]
-        url = f"{'https' if tls else 'http'}://{address}{ROUTER}"
-        async with turn:
-            try:
-                async with (
-                    asyncio.timeout(DEADLINE_S),
-                    session.get(
-                        url, ssl=tls or True, server_hostname=name if tls else None, allow_redirects=False
-                    ) as answer,
-                ):
-                    other.facts, other.heard_at, other.problem = await _facts(answer), self._clock(), ""
-            except TimeoutError:
-                other.problem = "no answer in time"
-            except ClientSSLError as error:
-                cause = error.__cause__
-                reason = cause.reason if isinstance(cause, ssl.SSLError) else ""
-                other.problem = f"TLS: {reason or 'the handshake failed'}"
-            except ClientOSError as error:
-                other.problem = os.strerror(error.errno) if error.errno else "no connection"
-            except (ClientError, ValidationError):
-                other.problem = "its answer is none of a router"
-
-
-async def _facts(answer: ClientResponse) -> RouterFacts:
-    """What a router tells.
-
-    Raises:
-        ClientError: the answer is an error, too large, or cut short.
-        ValidationError: it says something else.
-    """
-    if answer.status != HTTPStatus.OK:
-        raise ClientPayloadError("an error")
-    body = b""
-    async for part in answer.content.iter_any():
-        body += part
-        if len(body) > MAX_ANSWER_BYTES:
-            raise ClientPayloadError("too large")
-    return RouterFacts.model_validate_json(body)
+        if isinstance(answer, str):
+            other.problem = answer
+        else:
+            other.facts, other.heard_at, other.problem = answer, self._clock(), ""
