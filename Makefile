@@ -16,13 +16,15 @@ SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/console tests/
 JOBS ?= $(shell nproc | awk '{jobs = $$1 * 5 / 2; print jobs < 10 ? int(jobs) : 10}')
 # These compute all the time.
 COMPUTING_JOBS ?= $(shell nproc | awk '{print $$1 < 4 ? $$1 + 1 : 4}')
+QUICK := not slow and not exhaustive
+SLOW := slow and not exhaustive
 # Of the slow ones, one waits beside those that compute.
 SLOW_JOBS ?= $(shell expr $(COMPUTING_JOBS) + 1)
 MODEL ?= models/reference
 # Where it is set, every process that a test starts compiles our sources again, half a second each.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo serve check test test-slow test-bits test-strangers lint bench proto lock wheels images push model-image chart chart-docs api-docs metric-docs dashboards manifests clean
+.PHONY: setup demo serve check test test-slow test-exhaustive test-bits test-strangers lint bench proto lock wheels images push model-image chart chart-docs api-docs metric-docs dashboards manifests clean
 
 setup: .venv/ready
 
@@ -54,25 +56,30 @@ ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
 	@failed=0; \
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow" $(PARALLEL_TESTS) || failed=$$?; \
-	$(BIN)/pytest -m "not slow" $(SYSTEM_TESTS) || failed=$$?; \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "$(QUICK)" $(PARALLEL_TESTS) || failed=$$?; \
+	$(BIN)/pytest -m "$(QUICK)" $(SYSTEM_TESTS) || failed=$$?; \
 	exit $$failed
 endif
 
 # The tests that `make test` leaves out because they take long, and those again whose length can be chosen.
 test-slow: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(SLOW_JOBS) --dist loadfile -m slow $(PARALLEL_TESTS)
-	$(BIN)/pytest -m slow $(SYSTEM_TESTS) --ignore=tests/chaos/test_random_kills.py --ignore=tests/hostile/test_schema.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(SLOW_JOBS) --dist loadfile -m "$(SLOW)" $(PARALLEL_TESTS)
+	$(BIN)/pytest -m "$(SLOW)" $(SYSTEM_TESTS) --ignore=tests/chaos/test_random_kills.py --ignore=tests/hostile/test_schema.py
 	$(BIN)/pytest tests/chaos/test_random_kills.py tests/hostile/test_schema.py --kills 12 --fuzz-cases 10000
+
+# Before a release: many cases of what other tests run a few of. Hours on two cores.
+test-exhaustive: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(COMPUTING_JOBS) --dist loadfile -m exhaustive $(PARALLEL_TESTS)
+	$(BIN)/pytest -m exhaustive $(SYSTEM_TESTS)
 
 # The tests of equal bits again, after those of `make test` and `make test-slow`, which have the kernels, one thread and nothing set, as on
 # other machines: without the kernels, and with the libraries' settings changed. The slow ones again without the kernels alone, whose place
 # the libraries take there.
 BITS = $(BIN)/pytest -n $(COMPUTING_JOBS) libs/engine
 test-bits: setup
-	env -u MKL_CBWR -u ATEN_CPU_CAPABILITY OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS) -m bits
-	MKL_CBWR=AUTO,STRICT ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and not slow"
-	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 $(BITS) -m "bits and not slow"
+	env -u MKL_CBWR -u ATEN_CPU_CAPABILITY OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and not exhaustive"
+	MKL_CBWR=AUTO,STRICT ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and $(QUICK)"
+	MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2 $(BITS) -m "bits and $(QUICK)"
 
 # Other projects' clients, in an environment of their own, against systems that run in .venv.
 test-strangers: setup .venv-strangers/ready

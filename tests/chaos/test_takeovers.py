@@ -253,6 +253,7 @@ async def test_streams_are_whole_when_their_copies_have_wrong_data(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("store", [pytest.param("memory", marks=pytest.mark.exhaustive), "redis"], indirect=True)
 async def test_routers_are_killed_again_and_again_under_200_streams(
     store: str, private_tmp: object, summarize: Callable[[str], None], pytestconfig: pytest.Config
 ) -> None:

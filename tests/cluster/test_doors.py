@@ -32,6 +32,7 @@ def test_every_door_gives_the_same_answer(served: Installation, namespaces: Name
     assert len(text) > 24, "each of 24 tokens is a character at least"
 
 
+@pytest.mark.exhaustive
 def test_streams_of_the_client_survive_a_killed_router(
     served: Installation, namespaces: Namespaces, image: str, report: Report
 ) -> None:

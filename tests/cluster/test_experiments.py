@@ -30,7 +30,15 @@ def laboratory(served: Installation) -> Iterator[Laboratory]:
     assert running.problems == []
 
 
-@pytest.mark.parametrize("name", [name for name, each in EXPERIMENTS.items() if not each.component])
+@pytest.mark.parametrize(
+    "name",
+    [
+        # The upgrade rolls both services, forth and back.
+        pytest.param(name, marks=pytest.mark.exhaustive if "rollout" in name else ())
+        for name, each in EXPERIMENTS.items()
+        if not each.component
+    ],
+)
 def test_streams_survive(
     name: str, laboratory: Laboratory, served: Installation, report: Report, pytestconfig: pytest.Config
 ) -> None:

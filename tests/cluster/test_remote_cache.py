@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-import state
+import state_release
 from helm import SMALL_QUEUES, Installation, install
 from kube import Json, Namespaces, Report, Visitor, image_of
 from lockstep_tools.chaos.release import ROUTER, WORKER, of
@@ -22,7 +22,7 @@ _CACHE = {
 @pytest.fixture(scope="module")
 def caching(namespaces: Namespaces, registry: str, report: Report) -> Iterator[Installation]:
     """Two routers, two workers, and a state server in memory that has their blocks, too."""
-    with install(namespaces.new("remote-cache"), registry, state.in_memory() | _CACHE) as installation:
+    with install(namespaces.new("remote-cache"), registry, state_release.in_memory() | _CACHE) as installation:
         report["remote_cache_install_to_ready_s"] = installation.ready_s
         yield installation
 
@@ -42,7 +42,7 @@ def test_the_next_turn_after_a_rolling_update_finds_its_prefix(
         assert not before & uids(caching)
         found = ask(caching, visitor, number, f"{first}{begun['text']} And then, in the morning,")
         if found["cached_tokens"] > 0.8 * begun["prompt_tokens"]:
-            hits = state.metric(caching, "lockstep_state_blocks_total", {"outcome": "hit"})
+            hits = state_release.metric(caching, "lockstep_state_blocks_total", {"outcome": "hit"})
             report["remote_cache_after_update"] = {**found, "tries": number + 1, "blocks": hits}
             assert hits > 0
             return

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-import state
+import state_release
 from helm import NAME, SMALL_QUEUES, Installation, helm, install
 from kube import Insider, Namespaces, Report, Visitor, image_of
 from lockstep_tools.chaos.release import REDIS, ROUTER, STATE, WORKER, of
@@ -20,15 +20,17 @@ STREAMS, TOKENS = 8, 1600
 _SURVIVED_S = 400.0
 _WAIT_S = 120.0
 
-on_redis = pytest.param("redis", marks=pytest.mark.skipif(not state.IMAGE, reason="LOCKSTEP_REDIS_IMAGE not set"))
+on_redis = pytest.param(
+    "redis", marks=pytest.mark.skipif(not state_release.IMAGE, reason="LOCKSTEP_REDIS_IMAGE not set")
+)
 
 
-@pytest.fixture(scope="module", params=["memory", on_redis])
+@pytest.fixture(scope="module", params=[pytest.param("memory", marks=pytest.mark.exhaustive), on_redis])
 def stateful(
     request: pytest.FixtureRequest, namespaces: Namespaces, registry: str, report: Report
 ) -> Iterator[Installation]:
     """Two routers, two workers, and one state server in memory or two on the bundled Redis."""
-    values = state.in_memory() if request.param == "memory" else state.on_redis(registry)
+    values = state_release.in_memory() if request.param == "memory" else state_release.on_redis(registry)
     with install(namespaces.new(f"state-{request.param}"), registry, SMALL_QUEUES | values) as installation:
         report[f"state_{request.param}_install_to_ready_s"] = installation.ready_s
         yield installation
@@ -73,14 +75,14 @@ def test_streams_of_a_killed_router_are_continued_by_the_other(
 
 def takes(installation: Installation) -> float:
     """How many calls have taken a stream over."""
-    return state.metric(installation, "lockstep_state_calls_total", {"method": "Journal.Take", "code": "OK"})
+    return state_release.metric(installation, "lockstep_state_calls_total", {"method": "Journal.Take", "code": "OK"})
 
 
 def test_every_stream_is_mirrored(stateful: Installation) -> None:
     """The release's own traffic so far has left writes, and nothing that the store had to refuse or give up."""
-    assert state.metric(stateful, "lockstep_state_writes_total", {"outcome": "OK"}) > 0
-    assert state.metric(stateful, "lockstep_state_damaged_values_total") == 0
-    assert state.metric(stateful, "lockstep_state_breaker_open") == 0
+    assert state_release.metric(stateful, "lockstep_state_writes_total", {"outcome": "OK"}) > 0
+    assert state_release.metric(stateful, "lockstep_state_damaged_values_total") == 0
+    assert state_release.metric(stateful, "lockstep_state_breaker_open") == 0
 
 
 def test_routers_and_workers_reach_the_state_server_and_it_alone_its_redis(

@@ -6,7 +6,7 @@ The faults of the state server are not noticed: no stream fails, none is silent.
 from collections.abc import Iterator
 
 import pytest
-import state
+import state_release
 from helm import SMALL_QUEUES, Installation, install
 from kube import Namespaces, Report
 from lockstep_tools.chaos.experiments import EXPERIMENTS
@@ -14,7 +14,10 @@ from lockstep_tools.chaos.laboratory import Laboratory
 from lockstep_tools.chaos.outcome import Outcome
 from machine import wait_for
 
-pytestmark = pytest.mark.skipif(not state.IMAGE, reason="LOCKSTEP_REDIS_IMAGE not set")
+pytestmark = [
+    pytest.mark.exhaustive,
+    pytest.mark.skipif(not state_release.IMAGE, reason="LOCKSTEP_REDIS_IMAGE not set"),
+]
 
 SLACK = 3.0
 _MENDED_S = 60.0
@@ -23,7 +26,7 @@ _MENDED_S = 60.0
 @pytest.fixture(scope="module")
 def laboratory(namespaces: Namespaces, registry: str) -> Iterator[tuple[Laboratory, Installation]]:
     """On a release with two state servers and the bundled Redis; the load's clients resume."""
-    values = SMALL_QUEUES | state.on_redis(registry)
+    values = SMALL_QUEUES | state_release.on_redis(registry)
     with (
         install(namespaces.new("state-faults"), registry, values) as installation,
         Laboratory(installation.release, slack=SLACK, resume=True, say=print) as running,
@@ -49,9 +52,9 @@ def test_streams_do_not_notice(
 
 def is_mended(installation: Installation) -> bool:
     """No breaker is open, and streams are mirrored again."""
-    written = state.metric(installation, "lockstep_state_writes_total", {"outcome": "OK"})
-    closed = state.metric(installation, "lockstep_state_breaker_open") == 0
-    return closed and state.metric(installation, "lockstep_state_writes_total", {"outcome": "OK"}) > written
+    written = state_release.metric(installation, "lockstep_state_writes_total", {"outcome": "OK"})
+    closed = state_release.metric(installation, "lockstep_state_breaker_open") == 0
+    return closed and state_release.metric(installation, "lockstep_state_writes_total", {"outcome": "OK"}) > written
 
 
 def explain(outcome: Outcome) -> str:

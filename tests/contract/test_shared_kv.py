@@ -95,7 +95,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(cpu.build is None, reason="torch's products depend on a matrix's width")
-@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(("first", "second"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.exhaustive)])
 async def test_a_conversation_goes_on_at_a_worker_of_another_number_of_ranks(
     private_tmp: Path, store: str, first: int, second: int
 ) -> None:

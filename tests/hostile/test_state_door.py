@@ -35,7 +35,7 @@ def seed(pytestconfig: pytest.Config) -> int:
     return int(number)
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=[pytest.param("memory", marks=pytest.mark.slow), "redis"])
 def port(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[int]:
     """Of a state server, which has to live until the end and then to stop as it should."""
     number = free_port()

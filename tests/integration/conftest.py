@@ -14,7 +14,7 @@ from otlp_receiver import grpc_receiver
 from spans import Collecting, Collector
 
 
-@pytest.fixture(scope="module", params=["double", pytest.param("jaeger", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["double", pytest.param("jaeger", marks=pytest.mark.exhaustive)])
 def collecting(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collecting]:
     """The double, and a real Jaeger where there is one."""
     with ExitStack() as end:

@@ -55,6 +55,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "no tokenizer": (remove("tokenizer.json"), "tokenizer.json"),
     "unknown architecture": (set_config(architectures=["NopeForCausalLM"], model_type="nope"), "nope"),
 }
+FAST = {"no config", "weights are cut", "no generator", "no tokenizer"}
 
 
 @pytest.fixture
@@ -73,7 +74,9 @@ def refused(*arguments: str) -> str:
     return sentence(notes)
 
 
-@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in BROKEN]
+)
 def test_a_broken_directory(model: Path, name: str) -> None:
     change, expected = BROKEN[name]
     change(model)

@@ -37,7 +37,7 @@ def test_every_history_under_faults_is_right(pytestconfig, summarize):
         assert {kind for kind in KINDS if report.counts[kind]} == set(KINDS)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_many_histories_under_faults_are_right(pytestconfig, summarize):
     check(pytestconfig.getoption("simulation_seed") + 1_000, _MANY, summarize)
 
@@ -70,6 +70,7 @@ def test_journals_are_freed():
     assert held == [0, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_trace():
     first, again = (World(make_plan(5)).run() for _ in range(2))
     assert first.trace_hash == again.trace_hash

@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from gate import COMPUTED, FETCHED, Network, measure_model, text_of
 from measure import ROOT
 
@@ -9,6 +10,7 @@ FAST, SLOW = Network(math.inf, 0.0), Network(2.0, 60.0)
 SHORT, LONG = 64, 1024
 
 
+@pytest.mark.slow
 async def test_the_gate_takes_the_way_that_is_clearly_faster() -> None:
     cases = await measure_model("reference", ROOT / "models/reference", [SLOW, FAST], (SHORT, LONG), 3)
     print(text_of(cases))

@@ -106,8 +106,8 @@ def length(path, **changes):
     return len(router.respond("POST", path, {}, json.dumps(BODIES[path]).encode())[2])
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
-@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("path", [CHAT, pytest.param(TEXT, marks=pytest.mark.slow), RESPONSES])
+@pytest.mark.parametrize("line_end", [pytest.param("\n", marks=pytest.mark.slow), "\r\n"])
 def test_cut_at_every_byte_is_resumed(path, line_end):
     expected = undisturbed(path)
     body = FakeRouter(line_end=line_end).respond("POST", path, {}, json.dumps(BODIES[path]).encode())[2]
@@ -119,8 +119,8 @@ def test_cut_at_every_byte_is_resumed(path, line_end):
         assert len(network.sent) == (1 if cut >= after_finish(path, body) else 2), cut
 
 
-@pytest.mark.parametrize("path", [CHAT, TEXT, RESPONSES])
-@pytest.mark.parametrize("tokens_per_event", [1, 4])
+@pytest.mark.parametrize("path", [CHAT, pytest.param(TEXT, marks=pytest.mark.slow), RESPONSES])
+@pytest.mark.parametrize("tokens_per_event", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_cut_at_every_byte_is_repeated_elsewhere(path, tokens_per_event):
     """The router dies with the connection; the other one never heard of the stream and groups tokens otherwise."""
     expected = undisturbed(path)

@@ -292,7 +292,7 @@ def test_soak_with_random_cancels(hot_window, prefix_cache):
     soak(600, hot_window=hot_window, prefix_cache=prefix_cache, seed=1, blocks=3 * hot_window.blocks, cold_blocks=20)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ten_thousand_requests_leave_every_block_free():
     soak(10_000, hot_window=NARROW, prefix_cache=True, seed=2, blocks=14, cold_blocks=16, tenant_share=0.8)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fast_cases import fast_if, further
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import (
     AsyncEngine,
@@ -84,7 +85,7 @@ def test_log_probabilities_are_finite_and_in_order(unbroken):
         assert all(value > float("-inf") for value in values)
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name", [fast_if(False, "greedy"), "seeded"])
 def test_a_stream_resumed_at_any_position_equals_the_unbroken_one(engine, unbroken, name):
     ids, logprobs, finish = unbroken[name]
     for count in sorted({1, len(ids) // 3, len(ids) // 2, len(ids) - 1}):
@@ -189,7 +190,7 @@ async def test_compiling_delays_no_other_stream_and_can_be_cancelled(monkeypatch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("end", [signal.SIGKILL, further(signal.SIGSTOP)])
 async def test_a_rank_that_ends_while_streams_have_grammars(end):
     """They continue from the tokens that they have emitted, and equal unbroken ones."""
     running = Running(tp=2, decode_deadline_s=3.0)

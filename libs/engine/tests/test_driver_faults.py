@@ -10,6 +10,7 @@ from pathlib import Path
 import lockstep_engine
 import pytest
 from continuing_clients import CLIENTS, TOKENS, Service, prompt, until
+from fast_cases import fast_if, further
 from handmade import write_model
 from lockstep_common.errors import ErrorCode
 from lockstep_engine import EngineConfig, Request, SamplingParams
@@ -139,6 +140,7 @@ async def check_place(service, caplog, place, at):
     return True
 
 
+@pytest.mark.parametrize("service", [fast_if(False, False), True], ids=["one step in flight", "two"], indirect=True)
 async def test_the_engine_serves_again_when_a_step_of_the_result_path_fails(service, caplog):
     places = await trace(service)
     for place in STEPS:
@@ -146,6 +148,7 @@ async def test_the_engine_serves_again_when_a_step_of_the_result_path_fails(serv
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("service", [further(False), True], ids=["one step in flight", "two"], indirect=True)
 async def test_the_engine_serves_again_wherever_the_result_path_fails(service, caplog):
     caplog.set_level(logging.DEBUG, logger="lockstep.engine")  # the pools are checked whenever no request is left
     places = await trace(service)

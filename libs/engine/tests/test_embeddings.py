@@ -143,7 +143,7 @@ def reference_of(model, ids, pooling):
     ("architecture", "pooling", "tp"),
     [
         pytest.param("llama-grouped-untied", "mean", 1, marks=pytest.mark.slow),
-        ("llama-grouped-untied", "last", 2),
+        pytest.param("llama-grouped-untied", "last", 2, marks=pytest.mark.slow),
         pytest.param("gpt2", "mean", 2, marks=pytest.mark.slow),
     ],
 )

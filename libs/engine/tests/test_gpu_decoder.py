@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import VOCABULARY, make
+from fast_cases import further
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_triton import TritonAttention
 from lockstep_engine.config import BLOCK_SIZE, EngineConfig
@@ -13,7 +14,7 @@ from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.model_config import inspect_model
 from lockstep_engine.models import build_model
 from lockstep_engine.weights import load_weights
-from triton_device import DEVICE, GPU, SWEEP
+from triton_device import DEVICE, GPU
 
 pytestmark = pytest.mark.slow
 
@@ -60,12 +61,12 @@ class Served:
     [
         ("qwen3", True),
         ("gemma2", False),
-        pytest.param("mistral", True, marks=SWEEP),
-        pytest.param("llama-eight-heads", True, marks=SWEEP),
-        pytest.param("qwen2", True, marks=SWEEP),
-        pytest.param("gpt_oss", False, marks=SWEEP),
-        pytest.param("bloom", False, marks=SWEEP),
-        pytest.param("phi3", False, marks=SWEEP),
+        further("mistral", True),
+        further("llama-eight-heads", True),
+        further("qwen2", True),
+        further("gpt_oss", False),
+        further("bloom", False),
+        further("phi3", False),
     ],
 )
 @torch.inference_mode()

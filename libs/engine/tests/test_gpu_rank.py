@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make
+from fast_cases import further
 from in_process_engine import InProcessEngine, InProcessModel
 from in_process_rank import InProcessRank
 from lockstep_engine import SamplingParams
@@ -19,7 +20,7 @@ from lockstep_engine.device_marks import MARKS_PER_STEP, DeviceMarks, TorchMarkS
 from lockstep_engine.gpu_decoder import GpuDecoder
 from lockstep_engine.graphs import GraphedStep
 from lockstep_engine.kernels import gpu, triton_compress
-from triton_device import DEVICE, GPU, SWEEP
+from triton_device import DEVICE, GPU
 
 pytestmark = pytest.mark.slow
 
@@ -92,8 +93,8 @@ def decodes(plan):
     ("name", "dtype", "overlap"),
     [
         ("qwen3", "float32", True),
-        pytest.param("qwen3", "float16", False, marks=SWEEP),
-        pytest.param("gemma2", "float32", True, marks=SWEEP),
+        further("qwen3", "float16", False),
+        further("gemma2", "float32", True),
     ],
 )
 def test_tokens_are_those_of_the_cpu_and_decoding_is_replayed(name, dtype, overlap, tmp_path, monkeypatch, by_triton):
@@ -123,7 +124,7 @@ def test_tokens_are_those_of_the_cpu_and_decoding_is_replayed(name, dtype, overl
         assert served.ready.dtype == dtype
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("gemma2", marks=SWEEP)])
+@pytest.mark.parametrize("name", ["qwen3", further("gemma2")])
 def test_the_largest_step_is_run_before_the_cache_has_its_size(name, tmp_path, monkeypatch, by_triton):
     """By the kernels, with cold blocks, and without a trace in the sampler or in the cache."""
     path, _ = make(name, tmp_path)
@@ -172,6 +173,7 @@ def test_the_marks_of_a_rank_end_with_its_steps(tmp_path, monkeypatch, by_triton
         assert len(set(placed)) == 1
 
 
+@pytest.mark.exhaustive
 def test_only_some_rows_of_a_recorded_step_are_wanted(tmp_path, by_triton):
     path, _ = make("qwen3", tmp_path)
     by_triton()
@@ -184,6 +186,7 @@ def test_only_some_rows_of_a_recorded_step_are_wanted(tmp_path, by_triton):
         assert torch.equal(some, every[[2, 0]])
 
 
+@pytest.mark.exhaustive
 def test_without_graphs_every_step_runs_as_it_comes(tmp_path, monkeypatch, by_triton):
     path, _ = make("llama-grouped-untied", tmp_path)
     expected = on_the_cpu(path, (3, 3))
@@ -239,7 +242,7 @@ def test_the_kernels_serve_some_types_and_widths_on_gpus(device, dtype, head_dim
     assert gpu.usable(torch.device(device), dtype, head_dim) == usable
 
 
-@SWEEP  # minutes; `test_exact_ranks` shows the same of two ranks
+@pytest.mark.exhaustive  # minutes; `test_exact_ranks` shows the same of two ranks
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 @pytest.mark.usefixtures("ordered_products")
 def test_the_exact_mode_finds_at_its_start_that_it_holds(name, tmp_path, by_triton):
@@ -254,6 +257,7 @@ def test_the_exact_mode_finds_at_its_start_that_it_holds(name, tmp_path, by_trit
         assert served.run(*requests((3, 3))) == expected
 
 
+@pytest.mark.exhaustive
 def test_without_the_exact_mode_there_is_no_fingerprint(tmp_path, by_triton):
     path, _ = make("llama-grouped-untied", tmp_path)
     by_triton()
@@ -271,6 +275,7 @@ def test_a_build_after_the_start_is_counted_and_told(tmp_path, caplog, by_triton
     assert "a kernel was built while serving: _attend[...]" in caplog.text
 
 
+@pytest.mark.exhaustive
 def test_a_recorded_step_uses_what_stays_in_place(tmp_path, monkeypatch, by_triton):
     """Nothing but the memory of the first call is read: no host array of a step finds its way into a recording."""
     path, _ = make("llama-grouped-untied", tmp_path)

@@ -5,7 +5,7 @@ do not. In Triton's interpreter without a GPU.
 import pytest
 import torch
 from checkpoints import make
-from fast_cases import fast_if
+from fast_cases import fast_if, further
 from in_process_rank import InProcessRank
 from lockstep_common.errors import LockstepError
 from lockstep_engine import attention_triton, gpu_decoder, gpu_experts, kernel_check
@@ -19,7 +19,7 @@ from lockstep_engine.model_config import inspect_model
 from lockstep_engine.models import build_model
 from lockstep_engine.weights import load_weights
 from triton.runtime.errors import OutOfResources
-from triton_device import DEVICE, GPU, SWEEP
+from triton_device import DEVICE, GPU
 
 SETTINGS = {
     "device": "cuda" if GPU else "cpu",
@@ -56,7 +56,7 @@ def found(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=SWEEP)])
+@pytest.mark.parametrize("dtype", ["float32", further("float16")])
 def test_right_kernels_are_far_below_the_bounds(model, found, dtype):
     with InProcessRank(model, dtype=dtype, **SETTINGS) as served:
         assert not served.rank.cache.keys[:, :, :-1].any()
@@ -118,10 +118,10 @@ def broken_codes(monkeypatch):
 @pytest.mark.parametrize(
     ("breaks", "what"),
     [
-        fast_if(False, broken_scale, "the logits of a chunk"),
+        further(broken_scale, "the logits of a chunk"),
         fast_if(False, broken_mask, "the logits of a decode step"),
-        fast_if(False, broken_norm, "the logits of a chunk"),
-        fast_if(True, broken_decoding, "the logits of a decode step"),
+        further(broken_norm, "the logits of a chunk"),
+        fast_if(False, broken_decoding, "the logits of a decode step"),
         fast_if(False, broken_codes, "compressed keys and values"),
     ],
 )

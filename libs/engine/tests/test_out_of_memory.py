@@ -10,6 +10,7 @@ from pathlib import Path
 import lockstep_engine
 import pytest
 from continuing_clients import CLIENTS, TOKENS, Service, prompt
+from fast_cases import further
 from handmade import write_model
 from lockstep_common.errors import ErrorCode
 from lockstep_engine import AsyncEngine, EngineConfig, Request, SamplingParams
@@ -81,6 +82,7 @@ def is_before_the_ranks(where):
     return "schedule" in where or "put_plan" in where or ("submit" in where and "execute" not in where)
 
 
+@pytest.mark.parametrize("service", [further(False), True], ids=["one step in flight", "two"], indirect=True)
 async def test_the_driver_continues_wherever_an_allocation_fails(service, caplog):
     caplog.set_level(logging.DEBUG, logger="lockstep.engine")  # the pools are checked whenever no request is left
     expected = [expected_ids(prompt(number), TOKENS, seed=number) for number in range(CLIENTS)]

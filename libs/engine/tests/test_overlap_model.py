@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fast_cases import further
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from in_process_engine import InProcessEngine, InProcessModel
@@ -57,7 +58,7 @@ class TestModel:
 class TestRanks:
     """On rank processes."""
 
-    @pytest.mark.parametrize("tp", [1, 2])
+    @pytest.mark.parametrize("tp", [further(1), 2])
     def test_streams_are_those_without_overlap(self, tp):
         choose = random.Random(5)
         prompts = [choose.choices(range(2, 4000), k=choose.randrange(1, 150)) for _ in range(8)]
@@ -71,7 +72,7 @@ class TestRanks:
                 assert status.free_blocks == status.total_blocks
         assert outputs[True] == outputs[False]
 
-    @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+    @pytest.mark.parametrize("end", [signal.SIGKILL, further(signal.SIGSTOP)])
     async def test_a_rank_that_ends_with_two_steps_in_flight(self, end):
         """Streams continue from the tokens that they have emitted, and equal unbroken ones."""
         outputs = asyncio.Queue()

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from fast_cases import fast_if
+from fast_cases import fast_if, further
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine.config import BLOCK_SIZE
 from scripted_ranks import Server, expected_ids, words
@@ -264,7 +264,7 @@ def documents(seed):
 
 
 @pytest.mark.parametrize(
-    ("seed", "prefix_cache"), [(1, True), fast_if(False, 1, False), fast_if(False, 2, True), fast_if(False, 2, False)]
+    ("seed", "prefix_cache"), [fast_if(False, 1, True), further(1, False), further(2, True), fast_if(False, 2, False)]
 )
 def test_soak_with_random_cancels(seed, prefix_cache):
     """Thousands of requests with too few blocks: every stream is the same as alone, and no block is lost."""

@@ -3,7 +3,6 @@ float16. Without Triton they are skipped, loudly.
 """
 
 import dataclasses
-import os
 import warnings
 
 import pytest
@@ -17,7 +16,6 @@ except ImportError:
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-SWEEP = pytest.mark.skipif(not os.environ.get("LOCKSTEP_SLOW"), reason="minutes; LOCKSTEP_SLOW=1 runs it")
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not GPU, reason="needs a CUDA device")]
 
 if not GPU:

@@ -163,7 +163,7 @@ async def put_all(store):
     await store.flush(30.0)
 
 
-@pytest.mark.parametrize("cases", [800, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [800, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 async def test_damaged_parts_never_count(kv, store, caplog, cases):
     caplog.set_level(logging.WARNING, logger="lockstep.worker")  # whatever other tests have set
     rng, began = Random(SEED), time.monotonic()

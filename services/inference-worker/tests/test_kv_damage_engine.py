@@ -76,7 +76,7 @@ def damaged(rng, damage, messages):
     return [message for part in grouped for message in part]
 
 
-@pytest.mark.parametrize("cases", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [20, pytest.param(200, marks=pytest.mark.exhaustive)])
 async def test_no_token_is_different_for_a_damaged_block(socket_path, cases):
     rng = Random(SEED)
     prompts = [[rng.randrange(10, 4000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]

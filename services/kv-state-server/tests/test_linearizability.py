@@ -286,10 +286,10 @@ def check(bench: Bench, case: str, examples: int) -> None:
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_concurrent_operations_are_linearizable(bench: Bench, case: str) -> None:
-    check(bench, case, 25)
+    check(bench, case, 100)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", list(CASES))
 def test_many_concurrent_operations_are_linearizable(bench: Bench, case: str) -> None:
     check(bench, case, 1500)

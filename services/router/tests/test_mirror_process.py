@@ -49,7 +49,7 @@ async def until_mirrored(store, other, request_id):
         await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("fault", ["stopped", "killed"])
+@pytest.mark.parametrize("fault", [pytest.param("stopped", marks=pytest.mark.slow), "killed"])
 async def test_streams_are_served_while_the_server_is_away_and_mirrored_when_it_returns(server, fault):
     async with store_of(server) as store, store_of(server, "router-2", 5.0) as other:
         await store.open(record())
