@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import logging
+import math
 
 import grpc
 import pytest
@@ -166,6 +168,42 @@ async def test_peer_that_does_not_say_hello_is_left_and_dialled_again(tmp_path, 
         await eventually(lambda: rude.calls >= 2)
         assert router.workers.links[0].state is LinkState.CONNECTING
     await server.stop(0)
+
+
+def bad_status(**fields):
+    return worker_pb2.WorkerFrame(epoch=1, status=worker_pb2.Status(state=worker_pb2.WORKER_STATE_READY, **fields))
+
+
+def bad_work(**fields):
+    ended = worker_pb2.EndedAttempt(stream_id="s", attempt=1, decode=[worker_pb2.RankWork(steps=1, **fields)])
+    return worker_pb2.WorkerFrame(epoch=1, ended_attempts=worker_pb2.EndedAttempts(attempts=[ended]))
+
+
+@pytest.mark.parametrize(
+    ("frame", "problem"),
+    [
+        (bad_status(tokens_per_s=math.nan), "status.tokens_per_s is nan"),
+        (bad_status(queue_wait_s=math.inf), "status.queue_wait_s is inf"),
+        (bad_status(queue_wait_s=1e300), "status.queue_wait_s is 1e+300"),
+        (bad_status(queue_waits_s={1: -math.inf}), "status.queue_waits_s is -inf"),
+        (bad_status(ranks=[worker_pb2.RankHealth(compute_s=math.nan)]), "status.ranks.compute_s is nan"),
+        (bad_work(idle_s=math.nan), "ended_attempts.idle_s is nan"),
+        (
+            worker_pb2.WorkerFrame(epoch=1, rejected=worker_pb2.Rejected(stream_id="s", retry_after_s=math.nan)),
+            "rejected.retry_after_s is nan",
+        ),
+    ],
+    ids=lambda each: each.replace(" ", "-") if isinstance(each, str) else "",
+)
+async def test_worker_whose_numbers_are_none_is_left_and_dialled_again(worker, frame, problem, caplog):
+    caplog.set_level(logging.INFO, logger="lockstep.router")
+    await worker.start()
+    async with linked(worker) as (_, link):
+        await eventually(lambda: link.is_ready)
+        next(iter(worker.connections)).put(frame)
+        await eventually(lambda: any(problem in getattr(each, "problem", "") for each in caplog.records))
+        # It is dialled again, and taken for what it says then.
+        await eventually(lambda: link.is_ready)
 
 
 async def test_peer_that_never_answers_is_given_up(tmp_path):

@@ -25,6 +25,7 @@ from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.workers.clock import AwakeClock
 from lockstep_router.workers.connection import Connection, ProtocolError, describe
 from lockstep_router.workers.evidence import Evidence
+from lockstep_router.workers.frame_numbers import check_ended, check_rejected, check_status
 from lockstep_router.workers.health import BreakerState, Health
 from lockstep_router.workers.health.watch import note_ejected, note_suspicion
 from lockstep_router.workers.losses import Loss
@@ -395,12 +396,15 @@ class Link:
             case "phases":
                 self._on_phases(frame.phases)
             case "status":
+                check_status(frame.status)
                 self._on_status(frame.status)
             case "rejected":
+                check_rejected(frame.rejected)
                 self._attempts.on_rejected(frame.rejected)
             case "prefix_report":
                 self.prefixes.take(frame.prefix_report)
             case "ended_attempts":
+                check_ended(frame.ended_attempts.attempts)
                 self._history.note_ranks(self.worker_id, frame.ended_attempts.attempts)
 
     def _enter_epoch(self, epoch: int) -> None:
