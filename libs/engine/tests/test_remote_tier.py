@@ -311,6 +311,35 @@ async def test_blocks_that_come_when_there_is_no_room_any_more_are_computed(path
     await worker.close()
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+async def test_no_block_takes_the_slots_of_one_that_came_when_there_was_no_room(path, tp):
+    """With two ranks there is room again between the two parts of that block."""
+    store = MemoryStore()
+    ids = await first_turn(path, store, tp=tp)
+    worker = Worker(path, store, tp)
+    host = worker.scheduler.blocks.host
+    taken = []
+
+    async def fetch(tenant, hashes, heads, form, recompute_s, into, further_bytes, plain=store.fetch):
+        taken.extend(host.reserve(host.fillable(cold=False) - 2, cold=False))
+
+        def scarce(index, part):
+            memory = into(index, part)
+            if index == 2:
+                while taken:
+                    host.give_back(taken.pop())
+            return memory
+
+        return await plain(tenant, hashes, heads, form, recompute_s, scarce, further_bytes)
+
+    store.fetch = fetch
+    *found, cached = await worker.ask("second", second_turn(ids))
+    assert not taken
+    assert cached == 2 * BLOCK_SIZE
+    assert found == list(Ranks(path, tp, torch.float32).run(second_turn(ids))[:2])
+    await worker.close()
+
+
 def test_a_store_needs_memory_of_the_host():
     config = EngineConfig(model=str(MODEL))
     with pytest.raises(LockstepError, match="host_cache_bytes must be above 0 with a store"):

@@ -97,6 +97,7 @@ class _Arriving:
             pass
         length = self._view.forms[self._cold].length
         if index >= len(self.slots):
+            self.end()  # slots reserved later would be taken for those of this block
             if self._nowhere is None:
                 self._nowhere = memoryview(bytearray(length))
             return self._nowhere
