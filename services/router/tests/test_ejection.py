@@ -124,14 +124,35 @@ def test_a_router_without_streams_does_not_call_a_worker_ejected_for_ever():
     length_s = breaker.until - 100.0
     breaker.tick(breaker.until)
     breaker.note_sent("probe")
-    later = breaker.until + 3.1 * length_s
-    assert breaker.tick(later) is None, "its probe runs"
+    over = breaker.until + 3.1 * length_s
+    assert breaker.tick(over) is None, "its probe runs"
     breaker.note_over("probe")
-    assert breaker.tick(breaker.until + 2.9 * length_s) is None
+    assert breaker.tick(over + 2.9 * length_s) is None
+    later = over + 3.1 * length_s
     assert breaker.tick(later) is BreakerState.CLOSED
     assert breaker.verdict([well()], later) == ""
     breaker.eject("test", later)
     assert breaker.until - later <= 12.5, "the next ejection is short again"
+
+
+def test_a_worker_that_dies_with_its_probe_after_a_long_start_is_ejected_for_longer_each_time():
+    breaker = well()
+    breaker.eject("test", 100.0)
+    lengths = [breaker.until - 100.0]
+    for _ in range(3):
+        now = breaker.until
+        breaker.tick(now, is_ready=False)
+        for _ in range(50):  # its ranks are started again
+            now += lengths[-1]
+            assert breaker.tick(now, is_ready=False) is None
+        assert breaker.state is BreakerState.HALF_OPEN, "nothing has shown that it is well"
+        breaker.note_sent("probe")
+        breaker.note_death(now)
+        breaker.eject("test", now)
+        lengths.append(breaker.until - now)
+    assert breaker.ejections == 4
+    assert lengths == sorted(lengths)
+    assert lengths[-1] >= 80.0
 
 
 @pytest.mark.parametrize("seed", range(5))

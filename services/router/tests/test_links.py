@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 
@@ -10,6 +11,7 @@ import pytest
 from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from lockstep_router.router import Router
 from lockstep_router.settings import RouterSettings
+from lockstep_router.status import status_body
 from lockstep_router.streams.attempt import Attempt, Deadlines
 from lockstep_router.streams.journal import Journal
 from lockstep_router.text.tokenizer import Tokenizer
@@ -179,31 +181,38 @@ def bad_work(**fields):
     return worker_pb2.WorkerFrame(epoch=1, ended_attempts=worker_pb2.EndedAttempts(attempts=[ended]))
 
 
-@pytest.mark.parametrize(
-    ("frame", "problem"),
-    [
-        (bad_status(tokens_per_s=math.nan), "status.tokens_per_s is nan"),
-        (bad_status(queue_wait_s=math.inf), "status.queue_wait_s is inf"),
-        (bad_status(queue_wait_s=1e300), "status.queue_wait_s is 1e+300"),
-        (bad_status(queue_waits_s={1: -math.inf}), "status.queue_waits_s is -inf"),
-        (bad_status(ranks=[worker_pb2.RankHealth(compute_s=math.nan)]), "status.ranks.compute_s is nan"),
-        (bad_work(idle_s=math.nan), "ended_attempts.idle_s is nan"),
-        (
-            worker_pb2.WorkerFrame(epoch=1, rejected=worker_pb2.Rejected(stream_id="s", retry_after_s=math.nan)),
-            "rejected.retry_after_s is nan",
-        ),
-    ],
-    ids=lambda each: each.replace(" ", "-") if isinstance(each, str) else "",
-)
-async def test_worker_whose_numbers_are_none_is_left_and_dialled_again(worker, frame, problem, caplog):
-    caplog.set_level(logging.INFO, logger="lockstep.router")
+UNUSABLE = [
+    (bad_status(tokens_per_s=math.nan), "tokens_per_s"),
+    (bad_status(queue_wait_s=math.inf), "queue_wait_s"),
+    (bad_status(queue_wait_per_request_s=1e300), "queue_wait_per_request_s"),
+    (bad_status(queue_waits_s={1: -math.inf}), "queue_waits_s"),
+    (bad_status(ranks=[worker_pb2.RankHealth(rank=1, compute_s=math.nan)]), "compute_s"),
+    (bad_work(idle_s=math.nan), "idle_s"),
+    (
+        worker_pb2.WorkerFrame(epoch=1, rejected=worker_pb2.Rejected(stream_id="s", retry_after_s=math.nan)),
+        "retry_after_s",
+    ),
+]
+
+
+@pytest.mark.parametrize(("frame", "field"), UNUSABLE, ids=[field for _, field in UNUSABLE])
+async def test_a_number_that_cannot_be_used_counts_as_0_and_disturbs_no_stream(worker, frame, field, caplog):
+    caplog.set_level(logging.WARNING, logger="lockstep.router")
     await worker.start()
-    async with linked(worker) as (_, link):
+    async with linked(worker) as (router, link):
         await eventually(lambda: link.is_ready)
-        next(iter(worker.connections)).put(frame)
-        await eventually(lambda: any(problem in getattr(each, "problem", "") for each in caplog.records))
-        # It is dialled again, and taken for what it says then.
-        await eventually(lambda: link.is_ready)
+        (connection,) = worker.connections
+        if frame.HasField("status"):
+            worker.status = lambda received: frame  # in each heartbeat
+        else:
+            connection.put(frame)
+            connection.put(frame)
+        told = "worker reports a number that cannot be used"
+        await eventually(lambda: [each.field for each in caplog.records if each.getMessage() == told] == [field])
+        assert link.is_ready
+        assert link.queue_wait_s == link.queue_wait_of(1) == 0.0
+        json.dumps(status_body(router), allow_nan=False)
+        assert set(worker.connections) == {connection}, "it is not dialled again"
 
 
 async def test_peer_that_never_answers_is_given_up(tmp_path):

@@ -1,46 +1,48 @@
 """Numbers in a worker's frames: NaN, or one without a bound, would spread to waits, policies and JSON.
 
-Those of embeddings are checked where they are read.
+Such a number counts as 0, which says "unknown" in each of these fields; the streams of the worker go on. Those of
+embeddings are checked where they are read.
 """
 
-from collections.abc import Iterable
-from itertools import chain
-
+from google.protobuf.message import Message
 from lockstep_api.v1 import worker_pb2
-
-from lockstep_router.workers.connection import ProtocolError
 
 _LARGEST = 1e12
 """Beyond every time, in seconds, and every rate."""
+_OF_STATUS = ("tokens_per_s", "step_deadline_s", "queue_wait_s", "queue_wait_per_request_s")
+_OF_RANKS = ("compute_s", "collective_s")
+_OF_WORK = ("compute_s", "collective_s", "idle_s")
 
 
-def check_status(status: worker_pb2.Status) -> None:
-    """Raise ProtocolError for a status with such a number."""
-    _check("status.tokens_per_s", status.tokens_per_s)
-    _check("status.step_deadline_s", status.step_deadline_s)
-    _check("status.queue_wait_s", status.queue_wait_s)
-    _check("status.queue_wait_per_request_s", status.queue_wait_per_request_s)
-    for wait_s in status.queue_waits_s.values():
-        _check("status.queue_waits_s", wait_s)
-    for rank in status.ranks:
-        _check("status.ranks.compute_s", rank.compute_s)
-        _check("status.ranks.collective_s", rank.collective_s)
+def clear_unusable(frame: worker_pb2.WorkerFrame) -> str:
+    """Set such numbers of a Status, Rejected or EndedAttempts to 0; the name of one of them, empty if there is none."""
+    match frame.WhichOneof("frame"):
+        case "status":
+            return _clear_status(frame.status)
+        case "rejected":
+            return _clear(frame.rejected, ("retry_after_s",))
+        case "ended_attempts":
+            works = (work for each in frame.ended_attempts.attempts for work in (*each.prefill, *each.decode))
+            return max((_clear(work, _OF_WORK) for work in works), default="")
+        case _:
+            return ""
 
 
-def check_rejected(rejected: worker_pb2.Rejected) -> None:
-    """Raise ProtocolError for a refusal with such a number."""
-    _check("rejected.retry_after_s", rejected.retry_after_s)
+def _clear_status(status: worker_pb2.Status) -> str:
+    found = [_clear(status, _OF_STATUS), *(_clear(rank, _OF_RANKS) for rank in status.ranks)]
+    for priority, wait_s in status.queue_waits_s.items():
+        if not _is_usable(wait_s):
+            status.queue_waits_s[priority] = 0.0
+            found.append("queue_waits_s")
+    return max(found)
 
 
-def check_ended(attempts: Iterable[worker_pb2.EndedAttempt]) -> None:
-    """Raise ProtocolError for a report of ended attempts with such a number."""
-    for attempt in attempts:
-        for work in chain(attempt.prefill, attempt.decode):
-            _check("ended_attempts.compute_s", work.compute_s)
-            _check("ended_attempts.collective_s", work.collective_s)
-            _check("ended_attempts.idle_s", work.idle_s)
+def _clear(message: Message, names: tuple[str, ...]) -> str:
+    unusable = [name for name in names if not _is_usable(getattr(message, name))]
+    for name in unusable:
+        message.ClearField(name)
+    return unusable[0] if unusable else ""
 
 
-def _check(name: str, number: float) -> None:
-    if not abs(number) <= _LARGEST:  # NaN is not, either
-        raise ProtocolError(f"{name} is {number}")
+def _is_usable(number: float) -> bool:
+    return abs(number) <= _LARGEST  # which NaN is not

@@ -25,7 +25,7 @@ from lockstep_router.text.tokenizer import Tokenizer
 from lockstep_router.workers.clock import AwakeClock
 from lockstep_router.workers.connection import Connection, ProtocolError, describe
 from lockstep_router.workers.evidence import Evidence
-from lockstep_router.workers.frame_numbers import check_ended, check_rejected, check_status
+from lockstep_router.workers.frame_numbers import clear_unusable
 from lockstep_router.workers.health import BreakerState, Health
 from lockstep_router.workers.health.watch import note_ejected, note_suspicion
 from lockstep_router.workers.losses import Loss
@@ -150,6 +150,7 @@ class Link:
         self._attempts_at_status = 0
         self._attempts = RunningAttempts()
         self._evidence = Evidence()
+        self._warned_of_numbers = False
         self._fetching: asyncio.Task[None] | None = None
 
     # For the rest of the router.
@@ -396,16 +397,23 @@ class Link:
             case "phases":
                 self._on_phases(frame.phases)
             case "status":
-                check_status(frame.status)
+                self._clear_unusable(frame)
                 self._on_status(frame.status)
             case "rejected":
-                check_rejected(frame.rejected)
+                self._clear_unusable(frame)
                 self._attempts.on_rejected(frame.rejected)
             case "prefix_report":
                 self.prefixes.take(frame.prefix_report)
             case "ended_attempts":
-                check_ended(frame.ended_attempts.attempts)
+                self._clear_unusable(frame)
                 self._history.note_ranks(self.worker_id, frame.ended_attempts.attempts)
+
+    def _clear_unusable(self, frame: worker_pb2.WorkerFrame) -> None:
+        name = clear_unusable(frame)
+        if name and not self._warned_of_numbers:
+            self._warned_of_numbers = True
+            extra = {"worker": self.worker_id, "target": self.target, "field": name}
+            logger.warning("worker reports a number that cannot be used", extra=extra)
 
     def _enter_epoch(self, epoch: int) -> None:
         self._lose_attempts(Loss.NEW_EPOCH)

@@ -86,6 +86,8 @@ class Breaker:
         self._deaths = Decayed(_DEATHS_HALF_LIFE_S)
         self._sessions: set[str] = set()
         self._probe: str | None = None
+        self._idle_since = 0.0
+        """Half open: since when a probe could have come, and none has."""
 
     # Events.
 
@@ -174,7 +176,7 @@ class Breaker:
 
     def eject(self, cause: str, now: float) -> None:
         """Open the breaker: the first time for `eject_initial_s`, then for twice as long each time."""
-        if now - self.until > _FORGIVEN_AFTER * self._length_s:
+        if self.state is BreakerState.CLOSED and now - self.until > _FORGIVEN_AFTER * self._length_s:
             self.ejections = 0
         length_s = min(self._limits.eject_initial_s * 2.0 ** min(self.ejections, 30), self._limits.eject_max_s)
         self._length_s = length_s * self._random.uniform(1.0, 1.0 + _JITTER)
@@ -185,19 +187,26 @@ class Breaker:
         self._probe = None
         self._forget_row()
 
-    def tick(self, now: float) -> BreakerState | None:
+    def tick(self, now: float, *, is_ready: bool = True) -> BreakerState | None:
         """Change the state as time passes; the new state if it does.
 
         A half-open breaker closes without a probe, too: a router that has no streams for the worker would call it
-        ejected without end.
+        ejected without end. Time in which no probe could come does not count.
+
+        Args:
+            now: the time.
+            is_ready: whether the worker takes streams.
         """
         if self.state is BreakerState.OPEN and now >= self.until:
-            self.state = BreakerState.HALF_OPEN
+            self.state, self._idle_since = BreakerState.HALF_OPEN, now
             return self.state
-        is_idle = self.state is BreakerState.HALF_OPEN and self._probe is None
-        if is_idle and now - self.until > _FORGIVEN_AFTER * self._length_s:
-            self._close()
-            return self.state
+        if self.state is BreakerState.HALF_OPEN:
+            if self._probe is not None or not is_ready:
+                self._idle_since = now
+            elif now - self._idle_since > _FORGIVEN_AFTER * self._length_s:
+                self._close()
+                self.ejections = 0
+                return self.state
         return None
 
     def _close(self) -> None:

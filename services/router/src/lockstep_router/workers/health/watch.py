@@ -66,7 +66,7 @@ class HealthWatch:
         self._hotspots = {model: self._hotspots.get(model) or Hotspots() for model in by_model}
         for model, group in by_model.items():
             for worker in group:
-                changed = worker.health.breaker.tick(now)
+                changed = worker.health.breaker.tick(now, is_ready=worker.is_ready)
                 if changed is BreakerState.HALF_OPEN:
                     logger.info("ejected worker may be probed by one stream", extra=_named(worker))
                 elif changed is BreakerState.CLOSED:
