@@ -18,6 +18,7 @@ INJECTED = {
     "LockstepRankDown": "test_ranks_that_do_not_come_back",
     "LockstepWorkerNotReady": "test_ranks_that_do_not_come_back",
     "LockstepModelDown": "test_ranks_that_do_not_come_back",
+    "LockstepNoWorkerReady": "test_ranks_that_do_not_come_back",
     "LockstepSlowFailover": "test_ranks_that_do_not_come_back",
     "LockstepRankRestarts": "test_ranks_that_die_again_and_again",
     "LockstepFailovers": "test_ranks_that_die_again_and_again",

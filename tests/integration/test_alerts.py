@@ -247,13 +247,20 @@ def test_ranks_that_do_not_come_back(system: System, prometheus: Prometheus, hel
         try:
             killed_s = time.monotonic()
             os.kill(pid, signal.SIGKILL)
-            prometheus.until_fires(MAIN, "LockstepRankDown", "LockstepWorkerNotReady", "LockstepModelDown")
+            prometheus.until_fires(
+                MAIN, "LockstepRankDown", "LockstepWorkerNotReady", "LockstepModelDown", "LockstepNoWorkerReady"
+            )
             wait_for(lambda: time.monotonic() - killed_s > SLOW_FAILOVER_S, "the streams were silent for so long")
         finally:
             held.unlink()
         prometheus.until_fires(MAIN, "LockstepSlowFailover")
     prometheus.until_resolved(
-        MAIN, "LockstepRankDown", "LockstepWorkerNotReady", "LockstepModelDown", "LockstepSlowFailover"
+        MAIN,
+        "LockstepRankDown",
+        "LockstepWorkerNotReady",
+        "LockstepModelDown",
+        "LockstepNoWorkerReady",
+        "LockstepSlowFailover",
     )
 
 
@@ -323,7 +330,7 @@ def test_a_router_that_is_not_there_and_its_files(
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment) as router:
         try:
             prometheus.until_resolved(EDGE, "LockstepNoRouter")
-            prometheus.until_fires(EDGE, "LockstepCertificateExpires")
+            prometheus.until_fires(EDGE, "LockstepCertificateExpires", "LockstepNoWorkerReady")  # it finds none
             mounted.write(authority, "localhost", valid_days=90.0)
             prometheus.until_resolved(EDGE, "LockstepCertificateExpires")
 
