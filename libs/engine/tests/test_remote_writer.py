@@ -91,6 +91,19 @@ async def test_a_worker_that_drains_stores_what_runs(path):
     await other.close()
 
 
+async def test_a_worker_that_drains_stores_nothing_of_what_has_no_output_yet(path):
+    """Only its output tells whether its blocks hold numbers."""
+    store = MemoryStore()
+    worker = Worker(path, store)
+    worker.submit("long", words(0), replace(PARAMS, max_tokens=100))
+    while not any(each.keys[: each.remembered] for each in worker.scheduler.sequences.running):
+        await worker.step()
+    assert worker.outputs["long"][0] == []
+    assert await worker.tier.store_all(5)  # without a step, which may give an output
+    assert store.offers == []
+    await worker.close()
+
+
 async def test_a_worker_that_drains_stores_what_runs_before_what_has_ended(path, monkeypatch):
     monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 0.0)
     store = MemoryStore()

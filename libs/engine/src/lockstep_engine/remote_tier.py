@@ -269,7 +269,8 @@ class RemoteTier:
     async def _store_all(self, writer: RemoteWriter) -> None:
         # Those of running requests first: other workers are about to go on with them.
         for sequence in list(self._scheduler.sequences.running):
-            self._on_end(sequence)
+            if sequence.has_output:  # see `Scheduler.on_end`
+                self._on_end(sequence)
         await writer.wait_idle()
         await writer.add_evicted()
         await writer.wait_idle()
