@@ -51,6 +51,10 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
+_MAX_AGE_S = 300.0
+"""A connection that is older, give or take a tenth, takes no new calls: its caller connects again, and a Service may
+choose another pod. So new pods get calls, and callers spread over the pods after some were away."""
+_AGE_MARGIN_S = 10.0
 
 logger = logging.getLogger("lockstep.state")
 
@@ -158,6 +162,16 @@ def make_backend(settings: StateSettings) -> Backend:
     return RedisBackend(options, Values(read_keys("encryption_key_file", settings.encryption_key_file)), limits)
 
 
+def _options(settings: StateSettings) -> tuple[tuple[str, int], ...]:
+    """Calls in progress outlive the age of their connection. Only a caller that watches the health begins again."""
+    longest_s = max(settings.call_timeout_s, settings.transfer_timeout_s) + _AGE_MARGIN_S
+    return (
+        *_OPTIONS,
+        ("grpc.max_connection_age_ms", int(_MAX_AGE_S * 1000)),
+        ("grpc.max_connection_age_grace_ms", int(longest_s * 1000)),
+    )
+
+
 def _certificates(settings: StateSettings) -> Certificates | None:
     if not settings.tls_cert or not settings.tls_key:
         return None
@@ -191,7 +205,9 @@ def _listen(
     checks = [] if certificates is None else [PeerInterceptor(identities, refusal, metrics.STRANGERS.inc)]
     traces = [] if tracing is None else [CallTraces(tracing)]
     interceptors = (*checks, Decoding(), *traces)
-    server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors, maximum_concurrent_rpcs=settings.max_calls)
+    server = grpc.aio.server(
+        options=_options(settings), interceptors=interceptors, maximum_concurrent_rpcs=settings.max_calls
+    )
     state_pb2_grpc.add_JournalServicer_to_server(Journal(backend, settings), server)  # type: ignore[no-untyped-call]
     state_pb2_grpc.add_SessionsServicer_to_server(Sessions(backend, settings), server)  # type: ignore[no-untyped-call]
     state_pb2_grpc.add_LeasesServicer_to_server(Leases(backend, settings), server)  # type: ignore[no-untyped-call]
