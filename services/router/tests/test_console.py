@@ -16,7 +16,7 @@ from lockstep_router.console import files
 from lockstep_router.console.joined import joined
 from lockstep_router.console.state import ConsoleState
 from lockstep_router.discovery import WorkerAddress
-from lockstep_router.history import MAX_ATTEMPTS, MAX_MOVES, MAX_RANKS, MAX_STREAMS, History
+from lockstep_router.history import MAX_ATTEMPTS, MAX_MOVES, MAX_RANKS, MAX_STREAMS, MAX_WORKS, History
 from lockstep_router.settings import RouterSettings
 from lockstep_router.status import status_body
 from lockstep_router.streams.journal import Journal
@@ -264,6 +264,21 @@ async def test_a_worker_tells_of_its_own_attempts_only():
     assert (len(attempt.prefill), attempt.decode) == (MAX_RANKS, ())
 
 
+async def test_of_ranks_only_so_much_is_kept_of_the_newest_attempts():
+    history = History(is_kept=True)
+    works = [worker_pb2.RankWork(steps=1)] * MAX_RANKS
+    for number in range(40):
+        journal = Journal(f"s{number}", "m", "d", [1], inference_pb2.Sampling(max_tokens=9), "session")
+        timeline = timeline_of(journal, history, StreamTrace(), 0.0)
+        timeline.begin()
+        timeline.choose(SimpleNamespace(worker_id="w0", epoch=1), None, None)
+        told = worker_pb2.EndedAttempt(stream_id=journal.stream_id, attempt=1, prefill=works, decode=works)
+        history.note_ranks("w0", [told, told])
+    kept = [attempt.works for stream in history.streams for attempt in stream.attempts]
+    assert sum(kept) == MAX_WORKS
+    assert kept == sorted(kept), "the newest ones"
+
+
 async def test_workers_that_have_not_been_reached_differ_without_their_addresses(make_cluster):
     cluster = await make_cluster(1, console="public")
     cluster.router.workers.report.update(
@@ -390,6 +405,9 @@ async def test_processes_are_shown_together(make_cluster):
     assert (together["router"]["id"], together["processes"]) == ("r", 3)
     assert together["router"]["max_streams"] == 2 * body["router"]["max_streams"]
     assert [each["key"] for each in together["streams"]] == ["0.1", "1.1"]
+    assert together["others"] is None
+    without_first = joined({1: body}, "r", 3, has_others=True)
+    assert without_first["others"] == {"problem": "the process that asks them does not answer", "rows": []}
 
 
 def test_settings_that_would_open_it_to_everyone_are_refused(tmp_path):

@@ -18,6 +18,10 @@ MAX_ATTEMPTS = 16
 """Attempts of one stream that are kept; further ones are counted."""
 MAX_RANKS = 64
 """Ranks of an attempt that are kept."""
+MAX_WORKS = 1024
+"""Works of ranks that are kept, of the newest attempts: each is written into the console's state, twice a second while
+somebody looks.
+"""
 
 
 class RankWork(NamedTuple):
@@ -50,6 +54,11 @@ class AttemptRecord:
     prefill: tuple[RankWork, ...] = ()
     """The work of each rank, which the worker tells after the end; empty: it has not."""
     decode: tuple[RankWork, ...] = ()
+
+    @property
+    def works(self) -> int:
+        """Works of ranks that are known of it."""
+        return len(self.prefill) + len(self.decode)
 
 
 @dataclass(slots=True)
@@ -116,6 +125,9 @@ class History:
         self._sessions: Counter[str] = Counter()
         self._began = 0
         self._moved = 0
+        self._told: deque[AttemptRecord] = deque()
+        """Attempts of whose ranks something is kept, the oldest first."""
+        self._works = 0
 
     @property
     def streams(self) -> tuple[StreamRecord, ...]:
@@ -158,8 +170,17 @@ class History:
         for told in ended:
             stream = self._streams.get(told.stream_id)
             for attempt in stream.attempts if stream is not None else ():
-                if (attempt.number, attempt.worker) == (told.attempt, worker):
+                if (attempt.number, attempt.worker) == (told.attempt, worker) and not attempt.works:
                     attempt.prefill, attempt.decode = _works(told.prefill), _works(told.decode)
+                    self._keep_works(attempt)
+
+    def _keep_works(self, attempt: AttemptRecord) -> None:
+        self._told.append(attempt)
+        self._works += attempt.works
+        while self._works > MAX_WORKS:
+            oldest = self._told.popleft()
+            self._works -= oldest.works
+            oldest.prefill = oldest.decode = ()
 
 
 def _works(ranks: Sequence[worker_pb2.RankWork]) -> tuple[RankWork, ...]:

@@ -9,7 +9,9 @@ _ADDED = ("requests", "streams", "max_streams", "failovers", "sessions")
 _USED = ("streams", "requests", "tokens")
 
 
-def joined(bodies: Mapping[int, dict[str, Any]], router_id: str, processes: int) -> dict[str, Any]:
+def joined(
+    bodies: Mapping[int, dict[str, Any]], router_id: str, processes: int, *, has_others: bool = False
+) -> dict[str, Any]:
     """One state.
 
     Workers are as the first process sees them. Sessions that have streams on two processes count twice. Limits are each
@@ -19,6 +21,7 @@ def joined(bodies: Mapping[int, dict[str, Any]], router_id: str, processes: int)
         bodies: the states by the number of the process; at least one.
         router_id: the router's name, without a process's number.
         processes: of the router, also those that do not answer.
+        has_others: whether process 0, which alone does so, asks other routers.
     """
     first = bodies[min(bodies)]
     rows: dict[str, dict[str, Any]] = {}
@@ -28,7 +31,9 @@ def joined(bodies: Mapping[int, dict[str, Any]], router_id: str, processes: int)
             if known is not row:
                 rows[row["name"]] = known | {name: max(known[name], row[name], key=_use) for name in _USED}
     others = first["others"]
-    if others is not None:  # the process knows itself by another name
+    if has_others and 0 not in bodies:
+        others = {"problem": "the process that asks them does not answer", "rows": []}
+    elif others is not None:  # the process knows itself by another name
         rows_of_others = [row for row in others["rows"] if row["facts"] is None or row["facts"]["id"] != router_id]
         others = others | {"rows": rows_of_others}
     return first | {

@@ -15,8 +15,8 @@ from pydantic import BaseModel, Field, ValidationError
 
 from lockstep_router.console.files import ROUTER
 
-DEADLINE_S = 1.5
-"""For the answer of one router, connecting and TLS included."""
+DEADLINE_S = 3.0
+"""For the answer of one router, connecting and TLS included. One with `processes` waits up to 2 s for each of them."""
 MAX_ANSWER_BYTES = 16 << 10
 _AT_A_TIME = 8
 

@@ -52,11 +52,18 @@ class JointAnswers:
         router_id: the router's name, without a process's number.
         processes: of the router.
         pages: of the console, by their paths; None: there is no console.
+        has_others: whether process 0 asks other routers for the console.
     """
 
     def __init__(
-        self, router_id: str, processes: Sequence[ProcessFacts], pages: Mapping[str, Answer] | None = None
+        self,
+        router_id: str,
+        processes: Sequence[ProcessFacts],
+        pages: Mapping[str, Answer] | None = None,
+        *,
+        has_others: bool = False,
     ) -> None:
+        self._has_others = has_others
         self._router_id = router_id
         self._pages = pages or {}
         self._processes = processes
@@ -152,7 +159,7 @@ class JointAnswers:
             return as_json(503, {"error": "no process answers"})
         if path == files.ROUTER:
             return as_json(200, joined_router(list(bodies.values()), self._router_id))
-        return as_json(200, joined(bodies, self._router_id, len(answers)))
+        return as_json(200, joined(bodies, self._router_id, len(answers), has_others=self._has_others))
 
     def _status(self) -> Answer:
         """The state as the first process that answers sees it, with the counts of all."""

@@ -147,7 +147,9 @@ async def _supervise(settings: RouterSettings) -> int:
             )
             for number in range(settings.processes)
         ]
-        answers = JointAnswers(settings.router_id, processes, files.of(settings.console))
+        answers = JointAnswers(
+            settings.router_id, processes, files.of(settings.console), has_others=bool(settings.console_routers)
+        )
         managing = served(settings.management_host, settings.management_port, answers, tls=tls.management_context)
         async with managing as management_port, tls.watched():
             fields = {"host": settings.host, "management_port": management_port, "processes": settings.processes}
