@@ -1,5 +1,6 @@
 """Blocks whose stored values were changed in any way are misses, and are forgotten."""
 
+import itertools
 import random
 import secrets
 from collections import Counter
@@ -128,6 +129,17 @@ def test_what_is_well_formed_and_of_another_kind_is_a_miss():
     assert Values([bytes(32)]).read(place, values.write(place, b"value")) is None, "another secret"
     assert Values().read(place, values.write(place, b"value")) is None, "encrypted"
     assert values.read(place, Values().write(place, b"value")) is None, "not encrypted"
+
+
+def test_state_servers_read_each_others_values_in_each_step_of_a_replaced_key():
+    """As docs/deployment.md tells it; in a rollout those of two steps run beside each other."""
+    old, new = bytes([1] * 32), bytes([2] * 32)
+    steps = [Values(keys) for keys in ([old], [old, new], [new, old])]
+    for before, after in itertools.pairwise(steps):
+        assert before.read("place", after.write("place", b"value")) == b"value"
+        assert after.read("place", before.write("place", b"value")) == b"value"
+    assert Values([new]).read("place", steps[-1].write("place", b"value")) == b"value"
+    assert steps[0].read("place", steps[-1].write("place", b"value")) is None, "why it is not one step"
 
 
 def test_ten_thousand_changes_of_a_packed_block():
