@@ -121,6 +121,9 @@
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}
 {{ .at }}.autoscaling: minReplicas {{ $scaling.minReplicas }} is more than maxReplicas {{ $scaling.maxReplicas }}
 {{- end -}}
+{{- if not (or (int $scaling.minReplicas) $scaling.triggers) }}
+{{ .at }}.autoscaling.minReplicas is 0, but {{ .at }}.autoscaling.triggers has none: without a worker nothing tells of requests that wait, so there would never be one again
+{{- end -}}
 {{- if not (.root.Capabilities.APIVersions.Has "keda.sh/v1alpha1") }}
 {{ .at }}.autoscaling.enabled: the cluster has no keda.sh/v1alpha1; install KEDA first (with `helm template`: --api-versions keda.sh/v1alpha1)
 {{- end -}}
