@@ -15,6 +15,7 @@ class MemoryStore:
         spoils: writes something else to the first part before it does what it does.
         gate: if set, a fetch waits for it after it has begun to write.
         room: parts that it still takes; None: all.
+        is_away: whether it is.
         asked: for each fetch the tenant and the number of blocks.
         began: set while a fetch waits for the gate.
     """
@@ -29,6 +30,7 @@ class MemoryStore:
         self.spoils = False
         self.gate = None
         self.room = None
+        self.is_away = False
         self.asked = []
         self.estimates = []
         self.offers = []

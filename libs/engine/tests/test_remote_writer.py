@@ -130,6 +130,46 @@ async def test_a_worker_that_drains_stores_what_runs_before_what_has_ended(path,
     await third.close()
 
 
+@pytest.mark.parametrize("is_away_at_first", [True, False])
+async def test_a_worker_that_drains_does_not_wait_for_a_store_that_is_away(path, monkeypatch, is_away_at_first):
+    """Its queue is full then, and each block would be offered for a while."""
+    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 3600.0)
+    monkeypatch.setattr("lockstep_engine.remote_tier._AWAY_S", 0.2)
+    store = MemoryStore()
+    store.room, store.is_away = 0, is_away_at_first
+    worker = Worker(path, store)
+    await worker.ask("ended", words(0))
+    draining = asyncio.ensure_future(worker.tier.store_all(3600))
+    if not is_away_at_first:
+        await asyncio.sleep(0.5)
+        assert not draining.done()
+        store.is_away = True
+    async with asyncio.timeout(60):
+        assert not await draining
+    await worker.close()
+
+
+async def test_a_worker_that_drains_goes_on_with_a_store_that_was_away_for_a_moment(path, monkeypatch):
+    monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 3600.0)
+    monkeypatch.setattr("lockstep_engine.remote_tier._AWAY_S", 1.0)
+    store = MemoryStore()
+    store.room, store.is_away = 0, True
+    worker = Worker(path, store)
+    await worker.ask("ended", words(0))
+    draining = asyncio.ensure_future(worker.tier.store_all(3600))
+    await asyncio.sleep(0.05)
+    store.is_away = False
+    await asyncio.sleep(1.3)
+    assert not draining.done()
+    store.room = None
+    async with asyncio.timeout(60):
+        while not draining.done():
+            await worker.step()
+    assert await draining
+    assert len(store.parts) == FULL // BLOCK_SIZE
+    await worker.close()
+
+
 async def test_the_loop_goes_on_while_blocks_are_offered_that_are_gone(path):
     store = MemoryStore()
     worker = Worker(path, store)

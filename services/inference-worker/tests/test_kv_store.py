@@ -367,6 +367,19 @@ async def test_a_flush_ends_at_its_time(kv, store):
     assert value("queue_bytes") > 0
 
 
+async def test_a_flush_ends_when_the_server_goes_away(kv, target):
+    async with opened(target, timeout_s=0.3) as store:
+        kv.answers.clear()
+        store.offer("t", parts_of("a"))
+        flushing = asyncio.create_task(store.flush(3600.0))
+        while not store.is_away:
+            assert not flushing.done()
+            await fetch(store, "x", Memory())
+        async with asyncio.timeout(30):
+            await flushing
+        assert value("queue_bytes") > 0
+
+
 async def test_the_end_counts_what_was_not_stored(kv, target):
     dropped = value("puts_total", outcome="dropped")
     async with opened(target) as store:

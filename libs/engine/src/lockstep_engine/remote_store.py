@@ -55,6 +55,10 @@ class RemoteStore(Protocol):
     def fetch_timeout_s(self) -> float:
         """Longest time of a fetch. One that takes longer is cancelled, and what has come is lost."""
 
+    @property
+    def is_away(self) -> bool:
+        """Whether it does not answer now. What is offered meanwhile may never be stored."""
+
     async def fetch(
         self,
         tenant: str,

@@ -35,6 +35,10 @@ _RESERVED = 32
 """Blocks for which slots are reserved at a time."""
 _GRACE_S = 1.0
 """For the store to end a fetch by itself after its deadline, with what has come by then, or after it is cancelled."""
+_AWAY_S = 2.0
+"""How long `store_all` waits for a store that is away."""
+_CHECK_S = 0.1
+"""How often it looks whether it is."""
 
 
 @dataclass(frozen=True)
@@ -257,14 +261,23 @@ class RemoteTier:
             self._epoch.writer.notify()
 
     async def store_all(self, timeout_s: float) -> bool:
-        """Have the blocks of running requests stored, and all others that have not been; False if there is no time."""
+        """Have the blocks of running requests stored, and all others that have not been; False if there is no time, or
+        the store is away for longer than a moment.
+        """
         epoch = self._epoch
         if epoch is None:
             return True
+        clock = asyncio.get_running_loop().time
+        latest = ends_at = clock() + timeout_s
         waiter = asyncio.ensure_future(self._store_all(epoch.writer))
-        done, _ = await asyncio.wait((waiter, epoch.task), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        waiter.cancel()
-        return waiter in done
+        try:
+            while not waiter.done() and not epoch.task.done() and (now := clock()) < ends_at:
+                ends_at = min(ends_at, now + _AWAY_S) if self._store.is_away else latest
+                wait_s = min(_CHECK_S, ends_at - now)
+                await asyncio.wait((waiter, epoch.task), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            return waiter.done()
+        finally:
+            waiter.cancel()
 
     async def _store_all(self, writer: RemoteWriter) -> None:
         # Those of running requests first: other workers are about to go on with them.

@@ -104,6 +104,11 @@ class KvStore:
         """See `RemoteStore.fetch_timeout_s`."""
         return self._options.fetch_timeout_s
 
+    @property
+    def is_away(self) -> bool:
+        """See `RemoteStore.is_away`."""
+        return self.client.is_away
+
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything offered is stored, no longer than this."""
         await self._queue.flush(timeout_s)

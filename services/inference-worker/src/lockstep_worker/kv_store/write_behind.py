@@ -33,6 +33,8 @@ _PUT_TIMEOUT_S = 10.0
 PAUSE_S = 0.5
 """After a failure; of one tenant, after the server had no room for its blocks."""
 _TRIES = 2
+_CHECK_S = 0.1
+"""How often `flush` looks whether the server is away."""
 
 _Key = tuple[str, bytes, HeadRange]
 
@@ -119,11 +121,14 @@ class WriteBehind:
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything is stored, no longer than this, and not for a server that is away."""
-        if self._client.is_away or self._writing is None:
+        if self._writing is None:
             return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._is_idle.wait()
+        ends_at = asyncio.get_running_loop().time() + timeout_s
+        while not self._client.is_away and (left_s := ends_at - asyncio.get_running_loop().time()) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(_CHECK_S, left_s)):
+                    await self._is_idle.wait()
+                    return
 
     async def close(self) -> None:
         """Stop. What still waits is lost."""
