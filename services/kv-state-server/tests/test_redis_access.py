@@ -5,8 +5,10 @@ import logging
 import pytest
 import redis
 from authority import Authority, Mounted
-from backends import SECRET
+from backends import OPTIONS, SECRET, keep
+from lockstep_common.errors import LockstepError
 from lockstep_common.ports import free_port
+from lockstep_common.telemetry import REGISTRY
 from redis_server import RedisServer
 from state_serving import served
 from test_journal_service import OK, append_one, piece, reading, record
@@ -90,3 +92,24 @@ async def test_user_without_the_right_to_info_stores_journals_and_no_blocks(tmp_
     finally:
         server.kill()
     assert caplog.text.count("+info") == 1
+
+
+@pytest.mark.parametrize("given", ["another-password", None])
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
+async def test_a_refused_password_is_told_from_a_redis_that_cannot_be_reached(tmp_path, given, scheme):
+    server = RedisServer(tmp_path / "redis", "a-password")
+    address = f"{scheme}://127.0.0.1:{server.port}" + ("/0" if scheme == "redis" else "")
+    before = failures("login")
+    try:
+        async with keep(scheme, address, OPTIONS | {"password": given, "breaker_failures": 2}) as kept:
+            for _ in range(2):
+                with pytest.raises(LockstepError, match="it refuses the user or the password"):
+                    await kept.backend.bound(kept.key())
+            assert kept.backend.unready is not None
+            assert failures("login") >= before + 2
+    finally:
+        server.kill()
+
+
+def failures(reason):
+    return REGISTRY.get_sample_value("lockstep_state_store_failures_total", {"reason": reason})

@@ -46,8 +46,9 @@ STORE_SECONDS = Histogram(
 )
 STORE_FAILURES = Counter(
     "lockstep_state_store_failures",
-    "Operations on Redis that failed, by reason: `timeout`, `connection`, `full`, `read_only`, `error`, "
-    "`answer` (it cannot be read), `busy` (this process was), or `open` while the breaker is.",
+    "Operations on Redis that failed, by reason: `timeout`, `connection`, `login` (it refuses the user or the "
+    "password), `full`, `read_only`, `error`, `answer` (it cannot be read), `busy` (this process was), or `open` while "
+    "the breaker is.",
     ["reason"],
     registry=REGISTRY,
 )

@@ -22,7 +22,7 @@ from lockstep_state.redis_backend.connect import RedisOptions, connect, parse_ad
 from lockstep_state.redis_backend.scripts import Script
 
 logger = logging.getLogger("lockstep.state")
-for _reason in ("timeout", "connection", "full", "read_only", "error", "answer", "busy", "open"):
+for _reason in ("timeout", "connection", "login", "full", "read_only", "error", "answer", "busy", "open"):
     metrics.STORE_FAILURES.labels(_reason)  # from 0: of a series that begins at 1, Prometheus sees no increase
 
 PIPELINE = 256
@@ -31,6 +31,7 @@ _LOG_EVERY_S = 60.0
 _PROBE_TTL_MS = 1000
 _PROBES = 3
 """Answers of one probe: the first one may be late because a connection is made."""
+_LOGIN = (redis_errors.AuthenticationError, redis_errors.AuthorizationError)
 _UNUSABLE = (
     redis_errors.ConnectionError,
     redis_errors.BusyLoadingError,
@@ -66,6 +67,7 @@ class _BusyError(Exception):
 _REASONS: tuple[tuple[tuple[type[Exception], ...], str, str], ...] = (
     ((_BusyError,), "busy", "there is too much to do"),
     ((TimeoutError, redis_errors.TimeoutError), "timeout", "it does not answer in time"),
+    (_LOGIN, "login", "it refuses the user or the password"),  # before their parent, ConnectionError
     (_UNUSABLE, "connection", "it cannot be reached"),
     ((redis_errors.ResponseError,), "error", "it refuses the operation"),
 )
@@ -275,6 +277,8 @@ def _describe(error: Exception) -> tuple[str, str]:
         return "full", "it is full"
     if isinstance(error, redis_errors.ReadOnlyError) or "READONLY" in str(error):
         return "read_only", "it takes no writes"
+    if isinstance(error.__cause__, _LOGIN):
+        error = error.__cause__  # a cluster's client says only that it could not connect
     for kinds, reason, words in _REASONS:
         if isinstance(error, kinds):
             return reason, words
