@@ -65,7 +65,11 @@ class StateSettings(PodSettings):
     max_batch: int = Field(4096, ge=1, le=65536, description="Writes, streams or blocks named in one call.")
     max_transfers: int = Field(16, ge=1, le=1024, description="Calls at a time that put or get blocks.")
     max_calls: int = Field(1024, ge=1, description="Calls at a time; more are refused.")
-    ttl_s: float = Field(600, gt=0, description="What is stored without a time to live is kept for so long.")
+    ttl_s: float = Field(
+        600,
+        gt=0,
+        description="What is stored without a time to live is kept for so long. Routers and workers give one.",
+    )
     max_ttl_s: float = Field(86_400, gt=0, description="Greatest time to live.")
     call_timeout_s: float = Field(5, gt=0, description="Longest time of a call, unless its own deadline is sooner.")
     transfer_timeout_s: float = Field(30, gt=0, description="The same for calls that put or get blocks.")
