@@ -1,6 +1,7 @@
 """A store for KV blocks in this process, which can be told to misbehave."""
 
 import asyncio
+import math
 
 from lockstep_engine import FetchResult
 
@@ -16,6 +17,7 @@ class MemoryStore:
         gate: if set, a fetch waits for it after it has begun to write.
         room: parts that it still takes; None: all.
         is_away: whether it is.
+        lost_at: it keeps only what it has taken since then.
         asked: for each fetch the tenant and the number of blocks.
         began: set while a fetch waits for the gate.
     """
@@ -31,6 +33,7 @@ class MemoryStore:
         self.gate = None
         self.room = None
         self.is_away = False
+        self.lost_at = -math.inf
         self.asked = []
         self.estimates = []
         self.offers = []
@@ -59,6 +62,9 @@ class MemoryStore:
                 into(index, rank)[:] = content
             count += 1
         return FetchResult(count, "fetched" if count else "absent")
+
+    def is_kept(self, offered_at):
+        return offered_at > self.lost_at
 
     def offer(self, tenant, blocks):
         taken = len(blocks) if self.room is None else min(self.room, len(blocks))

@@ -1,6 +1,7 @@
 """What is stored outside of the machine, when, and how often it is offered."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import msgspec
@@ -26,6 +27,26 @@ async def test_no_block_is_offered_twice(path):
         assert await worker.stored()
     assert len(set(store.offers)) == len(store.offers)
     assert worker.tier.usage.stored == (TEXT + 5 + 40 + 5 - 1) // BLOCK_SIZE - FULL // BLOCK_SIZE
+    await worker.close()
+
+
+async def test_what_the_store_does_not_keep_any_more_is_offered_again(path):
+    """At the end of a text that begins with it, and at a drain."""
+    store = MemoryStore()
+    worker = Worker(path, store)
+    await worker.ask("first", words(0))
+    assert await worker.stored()
+    offered = len(store.offers)
+    assert offered == FULL // BLOCK_SIZE
+    store.lost_at = time.monotonic()
+    await worker.ask("again", words(0))
+    await worker.settled()
+    assert len(store.offers) == 2 * offered
+    assert await worker.stored()
+    assert len(store.offers) == 2 * offered
+    store.lost_at = time.monotonic()
+    assert await worker.stored()
+    assert len(store.offers) == 3 * offered
     await worker.close()
 
 

@@ -380,6 +380,26 @@ async def test_a_flush_ends_when_the_server_goes_away(kv, target):
         assert value("queue_bytes") > 0
 
 
+async def test_blocks_are_kept_for_half_of_their_time_and_until_the_server_was_away(kv, target):
+    async with opened(target, timeout_s=0.3, ttl_s=3600.0) as store:
+        clock = store.link.clock
+        offered_at = clock()
+        store.link.clock = lambda: offered_at + 1799
+        assert store.is_kept(offered_at)
+        store.link.clock = lambda: offered_at + 1801
+        assert not store.is_kept(offered_at)
+        store.link.clock = clock
+        assert store.is_kept(offered_at)
+        kv.answers.clear()
+        while not store.is_away:
+            await fetch(store, "x", Memory())
+        kv.answers.set()
+        await until(lambda: not store.is_away)
+        assert not store.is_kept(offered_at), "it may have started again, with nothing"
+        await asyncio.sleep(0.01)
+        assert store.is_kept(clock())
+
+
 async def test_the_end_counts_what_was_not_stored(kv, target):
     dropped = value("puts_total", outcome="dropped")
     async with opened(target) as store:

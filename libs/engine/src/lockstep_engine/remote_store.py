@@ -59,6 +59,11 @@ class RemoteStore(Protocol):
     def is_away(self) -> bool:
         """Whether it does not answer now. What is offered meanwhile may never be stored."""
 
+    def is_kept(self, offered_at: float) -> bool:
+        """Whether it will still have for a while what it took, or was seen to have, at this time of `time.monotonic`.
+        False: it is to be offered again.
+        """
+
     async def fetch(
         self,
         tenant: str,

@@ -9,6 +9,7 @@ a plan, and is evicted from there before all others afterwards.
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -103,7 +104,8 @@ class RemoteWriter:
         """By tenant; nothing else of it is offered meanwhile."""
         self._links: OrderedDict[bytes, tuple[str, BlockKey, bytes]] = OrderedDict()
         """By a block's digest: whose it is, and its link of the chain."""
-        self._offered: OrderedDict[bytes, None] = OrderedDict()
+        self._offered: OrderedDict[bytes, float] = OrderedDict()
+        """By a block's name: when the store has taken it, or was seen to have it."""
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self.blocks = 0
@@ -220,7 +222,7 @@ class RemoteWriter:
     def _list(self, tenant: str, key: BlockKey, link: bytes, versions: tuple[bool, ...]) -> None:
         for cold in versions:
             name = remote_keys.block_name(link, cold=cold)
-            if name not in self._offered:
+            if not self._is_offered(name):
                 self._due.add(tenant, _Due(tenant, key, cold, name))
 
     def _take_refused(self) -> _Refused | None:
@@ -241,7 +243,7 @@ class RemoteWriter:
                 if batch and slots > most:
                     break
                 self._due.pop(tenant)
-                if each.name not in self._offered:
+                if not self._is_offered(each.name):
                     batch.append(each)
             self._due.end_turn(tenant)
             if batch:
@@ -321,8 +323,12 @@ class RemoteWriter:
             )
         return piece, contents
 
+    def _is_offered(self, name: bytes) -> bool:
+        offered_at = self._offered.get(name)
+        return offered_at is not None and self._store.is_kept(offered_at)
+
     def _remember(self, name: bytes) -> None:
-        self._offered[name] = None
+        self._offered[name] = time.monotonic()
         self._offered.move_to_end(name)
         while len(self._offered) > _MAX_NAMES:
             self._offered.popitem(last=False)

@@ -5,6 +5,7 @@ Nothing here raises into the engine and nothing waits longer than its deadline: 
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
@@ -82,11 +83,13 @@ class KvStore:
         """Fetches in a row that have got nothing by their deadline."""
         self._silent_until = 0.0
         self._warn_after = 0.0
+        self._returned_at = -math.inf
+        """When the server last answered again after it was away. It may have started again, with nothing."""
 
     async def __aenter__(self) -> "KvStore":
         """Connect and begin to measure, without waiting for either."""
         self.client.start()
-        self.client.on_return = self._probe_now.set
+        self.client.on_return = self._on_return
         self._queue.start()
         self._probing = asyncio.create_task(self._probe_forever())
         return self
@@ -108,6 +111,10 @@ class KvStore:
     def is_away(self) -> bool:
         """See `RemoteStore.is_away`."""
         return self.client.is_away
+
+    def is_kept(self, offered_at: float) -> bool:
+        """See `RemoteStore.is_kept`."""
+        return offered_at > max(self._returned_at, self.link.clock() - self._options.ttl_s / 2)
 
     async def flush(self, timeout_s: float) -> None:
         """Wait until everything offered is stored, no longer than this."""
@@ -236,6 +243,10 @@ class KvStore:
         if blocks == choice.blocks:
             self._measure(estimated_s, choice.recompute_s, self.link.clock() - began_at)
         return FetchResult(blocks, outcome)
+
+    def _on_return(self) -> None:
+        self._returned_at = self.link.clock()
+        self._probe_now.set()
 
     def _note_silence(self) -> None:
         self._silent += 1
