@@ -1,4 +1,6 @@
-"""The commands of docs/runbooks, run as they are written but for local ports and the namespace's name."""
+"""The commands of docs/runbooks, run as they are written but for local ports and the namespace's name. Pods that alerts
+name are any ones here.
+"""
 
 import os
 import re
@@ -7,8 +9,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from string import Template
 
 from lockstep_tools.chaos.kubectl import Kubectl
+from lockstep_tools.chaos.release import ROUTER, STATE
 
 BOOKS = Path(__file__).parents[2] / "docs/runbooks"
 NOT_HERE = ("nvidia-smi", "kubectl get certificates", "kubectl describe certificates", "kubectl get servicemonitors")
@@ -54,13 +58,23 @@ def shell(kubectl: Kubectl, lines: list[str], directory: Path) -> Iterator[Shell
     config = directory / "kubeconfig"
     config.write_text(kubectl.run("config", "view", "--raw"))
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"KUBECONFIG": str(config), "PATH": programs}
+    named = {"ROUTER": _any_pod(kubectl, ROUTER), "STATE": _any_pod(kubectl, STATE)}
+    environment = os.environ | {"KUBECONFIG": str(config), "PATH": programs} | named
     chosen = ["kubectl", "config", "set-context", "--current", f"--namespace={kubectl.namespace}"]
     subprocess.run(chosen, env=environment, check=True, capture_output=True, timeout=_DEADLINE_S)
     with ExitStack() as held:
         forwards = [match.groups() for match in map(_FORWARD.fullmatch, lines) if match]
-        ports = {port: held.enter_context(_forwarded(kubectl, target, port)) for target, port in forwards}
+        ports = {
+            port: held.enter_context(_forwarded(kubectl, Template(target).substitute(named), port))
+            for target, port in forwards
+        }
         yield Shell(kubectl, environment, ports)
+
+
+def _any_pod(kubectl: Kubectl, component: str) -> str:
+    pods = kubectl.json("get", "pods", "-l", f"app.kubernetes.io/component={component}")["items"]
+    name: str = pods[0]["metadata"]["name"]
+    return name
 
 
 @contextmanager

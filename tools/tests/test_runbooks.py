@@ -24,6 +24,7 @@ RECORDED = {rule["record"] for rule in RULES if "record" in rule}
 BOOKS = {path.stem: path.read_text() for path in RUNBOOKS.glob("*.md") if path.stem != "README"}
 METRIC = re.compile(r"\b(?:lockstep_(?:router|worker|state|tls)_\w+|lockstep:\w+:\w+)")
 PROGRAMS = {"curl", "grep", "kubectl", "lockstep"}
+NAMED_PODS = {"router": "$ROUTER", "state": "$STATE", "worker": "lockstep-worker-reference-0"}
 KUBECTL = {"auth", "describe", "exec", "get", "logs", "port-forward", "top"}
 """What a runbook looks with: these change nothing."""
 
@@ -98,6 +99,19 @@ def test_the_commands_of_a_runbook_exist_and_change_nothing(name: str) -> None:
                 assert arguments[0] in COMMANDS, line
             if program == "kubectl":
                 assert arguments[0] in KUBECTL, line
+
+
+@pytest.mark.parametrize("name", sorted(BOOKS))
+def test_a_runbook_looks_at_the_pod_that_its_alert_names(name: str) -> None:
+    """Another pod of the same Deployment may be well."""
+    (block,) = re.findall(r"^```\n(.*?)^```$", BOOKS[name], re.MULTILINE | re.DOTALL)
+    if "$labels.pod" not in str(ALERTS[name]["annotations"]):
+        assert "$" not in block
+        return
+    for component in re.findall(r"\blockstep_(router|state|worker)_", ALERTS[name]["expr"]):
+        assert NAMED_PODS[component] in block
+        if component != "worker":
+            assert not re.search(rf"(deploy|service)/lockstep-{component}\b", block)
 
 
 @pytest.mark.parametrize("name", sorted(BOOKS))
