@@ -123,6 +123,37 @@ def test_a_transfer_that_gets_next_to_nothing_says_nothing_of_the_bandwidth():
     assert link.estimate() is None
 
 
+def transfer(link, count, took_s):
+    with link.transfer(count) as transfer:
+        link.clock.now += took_s
+        link.received(transfer, count)
+
+
+@pytest.mark.parametrize("quiet_s", [0.0, 60.0])
+def test_one_stalled_transfer_is_forgotten_within_a_minute_of_probes(quiet_s):
+    link = Link(Clock())
+    link.note_call(0.0)
+    for _ in range(10):
+        transfer(link, 10 * MIB, 0.01)
+    link.clock.now += quiet_s
+    transfer(link, MIB, 5.0)
+    assert link.estimate().bytes_per_s < 100 * MIB
+    for _ in range(2):
+        link.clock.now += 30
+        transfer(link, 2 * MIB, 0.002)
+    assert link.estimate().bytes_per_s == pytest.approx(1000 * MIB, rel=0.1)
+
+
+def test_a_small_transfer_says_little_even_of_a_way_that_was_quiet():
+    """The time of a small one is mostly latency, of which only an average is known."""
+    link = Link(Clock())
+    link.note_call(0.01)
+    transfer(link, 2 * MIB, 0.012)
+    link.clock.now += 10
+    transfer(link, MIB // 16, 0.01)
+    assert link.estimate().bytes_per_s == pytest.approx(1000 * MIB, rel=0.3)
+
+
 class Case:
     """A model, a network, and a request. What the gate learns of them has come over that network."""
 

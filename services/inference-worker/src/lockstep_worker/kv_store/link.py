@@ -1,7 +1,7 @@
 """What is known of the way to the state server: its latency and bandwidth, from the transfers themselves.
 
-Averages forget: a call counts a fifth, a transfer by its bytes. Fetches that run at the same time share the bandwidth,
-so each measures what all of them have got.
+Averages forget: a call counts a fifth, a transfer by its bytes and by the time since the one before. Fetches that run
+at the same time share the bandwidth, so each measures what all of them have got.
 """
 
 import math
@@ -16,6 +16,10 @@ from lockstep_worker.kv_store.gate import LinkEstimate
 _CALL_WEIGHT = 0.2
 _MEMORY_BYTES = 16 << 20
 """After a transfer of so many bytes, what was known before counts 1/e."""
+_MEMORY_S = 6.0
+"""After so long, the same. Next to nothing is left when the next probe measures a way that no fetch has used: one
+stalled transfer, which may seem thousands of times slower, keeps the gate shut for a minute at most.
+"""
 _MIN_TRANSFER_S = 1e-6
 _MIN_BYTES = 64 << 10
 """The time of a smaller transfer is all latency."""
@@ -42,6 +46,8 @@ class Link:
     _latency_s: float | None = field(init=False, default=None)
     _deviation_s: float = field(init=False, default=0.0)
     _s_per_byte: float | None = field(init=False, default=None)
+    _known_bytes: float = field(init=False, default=0.0)
+    """What that is worth: bytes of transfers, those that are partly forgotten counted in part."""
     _got: int = field(init=False, default=0)
     _transfers: list[Transfer] = field(init=False, default_factory=list)
 
@@ -83,10 +89,11 @@ class Link:
             return
         now = self.clock()
         took_s = max(now - transfer.began_at - (self._latency_s or 0.0), _MIN_TRANSFER_S)
-        self.measured_at = now
         sample = took_s / got
-        weight = 1.0 if self._s_per_byte is None else 1 - math.exp(-transfer.bytes / _MEMORY_BYTES)
-        self._s_per_byte = (
-            sample if self._s_per_byte is None else self._s_per_byte + weight * (sample - self._s_per_byte)
-        )
+        kept = math.exp(-transfer.bytes / _MEMORY_BYTES)
+        old_bytes = self._known_bytes * kept * math.exp(-(now - self.measured_at) / _MEMORY_S)
+        new_bytes = _MEMORY_BYTES * (1 - kept)
+        self._known_bytes = old_bytes + new_bytes
+        self._s_per_byte = (old_bytes * (self._s_per_byte or 0.0) + new_bytes * sample) / self._known_bytes
+        self.measured_at = now
         metrics.REMOTE_BANDWIDTH.set(1 / self._s_per_byte)
