@@ -169,3 +169,30 @@ def test_the_cut_of_another_release_of_the_same_name_is_not_touched(lockstep, cl
     put(cluster, "pod", "lockstep-chaos", CUT, own)
     assert lockstep("chaos", "--clean", "-n", "serving", timeout_s=60).returncode == 0
     assert left(cluster) == [namespace, theirs]
+
+
+def test_upgrades_after_the_experiments_are_not_rolled_back(lockstep, cluster: Path) -> None:
+    run_killed(cluster, *MOMENTS["the release is upgraded"], "machine")
+    (cluster / "helm").write_text(json.dumps([8, 8]))
+    cleaned = lockstep("chaos", "--clean", "-n", "serving", timeout_s=60)
+    assert cleaned.returncode == 0, cleaned.stderr
+    assert "revision 8 is newer than the experiment's: not rolled back" in cleaned.stdout
+    assert json.loads((cluster / "helm").read_text()) == [8, 8]
+    assert lockstep("chaos", "--clean", "-n", "serving").stdout == "nothing is left of interrupted runs\n"
+
+
+@pytest.mark.parametrize(
+    ("when", "program", "question"),
+    [("the node is drained", "kubectl", "get node n1"), ("the release is upgraded", "helm", "status")],
+)
+def test_what_cannot_be_asked_now_stays_in_the_record(
+    lockstep, cluster: Path, when: str, program: str, question: str
+) -> None:
+    run_killed(cluster, *MOMENTS[when], "machine")
+    script = cluster / "bin" / program
+    works = script.read_text()
+    script.write_text(works.replace("exec", f'case "$*" in *"{question}"*) exit 1 ;; esac\nexec'))
+    assert lockstep("chaos", "--clean", "-n", "serving", timeout_s=60).returncode == 1
+    script.write_text(works)
+    assert lockstep("chaos", "--clean", "-n", "serving", timeout_s=60).returncode == 0
+    assert left(cluster) == []

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Undoes what interrupted experiments have left of this release, a line for each thing. Prints nothing when there is nothing.
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
+is_unfinished() { helm status "$RELEASE" -n "$NAMESPACE" | grep -Eq '^STATUS: (pending|failed)'; }
 cutters() { kubectl -n "$CUTTERS" get pods -l "$1" --ignore-not-found -o name; }
 
 for pod in $(k get pods -l "$LABEL=$RELEASE" -o name); do
@@ -14,7 +15,8 @@ while read -r key value; do
   node=${key#*.}
   case $key in
     cut.* | cordon.*)
-      if [[ -z $(kubectl get node "$node" --ignore-not-found -o name) ]]; then
+      found=$(kubectl get node "$node" --ignore-not-found -o name) # if it fails this ends, and the record stays
+      if [[ -z $found ]]; then
         echo "node $node is gone"
       elif [[ $key == cordon.* ]]; then
         kubectl uncordon "$node"
@@ -30,7 +32,12 @@ while read -r key value; do
       k delete pod "$node" --ignore-not-found --grace-period=0 --force >/dev/null 2>&1
       echo "deleted pod $node, which may have been stopped" ;;
     revision)
-      if (($(revision) > value)); then
+      now=$(revision)
+      [[ -n $now ]] || { echo "helm does not tell the revision of $RELEASE" >&2; exit 1; }
+      # The upgrade made one revision, and its rollback may have begun another. Newer ones are somebody else's.
+      if ((now > value + 2)) || { ((now == value + 2)) && ! is_unfinished; }; then
+        echo "revision $now is newer than the experiment's: not rolled back"
+      elif ((now > value)); then
         helm rollback "$RELEASE" "$value" -n "$NAMESPACE" --wait --timeout "${PATIENCE_S}s" >/dev/null
         echo "rolled back to revision $value"
       fi ;;

@@ -58,9 +58,9 @@ class LoadPod:
 
     def __enter__(self) -> Self:
         self._delete()
-        run_script(self._script, self._environment | {"AVOID": self.avoid}, _START_S)
-        self._reader.start()
         try:
+            run_script(self._script, self._environment | {"AVOID": self.avoid}, _START_S)
+            self._reader.start()
             self.wait_for(lambda: len({history.client for history in self.ended}) == self._clients, "streams", _START_S)
         except BaseException:
             self._leave()

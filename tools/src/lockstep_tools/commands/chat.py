@@ -123,6 +123,8 @@ class Chat:
         try:
             self._runner.run(self._stream(answer))
         except KeyboardInterrupt:
+            if not self._interactive:
+                raise
             print()
             self._remark("stopped")
         except LockstepError as error:
