@@ -268,6 +268,32 @@ async def test_requests_that_the_scheduler_does_not_have_end_though_the_caller_f
 
 
 @ONE_STEP
+async def test_a_request_that_is_shed_ends_with_the_group_if_memory_runs_out_again(service, monkeypatch):
+    outputs = []
+    service.on_outputs = lambda _step, new: outputs.extend(new)
+    with monkeypatch.context() as patch:
+
+        def fail(*_, **__):
+            patch.undo()
+            raise MemoryError
+
+        def schedule(scheduler, plain=Scheduler.schedule):
+            if any(each.has_output for each in scheduler.sequences.running):
+                patch.setattr("lockstep_engine.scheduler.BlockTables", fail)
+                raise MemoryError
+            return plain(scheduler)
+
+        patch.setattr(Scheduler, "schedule", schedule)
+        params = SamplingParams(max_tokens=9, seed=0, logit_bias={0: 0.0})
+        service.engine.submit(Request("a", tuple(prompt(0)), params))
+        await until(lambda: any(each.error for each in outputs))
+    assert [(each.request_id, each.error.code) for each in outputs if each.error] == [("a", ErrorCode.WORKER_LOST)]
+    await service.settle()
+    service.on_outputs = service.deliver
+    assert await service.run() == EXPECTED
+
+
+@ONE_STEP
 async def test_requests_end_with_the_group_though_the_scheduler_fails_to_empty_its_pools(service, monkeypatch):
     outputs = []
     service.on_outputs = lambda _step, new: outputs.extend(new)

@@ -200,7 +200,12 @@ class Scheduler:
             del self.sequences.by_id[ended.request.id]
         if self.slots is not None:
             self.slots.forget(seen)
-        self._start_over(self.blocks.sizes)
+        try:
+            self._start_over(self.blocks.sizes)
+        except Exception:
+            if ended is not None:
+                self.sequences.by_id[ended.request.id] = ended  # it ends with the group
+            raise
         return [] if ended is None else [Output(ended.request.id, ended.emitted, (), error=no_memory())]
 
     def end_broken(self) -> list[Output]:
