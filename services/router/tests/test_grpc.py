@@ -1,6 +1,7 @@
 """The gRPC face: one service with the rules of the REST API, within limits."""
 
 import asyncio
+import contextlib
 import logging
 import time
 
@@ -11,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from key_files import KEY, OTHER_KEY, tenant, write
 from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
+from lockstep_common import health_service
 from lockstep_common.errors import LockstepError
 from lockstep_common.telemetry import JsonFormatter, exposition
 from lockstep_router.faces.grpc import inbound
@@ -171,6 +173,46 @@ async def test_health_is_readiness_and_needs_no_key(make_cluster, tmp_path):
         assert (await anext(watching)).status == health_pb2.HealthCheckResponse.SERVING
         cluster.router.leaving = True
         assert (await anext(watching)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_health_watches_are_bounded_and_end_with_the_server(make_cluster, monkeypatch):
+    monkeypatch.setattr(health_service, "MAX_WATCHES", 2)
+    cluster = await make_cluster(1)
+    async with cluster.over_grpc() as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(2)]
+        for watch in watches:
+            assert (await anext(aiter(watch))).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await anext(aiter(health.Watch(health_pb2.HealthCheckRequest())))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        reply = await health.Check(health_pb2.HealthCheckRequest())
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        watches[0].cancel()
+
+        async def is_watched():
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                return await anext(aiter(health.Watch(health_pb2.HealthCheckRequest())))
+
+        async with asyncio.timeout(30):
+            while not await is_watched():
+                await asyncio.sleep(0.01)
+
+
+async def test_call_that_joined_a_stream_and_leaves_for_good_does_not_end_it(cluster):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.02)
+    async with cluster.over_grpc() as channel:
+        key = (("idempotency-key", "k"),)
+        first = stub_of(channel).Generate(request(max_tokens=60), metadata=key)
+        events = aiter(first)
+        await anext(events)
+        second = stub_of(channel).Generate(request(max_tokens=60, resumable=False), metadata=key)
+        await anext(aiter(second))
+        second.cancel()
+        rest = [event async for event in events]
+        assert len(rest) > 10, "the first client has the rest"
+        assert not any(worker.cancels for worker in cluster.workers)
 
 
 async def described(channel, metadata=None):

@@ -2,6 +2,7 @@
 
 import pytest
 from lockstep_router.faces import identity
+from lockstep_router.faces.idempotency import scope_of
 from lockstep_router.faces.identity import Origin
 
 
@@ -50,6 +51,12 @@ def test_clients_without_a_key_are_told_apart_by_address():
     assert identity.caller(first, None).tenant != identity.caller(second, None).tenant
     assert "10.0" not in identity.caller(first, None).tenant
     assert identity.caller(Origin({}), None).tenant == ""
+
+
+def test_clients_without_a_key_that_share_a_cache_do_not_share_idempotency_keys():
+    origins = [Origin({}, address, shares_cache=True) for address in ("10.0.0.1", "10.0.0.2")]
+    assert {identity.caller(origin, None).tenant for origin in origins} == {""}
+    assert len({scope_of("k", "Idempotency-Key", origin) for origin in origins}) == 2
 
 
 def test_key_is_the_tenant_wherever_its_client_is():

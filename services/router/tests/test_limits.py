@@ -136,6 +136,23 @@ async def test_prompt_that_does_not_fit_now_waits_and_one_that_never_fits_does_n
     assert "retry-after" not in never.headers
 
 
+async def test_request_that_the_router_has_no_room_for_costs_no_tokens(make_cluster, tmp_path):
+    path = tmp_path / "keys.yaml"
+    write(path, tenant("search", KEY, tokens_per_minute=100), tenant("chat", OTHER_KEY))
+    cluster = await make_cluster(1, keys_file=str(path), max_streams=2)
+    cluster.workers[0].script = Script(delay_s=20)
+    running = asyncio.create_task(ask(cluster, OTHER_KEY, n=2, max_tokens=50))
+    await eventually(lambda: cluster.router.streams == 2)
+    for _ in range(5):
+        assert (await ask(cluster)).status_code == 503
+    running.cancel()
+    await eventually(lambda: cluster.router.streams == 0)
+    cluster.workers[0].script = Script()
+    served = await ask(cluster)
+    prompt_tokens = len(cluster.tokenizer.encode(BODY["prompt"]))
+    assert served.headers["x-ratelimit-remaining-tokens"] == str(100 - prompt_tokens)
+
+
 async def test_streams_at_a_time(limited):
     cluster = await limited(concurrent_streams=2)
     cluster.workers[0].script = Script(delay_s=0.02)

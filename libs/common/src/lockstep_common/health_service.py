@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+MAX_WATCHES = 64
+"""Watches at a time; each takes one of the server's calls for as long as its client likes."""
 _WATCH_EVERY_S = 0.25
 
 
@@ -31,6 +33,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     ) -> None:
         self._services = services
         self._changed = changed
+        self._watches = 0
         self.draining = False
         """The process ends: nothing is SERVING any more, and watches end, because it waits for its calls."""
 
@@ -46,11 +49,20 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        """The state of a service now and after every change."""
+        """The state of a service now and after every change; RESOURCE_EXHAUSTED beyond `MAX_WATCHES`."""
+        if self._watches >= MAX_WATCHES:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many health watches")
+        self._watches += 1
+        try:
+            await self._watch(request.service, context)
+        finally:
+            self._watches -= 1
+
+    async def _watch(self, service: str, context: grpc.aio.ServicerContext) -> None:
         last_sent = None
         while True:
             changed = self._changed()
-            is_last, status = self.draining, self._status(request.service)
+            is_last, status = self.draining, self._status(service)
             if status != last_sent:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 last_sent = status

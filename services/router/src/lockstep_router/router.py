@@ -292,12 +292,13 @@ class Router:
             LockstepError: as for `run`.
         """
         self._check_room(prepared.prompt_bytes)
-        await account.charge_prompts(prepared.prompt_tokens)
-        self._journals_bytes += prepared.prompt_bytes
-        metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
         # The request itself holds one stream already.
         streams = min(len(prepared.journals), _MAX_EMBEDDING_STREAMS, account.streams_left + 1)
         with self._running(streams), account.holding(streams - 1):
+            # Last of all: a request that is refused costs its tenant no tokens.
+            await account.charge_prompts(prepared.prompt_tokens)
+            self._journals_bytes += prepared.prompt_bytes
+            metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
             embedding = Embedding(prepared, self.workers, self.settings, streams=streams)
             self._generations.add(embedding)
             try:

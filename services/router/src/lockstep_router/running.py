@@ -79,18 +79,19 @@ class RunningRequest:
     async def __aenter__(self) -> Generation:
         router, prepared, account = self._router, self._prepared, self._account
         router._check_room(prepared.prompt_bytes)
-        if prepared.begun is None:  # otherwise another router has counted them
-            if account.tenant.tokens_per_minute is not None:
-                await account.charge_prompts(prepared.prompt_tokens)
-            metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
-        router._journals_bytes += prepared.prompt_bytes
         streams = len(prepared.journals)
         router._count(streams)
         try:
             account.hold(streams - 1)  # the request itself holds one stream already
             try:
-                if prepared.begun is not None:
+                if prepared.begun is not None:  # another router has counted its prompts
                     self._join_trace()
+                else:
+                    # Last of all: a request that is refused costs its tenant no tokens.
+                    if account.tenant.tokens_per_minute is not None:
+                        await account.charge_prompts(prepared.prompt_tokens)
+                    metrics.PROMPT_TOKENS.inc(prepared.prompt_tokens)
+                router._journals_bytes += prepared.prompt_bytes
                 generation = Generation(
                     prepared, router.workers, router.settings, is_collected=self._is_collected, observe=self._observe
                 )

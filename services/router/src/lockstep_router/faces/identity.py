@@ -30,13 +30,15 @@ class Origin:
     headers: Mapping[str, str]
     """Names are looked up in lower case."""
     address: str = ""
-    """Separates clients without a key; empty: they share one tenant."""
+    """Separates clients without a key; empty: it is not known."""
     tenant: str = ""
     """The tenant that the client's key belongs to, if the router has keys."""
     trace: RequestTrace | None = None
     """The request's trace; None: it has none."""
     request_id: str = ""
     """For log lines."""
+    shares_cache: bool = False
+    """Whether clients without a key share prefixes with all others, whatever their address."""
 
 
 def caller(origin: Origin, user: str | None) -> Caller:
@@ -49,7 +51,7 @@ def caller(origin: Origin, user: str | None) -> Caller:
         traceparent = origin.trace.root.traceparent
     return Caller(
         _session(origin, user, name),
-        name or (anonymous_tenant(origin.address) if origin.address else ""),
+        name or ("" if origin.shares_cache else anonymous_tenant(origin.address)),
         traceparent,
         timeout_s(headers) if _TIMEOUT_NAME in headers else None,
         tracestate,

@@ -60,8 +60,8 @@ def origin_of(
         headers["x-session-id"] = session
     if router.keys is None:
         headers |= {name: str(value) for name, value in metadata if name == _AUTHORIZATION}
-    address = address_of(context.peer()) if router.settings.anonymous_cache == "address" else ""
-    return Origin(headers, address, record.account.tenant.name, record.trace, record.request_id)
+    address, shares = address_of(context.peer()), router.settings.anonymous_cache == "shared"
+    return Origin(headers, address, record.account.tenant.name, record.trace, record.request_id, shares)
 
 
 def address_of(peer: str) -> str:

@@ -56,8 +56,8 @@ class GrpcServer:
             maximum_concurrent_rpcs=settings.max_streams + _OTHER_CALLS,
         )
         self._server.add_generic_rpc_handlers((Inference(router, inbound, parsing).handler(),))
-        health = Health(dict.fromkeys(("", SERVICE), lambda: router.unready is None and not router.draining))
-        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)
+        self._health = Health(dict.fromkeys(("", SERVICE), lambda: router.unready is None and not router.draining))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self.port = self._listen(settings, credentials)
@@ -79,7 +79,8 @@ class GrpcServer:
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Accept no more calls, and wait for those in progress; after the grace they are cut."""
+        """Accept no more calls, and wait for those in progress; after the grace they are cut. Health watches end."""
+        self._health.draining = True
         await self._server.stop(grace_s)
 
 

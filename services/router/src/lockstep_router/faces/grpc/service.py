@@ -151,7 +151,8 @@ class Inference:
             if failure is not None:
                 record.status = failure.meaning.http_status
             try:
-                if call.is_unwanted and call.owner is not None and record.status != 200:
+                # Not if another call began the stream: its client may want it.
+                if call.is_unwanted and call.owner is not None and record.status != 200 and not record.resumed:
                     await _forget(self._router, record.request_id, call.owner)
             finally:  # also if this is cancelled meanwhile
                 is_audited = self._router.keys is not None

@@ -84,9 +84,8 @@ async def admit(record: Record, fields: Mapping[str, str]) -> None:
 
 def origin_of(scope: Scope, fields: Mapping[str, str], record: Record, router: Router) -> Origin:
     """Who sends a request."""
-    separates_by_address = router.settings.anonymous_cache == "address"
-    address = scope["client"][0] if separates_by_address and scope.get("client") else ""
-    return Origin(fields, address, record.account.tenant.name, record.trace, record.request_id)
+    address, shares = scope["client"][0] if scope.get("client") else "", router.settings.anonymous_cache == "shared"
+    return Origin(fields, address, record.account.tenant.name, record.trace, record.request_id, shares)
 
 
 class DirectFace:

@@ -31,8 +31,7 @@ def add_stream(app: FastAPI, router: Router, bodies: BodyBudget, parsing: Parsin
         socket = Socket(_limits(router.settings), bodies, connection)
         connection.switch(socket, head)
         request.state.record.status = _SWITCHING_STATUS
-        is_separate = router.settings.anonymous_cache == "address" and request.client is not None
-        address = request.client.host if request.client is not None and is_separate else ""
+        address = "" if request.client is None else request.client.host
         return _Serving(Session(router, socket, parsing, Client(request.headers, address, request.state.record.access)))
 
 

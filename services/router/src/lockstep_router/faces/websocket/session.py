@@ -247,7 +247,9 @@ class Session:
         reading = await starting
         record.release_body()
         record.resumed = reading.is_resumed
-        if not reading.is_resumed:
+        if reading.is_resumed:  # another request began the stream, and its client may want it
+            request.is_unwanted = False
+        else:
             record.prompt_tokens = reading.record.prompt_tokens
         await self._answer(reading, request)
 
@@ -309,7 +311,8 @@ class Session:
         headers = self._client.headers
         if session is not None:
             headers = {**headers, "x-session-id": session}
-        return Origin(headers, self._client.address, record.account.tenant.name, record.trace, record.request_id)
+        shares, tenant = self._router.settings.anonymous_cache == "shared", record.account.tenant.name
+        return Origin(headers, self._client.address, tenant, record.trace, record.request_id, shares)
 
     def _owner(self, record: Record) -> str:
         return owner_of(self._origin(record))
