@@ -24,6 +24,8 @@ from lockstep_client import (
 )
 from lockstep_client.grpc_answers import Streamed
 from lockstep_client.grpc_calls import _Channel
+from lockstep_client.grpc_messages import grpc_request
+from lockstep_client.steps import Outgoing
 from lockstep_client.transcript import Transcript
 from router_cluster import eventually
 from router_process import listening, start
@@ -332,9 +334,25 @@ def test_connections_over_grpc_are_always_verified():
         LockstepClient("grpcs://host:1", verify=False)
 
 
+def test_a_continued_answer_has_its_first_chunks_role_and_time():
+    body = {"model": "reference", "messages": [], "n": 2, "stream": True}
+    asked = Outgoing("POST", "/v1/chat/completions", content=json.dumps(body).encode(), made_at=5)
+    again = Outgoing("GET", "/v1/streams/r", {"Last-Event-ID": "r:3,-"}, continues=asked)
+    chunks = {}
+    for name, request in (("first", asked), ("rest", again)):
+        answer = grpc_request(request).answer
+        events = [
+            answer.take(inference_pb2.GenerateEvent(request_id="r", choice=choice, text="a")) for choice in (0, 1)
+        ]
+        chunks[name] = [json.loads(event.data) for [event] in events]
+    roles = {name: ["role" in each["choices"][0]["delta"] for each in given] for name, given in chunks.items()}
+    assert roles == {"first": [True, True], "rest": [False, True]}
+    assert {each["created"] for given in chunks.values() for each in given} == {5}
+
+
 def test_nothing_is_asked_for_after_a_finish_that_has_the_usage():
     body = TEXT | {"prompt": "hello", "n": 1, "stream": True, "stream_options": {"include_usage": True}}
-    answer, transcript = Streamed(body, is_chat=False), Transcript.of(body)
+    answer, transcript = Streamed(body, 0, is_chat=False), Transcript.of(body)
     usage = inference_pb2.Usage(prompt_tokens=1, completion_tokens=2)
     last = inference_pb2.GenerateEvent(
         request_id="r", text="hi", finish=inference_pb2.FINISH_REASON_LENGTH, event_id="r:2f", final_usage=usage

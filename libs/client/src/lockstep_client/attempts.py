@@ -98,6 +98,7 @@ class Attempts:
         for name in self.routers.stale_names():
             addresses: list[str] = yield Resolve(name)
             self.routers.learn(name, addresses)
+            self.check_deadline()
         if self.is_round_over:
             yield from self._next_round()
         router = prefer if prefer is not None and prefer not in self._tried else self.routers.pick(self._tried)

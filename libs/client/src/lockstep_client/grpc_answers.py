@@ -3,8 +3,7 @@
 import base64
 import json
 import struct
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lockstep_api.v1 import inference_pb2 as pb
@@ -27,10 +26,10 @@ _DEFAULT_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 class _Generated:
     """What chunks and whole answers have in common."""
 
-    def __init__(self, body: Mapping[str, Any], *, is_chat: bool) -> None:
+    def __init__(self, body: Mapping[str, Any], created: int, *, is_chat: bool) -> None:
         self._model = body.get("model")
         self._is_chat = is_chat
-        self._created = int(time.time())
+        self._created = created
         self._prefix = "chatcmpl-" if is_chat else "cmpl-"
 
     def _head(self, request_id: str, kind: str) -> Body:
@@ -47,15 +46,17 @@ class Streamed(_Generated):
 
     Args:
         body: of the request.
+        created: when it was made, in seconds since 1970.
         is_chat: whether it is that of a conversation.
+        opened: the choices of which the client has something already, if it continues an answer.
     """
 
     is_stream = True
 
-    def __init__(self, body: Mapping[str, Any], *, is_chat: bool) -> None:
-        super().__init__(body, is_chat=is_chat)
+    def __init__(self, body: Mapping[str, Any], created: int, *, is_chat: bool, opened: Collection[int] = ()) -> None:
+        super().__init__(body, created, is_chat=is_chat)
         self._wants_usage = bool((body.get("stream_options") or {}).get("include_usage"))
-        self._opened: set[int] = set()
+        self._opened = set(opened)
 
     def take(self, message: pb.GenerateEvent) -> list[ServerSentEvent]:
         """The chunk of an event."""
@@ -106,8 +107,8 @@ class Whole(_Generated):
 
     is_stream = False
 
-    def __init__(self, body: Mapping[str, Any], *, is_chat: bool) -> None:
-        super().__init__(body, is_chat=is_chat)
+    def __init__(self, body: Mapping[str, Any], created: int, *, is_chat: bool) -> None:
+        super().__init__(body, created, is_chat=is_chat)
         self._request_id = ""
         self._choices: dict[int, _Choice] = {}
         self._usage: Body | None = None

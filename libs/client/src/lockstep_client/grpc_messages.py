@@ -97,7 +97,7 @@ def grpc_request(request: Outgoing) -> GrpcRequest:
         case "GET", rest if rest.startswith("/streams/") and request.continues is not None:
             last = _header(request, "last-event-id")
             resume = pb.ResumeRequest(request_id=unquote(rest.removeprefix("/streams/")), last_event_id=last)
-            return GrpcRequest("Resume", resume, pb.GenerateEvent, _generated(request.continues))
+            return GrpcRequest("Resume", resume, pb.GenerateEvent, _generated(request.continues, last))
         case "DELETE", "/streams":
             cancel = pb.CancelRequest(idempotency_key=_header(request, KEY_HEADER))
             return GrpcRequest("Cancel", cancel, pb.CancelResponse, _Only(lambda _: {"deleted": True}))
@@ -317,9 +317,15 @@ def _other(request: Outgoing, path: str) -> GrpcRequest:
     raise InvalidRequestError(f"{request.method} {path} does not exist over gRPC")
 
 
-def _generated(request: Outgoing) -> Answer:
+def _generated(request: Outgoing, position: str = "") -> Answer:
+    """The answer to a request, or what comes of it after a position."""
     body, is_chat = _body(request), request.path.endswith("/chat/completions")
-    return Streamed(body, is_chat=is_chat) if body.get("stream") else Whole(body, is_chat=is_chat)
+    if not body.get("stream"):
+        return Whole(body, request.made_at, is_chat=is_chat)
+    # Behind the request's id it has a part for each choice, `-` while there is nothing of it, and `u` after the usage.
+    parts = position.rpartition(":")[2].split(",")
+    opened = {index for index, part in enumerate(parts) if part not in ("", "-", "u")}
+    return Streamed(body, request.made_at, is_chat=is_chat, opened=opened)
 
 
 def _tokens(got: pb.TokenizeResponse) -> Body:

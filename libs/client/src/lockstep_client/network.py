@@ -7,10 +7,12 @@ them to their end at once. So all that is above exists once.
 import asyncio
 import socket
 import ssl
+import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import httpx
@@ -80,6 +82,13 @@ class Network(Protocol):
         """Close all connections."""
 
 
+def _look_up(name: Name) -> list[str]:
+    try:
+        return _addresses(socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM))
+    except OSError:
+        return []
+
+
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine that waits for nothing but a `BlockingNetwork`."""
     try:
@@ -120,10 +129,12 @@ class BlockingNetwork:
         time.sleep(seconds)  # noqa: ASYNC251 - no event loop runs this
 
     async def look_up(self, name: Name) -> list[str]:
-        """The addresses of a name."""
+        """The addresses of a name. The look-up of the system has no limit, so that its thread may outlast this."""
+        found: SimpleQueue[list[str]] = SimpleQueue()
+        threading.Thread(target=lambda: found.put(_look_up(name)), name="look-up", daemon=True).start()
         try:
-            return _addresses(socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM))
-        except OSError:
+            return found.get(timeout=self._connect_timeout_s)
+        except Empty:
             return []
 
     async def leave(self, leaving: Coroutine[Any, Any, None]) -> None:

@@ -89,14 +89,19 @@ class Routers:
             self._names.clear()
 
     def stale_names(self) -> list[Name]:
-        """The names whose addresses should be looked up now."""
+        """The names whose addresses the caller should look up now.
+
+        Of names that have addresses it says so once: other requests go on with these meanwhile.
+        """
         now = self._clock()
         with self._lock:
-            return [
+            stale = [
                 name
                 for name in dict.fromkeys(self._names.values())
                 if now - self._resolved_s.get(name, float("-inf")) >= _DNS_TTL_S
             ]
+            self._resolved_s |= dict.fromkeys((name for name in stale if name in self._addresses), now)
+            return stale
 
     def learn(self, name: Name, addresses: Iterable[str]) -> None:
         """Note what a look-up gave; none: the addresses known before stay."""

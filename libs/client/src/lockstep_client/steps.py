@@ -3,6 +3,7 @@
 `transport` carries the steps out, blocking or with asyncio. So the rules of retrying and resuming exist once.
 """
 
+import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -29,6 +30,8 @@ class Outgoing:
     content: bytes = field(default=b"", repr=False)
     continues: "Outgoing | None" = field(default=None, repr=False)
     """The request whose answer it continues."""
+    made_at: int = field(default_factory=lambda: int(time.time()), compare=False, repr=False)
+    """Seconds since 1970."""
 
 
 @dataclass(frozen=True)
