@@ -108,6 +108,28 @@ async def test_new_ranks_have_done_nothing_while_their_zygote_starts(group_of, m
     assert seen == [(1, [0, 0]), (2, [0, 0])]
 
 
+async def test_a_zygote_that_did_not_become_ready_is_replaced_at_the_next_start(group_of, tmp_path):
+    """The first one hangs."""
+    script, was_here = tmp_path / "zygote.py", tmp_path / "was_here"
+    script.write_text(
+        f"import pathlib, runpy, time\nfirst = pathlib.Path({str(was_here)!r})\n"
+        f"if not first.exists():\n    first.touch()\n    time.sleep(3600)\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
+    ranks, _ = group_of(script, 64)
+    try:
+        hanging = asyncio.create_task(ranks.start())
+        async with asyncio.timeout(WAIT_S):
+            while not was_here.exists():
+                await asyncio.sleep(0.01)
+            hanging.cancel()
+            await asyncio.gather(hanging, return_exceptions=True)
+            await ranks.start()
+        assert [rank.pid for rank in ranks.ranks] == [1_000_020, 1_000_021]
+    finally:
+        await ranks.stop()
+
+
 def plan(step, takes_ms):
     zero = np.zeros(1, dtype=np.int32)
     return Plan(

@@ -46,16 +46,16 @@ class ZygoteProcess:
             LockstepError: it has died.
             TimeoutError: it did not become ready.
         """
-        if self._process is None or self._process.poll() is not None:
-            await self._start()
+        if self._socket is None or self._process is None or self._process.poll() is not None:
+            await self._start()  # also if it did not become ready: that one is killed first
 
     async def fork(self, message: Fork, descriptors: RankDescriptors) -> int:
         """Start a rank; returns its pid. The descriptors stay the caller's to close. Raises as `ensure` does."""
         assert self._socket is not None
+        self._has_ranks = True  # already: after a timeout, too, there may be one
         send_fork(self._socket, message, descriptors)
         answer = decode_zygote_message(await self._receive(self._socket, _FORK_TIMEOUT_S))
         assert isinstance(answer, Forked)
-        self._has_ranks = True
         return answer.pid
 
     async def reap(self) -> dict[int, str] | None:
