@@ -126,6 +126,7 @@ class Door:
     """The engine's store, which takes the way that the bench asks for. It is a RemoteStore."""
 
     fetch_timeout_s = _PATIENCE_S
+    is_away = False
 
     def __init__(self) -> None:
         self.way = COMPUTED
@@ -138,6 +139,10 @@ class Door:
     def offer(self, _tenant: str, blocks: Sequence[StoredBlock]) -> int:
         """Take all blocks; those of repeated runs are in the store."""
         return len(blocks) if self.writer is None else self.writer.offer(_TENANT, blocks)
+
+    def is_kept(self, _offered_at: float) -> bool:
+        """Never offer a block again."""
+        return True
 
     async def fetch(
         self,
