@@ -155,7 +155,7 @@ async def test_a_worker_that_drains_stores_what_runs_before_what_has_ended(path,
 async def test_a_worker_that_drains_does_not_wait_for_a_store_that_is_away(path, monkeypatch, is_away_at_first):
     """Its queue is full then, and each block would be offered for a while."""
     monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 3600.0)
-    monkeypatch.setattr("lockstep_engine.remote_tier._AWAY_S", 0.2)
+    monkeypatch.setattr("lockstep_engine.remote_tier.AWAY_S", 0.2)
     store = MemoryStore()
     store.room, store.is_away = 0, is_away_at_first
     worker = Worker(path, store)
@@ -172,7 +172,7 @@ async def test_a_worker_that_drains_does_not_wait_for_a_store_that_is_away(path,
 
 async def test_a_worker_that_drains_goes_on_with_a_store_that_was_away_for_a_moment(path, monkeypatch):
     monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 3600.0)
-    monkeypatch.setattr("lockstep_engine.remote_tier._AWAY_S", 1.0)
+    monkeypatch.setattr("lockstep_engine.remote_tier.AWAY_S", 1.0)
     store = MemoryStore()
     store.room, store.is_away = 0, True
     worker = Worker(path, store)

@@ -21,7 +21,7 @@ async def left(channel):
 
 async def test_an_old_connection_takes_no_new_calls_and_ends_none(tmp_path, monkeypatch):
     """One call lasts from before the end of the age until after it; others come all the time."""
-    monkeypatch.setattr(server, "_MAX_AGE_S", 0.5)
+    monkeypatch.setattr(server, "MAX_AGE_S", 0.5)
     content = b"content"
     async with served(tmp_path) as client:
 

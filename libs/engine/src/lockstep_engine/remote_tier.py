@@ -35,7 +35,7 @@ _RESERVED = 32
 """Blocks for which slots are reserved at a time."""
 _GRACE_S = 1.0
 """For the store to end a fetch by itself after its deadline, with what has come by then, or after it is cancelled."""
-_AWAY_S = 2.0
+AWAY_S = 2.0
 """How long `store_all` waits for a store that is away."""
 _CHECK_S = 0.1
 """How often it looks whether it is."""
@@ -272,7 +272,7 @@ class RemoteTier:
         waiter = asyncio.ensure_future(self._store_all(epoch.writer))
         try:
             while not waiter.done() and not epoch.task.done() and (now := clock()) < ends_at:
-                ends_at = min(ends_at, now + _AWAY_S) if self._store.is_away else latest
+                ends_at = min(ends_at, now + AWAY_S) if self._store.is_away else latest
                 wait_s = min(_CHECK_S, ends_at - now)
                 await asyncio.wait((waiter, epoch.task), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
             return waiter.done()

@@ -51,7 +51,7 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
 )
-_MAX_AGE_S = 300.0
+MAX_AGE_S = 300.0
 """A connection that is older, give or take a tenth, takes no new calls: its caller connects again, and a Service may
 choose another pod. So new pods get calls, and callers spread over the pods after some were away."""
 _AGE_MARGIN_S = 10.0
@@ -167,7 +167,7 @@ def _options(settings: StateSettings) -> tuple[tuple[str, int], ...]:
     longest_s = max(settings.call_timeout_s, settings.transfer_timeout_s) + _AGE_MARGIN_S
     return (
         *_OPTIONS,
-        ("grpc.max_connection_age_ms", int(_MAX_AGE_S * 1000)),
+        ("grpc.max_connection_age_ms", int(MAX_AGE_S * 1000)),
         ("grpc.max_connection_age_grace_ms", int(longest_s * 1000)),
     )
 
