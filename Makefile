@@ -67,7 +67,7 @@ test-slow: setup
 	$(BIN)/pytest -m "$(SLOW)" $(SYSTEM_TESTS) --ignore=tests/chaos/test_random_kills.py --ignore=tests/hostile/test_schema.py
 	$(BIN)/pytest tests/chaos/test_random_kills.py tests/hostile/test_schema.py --kills 12 --fuzz-cases 10000
 
-# Before a release: many cases of what other tests run a few of. Hours on two cores.
+# Before a release: many cases of what other tests run a few of.
 test-exhaustive: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(COMPUTING_JOBS) --dist loadfile -m exhaustive $(PARALLEL_TESTS)
 	$(BIN)/pytest -m exhaustive $(SYSTEM_TESTS)

@@ -316,7 +316,8 @@ def helm(arguments: list[str]) -> None:
     """A release's revision grows with every upgrade and rollback, and its annotation says which one it looks like."""
     revision, like = json.loads((STATE / "helm").read_text()) if (STATE / "helm").exists() else (1, 1)
     if arguments[0] == "status":
-        print(f"name: lockstep\nversion: {revision}")
+        status = STATE / "helm_status"
+        print(f"info:\n  status: {status.read_text() if status.exists() else 'deployed'}\nversion: {revision}")
         return
     (STATE / "fault").touch()
     revision += 1

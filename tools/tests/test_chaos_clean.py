@@ -181,6 +181,24 @@ def test_upgrades_after_the_experiments_are_not_rolled_back(lockstep, cluster: P
     assert lockstep("chaos", "--clean", "-n", "serving").stdout == "nothing is left of interrupted runs\n"
 
 
+def test_a_rollback_that_was_broken_off_is_made_again(lockstep, cluster: Path) -> None:
+    run_killed(cluster, *MOMENTS["the release is upgraded"], "machine")
+    (cluster / "helm").write_text(json.dumps([3, 2]))
+    (cluster / "helm_status").write_text("pending-rollback")
+    cleaned = lockstep("chaos", "--clean", "-n", "serving", timeout_s=60)
+    assert "rolled back to revision 1" in cleaned.stdout, cleaned.stderr
+    assert left(cluster) == []
+
+
+def test_the_record_of_a_release_that_is_gone_is_removed(lockstep, cluster: Path) -> None:
+    run_killed(cluster, *MOMENTS["the release is upgraded"], "machine")
+    (cluster / "bin/helm").write_text("#!/bin/sh\necho 'Error: release: not found' >&2\nexit 1\n")
+    cleaned = lockstep("chaos", "--clean", "-n", "serving", timeout_s=60)
+    assert cleaned.returncode == 0, cleaned.stderr
+    assert "release lockstep is gone\n" in cleaned.stdout
+    assert lockstep("chaos", "--clean", "-n", "serving").stdout == "nothing is left of interrupted runs\n"
+
+
 @pytest.mark.parametrize(
     ("when", "program", "question"),
     [("the node is drained", "kubectl", "get node n1"), ("the release is upgraded", "helm", "status")],

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Undoes what interrupted experiments have left of this release, a line for each thing. Prints nothing when there is nothing.
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh"
-is_unfinished() { helm status "$RELEASE" -n "$NAMESPACE" | grep -Eq '^STATUS: (pending|failed)'; }
 cutters() { kubectl -n "$CUTTERS" get pods -l "$1" --ignore-not-found -o name; }
 
 for pod in $(k get pods -l "$LABEL=$RELEASE" -o name); do
@@ -32,10 +31,15 @@ while read -r key value; do
       k delete pod "$node" --ignore-not-found --grace-period=0 --force >/dev/null 2>&1
       echo "deleted pod $node, which may have been stopped" ;;
     revision)
-      now=$(revision)
-      [[ -n $now ]] || { echo "helm does not tell the revision of $RELEASE" >&2; exit 1; }
+      if ! status=$(helm status "$RELEASE" -n "$NAMESPACE" -o yaml 2>&1); then
+        # Else it is not known, and the record stays.
+        [[ $status == *"release: not found"* ]] || { echo "helm does not tell the revision of $RELEASE: $status" >&2; exit 1; }
+        status="version: 0"
+        echo "release $RELEASE is gone"
+      fi
+      now=$(sed -n 's/^version: //p' <<<"$status")
       # The upgrade made one revision, and its rollback may have begun another. Newer ones are somebody else's.
-      if ((now > value + 2)) || { ((now == value + 2)) && ! is_unfinished; }; then
+      if ((now > value + 2)) || { ((now == value + 2)) && ! grep -Eq '^  status: (pending|failed)' <<<"$status"; }; then
         echo "revision $now is newer than the experiment's: not rolled back"
       elif ((now > value)); then
         helm rollback "$RELEASE" "$value" -n "$NAMESPACE" --wait --timeout "${PATIENCE_S}s" >/dev/null
