@@ -7,10 +7,9 @@ lost. It never decides where a stream goes next.
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from random import Random, SystemRandom
-from typing import Any, Self
+from typing import Any
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.grpc_tls import Dial, dial_plain
@@ -30,6 +29,7 @@ from lockstep_router.workers.health import BreakerState, Health
 from lockstep_router.workers.health.watch import note_ejected, note_suspicion
 from lockstep_router.workers.losses import Loss
 from lockstep_router.workers.prefix_index import PrefixIndex
+from lockstep_router.workers.reported import Reported
 from lockstep_router.workers.running import RunningAttempt, RunningAttempts, WorkerProgress
 from lockstep_router.workers.suspects import Life, Suspects
 from lockstep_router.workers.tokenizer_cache import TokenizerCache
@@ -66,36 +66,6 @@ _STATES = {
     worker_pb2.WORKER_STATE_FAILED: LinkState.FAILED,
 }
 _RUNS_STREAMS = frozenset({worker_pb2.WORKER_STATE_READY, worker_pb2.WORKER_STATE_DRAINING})
-
-
-@dataclass(slots=True)
-class Reported:
-    """What requests need of a worker's last status. A message's fields take longer to read than all else about them.
-
-    Nobody changes one.
-    """
-
-    queued: int
-    running: int
-    free_seqs: int
-    capacity: int
-    queue_wait_s: float
-    queue_wait_per_request_s: float
-    queue_waits_s: dict[int, float]
-    """By the class of the request, if the worker knows classes."""
-
-    @classmethod
-    def of(cls, status: worker_pb2.Status) -> Self:
-        """That of a status."""
-        return cls(
-            status.queued,
-            status.running,
-            status.free_seqs,
-            status.total_blocks,
-            status.queue_wait_s,
-            status.queue_wait_per_request_s,
-            dict(status.queue_waits_s),
-        )
 
 
 class Link:
