@@ -2,12 +2,11 @@
 
 import itertools
 import json
-import random
 from dataclasses import replace
 
 import fake_router
 import pytest
-from fake_router import Clock, FakeRouter, Network, error, text_of, tokens_of
+from fake_router import FakeRouter, Network, error, text_of, tokens_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep_client import (
@@ -19,7 +18,6 @@ from lockstep_client import (
     StreamDiverged,
     StreamLost,
 )
-from lockstep_client.routers import Routers
 from lockstep_client.sse import Decoder, ServerSentEvent
 from lockstep_client.steps import Head
 
@@ -495,21 +493,6 @@ def test_whole_answer_of_a_dead_router_comes_from_another():
     network.routers[A] = None
     _, content = network.request(TEXT, TEXT_BODY | {"stream": False}, POLICY)
     assert json.loads(content)["choices"][0]["text"] == text_of(json.dumps("hi"), 3, 5)
-
-
-def test_failed_routers_are_avoided():
-    clock = Clock()
-    routers = Routers([A, B], avoid_s=5.0, clock=clock, random=random.Random(1))
-    bad = next(each for each in routers.known() if each.root == A)
-    for avoid_s in (5.0, 10.0, 20.0):
-        routers.failed(bad)
-        clock.pause(avoid_s - 0.1)
-        assert {routers.pick(()).root for _ in range(50)} == {B}
-        clock.pause(0.2)
-        assert {routers.pick(()).root for _ in range(50)} == {A, B}
-    routers.failed(bad)
-    routers.worked(bad)
-    assert {routers.pick(()).root for _ in range(50)} == {A, B}
 
 
 def test_addresses_of_a_name_are_routers():

@@ -151,16 +151,21 @@ async def test_a_worker_that_drains_stores_what_runs_before_what_has_ended(path,
     await third.close()
 
 
+async def drain_into_a_full_store(path, *, is_away):
+    """A worker that has begun to drain."""
+    store = MemoryStore()
+    store.room, store.is_away = 0, is_away
+    worker = Worker(path, store)
+    await worker.ask("ended", words(0))
+    return worker, store, asyncio.ensure_future(worker.tier.store_all(3600))
+
+
 @pytest.mark.parametrize("is_away_at_first", [True, False])
 async def test_a_worker_that_drains_does_not_wait_for_a_store_that_is_away(path, monkeypatch, is_away_at_first):
     """Its queue is full then, and each block would be offered for a while."""
     monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 3600.0)
     monkeypatch.setattr("lockstep_engine.remote_tier.AWAY_S", 0.2)
-    store = MemoryStore()
-    store.room, store.is_away = 0, is_away_at_first
-    worker = Worker(path, store)
-    await worker.ask("ended", words(0))
-    draining = asyncio.ensure_future(worker.tier.store_all(3600))
+    worker, store, draining = await drain_into_a_full_store(path, is_away=is_away_at_first)
     if not is_away_at_first:
         await asyncio.sleep(0.5)
         assert not draining.done()
@@ -173,11 +178,7 @@ async def test_a_worker_that_drains_does_not_wait_for_a_store_that_is_away(path,
 async def test_a_worker_that_drains_goes_on_with_a_store_that_was_away_for_a_moment(path, monkeypatch):
     monkeypatch.setattr("lockstep_engine.remote_writer.PATIENCE_S", 3600.0)
     monkeypatch.setattr("lockstep_engine.remote_tier.AWAY_S", 1.0)
-    store = MemoryStore()
-    store.room, store.is_away = 0, True
-    worker = Worker(path, store)
-    await worker.ask("ended", words(0))
-    draining = asyncio.ensure_future(worker.tier.store_all(3600))
+    worker, store, draining = await drain_into_a_full_store(path, is_away=True)
     await asyncio.sleep(0.05)
     store.is_away = False
     await asyncio.sleep(1.3)

@@ -17,6 +17,7 @@ from lockstep_common.errors import LockstepError
 from lockstep_common.telemetry import JsonFormatter, exposition
 from lockstep_router.faces.grpc import inbound
 from lockstep_router.faces.grpc.caller import address_of
+from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.faces.grpc.wire import MAX_RECORDS, check_structure
 from minutes import until_room_s
 from router_cluster import eventually
@@ -175,7 +176,7 @@ async def test_health_is_readiness_and_needs_no_key(make_cluster, tmp_path):
         assert (await anext(watching)).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_health_watches_are_bounded_and_end_with_the_server(make_cluster, monkeypatch):
+async def test_health_watches_are_bounded(make_cluster, monkeypatch):
     monkeypatch.setattr(health_service, "MAX_WATCHES", 2)
     cluster = await make_cluster(1)
     async with cluster.over_grpc() as channel:
@@ -197,6 +198,18 @@ async def test_health_watches_are_bounded_and_end_with_the_server(make_cluster, 
         async with asyncio.timeout(30):
             while not await is_watched():
                 await asyncio.sleep(0.01)
+
+
+async def test_health_watches_end_with_the_server(cluster):
+    server = GrpcServer(cluster.router, cluster.app.state.bodies, cluster.app.state.parsing)
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        states = aiter(watch)
+        assert (await anext(states)).status == health_pb2.HealthCheckResponse.SERVING
+        async with asyncio.timeout(30):
+            await server.stop(3600)
+            assert [each.status async for each in states] == [health_pb2.HealthCheckResponse.NOT_SERVING]
 
 
 async def test_call_that_joined_a_stream_and_leaves_for_good_does_not_end_it(cluster):

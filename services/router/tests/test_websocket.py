@@ -239,6 +239,21 @@ async def test_socket_that_breaks_ends_what_nobody_comes_back_for(cluster):
         assert cluster.app.state.bodies.used_bytes == 0
 
 
+async def test_request_that_joined_a_stream_does_not_end_it(cluster):
+    for worker in cluster.workers:
+        worker.script = Script(delay_s=0.02)
+    options = {"max_tokens": 60, "resumable": False, "more": {"idempotency_key": "k"}}
+    async with cluster.over_http() as client, socket_of(client) as first:
+        await first.generate("a", **options)
+        await first.until(lambda: first.of("a"))
+        async with socket_of(client) as second:
+            await second.generate("a", **options)
+            await second.until(lambda: len(second.of("a")) > 3)
+            second.connection.transport.abort()
+        assert text_of(await first.answer("a")) == cluster.undisturbed("hello world", 7, 60)
+        assert not any(worker.cancels for worker in cluster.workers)
+
+
 async def test_client_comes_back_on_another_socket(cluster):
     for worker in cluster.workers:
         worker.script = Script(delay_s=0.01)

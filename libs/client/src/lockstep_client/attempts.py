@@ -95,7 +95,7 @@ class Attempts:
             RefusedError, LockstepError: the last failure, when there were enough tries; DeadlineExceededError.
         """
         self.check_deadline()
-        for name in self.routers.stale_names():
+        for name in self.routers.take_stale_names():
             addresses: list[str] = yield Resolve(name)
             self.routers.learn(name, addresses)
             self.check_deadline()

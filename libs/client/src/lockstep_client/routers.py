@@ -88,10 +88,10 @@ class Routers:
         with self._lock:
             self._names.clear()
 
-    def stale_names(self) -> list[Name]:
+    def take_stale_names(self) -> list[Name]:
         """The names whose addresses the caller should look up now.
 
-        Of names that have addresses it says so once: other requests go on with these meanwhile.
+        One that has addresses is given to one caller: other requests go on with these meanwhile.
         """
         now = self._clock()
         with self._lock:
