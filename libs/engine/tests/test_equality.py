@@ -1,9 +1,12 @@
 """Long contexts: over several partitions and blocks of keys, in the plain shape, which runs fused, and in a mixture."""
 
+import json
+
 import pytest
 import torch
 from checkpoints import VOCABULARY, make
 from in_process import InProcessGroup
+from transformers import AutoModelForCausalLM
 
 PROMPT = [5, 9, 12, 250, 77, 3, 8, 100, 42, 7, 19, 23, 64, 128, 200, 31, 6, 2, 90]
 NEW = 128
@@ -51,3 +54,16 @@ def _without_eos(group: InProcessGroup, prompt: list[int], count: int) -> list[i
 def test_the_plain_shape_runs_fused_and_others_do_not(tmp_path):
     assert InProcessGroup(make("llama", tmp_path)[0], 1).fused == 3
     assert InProcessGroup(make("mixtral", tmp_path)[0], 1).fused == 0
+
+
+def test_a_window_that_the_models_own_code_does_not_have_is_none(tmp_path):
+    """Llama's configuration keeps the field, and its attention does not read it."""
+    path, _ = make("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"sliding_window": 8}))
+    ids = torch.arange(2, 50)
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids[None]).logits[0]
+    group = InProcessGroup(path, 1)
+    assert group.models[0].module.config.sliding_window == 8
+    assert (group.logits(ids.tolist(), 0) - expected).abs().max() <= 1e-4

@@ -56,8 +56,7 @@ class PlainLayer:
             kv_heads=kv_heads,
             head_dim=attention.head_dim,
             scale=attention.scaling,
-            # Mistral's layers read the window from the configuration; the others decide it layer by layer.
-            window=getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None)),
+            window=_window(attention),
             qkv=qkv,
             out=attention.o_proj,
             gate_up=mlp.gate_proj.merged_linear,
@@ -82,6 +81,19 @@ class PlainLayer:
             and isinstance(mlp.down_proj, RowLinear)
             and all(isinstance(norm, FusedRmsNorm) for norm in norms)
         )
+
+
+def _window(attention: Any) -> int | None:
+    """The window of a layer's own code. Qwen's layers decide it one by one, Mistral's read it from the configuration,
+    and Llama's have none: their configuration keeps a `sliding_window` that a checkpoint names, without a meaning.
+    """
+    given: int | None
+    if hasattr(attention, "sliding_window"):
+        given = attention.sliding_window
+    else:
+        config = attention.config
+        given = config.sliding_window if hasattr(type(config), "sliding_window") else None
+    return given
 
 
 def is_plain_model(model: nn.Module, plain_layers: Sequence[object]) -> bool:
