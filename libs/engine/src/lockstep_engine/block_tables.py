@@ -68,6 +68,7 @@ class BlockTables:
         self._hot_window = hot_window
         self._first_cold = sizes.hot + 1
         self._rows = np.full((max_seqs, -(-context_length // BLOCK_SIZE)), _NONE, dtype=np.int32)
+        self._has_shares = tenant_share < 1
         self._budget = Needs(int(sizes.hot * tenant_share), int(sizes.cold * tenant_share))
         self._moves: dict[int, int] = {}
         self._late_moves: dict[int, int] = {}
@@ -133,10 +134,14 @@ class BlockTables:
 
     def room(self, tenant: str) -> Needs:
         """Blocks that can be allocated now for a tenant's sequences."""
-        free, most = self.room_of_all, self._budget
-        return Needs(
-            min(free.hot, most.hot - self.hot.used_by(tenant)), min(free.cold, most.cold - self.cold.used_by(tenant))
-        )
+        free, own = self.room_of_all, self._own_room(tenant)
+        return Needs(min(free.hot, own.hot), min(free.cold, own.cold))
+
+    def is_at_limit(self, tenant: str, takes: Needs) -> bool:
+        """Whether a tenant's share does not allow it so many more blocks, however many are free. Only blocks that it
+        gives back help then. Without shares no tenant is at its limit.
+        """
+        return self._has_shares and not takes.fit(self._own_room(tenant))
 
     def match(self, keys: Items[BlockKey]) -> Hits:
         """How many of the blocks with these keys the pools or the tier in host memory hold."""
@@ -368,6 +373,11 @@ class BlockTables:
             return 0, 0
         sink = min(self._hot_window.sink, blocks)
         return max(sink, self._hot_window.first_hot(blocks)) if blocks > sink else sink, sink
+
+    def _own_room(self, tenant: str) -> Needs:
+        """Blocks that a tenant's share still allows it."""
+        most = self._budget
+        return Needs(most.hot - self.hot.used_by(tenant), most.cold - self.cold.used_by(tenant))
 
     def _leaving(self, sequence: Sequence, end: int) -> tuple[range, range]:
         """Blocks of which a cold version is needed when tokens up to `end` are computed: by queries of this step, and

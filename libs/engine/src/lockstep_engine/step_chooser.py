@@ -167,8 +167,8 @@ class StepChooser:
             if takes.fit(self.blocks.room(tenant)):
                 self.blocks.grow(sequence, count)
                 return count, preempted
-            # A tenant at its limit preempts its own requests only.
-            at_limit = takes.fit(self.blocks.room_of_all)
+            # A tenant at its limit preempts its own requests only: the blocks of others would not help it.
+            at_limit = self.blocks.is_at_limit(tenant, takes)
             candidates = [each for each in self._sequences.running if not at_limit or each.request.tenant == tenant]
             victim = max(candidates, key=lambda each: each.precedence)
             preempted = True
