@@ -18,6 +18,7 @@ from lockstep_engine.plan import RowSampling
 from lockstep_engine.sampling import Sampler
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM
 
 PROMPT, NEW = 24, 32
 SAMPLING = RowSampling(
@@ -44,6 +45,9 @@ COMMON = {
     *("gemma2", "phi3", "gpt_oss", "falcon-alibi", "deepseek_v3", "cohere2"),
 }
 """Used most, and with every mechanism between them; `make test-slow` runs the others."""
+
+KEPT = {"deepseek_v3", "dots1", "exaone_moe", "ernie4_5_moe", "gpt_oss", "llama"}
+"""Those of which `transformers` leaves tensors in float32 in a dtype of 16 bits, and one of which it leaves none."""
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,63 @@ def greedy_in_group(group, prompt):
         out.append(int(logits[-1].argmax()))
         logits = group.logits(out[-1:], position)
     return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["deepseek_v3", "dots1", "exaone_moe"])
+def test_models_of_16_bits_choose_experts_by_a_bias_of_float32(tmp_path, name, dtype):
+    """The routers' scores are alike, and their biases differ by less than 16 bits hold."""
+    path, reference = make(name, tmp_path)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for router in routers(reference).values():
+            bias = router.e_score_correction_bias
+            router.weight.zero_()
+            bias.copy_(1 + torch.randperm(len(bias), generator=generator) * 2**-18)
+            assert len(bias.to(dtype).unique()) == 1
+    reference.save_pretrained(path)
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    group = InProcessGroup(path, 1, dtype=dtype)
+    ours, theirs = choices(group.models[0].module), choices(reference)
+    ids = torch.randint(2, VOCABULARY, (1, 20), generator=generator)
+    with torch.inference_mode():
+        reference(ids)
+    group.logits(ids[0].tolist(), 0)
+    assert len(ours) > 0
+    assert ours == theirs
+    assert all(each.e_score_correction_bias.dtype is torch.float32 for each in routers(group.models[0].module).values())
+
+
+def routers(model):
+    """The modules that choose experts, by name."""
+    return {name: each for name, each in model.named_modules() if hasattr(each, "e_score_correction_bias")}
+
+
+def choices(model):
+    """What the routers will choose: for each its tokens' sets of experts."""
+    chosen = {}
+    for name, router in routers(model).items():
+        router.register_forward_hook(
+            lambda _module, _given, out, name=name: chosen.update({name: [sorted(each) for each in out[2].tolist()]})
+        )
+    return chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in KEPT else pytest.mark.slow) for name in CASES if "-" not in name],
+)
+def test_tensors_have_the_dtypes_that_transformers_loads_them_in(tmp_path, name, dtype):
+    path, _ = make(name, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    group = InProcessGroup(path, 1, dtype=dtype)
+    assert kept_in_float32(group.models[0].module) == kept_in_float32(theirs)
+    assert group.logits(list(range(2, 20)), 0).isfinite().all()
+
+
+def kept_in_float32(model):
+    return {name for name, stored in model.state_dict().items() if stored.dtype is torch.float32}
 
 
 @pytest.mark.parametrize("name", ["phi3-two-ropes", "llama-dynamic-rope"])

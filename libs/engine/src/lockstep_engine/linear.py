@@ -392,7 +392,9 @@ class SummedExperts(nn.Module):
 
 
 class FusedRmsNorm(nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019) in one operation."""
+    """Root mean square norm (Zhang and Sennrich 2019) in one operation. A weight that stays in float32 in a model of 16
+    bits is not rounded: the product is, once.
+    """
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
@@ -404,7 +406,8 @@ class FusedRmsNorm(nn.Module):
         """[…, width] → […, width]."""
         if cpu.available(x):
             return rowwise.rms_norm(x, self.weight, self.eps)
-        return functional.rms_norm(x, self._shape, self.weight, self.eps)
+        wide = x.float() if self.weight.dtype is torch.float32 else x
+        return functional.rms_norm(wide, self._shape, self.weight, self.eps).to(x.dtype)
 
 
 class SplitRmsNorm(nn.Module):
