@@ -260,8 +260,8 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype, *, shar
 
 
 def _keep_float32(model: Any, dtype: torch.dtype) -> None:
-    """Have in float32 what the model's class names for this dtype, as `from_pretrained` does and `from_config` does not:
-    a router's correction bias decides between experts whose scores differ by less than 16 bits hold.
+    """Have in float32 what the model's class names for this dtype: `from_pretrained` does so, `from_config` does not. A
+    router's correction bias decides between experts whose scores differ by less than 16 bits hold.
     """
     globs = [each.replace("*", ".*") for each in model._get_dtype_plan(dtype)]
     for name, stored in model.state_dict(keep_vars=True).items():
