@@ -44,6 +44,23 @@ def test_a_blocked_prompt_is_looked_up_once_while_others_fill_blocks(look_ups):
     assert look_ups[0] <= 1 + len(running)
 
 
+def test_one_request_of_a_tenant_at_its_limit_is_looked_up_in_a_step(look_ups):
+    """However many of its requests wait for its share, and begin with the same cached text."""
+    server = Server(blocks=60, tenant_share=0.5, max_seqs=8, context_length=1024)
+    document = words(25 * BLOCK_SIZE, seed=1)
+    running = server.submit(document, tenant="greedy", max_tokens=60)
+    while not server.ids(running):
+        server.step()
+    waiting = [server.submit([*document, *words(70, seed=each)], tenant="greedy", max_tokens=4) for each in range(30)]
+    for _ in range(40):
+        before = look_ups[0]
+        server.step()
+        assert look_ups[0] <= before + 1
+    assert not any(map(server.computed, waiting))
+    server.run()
+    assert all(server.ids(number) == server.expected(number) for number in (running, *waiting))
+
+
 def test_a_blocked_prompt_is_looked_up_again_when_its_prefix_is_there(look_ups):
     server = Server(blocks=22, max_seqs=2)
     prefix = words(6 * BLOCK_SIZE, seed=1)

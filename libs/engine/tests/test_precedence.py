@@ -117,6 +117,42 @@ class TestFairness:
         assert server.ids(large) == server.expected(large)
         assert len(server.ids(large)) == 40
 
+    def test_the_large_request_of_a_tenant_at_its_limit_is_not_starved_by_its_small_ones(self):
+        server = Server(blocks=32, tenant_share=0.5, max_seqs=8)
+        count = 0
+
+        def submit():
+            nonlocal count
+            count += 1
+            server.submit(words(20, seed=count), tenant="greedy", max_tokens=12)
+
+        for _ in range(5):
+            submit()
+        server.step()
+        large = server.submit(words(200, seed=99), tenant="greedy", max_tokens=40)
+        for _ in range(200):
+            while len(server.scheduler.sequences.waiting) < 5:
+                submit()
+            server.step()
+            if server.finish_reason(large) is not None:
+                break
+        assert server.ids(large) == server.expected(large)
+        assert len(server.ids(large)) == 40
+
+    def test_a_tenant_at_its_limit_holds_up_no_other_if_its_request_does_not_fit_the_free_blocks_either(self):
+        server = Server(blocks=20, tenant_share=0.5, max_seqs=8, max_batch_tokens=300)
+        lengths = {"greedy": 60, "modest": 110, "third": 60}
+        running = [server.submit(words(each, seed=each), tenant=name, max_tokens=8) for name, each in lengths.items()]
+        server.step()
+        greedy = server.submit(words(140, seed=8), tenant="greedy", max_tokens=8)
+        other = server.submit(words(20, seed=9), tenant="modest", max_tokens=8)
+        assert server.pool.free == 5
+        server.step()
+        assert not server.computed(greedy)
+        assert server.computed(other)
+        server.run()
+        assert all(server.ids(number) == server.expected(number) for number in (*running, greedy, other))
+
     def test_requests_that_wait_for_a_prefix_are_not_starved(self):
         server = Server(blocks=16, max_seqs=2, max_batch_tokens=32)
         prompt = words(60, seed=1)

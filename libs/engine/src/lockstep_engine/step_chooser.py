@@ -4,6 +4,8 @@ Running sequences come first, in order of precedence; then waiting ones are admi
 is not there preempts the least important ones.
 """
 
+from collections.abc import Iterator
+
 from lockstep_engine.block_tables import BlockTables
 from lockstep_engine.blocks import BlockKey
 from lockstep_engine.chunk import Chunk
@@ -62,14 +64,10 @@ class StepChooser:
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         """Start waiting sequences, in order, until budget, sampling rows or blocks are used up."""
-        for sequence in list(self._sequences.waiting):
+        at_limit: set[str] = set()
+        for sequence in self._admissible(at_limit):
             if budget == 0 or not self._sequences.has_free_row:
                 return
-            if sequence.in_flight:  # preempted while its last token was in flight; that comes with the next result
-                return
-            # Blocks are on their way to it; or it was preempted, and its grammar is not ready for its next token.
-            if sequence.is_held or not sequence.may_sample:
-                continue
             self.current = sequence
             if self._count(sequence, budget, chunks) == 0:
                 return
@@ -77,10 +75,12 @@ class StepChooser:
             if self._is_being_computed(match):
                 self.blocks.matches.remember(sequence.request.id, match)
                 continue  # wait and share its blocks
-            if not match.takes.fit(self.blocks.room(sequence.request.tenant)):
+            if self.blocks.is_at_limit(sequence.request.tenant, match.takes):
                 self.blocks.matches.remember(sequence.request.id, match)
-                if match.takes.fit(self.blocks.room_of_all):
-                    continue  # its tenant is at its limit, which must not hold up other tenants
+                at_limit.add(sequence.request.tenant)
+                continue  # its tenant must not hold up others
+            if not match.takes.fit(self.blocks.room_of_all):
+                self.blocks.matches.remember(sequence.request.id, match)
                 return  # smaller requests do not overtake: a large one would never start
             self._start(sequence, match.keys, match.hits)
             if not self.blocks.is_loading(sequence):
@@ -88,6 +88,19 @@ class StepChooser:
                 self.blocks.grow(sequence, count)
                 chunks.append(self._chunk(sequence, count))
                 budget -= count
+
+    def _admissible(self, at_limit: set[str]) -> Iterator[Sequence]:
+        """Waiting sequences that may start, in order; none of the tenants that meanwhile turn out to be at their limit:
+        their smaller requests do not overtake either, and each look-up of hundreds would take time.
+        """
+        for sequence in list(self._sequences.waiting):
+            if sequence.request.tenant in at_limit:
+                continue
+            if sequence.in_flight:  # preempted while its last token was in flight; that comes with the next result
+                return
+            # Blocks are on their way to it; or it was preempted, and its grammar is not ready for its next token.
+            if not sequence.is_held and sequence.may_sample:
+                yield sequence
 
     def cacheable_keys(self, sequence: Sequence) -> list[BlockKey]:
         """Keys of the blocks that it takes from the prefix cache if that has them."""
