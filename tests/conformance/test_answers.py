@@ -103,9 +103,10 @@ def test_both_names_of_the_token_limit_count(client: openai.OpenAI) -> None:
     assert client.completions.create(prompt=PROMPT, **GREEDY).usage.completion_tokens == 16  # OpenAI's default
 
 
-def test_events_have_ids_data_and_an_end(http: httpx.Client) -> None:
+def test_events_have_data_an_end_and_the_ids_that_were_asked_for(http: httpx.Client) -> None:
     body = {**GREEDY, "prompt": PROMPT, "max_tokens": 12, "stream": True, "stream_options": {"include_usage": True}}
-    response = http.post("/completions", json=body, headers={"X-Request-ID": "mine"})
+    headers = {"X-Request-ID": "mine", "X-Lockstep-Event-IDs": "true"}
+    response = http.post("/completions", json=body, headers=headers)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
     blocks = response.text.split("\n\n")

@@ -100,7 +100,7 @@ def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(traced: T
         headers=headers(2) | {"x-request-id": "req-moved"},
     ) as response:  # fmt: skip
         lines = response.iter_lines()
-        assert next(lines).startswith("id: ")
+        assert next(lines).startswith("data: {")
         psutil.Process(traced.system.serving()["ranks"][1]["pid"]).kill()
         assert [line for line in lines if line][-1] == "data: [DONE]"
     wait_for(lambda: named(spans_of(traced.receiver, 2), "request"), "the request's span has come")

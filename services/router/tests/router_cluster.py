@@ -72,9 +72,9 @@ class Cluster:
         body = {"model": "reference", "prompt": prompt, "max_tokens": 12, "seed": 7, "user": "u"} | fields
         return await self.client.post("/v1/completions", json=body, headers=headers)
 
-    async def chat(self, **fields):
+    async def chat(self, *, headers=None, **fields):
         body = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 7}
-        return await self.client.post("/v1/chat/completions", json=body | fields)
+        return await self.client.post("/v1/chat/completions", json=body | fields, headers=headers)
 
     @contextlib.asynccontextmanager
     async def over_grpc(self, **options):
@@ -103,6 +103,10 @@ class Cluster:
             yield client
         server.should_exit = True
         await serving
+
+
+EVENT_IDS = {"X-Lockstep-Event-IDs": "true"}
+"""Header of a request whose events have ids, though nobody can come back to them."""
 
 
 def events_of(response):

@@ -16,7 +16,7 @@ from lockstep_router.faces.rest.app import create_app
 from lockstep_router.generation.choices import Delta, TokenEntry
 from lockstep_router.status import status_body
 from pydantic_core import to_json
-from router_cluster import events_of, eventually
+from router_cluster import EVENT_IDS, events_of, eventually
 from scripted_worker import Script, model_card, token_at, tokenizer_files
 
 
@@ -76,7 +76,8 @@ async def test_answer_can_be_sent_back_as_it_came(cluster):
 
 
 async def test_streamed_chat(cluster):
-    response = await cluster.chat(stream=True, stream_options={"include_usage": True}, max_tokens=4)
+    options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 4}
+    response = await cluster.chat(**options, headers=EVENT_IDS)
     assert response.headers["content-type"].startswith("text/event-stream")
     request_id = response.headers["x-request-id"]
     events = events_of(response)
@@ -295,6 +296,7 @@ async def test_models(cluster):
     assert listed["object"] == "list"
     (model,) = listed["data"]
     assert (model["id"], model["object"], model["created"]) == ("reference", "model", 1_700_000_000)
+    assert model["root"] == "reference"
     assert (await cluster.client.get("/v1/models/reference")).json() == model
     missing = await cluster.client.get("/v1/models/other")
     assert missing.status_code == 404

@@ -7,7 +7,7 @@ import time
 
 from lockstep_api.v1 import worker_pb2
 from lockstep_router.settings import RouterSettings
-from router_cluster import events_of
+from router_cluster import EVENT_IDS, events_of
 from scripted_worker import Script
 
 CLIENTS = 8
@@ -61,7 +61,8 @@ async def disturb(workers, rng):
 async def converse(cluster, client, rng):
     for number in range(REQUESTS_EACH):
         prompt, seed, stream = f"client {client} asks {number}", rng.randrange(1000), rng.random() < 0.5
-        response = await cluster.complete(prompt, seed=seed, max_tokens=TOKENS, user=prompt, stream=stream)
+        options = {"seed": seed, "max_tokens": TOKENS, "user": prompt, "stream": stream}
+        response = await cluster.complete(prompt, headers=EVENT_IDS, **options)
         assert response.status_code == 200, response.text
         if stream:
             *events, (_, done) = events_of(response)

@@ -11,7 +11,7 @@ from lockstep_api.v1 import worker_pb2
 from lockstep_router.faces.rest.connections import BoundedProtocol
 from lockstep_router.faces.rest.response_channel import ResponseChannel
 from lockstep_router.lanes import Outlet
-from router_cluster import events_of, eventually
+from router_cluster import EVENT_IDS, events_of, eventually
 from scripted_worker import Script, token_at
 
 TEXT = {"model": "reference", "prompt": "hello world", "max_tokens": 40, "seed": 7, "user": "u", "stream": True}
@@ -62,19 +62,20 @@ def set_open(monkeypatch, is_open):
     monkeypatch.setattr(ResponseChannel, "is_open", property(lambda self: is_open() and really(self)))
 
 
-async def streamed(client, path, body):
-    response = await client.post(path, json=body, headers={"X-Request-ID": "same"})
+async def streamed(client, path, body, *, has_ids=True):
+    headers = {"X-Request-ID": "same"} | (EVENT_IDS if has_ids else {})
+    response = await client.post(path, json=body, headers=headers)
     assert response.status_code == 200, response.text
     return re.sub(r'"created":\d+', "", response.text)
 
 
-async def both_ways(cluster, path, body, *, restart=lambda: None):
+async def both_ways(cluster, path, body, *, restart=lambda: None, has_ids=True):
     """The answer without a channel, and over a real connection."""
     restart()
-    waking = await streamed(cluster.client, path, body)
+    waking = await streamed(cluster.client, path, body, has_ids=has_ids)
     restart()
     async with cluster.over_http() as client:
-        direct = await streamed(client, path, body)
+        direct = await streamed(client, path, body, has_ids=has_ids)
     return waking, direct
 
 
@@ -107,14 +108,16 @@ LANES = [
 ]
 
 
+@pytest.mark.parametrize("has_ids", [True, False], ids=["ids", "no ids"])
 @pytest.mark.parametrize("case", CASES)
-async def test_same_bytes(make_cluster, written, case):
+async def test_same_bytes(make_cluster, written, case, has_ids):
     path, body, script = CASES[case]
     cluster = await make_cluster(1)
     cluster.workers[0].script = Script(delay_s=0.002, **script)
-    waking, direct = await both_ways(cluster, path, body)
+    waking, direct = await both_ways(cluster, path, body, has_ids=has_ids)
     assert direct == waking
     assert direct.endswith("data: [DONE]\n\n")
+    assert all(block.startswith("id: same:" if has_ids else "data: {") for block in direct.split("\n\n")[:-2])
     assert written
 
 
@@ -315,7 +318,7 @@ async def test_failure_of_a_lane_ends_its_own_stream_only(make_cluster, pushed):
     async with cluster.over_http() as client:
         sound = asyncio.create_task(client.post("/v1/completions", json=TEXT))
         with pytest.raises(httpx.RemoteProtocolError):
-            await client.post("/v1/completions", json=TEXT, headers={"X-Request-ID": "broken"})
+            await client.post("/v1/completions", json=TEXT, headers={"X-Request-ID": "broken"} | EVENT_IDS)
         text = "".join(data["choices"][0]["text"] for _, data in events_of(await sound)[:-1])
     assert text == cluster.undisturbed("hello world", 7, 40)
     assert len(cluster.workers[0].submits) == 2, "the link to the worker stays"
@@ -336,7 +339,7 @@ async def test_failure_while_writing_ends_its_own_stream_only(make_cluster, monk
     async with cluster.over_http() as client:
         sound = asyncio.create_task(client.post("/v1/completions", json=TEXT))
         with pytest.raises(httpx.RemoteProtocolError):
-            await client.post("/v1/completions", json=TEXT, headers={"X-Request-ID": "broken"})
+            await client.post("/v1/completions", json=TEXT, headers={"X-Request-ID": "broken"} | EVENT_IDS)
         text = "".join(data["choices"][0]["text"] for _, data in events_of(await sound)[:-1])
     assert text == cluster.undisturbed("hello world", 7, 40)
     assert written
@@ -373,7 +376,7 @@ async def test_lane_takes_the_second_token_already(make_cluster, pushed):
     cluster = await make_cluster(1)
     cluster.workers[0].script = Script(delay_s=0.002)
     async with cluster.over_http() as client:
-        response = await client.post("/v1/completions", json=TEXT, headers={"X-Request-ID": "same"})
+        response = await client.post("/v1/completions", json=TEXT, headers={"X-Request-ID": "same"} | EVENT_IDS)
     assert b"id: same:2\n" in pushed[0]
     assert response.text.startswith("id: same:1\n")
 

@@ -7,7 +7,7 @@ from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router import metrics
 from lockstep_router.status import status_body
-from router_cluster import events_of, eventually
+from router_cluster import EVENT_IDS, events_of, eventually
 from scripted_worker import Script, model_card
 
 PROMPT = "hello world"
@@ -40,7 +40,7 @@ async def test_streamed_text_is_the_same_when_several_attempts_die(make_cluster)
     cluster = await make_cluster(3, quarantine_after=100)
     for worker in cluster.workers:
         worker.script = Script(die_after=2, delay_s=0.001)
-    response = await cluster.complete(PROMPT, stream=True)
+    response = await cluster.complete(PROMPT, stream=True, headers=EVENT_IDS)
     events = events_of(response)
     assert events[-1] == (None, "[DONE]")
     assert "".join(data["choices"][0]["text"] for _, data in events[:-1]) == cluster.undisturbed(PROMPT, 7, TOKENS)

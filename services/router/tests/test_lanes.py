@@ -10,10 +10,11 @@ TEXTS = {1: " one", 2: 'say "2"\n', 3: None, 4: "100 %d"}
 class Client:
     """Takes all bytes, or as many as `room` says."""
 
-    def __init__(self, emitted=()):
+    def __init__(self, emitted=(), is_numbered=True):
         self.got, self.room, self.closed, self.failures = b"", None, 0, []
         self.emitted_ids = list(emitted)
-        outlet = Outlet(b"id: 5%:", b"\ndata: {", b"}\n\n", send=self.send, send_later=self.send_later)
+        before = (b"id: 5%:", b"\ndata: {") if is_numbered else (b"data: {5%", None)
+        outlet = Outlet(*before, b"}\n\n", send=self.send, send_later=self.send_later)
         self.lane = Lane(
             self.emitted_ids,
             Pieces(TEXTS.get),
@@ -40,8 +41,8 @@ def chunk(text):
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def opened(lanes, handle=1, end=100, emitted=()):
-    client = Client(emitted)
+def opened(lanes, handle=1, end=100, emitted=(), is_numbered=True):
+    client = Client(emitted, is_numbered)
     client.lane.open(lanes, handle, end, at=0.0)
     return client
 
@@ -55,6 +56,17 @@ def test_events():
     assert client.got == b"".join(chunk(f"id: 5%:{n}\ndata: {{{text}}}\n\n") for n, text in enumerate(texts, 1))
     assert client.emitted_ids == [1, 2, 4]
     assert not client.closed
+
+
+def test_events_without_numbers():
+    """More digits change nothing."""
+    lanes = {}
+    client = opened(lanes, end=12, emitted=[1] * 8, is_numbered=False)
+    for position, token_id in enumerate([1, 2, 4, 1], 8):
+        assert push([1], [position], [token_id], lanes, 1.0) == []
+    assert push([1], [12], [1], lanes, 1.0) == [(1, 12, 1)]
+    texts = [" one", r"say \"2\"\n", "100 %d", " one"]
+    assert client.got == b"".join(chunk(f"data: {{5%{text}}}\n\n") for text in texts)
 
 
 @pytest.mark.parametrize(

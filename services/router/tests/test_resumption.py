@@ -415,7 +415,7 @@ async def test_description_names_the_ways_to_come_back(cluster):
     assert set(paths["/v1/streams/{stream_id}"]) == {"get", "delete"}
     for path in ("/v1/chat/completions", "/v1/completions"):
         named = {parameter["name"] for parameter in paths[path]["post"]["parameters"]}
-        assert named == {"X-Lockstep-Resumable", "Idempotency-Key", "Last-Event-ID"}
+        assert named == {"X-Lockstep-Resumable", "Idempotency-Key", "Last-Event-ID", "X-Lockstep-Event-IDs"}
     named = {parameter["name"] for parameter in paths["/v1/streams/{stream_id}"]["get"]["parameters"]}
     assert named == {"stream_id", "Last-Event-ID", "last_event_id"}
 

@@ -42,6 +42,17 @@ async def test_events_come_as_the_tokens_do(cluster):
         assert json.loads(line[6:])["choices"][0]["finish_reason"] is None
 
 
+async def test_events_have_ids_only_for_clients_that_ask(cluster):
+    fields = {"max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
+    for headers in ({}, {"X-Lockstep-Event-IDs": "FALSE"}):
+        plain = await cluster.chat(**fields, headers=headers)
+        assert all(block.startswith("data: ") and "\n" not in block for block in plain.text.split("\n\n")[:-1])
+    numbered = events_of(await cluster.chat(**fields, headers={"X-Lockstep-Event-IDs": "True"}))
+    assert all(event_id is not None for event_id, _ in numbered[:-1])
+    refused = await cluster.chat(**fields, headers={"X-Lockstep-Event-IDs": "1"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "X-Lockstep-Event-IDs")
+
+
 async def test_client_that_leaves_its_stream_cancels_it(cluster):
     slow(cluster)
     async with cluster.over_http() as client:

@@ -230,6 +230,7 @@ def _model(model: pb.Model) -> Body:
         "object": "model",
         "created": model.created,
         "owned_by": "lockstep",
+        "root": model.id,
         "max_model_len": model.max_model_len,
         "default_sampling": {name: getattr(given, name) for name in _DEFAULT_SETTINGS if given.HasField(name)},
     }

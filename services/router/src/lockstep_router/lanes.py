@@ -15,8 +15,8 @@ class Outlet:
     """Where the lane of a stream sends its events, and what they have in common.
 
     Args:
-        before: what precedes an event's number, in one piece with the event before.
-        between: what stands between the number and the text.
+        before: what precedes an event's number, or its text if events have no numbers.
+        between: what stands between the number and the text; None: events have no numbers.
         after: what follows the text.
         send: sends what the client's connection takes at once, and returns how many bytes that was. OSError: none.
         send_later: sends what `send` has left.
@@ -25,15 +25,19 @@ class Outlet:
     def __init__(
         self,
         before: bytes,
-        between: bytes,
+        between: bytes | None,
         after: bytes,
         *,
         send: Callable[[bytes], int],
         send_later: Callable[[bytes], None],
     ) -> None:
-        self.fixed_bytes = len(before) + len(between) + len(after)
-        self.event = b"%%x\r\n%b%%d%b%%b%b\r\n" % tuple(part.replace(b"%", b"%%") for part in (before, between, after))
-        """A chunk of HTTP/1.1 with an event in it; to be filled in are its size, the event's number and the text."""
+        self.fixed_bytes = len(before) + len(between or b"") + len(after)
+        self.is_numbered = between is not None
+        number = b"" if between is None else b"%d" + between.replace(b"%", b"%%")
+        self.event = b"%%x\r\n%b%b%%b%b\r\n" % (before.replace(b"%", b"%%"), number, after.replace(b"%", b"%%"))
+        """A chunk of HTTP/1.1 with an event in it; to be filled in are its size, the event's number if it has one, and
+        the text.
+        """
         self.send = send
         self.send_later = send_later
         self.lane: Lane | None = None
@@ -61,6 +65,7 @@ class Lane:
         "end",
         "event",
         "fail",
+        "is_numbered",
         "pieces",
         "send",
         "send_later",
@@ -80,6 +85,7 @@ class Lane:
         self.emitted_ids = emitted_ids
         self.pieces = pieces
         self.event = outlet.event
+        self.is_numbered = outlet.is_numbered
         self.send = outlet.send
         self.send_later = outlet.send_later
         self.size = 0
@@ -106,9 +112,12 @@ class Lane:
             at: when the stream's last token was sent.
             trace_id: of the stream's trace if that is kept; else 0.
         """
-        digits = len(str(len(self.emitted_ids) + 1))
-        self.size = self._fixed_bytes + digits
-        self.end = min(end, 10**digits - 1)
+        self.size, self.end = self._fixed_bytes, end
+        if self.is_numbered:
+            # Until the numbers have a digit more, all events have the same size.
+            digits = len(str(len(self.emitted_ids) + 1))
+            self.size += digits
+            self.end = min(end, 10**digits - 1)
         self.at = at
         self.trace_id = trace_id
         self._lanes, self._handle = lanes, handle
@@ -159,7 +168,8 @@ def push(
             alike += 1
             lane.at = now
             pushed += 1
-            event = lane.event % (lane.size + len(piece), position + 1, piece)
+            size = lane.size + len(piece)
+            event = lane.event % ((size, position + 1, piece) if lane.is_numbered else (size, piece))
             try:
                 sent = lane.send(event)
             except OSError:

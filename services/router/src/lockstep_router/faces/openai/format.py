@@ -356,6 +356,8 @@ def model_body(card: worker_pb2.ModelCard) -> Body:
         "object": "model",
         "created": card.created,
         "owned_by": "lockstep",
+        # vLLM's clients read it: the model that was loaded, whatever names it is served by.
+        "root": card.name,
         "max_model_len": card.context_length,
         "default_sampling": {
             field: _shortest(getattr(card.default_sampling, field))

@@ -8,7 +8,7 @@ from pydantic_core import to_json
 
 from lockstep_router.faces.openai.format import Body, Format, inexact_mark, make_format
 from lockstep_router.faces.record import Record
-from lockstep_router.faces.rest.replies import DONE, Client, event, json_reply
+from lockstep_router.faces.rest.replies import DONE, Client, json_reply, named_event
 from lockstep_router.generation.choices import Delta
 from lockstep_router.generation.generation import Generation
 from lockstep_router.generation.request import GenerationRequest, PromptSource
@@ -17,8 +17,24 @@ from lockstep_router.lanes import Outlet
 from lockstep_router.router import Router
 
 
-async def answer(router: Router, request: GenerationRequest, style: Style, record: Record, client: Client) -> None:
+async def answer(
+    router: Router,
+    request: GenerationRequest,
+    style: Style,
+    record: Record,
+    client: Client,
+    *,
+    has_event_ids: bool = False,
+) -> None:
     """Generate the answer, and write it while it is generated (streamed) or afterwards.
+
+    Args:
+        router: generates it.
+        request: of the client.
+        style: how the answer is written.
+        record: of the request.
+        client: gets the answer.
+        has_event_ids: whether the events of a stream have ids. Nobody can come back to it, so few clients want them.
 
     Raises:
         LockstepError: nothing has been written yet.
@@ -35,7 +51,7 @@ async def answer(router: Router, request: GenerationRequest, style: Style, recor
             answer_format = make_format(style, record.request_id, prepared)
             try:
                 if style.stream:
-                    events = _Events(generation, answer_format, record.request_id, client)
+                    events = _Events(generation, answer_format, record.request_id if has_event_ids else "", client)
                     end = partial(events.end, include_usage=style.include_usage)
                     await client.reply_events(_written(generation, events), end=end)
                     return
@@ -79,7 +95,9 @@ _NO_MARK: Body = {}
 
 
 class _Events:
-    """An answer as server-sent events. An event's id is the request's id and its choice's number of tokens so far.
+    """An answer as server-sent events. Nobody can come back to it, so by default events have no ids, as those of other
+    servers of this API: some of their clients take nothing but data. If the client asked for ids, an event's id is the
+    request's id and its choice's number of tokens so far.
 
     As the sink of a generation it writes events to a client that keeps up. It holds the last one back for what ends the
     answer: they come from one frame, so they are one write.
@@ -92,11 +110,12 @@ class _Events:
         self._generation = generation
         self._format = answer_format
         self._request_id = request_id
-        self._id = b"id: %b:" % request_id.encode()
-        """How each event begins."""
+        """Empty: events have no ids."""
+        self._id = b"id: %b:" % request_id.encode() if request_id else b""
+        """How each event begins that has an id."""
         self._client = client
         indices = range(len(generation.prepared.journals))
-        self._opening = b"".join(event(f"{request_id}:0", to_json(body)) for body in answer_format.opening(indices))
+        self._opening = b"".join(self._other_event(0, body) for body in answer_format.opening(indices))
         """What precedes the first delta."""
 
     @property
@@ -106,7 +125,7 @@ class _Events:
 
     def take(self, delta: Delta) -> None:
         """Write a delta to the client."""
-        data = b"%b%d\ndata: %b\n\n" % (self._id, delta.tokens, self._chunk(delta))
+        data = self._event(delta)
         if self._opening:
             data, self._opening = self._opening + data, b""
         if delta.finish_reason is not None and self._generation.is_finished:
@@ -122,11 +141,13 @@ class _Events:
     def outlet(self) -> Outlet | None:
         """The way of events with nothing but text to the client."""
         before, after = self._format.text_ends(0)
-        return self._client.outlet(self._id, b"\ndata: " + before, after + b"\n\n")
+        if self._id:
+            return self._client.outlet(self._id, b"\ndata: " + before, after + b"\n\n")
+        return self._client.outlet(b"data: " + before, None, after + b"\n\n")
 
     def of(self, deltas: Iterable[Delta]) -> bytes:
         """The next deltas as events; none if they are the last ones."""
-        data = b"".join([b"%b%d\ndata: %b\n\n" % (self._id, delta.tokens, self._chunk(delta)) for delta in deltas])
+        data = b"".join([self._event(delta) for delta in deltas])
         opening, self._opening = self._opening, b""
         if self._generation.is_finished:
             self._last, opening, data = opening + data, b"", b""
@@ -140,14 +161,22 @@ class _Events:
     def end(self, *, include_usage: bool) -> bytes:
         """What ends an answer: its last events, its usage, and the end mark."""
         usage = self._generation.usage
-        event_id = f"{self._request_id}:{usage.completion_tokens}"
-        usage_event = event(event_id, to_json(self._format.usage_chunk(usage))) if include_usage else b""
+        usage_event = (
+            self._other_event(usage.completion_tokens, self._format.usage_chunk(usage)) if include_usage else b""
+        )
         return self.take_last() + usage_event + DONE
 
-    def _chunk(self, delta: Delta) -> bytes:
-        if delta.finish_reason is None:
-            return self._format.chunk(delta, _NO_MARK)
-        return self._format.chunk(delta, inexact_mark(is_inexact=delta.index in self._generation.inexact_choices))
+    def _event(self, delta: Delta) -> bytes:
+        mark = _NO_MARK
+        if delta.finish_reason is not None:
+            mark = inexact_mark(is_inexact=delta.index in self._generation.inexact_choices)
+        chunk = self._format.chunk(delta, mark)
+        if self._id:
+            return b"%b%d\ndata: %b\n\n" % (self._id, delta.tokens, chunk)
+        return b"data: %b\n\n" % chunk
+
+    def _other_event(self, tokens: int, body: Body) -> bytes:
+        return named_event("", f"{self._request_id}:{tokens}" if self._request_id else "", to_json(body))
 
 
 async def _written(generation: Generation, events: _Events) -> AsyncIterator[bytes]:

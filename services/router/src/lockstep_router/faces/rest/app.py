@@ -41,7 +41,7 @@ from lockstep_router.faces.rest.generating import (
     origin_of,
 )
 from lockstep_router.faces.rest.header_fields import header_fields
-from lockstep_router.faces.rest.openapi import CANCELLING, RESUMING, describe, described, resumable
+from lockstep_router.faces.rest.openapi import CANCELLING, RESUMING, describe, described, generating, resumable
 from lockstep_router.faces.rest.replies import Client, LiveReply, error_reply, json_reply
 from lockstep_router.faces.rest.responses import answer_response
 from lockstep_router.faces.rest.resumable import (
@@ -92,12 +92,12 @@ def create_app(router: Router) -> FastAPI:
 
 
 def _add_generation(app: FastAPI) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=resumable(ChatCompletionRequest))
+    @app.post("/v1/chat/completions", openapi_extra=generating(ChatCompletionRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await _generate(request, CHAT)
 
-    @app.post("/v1/completions", openapi_extra=resumable(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=generating(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue a text."""
         return await _generate(request, COMPLETIONS)

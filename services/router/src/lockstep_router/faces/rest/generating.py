@@ -28,7 +28,7 @@ from lockstep_router.faces.rest.access import AccessMiddleware, Exchange
 from lockstep_router.faces.rest.answers import answer
 from lockstep_router.faces.rest.channel import Channel
 from lockstep_router.faces.rest.replies import Client, Headers, run_live
-from lockstep_router.faces.rest.resumable import KEY_NAME, answer_resumable, wanted_return
+from lockstep_router.faces.rest.resumable import KEY_NAME, answer_resumable, wanted_return, wants_event_ids
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
 from lockstep_router.router import Router
@@ -61,7 +61,8 @@ class Endpoint:
         coming_back = wanted_return(body, self.kind, origin)
         if coming_back is not None:
             return partial(answer_resumable, router, request, style, coming_back, record)
-        return partial(answer, router, request, style, record)
+        has_event_ids = wants_event_ids(origin.headers)
+        return partial(answer, router, request, style, record, has_event_ids=has_event_ids)
 
 
 CHAT = Endpoint("chat", ChatCompletionRequest, msgspec.json.Decoder(PlainChat), chat_request, chat_style)

@@ -34,6 +34,12 @@ def described(model: type[BaseModel]) -> dict[str, Any]:
 
 
 _EVENT_ID = {"type": "string", "example": "r-0123456789abcdef0123456789abcdef:12,7f"}
+_EVENT_IDS = {
+    "name": "X-Lockstep-Event-IDs",
+    "in": "header",
+    "description": "`true`: the events of a stream have ids that count its tokens, also if it is not resumable.",
+    "schema": {"type": "string", "enum": ["true", "false"]},
+}
 _STREAM_ERRORS = {
     str(status): {"description": text}
     for status, text in ((400, "The event is none of this stream."), (404, "There is no such stream."))
@@ -99,6 +105,12 @@ def resumable(model: type[BaseModel]) -> dict[str, Any]:
     ]
     reused = {"422": {"description": "The key was used for a request with another body."}}
     return described(model) | {"parameters": parameters, "responses": reused}
+
+
+def generating(model: type[BaseModel]) -> dict[str, Any]:
+    """The same, and the header of clients that want ids of events whether they may come back or not."""
+    description = resumable(model)
+    return description | {"parameters": [*description["parameters"], _EVENT_IDS]}
 
 
 def describe(app: FastAPI) -> None:

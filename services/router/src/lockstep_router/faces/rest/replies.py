@@ -55,13 +55,8 @@ async def send_response(response: Response, send: Send) -> None:
     await send(_body(bytes(response.body), more=False))
 
 
-def event(event_id: str, data: bytes) -> bytes:
-    """One server-sent event; its data are one line."""
-    return b"id: %b\ndata: %b\n\n" % (event_id.encode(), data)
-
-
 def named_event(kind: str, event_id: str, data: bytes) -> bytes:
-    """One server-sent event with a type, if it is not empty, and an id, if that is not."""
+    """One server-sent event with a type, if it is not empty, and an id, if that is not; its data are one line."""
     lines = [b"event: %b\n" % kind.encode()] if kind else []
     lines += [b"id: %b\n" % event_id.encode()] if event_id else []
     return b"%bdata: %b\n\n" % (b"".join(lines), data)
@@ -188,7 +183,7 @@ class Client:
         """Whether the answer has begun, and the connection has taken everything that was written."""
         return self._is_started and self._channel is not None and self._channel.is_empty
 
-    def outlet(self, before: bytes, between: bytes, after: bytes) -> Outlet | None:
+    def outlet(self, before: bytes, between: bytes | None, after: bytes) -> Outlet | None:
         """The way of events past `write_events`, for as long as it is caught up and takes events; see `Outlet`."""
         if self._channel is None:
             return None

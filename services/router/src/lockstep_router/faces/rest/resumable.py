@@ -19,10 +19,12 @@ from lockstep_router.resumption import After, IdempotencyKey, Reading
 from lockstep_router.router import Router
 
 RESUMABLE_HEADER = "X-Lockstep-Resumable"
+EVENT_IDS_HEADER = "X-Lockstep-Event-IDs"
 KEY_HEADER = "Idempotency-Key"
 LAST_EVENT_HEADER = "Last-Event-ID"
 RESUMABLE_NAME, KEY_NAME, _LAST_EVENT_NAME = map(str.lower, (RESUMABLE_HEADER, KEY_HEADER, LAST_EVENT_HEADER))
 """As in mappings of headers."""
+_EVENT_IDS_NAME = EVENT_IDS_HEADER.lower()
 LAST_EVENT_QUERY = "last_event_id"
 STREAM_HEADER = "X-Lockstep-Stream-ID"
 
@@ -46,12 +48,27 @@ def wanted_return(body: SamplingFields | ResponsesRequest, kind: str, origin: Or
     """
     headers = origin.headers
     flag, key = headers.get(RESUMABLE_NAME), headers.get(KEY_NAME)
-    if flag is not None and flag.lower() not in _FLAGS:
-        raise invalid(RESUMABLE_HEADER, "must be true or false")
+    is_wanted = False if flag is None else _flag(flag, RESUMABLE_HEADER)
     if key is None:
-        is_wanted = bool(body.resumable) or (flag is not None and _FLAGS[flag.lower()])
-        return Return(owner_of(origin)) if is_wanted else None
+        return Return(owner_of(origin)) if body.resumable or is_wanted else None
     return Return(owner_of(origin), idempotency_key(key, KEY_HEADER, origin, body, kind), last_event(headers, {}))
+
+
+def wants_event_ids(headers: Mapping[str, str]) -> bool:
+    """Whether the client wants ids of events also in a stream that it cannot come back to.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, the header cannot be used.
+    """
+    flag = headers.get(_EVENT_IDS_NAME)
+    return False if flag is None else _flag(flag, EVENT_IDS_HEADER)
+
+
+def _flag(given: str, header: str) -> bool:
+    value = _FLAGS.get(given.lower())
+    if value is None:
+        raise invalid(header, "must be true or false")
+    return value
 
 
 def last_event(headers: Mapping[str, str], query: Mapping[str, str]) -> After | None:
