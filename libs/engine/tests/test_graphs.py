@@ -1,5 +1,8 @@
 """Recorded decode steps: which recording runs, what it reads, and that no kernel is built after the recording."""
 
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -181,6 +184,71 @@ class TestMemory:
 
     def test_one_size_alone_is_known_as_well(self):
         assert GraphedStep(Body(), 1, 4, CPU, Meter()).estimate_bytes() == 1000
+
+
+class CachingGpu:
+    """A GPU's memory as torch's allocator uses it: it keeps what a step has needed, and gives it back before a graph is
+    recorded, whose pool then takes as much again.
+    """
+
+    ROW, GRAPH = 100, 10
+    """Bytes that a step needs for a row, and that a graph takes of its own."""
+
+    def __init__(self):
+        self.kept = self.pool = self.graphs = 0
+        self.records = False
+
+    def step(self, inputs):
+        needed = self.ROW * len(inputs.ids)
+        if self.records:
+            self.pool = max(self.pool, needed)
+        else:
+            self.kept = max(self.kept, needed)
+        return inputs.ids + 1
+
+    def empty_cache(self):
+        self.kept = 0
+
+    def mem_get_info(self, device):
+        used = 5000 + self.kept + self.pool + self.GRAPH * self.graphs
+        return 10**6 - used, 10**6
+
+    @contextmanager
+    def graph(self, graph, pool, stream):
+        self.empty_cache()
+        self.records = True
+        yield
+        self.records = False
+        self.graphs += 1
+
+
+@pytest.fixture
+def caching_gpu(monkeypatch):
+    gpu = CachingGpu()
+    for name in ("empty_cache", "mem_get_info", "graph"):
+        monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    return gpu
+
+
+class TestMemoryBesideACache:
+    """What the allocator has kept of the steps before a recording must not hide what the recording takes."""
+
+    def test_is_known_before_the_recordings_are_made(self, caching_gpu):
+        step = GraphedStep(caching_gpu.step, 64, 4, CPU, CudaRecorder(CPU))
+        assert step.estimate_bytes() == 64 * caching_gpu.ROW + len(step.sizes) * caching_gpu.GRAPH
+        assert caching_gpu.graphs == 2
+
+    def test_is_measured(self, caching_gpu):
+        step = GraphedStep(caching_gpu.step, 64, 4, CPU, CudaRecorder(CPU))
+        caching_gpu.kept = 3000  # of the self-test's steps
+        step.capture()
+        assert step.bytes == 64 * caching_gpu.ROW + len(step.sizes) * caching_gpu.GRAPH
 
 
 class TestBuildCounter:

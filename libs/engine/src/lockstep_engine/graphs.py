@@ -84,7 +84,7 @@ class Recorder(ABC):
 
     @abstractmethod
     def used_bytes(self) -> int:
-        """Memory of the device that is in use now, by all processes."""
+        """Memory of the device that is in use now, by all processes. What an allocator keeps for later is not."""
 
 
 class _CudaRecording(Recording):
@@ -125,6 +125,7 @@ class CudaRecorder(Recorder):
     def used_bytes(self) -> int:
         """See `Recorder.used_bytes`."""
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # a recording begins with that, too: what the step before it kept would be missing
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
 
