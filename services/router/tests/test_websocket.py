@@ -227,6 +227,33 @@ async def test_flood_of_pings_leaves_time_to_others(cluster):
         assert (await reader.readexactly(2)) == b"\x8a\x00"
 
 
+async def test_flood_while_the_socket_closes_is_not_read(cluster):
+    """The client hears why the socket closes, and its pings beyond some hundred get no answer."""
+    async with cluster.over_http() as client, connection(client, HANDSHAKE + b"\r\n") as (reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(masked(b"", opcode=2))
+        head = await reader.readexactly(4)
+        assert (head[0], int.from_bytes(head[2:])) == (0x88, 1003)
+        await reader.readexactly(head[1] - 2)
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            writer.write(masked(b"", opcode=9) * 200_000)
+            while piece := await reader.read(1 << 16):
+                received += piece
+        assert received == b"\x8a\x00" * (len(received) // 2)
+        assert len(received) // 2 < 2000
+
+
+async def test_answer_to_a_close_frame_is_found_behind_what_was_on_its_way(cluster):
+    async with cluster.over_http() as client, connection(client, HANDSHAKE + b"\r\n") as (reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(masked(b"", opcode=2))
+        assert (await reader.readexactly(1)) == b"\x88"
+        writer.write(masked(b"x" * 50_000) + masked(b"", opcode=9) * 100 + masked((1003).to_bytes(2), opcode=8))
+        # Not answered, the connection would be reset.
+        assert (await reader.read()).endswith(b"\x8a\x00" * 100)
+
+
 async def test_socket_that_breaks_ends_what_nobody_comes_back_for(cluster):
     for worker in cluster.workers:
         worker.script = Script(delay_s=0.02)

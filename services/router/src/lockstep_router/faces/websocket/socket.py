@@ -33,6 +33,9 @@ _LARGE_MESSAGE_BYTES = 64 << 10
 """Bytes of a message that are read without pacing."""
 _CLOSE_S = 2.0
 """From sending a close frame to the end of the connection, if the client does not answer it."""
+_MAX_LATE_BYTES = 64 << 10
+_MAX_LATE_FRAMES = 256
+"""What is read of a client while the connection closes: its answer to the close frame, behind what was on its way."""
 _MIN_TICK_S = 0.01
 
 RESTART = CloseCode.SERVICE_RESTART
@@ -108,6 +111,7 @@ class Socket(asyncio.Protocol):
         self._writable.set()
         self._is_lost = False
         self._is_busy = False
+        self._late_bytes = self._late_frames = 0
         self._waits_until = 0.0
         """No more is parsed until then."""
         self._resume_timer: asyncio.TimerHandle | None = None
@@ -204,8 +208,7 @@ class Socket(asyncio.Protocol):
             self._unparsed += data
             self._advance()
         else:
-            self._frames.receive_data(data)  # the answer to a close frame
-            self._flush()
+            self._take_late(data)
 
     def eof_received(self) -> bool:
         """The client sends nothing more: the connection ends."""
@@ -276,6 +279,21 @@ class Socket(asyncio.Protocol):
         else:
             self._hold(pending, len(piece))
         return len(frames)
+
+    def _take_late(self, data: bytes) -> None:
+        """Look for the answer to the close frame, and drop all else. Of a client that goes on sending nothing more is
+        read: it can still read why the connection closes, which ends after a time.
+        """
+        assert self._transport is not None
+        self._late_bytes += len(data)
+        for start in range(0, len(data), _SLICE_BYTES):
+            if self._late_bytes > _MAX_LATE_BYTES or self._late_frames > _MAX_LATE_FRAMES:
+                if not self._transport.is_closing():
+                    self._transport.pause_reading()
+                return
+            self._frames.receive_data(data[start : start + _SLICE_BYTES])
+            self._late_frames += len(self._frames.events_received())
+            self._flush()
 
     def _hold(self, pending: int, piece: int) -> None:
         """Count the bytes of a message that is not complete."""
