@@ -193,7 +193,7 @@ class RowLinear(nn.Module):
 
     Args:
         source: checkpoint prefix.
-        shard: (start, length) of the input features that this rank has.
+        shard: (start, length) of the input features that this rank has; every rank has as many.
         out_features: number of output features.
         bias: whether the linear has a bias.
         transposed: the weight is stored as [in, out].
@@ -224,9 +224,12 @@ class RowLinear(nn.Module):
         self.scales: nn.Parameter | None = None
         self.code_form: CodeForm | None = None
         self.packed: cpu.PackedLinear | None = None
-        self.pieces = {"weight": [Piece(f"{source}.weight", 1, start, length, 0, transposed=transposed)]}
+        full_size = length * group.size
+        self.pieces = {
+            "weight": [Piece(f"{source}.weight", 1, start, length, 0, full_size=full_size, transposed=transposed)]
+        }
         if bias:
-            self.pieces["bias"] = [Piece(f"{source}.bias", 0, 0, out_features, 0)]
+            self.pieces["bias"] = [Piece(f"{source}.bias", 0, 0, out_features, 0, full_size=out_features)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, in / tp] → […, out]."""
@@ -344,7 +347,7 @@ class VocabHead(nn.Module):
         self.packed: cpu.PackedLinear | None = None
         self.pieces = {"weight": [Piece(f"{source}.weight", 0, start, kept, 0, full_size=vocab_size)]}
         if bias:
-            self.pieces["bias"] = [Piece(f"{source}.bias", 0, start, kept, 0)]
+            self.pieces["bias"] = [Piece(f"{source}.bias", 0, start, kept, 0, full_size=vocab_size)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, hidden] → […, rows]."""

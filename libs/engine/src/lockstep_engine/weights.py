@@ -107,13 +107,17 @@ class Checkpoint:
         if transposed:
             dim, shape = 1 - dim, shape[::-1]
         end = piece.start + piece.length
-        fits = len(stored) == len(shape) and all(
-            size == (want if axis != dim else piece.full_size or size) and size >= (axis == dim) * end
-            for axis, (size, want) in enumerate(zip(stored, shape, strict=False))
-        )
-        if not fits:
-            raise refuse(f"model {self._path}: tensor {name} has shape {stored}, config.json implies {shape}")
+        implied = [*shape[:dim], piece.full_size or max(end, *stored[dim : dim + 1]), *shape[dim + 1 :]]
+        if stored != implied:
+            raise refuse(f"model {self._path}: tensor {name} has shape {stored}, config.json implies {implied}")
         return name, weight, dim, transposed
+
+    def expect_count(self, pieces: list[Piece]) -> None:
+        """Refuse a checkpoint that has one expert more than these pieces are of."""
+        if (last := pieces[-1].index) is not None:
+            prefix, _, *part = pieces[0].source.rsplit(".", 3)
+            if (name := self.find(".".join([prefix, str(last + 1), *part]))) is not None:
+                raise refuse(f"model {self._path}: there is a tensor {name}, config.json implies {last + 1} experts")
 
     def _damaged(self, name: str) -> LockstepError:
         return refuse(f"model {self._path}: tensor {name} has values that are no finite numbers: damaged scales")
@@ -237,8 +241,9 @@ def pieces_of(module: nn.Module, name: str, parameter: torch.Tensor, checkpoint:
     if parameter.dim() == 3:  # experts, stacked
         plain = re.sub(r"\.experts\.parts\.\d+\.", ".experts.", name)  # inside SummedExperts
         size, rank = getattr(module, "narrowed", (1, 0))
-        for first, found in _expert_pieces(plain, parameter, size, rank):
-            if checkpoint.find(first) is not None:
+        for found in _expert_pieces(plain, parameter, size, rank):
+            if checkpoint.find(found[0].source) is not None:
+                checkpoint.expect_count(found)
                 return found
     return [Piece(name, 0, 0, parameter.shape[0], 0, full_size=parameter.shape[0])]
 
@@ -248,30 +253,30 @@ def _unsaved_buffers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if module._non_persistent_buffers_set]
 
 
-def _expert_pieces(name: str, parameter: torch.Tensor, size: int, rank: int) -> Iterator[tuple[str, list[Piece]]]:
+def _expert_pieces(name: str, parameter: torch.Tensor, size: int, rank: int) -> Iterator[list[Piece]]:
     """The ways in which checkpoints store a stacked parameter of experts: one tensor for each expert, or one for all.
 
     Yields:
-        For each way the name of its first tensor, and the pieces to read if the checkpoint has that tensor.
+        For each way the pieces to read if the checkpoint has the tensor of the first one.
     """
     prefix, _, kind = name.rpartition(".")
     count, rows, columns = parameter.shape
+    inner, wide, full = rows // 2, rows // 2 * size, columns * size
     for gate, up, down in (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")):
         pieces: list[Piece] = []
         for expert in range(count):
             base = f"{prefix}.{expert}"
             if kind == "gate_up_proj":
-                inner = rows // 2
-                pieces.append(Piece(f"{base}.{gate}.weight", 0, rank * inner, inner, 0, expert))
-                pieces.append(Piece(f"{base}.{up}.weight", 0, rank * inner, inner, inner, expert))
+                pieces.append(Piece(f"{base}.{gate}.weight", 0, rank * inner, inner, 0, expert, wide))
+                pieces.append(Piece(f"{base}.{up}.weight", 0, rank * inner, inner, inner, expert, wide))
             elif kind == "down_proj":
-                pieces.append(Piece(f"{base}.{down}.weight", 1, rank * columns, columns, 0, expert))
+                pieces.append(Piece(f"{base}.{down}.weight", 1, rank * columns, columns, 0, expert, full))
         if pieces:
-            yield pieces[0].source, pieces
+            yield pieces
     if size == 1:
-        yield name, [Piece(name, 0, 0, count, 0)]
+        yield [Piece(name, 0, 0, count, 0, full_size=count)]
     elif kind == "gate_up_proj":
-        inner, full = rows // 2, rows // 2 * size
-        yield name, [Piece(name, 1, rank * inner, inner, 0), Piece(name, 1, full + rank * inner, inner, inner)]
+        starts = (rank * inner, wide + rank * inner)
+        yield [Piece(name, 1, start, inner, half * inner, full_size=2 * wide) for half, start in enumerate(starts)]
     elif kind == "down_proj":
-        yield name, [Piece(name, 2, rank * columns, columns, 0)]
+        yield [Piece(name, 2, rank * columns, columns, 0, full_size=full)]
