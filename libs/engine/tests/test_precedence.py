@@ -5,6 +5,7 @@ import random
 import pytest
 from lockstep_common.seniority import CLASS_HEAD_START_S
 from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.request import PromptScores
 from scripted_ranks import Server, words
 
 
@@ -99,6 +100,25 @@ class TestPriority:
 
 
 class TestFairness:
+    def test_prompts_of_more_important_requests_take_nothing_from_those_that_decode(self):
+        """However many prompts are partly computed: one that scores its prompt leaves the next one room to start."""
+        server = Server(max_batch_tokens=32)
+        decoding = [server.submit(words(5, seed=each), max_tokens=20, arrived_at=2.0) for each in (1, 2)]
+        server.step()
+        scored = server.submit(
+            words(60, seed=3), arrived_at=1.0, priority=1, prompt_scores=PromptScores.TOKENS, max_tokens=2
+        )
+        server.step()
+        first = server.submit(words(100, seed=4), arrived_at=0.0, priority=1, max_tokens=2)
+        for _ in range(4):
+            server.step()
+        assert server.computed(first) == [(0, 26), (26, 30), (56, 30), (86, 14)]
+        for number in decoding:
+            assert server.computed(number)[1:] == [(position, 1) for position in range(5, 10)]
+        server.run()
+        assert all(server.ids(number) == server.expected(number) for number in (first, *decoding))
+        assert server.computed(scored)[0] == (0, 4)
+
     def test_a_large_request_is_not_starved_by_small_ones(self):
         server = Server(blocks=16, max_seqs=8)
         small = 0

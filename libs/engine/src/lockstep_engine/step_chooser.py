@@ -38,7 +38,8 @@ class StepChooser:
         chunks: list[Chunk] = []
         budget = self._limits.max_batch_tokens
         preempted = False
-        # A prompt, also that of an important sequence, leaves room in the step for those that decode.
+        # Prompts, also those of important sequences, leave room in the step for those that decode. The first prompt
+        # always advances, because a step may have at least as many tokens as sequences run.
         decoding = sum(sequence.remaining == 1 for sequence in self._sequences.running)
         for sequence in sorted(self._sequences.running, key=lambda each: each.precedence):
             if budget == 0:
@@ -50,7 +51,7 @@ class StepChooser:
             if self.blocks.is_loading(sequence):
                 continue
             self.current = sequence
-            count = self._count(sequence, budget if decodes else max(1, budget - decoding), chunks)
+            count = self._count(sequence, budget if decodes else max(0, budget - decoding), chunks)
             if count == 0:
                 continue
             count, has_preempted = self._make_room(sequence, count)
