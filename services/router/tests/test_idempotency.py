@@ -6,6 +6,8 @@ import pytest
 from key_files import KEY, OTHER_KEY, bearer, tenant, write
 from lockstep_api.v1 import worker_pb2
 from lockstep_router import metrics
+from lockstep_router.faces.idempotency import fingerprint_of
+from lockstep_router.faces.openai.schemas import CompletionRequest
 from minutes import until_room_s
 from router_cluster import events_of, eventually
 from scripted_worker import Script
@@ -51,6 +53,28 @@ async def test_finished_answer_is_given_again(cluster):
     first, second = [await ask(cluster.client) for _ in range(2)]
     assert first.json() == second.json()
     assert submits(cluster) == 1
+
+
+class Later(CompletionRequest):
+    """The body of another version, which has one field more."""
+
+    added: int | None = None
+
+
+def test_fingerprint_is_the_same_at_routers_with_more_fields():
+    own, later = (fingerprint_of(model.model_validate(BODY), "text") for model in (CompletionRequest, Later))
+    assert own == later
+    for other in (BODY | {"added": 1}, BODY | {"temperature": 0.5}, BODY | {"prompt": "hello"}):
+        assert fingerprint_of(Later.model_validate(other), "text") != own
+    assert fingerprint_of(Later.model_validate(BODY), "chat") != own
+
+
+async def test_defaults_count_as_not_given(cluster):
+    first = await ask(cluster.client)
+    again = await ask(cluster.client, {"n": None, "stop": None} | dict(reversed(BODY.items())))
+    assert again.json() == first.json()
+    assert submits(cluster) == 1
+    assert (await ask(cluster.client, BODY | {"n": 2})).status_code == 422
 
 
 async def test_order_of_fields_and_spaces_do_not_matter(cluster):

@@ -3,6 +3,7 @@
 import hashlib
 import re
 
+import msgspec
 from lockstep_common.errors import invalid
 from pydantic import BaseModel
 
@@ -12,6 +13,7 @@ from lockstep_router.resumption import IdempotencyKey
 
 MAX_KEY_CHARS = 255
 
+_SORTED = msgspec.json.Encoder(order="sorted")
 _KEY = re.compile(f"[!-~]{{1,{MAX_KEY_CHARS}}}")
 
 
@@ -38,6 +40,14 @@ def idempotency_key(key: str, field: str, origin: Origin, body: BaseModel, kind:
     Raises:
         LockstepError: INVALID_REQUEST, naming the field.
     """
-    fingerprint = hashlib.blake2b(body.model_dump_json().encode(), digest_size=32, person=b"body")
+    return IdempotencyKey(scope_of(key, field, origin), fingerprint_of(body, kind), field)
+
+
+def fingerprint_of(body: BaseModel, kind: str) -> bytes:
+    """What equal bodies have in common, also at routers of other versions, which may have more fields or another order
+    of them: a field that has its default counts as not given.
+    """
+    given = _SORTED.encode(body.model_dump(exclude_defaults=True))
+    fingerprint = hashlib.blake2b(given, digest_size=32, person=b"body")
     fingerprint.update(kind.encode())
-    return IdempotencyKey(scope_of(key, field, origin), fingerprint.digest(), field)
+    return fingerprint.digest()
