@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from lockstep_common.errors import ErrorCode
 from lockstep_engine.blocks import BlockKey, HostSizes, PoolSizes, extend_keys
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.host_tier import HostTier
@@ -203,6 +204,58 @@ def test_a_request_that_ends_while_it_is_loaded_leaves_what_others_can_use():
     assert server.ids(again) == server.expected(again)
     assert server.outputs[again][0].cached_tokens > LONG - 2 * BLOCK_SIZE
     assert server.ranks.host.copied["in"] < 2 * LONG // BLOCK_SIZE, "what was loaded is not loaded again"
+    server.assert_idle()
+
+
+def test_a_request_for_whose_settings_there_is_no_memory_while_it_is_loaded_ends_with_an_error():
+    """The plan with its settings computes nothing of it; later ones must not sample without them."""
+    server = slow()
+    other = server.submit(words(20, 99), max_tokens=40)
+    server.step()
+    number = server.submit(words(LONG, 1), max_tokens=3, presence_penalty=0.5)
+    plan = server.scheduler.schedule()
+    (added,) = plan.added
+    assert added.sampling_row not in plan.sampling_rows
+    result = server.ranks.execute(plan)
+    result.unserved = [added.sampling_row]
+    server.finish(result)
+    (output,) = server.outputs[number]
+    assert (output.position, output.ids, output.error.code) == (0, (), ErrorCode.OVERLOADED)
+    assert server.scheduler.sequences.ended[-1] == str(number)
+    server.run()
+    assert server.outputs[number] == [output]
+    assert server.ids(other) == server.expected(other)
+    server.assert_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_request_for_whose_settings_there_is_no_memory_while_it_is_computed_ends_with_an_error(depth):
+    server = serve(None)
+    other = server.submit(words(20, 99), max_tokens=10)
+    number = server.submit(words(20, 1), max_tokens=10)
+    plans = [server.scheduler.schedule() for _ in range(depth)]
+    results = [server.ranks.execute(plan) for plan in plans]
+    results[0].unserved = [plans[0].added[1].sampling_row]
+    for result in results:
+        server.finish(result)
+    (output,) = server.outputs[number]
+    assert (output.position, output.ids, output.error.code) == (0, (), ErrorCode.OVERLOADED)
+    server.run()
+    assert server.ids(other) == server.expected(other)
+    server.assert_idle()
+
+
+def test_a_new_request_with_the_id_of_one_that_was_cancelled_goes_on_if_there_was_no_memory_for_that():
+    server = serve(None)
+    number = server.submit(words(20, 1), max_tokens=10)
+    plan = server.scheduler.schedule()
+    server.cancel(number)
+    assert server.scheduler.submit(server.requests[number]) is None
+    result = server.ranks.execute(plan)
+    result.unserved = [plan.added[0].sampling_row]
+    server.finish(result)
+    server.run()
+    assert server.ids(number) == server.expected(number)
     server.assert_idle()
 
 

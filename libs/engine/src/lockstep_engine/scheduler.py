@@ -15,6 +15,7 @@ It knows nothing of processes, tensors or time.
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
@@ -36,6 +37,14 @@ from lockstep_engine.step_chooser import StepChooser
 from lockstep_engine.step_plan import make_plan
 
 
+class _Planned(NamedTuple):
+    """A plan whose result has not come."""
+
+    chunks: list[Chunk]
+    added: dict[int, Sequence]
+    """By sampling rows: those that get one with it."""
+
+
 class Scheduler:
     """Waiting and running sequences, and the blocks of the KV cache."""
 
@@ -50,7 +59,7 @@ class Scheduler:
         self._prefix_logs = (PrefixLog(), PrefixLog())
         self.sequences = Sequences(limits.max_seqs)
         self._make_pools(sizes)
-        self._in_flight: deque[list[Chunk]] = deque()
+        self._in_flight: deque[_Planned] = deque()
         self._updated = 0
         """Plans whose results `update` has processed."""
 
@@ -112,8 +121,9 @@ class Scheduler:
             return self._copies()
         self._chooser.current = chunks[-1].sequence
         step = self._updated + len(self._in_flight) + 1
-        plan = make_plan(step, chunks, self.sequences.take_added(), self.blocks, self._eos_ids)
-        self._in_flight.append(chunks)
+        added = self.sequences.take_added()
+        plan = make_plan(step, chunks, added, self.blocks, self._eos_ids)
+        self._in_flight.append(_Planned(chunks, {each.sampling_row: each for each in added}))
         for chunk in chunks:
             sequence = chunk.sequence
             sequence.computed += chunk.tokens
@@ -124,25 +134,20 @@ class Scheduler:
 
     def update(self, result: Result) -> list[Output]:
         """Process the result of the oldest plan in flight."""
-        outputs: list[Output] = []
         sampled = scored = embedded = 0
-        chunks, sequences = self._in_flight.popleft(), self.sequences
+        planned, sequences = self._in_flight.popleft(), self.sequences
         live = sequences.by_id
         self._updated += 1
         if self.slots is not None:
             self.slots.executed()
-        for chunk in chunks:
+        outputs = self._end_unserved(planned, result.unserved)
+        for chunk in planned.chunks:
             index, first_score, embedding = sampled, scored, embedded
             sampled += chunk.samples
             scored += len(chunk.scored)
             embedded += chunk.completes
             sequence = chunk.sequence
-            if live.get(sequence.request.id) is not sequence:  # cancelled, or ended by the step before this one
-                continue
-            if chunk.sampling_row in result.unserved:
-                outputs.append(Output(sequence.request.id, sequence.emitted, (), error=no_memory()))
-                sequences.ended.append(sequence.request.id)
-                self._remove(sequence)
+            if live.get(sequence.request.id) is not sequence:  # cancelled, or ended by this step or the one before it
                 continue
             scores = prompt_logprobs(chunk, result, first_score)
             if (chunk.samples and result.token_ids[index] == NO_TOKEN) or (scores is not None and scores.has_nan):
@@ -257,7 +262,7 @@ class Scheduler:
         self._make_pools(PoolSizes(0))  # frees the old pools before the new ones are allocated
         self._make_pools(sizes)
         self.sequences.start_over()
-        for chunk in chain.from_iterable(self._in_flight):
+        for chunk in chain.from_iterable(planned.chunks for planned in self._in_flight):
             chunk.sequence.in_flight += chunk.samples
             chunk.sequence.score_from = max(chunk.sequence.score_from, chunk.scored.stop)
 
@@ -297,6 +302,19 @@ class Scheduler:
         else:
             self.blocks.matches.forget(sequence.request.id)
         self.sequences.remove(sequence)
+
+    def _end_unserved(self, planned: _Planned, rows: list[int]) -> list[Output]:
+        """End the requests for whose sampling rows rank 0 had no memory; their last outputs. Also those of which the
+        plan computes nothing yet: later steps would sample for them without their settings.
+        """
+        sequences = self.sequences
+        ended = [
+            each for row, each in planned.added.items() if row in rows and sequences.by_id.get(each.request.id) is each
+        ]
+        for sequence in ended:
+            sequences.ended.append(sequence.request.id)
+            self._remove(sequence)
+        return [Output(each.request.id, each.emitted, (), error=no_memory()) for each in ended]
 
     def _emit(
         self, sequence: Sequence, token: int, logprobs: StepLogprobs | None, scores: PromptLogprobs | None
@@ -347,7 +365,7 @@ class Scheduler:
             return None
         spills, loads = self.blocks.host.take()
         plan = nothing(self._updated + 1, spills, loads)
-        self._in_flight.append([])
+        self._in_flight.append(_Planned([], {}))
         return plan
 
 
