@@ -34,6 +34,12 @@ class Parsing:
     most_calls: int | None = None
     """None: no limit."""
 
+    @property
+    def is_known(self) -> bool:
+        """Whether this router has the formats: what is stored may come from a router of another version."""
+        has_calls = self.tool_format is None or self.tool_format in TOOL_FORMATS
+        return has_calls and (self.reasoning is None or self.reasoning in REASONING_FORMATS)
+
     def visible_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The special tokens that are markers: their text is needed."""
         markers = set() if self.tool_format is None else set(TOOL_FORMATS[self.tool_format].markers)

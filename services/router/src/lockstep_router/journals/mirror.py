@@ -34,12 +34,16 @@ _WRITE_BYTES = 8 << 20
 _WRITE_IDS = 16_384
 _WRITE_LOGPROBS = 1024
 _FULL_PAUSE_S = 1.0
-"""A stream for which there was no room is tried again after this time."""
+"""A stream for which there was no room, or whose outcome is not known, is tried again after this time."""
 _MAX_CHORES = 4096
 _CHORES_AT_ONCE = 16
 _REMOVED_TTL_S = 1.0
 _FINAL_FLUSH_S = 0.5
 
+_NAMES = {number: name.removeprefix("WRITE_OUTCOME_").lower() for name, number in WriteOutcome.items()}
+"""Outcomes as metrics name them."""
+_OTHER = "other"
+"""Outcomes that a state server of another version has."""
 _ENDINGS = frozenset({state_pb2.WRITE_OUTCOME_CONFLICT, state_pb2.WRITE_OUTCOME_INVALID})
 """Outcomes after which more writes to the stream are useless."""
 
@@ -374,7 +378,7 @@ class Mirror:
 
     def _note_result(self, sent: _Sent, result: state_pb2.WriteResult) -> None:
         entry, outcome = sent.entry, result.outcome
-        metrics.JOURNAL_WRITES.labels(WriteOutcome.Name(outcome).removeprefix("WRITE_OUTCOME_").lower()).inc()
+        metrics.JOURNAL_WRITES.labels(_NAMES.get(outcome, _OTHER)).inc()
         if self.entries.get(sent.request_id) is not entry:
             return
         now = asyncio.get_running_loop().time()
@@ -411,6 +415,8 @@ class Mirror:
                 entry.written[result.choice] = result.length
                 entry.has_finish[result.choice] = False
             case state_pb2.WRITE_OUTCOME_FULL:
+                entry.not_before = now + _FULL_PAUSE_S
+            case outcome if outcome not in _NAMES:
                 entry.not_before = now + _FULL_PAUSE_S
 
     def _note_written(self, sent: _Sent, now: float) -> None:
