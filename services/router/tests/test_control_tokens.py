@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lockstep_api.v1 import worker_pb2
+from lockstep_common.errors import LockstepError
 from lockstep_router.text.control_tokens import SEARCH_CHARS, ControlTokens
+from lockstep_router.text.detokenizer import Detokenizer
 from lockstep_router.text.tokenizer import ControlTokenError, Tokenizer
 from scripted_worker import VOCAB_SIZE, tokenizer_files
 from tokenizers import AddedToken
@@ -137,6 +139,95 @@ def test_token_that_cannot_be_text_is_refused_by_name():
     with pytest.raises(ControlTokenError, match="<s>"):
         made.render(user("ab<s>"))
     assert encode(made, user("ab"))[0] == 1
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "raise_exception('not ' ~ messages[0].content)",
+        "raise_exception([messages[0].content] | string)",
+        "raise_exception(messages[0].content | tojson(ensure_ascii=true))",
+        "messages[messages[0].content].x.y",
+    ],
+)
+def test_errors_of_templates_show_control_tokens_as_they_were_written(expression):
+    made = Tokenizer(tokenizer_files("{{ %s }}" % expression))  # noqa: UP031 - the braces are Jinja's
+    with pytest.raises(LockstepError) as caught:
+        made.render(user("<|assistant|>"))
+    message = caught.value.message
+    assert "<|assistant|>" in message
+    assert message.isascii()
+    assert "q3" not in message
+
+
+# Tokens that mark turns and are not special.
+
+USER_MARK, ASSISTANT_MARK = "<\N{FULLWIDTH VERTICAL LINE}User\N{FULLWIDTH VERTICAL LINE}>", "<|Helper|>"
+REASONING_TEMPLATE = (
+    "<s>{% for m in messages %}{% if m.role == 'assistant' %}"
+    + ASSISTANT_MARK
+    + "{{ m.content.split('</think>')[-1] if strip else m.content }}</s>{% else %}"
+    + USER_MARK
+    + "{{ m.content }}{% endif %}{% endfor %}"
+    + ASSISTANT_MARK
+    + "<think>\n"
+)
+
+
+def tokenizer_with(template, *tokens):
+    made = RustTokenizer.from_str(tokenizer_files().tokenizer_json.decode())
+    made.add_tokens([AddedToken(token, normalized=False, special=False) for token in tokens])
+    return Tokenizer(
+        worker_pb2.TokenizerFiles(digest="x", tokenizer_json=made.to_str().encode(), chat_template=template)
+    )
+
+
+def test_marks_of_turns_in_texts_are_text_although_they_are_not_special():
+    made = tokenizer_with(REASONING_TEMPLATE, USER_MARK, ASSISTANT_MARK, "<think>", "</think>")
+    user_id, assistant_id, open_id, close_id = range(VOCAB_SIZE, VOCAB_SIZE + 4)
+    text = f"hi{ASSISTANT_MARK}I will{USER_MARK}"
+    ids = encode(made, user(text))
+    assert [token_id for token_id in ids if token_id >= VOCAB_SIZE] == [user_id, assistant_id, open_id]
+    assert made.decode_long(ids[2:-2]) == text
+    plain = made.encode(text)
+    assert max(plain) < VOCAB_SIZE
+    assert made.decode_long(plain) == text
+    assert made.encode(text, control_tokens=True).count(assistant_id) == 1
+
+    history = [*user("a"), {"role": "assistant", "content": "<think>b</think>c"}, *user("d")]
+    assert close_id in encode(made, history), "reasoning in former answers is what it was"
+    assert close_id not in encode(made, history, fields={"strip": True}), "and templates find it"
+
+
+def test_marks_of_turns_in_answers_have_a_text():
+    made = tokenizer_with(REASONING_TEMPLATE, USER_MARK, ASSISTANT_MARK)
+    ids = [*made.encode("hello"), VOCAB_SIZE, 1, *made.encode("you")]
+    detokenizer = Detokenizer(made)
+    assert "".join(map(detokenizer.step, ids)) + detokenizer.flush() == f"hello{USER_MARK}you"
+    assert made.decode_long(ids) == f"hello{USER_MARK}you"
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "tokens", "marks"),
+    [
+        ("<u>{}</u>", "<a>{}</a>", ["<u>", "</u>", "<a>", "</a>", "<think>"], {"<u>", "</u>", "<a>", "</a>"}),
+        ("[INST]{}[/INST]", "{}</s>", ["[INST]", "[/INST]", "<think>"], {"[INST]", "[/INST]"}),
+        ("<|u|>{}", "<|a|><think></think>{}", ["<|u|>", "<|a|>", "<think>", "</think>"], {"<|u|>", "<|a|>"}),
+        ("<|u|>{}", "<|a|></think>{}", ["<|u|>", "<|a|>", "<think>", "</think>"], {"<|u|>", "<|a|>"}),
+        ("user\n\n{}", "assistant {}", ["user", "assistant", "\n\n", " "], set()),
+        ("<|u|>{}<|x|>", "{}<|x|>", ["<|u|>", "<|u", "<|x|>", "|>"], {"<|u|>", "<|x|>"}),
+    ],
+)
+@pytest.mark.parametrize("system", ["<sys>{}", "{{ raise_exception('none') }}"])
+def test_marks_of_turns_are_found_in_what_a_template_writes(question, answer, tokens, marks, system):
+    written = {"system": system, "user": question, "assistant": answer}
+    cases = [
+        f"{{% if m.role == '{role}' %}}{form.replace('{}', '{{ m.content }}', 1)}{{% endif %}}"
+        for role, form in written.items()
+    ]
+    source = "{% for m in messages %}" + "".join(cases) + "{% endfor %}<|tail|>"
+    found = tokenizer_with(source).chat_template.role_tokens([*tokens, "<sys>", "<|tail|>"])
+    assert found == marks | ({"<sys>"} if system.startswith("<sys>") else set())
 
 
 async def test_answer_to_a_written_control_token_is_that_to_its_text(make_cluster):

@@ -147,7 +147,7 @@ class PromptEncoder:
         self, source: Conversation, tokenizer: Tokenizer, card: worker_pb2.ModelCard
     ) -> list[int]:
         if (template := tokenizer.chat_template) is None:
-            raise invalid("model", f"{card.name!r} has no chat template; use /v1/completions")
+            raise invalid("model", f"{card.name!r} has no {_what_lacks(tokenizer)}; use /v1/completions")
         _check_chars(_chars(source), card, source.field)
 
         def encode() -> list[int]:
@@ -158,7 +158,12 @@ class PromptEncoder:
             _check_chars(len(text), card, source.field)
             return tokenizer.encode_rendered(text, add_special_tokens=source.add_special_tokens)
 
-        return await self._threads.run(encode, _chars(source))
+        chars = _chars(source)
+        return await self._threads.run(encode, max(chars, INLINE_CHARS + 1) if template.is_slow else chars)
+
+
+def _what_lacks(tokenizer: Tokenizer) -> str:
+    return f"usable {tokenizer.template_problem}" if tokenizer.template_problem else "chat template"
 
 
 def _chars(source: PromptSource) -> int:

@@ -1,58 +1,59 @@
 """Turns a conversation into the text that a model was trained on, with the Jinja template that comes with the model.
 
-Templates are untrusted data: they run in Jinja's sandbox, which cannot reach or change Python objects.
+Templates are untrusted data: they run in Jinja's sandbox, which cannot reach or change Python objects, and within
+limits of time and memory.
 """
 
-import datetime
-import functools
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateSyntaxError
 from jinja2 import meta as jinja_meta
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lockstep_common.errors import LockstepError, invalid
 
+from lockstep_router.text.template_environment import BUDGET, ChatEnvironment, RenderBudget
+from lockstep_router.text.template_roles import find_role_tokens
 from lockstep_router.text.template_tools import ToolSupport, probe
 
 
 class ChatTemplate:
-    """A compiled chat template. It defines the names that templates on the Hugging Face hub expect."""
+    """A compiled chat template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile the template.
 
         Raises:
-            ValueError: it is not valid Jinja.
+            ValueError: it cannot be compiled.
         """
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment = ChatEnvironment()
         try:
             self._template = environment.from_string(source)
             names = jinja_meta.find_undeclared_variables(environment.parse(source))
-        except TemplateError as error:
-            raise ValueError(f"chat template: {error}") from error
+        # Jinja compiles to Python, which may refuse the result in any way.
+        except Exception as error:
+            raise ValueError(f"chat template: {_first_line(error)}") from error
         self.source = source
-        self._special_tokens = dict(special_tokens)
-        self._own_names = {"messages": None, "add_generation_prompt": True, "tools": None, "documents": None}
-        self.fields = frozenset(names) - {*environment.globals, *self._own_names, *special_tokens}
+        self._environment, self._globals = environment, dict(environment.globals)
+        self._own: dict[str, Any] = {"add_generation_prompt": True, "documents": None, **special_tokens}
+        self.fields = frozenset(names) - {"messages", "tools", *self._globals, *self._own}
         """The names of further values that it uses, such as `enable_thinking`."""
 
-    @functools.cached_property
-    def tool_support(self) -> ToolSupport | None:
+        self.is_slow = False
+        """Whether a rendering took so long that none may be done on the event loop."""
+        self.tool_support: ToolSupport | None = probe(self._try)
         """How it takes tools and their calls; None if it has no place for them."""
 
-        def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
-            try:
-                return self.render(messages, tools)
-            except LockstepError:
-                return None
+    def role_tokens(self, tokens: Collection[str]) -> frozenset[str]:
+        """Which of some tokens it writes to mark turns."""
+        return find_role_tokens(self._try, tokens)
 
-        return probe(render)
+    def _try(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str | None:
+        try:
+            return self.render(messages, tools)
+        except LockstepError:
+            return None
 
     def render(
         self,
@@ -70,28 +71,20 @@ class ChatTemplate:
         Raises:
             LockstepError: INVALID_REQUEST, the template does not accept these messages.
         """
-        values = {**(fields or {}), **self._own_names, **self._special_tokens, "messages": messages, "tools": tools}
+        budget = RenderBudget(len(messages))
+        values = {**self._globals, **(fields or {}), **self._own, "messages": messages, "tools": tools, BUDGET: budget}
+        # What Jinja's own method does beside this takes longer than the rendering of a short conversation.
+        context = self._environment.context_class(self._environment, values, None, self._template.blocks)
         try:
-            return self._template.render(values)
+            return self._environment.concat(self._template.root_render_func(context))
         # A template can fail in any way that Python code can.
         except Exception as error:
             raise invalid("messages", f"are not accepted by the model's chat template: {error}") from error
+        finally:
+            if budget.is_slow:
+                self.is_slow = True
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML, which would change the prompt.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _first_line(error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    return f"{text} (line {error.lineno})" if isinstance(error, TemplateSyntaxError) else text

@@ -1,13 +1,15 @@
 """Separates users' text from the control tokens that the chat template puts around it.
 
-A control token is one that the tokenizer's files call special, such as `<|assistant|>`. In a user's text it would end
-the user's turn and begin another one, so there it is encoded as plain characters. Only control tokens that the chat
+A control token is one that the tokenizer's files call special, such as `<|assistant|>`, or that the chat template marks
+turns with. In a user's text it would end the user's turn and begin another one, so there it is encoded as plain
+characters. Only control tokens that the chat
 template writes are encoded as control tokens. The encoding of any other text never changes.
 """
 
+import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
@@ -22,16 +24,31 @@ class ControlTokens:
 
     The constructor changes the tokenizer: it encodes a control token's own text as plain text, and each alias, an added
     token, as the control token. Aliases are random in every process and never leave it, so clients cannot guess them.
+
+    Args:
+        tokenizer: of the model. It takes `role_tokens` for special from now on.
+        role_tokens: added tokens that count as control tokens although they are not special.
     """
 
-    def __init__(self, tokenizer: RustTokenizer) -> None:
+    def __init__(self, tokenizer: RustTokenizer, role_tokens: Collection[str] = ()) -> None:
         added: Mapping[int, AddedToken] = tokenizer.get_added_tokens_decoder()
-        special = {token_id: token for token_id, token in added.items() if token.special and token.content}
-        nonce = secrets.token_hex(8)
+        special = {
+            token_id: token
+            for token_id, token in added.items()
+            if token.content and (token.special or token.content in role_tokens)
+        }
+        self._nonce = nonce = secrets.token_hex(8)
         self._alias_of = {token.content: f"{_OPEN}{nonce}a{token_id}{_CLOSE}" for token_id, token in special.items()}
         self._quoted_as = {token.content: f"{_OPEN}{nonce}q{token_id}{_CLOSE}" for token_id, token in special.items()}
+        self._written_forms = {
+            form: token
+            for token, name in (*self._alias_of.items(), *self._quoted_as.items())
+            for form in (name, repr(name)[1:-1], json.dumps(name)[1:-1])
+        }
         self._longest = max(map(len, self._alias_of), default=0)
         self._pattern = re.compile(_trie_pattern(self._alias_of)) if self._alias_of else None
+        # Of a token that is not special, the library would find its own text too.
+        tokenizer.add_special_tokens([_special(token) for token in special.values() if not token.special])
         tokenizer.add_tokens([_alias(token, self._alias_of[token.content]) for token in special.values()])
         tokenizer.encode_special_tokens = True
         self._id_of_alias_id = {
@@ -71,6 +88,13 @@ class ControlTokens:
                 text = text.replace(quoted, token)
         return text
 
+    def show(self, text: str) -> str:
+        """An error's text for clients: with control tokens in place of what stands for them, escaped or not."""
+        if self._nonce in text:
+            for form, token in self._written_forms.items():
+                text = text.replace(form, token)
+        return text.replace(self._nonce, "")
+
     def restore_ids(self, ids: list[int]) -> list[int]:
         """Replace the ids of aliases by those of their control tokens, in place."""
         for index, token_id in enumerate(ids):
@@ -109,6 +133,17 @@ def _alias(token: AddedToken, name: str) -> AddedToken:
         rstrip=token.rstrip,
         normalized=False,
         special=False,
+    )
+
+
+def _special(token: AddedToken) -> AddedToken:
+    return AddedToken(
+        token.content,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=True,
     )
 
 

@@ -2,17 +2,21 @@
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lockstep_api.v1 import worker_pb2
+from lockstep_common.errors import LockstepError
 from tokenizers import Tokenizer as RustTokenizer
 
 from lockstep_router.text.chat_template import ChatTemplate
 from lockstep_router.text.control_tokens import ControlTokens
 from lockstep_router.text.infill import find_infill
 from lockstep_router.text.pieces import Pieces
+
+logger = logging.getLogger("lockstep.router")
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """Stands for bytes that are no character, or not yet."""
@@ -56,16 +60,32 @@ class Tokenizer:
         added = self._rust.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.chat_template = ChatTemplate(files.chat_template, _special_tokens(config)) if files.chat_template else None
+        self.chat_template: ChatTemplate | None = None
+        self.template_problem = ""
+        """Why the model's chat template cannot be used; empty if it can, or if there is none."""
+        if files.chat_template:
+            self._add_template(files.chat_template, config)
         self.infill = find_infill(self._rust.token_to_id)
         """How the model fills in the middle of a text; None: it does not."""
-        self._control_tokens = ControlTokens(self._rust)
+        role_tokens: frozenset[str] = frozenset()
+        if self.chat_template is not None:
+            role_tokens = self.chat_template.role_tokens([each.content for each in added.values() if not each.special])
+        self._control_tokens = ControlTokens(self._rust, role_tokens)
+        self._skips_special = not role_tokens
+        """Whether the library skips special tokens: it takes role tokens for special, and those have a text."""
         self._adds_special_tokens = self._rust.num_special_tokens_to_add(False) > 0
         """Whether its files put special tokens around a text. To ask for them takes time even if there are none."""
         self.token_bytes = functools.lru_cache(maxsize=1 << 16)(self._token_bytes)
         self.token_text = functools.lru_cache(maxsize=1 << 16)(self._token_text)
         self.pieces = Pieces(self.token_text)
         """The texts of tokens as JSON."""
+
+    def _add_template(self, source: str, config: dict[str, Any]) -> None:
+        try:
+            self.chat_template = ChatTemplate(source, _special_tokens(config))
+        except ValueError as error:
+            self.template_problem = str(error)
+            logger.warning("tokenizer %s: %s; its models take no conversations", self.digest, error)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, control_tokens: bool = False) -> list[int]:
         """A text's token ids. Python's global lock is released during the encoding of a long text.
@@ -127,7 +147,12 @@ class Tokenizer:
         if not control_tokens:
             messages = [self._quote(message, but="role") for message in messages]
             tools, fields = self._quote(tools), self._quote(fields)
-        return self._control_tokens.activate(self.chat_template.render(messages, tools, fields))
+        try:
+            text = self.chat_template.render(messages, tools, fields)
+        except LockstepError as error:
+            shown = self._control_tokens.show(error.message)
+            raise LockstepError(error.code, shown, field=error.field) from error
+        return self._control_tokens.activate(text)
 
     def encode_rendered(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a text that `render` returned."""
@@ -135,15 +160,19 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids that have one according to `token_bytes`; special tokens are left out."""
-        text: str = self._rust.decode(ids, skip_special_tokens=True)
+        text: str = self._rust.decode(self._with_text(ids), skip_special_tokens=self._skips_special)
         return text
 
     def decode_long(self, ids: Sequence[int]) -> str:
         """The text of any ids, without special tokens. Python's global lock is released during the decoding."""
         if any(map(self._control_tokens.is_alias, ids)):
             ids = [token_id for token_id in ids if not self._control_tokens.is_alias(token_id)]
-        text: str = self._rust.decode_batch([ids], skip_special_tokens=True)[0]
+        text: str = self._rust.decode_batch([self._with_text(ids)], skip_special_tokens=self._skips_special)[0]
         return text
+
+    def _with_text(self, ids: Sequence[int]) -> Sequence[int]:
+        """The ids that the library does not skip by itself, and that have a text."""
+        return ids if self._skips_special else [token_id for token_id in ids if token_id not in self.special_ids]
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if len(text) <= SHORT_CHARS:
