@@ -337,7 +337,7 @@ asyncio.run(main())
     async def test_a_grammar_that_takes_too_long_is_refused(self, monkeypatch):
         compiler = GrammarCompiler(INFO, MaskThreads(lambda: None))
         await compiler.load()
-        monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 1.0)
         began, blocked = threading.Event(), threading.Event()
 
         def compile_slowly(_grammar):
@@ -351,6 +351,26 @@ asyncio.run(main())
         assert began.is_set()
         assert refused.value.code is ErrorCode.INVALID_REQUEST
         assert "longer than" in refused.value.message
+        blocked.set()
+        compiler.close()
+
+    async def test_a_grammar_that_had_to_wait_for_most_of_its_time_may_be_tried_again(self, monkeypatch):
+        compiler = GrammarCompiler(INFO, MaskThreads(lambda: None))
+        await compiler.load()
+        monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 1.0)
+        others, blocked = threading.Event(), threading.Event()
+
+        def compile_slowly(_grammar):
+            blocked.wait(WAIT_S)
+            raise ValueError("never seen")
+
+        monkeypatch.setattr(grammars, "LLMatcher", Grammars(compile_slowly))
+        for _ in range(2):
+            compiler._threads.put(lambda: others.wait(WAIT_S))
+        asyncio.get_running_loop().call_later(0.9, others.set)
+        with pytest.raises(LockstepError) as refused:
+            await compiler.compile(request("json_object"))
+        assert refused.value.code is ErrorCode.OVERLOADED
         blocked.set()
         compiler.close()
 

@@ -6,7 +6,9 @@ in how many requests wait for it, and in how much all compiled grammars together
 
 import asyncio
 import logging
+import math
 import threading
+import time
 import weakref
 from collections import OrderedDict
 
@@ -26,6 +28,8 @@ _RULES = 1
 _THREADS = 2
 MAX_WAITING = 64
 COMPILE_TIMEOUT_S = 10.0
+"""For a grammar to wait for a thread and be compiled. One that is not then, and had at least half of it for itself, takes
+too long on any worker."""
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 256 << 20
 MAX_LIVE_BYTES = 1 << 30
@@ -103,13 +107,20 @@ class GrammarCompiler:
         size = _estimated_bytes(grammar)
         self._waiting += 1
         self._count(size)
-        constraint = None
-        work = self._threads.submit(lambda: self._constrain(request, grammar))
+        constraint, began_s = None, math.inf
+
+        def constrain() -> Constraint:
+            nonlocal began_s
+            began_s = time.monotonic()
+            return self._constrain(request, grammar)
+
+        work = self._threads.submit(constrain)
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT_S):
                 constraint = await asyncio.wrap_future(work)
         except TimeoutError:
-            if work.cancelled():  # it had to wait for others
+            # It had to wait for others: all the time, or so long that little was left for it.
+            if work.cancelled() or time.monotonic() - began_s < COMPILE_TIMEOUT_S / 2:
                 raise _overloaded() from None
             raise invalid(grammar.field, f"takes longer than {COMPILE_TIMEOUT_S:g} s to compile") from None
         finally:
