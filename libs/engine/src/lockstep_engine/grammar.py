@@ -28,8 +28,8 @@ _RULES = 1
 _THREADS = 2
 MAX_WAITING = 64
 COMPILE_TIMEOUT_S = 10.0
-"""For a grammar to wait for a thread and be compiled. One that is not then, and had at least half of it for itself, takes
-too long on any worker."""
+"""For a grammar to wait for a thread and be compiled. One that is not ready then takes too long on any worker if it had
+at least half of that time for itself."""
 MAX_CACHED = 256
 MAX_CACHED_BYTES = 256 << 20
 MAX_LIVE_BYTES = 1 << 30
