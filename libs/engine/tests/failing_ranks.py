@@ -1,4 +1,4 @@
-"""The real zygote and real ranks, which run out of memory at a point of a step."""
+"""The real zygote and real ranks, which run out of memory at their start or at a point of a step."""
 
 from functools import partial
 
@@ -12,7 +12,9 @@ _STEP = 4
 
 
 def main(point):
-    zygote.main({"sampler": _load_failing_sampler, "forward": _load_failing_forward}[point])
+    zygote.main(
+        {"sampler": _load_failing_sampler, "forward": _load_failing_forward, "start": _load_failing_start}[point]
+    )
 
 
 def _load_failing_sampler():
@@ -44,6 +46,20 @@ class FailsInForward(Rank):
         if self._fails and plan.step == _STEP:
             self._collectives.left = 1
         return super().launch(plan, idle)
+
+
+def _load_failing_start():
+    return partial(run_rank, kind=FailsInStart)
+
+
+class FailsInStart(Rank):
+    """Rank 1 of the first epoch fails at its start, before a collective in which the other one waits."""
+
+    def join(self, *args):
+        collectives = FailingCollectives(super().join(*args))
+        if (self._spec.rank, self._spec.epoch) == (1, 1):
+            collectives.left = 0
+        return collectives
 
 
 class FailingCollectives:

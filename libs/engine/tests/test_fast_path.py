@@ -12,6 +12,7 @@ from lockstep_engine.config import EngineConfig
 from lockstep_engine.graphs import GraphedStep, HostRecorder, NotRecordableError
 from lockstep_engine.kernels import gpu, prebuilt, tiles
 from lockstep_engine.rank import Rank
+from lockstep_engine.step_recorder import StepRecorder
 
 CUDA = torch.device("cuda")
 
@@ -133,6 +134,25 @@ def test_what_triton_raises_ends_a_recording_with_its_reason(failure):
         assert "\n" not in str(error.value)
 
 
+def rank_that_records(body):
+    """A rank on a GPU that must be fast, with one sequence."""
+    spec = SimpleNamespace(config=config(device="cuda", max_seqs=1), model=SimpleNamespace(context_length=16))
+    return StepRecorder(spec, torch.device("cpu"), lambda cache, inputs: body(), lambda said: [said], records=True)
+
+
+def test_a_recording_without_memory_does_not_refuse_the_start():
+    def body():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError), gpu.refusing_failures(0):
+        rank_that_records(body).record(None)
+
+
+def test_a_recording_that_needs_the_host_refuses_the_start():
+    with pytest.raises(LockstepError, match=r"decode steps run without CUDA graphs: RuntimeError: .*needs the host"):
+        rank_that_records(lambda: torch.ones(1).nonzero()).record(None)
+
+
 def test_an_error_of_ours_is_not_taken_for_one_of_the_device():
     def body(inputs):
         raise LockstepError("INVALID_REQUEST", "no such layer")
@@ -159,6 +179,27 @@ def test_a_kernel_that_cannot_be_loaded_is_given_up_once_with_its_reason(failure
     assert gpu.problem(*form).startswith(f"kernel Triton cannot run: {type(failure).__name__}: ")
     assert not gpu.usable(*form)
     assert len(gpu.GIVEN_UP) == 1
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("CUDA error: unspecified launch failure")],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_kernel_is_not_given_up_because_memory_or_the_device_failed(failure, monkeypatch):
+    class Launches:
+        @staticmethod
+        def attention_calls(*_, **__):
+            raise failure
+
+    monkeypatch.setattr(gpu, "GIVEN_UP", [])
+    monkeypatch.setattr(gpu, "build_problem", lambda: None)
+    monkeypatch.setattr(gpu.importlib, "import_module", lambda name: Launches)
+    monkeypatch.setattr(prebuilt, "activate", lambda: None)
+    with pytest.raises(type(failure)) as ended:
+        gpu.try_attention(CUDA, torch.bfloat16, 128, 4, compressed=True)
+    assert ended.value is failure
+    assert not gpu.GIVEN_UP
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -198,6 +239,7 @@ def test_a_kernel_that_fails_at_the_start_refuses_it_for_good(failure):
     [
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
         RuntimeError("CUDA error: uncorrectable ECC error encountered"),
         ConnectionResetError(),
         LockstepError("INVALID_REQUEST", "no such layer"),

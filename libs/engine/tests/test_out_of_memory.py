@@ -111,7 +111,7 @@ async def test_the_driver_continues_wherever_an_allocation_fails(service, caplog
 
 def test_torchs_own_error_on_the_cpu_is_recognized():
     import torch  # noqa: PLC0415 - slow
-    from lockstep_engine.largest_step import is_out_of_memory  # noqa: PLC0415
+    from lockstep_engine.device_failures import is_out_of_memory  # noqa: PLC0415
 
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
@@ -189,5 +189,17 @@ async def test_a_rank_out_of_memory_between_collectives_says_so_and_the_group_re
         engine.submit(Request("again", (5, 6, 7), params, emitted_ids=tuple(ids["first"])))
         again, _ = await collect(start.outputs, "again")
         assert len(ids["first"] + again["again"]) == 20
+    finally:
+        await engine.close()
+
+
+@pytest.mark.slow
+async def test_a_rank_out_of_memory_at_its_start_ends_all_and_the_group_is_started_again(start):
+    """The other rank waits for it in a collective, and has no deadline of its own before that of the start."""
+    async with asyncio.timeout(120):
+        engine = await start("start")
+    try:
+        assert engine.status().epoch == 2
+        assert any("rank 1: OutOfMemoryError: CUDA out of memory. Tried to allocate" in each for each in start.reasons)
     finally:
         await engine.close()

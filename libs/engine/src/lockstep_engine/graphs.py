@@ -23,11 +23,14 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep_engine.attention import StepLayout
+from lockstep_engine.device_failures import is_of_device
 from lockstep_engine.kernels import gpu
 
 MAX_RECORDED_SEQS = 512
 """Most sequences of a recorded step. In larger steps the GPU takes longer than the host's launches, so that a graph
 gains nothing."""
+_OF_DEVICE = "memory or device failed: "
+"""How a reason begins for which ranks do not go without recordings, but are started again."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +236,7 @@ class GraphedStep:
 
         Raises:
             NotRecordableError: says why; then `fits` is false for every step.
+            RuntimeError: the ranks have to be started again, because memory or a device of one of them failed.
         """
         began, before = time.perf_counter(), self.recorder.used_bytes()
         self._inputs.positions.fill_(-1)
@@ -303,7 +307,8 @@ class GraphedStep:
 
         Raises:
             NotRecordableError: on all ranks, if any cannot record.
-            RuntimeError: on all ranks: some have left a step that others wait in, so that the group must be restarted.
+            RuntimeError: on all ranks, which must be started again: some have left a step that others wait in, or
+                memory or a device of some failed.
         """
         inputs = self._inputs.first(size)
 
@@ -315,32 +320,47 @@ class GraphedStep:
         def record() -> None:
             self._recordings[size] = self.recorder.record(work)
 
-        reasons = self._agree(_failure_of(record))
+        reasons = self._run_and_agree(record)
         if any(reasons):
             self._recordings.clear()
             raise NotRecordableError(_said(reasons))
 
     def _run_on_all(self, what: str, work: Callable[[], object]) -> None:
         """Run work with collectives, and agree on how it ended. Raises errors as `_record`."""
-        reasons = self._agree(_failure_of(work))
+        reasons = self._run_and_agree(work)
         if any(reasons):
             self._recordings.clear()
             if not all(reasons):
                 raise RuntimeError(f"{what} fails on some ranks: {_said(reasons)}")
             raise NotRecordableError(_said(reasons))
 
+    def _run_and_agree(self, work: Callable[[], object]) -> list[str]:
+        """Run work; returns why it failed on each rank, or nothing.
 
-def _failure_of(work: Callable[[], object]) -> str:
-    """Why the work fails, or nothing. What Triton raises is often no RuntimeError: OutOfResources, CalledProcessError,
-    AssertionError. Our own errors refuse the model, on all ranks alike, so they pass.
+        Raises:
+            RuntimeError: on all ranks: memory or a device of one failed. That rank raises the error itself.
+        """
+        error = _failure_of(work)
+        failure = error if error is not None and is_of_device(error) else None
+        reasons = self._agree("" if error is None else (_OF_DEVICE if failure else "") + gpu.first_line(error))
+        lost = [reason if reason.startswith(_OF_DEVICE) else "" for reason in reasons]
+        if any(lost):
+            self._recordings.clear()
+            raise failure or RuntimeError(_said(lost))
+        return reasons
+
+
+def _failure_of(work: Callable[[], object]) -> Exception | None:
+    """Why the work fails; None: it does not. What Triton raises is often no RuntimeError: OutOfResources,
+    CalledProcessError, AssertionError. Our own errors refuse the model, on all ranks alike, so they pass.
     """
     try:
         work()
     except LockstepError:
         raise
     except Exception as error:
-        return gpu.first_line(error)
-    return ""
+        return error
+    return None
 
 
 def _said(reasons: list[str]) -> str:

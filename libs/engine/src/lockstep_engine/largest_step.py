@@ -16,15 +16,13 @@ from lockstep_common.protocol import MAX_LOGPROBS
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.control import RankSpec
+from lockstep_engine.device_failures import is_out_of_memory
 from lockstep_engine.fast_path import common_reason
 from lockstep_engine.kernels.gpu import first_line
 from lockstep_engine.plan import Plan, RowSampling, mask_words
 
 SMALLEST_POOLS = PoolSizes(1, 1)
 """The cache over which the step is run: all sequences share its blocks, and overwrite each other's tokens."""
-
-_NO_MEMORY = ("can't allocate memory", "[CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What torch says on the CPU, Triton, and torch of cuBLAS."""
 
 
 class DeviceMemory(Protocol):
@@ -160,8 +158,3 @@ def _all_options(row: int) -> RowSampling:
         forbidden_ids=[0],
         min_tokens=1,
     )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: Python's, a GPU's, or that of a library whose error has no type of its own."""
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(each in str(error) for each in _NO_MEMORY)

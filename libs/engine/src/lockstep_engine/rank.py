@@ -42,13 +42,14 @@ from lockstep_engine.control import (
     encode_doorbell,
 )
 from lockstep_engine.device_choice import pick_device, pick_dtype
+from lockstep_engine.device_failures import is_out_of_memory
 from lockstep_engine.device_marks import marks_of
 from lockstep_engine.device_timer import DeviceTimer, Timestamp
 from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep
 from lockstep_engine.host_memory import HostMemory
 from lockstep_engine.kernels import cpu, gpu
 from lockstep_engine.kv_cache import KvCache
-from lockstep_engine.largest_step import SMALLEST_POOLS, device_memory, is_out_of_memory, measure_largest_step
+from lockstep_engine.largest_step import SMALLEST_POOLS, device_memory, measure_largest_step
 from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.models import BuiltModel, build_model
 from lockstep_engine.plan import LAST_SAMPLED, Plan, Result, RowSampling, decode_plan, encode_result, message_sizes

@@ -11,7 +11,7 @@ from lockstep_common.lifecycle import die_with_parent, name_process
 from lockstep_common.tracebacks import sentence
 
 from lockstep_engine.control import RankSpec, StartFailed, encode_control
-from lockstep_engine.largest_step import is_out_of_memory
+from lockstep_engine.device_failures import is_out_of_memory
 from lockstep_engine.mailbox import Mailbox
 from lockstep_engine.plan import message_sizes
 from lockstep_engine.rank import Rank

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 import torch
 from lockstep_common.errors import ErrorCode, LockstepError
 
+from lockstep_engine.device_failures import is_of_device, is_of_kernel
 from lockstep_engine.kernels import prebuilt
 
 logger = logging.getLogger("lockstep.engine")
@@ -80,7 +81,7 @@ def try_attention(
     exact: bool = False,
 ) -> None:
     """Load the kernels of attention for a model and launch them once, before anything relies on them. If one cannot be,
-    `problem` says so from now on.
+    `problem` says so from now on. Errors of memory and of the device pass.
 
     Args:
         device: a GPU.
@@ -107,6 +108,8 @@ def try_attention(
     # Triton raises OutOfResources, CompilationError, CalledProcessError, AssertionError, ImportError and others, which
     # have no base of their own.
     except Exception as error:
+        if is_of_device(error):  # it says nothing about the kernel: the ranks are started again
+            raise
         give_up(f"kernel {kernel} cannot run: {first_line(error)}")
 
 
@@ -126,19 +129,10 @@ def refusing_failures(rank: int, *, used: bool = True) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not used or not _is_of_kernel(error):
+        if not used or not is_of_kernel(error):
             raise
         said = f"rank {rank}: the GPU's kernels cannot serve this model: {first_line(error)}"
         raise LockstepError(ErrorCode.INTERNAL, said) from error
-
-
-def _is_of_kernel(error: Exception) -> bool:
-    """Whether an error says that a kernel cannot be built or launched here. Triton's have no base of their own, but are
-    no RuntimeErrors, except for what the driver answers.
-    """
-    if isinstance(error, RuntimeError):
-        return "Triton Error" in str(error) and "out of memory" not in str(error)
-    return not isinstance(error, (LockstepError, MemoryError, ConnectionError, TimeoutError))
 
 
 def first_line(error: BaseException) -> str:
