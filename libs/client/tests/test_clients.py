@@ -273,3 +273,11 @@ async def test_deadline_ends_a_silent_answer(make, router):
         with pytest.raises(Exception, match=r"not complete after 0\.3 s|connection"):
             await make(server.url).stream("chat", QUESTION, **OPTIONS, timeout_s=0.3)
     assert time.monotonic() - began_s < 10
+
+
+@pytest.mark.parametrize(("timeout_s", "is_told"), [(80_000.0, True), (90_000.0, False), (1e9, False)])
+async def test_time_that_routers_refuse_is_not_told(make, router, timeout_s, is_told):
+    """They take a day at most."""
+    with serving(router) as server:
+        await make(server.url).call("chat", QUESTION, **OPTIONS, timeout_s=timeout_s)
+    assert ("x-request-timeout" in router.seen[0][2]) is is_told

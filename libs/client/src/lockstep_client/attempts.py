@@ -17,6 +17,8 @@ from lockstep_client.steps import BrokenError, Head, Outgoing, Pause, Resolve, S
 
 MAX_ERROR_BYTES = 1 << 20
 TIMEOUT_HEADER = "X-Request-Timeout"
+MAX_TOLD_S = 86_400.0
+"""Routers refuse a request that names a longer time."""
 
 _RETRYABLE_STATUSES = frozenset({429, 502, 503, 504})
 
@@ -178,9 +180,11 @@ class Attempts:
             self._tried.discard(router)
 
     def timed(self, request: Outgoing) -> Outgoing:
-        """The request with the time that is left for it, so that the router ends it then."""
+        """The request with the time that is left for it, so that the router ends it then. A longer time than routers
+        take is not told: the client alone watches it.
+        """
         remaining_s = self.remaining_s
-        if remaining_s is None:
+        if remaining_s is None or remaining_s > MAX_TOLD_S:
             return request
         headers = {**request.headers, TIMEOUT_HEADER: f"{max(0.001, remaining_s):.3f}"}
         return replace(request, headers=headers)
