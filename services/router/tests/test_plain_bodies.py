@@ -51,7 +51,7 @@ SHARED = [
     "logprobs",
     "unknown",
 ]
-ROLES = ["system", "developer", "user", "assistant", "tool", "other", "", None]
+ROLES = ["system", "developer", "user", "assistant", "tool", "other", "user\n", "", None]
 
 
 def message(rng):
@@ -121,3 +121,10 @@ def test_large_bodies_go_the_general_way():
     text = json.dumps({"model": "m", "prompt": "x" * MAX_BYTES}).encode()
     assert decode(COMPLETIONS.decoder, text, MAX_VALUES) is None
     assert decode(COMPLETIONS.decoder, b'{"model":"m","prompt":"x"}', 10) is None
+
+
+def test_role_is_the_whole_text():
+    """A role with a line break behind it is refused, which the general way does."""
+    text = json.dumps({"model": "m", "messages": [{"role": "user\n", "content": "a"}]}).encode()
+    assert decode(CHAT.decoder, text, MAX_VALUES) is None
+    assert outcome(lambda: general(CHAT, text))["error"]["param"] == "messages[0].role"

@@ -19,7 +19,7 @@ from lockstep_router.faces.openai.schemas import (
 MAX_BYTES = 64 << 10
 """Largest body that is decoded so. No such body has more elements than `json_structure` allows; see `decode`."""
 
-_Role = Annotated[str, Meta(pattern="^(system|developer|user|assistant)$")]
+_Role = Annotated[str, Meta(pattern=r"^(system|developer|user|assistant)\Z")]  # `$` takes a line break, too
 _Stop = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Tokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
