@@ -1,4 +1,5 @@
 import json
+import logging
 
 import pytest
 from harness import tokenizer_json
@@ -45,6 +46,23 @@ def test_the_chat_template_of_the_configuration(model_dir, template, expected):
 def test_the_template_file_comes_first(model_dir):
     (model_dir / "chat_template.jinja").write_text("from the file")
     assert load_tokenizer(model_dir).chat_template == "from the file"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for m in messages %}{% if m %}{% break %}{% endif %}{% endfor %}{{ tools | tojson }}", None),
+        ("{% generation %}{{ messages }}{% endgeneration %}{{ 'x' * 10**12 }}", None),
+        ("{% unheard_of %}", "Encountered unknown tag 'unheard_of'"),
+        ("{{ messages | unheard_of }}", "No filter named 'unheard_of'"),
+    ],
+)
+def test_a_template_that_cannot_be_compiled_is_logged_and_passed_on(model_dir, template, reason, caplog):
+    (model_dir / "chat_template.jinja").write_text(template)
+    with caplog.at_level(logging.ERROR, "lockstep.worker"):
+        assert load_tokenizer(model_dir).chat_template == template
+    assert bool(caplog.records) is (reason is not None)
+    assert reason is None or reason in caplog.text
 
 
 def test_the_configuration_may_be_missing(model_dir):
