@@ -1,7 +1,8 @@
-"""One of three gloo ranks, in a process of its own: module-level, so that a spawned process can import it."""
+"""One of some gloo ranks, in a process of its own: module-level, so that a spawned process can import it."""
 
 import torch
 import torch.distributed as dist
+from lockstep_engine import distributed
 from lockstep_engine.distributed import TorchDistributed, init_torch_distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,4 +37,36 @@ def gather_and_sum(rank, store):
     with CountedCalls() as counted:
         group.all_gather(torch.ones(2, 4))
     assert counted.collectives == ["c10d._allgather_base_.default"], counted.collectives
+    dist.destroy_process_group()
+
+
+class StandInMemory:
+    """Stands in for symmetric memory between processes: its ranks wait for each other, and rank 1 fails in one step."""
+
+    fails_in = ""
+    done = ()
+
+    def __init__(self, device, capacity):
+        self._do("allocate")
+
+    def meet(self):
+        dist.barrier()  # as a rendezvous, it ends when all ranks have come
+        self._do("meet")
+
+    def _do(self, step):
+        if dist.get_rank() == 1 and self.fails_in == step:
+            raise RuntimeError(f"no memory to {step}")
+        StandInMemory.done += (step,)
+
+
+def agree_on_memory(rank, store):
+    init_torch_distributed("gloo", store, rank, 2, 60)
+    distributed.SymmetricMemory = StandInMemory
+    torch.cuda.can_device_access_peer = lambda *_: (StandInMemory.fails_in, rank) != ("peer", 1)
+    for fails_in, done in (("peer", ()), ("allocate", ("allocate",)), ("meet", ("allocate", "meet"))):
+        StandInMemory.fails_in, StandInMemory.done = fails_in, ()
+        assert distributed.symmetric_memory(torch.device("cpu"), 2) is None
+        assert StandInMemory.done == (done if rank == 0 else done[:-1]), fails_in
+    StandInMemory.fails_in = ""
+    assert isinstance(distributed.symmetric_memory(torch.device("cpu"), 2), StandInMemory)
     dist.destroy_process_group()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from gathering_ranks import gather_and_sum
+from gathering_ranks import agree_on_memory, gather_and_sum
 from lockstep_engine import distributed
 from lockstep_engine.distributed import Alone, SharedMemory, TorchDistributed, init_torch_distributed
 from lockstep_engine.mailbox import Mailbox
@@ -184,6 +184,9 @@ def test_few_gpus_sum_larger_tensors_in_one_shot(size, kib, monkeypatch):
         def __init__(self, device, capacity):
             self._capacity = capacity
 
+        def meet(self):
+            pass
+
     monkeypatch.setattr(distributed, "SymmetricMemory", Asked)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
@@ -193,6 +196,13 @@ def test_few_gpus_sum_larger_tensors_in_one_shot(size, kib, monkeypatch):
         assert made.fits(torch.empty(64, hidden, dtype=torch.bfloat16)) == (64 * hidden <= most)
     assert made.fits(torch.empty(most, dtype=torch.bfloat16))
     assert not made.fits(torch.empty(most + 8, dtype=torch.bfloat16))
+
+
+@pytest.mark.slow
+def test_gpus_agree_before_they_wait_for_one_that_has_failed(tmp_path):
+    store = tmp_path / "store"
+    store.touch()
+    mp.spawn(agree_on_memory, (str(store),), 2)
 
 
 @pytest.mark.slow

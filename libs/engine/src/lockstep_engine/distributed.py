@@ -179,7 +179,7 @@ class SymmetricMemory:
 
     Args:
         device: this rank's device.
-        capacity: bytes of the largest tensor. Every rank allocates that much memory.
+        capacity: bytes of the largest tensor. Every rank allocates that much memory, and then calls `meet`.
     """
 
     _DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernel is compiled for
@@ -190,7 +190,11 @@ class SymmetricMemory:
         self._capacity = capacity
         self._group = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._buffer = symmetric.empty(capacity, dtype=torch.uint8, device=device)
-        symmetric.rendezvous(self._buffer, self._group)
+        self._rendezvous = symmetric.rendezvous
+
+    def meet(self) -> None:
+        """Have all ranks see each other's memory. Each waits for all others here."""
+        self._rendezvous(self._buffer, self._group)
 
     def fits(self, x: torch.Tensor) -> bool:
         """Whether `x` is small, contiguous, of a dtype that the kernel supports, and a multiple of full vectors."""
@@ -329,14 +333,31 @@ def init_torch_distributed(backend: str, store_path: str, rank: int, size: int, 
 
 
 def symmetric_memory(device: torch.device, size: int) -> SymmetricMemory | None:
-    """One-shot sums between the GPUs of the default group. None on all ranks if one of them does not support it."""
-    made = None
+    """One-shot sums between the GPUs of the default group. None on all ranks if one of them does not support it: they
+    agree before each step in which they would wait for one that has failed.
+    """
     others = (other for other in range(size) if other != device.index)
-    if all(torch.cuda.can_device_access_peer(device, other) for other in others):
-        try:
-            made = SymmetricMemory(device, one_shot_bytes(size))
-        except RuntimeError as error:  # this container cannot share memory, or the driver is too old
-            logger.warning("no symmetric memory: %s", error)
-    agreed = torch.tensor([made is not None], dtype=torch.int32, device=device)
+    if not _all_ranks(all(torch.cuda.can_device_access_peer(device, other) for other in others), device):
+        return None
+    made = None
+    try:
+        made = SymmetricMemory(device, one_shot_bytes(size))
+    except RuntimeError as error:  # the driver is too old
+        logger.warning("no symmetric memory: %s", error)
+    if not _all_ranks(made is not None, device):
+        return None
+    assert made is not None
+    has_met = False
+    try:
+        made.meet()
+        has_met = True
+    except RuntimeError as error:  # this container cannot share memory
+        logger.warning("no symmetric memory: %s", error)
+    return made if _all_ranks(has_met, device) else None
+
+
+def _all_ranks(mine: bool, device: torch.device) -> bool:
+    """Whether something is true on all ranks of the default group."""
+    agreed = torch.tensor([mine], dtype=torch.int32, device=device)
     dist.all_reduce(agreed, dist.ReduceOp.MIN)
-    return made if agreed.item() else None
+    return bool(agreed.item())
