@@ -1,7 +1,7 @@
 """Compiles the grammars of requests, with llguidance, and keeps those that were used last.
 
 Compiling happens in threads. It is bounded in the size of its text, in work and memory (llguidance's limits), in time,
-in how many requests wait for it, and in how much all compiled grammars together take.
+in how many requests wait for it, and in how much all compiled grammars together, and those of one tenant, take.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import math
 import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -69,6 +69,10 @@ class GrammarCompiler:
         self._cache = _Cache()
         self._waiting = 0
         self._live_bytes = 0
+        self._tenant_bytes: Counter[str] = Counter()
+        """What is in use, of all and of each tenant that has any."""
+        self._tenants: set[str] = set()
+        """The first tenants that have asked for a grammar, at most two: whether there are several."""
         self._live = threading.RLock()  # a constraint may end in any thread
         self.name = ""
         """Name and version of what computes masks: engines with equal ones compute equal masks. Empty: this engine
@@ -85,18 +89,21 @@ class GrammarCompiler:
         self.name = f"{llguidance.get_version()} rules@{_RULES}"
 
     def check(self, grammar: Grammar) -> None:
-        """Refuse a grammar at once if this engine takes none, or has no room for one more.
+        """Refuse a grammar at once if this engine takes none, or if too many requests wait for theirs.
 
         Raises:
             LockstepError: INVALID_REQUEST or OVERLOADED.
         """
         if not self.name:
             raise invalid(grammar.field, "is not supported by this worker, because its tokenizer cannot be used for it")
-        if self._waiting >= MAX_WAITING or self._live_bytes + _estimated_bytes(grammar) > MAX_LIVE_BYTES:
+        if self._waiting >= MAX_WAITING:
             raise _overloaded()
 
     async def compile(self, request: Request) -> Constraint:
         """The request's place in its grammar, after the ids that it has emitted.
+
+        All grammars in use together take `MAX_LIVE_BYTES`. Those of one tenant may take all of it until a second tenant
+        asks for a grammar, and half of it from then on: what a tenant has above that comes back as its streams end.
 
         Raises:
             LockstepError: INVALID_REQUEST, the grammar cannot be compiled or does not fit `emitted_ids`; OVERLOADED.
@@ -104,9 +111,10 @@ class GrammarCompiler:
         grammar = request.sampling.grammar
         assert grammar is not None
         self.check(grammar)
-        size = _estimated_bytes(grammar)
+        tenant, size = request.tenant, _estimated_bytes(grammar)
+        self._check_room(tenant, size)
         self._waiting += 1
-        self._count(size)
+        self._count(tenant, size)
         constraint, began_s = None, math.inf
 
         def constrain() -> Constraint:
@@ -126,17 +134,29 @@ class GrammarCompiler:
         finally:
             self._waiting -= 1
             if constraint is None:
-                self._count(-size)
-        weakref.finalize(constraint, self._count, -size)
+                self._count(tenant, -size)
+        weakref.finalize(constraint, self._count, tenant, -size)
         return constraint
 
     def close(self) -> None:
         """End the threads."""
         self._threads.close()
 
-    def _count(self, size: int) -> None:
+    def _check_room(self, tenant: str, size: int) -> None:
+        if len(self._tenants) < 2:
+            self._tenants.add(tenant)
+        with self._live:
+            own_bytes = self._tenant_bytes[tenant] + size
+            all_bytes = self._live_bytes + size
+        if all_bytes > MAX_LIVE_BYTES or own_bytes > MAX_LIVE_BYTES // len(self._tenants):
+            raise _overloaded()
+
+    def _count(self, tenant: str, size: int) -> None:
         with self._live:
             self._live_bytes += size
+            self._tenant_bytes[tenant] += size
+            if not self._tenant_bytes[tenant]:
+                del self._tenant_bytes[tenant]
 
     def _load(self) -> LLTokenizer:
         if not self._model.eos_ids:

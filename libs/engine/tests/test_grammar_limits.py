@@ -1,0 +1,138 @@
+"""How long a grammar may wait and be compiled, and which part of all grammars' memory is one tenant's."""
+
+import asyncio
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_engine import Grammar, GrammarKind
+from lockstep_engine import grammar as grammars
+from lockstep_engine.constraint import MaskThreads
+from lockstep_engine.grammar import GrammarCompiler
+from test_grammar import INFO, WAIT_S, Grammars, request
+
+
+@pytest.fixture
+async def compiler():
+    compiler = GrammarCompiler(INFO, MaskThreads(lambda: None))
+    await compiler.load()
+    yield compiler
+    compiler.close()
+
+
+async def test_more_requests_than_may_wait_are_refused_at_once(compiler, monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_WAITING", 3)
+    blocked = threading.Event()
+    for _ in range(2):  # both threads are busy
+        compiler._threads.put(lambda: blocked.wait(WAIT_S))
+    waiting = [asyncio.create_task(compiler.compile(request("json_object"))) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(LockstepError) as caught:
+        await compiler.compile(request("json_object"))
+    assert caught.value.code is ErrorCode.OVERLOADED
+    waiting[0].cancel()
+    blocked.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert all(each.mask is not None for each in results[1:])
+
+
+async def test_the_wait_for_a_compiler_ends(compiler, monkeypatch):
+    monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 0.01)
+    blocked = threading.Event()
+    for _ in range(2):
+        compiler._threads.put(lambda: blocked.wait(WAIT_S))
+    with pytest.raises(LockstepError) as waited:
+        await compiler.compile(request("json_object"))
+    assert waited.value.code is ErrorCode.OVERLOADED
+    blocked.set()
+
+
+async def test_a_grammar_that_takes_too_long_is_refused(compiler, monkeypatch):
+    monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 1.0)
+    began, blocked = threading.Event(), threading.Event()
+
+    def compile_slowly(_grammar):
+        began.set()
+        blocked.wait(WAIT_S)
+        raise ValueError("never seen")
+
+    monkeypatch.setattr(grammars, "LLMatcher", Grammars(compile_slowly))
+    with pytest.raises(LockstepError) as refused:
+        await compiler.compile(request("json_object"))
+    assert began.is_set()
+    assert refused.value.code is ErrorCode.INVALID_REQUEST
+    assert "longer than" in refused.value.message
+    blocked.set()
+
+
+async def test_a_grammar_that_had_to_wait_for_most_of_its_time_may_be_tried_again(compiler, monkeypatch):
+    monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 1.0)
+    others, blocked = threading.Event(), threading.Event()
+
+    def compile_slowly(_grammar):
+        blocked.wait(WAIT_S)
+        raise ValueError("never seen")
+
+    monkeypatch.setattr(grammars, "LLMatcher", Grammars(compile_slowly))
+    for _ in range(2):
+        compiler._threads.put(lambda: others.wait(WAIT_S))
+    asyncio.get_running_loop().call_later(0.9, others.set)
+    with pytest.raises(LockstepError) as refused:
+        await compiler.compile(request("json_object"))
+    assert refused.value.code is ErrorCode.OVERLOADED
+    blocked.set()
+
+
+class TestTenants:
+    """The memory of four grammars."""
+
+    SIZE = grammars._estimated_bytes(Grammar(GrammarKind.JSON_OBJECT))
+
+    @pytest.fixture(autouse=True)
+    def few(self, monkeypatch):
+        monkeypatch.setattr(grammars, "MAX_LIVE_BYTES", 4 * self.SIZE)
+
+    @staticmethod
+    async def compile(compiler, tenant):
+        return await compiler.compile(replace(request("json_object"), tenant=tenant))
+
+    async def refused(self, compiler, tenant):
+        with pytest.raises(LockstepError) as caught:
+            await self.compile(compiler, tenant)
+        return caught.value.code is ErrorCode.OVERLOADED
+
+    @staticmethod
+    async def until_used(compiler, size):
+        """Wait until grammars take so many bytes: the thread and the task that made one may hold it for a moment."""
+        end = time.monotonic() + WAIT_S
+        while compiler._live_bytes != size:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+
+    async def test_a_single_one_may_use_all(self, compiler):
+        used = [await self.compile(compiler, "") for _ in range(4)]
+        assert await self.refused(compiler, "")
+        used.clear()
+        await self.until_used(compiler, 0)
+
+    async def test_of_several_each_has_half(self, compiler):
+        used = [await self.compile(compiler, "modest")]
+        used += [await self.compile(compiler, "greedy") for _ in range(2)]
+        assert await self.refused(compiler, "greedy")
+        used.append(await self.compile(compiler, "third"))
+        assert await self.refused(compiler, "modest")  # all is in use
+        used.clear()
+        await self.until_used(compiler, 0)
+        assert not compiler._tenant_bytes
+
+    async def test_one_that_had_all_gives_back_what_is_above_its_half(self, compiler):
+        used = [await self.compile(compiler, "greedy") for _ in range(4)]
+        assert await self.refused(compiler, "modest")
+        used.pop()
+        await self.until_used(compiler, 3 * self.SIZE)
+        assert await self.refused(compiler, "greedy")
+        used.append(await self.compile(compiler, "modest"))
+        assert await self.refused(compiler, "greedy")
