@@ -1,4 +1,6 @@
-"""A checkpoint's tensors fit its configuration, or are refused by name: none is cut to size."""
+"""A checkpoint's tensors fit its configuration, or are refused by name: none is cut to size. Where the configuration
+says that the head is the embedding, what the checkpoint has of them decides.
+"""
 
 import json
 
@@ -7,7 +9,9 @@ import torch
 from checkpoints import make
 from in_process import InProcessGroup
 from lockstep_common.errors import LockstepError
+from lockstep_engine import weights
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 
 def configured(path, **changes):
@@ -103,3 +107,73 @@ def test_a_tensor_that_is_longer_along_the_split_is_refused(tmp_path, tp, model,
     path = rewritten(make(model, tmp_path)[0], lengthened)
     with pytest.raises(LockstepError, match=rf"tensor {name} has shape \[.*\], config.json implies"):
         InProcessGroup(path, tp)
+
+
+IDS = [(7 * index) % 331 for index in range(30)]
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def tables_of(group):
+    """The embedding and the head of each rank."""
+    modules = [rank.module for rank in group.models]
+    return [(each.get_input_embeddings(), each.get_output_embeddings()) for each in modules]
+
+
+def same_twice(tensors):
+    return tensors | {HEAD: tensors[TABLE].clone()}
+
+
+def other_last_row(tensors):
+    """The head's last row is a multiple of the embedding's; the others are the same."""
+    head = tensors[TABLE].clone()
+    head[-1] *= 4
+    return tensors | {HEAD: head}
+
+
+def without(name):
+    return lambda tensors: {each: tensor for each, tensor in tensors.items() if each != name}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("compared", [100, 2**24])
+@pytest.mark.parametrize(
+    ("change", "shared"),
+    [
+        (dict, (False, False)),
+        (other_last_row, (True, False)),
+        (same_twice, (True, True)),
+        (without(HEAD), (True, True)),
+        (without(TABLE), (True, True)),
+    ],
+    ids=["two", "two that differ in a row", "one twice", "no head", "no embedding"],
+)
+def test_a_head_that_is_said_to_be_the_embedding(tmp_path, monkeypatch, tp, compared, change, shared):
+    """A rank whose rows are the same in both has them once. The last rank has the last row."""
+    monkeypatch.setattr(weights, "COMPARED_ELEMENTS", compared)
+    path = configured(rewritten(make("llama", tmp_path)[0], change), tie_word_embeddings=True)
+    reference = AutoModelForCausalLM.from_pretrained(path).eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([IDS])).logits[0]
+    group = InProcessGroup(path, tp)
+    assert [embedding.weight is head.weight for embedding, head in tables_of(group)] == list(shared[2 - tp :])
+    assert (group.logits(IDS, 0) - expected).abs().max() <= 1e-4
+
+
+def test_a_checkpoint_with_neither_embedding_nor_head_is_refused(tmp_path):
+    path = rewritten(make("llama", tmp_path)[0], lambda tensors: without(HEAD)(without(TABLE)(tensors)))
+    with pytest.raises(LockstepError, match=f"the checkpoint has no tensor {TABLE}"):
+        InProcessGroup(configured(path, tie_word_embeddings=True), 1)
+
+
+def test_a_head_of_another_vocabulary_is_refused(tmp_path):
+    path = rewritten(make("llama", tmp_path)[0], lambda tensors: tensors | {HEAD: tensors[HEAD][:300].clone()})
+    with pytest.raises(LockstepError, match=rf"{HEAD} has shape \[300, 64\], config.json implies \[331, 64\]"):
+        InProcessGroup(configured(path, tie_word_embeddings=True), 1)
+
+
+def test_the_bias_of_a_head_that_is_the_embedding_is_the_heads_own(tmp_path):
+    path = configured(rewritten(make("phi", tmp_path)[0], without(HEAD)), tie_word_embeddings=True)
+    reference = AutoModelForCausalLM.from_pretrained(path).eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([IDS])).logits[0]
+    assert (InProcessGroup(path, 2).logits(IDS, 0) - expected).abs().max() <= 1e-4

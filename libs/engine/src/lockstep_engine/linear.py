@@ -349,6 +349,14 @@ class VocabHead(nn.Module):
         if bias:
             self.pieces["bias"] = [Piece(f"{source}.bias", 0, start, kept, 0, full_size=vocab_size)]
 
+    def tie(self, embedding: VocabEmbedding) -> None:
+        """Before loading: share the embedding's weight."""
+        self.weight, self.tied = embedding.weight, True
+
+    def untie(self) -> None:
+        """Before loading: have a weight of its own after all."""
+        self.weight, self.tied = nn.Parameter(torch.zeros_like(self.weight), requires_grad=False), False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[…, hidden] → […, rows]."""
         return self.packed(x) if self.packed else functional.linear(x, self.weight, self.bias)

@@ -361,12 +361,16 @@ class Splitter:
         source = names[id(embedding)]
         rows, width = embedding.weight.shape
         ours = VocabEmbedding(source, rows, width, self._group, self._dtype, scale)
-        tied = bool(getattr(model.config, "tie_word_embeddings", False))
-        bias = head.bias is not None
-        head_source = source if tied else names[id(head)]
-        our_head = VocabHead(head_source, head.out_features, head.in_features, self._group, self._dtype, bias=bias)
-        if tied:
-            our_head.weight, our_head.tied = ours.weight, True
+        our_head = VocabHead(
+            names[id(head)],
+            head.out_features,
+            head.in_features,
+            self._group,
+            self._dtype,
+            bias=head.bias is not None,
+        )
+        if getattr(model.config, "tie_word_embeddings", False):
+            our_head.tie(ours)
         model.set_input_embeddings(ours)
         model.set_output_embeddings(our_head)
 

@@ -3,9 +3,11 @@ parameter.
 """
 
 import ctypes
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from lockstep_common.errors import LockstepError
@@ -22,6 +24,8 @@ from lockstep_engine.quantized.tensors import Tensors
 
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 """safetensors' names of dtypes that the CPU kernels widen."""
+COMPARED_ELEMENTS = 2**24
+"""Elements of each of two tensors that are compared at once."""
 
 
 class Checkpoint:
@@ -89,6 +93,18 @@ class Checkpoint:
         part = self._tensors.read(name, *index)
         return part.t() if transposed else part
 
+    def equal(self, one: Piece, other: Piece, shape: list[int]) -> bool:
+        """Whether two slices, as for `slice`, have the same values in the same dtype. Both are read, up to the first
+        part that differs.
+        """
+        step = max(1, COMPARED_ELEMENTS * shape[one.dim] // math.prod(shape))
+        for first in range(0, one.length, step):
+            length = min(step, one.length - first)
+            parts = [self.slice(replace(each, start=each.start + first, length=length), shape) for each in (one, other)]
+            if parts[0].dtype != parts[1].dtype or not torch.equal(*parts):
+                return False
+        return True
+
     def _located(self, piece: Piece, shape: list[int]) -> tuple[str, StoredWeight | None, int, bool]:
         """The name of a piece's tensor, its weight if it is quantized, and the dimension of the slice; whether the
         tensor is stored transposed.
@@ -149,6 +165,7 @@ def load_weights(
     """
     checkpoint = Checkpoint(info)
     buffers = _unsaved_buffers(model)
+    _settle_tied(model, checkpoint)
     if device.type == "cpu" and cpu.build is not None:
         _keep_narrow(model, checkpoint)
     model.to_empty(device=device)
@@ -178,6 +195,25 @@ def _give_back_freed() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _settle_tied(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Where the configuration says that the head is the embedding, load for both the one that the checkpoint has, and
+    each its own if it has two that differ, as `transformers` does. Many checkpoints have the same values twice: to know
+    that takes one more read of this rank's rows, and saves their memory.
+    """
+    modules = list(model.modules())
+    head = next((each for each in modules if isinstance(each, VocabHead) and each.tied), None)
+    embedding = next((each for each in modules if isinstance(each, VocabEmbedding)), None)
+    if head is None or embedding is None:
+        return
+    (table,), (own,) = embedding.pieces["weight"], head.pieces["weight"]
+    if checkpoint.find(own.source) is None:
+        head.pieces["weight"] = [table]
+    elif checkpoint.find(table.source) is None:
+        embedding.pieces["weight"] = [own]
+    elif not checkpoint.equal(table, own, list(head.weight.shape)):
+        head.untie()
 
 
 def _keep_narrow(model: nn.Module, checkpoint: Checkpoint) -> None:
