@@ -65,7 +65,8 @@ endif
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(SLOW_JOBS) --dist loadfile -m "$(SLOW)" $(PARALLEL_TESTS)
 	$(BIN)/pytest -m "$(SLOW)" $(SYSTEM_TESTS) --ignore=tests/chaos/test_random_kills.py --ignore=tests/hostile/test_schema.py
-	$(BIN)/pytest tests/chaos/test_random_kills.py tests/hostile/test_schema.py --kills 12 --fuzz-cases 10000
+	$(BIN)/pytest -n 2 tests/hostile/test_schema.py --fuzz-cases 10000
+	$(BIN)/pytest tests/chaos/test_random_kills.py --kills 12
 
 # Before a release: many cases of what other tests run a few of.
 test-exhaustive: setup
@@ -75,7 +76,7 @@ test-exhaustive: setup
 # The tests of equal bits again, after those of `make test` and `make test-slow`, which have the kernels, one thread and nothing set, as on
 # other machines: without the kernels, and with the libraries' settings changed. The slow ones again without the kernels alone, whose place
 # the libraries take there.
-BITS = $(BIN)/pytest -n $(COMPUTING_JOBS) libs/engine
+BITS = $(BIN)/pytest -n $(COMPUTING_JOBS) $$(grep -rl 'mark\.bits' libs/engine/tests)
 test-bits: setup
 	env -u MKL_CBWR -u ATEN_CPU_CAPABILITY OMP_NUM_THREADS=2 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and not exhaustive"
 	MKL_CBWR=AUTO,STRICT ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 LOCKSTEP_CPU_KERNELS=off $(BITS) -m "bits and $(QUICK)"

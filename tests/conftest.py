@@ -2,7 +2,8 @@
 
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from machine import be_subreaper
 
-SUMMARIES = pytest.StashKey[list[str]]()
+_SUMMARY = "summary"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,19 +30,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     simulation.addoption("--simulation-seed", type=int, default=0, help="the first seed (default: %(default)s)")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[SUMMARIES] = []
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for line in config.stash[SUMMARIES]:
-        terminalreporter.write_line(line)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", "") == "call":
+                for name, line in report.user_properties:
+                    if name == _SUMMARY:
+                        terminalreporter.write_line(line)
 
 
 @pytest.fixture
-def summarize(pytestconfig: pytest.Config):
-    """Adds a line to the end of pytest's output."""
-    return pytestconfig.stash[SUMMARIES].append
+def summarize(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Adds a line to the end of pytest's output, also where pytest-xdist runs the test in another process."""
+    return partial(record_property, _SUMMARY)
 
 
 @pytest.fixture(scope="session", autouse=True)

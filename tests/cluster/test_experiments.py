@@ -33,8 +33,8 @@ def laboratory(served: Installation) -> Iterator[Laboratory]:
 @pytest.mark.parametrize(
     "name",
     [
-        # The upgrade rolls both services, forth and back.
-        pytest.param(name, marks=pytest.mark.exhaustive if "rollout" in name else ())
+        # The upgrade rolls both services, forth and back; the drain of a node deletes pods with their grace period.
+        pytest.param(name, marks=pytest.mark.exhaustive if "rollout" in name or name == "pod-delete" else ())
         for name, each in EXPERIMENTS.items()
         if not each.component
     ],

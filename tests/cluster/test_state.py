@@ -16,7 +16,7 @@ from machine import wait_for
 
 HTTP, GRPC, MANAGEMENT, REDIS_PORT = 8000, 9100, 9101, 6379
 MODEL = "reference"
-STREAMS, TOKENS = 8, 1600
+STREAMS, TOKENS = 8, 1000
 _SURVIVED_S = 400.0
 _WAIT_S = 120.0
 
@@ -53,13 +53,13 @@ def test_streams_of_a_killed_router_are_continued_by_the_other(
     visitor = Visitor(namespaces.new(f"heirs-{stateful.namespace[-6:]}"), re.sub(r"/router([:@])", r"/tools\1", image))
     routers = stateful.addresses(ROUTER)
     urls = [f"http://{address}:{HTTP}/v1" for address in routers.values()]
+    taken = takes(stateful)
     running = visitor.starts("survive", routers=urls, model=MODEL, streams=STREAMS, tokens=TOKENS)
     try:
         assert running.stdout is not None
         assert running.stdout.readline() == "streaming\n"
         streams = {name: stateful.status(name)["router"]["streams"] for name in routers}
         victim = max(streams, key=lambda name: streams[name])
-        taken = takes(stateful)
         stateful.kubectl.run("delete", "pod", victim, "--force", "--grace-period=0")
         output, _ = running.communicate(timeout=_SURVIVED_S)
     finally:

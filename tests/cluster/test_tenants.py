@@ -27,7 +27,7 @@ LIMIT, AT_ONCE = 4, 12
 """Requests per minute of the limited tenant, and how many it sends at a time."""
 _BURST_S = 20.0
 """Longest time in which those arrive, with the start of the program that sends them."""
-_STEADY_S = 15.0
+_STEADY_S = 8.0
 
 shared = pytest.mark.skipif(not redis_pod.IMAGE, reason="LOCKSTEP_REDIS_IMAGE not set")
 

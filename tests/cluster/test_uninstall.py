@@ -1,4 +1,4 @@
-"""`helm uninstall`: the last file of this folder, since it ends the second release."""
+"""`helm uninstall`: the last file of a run, since it ends the second release."""
 
 from helm import NAME, Installation, helm
 from kube import resources

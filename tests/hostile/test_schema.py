@@ -30,6 +30,8 @@ _TEXT = {
     "/v1/responses": "input",
 }
 """The field with a request's text."""
+_SHARES = 2
+"""Tests that have a part of the cases each, so that two processes have work."""
 _DRAWN_FIELDS = 2
 """A request with many drawn fields is nearly always refused, for one of them."""
 
@@ -65,16 +67,18 @@ def with_few_drawn_fields(case: schemathesis.Case, places: list[int]) -> schemat
 
 
 @pytest.mark.slow
-def test_no_request_causes_an_error_of_the_router(address, pytestconfig, summarize) -> None:
+@pytest.mark.parametrize("share", range(_SHARES))
+def test_no_request_causes_an_error_of_the_router(address, share, pytestconfig, summarize) -> None:
     from schemathesis import GenerationMode  # noqa: PLC0415
 
     seed = pytestconfig.getoption("--fuzz-seed")
     seed = secrets.randbelow(2**32) if seed is None else seed
     print(f"seed {seed}")
+    seed += share
     operations = [found.ok() for found in described(address).get_all_operations()]
     taking = [operation for operation in operations if operation.body]
     assert len(taking) == 6
-    cases = pytestconfig.getoption("--fuzz-cases") // len(taking)
+    cases = pytestconfig.getoption("--fuzz-cases") // len(taking) // _SHARES
     statuses: Counter[int] = Counter()
     session = requests.Session()
 
@@ -100,6 +104,8 @@ def test_no_request_causes_an_error_of_the_router(address, pytestconfig, summari
         )(run)
         hypothesis.seed(seed)(run)()
     total = sum(statuses.values())
-    summarize(f"schema: {total} requests, seed {seed}, by status: {dict(sorted(statuses.items()))}")
+    summarize(
+        f"schema: {total} requests, share {share}, seed {seed - share}, by status: {dict(sorted(statuses.items()))}"
+    )
     assert total > cases * len(taking) / 2
     assert statuses[200] > _MIN_ANSWERED * total

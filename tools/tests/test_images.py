@@ -228,6 +228,20 @@ def test_the_kernel_is_compiled_when_its_source_changes_under_a_name_for_every_p
     assert kernel.build(tmp_path).stat().st_mtime_ns > first
 
 
+def test_the_kernel_of_an_editable_install_is_taken_while_it_is_newer_than_its_source(tmp_path, monkeypatch):
+    kernels = tmp_path / "libs/engine/src/lockstep_engine/kernels"
+    shutil.copytree(ROOT / "libs/engine", tmp_path / "libs/engine", ignore=shutil.ignore_patterns("*.so", "tests"))
+    installed = kernels / "_cpu.cpython-311-x86_64-linux-gnu.so"
+    installed.write_bytes(b"an installed library")
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    library = kernel.build(tmp_path)
+    assert library.read_bytes() == installed.read_bytes()
+    os.utime(installed, (0, 0))
+    library.unlink()
+    with pytest.raises(CommandError, match="the engine's C kernels were not built"):
+        kernel.build(tmp_path)
+
+
 def test_without_a_compiler_one_sentence(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "libs/engine", tmp_path / "libs/engine", ignore=shutil.ignore_patterns("*.so", "tests"))
     monkeypatch.setenv("CC", "/no/such/compiler")

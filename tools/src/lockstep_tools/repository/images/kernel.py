@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from lockstep_tools.failure import FAILED, CommandError
@@ -21,27 +22,39 @@ PYTHON = (3, 11)
 def build(root: Path) -> Path:
     """Compile into `build/kernels/lockstep_engine/kernels/_cpu.so`, a name that every Python finds.
 
-    Nothing is done while that is newer than its sources.
+    Nothing is done while that is newer than its sources. The library that an editable install has made of them is taken
+    where there is one: `make setup` has spent the time of compiling already.
 
     Raises:
         CommandError: without a compiler, or when the result would not load in the image.
     """
     engine = root / "libs/engine"
+    kernels = engine / "src/lockstep_engine/kernels"
     library = root / "build/kernels/lockstep_engine/kernels/_cpu.so"
-    sources = [engine / "setup.py", *engine.glob("src/lockstep_engine/kernels/*.[ch]")]
-    if library.is_file() and library.stat().st_mtime > max(source.stat().st_mtime for source in sources):
+    sources = [engine / "setup.py", *kernels.glob("*.[ch]")]
+    if _is_newer(library, sources):
         return library
+    installed = next((found for found in kernels.glob("_cpu.*.so") if _is_newer(found, sources)), None)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", folder, "--build-temp", folder]
-        done = subprocess.run(command, cwd=engine, capture_output=True, text=True, check=False)
-        built = next(Path(folder).glob("lockstep_engine/kernels/_cpu.*.so"), None)
-        if built is None:
-            reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            raise CommandError(f"the engine's C kernels were not built, a C compiler is needed: {reason}", FAILED)
+        built = installed or _compile(engine, folder)
         check_glibc(built)
         library.parent.mkdir(parents=True, exist_ok=True)
-        shutil.move(built, library)
+        shutil.copyfile(built, library)
     return library
+
+
+def _is_newer(library: Path, sources: Iterable[Path]) -> bool:
+    return library.is_file() and library.stat().st_mtime > max(source.stat().st_mtime for source in sources)
+
+
+def _compile(engine: Path, folder: str) -> Path:
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--build-lib", folder, "--build-temp", folder]
+    done = subprocess.run(command, cwd=engine, capture_output=True, text=True, check=False)
+    built = next(Path(folder).glob("lockstep_engine/kernels/_cpu.*.so"), None)
+    if built is None:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise CommandError(f"the engine's C kernels were not built, a C compiler is needed: {reason}", FAILED)
+    return built
 
 
 def build_gpu_module(root: Path, variant: str | None) -> Path:
