@@ -1,11 +1,16 @@
 """Long contexts: over several partitions and blocks of keys, in the plain shape, which runs fused, and in a mixture."""
 
+import functools
 import json
 
 import pytest
 import torch
 from checkpoints import VOCABULARY, make
 from in_process import InProcessGroup
+from lockstep_engine.attention_torch import TorchAttention
+from lockstep_engine.config import HotWindow
+from lockstep_engine.kernel_check import compare
+from lockstep_engine.kernels import cpu
 from transformers import AutoModelForCausalLM
 
 PROMPT = [5, 9, 12, 250, 77, 3, 8, 100, 42, 7, 19, 23, 64, 128, 200, 31, 6, 2, 90]
@@ -67,3 +72,37 @@ def test_a_window_that_the_models_own_code_does_not_have_is_none(tmp_path):
     group = InProcessGroup(path, 1)
     assert group.models[0].module.config.sliding_window == 8
     assert (group.logits(ids.tolist(), 0) - expected).abs().max() <= 1e-4
+
+
+@pytest.fixture
+def without_kernels():
+    before = cpu.build or "off"
+    cpu.use("off")
+    yield
+    cpu.use(before)
+
+
+TYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=TYPES.get)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "falcon-alibi"])
+@pytest.mark.usefixtures("without_kernels")
+def test_what_a_gpus_start_compares_its_kernels_with_computes_in_16_bits(name, dtype, tmp_path):
+    """The model's own code over torch's own products, with nothing intercepted, as on a GPU: windows, soft caps, sinks
+    and biases, over hot and cold blocks.
+    """
+    path, _ = make(name, tmp_path)
+    group = InProcessGroup(path, 1, dtype=dtype, hot_window=HotWindow(sink=1, size=1))
+    (model,), (cache,) = group.models, group.caches
+
+    @torch.inference_mode()
+    def by_torch(ids, layout, rows):
+        attention = TorchAttention(cache, layout, deterministic=False)
+        model.step.begin(attention)
+        positions = attention.positions.unsqueeze(0)
+        return model.module(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0, rows]
+
+    found = compare(functools.partial(group.forward, 0), by_torch, cache, model.vocab_size, 100)
+    assert [each.what for each in found][:2] == ["compressed keys and values", "the logits of a chunk"]
+    assert all(each.is_small for each in found)

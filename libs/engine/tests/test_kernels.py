@@ -14,7 +14,7 @@ from lockstep_engine.kernels import cpu
 from lockstep_engine.kernels.cpu_structs import PlainLayerCall, PlainStepCall, RopeCall
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.scoring import Scoring
-from texts import CPU, Texts, assert_all_close, assert_same_bits, by_kernel, by_torch, dense
+from texts import CPU, Texts, assert_all_close, assert_same_bits, by_kernel, by_torch, by_torchs_products, dense
 from torch.nn import functional
 
 pytestmark = pytest.mark.skipif(not cpu.build, reason="the kernels were not built")
@@ -60,6 +60,18 @@ class TestAttention:
         steps, expected = texts.in_random_chunks(4), dense(texts, soft_cap=soft_cap, window=window)
         assert_all_close(texts.attend(by_kernel, steps, soft_cap=soft_cap, window=window), expected)
         assert_all_close(texts.attend(by_torch, steps, soft_cap=soft_cap, window=window), expected)
+
+    @pytest.mark.parametrize("kind", [by_kernel, by_torch, by_torchs_products])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("window", [None, 9])
+    def test_biases(self, kind, dtype, window):
+        texts = Texts([20, 70, 33], heads=6, kv_heads=3, seed=4)
+        texts.round_to(dtype)
+        options = {"bias": torch.randn(6, 80, generator=torch.Generator().manual_seed(4)), "window": window}
+        ours = texts.attend(kind, texts.in_random_chunks(4), dtype=dtype, poison=False, **options)
+        rounding = 1e-5 if dtype is torch.float32 else 0.51 * torch.finfo(dtype).eps
+        for one, other in zip(ours, dense(texts, **options), strict=True):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=rounding)
 
     @pytest.mark.parametrize("seed", range(20))
     def test_random_shapes_and_steps(self, seed):

@@ -26,6 +26,10 @@ def by_torch(cache, layout):
     return TorchAttention(cache, layout, deterministic=True)
 
 
+def by_torchs_products(cache, layout):
+    return TorchAttention(cache, layout, deterministic=False)
+
+
 class Texts:
     """Random queries, keys and values of sequences, and blocks for them in disorder."""
 
@@ -40,8 +44,24 @@ class Texts:
         self.blocks = np.split(order, np.cumsum(needs)[:-1])
         self.cold = [each[::-1].copy() for each in self.blocks]
 
-    def attend(self, kind, steps, *, poison=True, hot_window=None, compressed=(0, LAYER), **options):
-        """Outputs [length, heads, dim] of each sequence after `steps`, each a list of (sequence, tokens to compute).
+    def round_to(self, dtype):
+        """Let all numbers be of this type, so that nothing is lost where they are stored in it."""
+        for tensors in (self.queries, self.keys, self.values):
+            tensors[:] = [each.to(dtype).float() for each in tensors]
+
+    def attend(
+        self,
+        kind,
+        steps,
+        *,
+        poison=True,
+        hot_window=None,
+        compressed=(0, LAYER),
+        dtype=torch.float32,
+        **options,
+    ):
+        """Outputs [length, heads, dim] of each sequence after `steps`, each a list of (sequence, tokens to compute), of
+        a model that computes in `dtype`.
 
         With a hot_window, blocks are compressed when it says so, and what nobody may read any more becomes NaN.
         """
@@ -51,7 +71,7 @@ class Texts:
             kv_heads=self.kv_heads,
             head_dim=self.dim,
             blocks=total,
-            dtype=torch.float32,
+            dtype=dtype,
             device=CPU,
             cold_blocks=0 if hot_window is None else total,
             hot_window=hot_window,
@@ -69,7 +89,7 @@ class Texts:
             parts = [
                 torch.cat(
                     [tensors[sequence][:, done[sequence] : done[sequence] + count] for sequence, count in step], dim=1
-                )
+                ).to(dtype)
                 for tensors in (self.queries, self.keys, self.values)
             ]
             result = attention.attend(LAYER, *parts, Scoring(self.dim**-0.5, **options))
@@ -146,7 +166,7 @@ def spoil(cache):
                 tensor[:, :-1] = 0x7F if tensor.dtype is torch.uint8 else math.nan
 
 
-def dense(texts, *, window=None, soft_cap=None, hot_window=None):
+def dense(texts, *, window=None, soft_cap=None, bias=None, hot_window=None):
     """Reference in float64, each sequence for itself, without blocks: two sets of keys and values, and for each query
     and key the choice between them.
     """
@@ -164,6 +184,8 @@ def dense(texts, *, window=None, soft_cap=None, hot_window=None):
         scores = torch.where(cold, q @ cold_k.transpose(1, 2), q @ k.transpose(1, 2)) * texts.dim**-0.5
         if soft_cap:
             scores = soft_cap * torch.tanh(scores / soft_cap)
+        if bias is not None:
+            scores = scores + bias[:, None, : len(position)]
         hidden = position[None, :] > position[:, None]
         if window:
             hidden |= position[None, :] <= position[:, None] - window

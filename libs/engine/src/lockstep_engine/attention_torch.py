@@ -5,6 +5,8 @@ given query row, whatever else is in the step:
 - keys are padded to full partitions of 128, masked scores are -inf, and the softmax of a row ignores them exactly;
 - products are those of `rowwise`, one partition at a time, and probabilities times values are summed over partitions in
   order, so that a row gets the same bits however many partitions its neighbours need.
+On a GPU, and where it need not be deterministic, products are torch's own. In either case everything between 16-bit
+inputs and the result is float32, as the scales of cold blocks and biases are, and is rounded once.
 """
 
 from collections.abc import Sequence
@@ -119,28 +121,27 @@ class TorchAttention(StepAttention):
         else:
             out = self._weighted_sum(weights.masked_fill(cold.seen, 0), v)
             out = out + self._weighted_sum(cold.weights(weights), cold.values)
-        out = out.view(group.sequences, kv_heads, per_head, group.queries, dim)
+        out = out.to(v.dtype).view(group.sequences, kv_heads, per_head, group.queries, dim)
         return out.permute(0, 3, 1, 2, 4).reshape(tokens, heads, dim)
 
     def _products(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """[rows, queries, dim] x [rows, keys, dim] -> [rows, queries, keys], in float32 where it is deterministic."""
+        """[rows, queries, dim] x [rows, keys, dim] -> [rows, queries, keys], in float32."""
+        q, k = q.float(), k.float()
         if not self._exact:
             return torch.bmm(q, k.transpose(1, 2))
-        q = q.float()
-        parts = [rowwise.product(q, part.transpose(1, 2)) for part in torch.split(k.float(), PARTITION, dim=1)]
+        parts = [rowwise.product(q, part.transpose(1, 2)) for part in torch.split(k, PARTITION, dim=1)]
         return torch.cat(parts, dim=2)
 
     def _weighted_sum(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """[rows, queries, keys] x [rows, keys, dim] -> [rows, queries, dim]."""
+        """[rows, queries, keys] in float32 x [rows, keys, dim] -> [rows, queries, dim] in float32."""
+        values = values.float()
         if not self._exact:
             return torch.bmm(weights, values)
-        pairs = zip(
-            torch.split(weights.float(), PARTITION, dim=2), torch.split(values.float(), PARTITION, dim=1), strict=True
-        )
+        pairs = zip(torch.split(weights, PARTITION, dim=2), torch.split(values, PARTITION, dim=1), strict=True)
         first, *others = (rowwise.product(part.contiguous(), part_values) for part, part_values in pairs)
         for other in others:
             first = first + other
-        return first.to(values.dtype)
+        return first
 
     def _group(
         self, starts: NDArray[np.int32], lengths: NDArray[np.int32], ends: NDArray[np.int64], tables: NDArray[np.int32]
