@@ -26,6 +26,11 @@ def refusal(path, **settings):
     return caught.value.message
 
 
+def short(value):
+    """The name of a case."""
+    return repr(value)[:12]
+
+
 class Trap:
     """Its pickle makes a directory when it is read."""
 
@@ -71,15 +76,20 @@ class TestContents:
         path = write_model(tmp_path, rope_scaling={"type": "linear", "factor": 8})
         assert inspect(path, max_context=500).context_length == 500
 
-    @pytest.mark.parametrize("factor", [None, 0.5, "4", True, float("nan"), float("inf")])
+    @pytest.mark.parametrize("factor", [None, 0.5, "4", True, float("nan"), float("inf"), 1e308, 10**400], ids=short)
     def test_a_scaling_without_a_usable_factor(self, tmp_path, factor):
         path = write_model(tmp_path, rope_scaling={"type": "yarn", "factor": factor})
         assert "factor for its yarn rotary scaling" in refusal(path)
 
-    @pytest.mark.parametrize("original", ["4", True, -1])
+    @pytest.mark.parametrize("original", ["4", True, -1, 1e308, 10**400], ids=short)
     def test_a_scaling_of_an_unusable_context(self, tmp_path, original):
         rope = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": original}
         assert "no usable original_max_position_embeddings" in refusal(write_model(tmp_path, rope_scaling=rope))
+
+    @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn"])
+    def test_a_scaling_to_more_positions_than_32_bits_count(self, tmp_path, kind):
+        rope = {"type": kind, "factor": 2.0**16, "original_max_position_embeddings": 2**16}
+        assert f"{kind} rotary scaling to {2**32} positions" in refusal(write_model(tmp_path, rope_scaling=rope))
 
     @pytest.mark.parametrize(("dtype", "expected"), [("BF16", "bfloat16"), ("F16", "float16"), ("I8", "float32")])
     def test_the_dtype_is_that_of_the_weights_where_the_config_is_silent(self, tmp_path, dtype, expected):
@@ -167,7 +177,7 @@ class TestRefusals:
         assert "architecture" in refusal(write_model(tmp_path, architectures=architectures))
 
     @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "max_position_embeddings"])
-    @pytest.mark.parametrize("value", [None, 0, -1, "100", 1.5, [100]])
+    @pytest.mark.parametrize("value", [None, 0, -1, "100", 1.5, [100], 2**31, 10**400], ids=short)
     def test_a_size_that_is_missing_or_no_number(self, tmp_path, field, value):
         message = refusal(write_model(tmp_path, **{field: value}))
         assert f"no usable {field} (given: {value})" in message
@@ -250,12 +260,16 @@ class TestRefusals:
             b'{"w": {}}',
             b'{"w": {"data_offsets": [0]}}',
             b'{"w": {"data_offsets": "x"}}',
+            b'{"w": {"dtype": "F32", "data_offsets": [0, 1e999]}}',
+            b'{"w": {"dtype": "F32", "data_offsets": [0, NaN]}}',
+            b'{"w": ' + b"[" * 200_000,
         ],
+        ids=range(10),
     )
     def test_weights_with_a_broken_header(self, tmp_path, header):
         path = write_model(tmp_path)
         (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-        assert "model.safetensors" in refusal(path)
+        assert "model.safetensors has a broken safetensors header" in refusal(path)
 
     def test_a_header_that_claims_to_be_huge_is_not_read(self, tmp_path):
         path = write_model(tmp_path)

@@ -5,7 +5,6 @@ The driver does this once; ranks are given the result.
 
 import hashlib
 import json
-import math
 import struct
 from collections import Counter
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from lockstep_engine.embedding_config import EmbeddingInfo, inspect_embedding
 from lockstep_engine.quantized import Scheme, read_scheme
 
 _MAX_HEADER_BYTES = 100 * 2**20  # the format's own limit
+_LARGEST_SIZE = 2**31 - 1  # positions and token ids have 32 bits
 _DIGEST_SAMPLE_BYTES = 2**12
 _DIGEST_SAMPLES = 1024
 _OTHER_NAMES = {
@@ -163,12 +163,17 @@ def _context_limit(path: Path, settings: dict[str, Any]) -> int:
     if kind not in _EXTENDING_ROPE:
         return limit
     factor = rope.get("factor")
-    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < math.inf:
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _LARGEST_SIZE:
         raise refuse(f"model {path}: config.json has no usable factor for its {kind} rotary scaling (given: {factor})")
     original = rope.get("original_max_position_embeddings") or limit
-    if isinstance(original, bool) or not isinstance(original, int | float) or not 1 <= original < math.inf:
+    if isinstance(original, bool) or not isinstance(original, int | float) or not 1 <= original <= _LARGEST_SIZE:
         raise refuse(f"model {path}: config.json has no usable original_max_position_embeddings (given: {original})")
-    return max(limit, int(original * factor))
+    extended = int(original * factor)
+    if extended > _LARGEST_SIZE:
+        raise refuse(
+            f"model {path}: config.json has a {kind} rotary scaling to {extended} positions, which are too many"
+        )
+    return max(limit, extended)
 
 
 def _settled_context(settings: dict[str, Any], context_length: int) -> int | None:
@@ -224,7 +229,7 @@ def _check_complete(file: Path) -> Counter[str]:
         raise refuse(f"model {file.parent}: {file.name} is named by the index but missing") from None
     except OSError as error:
         raise refuse(f"model {file.parent}: {file.name} cannot be read: {error}") from None
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError):
         raise refuse(f"model {file.parent}: {file.name} has a broken safetensors header") from None
     if size != 8 + header_bytes + end:
         raise refuse(f"model {file.parent}: {file.name} is cut short: {size} bytes of {8 + header_bytes + end}")
@@ -246,7 +251,7 @@ def _check_split(path: Path, settings: dict[str, Any], tp: int) -> None:
 
 def _positive(path: Path, settings: dict[str, Any], field: str) -> int:
     value = settings.get(field)
-    if not isinstance(value, int) or value < 1:
+    if not isinstance(value, int) or not 1 <= value <= _LARGEST_SIZE:
         raise refuse(f"model {path}: config.json has no usable {field} (given: {value})")
     return value
 
