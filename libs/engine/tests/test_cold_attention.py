@@ -15,7 +15,19 @@ from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kernels import cpu
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.scoring import Scoring
-from texts import CPU, LAYER, Texts, assert_all_close, assert_same_bits, by_kernel, by_torch, compressed, dense, spoil
+from texts import (
+    CPU,
+    LAYER,
+    Texts,
+    assert_all_close,
+    assert_same_bits,
+    by_kernel,
+    by_torch,
+    by_torchs_products,
+    compressed,
+    dense,
+    spoil,
+)
 
 KINDS = [
     pytest.param(by_kernel, marks=pytest.mark.skipif(not cpu.build, reason="the kernels were not built")),
@@ -23,6 +35,8 @@ KINDS = [
 ]
 LAZY = HotWindow(sink=1, size=4)
 HOT_WINDOWS = [LAZY, HotWindow(sink=1, size=1), HotWindow(sink=0, size=0), HotWindow(sink=2, size=3)]
+BUILDS = [*(() if cpu.build is None else cpu.BUILDS[cpu.BUILDS.index(cpu.build) :]), "off"]
+"""Those that this machine can run."""
 RAGGED = [1, 16, 17, 95, 96, 97, 200, 130, 33]
 
 
@@ -33,6 +47,15 @@ def threads():
     torch.set_num_threads(1)
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=BUILDS)
+def build(request):
+    """Each build of the kernels in turn, and none."""
+    before = cpu.build or "off"
+    cpu.use(request.param)
+    yield request.param
+    cpu.use(before)
 
 
 class TestAgreement:
@@ -69,6 +92,26 @@ class TestAgreement:
         expected, steps = dense(texts, **options), texts.in_random_chunks(seed)
         for kind in (by_kernel, by_torch) if cpu.build else (by_torch,):
             assert_all_close(texts.attend(kind, steps, **options), expected)
+
+    @pytest.mark.parametrize("kind", [*KINDS, by_torchs_products])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("compressed", [(0, LAYER), (0,)], ids=["compressed", "kept"])
+    def test_types_of_16_bits_are_rounded_once(self, kind, dtype, compressed):
+        texts = Texts([20, 170, 133], seed=3)
+        texts.round_to(dtype)
+        options = {"window": 100, "soft_cap": 3.0}
+        ours = texts.attend(
+            kind,
+            texts.in_random_chunks(3),
+            hot_window=LAZY,
+            compressed=compressed,
+            dtype=dtype,
+            poison=False,
+            **options,
+        )
+        expected = dense(texts, hot_window=LAZY if LAYER in compressed else None, **options)
+        for one, other in zip(ours, expected, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=0.51 * torch.finfo(dtype).eps)
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("size", [1e-25, 1e-3, 1e3])
@@ -198,6 +241,53 @@ class TestQuantize:
                 vars(ours.layer(layer).cold).values(), vars(twin.layer(layer).cold).values(), strict=True
             ):
                 assert (one is None and other is None) or torch.equal(one, other)
+
+    @pytest.mark.usefixtures("build")
+    @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_a_vector_with_what_is_no_number_gets_the_scale_nan(self, bad, dtype):
+        """A single component, wherever it is, or all of them; no other vector's scale changes."""
+        dim = 40  # no whole number of the widest vectors
+        cache = KvCache(
+            layers=1,
+            kv_heads=2,
+            head_dim=dim,
+            blocks=2,
+            dtype=dtype,
+            device=CPU,
+            cold_blocks=2,
+            hot_window=LAZY,
+        )
+        torch.manual_seed(0)
+        for tensor in (cache.keys, cache.values):
+            tensor.copy_(torch.randn(tensor.shape))
+        cold = cache.layer(0).cold
+        moves = np.array([[0, 1], [1, 0]], np.int32)
+        cache.compress(moves)
+        expected = [scales.clone() for scales in (cold.key_scales, cold.value_scales)]
+        marked = [torch.zeros_like(scales, dtype=torch.bool) for scales in expected]
+        for token, component in ((0, 0), (3, dim - 1), (7, 17), (15, slice(None))):
+            cache.keys[0, 0, 0, component, token] = bad
+            cache.values[0, 1, 1, token, component] = bad
+            marked[0][0, 1, token] = marked[1][1, 0, token] = True
+        cache.compress(moves)
+        for scales, before, is_bad in zip((cold.key_scales, cold.value_scales), expected, marked, strict=True):
+            assert torch.equal(scales.isnan(), is_bad)
+            assert torch.equal(scales[~is_bad], before[~is_bad])
+
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("which", ["keys", "values"])
+    def test_all_that_sees_such_a_vector_cold_is_nan(self, kind, bad, which):
+        """Even where an infinite key's score would be -inf, and its weight 0."""
+        texts = Texts([150, 150], seed=8)
+        getattr(texts, which)[1][0, 20, 5] = bad
+        outs = texts.attend(kind, texts.in_random_chunks(2), hot_window=LAZY, poison=False)
+        assert outs[0].isfinite().all()
+        first_cold = (20 // BLOCK_SIZE + LAZY.size + 1) * BLOCK_SIZE
+        assert outs[1][first_cold:, :2].isnan().all()
+        assert outs[1][:, 2:].isfinite().all()  # of the other head
+        assert outs[1][:20].isfinite().all()
 
     @pytest.mark.skipif(not cpu.build, reason="the kernels were not built")
     def test_every_code_is_read_as_it_is_meant(self):

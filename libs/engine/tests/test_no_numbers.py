@@ -12,7 +12,16 @@ from lockstep_engine.config import EngineConfig
 
 POISON = 11
 """A prompt with this token makes the model compute NaN."""
-PROMPTS = [[(5 * each + 3) % 200 + 20 for each in range(40)], [*range(30, 60), POISON, 70, 71], [9, 100, 250]]
+NEAR, FAR = 1, 3
+"""Prompts with it: just before the end, and before more blocks than NaN comes through in hot ones. A layer brings it
+one block on, and there are three: the last token has it from cold blocks alone.
+"""
+PROMPTS = [
+    [(5 * each + 3) % 200 + 20 for each in range(40)],
+    [*range(30, 60), POISON, 70, 71],
+    [9, 100, 250],
+    [*range(30, 50), POISON, *range(60, 150)],
+]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +43,8 @@ def poison(loaded):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.8, "seed": 4}])
-def test_only_the_poisoned_request_fails(path, settings, window, depth, monkeypatch):
+@pytest.mark.parametrize("poisoned", [NEAR, FAR])
+def test_only_the_poisoned_request_fails(path, poisoned, settings, window, depth, monkeypatch):
     hot_window = None if window is None else EngineConfig(model="", kv_hot_window=window).hot_window
     loaded = InProcessModel(path)
     first, third = InProcessEngine(loaded, depth=depth, hot_window=hot_window).run(*requests(0, 2, **settings))
@@ -48,16 +58,16 @@ def test_only_the_poisoned_request_fails(path, settings, window, depth, monkeypa
         return outputs
 
     monkeypatch.setattr(engine.scheduler, "update", note)
-    assert engine.run(*requests(0, 1, 2, **settings)) == [first, [], third]
+    assert engine.run(*requests(0, poisoned, 2, **settings)) == [first, [], third]
     (error,) = errors
     assert error.code is ErrorCode.NUMERICAL_ERROR
     assert not error.meaning.retryable
     assert "NaN" in error.message
     # Nobody begins with what it has computed.
-    assert engine.run(*requests(1, **settings)) == [[]]
+    assert engine.run(*requests(poisoned, **settings)) == [[]]
     blocks = engine.scheduler.blocks
     cached = {key.tokens for pool in (blocks.hot, blocks.cold) for key in pool._keys if key is not None}
     assert cached
-    text = torch.tensor(PROMPTS[1][:16], dtype=torch.int32).numpy().tobytes()
-    assert text not in cached
+    text = torch.tensor(PROMPTS[poisoned], dtype=torch.int32).split(16)
+    assert not any(block.numpy().tobytes() in cached for block in text)
     assert engine.run(*requests(0, **settings)) == [first]

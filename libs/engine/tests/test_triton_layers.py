@@ -171,6 +171,24 @@ class TestCompress:
             assert (one is None) == (other is None) == (not compressed and "scales" in name)
             assert one is None or torch.equal(one, other)
 
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+    def test_a_vector_with_what_is_no_number_gets_the_scale_nan(self, dtype, bad):
+        ours, theirs = (cache_of(80, dtype, hot_window=HotWindow(1, 1)) for _ in range(2))
+        keys, values = random(*ours.keys.shape, dtype=dtype), random(*ours.values.shape, dtype=dtype)
+        for component, token in ((0, 0), (79, 3), (slice(None), 15)):
+            keys[0, 0, 0, component, token] = values[0, 1, 3, token, component] = bad
+        for cache in (ours, theirs):
+            cache.keys.copy_(keys)
+            cache.values.copy_(values)
+        moves = torch.tensor([[0, 1], [3, 0]], dtype=torch.int32, device=DEVICE)
+        triton_compress.compress(ours.cold_layers(0), moves)
+        layer_cache.compress(theirs.layer(0), moves.long())
+        for name in ("key_scales", "value_scales"):
+            one, other = (getattr(cache.layer(0).cold, name) for cache in (ours, theirs))
+            assert one.isnan().sum() == 3
+            torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
+
     def test_what_does_not_fit_is_refused(self):
         moves = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE)
         with pytest.raises(ValueError, match="int64"):

@@ -3,6 +3,7 @@
 `kv_cache` owns the tensors and decides what is in them. The last block of each pool stays zero.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -87,10 +88,12 @@ def compress(layer: LayerCache, moves: torch.Tensor) -> None:
 
 def quantize(x: torch.Tensor, axis: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize vectors along `axis` to e4m3: codes as bytes, and scales in float32 without that axis. The largest
-    magnitude becomes 448; the others are rounded to the nearest code, ties to even.
+    magnitude becomes 448; the others are rounded to the nearest code, ties to even. A vector with NaN or infinity has
+    the scale NaN, and codes without meaning: what is computed with it is NaN, and ends its request.
     """
     x = x.float()
     peaks = x.abs().amax(axis).clamp_min(_MIN_PEAK)
+    peaks = peaks.masked_fill_(peaks.isinf(), math.nan)
     # Not number / tensor: torch computes that as a product with the reciprocal, which rounds differently.
     factors = peaks.new_tensor(_E4M3_MAX) / peaks
     scaled = (x * factors.unsqueeze(axis)).clamp_(-_E4M3_MAX, _E4M3_MAX)

@@ -437,15 +437,23 @@ INLINE void NAME(put_codes)(uint8_t *codes, vec x, int64_t count) {
     memcpy(codes, &bytes, (size_t)(count < VEC ? count : VEC));
 }
 
+/* The larger ones of some magnitudes and those of x, as the integers of their bits. These have the order of the numbers, above which
+ * comes infinity and then NaN, so that neither is lost. */
+INLINE int_vec NAME(larger)(int_vec sizes, vec x) {
+    int_vec others = (int_vec)NAME(magnitude)(x);
+    return (int_vec)SELECT(others > sizes, others, sizes);
+}
+
+/* The magnitudes of these bits, NaN for infinity, too: a vector with such a component has the scale NaN, whatever its codes are, and
+ * reaches the logits as NaN. */
+INLINE vec NAME(peaks)(int_vec sizes) { return SELECT(sizes < 0x7f800000, (vec)sizes, EVERY(NAN)); }
+
 /* Compress the keys of a block [dim][BLOCK] to bytes with a scale for each token; tokens are the lanes. */
 INLINE void NAME(compress_keys)(uint8_t *codes, float *scales, const void *keys, int64_t at, int dim, enum kind kind) {
     for (int part = 0; part < BLOCK; part += VEC) {
-        vec peaks = EVERY(LEAST_PEAK);
-        for (int d = 0; d < dim; d++) {
-            vec size = NAME(magnitude)(NAME(load)(keys, at + d * LANES + part, kind));
-            peaks = SELECT(size > peaks, size, peaks);
-        }
-        vec factor = 448.0f / peaks;
+        int_vec sizes = (int_vec)EVERY(LEAST_PEAK);
+        for (int d = 0; d < dim; d++) sizes = NAME(larger)(sizes, NAME(load)(keys, at + d * LANES + part, kind));
+        vec peaks = NAME(peaks)(sizes), factor = 448.0f / peaks;
         *(vec *)(scales + part) = peaks * (1.0f / 448.0f);
         for (int d = 0; d < dim; d++)
             NAME(put_codes)(codes + d * LANES + part, NAME(load)(keys, at + d * LANES + part, kind) * factor, VEC);
@@ -454,15 +462,12 @@ INLINE void NAME(compress_keys)(uint8_t *codes, float *scales, const void *keys,
 
 /* Compress one token's values [dim] to bytes and a scale. */
 INLINE void NAME(compress_values)(uint8_t *codes, float *scale, const void *values, int64_t at, int dim, enum kind kind) {
-    vec peaks = EVERY(LEAST_PEAK);
-    for (int i = 0; i < dim; i += VEC) {
-        vec size = NAME(magnitude)(NAME(load_some)(values, at + i, dim - i, kind));
-        peaks = SELECT(size > peaks, size, peaks);
-    }
-    float peak = peaks[0];
-    for (int i = 1; i < VEC; i++) peak = peaks[i] > peak ? peaks[i] : peak;
-    vec factor = EVERY(448.0f / peak);
-    *scale = peak * (1.0f / 448.0f);
+    int_vec sizes = (int_vec)EVERY(LEAST_PEAK);
+    for (int i = 0; i < dim; i += VEC) sizes = NAME(larger)(sizes, NAME(load_some)(values, at + i, dim - i, kind));
+    int32_t size = sizes[0];
+    for (int i = 1; i < VEC; i++) size = sizes[i] > size ? sizes[i] : size;
+    vec peaks = NAME(peaks)((int_vec){} + size), factor = 448.0f / peaks;
+    *scale = peaks[0] * (1.0f / 448.0f);
     for (int i = 0; i < dim; i += VEC)
         NAME(put_codes)(codes + i, NAME(load_some)(values, at + i, dim - i, kind) * factor, dim - i);
 }

@@ -16,7 +16,11 @@ _BLOCK = tl.constexpr(BLOCK_SIZE)
 
 @triton.jit
 def _quantize(x, axis: tl.constexpr, native: tl.constexpr):
-    peaks = tl.maximum(tl.max(tl.abs(x), axis), 1e-30)
+    # The bits of magnitudes, as integers, have the order of the numbers, above which comes infinity and then NaN: a
+    # maximum of floats would lose NaN.
+    sizes = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis)
+    peaks = tl.maximum(sizes.to(tl.float32, bitcast=True), 1e-30)
+    peaks = tl.where(sizes < 0x7F800000, peaks, float("nan"))
     factors = tl.div_rn(tl.full(peaks.shape, 448.0, tl.float32), peaks)
     scaled = x * tl.expand_dims(factors, axis)
     codes = encode(tl.minimum(tl.maximum(scaled, -448.0), 448.0), native)
