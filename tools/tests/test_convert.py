@@ -9,7 +9,8 @@ import gguf
 import pytest
 import torch
 from lockstep_common.errors import LockstepError
-from lockstep_engine import Engine, SamplingParams
+from lockstep_engine import Engine, EngineConfig, SamplingParams
+from lockstep_engine.model_config import inspect_model
 from lockstep_tools.cli import main
 from lockstep_tools.model import gguf_files
 from safetensors.torch import load_file
@@ -104,12 +105,12 @@ def test_missing_weights_are_refused(checkpoint, tmp_path, capsys):
     )
 
 
-def rewrite(source, target, *, without_tensor="", without_field=""):
-    """Write a GGUF file again, without a tensor or a field."""
+def rewrite(source, target, *, without_tensor="", without_fields=()):
+    """Write a GGUF file again, without a tensor or fields."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
-        if name not in ("general.architecture", without_field) and not name.startswith("GGUF."):
+        if name not in ("general.architecture", *without_fields) and not name.startswith("GGUF."):
             kind, *inner = field.types
             writer.add_key_value(name, field.contents(), kind, sub_type=inner[-1] if inner else None)
     for tensor in reader.tensors:
@@ -153,12 +154,70 @@ def test_it_is_served_as_before(tmp_path):
 def test_a_file_of_another_writer_gives_its_tokenizer(tmp_path):
     file, back = tmp_path / "m.gguf", tmp_path / "back"
     assert convert(REFERENCE, tmp_path / "ours.gguf") == 0
-    rewrite(tmp_path / "ours.gguf", file, without_field=gguf.Keys.Tokenizer.HF_JSON)
+    rewrite(tmp_path / "ours.gguf", file, without_fields=[gguf.Keys.Tokenizer.HF_JSON])
     assert gguf.Keys.Tokenizer.HF_JSON not in gguf.GGUFReader(file).fields
     assert convert(file, back) == 0
     ours, theirs = (Tokenizer.from_file(str(each / "tokenizer.json")) for each in (REFERENCE, back))
     assert theirs.encode(TEXT).ids == ours.encode(TEXT).ids
     assert theirs.decode(ours.encode(TEXT).ids) == TEXT
+
+
+ENDS = [5, 7, 2, 9]
+
+
+def test_all_ids_that_end_an_answer_come_back(checkpoint, tmp_path):
+    folder, file, back = checkpoint("llama", eos_token_id=ENDS[0]), tmp_path / "m.gguf", tmp_path / "back"
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    token = Tokenizer.from_file(str(folder / "tokenizer.json")).id_to_token(ENDS[1])
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": token}))
+    assert convert(folder, file) == 0
+    fields = gguf.GGUFReader(file).fields
+    assert fields[gguf.Keys.Tokenizer.EOS_ID].contents() == ENDS[1], "as in tokenizer_config.json"
+    assert fields[gguf.Keys.Tokenizer.EOT_ID].contents() == ENDS[0]
+    assert convert(file, back) == 0
+    assert inspect_model(EngineConfig(model=str(back))).eos_ids == tuple(ENDS)
+    assert json.loads((back / "tokenizer_config.json").read_text())["eos_token"] == token
+
+
+def test_other_writers_end_ids_are_read(checkpoint, tmp_path):
+    folder, file, back = checkpoint("llama"), tmp_path / "m.gguf", tmp_path / "back"
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][0] | {"id": 4095, "content": "<|eom_id|>"})
+    tokenizer["model"]["vocab"] = {name: id_ for name, id_ in tokenizer["model"]["vocab"].items() if id_ != 4095}
+    tokenizer["model"]["merges"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 4095, 2]}))
+    assert convert(folder, tmp_path / "ours.gguf") == 0
+    rewrite(tmp_path / "ours.gguf", file, without_fields=["lockstep.eos_token_ids"])
+    fields = gguf.GGUFReader(file).fields
+    assert (fields[gguf.Keys.Tokenizer.EOT_ID].contents(), fields[gguf.Keys.Tokenizer.EOM_ID].contents()) == (2, 4095)
+    assert convert(file, back) == 0
+    assert inspect_model(EngineConfig(model=str(back))).eos_ids == (1, 2, 4095)
+
+
+@pytest.mark.parametrize(
+    ("file", "setting", "expected"),
+    [
+        ("from the file", "from the settings", "from the file"),
+        (
+            None,
+            [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}],
+            [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}],
+        ),
+        (None, [{"name": "tool_use", "template": "t"}], [{"name": "tool_use", "template": "t"}]),
+        (None, ["odd"], None),
+    ],
+)
+def test_the_chat_templates_that_are_served_come_back(file, setting, expected, checkpoint, tmp_path):
+    folder, back = checkpoint("llama"), tmp_path / "back"
+    if file is not None:
+        (folder / "chat_template.jinja").write_text(file)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": setting}))
+    assert convert(folder, tmp_path / "m.gguf") == 0
+    assert convert(tmp_path / "m.gguf", back) == 0
+    assert json.loads((back / "tokenizer_config.json").read_text()).get("chat_template") == expected
 
 
 def test_the_file_names_how_words_are_split():
@@ -176,6 +235,7 @@ def test_the_file_names_how_words_are_split():
     ("changes", "sentence"),
     [
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "rope_type llama3 is not"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type linear is not"),
         ({"sliding_window": 64}, "a sliding window is not written"),
         ({"attention_bias": True}, "biases of attention's output"),
         ({"mlp_bias": True}, "biases in its MLP"),

@@ -6,7 +6,7 @@ the format has for it, so that a file written here reads back unchanged; other f
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,9 @@ _WRITABLE = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
 }
 """`model_type` to llama.cpp's name for the architecture."""
+
+_END_IDS = "lockstep.eos_token_ids"
+"""The field with all ids that end an answer: the format has one for each of three kinds only."""
 
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -89,6 +92,8 @@ def read(path: Path, folder: Path, dtype: str) -> ModelInfo:
         raise refuse(f"{path}: {str(error).partition(chr(10))[0]}") from None
     if found["missing_keys"]:  # transformers has initialized these randomly
         raise refuse(f"{path} lacks weights of a {type(model).__name__}, such as {min(found['missing_keys'])}")
+    if len(ends := _end_ids(fields)) > 1:  # transformers reads one
+        model.generation_config.eos_token_id = ends
     model.save_pretrained(folder)
     for file in folder.iterdir():
         file.chmod(
@@ -114,8 +119,9 @@ def write(folder: Path, path: Path, weights: str, progress: Progress) -> None:
     if info.model_type not in _WRITABLE:
         raise refuse(f"model {folder}: {info.model_type} is not among what is written: {', '.join(_WRITABLE)}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"  # the older name is "type"
     for what, is_there in (
-        (f"rope_type {rope.get('rope_type')}", rope.get("rope_type", "default") != "default"),
+        (f"rope_type {rope_type}", rope_type != "default"),
         ("a sliding window", config.get("sliding_window") and config.get("use_sliding_window", True)),
         ("biases of attention's output", config.get("attention_bias") and info.model_type != "qwen2"),
         ("biases in its MLP", config.get("mlp_bias")),
@@ -176,15 +182,54 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path, info: ModelInfo) -> No
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     ids = {token: id_ for id_, token in enumerate(tokens)}
     for key, add in (("bos_token", writer.add_bos_token_id), ("pad_token", writer.add_pad_token_id)):
-        token = settings.get(key)
-        content = token["content"] if isinstance(token, dict) else token
+        content = _text_of(settings.get(key))
         if content in ids:
             add(ids[content])
-    if info.eos_ids:
-        writer.add_eos_token_id(info.eos_ids[0])
+    _add_end_ids(writer, info, tokens, _text_of(settings.get("eos_token")))
     writer.add_add_bos_token(bool(settings.get("add_bos_token", False)))
-    if settings.get("chat_template"):
-        writer.add_chat_template(settings["chat_template"])
+    if template := _chat_template(folder, settings):
+        writer.add_chat_template(template)
+
+
+def _add_end_ids(writer: gguf.GGUFWriter, info: ModelInfo, tokens: Sequence[str], eos_token: str | None) -> None:
+    """Write the ids that end an answer: one as EOS, others as EOT and EOM, all in a field of our own."""
+    if not info.eos_ids:
+        return
+    first = next((each for each in info.eos_ids if tokens[each] == eos_token), info.eos_ids[0])
+    writer.add_eos_token_id(first)
+    others = [each for each in info.eos_ids if each != first]
+    if others:
+        writer.add_array(_END_IDS, list(info.eos_ids))
+    of_message = next((each for each in others if "eom" in tokens[each]), None)
+    if of_message is not None:
+        writer.add_eom_token_id(of_message)
+    of_turn = next((each for each in others if each != of_message), None)
+    if of_turn is not None:
+        writer.add_eot_token_id(of_turn)
+
+
+def _end_ids(fields: Mapping[str, Any]) -> list[int]:
+    if _END_IDS in fields:
+        return [int(each) for each in fields[_END_IDS].contents()]
+    keys = (gguf.Keys.Tokenizer.EOS_ID, gguf.Keys.Tokenizer.EOT_ID, gguf.Keys.Tokenizer.EOM_ID)
+    return list(dict.fromkeys(int(fields[key].contents()) for key in keys if key in fields))
+
+
+def _text_of(token: Any) -> str | None:
+    """The text of a token in tokenizer_config.json, which has it as a string or as an object."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict[str, str]]:
+    """The template, or several named ones."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    given = settings.get("chat_template") or ""
+    if isinstance(given, str):
+        return given
+    return [each for each in given if isinstance(each, dict) and isinstance(each.get("template"), str)]
 
 
 def name_of_split(folder: Path, splits: Mapping[str, Any]) -> str:
@@ -242,10 +287,15 @@ def _special(fields: Mapping[str, Any]) -> dict[str, Any]:
     ):
         if key in fields:
             settings[name] = tokens.contents(int(fields[key].contents()))
-    for name, key in (
-        ("add_bos_token", gguf.Keys.Tokenizer.ADD_BOS),
-        ("chat_template", gguf.Keys.Tokenizer.CHAT_TEMPLATE),
-    ):
-        if key in fields:
-            settings[name] = fields[key].contents()
+    if gguf.Keys.Tokenizer.ADD_BOS in fields:
+        settings["add_bos_token"] = fields[gguf.Keys.Tokenizer.ADD_BOS].contents()
+    templates = {"default": fields.get(gguf.Keys.Tokenizer.CHAT_TEMPLATE)}
+    if gguf.Keys.Tokenizer.CHAT_TEMPLATES in fields:
+        names = sorted(fields[gguf.Keys.Tokenizer.CHAT_TEMPLATES].contents())
+        templates |= {name: fields.get(gguf.Keys.Tokenizer.CHAT_TEMPLATE_N.format(name=name)) for name in names}
+    given = [{"name": name, "template": field.contents()} for name, field in templates.items() if field is not None]
+    if [each["name"] for each in given] == ["default"]:
+        settings["chat_template"] = given[0]["template"]
+    elif given:
+        settings["chat_template"] = given
     return settings
