@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).parents[2] / "libs/engine/tests"))
 from checkpoints import VOCABULARY, make
@@ -43,6 +44,19 @@ def directory(path):
 @pytest.mark.parametrize("name", ["llama", "phi3", "gpt2", "qwen3_moe", "falcon-new", "gemma2"])
 def test_a_layer_at_a_time_gives_what_transformers_gives(tmp_path, name):
     path, reference = make(name, tmp_path)
+    with torch.inference_mode():
+        expected = reference(WINDOWS, labels=WINDOWS).loss.exp()
+    assert model_of(path).perplexity(WINDOWS) == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"), [("cohere", "logit_scale"), ("hyperclovax", "logits_scaling"), ("granite", "logits_scaling")]
+)
+def test_logits_are_scaled_as_transformers_scales_them(tmp_path, name, setting):
+    path, _ = make(name, tmp_path)
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {setting: 4.0}))
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.inference_mode():
         expected = reference(WINDOWS, labels=WINDOWS).loss.exp()
     assert model_of(path).perplexity(WINDOWS) == pytest.approx(float(expected), rel=1e-4)
@@ -154,7 +168,12 @@ def test_the_command_writes_a_directory_that_is_served(tmp_path, capsys):
     path, _ = make("llama", tmp_path)
     for file in REFERENCE.glob("tokenizer*"):
         shutil.copy(file, path)
+    (path / "1_Pooling").mkdir()
+    pooling = {"1_Pooling/config.json": '{"pooling_mode_lasttoken": true}', "modules.json": "[]"}
+    for name, content in pooling.items():
+        (path / name).write_text(content)
     assert quantize(path, "--scheme", "int8", "--out", tmp_path / "small") == 0
+    assert {name: (tmp_path / "small" / name).read_text() for name in pooling} == pooling
     assert "MiB" in capsys.readouterr().err
     assert inspect_model(EngineConfig(model=str(tmp_path / "small"))).quantization.method == "compressed-tensors"
     assert (tmp_path / "small/tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()

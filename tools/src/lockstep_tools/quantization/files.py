@@ -28,6 +28,10 @@ _COPIED = (
     "chat_template*",
     "README.md",
     "LICENSE*",
+    "modules.json",  # of an embedding model: its modules beside the decoder, which have directories
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "[0-9]_*/*",
 )
 _BITS = {"int4": 4, "int8": 8, "fp8": 8, "ternary": 2}
 
@@ -182,5 +186,7 @@ def copy_rest(source: Path, folder: Path, settings: Mapping[str, Any]) -> None:
     for glob in _COPIED:
         for file in source.glob(glob):
             if file.is_file():
-                shutil.copyfile(file, folder / file.name)
+                target = folder / file.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
     (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")

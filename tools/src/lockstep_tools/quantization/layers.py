@@ -7,7 +7,7 @@ layer is loaded when the computation reaches it, from whichever checkpoint it is
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -141,13 +141,16 @@ class LayeredModel:
             visit: called for each layer.
             sources: for each layer the checkpoint of its weights (None: this model's own).
         """
+        states: torch.Tensor = self._run(ids, visit, sources)[0]
+        return states
+
+    def _run(self, ids: torch.Tensor, visit: Visit | None, sources: Sequence[Checkpoint | None]) -> Any:
         originals = [layer.forward for layer in self.layers]
         for number, (layer, forward) in enumerate(zip(self.layers, originals, strict=True)):
             source = sources[number] if sources else None
             layer.forward = self._forward(number, forward, len(ids), visit, source)
         try:
-            out: torch.Tensor = self.model.base_model(input_ids=ids, use_cache=False)[0]
-            return out
+            return self.model.base_model(input_ids=ids, use_cache=False)
         finally:
             for layer, forward in zip(self.layers, originals, strict=True):
                 layer.forward = forward
@@ -174,20 +177,31 @@ class LayeredModel:
     @torch.inference_mode()
     def perplexity(self, ids: torch.Tensor, sources: Sequence[Checkpoint | None] = ()) -> float:
         """Perplexity of windows [windows, tokens], of which each predicts its own tokens from the second on."""
-        states = self.states(ids, sources=sources)
-        head = self.model.get_output_embeddings()
-        scale, cap = 1 / float(getattr(self.model.config, "logits_scaling", 1.0)), None
-        cap = getattr(self.model.config, "final_logit_softcapping", None)
-        nats, count = 0.0, 0
-        for window, row in zip(ids, states, strict=True):
+        out, nats, count = self._run(ids, None, sources), 0.0, 0
+        for window, row in zip(ids, out[0], strict=True):
             for first in range(0, len(window) - 1, _ROWS_AT_ONCE):
                 part = slice(first, min(first + _ROWS_AT_ONCE, len(window) - 1))
-                logits = head(row[part]) * scale
-                logits = logits if cap is None else cap * torch.tanh(logits / cap)
+                logits = self._logits(out, window[part], row[part])
                 targets = window[part.start + 1 : part.stop + 1]
                 nats += float(nn.functional.cross_entropy(logits, targets, reduction="sum"))
                 count += len(targets)
         return math.exp(nats / count)
+
+    def _logits(self, out: Any, ids: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """The logits of some tokens [tokens, vocabulary], by the model's own code: many scale or cap them.
+
+        Args:
+            out: what the layers gave for all tokens.
+            ids: the tokens.
+            states: their hidden states.
+        """
+        inner, part = self.model.base_model, replace(out, last_hidden_state=states[None])
+        original, inner.forward = inner.forward, lambda *_args, **_kwargs: part
+        try:
+            logits: torch.Tensor = self.model(input_ids=ids[None], use_cache=False).logits[0]
+            return logits
+        finally:
+            inner.forward = original
 
 
 def _part(value: Any, number: int, windows: int) -> Any:
