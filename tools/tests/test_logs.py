@@ -114,6 +114,9 @@ class Cluster:
     def require(self):
         return [Pod(name, kind, "n", True, 0, False, name) for name, kind, _ in self.logs]
 
+    def pods(self):
+        return self.require()
+
     def start(self, *arguments, errors):
         self.commands.append(arguments)
         (lines,) = [lines for name, _, lines in self.logs if name == arguments[1]]
@@ -123,9 +126,11 @@ class Cluster:
 
 
 class Process:
+    """It fails without lines, and after a last one that is None."""
+
     def __init__(self, cluster, lines):
-        self._cluster, self._code = cluster, int(lines is None)
-        self.stdout = io.StringIO("\n".join(lines or ()) + "\n")
+        self._cluster, self._code = cluster, int(not lines or lines[-1] is None)
+        self.stdout = io.StringIO("\n".join(filter(None, lines or ())) + "\n")
 
     def kill(self):
         self._cluster.killed += 1
@@ -147,6 +152,57 @@ def test_both_services_of_a_release_are_read_at_once():
     assert cluster.killed == 2
 
 
+class Changing(Cluster):
+    """A release whose containers, by look at its pods, are these: (pod, how often it was restarted, its lines)."""
+
+    def __init__(self, *looks):
+        super().__init__([])
+        self.looks = list(looks)
+
+    def require(self):
+        self.logs = [(name, "router", lines) for name, _, lines in self.looks[0]]
+        return [Pod(name, "router", "n", True, restarts, False, name) for name, restarts, _ in self.looks.pop(0)]
+
+    def pods(self):
+        return self.require() if self.looks else []
+
+
+def followed(cluster, monkeypatch):
+    monkeypatch.setattr(sources, "_LOOK_S", 0.05)
+    failures = []
+    lines = sources.from_release(cluster, tail=7, since="", follow_s=60.0, on_failure=failures.append)
+    return [(line.source, line.fields["message"]) for line in lines if line.fields], failures
+
+
+def said(*messages):
+    return [json.dumps({"message": each, "time": "2026-01-31T10:00:00.000Z"}) for each in messages]
+
+
+def test_containers_that_start_meanwhile_are_followed_too(monkeypatch):
+    """It ends with the release."""
+    first, second, third = said("first"), said("second"), said("third")
+    cluster = Changing([("a", 0, first)], [("a", 0, first)], [("a", 1, second), ("b", 0, third)])
+    lines, failures = followed(cluster, monkeypatch)
+    assert (sorted(lines), failures) == ([("a", "first"), ("a", "second"), ("b", "third")], [])
+    assert cluster.commands == [
+        ("logs", "a", "-f", "--tail=7"),
+        ("logs", "a", "-f", "--tail=-1"),
+        ("logs", "b", "-f", "--tail=-1"),
+    ]
+
+
+def test_a_pod_that_cannot_be_followed_yet_is_tried_again(monkeypatch):
+    """Such as one whose image is being pulled."""
+    cluster = Changing([("a", 0, None)], [("a", 0, None)], [("a", 0, said("first"))])
+    assert followed(cluster, monkeypatch) == ([("a", "first")], [])
+
+
+def test_after_a_broken_connection_lines_go_on_where_they_ended(monkeypatch):
+    cluster = Changing([("a", 0, [*said("first"), None])], [("a", 0, said("second"))])
+    assert followed(cluster, monkeypatch) == ([("a", "first"), ("a", "second")], [])
+    assert cluster.commands[1] == ("logs", "a", "-f", "--tail=-1", "--since-time=2026-01-31T10:00:00.000Z")
+
+
 def test_an_age_is_a_moment():
     now = datetime(2026, 1, 31, 10, tzinfo=UTC)
     assert moment("15m", now) == "2026-01-31T09:45:00.000Z"
@@ -155,7 +211,7 @@ def test_an_age_is_a_moment():
     assert harmless("a\tb") == "a\\x09b"
 
 
-@pytest.mark.parametrize("follow", [(), ("--follow", "60")])
+@pytest.mark.parametrize("follow", [(), ("--follow", "1")])
 def test_a_pod_whose_lines_cannot_be_read_is_named(monkeypatch, capsys, follow):
     cluster = Cluster([("r-a", "router", ROUTER), ("w-0", "inference-worker", None)])
     monkeypatch.setattr("lockstep_tools.commands.logs.Release", lambda *_: cluster)

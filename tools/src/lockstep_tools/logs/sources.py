@@ -10,19 +10,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from typing import IO
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import IO, Self
 
 from lockstep_tools.chaos.kubectl import Kubectl
-from lockstep_tools.chaos.release import ROUTER, STATE, WORKER, Release
+from lockstep_tools.chaos.release import ROUTER, STATE, WORKER, Pod, Release
 from lockstep_tools.failure import UNUSABLE, CommandError
-from lockstep_tools.logs.lines import MAX_LINE_CHARS, Line, harmless, parse
+from lockstep_tools.logs.lines import MAX_LINE_CHARS, Line, harmless, moment, parse
 
 _MAX_WAITING = 10_000
 """Lines that are read and not shown yet; more are not read meanwhile."""
 SILENT_S = 60.0
 """Without any line of what is not followed: kubectl waits longer for an API server that is cut off."""
 _END_S = 5.0
+_LOOK_S = 2.0
+"""Between two looks at the pods of a release whose lines are followed."""
 _MAX_ERROR_CHARS = 1000
 
 
@@ -54,45 +57,132 @@ def from_release(
         release: it must have pods.
         tail: most lines of each pod, the newest; with `follow_s` those before the new ones.
         since: as `Line.time`; empty: no limit.
-        follow_s: wait for new lines for so long; None: do not.
-        on_failure: called with a sentence for each `kubectl logs` that has failed, when its lines are read.
+        follow_s: wait for new lines for so long, also for those of containers that start meanwhile; None: do not.
+        on_failure: called with a sentence for each pod whose last `kubectl logs` has failed, when the lines are read.
     """
-    names = [pod.name for pod in release.require() if pod.component in (ROUTER, WORKER, STATE)]
-    options = [f"--tail={tail}", *([f"--since-time={since}"] if since else []), *(["-f"] if follow_s else [])]
-    with ExitStack() as stack:
-        running = {
-            # Of the container that the pod's annotation `default-container` names, which is the service.
-            name: stack.enter_context(_Running(release.kubectl, ["logs", name, *options]))
-            for name in names
-        }
-        yield from _merged({name: each.lines for name, each in running.items()}, follow_s)
-        # Those that still follow when the time is over have not failed.
-        for name, each in running.items():
-            if (failure := each.failure(waits=follow_s is None)) is not None:
-                on_failure(f"kubectl logs {name}: {failure}")
+    limits = [f"--tail={tail}", *([f"--since-time={since}"] if since else [])]
+    with _Reading(release.kubectl) as reading:
+        if follow_s is None:
+            for pod in _of_services(release.require()):
+                reading.start(pod.name, limits)
+            yield from reading.lines()
+        else:
+            yield from _followed(release, reading, limits, time.monotonic() + follow_s)
+        for name, failure in reading.failures(waits=follow_s is None).items():
+            on_failure(f"kubectl logs {name}: {failure}")
+
+
+def _of_services(pods: Iterable[Pod]) -> list[Pod]:
+    return [pod for pod in pods if pod.component in (ROUTER, WORKER, STATE)]
+
+
+def _followed(release: Release, reading: "_Reading", limits: Sequence[str], ends_at: float) -> Iterator[Line]:
+    """New lines until a moment, or until the release has no pods. `kubectl logs -f` ends with its container, and knows
+    no pods that come later, so they are looked for again and again.
+    """
+    begun: set[tuple[str, int]] = set()
+    pods = release.require()
+    while pods and time.monotonic() < ends_at:
+        for pod in _of_services(pods):
+            life = (pod.uid, pod.restarts)
+            if not reading.reads(pod.name) and (life not in begun or reading.has_failed(pod.name)):
+                begun.add(life)
+                reading.start(pod.name, ["-f", *limits])
+        yield from reading.lines(min(time.monotonic() + _LOOK_S, ends_at))
+        limits = ["--tail=-1"]  # of what starts from now on, everything is new
+        with suppress(CommandError):  # of an API server that is away; what is being read may go on all the same
+            pods = release.pods()
+
+
+class _Reading:
+    """`kubectl logs` of several pods at once, whose lines come as they are read. All end with the block."""
+
+    def __init__(self, kubectl: Kubectl) -> None:
+        self._kubectl = kubectl
+        self._running: dict[str, _Running] = {}
+        self._failures: dict[str, str] = {}
+        self._last: dict[str, str] = {}
+        """The time of each pod's last line."""
+        self._waiting: queue.Queue[tuple[str, Line | None]] = queue.Queue(_MAX_WAITING)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for running in self._running.values():
+            running.end()
+
+    def start(self, name: str, options: Sequence[str]) -> None:
+        """Read a pod's lines: of the container that its annotation `default-container` names, which is the service.
+        Where the last try has failed after some lines, those after them.
+        """
+        if self.has_failed(name):
+            with suppress(ValueError):  # no line, or one whose time is none
+                options = [*options, f"--since-time={moment(self._last.get(name, ''), datetime.now(UTC))}"]
+        running = self._running[name] = _Running(self._kubectl, ["logs", name, *options])
+        threading.Thread(target=self._read, args=(name, running.lines), daemon=True).start()
+
+    def _read(self, name: str, source: IO[str]) -> None:
+        try:
+            for line in _lines(name, source):
+                self._waiting.put((name, line))
+        except (OSError, ValueError):
+            pass  # the block has been left
+        self._waiting.put((name, None))
+
+    def reads(self, name: str) -> bool:
+        """Whether a pod's lines are being read."""
+        return name in self._running
+
+    def has_failed(self, name: str) -> bool:
+        """Whether the last try to read a pod's lines has failed."""
+        return name in self._failures
+
+    def lines(self, until: float | None = None) -> Iterator[Line]:
+        """The lines of all pods as they come, until a moment; without one until all have ended, or none comes."""
+        while self._running or until is not None:
+            left_s = SILENT_S if until is None else until - time.monotonic()
+            if left_s <= 0:
+                return  # though lines may wait: others may have to be looked for
+            try:
+                name, line = self._waiting.get(timeout=left_s)
+            except queue.Empty:
+                return
+            if line is not None:
+                self._last[name] = line.time or self._last.get(name, "")
+                yield line
+                continue
+            running = self._running.pop(name)
+            self._failures.pop(name, None)
+            if (failure := running.failure()) is not None:
+                self._failures[name] = failure
+            running.end()
+
+    def failures(self, *, waits: bool) -> dict[str, str]:
+        """By pod, how its last `kubectl logs` has failed. `waits`: those that still run should have ended."""
+        running = {name: each.failure() for name, each in self._running.items()} if waits else {}
+        return self._failures | {name: failure for name, failure in running.items() if failure is not None}
 
 
 class _Running:
-    """A `kubectl logs` that ends with the block."""
+    """A `kubectl logs`."""
 
     def __init__(self, kubectl: Kubectl, arguments: Sequence[str]) -> None:
-        self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed at the exit
+        self._errors: IO[str] = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed by `end`
         self._process: subprocess.Popen[str] = kubectl.start(*arguments, errors=self._errors)
         assert self._process.stdout is not None
         self.lines: IO[str] = self._process.stdout
 
-    def __enter__(self) -> "_Running":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Kill it if it still runs."""
         self._process.kill()
         self._process.wait(_END_S)
         self._errors.close()
 
-    def failure(self, *, waits: bool) -> str | None:
-        """How it has failed; None: it has not, or it still runs. `waits`: it is given some time to end."""
+    def failure(self) -> str | None:
+        """How it has failed, when its lines have ended; None: it has not."""
         try:
-            code = self._process.wait(_END_S) if waits else self._process.poll()
+            code = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             return "it gives no more lines and does not end"
         if not code:
@@ -101,33 +191,6 @@ class _Running:
         self._errors.seek(max(0, self._errors.tell() - _MAX_ERROR_CHARS))
         said = self._errors.read().strip().rpartition("\n")[2]
         return f"exit code {code}: {harmless(said)}" if said else f"exit code {code}"
-
-
-def _merged(sources: dict[str, IO[str]], follow_s: float | None) -> Iterator[Line]:
-    """The lines of all sources as they come, until all have ended, the time is over or, without one, none comes."""
-    waiting: queue.Queue[Line | None] = queue.Queue(_MAX_WAITING)
-
-    def read(name: str, source: IO[str]) -> None:
-        try:
-            for line in _lines(name, source):
-                waiting.put(line)
-        except (OSError, ValueError):
-            pass  # the block has been left
-        waiting.put(None)
-
-    for name, source in sources.items():
-        threading.Thread(target=read, args=(name, source), daemon=True).start()
-    ends_at = None if follow_s is None else time.monotonic() + follow_s
-    left = len(sources)
-    while left:
-        try:
-            line = waiting.get(timeout=SILENT_S if ends_at is None else max(0.0, ends_at - time.monotonic()))
-        except queue.Empty:
-            return
-        if line is None:
-            left -= 1
-        else:
-            yield line
 
 
 def _lines(name: str, file: IO[str]) -> Iterator[Line]:
