@@ -54,10 +54,13 @@ class Values:
             metrics.DAMAGED.inc()
         return plain
 
-    def fingerprint(self, place: str, plain: bytes) -> str:
-        """Equal for equal values of one place. Without the secret it tells nothing else."""
-        secret = self._keys.get(self._first, b"")
-        return hmac.new(secret, place.encode() + b"\0" + plain, hashlib.sha256).hexdigest()[:32]
+    def fingerprints(self, place: str, plain: bytes) -> str:
+        """32 characters with each key, separated by spaces: equal for equal values of one place. Without the secret
+        they tell nothing else. The first is stored. Any of them may have been stored, before keys were replaced.
+        """
+        message = place.encode() + b"\0" + plain
+        digests = (hmac.new(secret, message, hashlib.sha256).hexdigest() for secret in self._keys.values() or (b"",))
+        return " ".join(digest[:32] for digest in digests)
 
     def _open(self, place: str, stored: bytes) -> bytes | None:
         magic, rest = stored[:_MAGIC_BYTES], stored[_MAGIC_BYTES:]

@@ -1,6 +1,6 @@
 -- Writes to one stream, completely or not at all.
--- KEYS: the stream's hash, its list of pieces, the mark that it left when it was trimmed. ARGV: epoch, ttl_ms, max_bytes, record, its fingerprint, choices, owner, seal,
--- its fingerprint, bytes after which the tenant's ledger is told, the life that the stream must have ('': any), the life that it gets if it
+-- KEYS: the stream's hash, its list of pieces, the mark that it left when it was trimmed. ARGV: epoch, ttl_ms, max_bytes, record, its fingerprints, choices, owner, seal,
+-- its fingerprints, bytes after which the tenant's ledger is told, the life that the stream must have ('': any), the life that it gets if it
 -- is opened; then for each piece: choice, position, count, finish, value.
 -- The hash: e epoch, d fingerprint of r the record, n choices, o owner, s seal, t its fingerprint, b bytes, q bytes that the
 -- ledger knows, c when it is told again, l<choice> tokens, f<choice> how the choice ended, i its life: as long as that is the same,
@@ -38,7 +38,7 @@ if is_new then
   local mark = number(redis.pcall('GET', KEYS[3]))
   if mark and epoch < mark then return answer(STALE, mark, 0, 0, -1) end
   if ARGV[4] == '' then return answer(UNKNOWN) end
-  change('d', checked(ARGV[5]))
+  change('d', checked(first(ARGV[5])))
   change('r', ARGV[4])
   change('n', checked(choices))
   change('o', ARGV[7])
@@ -46,7 +46,7 @@ if is_new then
   bytes = #ARGV[4]
 else
   if epoch < was.e then return answer(STALE, was.e) end
-  if ARGV[4] ~= '' and ARGV[5] ~= was.d then return answer(CONFLICT) end
+  if ARGV[4] ~= '' and not same(was.d, ARGV[5]) then return answer(CONFLICT) end
   bytes, choices = was.b, was.n
 end
 local is_sealed = head[7]
@@ -67,10 +67,10 @@ for at = 13, #ARGV, 5 do
 end
 if ARGV[8] ~= '' then
   if is_sealed then
-    if plain(head[8]) ~= ARGV[9] then return answer(SEALED) end
+    if not same(plain(head[8]), ARGV[9]) then return answer(SEALED) end
   else
     change('s', ARGV[8])
-    change('t', checked(ARGV[9]))
+    change('t', checked(first(ARGV[9])))
     bytes = bytes + #ARGV[8]
   end
 end

@@ -10,4 +10,9 @@ local function plain(text)
   if checked(value) ~= text then return nil end
   return value
 end
+-- Of fingerprints with several keys the first is stored, and any counts as the same.
+local function first(fingerprints) return string.sub(fingerprints, 1, 32) end
+local function same(stored, fingerprints)
+  return stored and #stored == 32 and string.find(fingerprints, stored, 1, true) ~= nil
+end
 local function number(text) return tonumber(plain(text) or '') end

@@ -121,20 +121,20 @@ class Journals:
         """What writes; only if the stream has this life, if one is given."""
         place = self._place(write.key)
         opening = write.opening
-        record, fingerprint, choices, owner = b"", "", 0, b""
+        record, fingerprints, choices, owner = b"", "", 0, b""
         if opening is not None:
             size = opening.choices.to_bytes(_COUNT_BYTES, "big")
             record = self._values.write(f"{place}:r", size + opening.record)
-            fingerprint = self._values.fingerprint(place, opening.record)
+            fingerprints = self._values.fingerprints(place, opening.record)
             choices, owner = opening.choices, self._values.write(f"{place}:o", opening.owner.encode())
         seal = b"" if write.seal is None else self._values.write(f"{place}:s", write.seal)
-        seal_print = "" if write.seal is None else self._values.fingerprint(place, write.seal)
-        head = (write.epoch, int(write.ttl_s * 1000), self._limits.stream_bytes, record, fingerprint, choices, owner)
+        seal_prints = "" if write.seal is None else self._values.fingerprints(place, write.seal)
+        head = (write.epoch, int(write.ttl_s * 1000), self._limits.stream_bytes, record, fingerprints, choices, owner)
         pieces: list[str | bytes | int] = []
         for piece in write.pieces:
             value = self._values.write(f"{place}:p", piece.SerializeToString())
             pieces += [piece.choice, piece.position, len(piece.ids), int(piece.finish), value]
-        arguments = (*head, seal, seal_print, _LEDGER_STEP_BYTES, life, _new_life(), *pieces)
+        arguments = (*head, seal, seal_prints, _LEDGER_STEP_BYTES, life, _new_life(), *pieces)
         return Command(self._keys_and_mark(write.key), arguments, scripts.APPEND)
 
     async def _compare(self, write: Write) -> Any:

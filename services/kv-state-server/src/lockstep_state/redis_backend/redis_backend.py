@@ -75,11 +75,11 @@ class RedisBackend:
     ) -> tuple[bool, bytes | None]:
         place = _place(key)
         arguments = (
-            self._values.fingerprint(place, binding.target),
+            self._values.fingerprints(place, binding.target),
             self._values.write(place, _pack(binding)),
             int(ttl_s * 1000),
             int(expected is not None),
-            self._values.fingerprint(place, expected) if expected else "",
+            self._values.fingerprints(place, expected) if expected else "",
             damaged,
         )
         done, value = await self._store.one("bind", Command((self._name(key),), arguments, scripts.BIND))
@@ -97,7 +97,7 @@ class RedisBackend:
 
     async def unbind(self, key: str, target: bytes | None) -> bool:
         """See `Backend`."""
-        argument = "" if target is None else self._values.fingerprint(_place(key), target)
+        argument = "" if target is None else self._values.fingerprints(_place(key), target)
         return bool(await self._store.one("unbind", Command((self._name(key),), (argument,), scripts.UNBIND)))
 
     async def acquire(self, key: str, owner: str, ttl_s: float) -> tuple[bool, Lease]:
