@@ -102,8 +102,9 @@ class GrammarCompiler:
     async def compile(self, request: Request) -> Constraint:
         """The request's place in its grammar, after the ids that it has emitted.
 
-        All grammars in use together take `MAX_LIVE_BYTES`. Those of one tenant may take all of it until a second tenant
-        asks for a grammar, and half of it from then on: what a tenant has above that comes back as its streams end.
+        All grammars in use together take at most `MAX_LIVE_BYTES`. Those of one tenant may take all of it until a
+        second tenant asks for a grammar, and half of it from then on: what a tenant has above that comes back as its
+        streams end.
 
         Raises:
             LockstepError: INVALID_REQUEST, the grammar cannot be compiled or does not fit `emitted_ids`; OVERLOADED.
