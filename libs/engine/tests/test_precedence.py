@@ -173,6 +173,19 @@ class TestFairness:
         server.run()
         assert all(server.ids(number) == server.expected(number) for number in (*running, greedy, other))
 
+    def test_without_shares_nobody_overtakes_a_request_that_does_not_fit(self):
+        server = Server(blocks=14, max_batch_tokens=200)
+        running = [server.submit(words(70, seed=each), tenant="a", max_tokens=10) for each in range(2)]
+        waiting = [
+            server.submit(words(length, seed=length), tenant=tenant, max_tokens=4)
+            for tenant, length in (("a", 100), ("b", 20))
+        ]
+        server.step()
+        server.step()
+        assert not any(map(server.computed, waiting))
+        server.run()
+        assert all(server.ids(number) == server.expected(number) for number in (*running, *waiting))
+
     def test_requests_that_wait_for_a_prefix_are_not_starved(self):
         server = Server(blocks=16, max_seqs=2, max_batch_tokens=32)
         prompt = words(60, seed=1)

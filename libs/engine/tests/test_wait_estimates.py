@@ -4,11 +4,13 @@ import asyncio
 from types import SimpleNamespace
 
 from lockstep_engine.wait_estimates import WaitEstimates
+from scripted_ranks import Server, words
 
 
 def estimates_of(backlog=0):
     """With a pace of 0.5 s for each token of a prompt."""
-    estimates = WaitEstimates(SimpleNamespace(running=[], free_seqs=1, backlog=backlog), step_tokens=4)
+    sequences = SimpleNamespace(running=[], free_seqs=1, backlog=backlog, waiting_for_share=frozenset())
+    estimates = WaitEstimates(sequences, step_tokens=4)
     estimates.pace.token_s = 0.5
     assert estimates.pace.step_s == 0
     return estimates
@@ -34,3 +36,82 @@ async def test_the_prompts_that_came_first_are_not_counted_twice():
     await asyncio.sleep(0)
     wait_s = 0.0
     assert estimates.prompt_s(2) == 2.5
+
+
+class TestShares:
+    """Two tenants with half of the blocks each; a request has a quarter of them. A token takes one second."""
+
+    def serve(self, **settings):
+        server = Server(**{"blocks": 20, "tenant_share": 0.5, "max_seqs": 4, "max_batch_tokens": 400} | settings)
+        self.estimates = WaitEstimates(server.scheduler.sequences, step_tokens=400)
+        self.estimates.calibrate(1.0, 0.0)
+        return server
+
+    def submit(self, server, tenant, count):
+        for _ in range(count):
+            number = server.submit(words(70, seed=len(server.requests)), tenant=tenant, max_tokens=10, ignore_eos=True)
+            self.estimates.add(server.requests[number], 0.0)
+
+    def step(self, server):
+        server.step()
+        self.estimates.note_phases(server.scheduler.sequences.take_phases())
+
+    def wait_s(self):
+        return self.estimates.waits()[0][0]
+
+    async def test_one_at_its_limit_is_not_counted_in_what_others_wait(self):
+        server = self.serve()
+        self.submit(server, "greedy", 30)
+        assert self.wait_s() > 60.0
+        self.step(server)
+        sequences = server.scheduler.sequences
+        assert (len(sequences.running), len(sequences.waiting)) == (2, 28)
+        assert (sequences.free_seqs, sequences.backlog, self.wait_s()) == (2, 0, 0.0)
+        assert self.estimates.prompt_s(0) == 0.0
+        self.submit(server, "greedy", 1)  # nor is its next request
+        assert (sequences.free_seqs, self.wait_s()) == (2, 0.0)
+        self.submit(server, "modest", 1)
+        assert sequences.free_seqs == 0
+        self.step(server)
+        assert (len(sequences.running), sequences.free_seqs, self.wait_s()) == (3, 1, 0.0)
+
+    async def test_with_all_rows_in_use_others_wait_for_a_row_only(self):
+        server = self.serve(max_seqs=3)
+        self.submit(server, "greedy", 30)
+        self.step(server)
+        self.submit(server, "modest", 1)
+        self.step(server)
+        assert server.scheduler.sequences.free_seqs == 0
+        assert 0.0 < self.wait_s() <= 10.0
+
+    async def test_with_no_room_for_others_they_do_wait(self):
+        """Both have all that they may have, so that a third one's requests wait for theirs."""
+        server = self.serve(max_seqs=8)
+        for tenant in ("greedy", "modest"):
+            self.submit(server, tenant, 10)
+        self.step(server)
+        self.step(server)
+        assert (len(server.scheduler.sequences.running), server.pool.free) == (4, 0)
+        assert server.scheduler.sequences.free_seqs == 0
+        assert self.wait_s() > 20.0
+
+    async def test_without_shares_a_tenant_that_has_all_blocks_is_counted(self):
+        server = self.serve(tenant_share=1.0, blocks=14)
+        self.submit(server, "greedy", 30)
+        self.step(server)
+        assert len(server.scheduler.sequences.running) == 2
+        assert server.scheduler.sequences.free_seqs == 0
+        assert self.wait_s() > 60.0
+
+    async def test_a_tenant_below_its_limit_again_is_counted(self):
+        server = self.serve()
+        self.submit(server, "greedy", 7)
+        self.step(server)
+        assert server.scheduler.sequences.free_seqs == 2
+        for number in range(2, 6):
+            server.cancel(number)
+        while server.scheduler.sequences.waiting:
+            self.step(server)
+        assert server.scheduler.sequences.free_seqs == 3
+        self.submit(server, "greedy", 1)
+        assert server.scheduler.sequences.free_seqs == 0

@@ -10,7 +10,7 @@ what the running ones have had so far, so that the estimate is rather too short,
 """
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from lockstep_common.seniority import turn_at
@@ -117,7 +117,9 @@ class QueueEstimate:
         """Forget all requests. What was measured stays."""
         self._entries.clear()
 
-    def waits(self, *, places: int, is_full: bool, now: float, priority: int = 0) -> tuple[float, float]:
+    def waits(
+        self, *, places: int, is_full: bool, now: float, priority: int = 0, apart: Collection[str] = ()
+    ) -> tuple[float, float]:
         """The wait of one more request, and what each further request adds to it.
 
         Each queued request takes the place of the running one that is expected to end first. Both are 0 while nothing
@@ -128,8 +130,10 @@ class QueueEstimate:
             is_full: whether one more request would have to wait.
             now: the current time.
             priority: of the further request, which arrives now; queued ones whose turn is later do not run before it.
+            apart: requests that wait for something else than a place, so that the further one does not wait for them.
         """
-        started = [(entry, now - entry.started_at) for entry in self._entries.values() if entry.started_at is not None]
+        entries = [entry for request_id, entry in self._entries.items() if request_id not in apart]
+        started = [(entry, now - entry.started_at) for entry in entries if entry.started_at is not None]
         places = max(1, places)
         mean_s, expected_s = self._expectation(started, places)
         if not is_full:
@@ -138,7 +142,7 @@ class QueueEstimate:
         free_at = left_s[:places] + [0.0] * (places - len(left_s))
         heapq.heapify(free_at)
         # Those that were preempted go first, then those that have not run.
-        waiting = (entry for entry in self._entries.values() if entry.started_at is None)
+        waiting = (entry for entry in entries if entry.started_at is None)
         own_turn = turn_at(now, priority, has_output=False)
         queued = [entry for entry in waiting if entry.turn_at <= own_turn]
         for needed_s in (*left_s[places:], *map(expected_s, queued)):

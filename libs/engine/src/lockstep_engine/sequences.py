@@ -34,6 +34,8 @@ class Sequences:
         self.phases: dict[str, Phase] = {}
         self._free_rows = list(range(max_seqs - 1, -1, -1))
         self._added: list[Sequence] = []
+        self._at_share: set[str] = set()
+        """Tenants whose waiting requests wait for their share of the blocks."""
         self.arrivals = 0
         self.preemptions = 0
         self.prompt_tokens = 0
@@ -41,10 +43,11 @@ class Sequences:
 
     @property
     def free_seqs(self) -> int:
-        """Number of requests that have a sampling row free; 0 if others wait already."""
-        if any(not sequence.is_held for sequence in self.waiting):
+        """Number of requests that have a sampling row free; 0 if others wait already, but for their tenant's share."""
+        queued = self._queued
+        if any(not sequence.is_held for sequence in queued):
             return 0
-        return max(0, len(self._free_rows) - len(self.waiting))
+        return max(0, len(self._free_rows) - len(queued))
 
     @property
     def has_free_row(self) -> bool:
@@ -69,8 +72,23 @@ class Sequences:
     @property
     def backlog(self) -> int:
         """Tokens of prompts that are to be computed for requests that came first."""
-        sequences = (*self.running, *(each for each in self.waiting if not each.is_held))
+        sequences = (*self.running, *(each for each in self._queued if not each.is_held))
         return sum(each.remaining for each in sequences if each.remaining > 1)
+
+    @property
+    def waiting_for_share(self) -> frozenset[str]:
+        """Requests that wait for their tenant's share of the blocks. Those of other tenants do not wait for them."""
+        return frozenset(each.request.id for each in self.waiting if each.request.tenant in self._at_share)
+
+    def note_share(self, tenant: str, *, waits: bool) -> None:
+        """Whether the first waiting request of a tenant waits for the tenant's share of the blocks alone: in its place
+        another tenant's would start.
+        """
+        if not waits:
+            self._at_share.discard(tenant)
+        elif tenant not in self._at_share:
+            self._at_share &= {each.request.tenant for each in self.waiting}  # forgets those that are gone
+            self._at_share.add(tenant)
 
     def add(self, sequence: Sequence) -> None:
         """A new request waits.
@@ -119,7 +137,7 @@ class Sequences:
             sequence.hot, sequence.cold = [], []
             sequence.score_from = sequence.scores_delivered
         self.waiting = sorted(self.by_id.values(), key=lambda each: each.precedence)
-        self.running, self._added = [], []
+        self.running, self._added, self._at_share = [], [], set()
         self._free_rows = list(range(self._max_seqs - 1, -1, -1))
 
     def clear(self) -> None:
@@ -141,6 +159,11 @@ class Sequences:
     def delivered(self) -> None:
         """The outputs of the last step have reached the caller."""
         self.ended = []
+
+    @property
+    def _queued(self) -> list[Sequence]:
+        """Waiting sequences, without those that wait for their tenant's share."""
+        return [each for each in self.waiting if each.request.tenant not in self._at_share]
 
     def _enqueue(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)

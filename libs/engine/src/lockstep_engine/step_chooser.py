@@ -76,11 +76,14 @@ class StepChooser:
             if self._is_being_computed(match):
                 self.blocks.matches.remember(sequence.request.id, match)
                 continue  # wait and share its blocks
-            if self.blocks.is_at_limit(sequence.request.tenant, match.takes):
+            tenant, has_room = sequence.request.tenant, match.takes.fit(self.blocks.room_of_all)
+            is_at_limit = self.blocks.is_at_limit(tenant, match.takes)
+            self._sequences.note_share(tenant, waits=is_at_limit and has_room)
+            if is_at_limit:
                 self.blocks.matches.remember(sequence.request.id, match)
-                at_limit.add(sequence.request.tenant)
+                at_limit.add(tenant)
                 continue  # its tenant must not hold up others
-            if not match.takes.fit(self.blocks.room_of_all):
+            if not has_room:
                 self.blocks.matches.remember(sequence.request.id, match)
                 return  # smaller requests do not overtake: a large one would never start
             self._start(sequence, match.keys, match.hits)

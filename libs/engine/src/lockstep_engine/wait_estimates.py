@@ -73,13 +73,11 @@ class WaitEstimates:
                 self.queue.progress(output.request_id, output.position + len(output.ids), now)
 
     def waits(self) -> dict[int, tuple[float, float]]:
-        """By priority: seconds that one more request would wait before it runs, and what each further one adds."""
-        now, free = time.monotonic(), self._sequences.free_seqs
-        places = len(self._sequences.running) + free
-        return {
-            priority: self.queue.waits(places=places, is_full=not free, now=now, priority=priority)
-            for priority in PRIORITIES.values()
-        }
+        """By priority: seconds that one more request would wait before it runs, and what each further one adds.
+
+        A request of a tenant that is at its share of the blocks waits longer: those of others do not wait for its.
+        """
+        return self._waits_of(PRIORITIES.values())
 
     def prompt_s(self, tokens: int) -> float:
         """Seconds until so many tokens of one more prompt would be computed. The part of it that does not depend on
@@ -87,13 +85,19 @@ class WaitEstimates:
         """
         pace, step_tokens = self.pace, self._step_tokens
         if self._turn_s is None:
-            free = self._sequences.free_seqs
-            places = len(self._sequences.running) + free
-            wait_s, _ = self.queue.waits(places=places, is_full=not free, now=time.monotonic())
+            wait_s, _ = self._waits_of([0])[0]
             # Not their sum: the wait for a place includes the prompts of those that came first.
             self._turn_s = max(wait_s, pace.prompt_s(self._sequences.backlog, step_tokens))
             asyncio.get_running_loop().call_soon(self._forget_turn)
         return self._turn_s + pace.prompt_s(tokens, step_tokens)
+
+    def _waits_of(self, priorities: Iterable[int]) -> dict[int, tuple[float, float]]:
+        now, free, apart = time.monotonic(), self._sequences.free_seqs, self._sequences.waiting_for_share
+        places = len(self._sequences.running) + free
+        return {
+            priority: self.queue.waits(places=places, is_full=not free, now=now, priority=priority, apart=apart)
+            for priority in priorities
+        }
 
     def _forget_turn(self) -> None:
         self._turn_s = None
