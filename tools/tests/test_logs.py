@@ -168,7 +168,7 @@ class Changing(Cluster):
 
 
 def followed(cluster, monkeypatch):
-    monkeypatch.setattr(sources, "_LOOK_S", 0.05)
+    monkeypatch.setattr(sources, "LOOK_S", 0.05)
     failures = []
     lines = sources.from_release(cluster, tail=7, since="", follow_s=60.0, on_failure=failures.append)
     return [(line.source, line.fields["message"]) for line in lines if line.fields], failures

@@ -22,6 +22,9 @@ CONNECT_TIMEOUT_S = 5.0
 SILENCE_LIMIT_S = 120.0
 """A stream that is silent for longer has failed."""
 
+_EVENT_IDS = {"X-Lockstep-Event-IDs": "true"}
+"""Lockstep's routers number the events of a stream for clients that ask; histories count and compare tokens by them."""
+
 _CONNECT_FAILED = "connection.connect_tcp.failed"  # httpcore's name for it
 
 
@@ -182,7 +185,8 @@ async def stream(
     on_answer: Callable[[httpx.Response], None] = lambda _: None,
     on_connect_failure: Callable[[], None] = lambda: None,
 ) -> AsyncGenerator[Piece, None]:
-    """Send a request with `stream: true` and yield what comes back, the end mark included.
+    """Send a request with `stream: true` and yield what comes back, the end mark included. Events have ids, where the
+    server has any.
 
     Args:
         client: of `Endpoint.client`.
@@ -202,7 +206,11 @@ async def stream(
 
     decoder = Decoder()
     sent = client.stream(
-        "POST", path, json={**body, "stream": True}, headers=dict(headers or {}), extensions={"trace": trace}
+        "POST",
+        path,
+        json={**body, "stream": True},
+        headers={**_EVENT_IDS, **(headers or {})},
+        extensions={"trace": trace},
     )
     try:
         async with sent as response:

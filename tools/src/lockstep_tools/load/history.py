@@ -136,7 +136,7 @@ def violations(history: History, *, reference: str | None = None, require_ids: b
     Args:
         history: the history of a stream that has ended.
         reference: the text that the first choice must have; a cancelled stream's must be the beginning of it.
-        require_ids: a piece of text without an SSE id is wrong too (Lockstep's router always sends one).
+        require_ids: a piece of text without an SSE id is wrong too (Lockstep's router sends them to clients that ask).
     """
     if history.error is not None:
         return [f"failed: {history.error}"]

@@ -24,7 +24,7 @@ _MAX_WAITING = 10_000
 SILENT_S = 60.0
 """Without any line of what is not followed: kubectl waits longer for an API server that is cut off."""
 _END_S = 5.0
-_LOOK_S = 2.0
+LOOK_S = 2.0
 """Between two looks at the pods of a release whose lines are followed."""
 _MAX_ERROR_CHARS = 1000
 
@@ -88,7 +88,7 @@ def _followed(release: Release, reading: "_Reading", limits: Sequence[str], ends
             if not reading.reads(pod.name) and (life not in begun or reading.has_failed(pod.name)):
                 begun.add(life)
                 reading.start(pod.name, ["-f", *limits])
-        yield from reading.lines(min(time.monotonic() + _LOOK_S, ends_at))
+        yield from reading.lines(min(time.monotonic() + LOOK_S, ends_at))
         limits = ["--tail=-1"]  # of what starts from now on, everything is new
         with suppress(CommandError):  # of an API server that is away; what is being read may go on all the same
             pods = release.pods()
