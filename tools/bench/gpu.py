@@ -2,8 +2,10 @@
 
     python tools/bench/gpu.py --out docs/bench/gpu.json
     python tools/bench/gpu.py --only decode --models llama-3-8b --batches 64 --contexts 32768
+    python tools/bench/gpu.py --exact both --tp 1 2 --only decode engine
     python tools/bench/gpu.py --tiny
 
+Models compute as ranks on a GPU do by default; with `--exact on` in the exact mode, with `both` in each and as ratios.
 Weights are random: speed does not depend on them. Contexts are random too. Where the contexts of a batch do not fit,
 its sequences share blocks of a pool far larger than any cache of the chip, so that every read is still from memory.
 """
@@ -42,6 +44,9 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "peer": measure_peer,
     "engine": measure_engine,
 }
+WITHOUT_MODES = {"kernels", "peer"}
+"""Sections without models of ours. That of kernels measures attention in the modes by itself."""
+MODES = {"off": (False,), "on": (True,), "both": (False, True)}
 
 
 def machine() -> Row:
@@ -63,12 +68,25 @@ def choose(arguments: argparse.Namespace) -> Settings:
     given = {
         name: tuple(getattr(arguments, name)) for name in ("models", "batches", "contexts") if getattr(arguments, name)
     }
-    return dataclasses.replace(settings, **given)
+    if arguments.tp:
+        given["engine_tps"] = tuple(arguments.tp)
+    return dataclasses.replace(settings, modes=MODES[arguments.exact], **given)
 
 
 def sections(only: Sequence[str] | None) -> Iterator[str]:
     """The selected sections, in order."""
     return (name for name in SECTIONS if not only or name in only)
+
+
+def measure(bench: Bench, section: str) -> None:
+    """A section, in each mode that is wanted."""
+    for exact in (None,) if section in WITHOUT_MODES else bench.settings.modes:
+        bench.exact = exact
+        SECTIONS[section](bench)
+        if CUDA:
+            torch.cuda.empty_cache()
+    bench.exact = None
+    bench.compare_modes(section)
 
 
 def main() -> None:
@@ -81,6 +99,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SHAPES, metavar="SHAPE", help=f"some of: {', '.join(SHAPES)}")
     parser.add_argument("--batches", nargs="+", type=int)
     parser.add_argument("--contexts", nargs="+", type=int)
+    parser.add_argument("--exact", choices=MODES, default="off", help="the exact mode; off: as ranks on a GPU compute")
+    parser.add_argument("--tp", nargs="+", type=int, help="numbers of ranks of the section engine")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     if not CUDA and not arguments.tiny:
@@ -91,9 +111,7 @@ def main() -> None:
     with torch.inference_mode():
         measure_machine(bench)
         for name in sections(arguments.only):
-            SECTIONS[name](bench)
-            if CUDA:
-                torch.cuda.empty_cache()
+            measure(bench, name)
             if arguments.out:
                 arguments.out.write_text(json.dumps({**report, "rows": bench.rows}, indent=2) + "\n")
 

@@ -12,12 +12,15 @@ import torch
 from gpu_settings import CUDA, DEVICE, Settings, llama
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.distributed import Alone
-from lockstep_engine.graphs import CudaRecorder, HostRecorder
+from lockstep_engine.graphs import BuildCounter, CudaRecorder, HostRecorder
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.model_config import ModelInfo
 from lockstep_engine.models import BuiltModel, build_model
 
 Row = dict[str, Any]
+
+_FIGURES = {"value", "share", "step_ms", "tokens_per_s"}
+_SPEEDS = {"tokens/s", "TFLOP/s", "GB/s"}
 
 
 class Bench:
@@ -27,16 +30,36 @@ class Bench:
         self.settings = settings
         self.rows: list[Row] = []
         self.copy_gb_s = 0.0
+        self.exact: bool | None = None
+        """Whether the models of this section compute in the exact mode; None: the section has none."""
+        self.builds = BuildCounter().install()
+        """Of Triton's kernels, since the run began."""
         self._folder = tempfile.TemporaryDirectory()
         self.folder = Path(self._folder.name)
         """For models; gone with the run."""
 
     def add(self, section: str, what: str, value: float, unit: str, **about: Any) -> None:
         """A line of the table, printed at once."""
+        about |= {} if self.exact is None else {"exact": self.exact}
         row = {"section": section, "what": what, "value": float(f"{value:.4g}"), "unit": unit, **about}
         self.rows.append(row)
         rest = "  ".join(f"{name}={each}" for name, each in about.items())
         print(f"{section:10} {what:34} {value:12.4g} {unit:9} {rest}", flush=True)
+
+    def compare_modes(self, section: str) -> None:
+        """Add how fast the exact mode is beside the other one, for a section that has been measured in both."""
+        rows = [row for row in self.rows if row["section"] == section and row["unit"] in _SPEEDS | {"ms"}]
+        speeds: dict[bool, dict[str, float]] = {False: {}, True: {}}
+        about: dict[str, Row] = {}
+        for row in rows:
+            if "exact" in row:
+                same = {name: each for name, each in row.items() if name not in _FIGURES | {"exact"}}
+                about[key := repr(same)] = same
+                speeds[row["exact"]][key] = row["value"] if row["unit"] in _SPEEDS else 1 / row["value"]
+        for key in (each for each in speeds[False] if each in speeds[True]):
+            what = f"{about[key].pop('what')}: exact over not"
+            rest = {name: each for name, each in about[key].items() if name not in ("section", "unit")}
+            self.add(section, what, speeds[True][key] / speeds[False][key], "x", **rest)
 
     def seconds(self, work: Callable[[], Any]) -> float:
         """Seconds of one call: the median of several after a warm-up."""
@@ -59,7 +82,7 @@ class Bench:
         return float(f"{moved_bytes / seconds / 1e9 / self.copy_gb_s:.3g}")
 
     def build(self, name: str, group: Alone | None = None) -> BuiltModel:
-        """A model of random weights on the device, with the kernels that a rank uses for it."""
+        """A model of random weights on the device, with the kernels that a rank uses for it in the section's mode."""
         longest = max(self.settings.contexts) + self.settings.chunk
         config = llama(name, longest)
         path = self.folder / name
@@ -79,6 +102,8 @@ class Bench:
             weight_files=(),
         )
         model = build_model(info, group or Alone(), self.settings.dtype)
+        assert self.exact is not None
+        model.exact = self.exact
         model.module.to_empty(device=DEVICE)
         for module in model.module.modules():
             if list(module.buffers(recurse=False)):

@@ -94,7 +94,10 @@ class Settings:
     """The hot window of the runs with fp8."""
     compiled_peer: bool = True
     engine_model: str = "llama-3-1b"
+    engine_tps: tuple[int, ...] = (1,)
     new_tokens: int = 128
+    modes: tuple[bool, ...] = (False,)
+    """Whether models compute in the exact mode. Ranks on a GPU do not, unless `deterministic` says so."""
 
 
 TINY = Settings(
@@ -112,6 +115,7 @@ TINY = Settings(
     rows=2,
     compiled_peer=False,
     engine_model="",
+    engine_tps=(1,) if torch.cuda.device_count() == 1 else (1, 2),
     new_tokens=4,
 )
 

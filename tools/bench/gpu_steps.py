@@ -11,7 +11,7 @@ from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_triton import DecodeAttention, TritonAttention
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.distributed import Alone
-from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep
+from lockstep_engine.graphs import DecodeInputs, GraphedStep
 from lockstep_engine.kernels.triton_compress import compress
 from lockstep_engine.kernels.triton_gate import silu_mul
 from lockstep_engine.kernels.triton_norm import add_rms_norm
@@ -66,16 +66,17 @@ def measure_kernels(bench: Bench) -> None:
             cache, tables = bench.cache(one, batch, context, fp8)
             on_device = torch.from_numpy(tables).to(DEVICE)
             positions = torch.full((batch,), context - 1, device=DEVICE)
-            attention = DecodeAttention(cache, positions, on_device)
             parts = [
                 torch.randn(batch, count, dim, dtype=settings.dtype, device=DEVICE).transpose(0, 1)
                 for count in (heads, one.kv_heads, one.kv_heads)
             ]
-            seconds = bench.recorded_seconds(lambda: attention.attend(0, *parts, Scoring(dim**-0.5)))  # noqa: B023
             moved = batch * kv_bytes(one, context, settings, fp8)
             about = {"model": name, "batch": batch, "context": context, "kv": "fp8" if fp8 else "hot"}
-            bench.add("kernels", "attention, decode", moved / seconds / 1e9, "GB/s", **about,
-                      share=bench.share(moved, seconds))  # fmt: skip
+            for exact in settings.modes:
+                attention = DecodeAttention(cache, positions, on_device, exact=exact)
+                seconds = bench.recorded_seconds(lambda: attention.attend(0, *parts, Scoring(dim**-0.5)))  # noqa: B023
+                bench.add("kernels", "attention, decode", moved / seconds / 1e9, "GB/s", **about, exact=exact,
+                          share=bench.share(moved, seconds))  # fmt: skip
     rows = settings.rows
     x, delta = (torch.randn(rows, config.hidden_size, dtype=settings.dtype, device=DEVICE) for _ in range(2))
     weight = torch.ones(config.hidden_size, dtype=settings.dtype, device=DEVICE)
@@ -156,7 +157,7 @@ def prefill_model(bench: Bench, name: str) -> None:
     for start in (0, settings.contexts[len(settings.contexts) // 2]):
         cache, tables = bench.cache(model, 1, start + settings.chunk, False)
         layout = StepLayout(np.array([start], np.int32), np.array([settings.chunk], np.int32), tables)
-        seconds = bench.seconds(lambda: model.logits(ids, TritonAttention(cache, layout), last))  # noqa: B023
+        seconds = bench.seconds(lambda: model.logits(ids, TritonAttention(cache, layout, exact=model.exact), last))  # noqa: B023
         pairs = settings.chunk * (start + settings.chunk / 2)
         attention = 4 * model.module.config.num_attention_heads * model.head_dim * pairs * model.layers
         flops = 2 * inner * settings.chunk + attention
@@ -191,18 +192,16 @@ def measure_graphs(bench: Bench) -> None:
     largest = settings.batches[-1]
     ids = torch.zeros(largest, dtype=torch.int64, device=DEVICE)
     cache, tables = bench.cache(model, largest, context, False)
-    counter = BuildCounter().install()
     graphs = GraphedStep(body(model, cache), largest, tables.shape[1], DEVICE)
     graphs.capture()
-    before = counter.builds
+    before = bench.builds.builds
     for count in range(1, largest + 1):
         graphs.run(ids[:count], single(count, context, tables[:count]))
-    counter.remove()
     bench.add("graphs", "recorded sizes", len(graphs.sizes), "", model=name, up_to=largest)
     bench.add("graphs", "recording", graphs.seconds, "s", model=name)
     bench.add("graphs", "memory of recordings", graphs.bytes / 2**20, "MiB", model=name)
-    bench.add("graphs", "kernels built while recording", before, "")
-    bench.add("graphs", "kernels built after that", counter.builds - before, "")
+    bench.add("graphs", "kernels built until then", before, "")
+    bench.add("graphs", "kernels built after that", bench.builds.builds - before, "")
     graphs.close()
 
 

@@ -2,6 +2,8 @@
 
 import logging
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_run import Bench
@@ -9,6 +11,12 @@ from gpu_settings import CUDA, DEVICE, llama
 from lockstep_engine import Engine, SamplingParams
 from measure import ROOT
 from transformers import AutoModelForCausalLM, StaticCache
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "sampled": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
+}
+"""How tokens are chosen."""
 
 
 def measure_peer(bench: Bench) -> None:
@@ -49,36 +57,55 @@ class _Phases(logging.Handler):
 
 
 def measure_engine(bench: Bench) -> None:
-    """The whole engine with its processes: start-up by phase; driver and ranks overlapped and one after the other."""
+    """The whole engine with its processes, for some numbers of ranks, the first of these also with driver and ranks one
+    after the other: start-up by phase; greedy tokens and sampled ones.
+    """
+    path, (first, *others) = engine_model(bench), bench.settings.engine_tps
+    for tp, overlap in ((first, True), (first, False), *((other, True) for other in others)):
+        measure_one_engine(bench, path, tp=tp, overlap=overlap)
+
+
+def engine_model(bench: Bench) -> Path:
+    """The folder of the engine's model, with random weights on a GPU."""
+    reference, settings = ROOT / "models/reference", bench.settings
+    if not settings.engine_model:
+        return reference
+    path = bench.folder / "engine"
+    if path.exists():
+        return path
+    with torch.device(DEVICE):
+        model = AutoModelForCausalLM.from_config(llama(settings.engine_model, 8192), dtype=settings.dtype)
+    model.save_pretrained(path)
+    for file in reference.glob("*token*"):
+        (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+def measure_one_engine(bench: Bench, path: Path, **way: Any) -> None:
+    """The same with these settings."""
     settings = bench.settings
-    path = ROOT / "models/reference"
-    if settings.engine_model:
-        path = bench.folder / "engine"
-        with torch.device(DEVICE):
-            model = AutoModelForCausalLM.from_config(llama(settings.engine_model, 8192), dtype=settings.dtype)
-        model.save_pretrained(path)
-        del model
-        for file in (ROOT / "models/reference").glob("*token*"):
-            (path / file.name).write_bytes(file.read_bytes())
-    for way in ({"overlap": True}, {"overlap": False}):
-        phases = _Phases()
-        logger = logging.getLogger("lockstep.engine")
-        logger.addHandler(phases)
-        level = logger.level
-        logger.setLevel(logging.INFO)
-        began = time.perf_counter()
-        with Engine(str(path), device="cuda" if CUDA else "cpu", max_context=1024, prefix_cache=False, **way) as engine:
-            ready = time.perf_counter() - began
-            for batch in settings.batches:
-                prompts = [[7 + row] * 32 for row in range(batch)]
-                params = SamplingParams(max_tokens=settings.new_tokens, temperature=0, ignore_eos=True)
+    phases = _Phases()
+    logger = logging.getLogger("lockstep.engine")
+    logger.addHandler(phases)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    began = time.perf_counter()
+    device = "cuda" if CUDA else "cpu"
+    with Engine(
+        str(path), device=device, max_context=1024, prefix_cache=False, deterministic=bench.exact, **way
+    ) as engine:
+        ready = time.perf_counter() - began
+        for batch in settings.batches:
+            prompts = [[7 + row] * 32 for row in range(batch)]
+            for choice, options in CHOICES.items():
+                params = SamplingParams(max_tokens=settings.new_tokens, ignore_eos=True, **options)
                 seconds = bench.seconds(lambda: engine.generate_ids(prompts, params))  # noqa: B023
                 bench.add("engine", "tokens", batch * settings.new_tokens / seconds, "tokens/s", model=path.name,
-                          batch=batch, **way)  # fmt: skip
-            status = engine.core.status()
-            bench.add("engine", "driver's share of a step", status.driver_us / max(status.step_us, 1e-9), "", **way)
-        logger.removeHandler(phases)
-        logger.setLevel(level)
-        bench.add("engine", "start-up", ready, "s", **way)
-        for phase, seconds in phases.seconds.items():
-            bench.add("engine", f"start-up: {phase}", seconds, "s", **way)
+                          batch=batch, choice=choice, **way)  # fmt: skip
+        status = engine.core.status()
+        bench.add("engine", "driver's share of a step", status.driver_us / max(status.step_us, 1e-9), "", **way)
+    logger.removeHandler(phases)
+    logger.setLevel(level)
+    bench.add("engine", "start-up", ready, "s", **way)
+    for phase, seconds in phases.seconds.items():
+        bench.add("engine", f"start-up: {phase}", seconds, "s", **way)

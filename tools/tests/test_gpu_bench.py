@@ -54,15 +54,61 @@ def test_every_section_runs_and_is_in_the_table_and_in_the_file(tmp_path):
     (ratio,) = [row for row in rows if row["what"] == "fp8 over hot"]
     hot, fp8 = (row["value"] for row in decode)
     assert ratio["value"] == pytest.approx(fp8 / hot, rel=0.01)
-    for overlap in (True, False):
-        starts = [row for row in rows if row["section"] == "engine" and row.get("overlap") is overlap]
+    assert all(row["exact"] is False for row in rows if row["section"] not in ("machine", "peer") and "model" in row)
+    engines = [row for row in rows if row["section"] == "engine"]
+    ways = list(dict.fromkeys((row["tp"], row["overlap"]) for row in engines))
+    assert ways[:2] == [(1, True), (1, False)]
+    assert GPU or ways[2:] == [(2, True)]
+    for way in ways:
+        starts = [row for row in engines if (row["tp"], row["overlap"]) == way]
+        assert [row["choice"] for row in starts if row["what"] == "tokens"] == ["greedy", "sampled"]
         whole = next(row["value"] for row in starts if row["what"] == "start-up")
         phases = [row["value"] for row in starts if row["what"].startswith("start-up: ")]
         assert 0 < sum(phases) <= whole
     if GPU:  # an interpreter builds nothing
         built = {row["what"]: row["value"] for row in rows if row["what"].startswith("kernels built")}
-        assert built["kernels built while recording"] > 0
+        assert built["kernels built until then"] > 0
         assert built["kernels built after that"] == 0
+
+
+@pytest.mark.slow
+def test_modes_are_compared_in_one_run(tmp_path):
+    out = tmp_path / "gpu.json"
+    result = run("--tiny", "--exact", "both", "--only", "kernels", "prefill", "shards", "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(out.read_text())["rows"]
+    ratios = [row for row in rows if row["what"].endswith(": exact over not")]
+    assert [(row["section"], row["what"]) for row in ratios] == [
+        *[("kernels", "attention, decode: exact over not")] * 2,
+        *[("prefill", "chunk: exact over not")] * 2,
+        ("shards", "step of one rank: exact over not"),
+    ]
+    for ratio in ratios:
+        same = ratio.keys() - {"what", "value", "unit"}
+        sides = {
+            row["exact"]: row["value"] if row["unit"] != "ms" else 1 / row["value"]
+            for row in rows
+            if "exact" in row and all(row.get(name) == ratio[name] for name in same)
+        }
+        assert ratio["value"] == pytest.approx(sides[True] / sides[False], rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_model_is_built_in_the_mode_of_its_rows():
+    script = f"""
+import sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import gpu
+for exact in (False, True):
+    bench = gpu.Bench(gpu.TINY)
+    bench.exact = exact
+    print(bench.build("tiny").exact)
+"""
+    environment = os.environ if GPU else os.environ | {"TRITON_INTERPRET": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+    assert result.stdout.split() == ["False", "True"], result.stderr
 
 
 @pytest.mark.slow
