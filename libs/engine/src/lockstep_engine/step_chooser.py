@@ -4,8 +4,6 @@ Running sequences come first, in order of precedence; then waiting ones are admi
 is not there preempts the least important ones.
 """
 
-from collections.abc import Iterator
-
 from lockstep_engine.block_tables import BlockTables
 from lockstep_engine.blocks import BlockKey
 from lockstep_engine.chunk import Chunk
@@ -65,10 +63,19 @@ class StepChooser:
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         """Start waiting sequences, in order, until budget, sampling rows or blocks are used up."""
-        at_limit: set[str] = set()
-        for sequence in self._admissible(at_limit):
+        at_limit: set[str] = set()  # tenants
+        for sequence in list(self._sequences.waiting):
+            tenant = sequence.request.tenant
             if budget == 0 or not self._sequences.has_free_row:
                 return
+            # Smaller requests of a tenant do not overtake at its limit either, and to look up hundreds would take time.
+            is_skipped = tenant in at_limit
+            # Preempted while its last token was in flight; that comes with the next result.
+            if sequence.in_flight and not is_skipped:
+                return
+            # Blocks are on their way to it; or it was preempted, and its grammar is not ready for its next token.
+            if is_skipped or sequence.is_held or not sequence.may_sample:
+                continue
             self.current = sequence
             if self._count(sequence, budget, chunks) == 0:
                 return
@@ -76,8 +83,10 @@ class StepChooser:
             if self._is_being_computed(match):
                 self.blocks.matches.remember(sequence.request.id, match)
                 continue  # wait and share its blocks
-            tenant, has_room = sequence.request.tenant, match.takes.fit(self.blocks.room_of_all)
-            is_at_limit = self.blocks.is_at_limit(tenant, match.takes)
+            has_room, is_at_limit = (
+                match.takes.fit(self.blocks.room_of_all),
+                self.blocks.is_at_limit(tenant, match.takes),
+            )
             self._sequences.note_share(tenant, waits=is_at_limit and has_room)
             if is_at_limit:
                 self.blocks.matches.remember(sequence.request.id, match)
@@ -92,19 +101,6 @@ class StepChooser:
                 self.blocks.grow(sequence, count)
                 chunks.append(self._chunk(sequence, count))
                 budget -= count
-
-    def _admissible(self, at_limit: set[str]) -> Iterator[Sequence]:
-        """Waiting sequences that may start, in order; none of the tenants that meanwhile turn out to be at their limit:
-        their smaller requests do not overtake either, and each look-up of hundreds would take time.
-        """
-        for sequence in list(self._sequences.waiting):
-            if sequence.request.tenant in at_limit:
-                continue
-            if sequence.in_flight:  # preempted while its last token was in flight; that comes with the next result
-                return
-            # Blocks are on their way to it; or it was preempted, and its grammar is not ready for its next token.
-            if not sequence.is_held and sequence.may_sample:
-                yield sequence
 
     def cacheable_keys(self, sequence: Sequence) -> list[BlockKey]:
         """Keys of the blocks that it takes from the prefix cache if that has them."""
