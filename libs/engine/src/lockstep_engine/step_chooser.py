@@ -83,10 +83,8 @@ class StepChooser:
             if self._is_being_computed(match):
                 self.blocks.matches.remember(sequence.request.id, match)
                 continue  # wait and share its blocks
-            has_room, is_at_limit = (
-                match.takes.fit(self.blocks.room_of_all),
-                self.blocks.is_at_limit(tenant, match.takes),
-            )
+            has_room = match.takes.fit(self.blocks.room_of_all)
+            is_at_limit = self.blocks.is_at_limit(tenant, match.takes)
             self._sequences.note_share(tenant, waits=is_at_limit and has_room)
             if is_at_limit:
                 self.blocks.matches.remember(sequence.request.id, match)
