@@ -96,6 +96,7 @@ def test_values_that_would_take_the_memory_are_refused(source):
 def test_renderings_without_an_end_are_refused(source, monkeypatch):
     monkeypatch.setattr(template_environment, "CPU_S", 0.06)
     template = ChatTemplate(source, {})
+    template.is_slow = False
     with pytest.raises(LockstepError, match=r"it takes more than 0\.1 s"):
         template.render(MESSAGES)
     assert template.is_slow
@@ -108,6 +109,7 @@ def test_renderings_without_an_end_are_refused(source, monkeypatch):
         ("{{ '%5d|%s|%d' % (7, '2024', 1700000000) }}", "    7|2024|1700000000"),
         ("{{ '100%%12345: %s' | format('x') }}", "100%12345: x"),
         ("{{ '{:>3}, 50%, 12345: {}'.format(7, 1700000000) }}", "  7, 50%, 12345: 1700000000"),
+        ("{{ '{{\"id\": {}}}'.format(1700000000) }}", '{"id": 1700000000}'),
         ("{{ 'ab'.rjust(4) }}{{ 'a\nb' | indent(2) }}", "  aba\n  b"),
         ("{% for i in range(99) %}{% if loop.last %}{{ loop.length }} {{ i }}{% endif %}{% endfor %}", "99 98"),
         ("{% for i in range(99) | select('odd') %}{% if loop.last %}{{ i }}{% endif %}{% endfor %}", "97"),

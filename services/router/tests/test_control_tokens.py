@@ -218,7 +218,7 @@ def test_marks_of_turns_in_answers_have_a_text():
         ("<|u|>{}<|x|>", "{}<|x|>", ["<|u|>", "<|u", "<|x|>", "|>"], {"<|u|>", "<|x|>"}),
     ],
 )
-@pytest.mark.parametrize("system", ["<sys>{}", "{{ raise_exception('none') }}"])
+@pytest.mark.parametrize("system", ["<sys>{}", "<sys>\n{}\n</sys>\n", "{{ raise_exception('none') }}"])
 def test_marks_of_turns_are_found_in_what_a_template_writes(question, answer, tokens, marks, system):
     written = {"system": system, "user": question, "assistant": answer}
     cases = [
@@ -226,8 +226,9 @@ def test_marks_of_turns_are_found_in_what_a_template_writes(question, answer, to
         for role, form in written.items()
     ]
     source = "{% for m in messages %}" + "".join(cases) + "{% endfor %}<|tail|>"
-    found = tokenizer_with(source).chat_template.role_tokens([*tokens, "<sys>", "<|tail|>"])
-    assert found == marks | ({"<sys>"} if system.startswith("<sys>") else set())
+    of_system = {mark for mark in ("<sys>", "</sys>") if mark in system}
+    found = tokenizer_with(source).chat_template.role_tokens([*tokens, *of_system, "<|tail|>"])
+    assert found == marks | of_system
 
 
 async def test_answer_to_a_written_control_token_is_that_to_its_text(make_cluster):

@@ -69,6 +69,16 @@ def test_fingerprint_is_the_same_at_routers_with_more_fields():
     assert fingerprint_of(Later.model_validate(BODY), "chat") != own
 
 
+def test_order_inside_a_field_matters():
+    """That of a schema's properties is the order in which they are generated."""
+    orders = (["reason", "answer"], ["answer", "reason"])
+    first, second = (
+        fingerprint_of(CompletionRequest.model_validate(BODY | {"structured_outputs": {"json": schema}}), "text")
+        for schema in ({"type": "object", "properties": {name: {} for name in order}} for order in orders)
+    )
+    assert first != second
+
+
 async def test_defaults_count_as_not_given(cluster):
     first = await ask(cluster.client)
     again = await ask(cluster.client, {"n": None, "stop": None} | dict(reversed(BODY.items())))

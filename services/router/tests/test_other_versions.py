@@ -5,48 +5,71 @@ from dataclasses import replace
 
 import pytest
 from journal_store_contract import record
-from lockstep_api.v1 import state_pb2
+from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.grpc_tls import dial_plain
 from lockstep_router import metrics
 from lockstep_router.generation.parsing import Parsing
 from lockstep_router.journals import MemoryJournalStore, MirroredJournalStore, Piece
-from lockstep_router.journals.stored_form import from_response, to_message
 from router_cluster import eventually
 from state_server import StateServer
 
 UNKNOWN_OUTCOME = 77
 
 
-def read_back(parsing):
-    """A record with this parsing, as it is read from the state server."""
-    written = replace(record(), parsing=parsing)
-    message = to_message(written, None)
-    response = state_pb2.ReadResponse(record=message, logs=[state_pb2.ChoiceLog() for _ in message.choices], epoch=1)
-    return from_response(written.request_id, response)
-
-
-@pytest.mark.parametrize("parsing", [Parsing(tool_format="of tomorrow"), Parsing(reasoning="of tomorrow")])
-def test_record_with_a_format_that_is_not_known_is_absent(parsing):
-    assert read_back(parsing) is None
-
-
-@pytest.mark.parametrize("parsing", [None, Parsing(), Parsing("think", tool_format="hermes")])
-def test_record_with_known_formats_is_there(parsing):
-    assert read_back(parsing).stream.record.parsing == parsing
-
-
-async def test_outcome_that_is_not_known_is_asked_for_again_and_disturbs_no_other_stream(tmp_path, monkeypatch):
-    before = metrics.JOURNAL_WRITES.labels("other")._value.get()
-    server = StateServer(tmp_path / "state")
-    store = MirroredJournalStore(
+def store_at(server, owner):
+    return MirroredJournalStore(
         MemoryJournalStore(max_streams=4, max_bytes=1 << 20),
         server.target,
         dial_plain,
-        owner="router-1",
+        owner=owner,
         window_s=100.0,
         timeout_s=5.0,
         max_lag_s=0.01,
     )
+
+
+@pytest.fixture
+async def server(tmp_path):
+    server = StateServer(tmp_path / "state")
+    await server.start()
+    yield server
+    await server.kill()
+
+
+@pytest.mark.parametrize(
+    ("parsing", "is_known"),
+    [
+        (None, True),
+        (Parsing("think", tool_format="hermes"), True),
+        (Parsing(tool_format="of tomorrow"), False),
+        (Parsing(reasoning="of tomorrow"), False),
+    ],
+)
+async def test_stream_with_a_format_that_is_not_known_is_left_to_other_routers(server, parsing, is_known):
+    """They go on with it. It is not taken for one that does not exist, and can be deleted here."""
+    written = replace(record("r-1"), parsing=parsing)
+    async with contextlib.AsyncExitStack() as stack:
+        stores = [store_at(server, owner) for owner in ("router-1", "router-2")]
+        for store in stores:
+            store.start()
+            stack.push_async_callback(store.close)
+        theirs, ours = stores
+        await theirs.open(written)
+        await eventually(lambda: theirs.mirror.is_idle)
+        if is_known:
+            assert (await ours.look_up("r-1", written.owner)).record.parsing == parsing
+        else:
+            with pytest.raises(LockstepError) as refused:
+                await ours.look_up("r-1", written.owner)
+            assert refused.value.code is ErrorCode.UNAVAILABLE
+        assert await ours.discard("r-1", written.owner)
+        await eventually(lambda: ours.mirror.is_idle)
+        assert await ours.look_up("r-1", written.owner) is None
+
+
+async def test_outcome_that_is_not_known_is_asked_for_again_and_disturbs_no_other_stream(server, monkeypatch):
+    before = metrics.JOURNAL_WRITES.labels("other")._value.get()
+    store = store_at(server, "router-1")
     append, calls = store.client.append, []
 
     async def strange(request):
@@ -59,8 +82,6 @@ async def test_outcome_that_is_not_known_is_asked_for_again_and_disturbs_no_othe
 
     monkeypatch.setattr(store.client, "append", strange)
     async with contextlib.AsyncExitStack() as stack:
-        await server.start()
-        stack.push_async_callback(server.kill)
         for request_id in ("r-1", "r-2"):
             await store.open(record(request_id))
             store.append(request_id, Piece(0, 0, [5, 6]))

@@ -114,7 +114,8 @@ class _Reading:
 
     def start(self, name: str, options: Sequence[str]) -> None:
         """Read a pod's lines: of the container that its annotation `default-container` names, which is the service.
-        Where the last try has failed after some lines, those after them.
+        Where the last try has failed after some lines, those after them, and some of them again: kubectl goes by whole
+        seconds.
         """
         if self.has_failed(name):
             with suppress(ValueError):  # no line, or one whose time is none

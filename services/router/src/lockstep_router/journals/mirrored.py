@@ -192,8 +192,9 @@ class MirroredJournalStore:
         """A stream of an owner that this router does not have; None: there is none, or the state server is away.
 
         Raises:
-            LockstepError: UNAVAILABLE, the state server has just failed to answer, or the stream was found by its key
-                and is still being prepared; OVERLOADED, too many ask at a time.
+            LockstepError: UNAVAILABLE, the state server has just failed to answer, the stream was found by its key
+                and is still being prepared, or this router does not know how its text is to be read; OVERLOADED, too
+                many ask at a time.
         """
         found = await self._read_there(request_id, owner)
         found_at = self._keys.found_at(request_id)
@@ -208,7 +209,13 @@ class MirroredJournalStore:
                     raise LockstepError(ErrorCode.UNAVAILABLE, sentence, retry_after_s=1)
                 await asyncio.sleep(_LOOK_EVERY_S if age_s < OPENING_S else _LOOK_PREPARING_EVERY_S)
                 found = await self._read_there(request_id, owner)
-        return None if found is None else found.stream
+        if found is None:
+            return None
+        parsing = found.stream.record.parsing
+        if parsing is not None and not parsing.is_known:
+            sentence = "the stream was begun by a router of another version; such a router can go on with it"
+            raise LockstepError(ErrorCode.UNAVAILABLE, sentence, retry_after_s=1)
+        return found.stream
 
     async def take(self, known: StoredStream) -> StoredStream | None:
         """Take over a stream that was looked up, or that has failed here, so that only this router writes to it from

@@ -126,8 +126,6 @@ def from_response(request_id: str, response: state_pb2.ReadResponse) -> Found | 
     is_whole = choices and prompts and len(choices) % len(prompts) == 0 and len(response.logs) == len(choices)
     if not is_whole or message.schema != SCHEMA or (ending is not None and ending.is_removed):
         return None
-    if request.parsing is not None and not request.parsing.is_known:
-        return None  # a router of another version has written it
     record = Record(
         request_id=request_id,
         owner=request.owner,

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes, pass_context
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_format
 from jinja2.parser import Parser
@@ -88,9 +87,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         check = _CHECKED_CALLS.get(getattr(function, "__name__", None))
         if check is not None:
             check(function, (*args, *kwargs.values()))
-        if not self.is_safe_callable(function):
-            raise SecurityError(f"{function!r} is not safely callable")
-        return context.call(function, *args, **kwargs)
+        return super().call(context, function, *args, **kwargs)
 
 
 class GenerationBlock(Extension):
@@ -285,7 +282,7 @@ def _check_padding_call(_: Any, arguments: Iterable[Any]) -> None:
 def _check_format_call(method: Any, arguments: Iterable[Any]) -> None:
     form = getattr(getattr(method, "__wrapped__", method), "__self__", None)  # the sandbox wraps these methods
     if isinstance(form, str):
-        _check_format(_BRACES_WIDTH, form, arguments)
+        _check_format(_BRACES_WIDTH, form.replace("{{", "").replace("}}", ""), arguments)
 
 
 _CHECKED_CALLS: dict[str | None, Callable[[Any, Iterable[Any]], None]] = {

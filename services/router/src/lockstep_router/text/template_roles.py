@@ -20,9 +20,10 @@ Render = Callable[[Sequence[Mapping[str, Any]]], str | None]
 def find_role_tokens(render: Render, tokens: Collection[str]) -> frozenset[str]:
     """Which of some tokens mark turns.
 
-    A token between two turns marks one of them. The exception are pairs such as `<think>` and `</think>` that stand
-    before answers alone: some templates write them there for answers without reasoning. What ends the prompt does not
-    count: it may open a block that the model closes.
+    A token between two turns marks one of them, and so do the two halves of a pair around the system's text. The
+    exception are pairs such as `<think>` and `</think>` that stand before answers alone: some templates write them
+    there for answers without reasoning. What ends the prompt does not count: it may open a block that the model
+    closes.
 
     Args:
         render: renders messages with the template; None if it fails.
@@ -36,12 +37,20 @@ def find_role_tokens(render: Render, tokens: Collection[str]) -> frozenset[str]:
         return frozenset()
     pattern = re.compile("|".join(map(re.escape, marks)))
     found = {text: frozenset(pattern.findall(gap)) for text, gap in gaps.items()}
-    before_questions = found[_TURNS[2]] | found[_LAST]
+    before_questions = found[_TURNS[2]] | found[_LAST] | _around_system(gaps, marks)
     others = frozenset[str]().union(*found.values()) - before_questions
     known = frozenset(tokens)
     return before_questions | {
         token for token in others if (other := _other_half(token)) not in known or other in before_questions
     }
+
+
+def _around_system(gaps: Mapping[str, str], marks: Sequence[str]) -> frozenset[str]:
+    """The two halves of a pair right before and right behind the system's text, if there is one."""
+    before, behind = gaps.get(_SYSTEM, "").rstrip(), gaps[_TURNS[0]].lstrip()
+    opening = next(filter(before.endswith, marks), "")
+    closing = _other_half(opening)
+    return frozenset({opening, closing}) if closing in marks and behind.startswith(closing) else frozenset()
 
 
 def _gaps(render: Render, texts: Sequence[str]) -> dict[str, str] | None:

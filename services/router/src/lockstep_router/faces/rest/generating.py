@@ -58,10 +58,10 @@ class Endpoint:
         if body is None:
             body = parse(self.model, content, max_values=settings.max_body_values)
         request, style = self.request(body, origin, settings), self.style(body)
+        has_event_ids = wants_event_ids(origin.headers)
         coming_back = wanted_return(body, self.kind, origin)
         if coming_back is not None:
             return partial(answer_resumable, router, request, style, coming_back, record)
-        has_event_ids = wants_event_ids(origin.headers)
         return partial(answer, router, request, style, record, has_event_ids=has_event_ids)
 
 
