@@ -53,6 +53,19 @@ def test_an_answer_of_cuda_is_of_the_device_unless_it_is_of_a_kernel_or_of_a_rec
         assert not is_of_kernel(raised(said)), said
 
 
+def test_want_of_memory_that_triton_has_wrapped_is_of_no_kernel():
+    try:
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise SyntaxError("at 3:4:") from None  # as Triton's CompilationError: no RuntimeError
+    except SyntaxError as error:
+        wrapped = error
+    assert is_of_device(wrapped)
+    assert not is_of_kernel(wrapped)
+    assert is_of_kernel(SyntaxError("at 3:4:"))
+
+
 @pytest.mark.parametrize(
     "error",
     [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), by_triton("out of memory")],

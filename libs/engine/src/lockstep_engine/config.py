@@ -115,7 +115,8 @@ class EngineConfig:
     """What a GPU must have, with `device` cuda. required: Triton's kernels, and CUDA graphs unless `cuda_graphs` is
     off; a start fails without them, with the reason. prebuilt: that, and every kernel compiled when the image was
     built; not with `deterministic`, whose kernels are compiled at the start. preferred: nothing; what is missing is
-    logged, and attention is computed by torch."""
+    logged, and attention is computed by torch. Memory that runs out while steps are recorded fails a start in any case:
+    a lower `max_seqs` takes less."""
     label: str = "w0"
     """Part of the processes' names: `lockstep: rank <label>/<rank>`."""
     start_timeout_s: float = 600.0

@@ -41,8 +41,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_of_kernel(error: BaseException) -> bool:
     """Whether an error says that one of our kernels cannot be built or launched here. Triton's have no base of their
-    own, but are no RuntimeErrors, except for what the driver answers.
+    own, but are no RuntimeErrors, except for what the driver answers. Triton wraps also what has failed for want of
+    memory.
     """
+    if is_of_device(error):
+        return False
     if isinstance(error, RuntimeError):
         return _TRITON in str(error) and _is_lasting(error)
     return not isinstance(error, (LockstepError, MemoryError, ConnectionError, TimeoutError))

@@ -334,7 +334,8 @@ def init_torch_distributed(backend: str, store_path: str, rank: int, size: int, 
 
 def symmetric_memory(device: torch.device, size: int) -> SymmetricMemory | None:
     """One-shot sums between the GPUs of the default group. None on all ranks if one of them does not support it: they
-    agree before each step in which they would wait for one that has failed.
+    agree before each step in which they would wait for one that has failed. One that fails within torch's rendezvous
+    may leave the others waiting there until the start's deadline.
     """
     others = (other for other in range(size) if other != device.index)
     if not _all_ranks(all(torch.cuda.can_device_access_peer(device, other) for other in others), device):

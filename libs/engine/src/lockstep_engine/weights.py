@@ -1,5 +1,5 @@
 """Loads a checkpoint into a model that `models` has narrowed to this rank. Every slice is read once, directly into its
-parameter.
+parameter; a head that is said to be the embedding is compared with it before.
 """
 
 import ctypes
@@ -123,7 +123,7 @@ class Checkpoint:
         if transposed:
             dim, shape = 1 - dim, shape[::-1]
         end = piece.start + piece.length
-        implied = [*shape[:dim], piece.full_size or max(end, *stored[dim : dim + 1]), *shape[dim + 1 :]]
+        implied = [*shape[:dim], piece.full_size or max([end, *stored[dim : dim + 1]]), *shape[dim + 1 :]]
         if stored != implied:
             raise refuse(f"model {self._path}: tensor {name} has shape {stored}, config.json implies {implied}")
         return name, weight, dim, transposed
