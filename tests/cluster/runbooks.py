@@ -39,7 +39,7 @@ class Shell:
 
     def complaint(self, line: str) -> str:
         """Why a command does not do what it is for; empty: it does. A search may find nothing."""
-        line = line.replace("serviceaccount:lockstep:", f"serviceaccount:{self._kubectl.namespace}:")
+        line = line.replace("serviceaccount:serving:", f"serviceaccount:{self._kubectl.namespace}:")
         for port, local in self._ports.items():
             line = line.replace(f"localhost:{port}", f"localhost:{local}")
         if line.startswith("lockstep status"):

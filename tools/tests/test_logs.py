@@ -62,6 +62,7 @@ def test_lines_of_several_files_are_in_order(capsys, files):
     ("options", "expected"),
     [
         (["--request", "req-1"], [ROUTER[0], ROUTER[1]]),
+        (["--request", "chatcmpl-req-1"], [ROUTER[0], ROUTER[1]]),
         (["--rank", "1"], [WORKER[0]]),
         (["--level", "warning"], [WORKER[0], ROUTER[1]]),
         (["--service", "worker"], [WORKER[0], WORKER[2]]),

@@ -8,7 +8,7 @@ from lockstep_tools.arguments import integer, real
 from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.chaos.release import Release
 from lockstep_tools.failure import UNUSABLE, CommandError
-from lockstep_tools.logs.lines import LEVELS, Choice, Line, moment, readable
+from lockstep_tools.logs.lines import LEVELS, Choice, Line, moment, readable, request_of
 from lockstep_tools.logs.sources import from_files, from_release, in_order
 
 _MAX_READ = 1_000_000
@@ -23,7 +23,7 @@ EXAMPLES = """\
   lockstep logs serve.log --level warning
   lockstep logs --release lockstep -n serving --request chatcmpl-7f3a --since 15m
   lockstep logs --release lockstep --rank 1 --follow 600
-  kubectl logs lockstep-worker-0 --previous | lockstep logs - --rank 1"""
+  kubectl logs lockstep-worker-reference-0 --previous | lockstep logs - --rank 1"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", nargs="*", metavar="FILE", help="- is stdin")
     parser.add_argument("--release", help="read the pods of this Helm release, by kubectl")
     parser.add_argument("-n", "--namespace", default="default", help="of the release (default: %(default)s)")
-    parser.add_argument("--request", metavar="ID", help="lines about a request: its id, or its trace id")
+    parser.add_argument("--request", metavar="ID", help="lines about a request: its id, its answer's, or its trace's")
     parser.add_argument("--rank", type=integer(0, 65_535), metavar="N", help="lines of and about a rank")
     parser.add_argument("--level", choices=LEVELS, help="least level")
     parser.add_argument("--service", metavar="NAME", help="router, worker, `worker w0` or state")
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.follow and not arguments.release:
         raise CommandError("--follow needs --release; for a file: tail -f FILE | lockstep logs -", UNUSABLE)
     choice = Choice(
-        arguments.request,
+        None if arguments.request is None else request_of(arguments.request),
         arguments.rank,
         arguments.level,
         arguments.service,

@@ -24,12 +24,12 @@ DESCRIPTION = """\
 Run a router and workers on this machine. A worker that dies is started again; its streams go on at another one.
 Ctrl-C lets running streams end for a few seconds, a second Ctrl-C does not. Traces are off by default. With
 OTEL_TRACES_EXPORTER=memory in the environment it keeps them for `lockstep trace`, with OTEL_EXPORTER_OTLP_ENDPOINT it
-sends them to a collector; LOCKSTEP_TRACE_RATIO=1 is for all requests, not a tenth."""
+sends them to a collector, those of a tenth of the requests, or of all with LOCKSTEP_TRACE_RATIO=1."""
 
 EXAMPLES = """\
   lockstep serve models/reference
   lockstep serve /models/llama --workers 2 --tp 2 --port 9000
-  OTEL_TRACES_EXPORTER=memory LOCKSTEP_TRACE_RATIO=1 lockstep serve models/reference
+  OTEL_TRACES_EXPORTER=memory lockstep serve models/reference
   lockstep serve --routers 2 --state redis://localhost:6379/0
   lockstep serve /models/llama --workers 2 --host-cache 8Gi --remote-cache
   lockstep serve /models/llama --device cuda --dtype bfloat16 --kv-memory 20Gi"""

@@ -16,7 +16,7 @@ from lockstep_tools.debug import cluster, local
 from lockstep_tools.debug.process import PART_S, Process
 from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.load.endpoint import checked_url, root_url, tls_context
-from lockstep_tools.logs.lines import harmless
+from lockstep_tools.logs.lines import harmless, request_of
 from lockstep_tools.trace.drawing import lines, page
 from lockstep_tools.trace.files import from_file
 from lockstep_tools.trace.sources import from_jaeger, from_services
@@ -41,7 +41,9 @@ _MAX_ID_CHARS = 64
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    parser.add_argument("request", metavar="REQUEST", help="X-Request-ID of an answer, or the 32 digits of a trace")
+    parser.add_argument(
+        "request", metavar="REQUEST", help="X-Request-ID or id of an answer, or the 32 digits of a trace"
+    )
     parser.add_argument(
         "--url", default=DEFAULT_MANAGEMENT_URL, help="the router's management port (default: %(default)s)"
     )
@@ -56,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Find the spans, draw them, and write the page."""
-    wanted = arguments.request
+    wanted = request_of(arguments.request)
     if not 0 < len(wanted) <= _MAX_ID_CHARS or not wanted.isascii() or not wanted.isprintable():
         raise CommandError(f"REQUEST must be an id of 1 to {_MAX_ID_CHARS} characters", UNUSABLE)
     if arguments.html and arguments.html.exists():

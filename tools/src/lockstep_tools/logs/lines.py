@@ -1,6 +1,7 @@
 """A log line as a record, the choice of records, and their form for people. Nothing in a line is trusted."""
 
 import json
+import re
 import unicodedata
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -14,6 +15,8 @@ _SHOWN_FIRST = ("time", "level", "service", "pod", "message", "exception", "stac
 _TEXTS = ("exception", "stack", "stderr")
 """Fields of several lines; they are shown below the record."""
 _REQUEST_FIELDS = ("request_id", "stream", "trace_id", "trace")
+_BEFORE_REQUEST = re.compile(r"(?:chatcmpl-|cmpl-|resp_)(?=.)")
+"""What an answer's own id begins with, before the id of its request."""
 _OTHER_FORMATS = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
 """Unicode's categories of characters that terminals and bidirectional text act on, or that nobody sees."""
 
@@ -72,6 +75,11 @@ class Choice:
             and (not self.since or line.time >= self.since)
             and (not self.until or line.time < self.until)
         )
+
+
+def request_of(id_: str) -> str:
+    """The id of a request, of its own or of its answer's id."""
+    return _BEFORE_REQUEST.sub("", id_, count=1) if _BEFORE_REQUEST.match(id_) else id_
 
 
 def _is_of(value: object, request: str) -> bool:
