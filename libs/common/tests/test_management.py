@@ -63,6 +63,25 @@ async def test_answers_on_every_path():
         assert (await ask(port, "/nowhere"))[0] == 404
 
 
+@pytest.mark.parametrize(
+    ("head", "statuses"),
+    [
+        ("Host: evil.example:8001\r\n", [403, 403, 200, 200]),
+        ("Host: evil.example:8001\r\nX-Forwarded-For: 10.0.0.7\r\n", [200, 200, 200, 200]),
+        ("Host: localhost:9\r\n", [200, 200, 200, 200]),
+        ("", [200, 200, 200, 200]),
+    ],
+)
+async def test_a_page_whose_name_points_here_reads_nothing(head, statuses):
+    """Scrapers elsewhere, also those behind a proxy on this machine, may use any name, and tools need none."""
+    found = []
+    async with managed("127.0.0.1", 0, READY, liveness_timeout_s=30) as port:
+        for path in ("/status", "/metrics", "/healthz", "/readyz"):
+            answer = await asyncio.to_thread(converse, port, f"GET {path} HTTP/1.0\r\n{head}\r\n".encode())
+            found.append(int(answer.split()[1]))
+    assert found == statuses
+
+
 async def test_readiness_says_why_not():
     async with managed("127.0.0.1", 0, Reports(unready=lambda: "draining"), liveness_timeout_s=30) as port:
         assert await ask(port, "/readyz") == (503, '{"status":"draining"}')

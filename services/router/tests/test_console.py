@@ -274,7 +274,11 @@ async def test_of_ranks_only_so_much_is_kept_of_the_newest_attempts():
         timeline.choose(SimpleNamespace(worker_id="w0", epoch=1), None, None)
         told = worker_pb2.EndedAttempt(stream_id=journal.stream_id, attempt=1, prefill=works, decode=works)
         history.note_ranks("w0", [told, told])
-    kept = [attempt.works for stream in history.streams for attempt in stream.attempts]
+        nothing = worker_pb2.EndedAttempt(stream_id=journal.stream_id, attempt=2)
+        timeline.choose(SimpleNamespace(worker_id="w0", epoch=1), None, None)
+        history.note_ranks("w0", [nothing] * 100)
+        assert history.told <= MAX_WORKS
+    kept = [stream.attempts[0].works for stream in history.streams]
     assert sum(kept) == MAX_WORKS
     assert kept == sorted(kept), "the newest ones"
 
@@ -357,6 +361,7 @@ async def test_a_tenant_sees_itself_and_needs_its_key(make_cluster, tmp_path):
     assert len(own["streams"]) == 1
     assert own["links"] == []
     assert {"target", "pid", "incarnation"}.isdisjoint(own["workers"][0])
+    assert own["workers"][0]["health"]["ejected_because"] == own["workers"][0]["reason"] == ""
     assert "pid" not in own["workers"][0]["ranks"][0]
     everything = ConsoleState(cluster.router).on_management()
     assert [each["name"] for each in everything["tenants"]["rows"]] == ["chat", "search"]

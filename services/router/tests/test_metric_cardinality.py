@@ -65,3 +65,18 @@ async def test_hostile_names_make_no_series(make_cluster):
     assert {await send(number, "reference") for number in range(STREAMS)} == {200}
     # The router measures the worker's model, the only one, when its time comes.
     assert {labels for _, *labels_of in series() - before for labels in labels_of} <= {("model", "reference")}
+
+
+def test_what_is_counted_by_a_few_reasons_is_there_from_the_start():
+    """Of a series that begins at 500, Prometheus sees no increase."""
+    there = series()
+    for name, label, values in (
+        ("takeovers", "outcome", ("continued", "finished", "not_found", "away", "refused")),
+        ("resumes", "outcome", ("running", "finished", "not_found", "invalid", "refused")),
+        ("journal_writes", "outcome", ("ok", "stale", "full", "other", "dropped", "unavailable")),
+        ("state_claims", "outcome", ("granted", "known", "away")),
+        ("prefix_snapshots", "reason", ("start", "gap", "full")),
+        ("refused_connections", "code", ("400", "408", "431", "503")),
+    ):
+        for value in values:
+            assert (f"lockstep_router_{name}_total", (label, value)) in there

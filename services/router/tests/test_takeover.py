@@ -13,6 +13,7 @@ from key_files import KEY, OTHER_KEY, bearer, tenant, write
 from lockstep_api.v1 import inference_pb2, inference_pb2_grpc, state_pb2, worker_pb2
 from lockstep_client import AsyncLockstepClient, Policy, TextPiece
 from lockstep_client.openai import AsyncOpenAI
+from lockstep_common.telemetry import REGISTRY
 from lockstep_router import metrics
 from lockstep_router.journals import ChoiceLog, Piece
 from lockstep_router.journals.stored_form import tenant_of, to_message, to_piece
@@ -179,6 +180,25 @@ async def test_stream_keeps_its_place_in_queues(sharing, routers):
     events_of(await resume(second.client, "r-old"))
     assert sharing.submits[-1].emitted_ids
     assert sharing.submits[-1].arrived_s < -900
+
+
+async def test_stream_has_waited_for_its_first_token_once(sharing, routers):
+    """At the router that had it then."""
+    first, second = routers
+    response = await first.client.post("/v1/completions", json=STREAM)
+    stored = await first.router.journals.read(response.headers["x-lockstep-stream-id"])
+
+    def waits():
+        return REGISTRY.get_sample_value("lockstep_router_time_to_first_token_seconds_count")
+
+    before = waits()
+    await plant(first, stored, "r-begun", [2])
+    events_of(await resume(second.client, "r-begun"))
+    assert sharing.submits[-1].emitted_ids
+    assert waits() == before
+    await plant(first, stored, "r-waiting", [0])
+    events_of(await resume(second.client, "r-waiting"))
+    assert waits() == before + 1
 
 
 # A router that lives.

@@ -37,6 +37,7 @@ from lockstep_common.telemetry import exposition_for
 
 logger = logging.getLogger("lockstep.management")
 
+_PROBES = frozenset({"/healthz", "/readyz"})
 MAX_CONNECTIONS = 32
 """One more connection closes the oldest one that has not sent its request, so that idle connections keep no probe out;
 the oldest of all if there is none.
@@ -368,7 +369,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer = self._to_operator(is_stranger=is_stranger)
         elif self.command == "POST":
             answer = as_json(405, {"error": "method not allowed"})
-        elif is_for_browsers(self.path) and not self._is_own_origin():
+        elif self._is_of_another_site():
             answer = names_another_host()
         else:
             accept = self.headers.get("Accept", "")
@@ -394,9 +395,16 @@ class _Handler(BaseHTTPRequestHandler):
             return refused()
         return self.server.answers.to_operator("POST" if self.command == "POST" else "GET", self.path)
 
-    def _is_own_origin(self) -> bool:
-        """Whether no other site's name has been made to point here. With TLS, the certificate is of no such name."""
-        return isinstance(self.connection, ssl.SSLSocket) or names_this_host(self.headers.get("Host", ""))
+    def _is_of_another_site(self) -> bool:
+        """Whether a browser may ask for a page whose site has let its name point here (DNS rebinding). With TLS, the
+        certificate is of no such name. Beside the console, that is a danger to what listens on this machine, a
+        forwarded port, too, alone: scrapers elsewhere use names of their own.
+        """
+        host = self.headers.get("Host", "")
+        if isinstance(self.connection, ssl.SSLSocket) or names_this_host(host) or self.path in _PROBES:
+            return False
+        is_here = is_local(str(self.client_address[0])) and not is_relayed(self.headers)
+        return is_for_browsers(self.path) or (is_here and host != "")
 
     def version_string(self) -> str:
         """The `Server` header, which names neither Python nor its version."""

@@ -61,6 +61,8 @@ def group_settings(config: EngineConfig, model: ModelInfo, zygote: str = RUN_ZYG
         "PYTHONFAULTHANDLER": "1",
         # Its stderr is a pipe that drops what does not fit; a buffered one would raise an error then.
         "PYTHONUNBUFFERED": "1",
+        # As NVML orders them, by which the worker watches the ranks' GPUs. CUDA's own order begins with the fastest.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         # By default torch keeps 2,000 collectives: more than flight_record.MAX_RECORD_BYTES.
         "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", "256"),
         # Asking the CUDA runtime would initialise it in the zygote, and a forked child could not use it.

@@ -165,6 +165,11 @@ class History:
         self.moves.append(move)
         return move
 
+    @property
+    def told(self) -> int:
+        """Attempts of which workers' ranks are kept."""
+        return len(self._told)
+
     def note_ranks(self, worker: str, ended: Iterable[worker_pb2.EndedAttempt]) -> None:
         """Keep what a worker tells of its ranks, of attempts that are in the history."""
         for told in ended:
@@ -172,7 +177,8 @@ class History:
             for attempt in stream.attempts if stream is not None else ():
                 if (attempt.number, attempt.worker) == (told.attempt, worker) and not attempt.works:
                     attempt.prefill, attempt.decode = _works(told.prefill), _works(told.decode)
-                    self._keep_works(attempt)
+                    if attempt.works:
+                        self._keep_works(attempt)
 
     def _keep_works(self, attempt: AttemptRecord) -> None:
         self._told.append(attempt)

@@ -37,7 +37,11 @@ def from_router(client: httpx.Client, url: str) -> list[Process]:
     found = [Process("router", url)]
     try:
         status = json.loads(fetch(client, f"{url}/status"))
-        workers = [(str(each["id"]), each["pid"], str(each["target"])) for each in status["workers"]]
+        workers = [
+            # Its name is part of a path in the bundle.
+            (re.sub(r"[^\w.-]", "_", str(each["id"])), int(each["pid"] or 0), str(each["target"]))
+            for each in status["workers"]
+        ]
     except PartError as error:
         raise CommandError(
             f"nothing answers at {url}: {error}. {ADDRESS_HINT}, or use --pid or --release", UNUSABLE

@@ -149,7 +149,8 @@ class ConsoleState:
 def _public_worker(worker: dict[str, Any], number: int) -> dict[str, Any]:
     shown = {name: value for name, value in worker.items() if name not in _PRIVATE_OF_WORKERS}
     ranks = [{name: value for name, value in rank.items() if name != "pid"} for rank in worker["ranks"]]
-    return shown | {"reason": "", "ranks": ranks, "id": worker["id"] or f"unknown worker {number}"}
+    health = worker["health"] | {"ejected_because": ""}
+    return shown | {"reason": "", "health": health, "ranks": ranks, "id": worker["id"] or f"unknown worker {number}"}
 
 
 def _without_owner(value: Any) -> Any:

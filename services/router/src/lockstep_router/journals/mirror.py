@@ -44,6 +44,8 @@ _NAMES = {number: name.removeprefix("WRITE_OUTCOME_").lower() for name, number i
 """Outcomes as metrics name them."""
 _OTHER = "other"
 """Outcomes that a state server of another version has."""
+for _outcome in (*_NAMES.values(), _OTHER, "dropped", "unavailable", "refused", "too_large"):
+    metrics.JOURNAL_WRITES.labels(_outcome)  # from 0
 _ENDINGS = frozenset({state_pb2.WRITE_OUTCOME_CONFLICT, state_pb2.WRITE_OUTCOME_INVALID})
 """Outcomes after which more writes to the stream are useless."""
 

@@ -14,6 +14,8 @@ from lockstep_router.journals.records import Claim
 from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
 from lockstep_router.journals.stored_form import Key, tenant_of_scope
 
+for _outcome in ("granted", "known", "away"):
+    metrics.STATE_CLAIMS.labels(_outcome)  # from 0
 _MAX_FOREIGN = 1024
 MARK_AFTER_S = 0.15
 """A request whose preparation takes longer is marked: those that find it by its key have to wait for its stream."""

@@ -23,6 +23,10 @@ from lockstep_router.resumption.reading import Reading, Source, check_position
 from lockstep_router.resumption.run import Host, Run
 from lockstep_router.tenants import Account
 
+for _outcome in ("running", "finished", "not_found", "invalid", "refused"):
+    metrics.RESUMES.labels(_outcome)  # from 0
+for _outcome in ("continued", "finished", "not_found", "away", "refused"):
+    metrics.TAKEOVERS.labels(_outcome)
 _EXPIRE_EVERY_S = 1.0
 _CLAIM_TRIES = 8
 """Tries to get an idempotency key whose stream is just ending."""

@@ -287,7 +287,8 @@ class Stream:
         self._trace.note_start()
         if self._started_at is None:
             self._started_at = self._loop.time()
-            metrics.WAIT_SECONDS.observe(self._started_at - self._arrived_at)
+            if not self.journal.emitted_ids:  # else another router had it, and has counted this
+                metrics.WAIT_SECONDS.observe(self._started_at - self._first_arrived_at)
 
     def note_wait(self) -> None:
         """The worker has preempted the stream."""
@@ -377,8 +378,10 @@ class Stream:
         now = self._loop.time()
         metrics.GENERATED_TOKENS.inc(tokens)
         if self._token_at is None:
-            self._trace.note_first_token(now - self._arrived_at)
-            metrics.FIRST_TOKEN_SECONDS.observe(now - self._arrived_at, 1, self._trace.kept_id)
+            if len(self.journal.emitted_ids) == tokens:  # else another router had it, and has counted this
+                waited_s = now - self._first_arrived_at
+                self._trace.note_first_token(waited_s)
+                metrics.FIRST_TOKEN_SECONDS.observe(waited_s, 1, self._trace.kept_id)
         else:
             metrics.INTER_TOKEN_SECONDS.observe(now - self._token_at, 1, self._trace.kept_id)
         if self._gap_from is not None:

@@ -15,6 +15,8 @@ from lockstep_common.prefix_keys import BLOCK_TOKENS, compressed_key
 
 from lockstep_router import metrics
 
+for _reason in ("start", "gap", "full"):
+    metrics.PREFIX_SNAPSHOTS.labels(_reason)  # from 0
 _ASK_INTERVAL_S = 5.0
 """Between two requests for a snapshot."""
 

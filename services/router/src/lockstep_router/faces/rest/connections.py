@@ -30,6 +30,8 @@ from lockstep_router.faces.rest.response_channel import (
 from lockstep_router.faces.websocket import handshake
 from lockstep_router.faces.websocket.socket import Socket
 
+for _status in (400, 408, 431, 503):
+    metrics.REFUSED_CONNECTIONS.labels(str(_status))  # from 0
 _MAX_HEADERS = 128
 MAX_DIRECT_BYTES = 64 << 10
 """Largest body of a request that is served without ASGI's messages: reading it takes no pacing, parsing it no turn."""
