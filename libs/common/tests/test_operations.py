@@ -129,8 +129,9 @@ async def test_an_odd_name_of_a_trace_finds_nothing(port, name):
 
 
 async def test_a_path_that_only_looks_like_an_operators_finds_nothing(port):
-    for path in ("//debug/stacks/", "/debug", "/DEBUG/stacks", "/metrics/../debug/stacks", "http://h/debug/stacks"):
+    for path in ("//debug/stacks/", "/debug", "/DEBUG/stacks", "/metrics/../debug/stacks"):
         assert (await ask(port, path))[0] == 404
+    assert (await ask(port, "http://h/debug/stacks"))[0] == 403, "a page's name that points here"
     assert (await ask(port, "/debug/profile", "HEAD"))[0] == 404
 
 
