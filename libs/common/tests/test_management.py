@@ -76,7 +76,7 @@ async def test_a_page_whose_name_points_here_reads_nothing(head, statuses):
     """Scrapers elsewhere, also those behind a proxy on this machine, may use any name, and tools need none."""
     found = []
     async with managed("127.0.0.1", 0, READY, liveness_timeout_s=30) as port:
-        for path in ("/status", "/metrics", "/healthz", "/readyz"):
+        for path in ("/status", "/metrics", "/healthz", "/readyz?verbose"):
             answer = await asyncio.to_thread(converse, port, f"GET {path} HTTP/1.0\r\n{head}\r\n".encode())
             found.append(int(answer.split()[1]))
     assert found == statuses

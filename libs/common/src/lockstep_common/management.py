@@ -401,7 +401,9 @@ class _Handler(BaseHTTPRequestHandler):
         forwarded port, too, alone: scrapers elsewhere use names of their own.
         """
         host = self.headers.get("Host", "")
-        if isinstance(self.connection, ssl.SSLSocket) or names_this_host(host) or self.path in _PROBES:
+        if isinstance(self.connection, ssl.SSLSocket) or names_this_host(host):
+            return False
+        if self.path.partition("?")[0] in _PROBES:
             return False
         is_here = is_local(str(self.client_address[0])) and not is_relayed(self.headers)
         return is_for_browsers(self.path) or (is_here and host != "")
