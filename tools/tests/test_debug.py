@@ -10,7 +10,7 @@ import pytest
 from lockstep_tools import cli
 from lockstep_tools.chaos.release import Pod
 from lockstep_tools.debug import bundle as bundles
-from lockstep_tools.debug import cluster
+from lockstep_tools.debug import cluster, local
 from lockstep_tools.debug.bundle import Bundle
 from lockstep_tools.debug.findings import of_log, of_worker
 from lockstep_tools.debug.process import PartError
@@ -262,3 +262,12 @@ def test_what_cannot_be_looked_into_is_said(arguments, tmp_path, capsys, monkeyp
     assert cli.main(["debug", *arguments]) == 2
     assert capsys.readouterr().err.startswith("lockstep: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_name_that_a_worker_gives_itself_stays_in_the_bundles_folder(monkeypatch):
+    worker = {"id": "../../tmp/e v\n", "pid": 1, "target": "unix:/run/worker.sock"}
+    monkeypatch.setattr(
+        local, "fetch", lambda _client, url: json.dumps({"workers": [worker], "level": "info", "url": url})
+    )
+    _, found = local.from_router(None, "http://127.0.0.1:8001")
+    assert found.name == "worker-.._.._tmp_e_v_"

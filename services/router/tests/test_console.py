@@ -354,6 +354,8 @@ async def test_a_tenant_sees_itself_and_needs_its_key(make_cluster, tmp_path):
         assert (await cluster.client.get("/console/nothing", headers=headers)).status_code == 401
     for key in (key_files.KEY, key_files.OTHER_KEY, key_files.OTHER_KEY):
         assert (await cluster.complete(headers=key_files.bearer(key))).status_code == 200
+    for link in cluster.router.workers.links:
+        link.health.breaker.eject("its probe failed", cluster.router.workers.clock.now())
     own = await state_of(cluster, **key_files.bearer(key_files.KEY))
     (row,) = own["tenants"]["rows"]
     assert (row["name"], row["requests"]) == ("search", {"used": 1, "limit": 10})
@@ -364,6 +366,7 @@ async def test_a_tenant_sees_itself_and_needs_its_key(make_cluster, tmp_path):
     assert own["workers"][0]["health"]["ejected_because"] == own["workers"][0]["reason"] == ""
     assert "pid" not in own["workers"][0]["ranks"][0]
     everything = ConsoleState(cluster.router).on_management()
+    assert everything["workers"][0]["health"]["ejected_because"] == "its probe failed"
     assert [each["name"] for each in everything["tenants"]["rows"]] == ["chat", "search"]
     assert len(everything["streams"]) == 3
     assert everything["links"] == [{"name": "Dashboards", "url": "https://grafana.example/d"}]
