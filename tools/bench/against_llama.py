@@ -1,10 +1,11 @@
-"""The engine against llama.cpp through llama-cpp-python, on the same weights: tokens/s of 1 and of 8 streams.
+"""The engine against llama.cpp through llama-cpp-python, on the same weights, float and quantized: tokens/s of 1 and of
+8 streams.
 
-llama.cpp runs in its own interpreter, with float32 and float16 GGUF files that are made here from the checkpoint.
-Its streams are decoded in one batch through the C API, without a server: its best case. Rounds alternate.
+llama.cpp runs in its own interpreter, with GGUF files that are made here from the checkpoint. Its streams are decoded
+in one batch through the C API, without a server: its best case. Rounds alternate between all sides.
 
     python -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python
-    python tools/bench/against_llama.py --peer .venv-llama/bin/python --save
+    python tools/bench/against_llama.py --peer .venv-llama/bin/python --models reference 0.5b --save
 """
 
 import argparse
@@ -15,17 +16,28 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import measure
-from lockstep_engine import Engine, SamplingParams
+import synthetic
+from lockstep_engine import Engine, EngineConfig, SamplingParams
+from lockstep_engine.model_config import inspect_model
 from lockstep_tools.model import gguf_files
+from lockstep_tools.quantization.layers import LayeredModel
+from lockstep_tools.quantization.production import Recipe, produce
 
 PROMPT_TOKENS = 32
 NEW_TOKENS = 128
 CONTEXT = 256
-WEIGHTS = {"f32": "float32", "f16": "float16"}
+WEIGHTS = {"f32": "float32", "f16": "float16", "q8_0": "q8_0", "q4_0": "q4_0"}
+"""llama.cpp's names of its files' types, and ours."""
+OURS = {"float": None, "int8": "int8", "int4": "rtn4"}
+"""Our checkpoints, and how they are made: None, as it is; with rounding in 4 bits, as speed does not depend on it."""
+PAIRS = (("float", "f32"), ("float", "f16"), ("int8", "q8_0"), ("int4", "q4_0"))
+"""What is compared."""
 
 
 class Peer:
@@ -66,95 +78,131 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return same / total
 
 
-def compare(engine: Engine, peer: Peer, streams: int, vocab: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """Rows for one number of streams, one for each GGUF."""
+def compare(
+    engines: Mapping[str, Engine], peer: Peer, model: str, streams: int, vocab: int, tokens: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Rows for one number of streams, one for each pair."""
     rng = random.Random(streams)
     prompts = [[rng.randrange(4, vocab) for _ in range(PROMPT_TOKENS)] for _ in range(streams)]
     params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-    ids = engine.generate_ids(prompts, params)
-    times: dict[str, list[float]] = {"ours": [], "f32": [], "f16": []}
-    agreed = {}
-    for turn in range(rounds + 1):
-        ours = measure.seconds(lambda: engine.generate_ids(prompts, params))
-        answers = {
-            kind: peer.ask(name=f"{kind} {streams}", generate={"prompts": prompts, "tokens": tokens})
-            for kind in ("f32", "f16")
-        }
-        if turn == 0:  # warm-up
-            agreed = {kind: agreement(ids, answer["ids"]) for kind, answer in answers.items()}
-            continue
-        times["ours"].append(ours)
-        for kind, answer in answers.items():
-            times[kind].append(answer["seconds"])
+    request = {"prompts": prompts, "tokens": tokens}
+    ids = {name: engine.generate_ids(prompts, params) for name, engine in engines.items()}
+    theirs = {kind: peer.ask(name=f"{kind} {streams}", generate=request)["ids"] for kind in WEIGHTS}
+    times: dict[str, list[float]] = {name: [] for name in (*engines, *WEIGHTS)}
+    for _ in range(rounds):
+        for name, engine in engines.items():
+            times[name].append(measure.seconds(partial(engine.generate_ids, prompts, params)))
+        for kind in WEIGHTS:
+            times[kind].append(peer.ask(name=f"{kind} {streams}", generate=request)["seconds"])
     speed = {name: streams * tokens / statistics.median(each) for name, each in times.items()}
     return [
         {
+            "model": model,
             "streams": streams,
+            "our_weights": ours,
             "weights": kind,
-            "ours_tokens_per_s": round(speed["ours"], 1),
+            "ours_tokens_per_s": round(speed[ours], 1),
             "llama_cpp_tokens_per_s": round(speed[kind], 1),
-            "ratio": round(speed["ours"] / speed[kind], 2),
-            "same_tokens_up_to_first_difference": round(agreed[kind], 3),
+            "ratio": round(speed[ours] / speed[kind], 2),
+            "ours_over_our_float": round(speed[ours] / speed["float"], 2),
+            "same_tokens_up_to_first_difference": round(agreement(ids[ours], theirs[kind]), 3),
         }
-        for kind in ("f32", "f16")
+        for ours, kind in PAIRS
     ]
 
 
 def report_text(report: Mapping[str, Any]) -> str:
     """The page for people."""
     lines = measure.table(
-        ["streams", "llama.cpp's weights", "ours, tokens/s", "llama.cpp, tokens/s", "ours / llama.cpp", "same tokens"],
+        [
+            "model",
+            "streams",
+            "our weights",
+            "llama.cpp's",
+            "ours, tokens/s",
+            "llama.cpp, tokens/s",
+            "ours / llama.cpp",
+            "ours / our float",
+            "same tokens",
+        ],
         [
             [
+                row["model"],
                 row["streams"],
+                row["our_weights"],
                 row["weights"],
                 row["ours_tokens_per_s"],
                 row["llama_cpp_tokens_per_s"],
                 f"{row['ratio']:.2f}x",
+                f"{row['ours_over_our_float']:.2f}x",
                 f"{row['same_tokens_up_to_first_difference']:.0%}",
             ]
             for row in report["rows"]
         ],
     )
     about = (
-        f"Model `{report['model']}`, {report['threads']} threads, prompts of {PROMPT_TOKENS} tokens and "
+        f"{report['threads']} threads, prompts of {PROMPT_TOKENS} tokens and "
         f"{report['tokens']} new ones, greedy; ours computes in float32, in its deterministic mode, with the KV "
         f"cache as it is by default; llama-cpp-python {report['llama_cpp_python']} keeps KV in float16, its default. "
-        "Same tokens: up to the first difference of each stream."
+        "Our float is the checkpoint as it is: float16 for `reference`, bfloat16 for the others, which have random "
+        "weights. int8 has a scale for each row, int4 one for each 128 inputs, embeddings and head stay in 16 bits; "
+        "q8_0 and q4_0 have a scale for each 32 inputs, and embeddings and head are quantized, too. "
+        "Same tokens: up to the first difference of each stream; quantized sides round differently."
     )
     return f"# Against llama.cpp\n\n{about}\n\n{lines}"
+
+
+def measure_model(name: str, peer: Peer, folder: Path, threads: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Rows for one model, whose files are written to `folder`."""
+    if name == "reference":
+        model = measure.ROOT / "models/reference"
+    else:
+        model = synthetic.write_random(synthetic.SHAPES[name], folder / "float")
+    checkpoints = {"float": model}
+    for ours, scheme in OURS.items():
+        if scheme is not None:
+            checkpoints[ours] = folder / ours
+            checkpoints[ours].mkdir()
+            produce(LayeredModel(inspect_model(EngineConfig(model=str(model)))), checkpoints[ours], Recipe(scheme))
+    files = {kind: folder / f"{kind}.gguf" for kind in WEIGHTS}
+    for kind, file in files.items():
+        gguf_files.write(model, file, WEIGHTS[kind], lambda *_: None)
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    rows = []
+    with ExitStack() as stack:
+        engines = {
+            ours: stack.enter_context(Engine(checkpoint, threads=threads, prefix_cache=False))
+            for ours, checkpoint in checkpoints.items()
+        }
+        for streams in (1, 8):
+            for kind, file in files.items():
+                load = {"file": str(file), "threads": threads, "streams": streams, "context": CONTEXT}
+                peer.ask(name=f"{kind} {streams}", load=load)
+            rows += compare(engines, peer, name, streams, vocab, tokens, rounds)
+    return rows
 
 
 def main() -> None:
     """Measure, print; keep the results with --save."""
     parser = argparse.ArgumentParser(description="The engine against llama.cpp on the same weights.")
     parser.add_argument("--peer", type=Path, required=True, help="python that has llama-cpp-python")
-    parser.add_argument("--model", type=Path, default=measure.ROOT / "models/reference")
+    parser.add_argument("--models", choices=("reference", *synthetic.SHAPES), nargs="+", default=["reference", "0.5b"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true", help="write docs/bench/llama-cpp.json and .md")
     arguments = parser.parse_args()
     about = measure.machine()
-    vocab = json.loads((arguments.model / "config.json").read_text())["vocab_size"]
-    peer = Peer(arguments.peer)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            files = {kind: Path(folder) / f"{kind}.gguf" for kind in WEIGHTS}
-            for kind, file in files.items():
-                gguf_files.write(arguments.model, file, WEIGHTS[kind], lambda *_: None)
-            with Engine(arguments.model, threads=arguments.threads, prefix_cache=False) as engine:
-                rows = []
-                for streams in (1, 8):
-                    for kind, file in files.items():
-                        load = {"file": str(file), "threads": arguments.threads, "streams": streams, "context": CONTEXT}
-                        peer.ask(name=f"{kind} {streams}", load=load)
-                    rows += compare(engine, peer, streams, vocab, arguments.tokens, arguments.rounds)
-    finally:
-        peer.close()
+    rows = []
+    for name in arguments.models:
+        peer = Peer(arguments.peer)  # for each model: it keeps all files that it has loaded
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                rows += measure_model(name, peer, Path(folder), arguments.threads, arguments.tokens, arguments.rounds)
+        finally:
+            peer.close()
     report = {
         "machine": about,
-        "model": arguments.model.name,
         "threads": arguments.threads,
         "tokens": arguments.tokens,
         "llama_cpp_python": peer.version,

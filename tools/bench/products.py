@@ -1,5 +1,5 @@
-"""The CPU's packed products: weights of 16 bits and of int8 codes against the same weights in float32, and against
-another checkout's.
+"""The CPU's packed products: weights of 16 bits and of codes of 8 and 4 bits against the same weights in float32, and
+against another checkout's.
 
 Every way is timed in turn, round by round, in pieces shorter than a scheduler's time slice, and the fastest round of
 each counts; read ratios, not times. All ways must give the same bits. `cache`: the weights fit a cache; `memory`: they
@@ -23,6 +23,8 @@ SHAPES = {"cache": (1408, 256), "cache, wide": (1024, 2048), "memory": (16384, 4
 """(out, in): 256 MiB of float32 for `memory`."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SCALE = 1 / 32
+_GROUP = 128
+"""Inputs that share a scale of 4-bit codes, as in most checkpoints."""
 WORK = 3e6
 """Multiplications that a timing takes, at least."""
 
@@ -61,7 +63,7 @@ def row_of(
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Packed products of 16 bits and int8 against float32.")
+    parser = argparse.ArgumentParser(description="Packed products of 16, 8 and 4 bits against float32.")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 12, 64])
     parser.add_argument("--rounds", type=int, default=30)
@@ -76,14 +78,19 @@ def main() -> None:
     table = []
     for name in arguments.shapes:
         out, inside = SHAPES[name]
-        codes = torch.randint(-127, 128, (out, inside), dtype=torch.int8)
+        codes = torch.randint(0, 16, (out, inside), dtype=torch.uint8)
         weight = codes.float() * _SCALE  # exact in every dtype
         ways: dict[str, Any] = {
             f"{side}{dtype}": kernels.PackedLinear(weight.to(DTYPES[dtype]), None)
             for side, kernels in sides.items()
             for dtype in DTYPES
         }
-        ways["int8"] = cpu.PackedLinear(codes, None, scales=torch.full((out, 1), _SCALE), group=inside)
+        scales = torch.full((out, inside // _GROUP), _SCALE)
+        ways["int8"] = cpu.PackedLinear(codes.to(torch.int8), None, codes=cpu.Codes(scales[:, :1], inside))
+        numbers = torch.arange(16).float()
+        for way, offsets in (("int4", None), ("int4, zero points", torch.zeros_like(scales))):
+            four = cpu.Codes(scales, _GROUP, table=numbers, offsets=offsets)
+            ways[way] = cpu.PackedLinear(codes, None, codes=four)
         for rows in arguments.rows:
             x = torch.randn(rows, inside)
             results = [each(x) for each in ways.values()]

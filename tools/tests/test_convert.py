@@ -122,7 +122,9 @@ def rewrite(source, target, *, without_tensor="", without_fields=()):
     writer.close()
 
 
-@pytest.mark.parametrize(("kind", "most"), [("float16", 2**-11), ("bfloat16", 2**-8), ("q8_0", 1 / 127)])
+@pytest.mark.parametrize(
+    ("kind", "most"), [("float16", 2**-11), ("bfloat16", 2**-8), ("q8_0", 1 / 127), ("q4_0", 0.126)]
+)
 def test_narrow_weights_are_near_the_ones_they_stand_for(kind, most, checkpoint, tmp_path):
     folder, file, back = checkpoint("llama"), tmp_path / "m.gguf", tmp_path / "back"
     assert convert(folder, file, "--dtype", kind) == 0
@@ -134,7 +136,7 @@ def test_narrow_weights_are_near_the_ones_they_stand_for(kind, most, checkpoint,
             assert torch.equal(value, read[name])
             continue
         blocks, near = value.reshape(-1, 32), read[name].reshape(-1, 32)
-        bound = blocks.abs().amax(1, keepdim=True) if kind == "q8_0" else blocks.abs()
+        bound = blocks.abs().amax(1, keepdim=True) if kind.startswith("q") else blocks.abs()
         assert ((blocks - near).abs() <= most * bound + 2**-25).all()  # half the least float16
         assert not torch.equal(blocks, near)
 

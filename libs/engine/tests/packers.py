@@ -72,12 +72,12 @@ def gptq(out, inside, *, bits=4, group=32, permuted=False, version=1, seed=0):
     return tensors, torch.from_numpy(values)
 
 
-def awq(out, inside, *, group=32, seed=0):
-    """As `gptq`."""
+def awq(out, inside, *, group=32, dtype=np.float16, seed=0):
+    """As `gptq`; with scales of `dtype`."""
     random = _random(seed)
     groups = inside // group
     codes, zeros = random.integers(0, 16, (inside, out)), random.integers(0, 16, (groups, out))
-    scales = _steps((groups, out), random)
+    scales = _steps((groups, out), random, dtype)
     order = [first + place for first in range(0, out, 8) for place in AWQ_ORDER]
     tensors = _tensors(qweight=_pack_last(codes[:, order], 4), qzeros=_pack_last(zeros[:, order], 4), scales=scales)
     values = np.empty((out, inside), np.float32)

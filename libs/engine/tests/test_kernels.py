@@ -295,7 +295,7 @@ def rope(x, cosine, sine, heads, kv_heads, norms):
         scale=1.0,
     )
     rotated = torch.empty(tokens, width)
-    room = torch.empty(4, tokens, width)
+    room, own = torch.empty(4, tokens, width), torch.arange(tokens)
     step = PlainStepCall(
         x=x.data_ptr(),
         result=room[0].data_ptr(),
@@ -305,6 +305,7 @@ def rope(x, cosine, sine, heads, kv_heads, norms):
         tiles=room[3].data_ptr(),
         cosine=cosine.data_ptr(),
         sine=sine.data_ptr(),
+        positions=own.data_ptr(),
         rows=tokens,
         hidden=width,
     )

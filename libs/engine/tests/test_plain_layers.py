@@ -11,7 +11,7 @@ from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_cpu import CompiledAttention
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.distributed import Alone
-from lockstep_engine.fused_layer import FusedLayers
+from lockstep_engine.fused_layer import FusedLayers, PlainEnds
 from lockstep_engine.kernels import cpu
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.linear import ColumnLinear, FusedRmsNorm, RowLinear
@@ -123,8 +123,32 @@ def test_the_bits_are_those_of_single_calls(threads, dtype, group, parts, length
         cosine, sine = angles.index_select(1, steps[0].positions)
         x = torch.randn(sum(tokens), HIDDEN)
         expected = one_by_one(plain, x.clone(), cosine, sine, steps[0])
-        delta = fused.step(x, cosine, sine, steps[1])
+        delta = fused.step(x, *angles, steps[1].positions, steps[1])
         assert torch.equal(x + delta, expected)
         assert torch.equal(caches[0].keys, caches[1].keys)
         assert torch.equal(caches[0].values, caches[1].values)
         starts = [start + each for start, each in zip(starts, tokens, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [[1], [1, 1, 1, 1, 1], [1, 17, 1]])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_whole_model_has_the_bits_of_its_parts(threads, dtype, lengths, count):
+    torch.manual_seed(sum(lengths))
+    threads(count)
+    plain, rows, vocabulary = layers(2, Alone(), dtype, 4, head_norms=True), sum(lengths), 75
+    size = {"layers": 2, "kv_heads": KV_HEADS, "head_dim": DIM, "blocks": 4 * len(lengths), "dtype": torch.float32}
+    caches = [KvCache(**size, device=torch.device("cpu")) for _ in range(2)]
+    steps = [step_of([0] * len(lengths), lengths, cache) for cache in caches]
+    angles = torch.randn(2, 4 * BLOCK_SIZE, DIM // 2).repeat(1, 1, 2)
+    embedding, last = torch.randn(vocabulary, HIDDEN).to(dtype), norm(HIDDEN)
+    head = cpu.PackedLinear(torch.randn(vocabulary, HIDDEN).to(dtype), torch.randn(vocabulary))
+    ids = torch.randint(vocabulary, (rows,))
+    for wanted in ([rows - 1], [0, rows // 2, rows - 1, 0, rows - 1], [*range(rows), 0], []):
+        x = embedding[ids].float()
+        delta = FusedLayers(plain).step(x, *angles, steps[0].positions, steps[0])
+        chosen = torch.tensor(wanted, dtype=torch.int64)
+        expected = head(cpu.add_rms_norm(x[chosen], delta[chosen], last.weight, last.eps))
+        ends = PlainEnds(embedding, last, head, *angles)
+        assert torch.equal(FusedLayers(plain).whole_model(ends, ids, steps[1], chosen), expected)
+        assert torch.equal(caches[0].keys, caches[1].keys)

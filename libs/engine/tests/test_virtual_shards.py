@@ -114,7 +114,8 @@ def test_a_product_of_parts_is_the_tree_of_their_products(rows, kind):
     weight = torch.randint(-127, 128, (out, inside), dtype=kind) if coded else torch.randn(out, inside).to(kind)
     scales = torch.rand(out, -(-inside // size)) if coded else None
     values = weight.float() if scales is None else weight * scales.repeat_interleave(size, 1)[:, :inside]
-    whole = cpu.PackedLinear(weight, bias, scales=scales, group=size if coded else 0, parts=4)
+    codes = None if scales is None else cpu.Codes(scales, size)
+    whole = cpu.PackedLinear(weight, bias, codes=codes, parts=4)
     parts = zip(x.chunk(4, 1), values.chunk(4, 1), strict=True)
     assert torch.equal(whole(x), add_in_tree([cpu.PackedLinear(w, None)(each) for each, w in parts]) + bias)
 

@@ -68,8 +68,12 @@ class StepAttention(ABC):
 
     def __init__(self, cache: KvCache, step: StepLayout) -> None:
         lengths = step.lengths
-        owners = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        positions = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths - step.starts, lengths)
+        owners = np.arange(len(lengths), dtype=np.int32)
+        if (lengths != 1).any():
+            owners = np.repeat(owners, lengths)
+            positions = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths - step.starts, lengths)
+        else:
+            positions = step.starts.astype(np.int64)
         hot_tables = step.tables if step.hot_tables is None else step.hot_tables
         blocks = hot_tables[owners, positions // BLOCK_SIZE].astype(np.int64)
         offsets = positions % BLOCK_SIZE

@@ -16,8 +16,8 @@ from torch import nn
 from lockstep_engine.attention_cpu import CompiledAttention
 from lockstep_engine.interception import intercepted
 from lockstep_engine.kernels import cpu
-from lockstep_engine.kernels.cpu_structs import PlainLayerCall, PlainStepCall, RopeCall
-from lockstep_engine.linear import ColumnLinear, FusedRmsNorm, RowLinear
+from lockstep_engine.kernels.cpu_structs import PlainEndsCall, PlainLayerCall, PlainStepCall, RopeCall
+from lockstep_engine.linear import ColumnLinear, FusedRmsNorm, RowLinear, VocabEmbedding, VocabHead
 from lockstep_engine.own_attention import CurrentStep
 from lockstep_engine.plain_layer import PlainLayer
 
@@ -44,26 +44,30 @@ class FusedLayers:
         self._widest_out = max(each.out_features for each in every)
         self._is_alone = layers[0].out.group.size == 1
 
-    def step(self, x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, paged: CompiledAttention) -> torch.Tensor:
+    def step(
+        self,
+        x: torch.Tensor,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+        positions: torch.Tensor,
+        paged: CompiledAttention,
+    ) -> torch.Tensor:
         """Run the layers.
 
         Args:
             x: [tokens, hidden], the residual stream, changed in place: contiguous, float32.
-            cosine, sine: [tokens, head dim], contiguous, float32.
+            cosine, sine: [positions, head dim], contiguous, float32.
+            positions: [tokens], int64: the row of `cosine` and `sine` for each token.
             paged: the step's attention.
 
         Returns:
             [tokens, hidden], what the last layer adds to x.
         """
         rows, hidden = x.shape
-        threads, halves = torch.get_num_threads(), 2 * len(self._layers)
-        sums = max((each.sums_size(rows) for each in self._parts), default=0)
-        widths = (hidden, hidden, self._widest_out, self._widest_in, self._widest_in if rows > 1 else 0)
-        sizes = [-(-rows * width // _ALIGNED) * _ALIGNED for width in widths]
-        room = torch.empty(sum(sizes) + threads * sums)
-        places = itertools.accumulate(sizes, lambda at, size: at + 4 * size, initial=room.data_ptr())
-        step = PlainStepCall(x.data_ptr(), *places, rows=rows, hidden=hidden, sums_size=sums)
-        step.cosine, step.sine = cosine.data_ptr(), sine.data_ptr()
+        halves, threads = 2 * len(self._layers), torch.get_num_threads()
+        room, step = self._step(rows, hidden, threads)
+        step.x, step.cosine, step.sine = x.data_ptr(), cosine.data_ptr(), sine.data_ptr()
+        step.positions = positions.data_ptr()
         paged.give_to(step)
         result = room[: rows * hidden].view(rows, hidden)
         if self._is_alone:
@@ -75,6 +79,81 @@ class FusedLayers:
             delta = (layer.down if half % 2 else layer.out).complete(result)
             step.delta = delta.data_ptr()
         return delta
+
+    def whole_model(
+        self, model: "PlainEnds", ids: torch.Tensor, paged: CompiledAttention, wanted: torch.Tensor
+    ) -> torch.Tensor:
+        """Run a whole model in one call; on one rank.
+
+        Args:
+            model: what it has around the layers.
+            ids: [tokens], int64, contiguous.
+            paged: the step's attention.
+            wanted: [count], int64, contiguous: indices of the tokens whose logits are wanted.
+
+        Returns:
+            [count, vocabulary].
+        """
+        rows, count, hidden, threads = len(ids), len(wanted), model.hidden, torch.get_num_threads()
+        room, step = self._step(rows, hidden, threads, (rows, count))
+        x = room.data_ptr() + 4 * (len(room) - _aligned((rows + count) * hidden))
+        step.x, step.cosine, step.sine = x, model.cosine.data_ptr(), model.sine.data_ptr()
+        step.positions = paged.positions.data_ptr()
+        paged.give_to(step)
+        logits = torch.empty(count, model.head.out_features)
+        ends = model.call
+        ends.ids, ends.wanted, ends.count = ids.data_ptr(), wanted.data_ptr(), count
+        ends.last, ends.logits = x + 4 * rows * hidden, logits.data_ptr()
+        cpu.plain(self._calls, 0, 2 * len(self._layers), step, threads, ends)
+        return logits
+
+    def _step(
+        self, rows: int, hidden: int, threads: int, ends: tuple[int, int] = (0, 0)
+    ) -> tuple[torch.Tensor, PlainStepCall]:
+        """A step's call with places in a new tensor: the result first, last those of `ends`, numbers of rows of
+        `hidden` floats.
+        """
+        sums = max((each.sums_size(rows) for each in self._parts), default=0)
+        tiled = max(rows, ends[1])
+        widths = (hidden, hidden, self._widest_out, self._widest_in)
+        sizes = [*(_aligned(rows * width) for width in widths), _aligned(tiled * self._widest_in if tiled > 1 else 0)]
+        room = torch.empty(sum(sizes) + _aligned(threads * sums) + _aligned(sum(ends) * hidden))
+        places = itertools.accumulate(sizes, lambda at, size: at + 4 * size, initial=room.data_ptr())
+        return room, PlainStepCall(None, *places, rows=rows, hidden=hidden, sums_size=sums)
+
+
+class PlainEnds:
+    """What a model of plain layers has around them.
+
+    Args:
+        embedding: not scaled.
+        norm: the last one.
+        head: packed.
+        cosine, sine: [positions, head dim], contiguous, float32.
+    """
+
+    def __init__(
+        self,
+        embedding: torch.Tensor,
+        norm: FusedRmsNorm,
+        head: cpu.PackedLinear,
+        cosine: torch.Tensor,
+        sine: torch.Tensor,
+    ) -> None:
+        self.hidden = embedding.shape[1]
+        self.head, self.cosine, self.sine = head, cosine, sine
+        self._kept = embedding, norm
+        self.call = PlainEndsCall(
+            embedding=embedding.data_ptr(),
+            norm=norm.weight.data_ptr(),
+            head=ctypes.addressof(head.call),
+            kind=cpu.kind(embedding.dtype),
+            eps=norm.eps,
+        )
+
+
+def _aligned(floats: int) -> int:
+    return -(-floats // _ALIGNED) * _ALIGNED
 
 
 def _packed(linear: ColumnLinear | RowLinear) -> cpu.PackedLinear:
@@ -135,7 +214,8 @@ class FusedLayer(nn.Module):
         paged = self._step.take()
         assert isinstance(paged, CompiledAttention)
         cosine, sine = position_embeddings
-        hidden_states[0].add_(self._layers.step(hidden_states[0], cosine[0], sine[0], paged))
+        own = torch.arange(hidden_states.shape[1])
+        hidden_states[0].add_(self._layers.step(hidden_states[0], cosine[0], sine[0], own, paged))
         return hidden_states
 
 
@@ -165,17 +245,29 @@ class FusedDecoder:
 
     def __init__(self, model: nn.Module, layers: list[FusedLayer], context_length: int) -> None:
         self._layers = FusedLayers([layer.parts for layer in layers])
-        self._embed: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-        self._head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+        self._embed: nn.Module = embedding
+        self._head: nn.Module = head
         self._norm: FusedRmsNorm = model.model.norm  # type: ignore[assignment]
         rotary: Any = model.model.rotary_emb  # type: ignore[union-attr]
         positions = torch.arange(context_length).unsqueeze(0)
         with torch.inference_mode(), intercepted():  # equal tables on every CPU
             cosine, sine = rotary(torch.empty(1, context_length, 1), positions)
         self._cosine, self._sine = cosine[0].contiguous(), sine[0].contiguous()
+        self._ends: PlainEnds | None = None
+        if (
+            isinstance(embedding, VocabEmbedding)
+            and embedding.group.size == 1
+            and embedding.scale is None
+            and isinstance(head, VocabHead)
+            and head.packed is not None
+        ):
+            self._ends = PlainEnds(embedding.weight, self._norm, head.packed, self._cosine, self._sine)
 
     def logits(self, ids: torch.Tensor, attention: CompiledAttention, rows: torch.Tensor) -> torch.Tensor:
         """See `BuiltModel.logits`."""
+        if self._ends is not None:
+            return self._layers.whole_model(self._ends, ids, attention, rows)
         logits: torch.Tensor = self._head(self._states(*self._stream(ids, attention), rows))
         return logits
 
@@ -193,6 +285,4 @@ class FusedDecoder:
     def _stream(self, ids: torch.Tensor, attention: CompiledAttention) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream before the last layer's sum, and that sum."""
         x: torch.Tensor = self._embed(ids)
-        cosine = self._cosine.index_select(0, attention.positions)
-        sine = self._sine.index_select(0, attention.positions)
-        return x, self._layers.step(x, cosine, sine, attention)
+        return x, self._layers.step(x, self._cosine, self._sine, attention.positions, attention)

@@ -5,7 +5,7 @@ ranks (Shoeybi et al. 2019, Megatron-LM). Every layer lists the slices of checkp
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -81,6 +81,7 @@ class ColumnLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(total, in_features, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(total, dtype=dtype), requires_grad=False) if bias else None
         self.scales: nn.Parameter | None = None
+        self.zeros: nn.Parameter | None = None
         self.code_form: CodeForm | None = None
         self.packed: cpu.PackedLinear | None = None
         self.pieces: dict[str, list[Piece]] = {}
@@ -117,13 +118,15 @@ def _pack(weight: nn.Parameter, bias: torch.Tensor | None, parts: int = 1) -> cp
 
 
 def keep_codes(layer: "ColumnLinear | RowLinear", form: CodeForm) -> None:
-    """Before the layer's memory is allocated: let its weight be int8 codes, and give it `scales` [out, groups]. Only
-    the CPU kernels compute with them.
+    """Before the layer's memory is allocated: let its weight be codes, and give it `scales` [out, groups] and, where
+    codes have four bits, `zeros`. Only the CPU kernels compute with them.
     """
     out, inside = layer.weight.shape
-    layer.weight.data = layer.weight.data.to(torch.int8)
+    layer.weight.data = layer.weight.data.to(torch.int8 if form.table is None else torch.uint8)
     scales = torch.empty(out, form.groups(inside), dtype=torch.float32, device=layer.weight.device)
     layer.scales = nn.Parameter(scales, requires_grad=False)
+    if form.table is not None:
+        layer.zeros = nn.Parameter(torch.empty_like(scales), requires_grad=False)
     layer.code_form = form
 
 
@@ -132,11 +135,22 @@ def _pack_codes(layer: "ColumnLinear | RowLinear", bias: torch.Tensor | None, pa
     form, scales, inside = layer.code_form, layer.scales, layer.weight.shape[1]
     assert form is not None
     assert scales is not None
-    packed = cpu.PackedLinear(
-        layer.weight, bias, scales=scales, group=form.group or inside, per_127=form.per_127, parts=parts
-    )
-    for parameter in (layer.weight, scales):
-        parameter.data = parameter.data.new_empty(0)
+    weight: torch.Tensor = layer.weight
+    codes = cpu.Codes(scales, form.group or inside, per_127=form.per_127)
+    if form.table is not None:
+        assert layer.zeros is not None
+        table, zeros = torch.tensor(form.table), layer.zeros
+        first, offsets = zeros[0, 0], -zeros * scales
+        if bool((zeros == first).all()):  # symmetric: the table has it, and products need no offset
+            codes = replace(codes, table=table - first)
+        elif torch.equal(offsets.double(), -zeros.double() * scales.double()):
+            codes = replace(codes, table=table, offsets=offsets)
+        else:  # scales with more than 20 bits: an offset would be rounded, so that values had other bits
+            weight = (weight - zeros.repeat_interleave(codes.group, 1)[:, :inside]).to(torch.int8)
+    packed = cpu.PackedLinear(weight, bias, codes=codes, parts=parts)
+    for parameter in (layer.weight, scales, layer.zeros):
+        if parameter is not None:
+            parameter.data = parameter.data.new_empty(0)
     return packed
 
 
@@ -222,6 +236,7 @@ class RowLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, length, dtype=dtype), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype), requires_grad=False) if bias else None
         self.scales: nn.Parameter | None = None
+        self.zeros: nn.Parameter | None = None
         self.code_form: CodeForm | None = None
         self.packed: cpu.PackedLinear | None = None
         full_size = length * group.size

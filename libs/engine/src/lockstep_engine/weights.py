@@ -3,6 +3,7 @@ parameter; a head that is said to be the embedding is compared with it before.
 """
 
 import ctypes
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -18,12 +19,14 @@ from lockstep_engine.interception import intercepted
 from lockstep_engine.kernels import cpu
 from lockstep_engine.linear import ColumnLinear, Piece, RowLinear, VocabEmbedding, VocabHead, keep_codes
 from lockstep_engine.model_config import ModelInfo, refuse
-from lockstep_engine.quantized.coded import CodedMatrix, CodeForm, StoredWeight
+from lockstep_engine.quantized.coded import CodedMatrix, CodeForm, KeptCodes, StoredWeight
 from lockstep_engine.quantized.opening import has_weight, open_weight
 from lockstep_engine.quantized.tensors import Tensors
 
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 """safetensors' names of dtypes that the CPU kernels widen."""
+_LARGEST_CODE = 127.0
+"""No code's number is larger."""
 COMPARED_ELEMENTS = 2**24
 """Elements of each of two tensors that are compared at once."""
 
@@ -66,18 +69,17 @@ class Checkpoint:
             forms.add(form if begins_group else None)
         return forms.pop() if len(forms) == 1 else None
 
-    def codes(self, piece: Piece, shape: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `slice`, of a tensor that has a `code_form`: its codes, int8, and the scales of their rows and groups."""
+    def codes(self, piece: Piece, shape: list[int], form: CodeForm) -> KeptCodes:
+        """As `slice`, of a tensor that has a `code_form`: what stays in memory in this form, its own or a wider one."""
         name, weight, dim, _ = self._located(piece, shape)
         assert isinstance(weight, CodedMatrix)
-        assert weight.code_form is not None
         part = slice(piece.start, piece.start + piece.length)
         every = [slice(0, size) for size in weight.shape]
         coded = weight.coded(part, every[1]) if dim == 0 else weight.coded(every[0], part)
-        codes, scales = coded.integers(weight.code_form)
-        if not bool((scales * 127.0).isfinite().all()):
+        kept = coded.kept(form)
+        if not bool((kept.scales * _LARGEST_CODE).isfinite().all()) or not all(map(math.isfinite, form.table or ())):
             raise self._damaged(name)
-        return codes, scales
+        return kept
 
     def slice(self, piece: Piece, shape: list[int]) -> torch.Tensor:
         """The part of a tensor that `piece` describes. Refuses a checkpoint whose tensor has another shape."""
@@ -153,9 +155,8 @@ def load_weights(
 ) -> None:
     """Allocate every parameter of `model`, which is on the meta device, on `device`, and read its values.
 
-    Where the CPU kernels run, weights that a checkpoint stores in 16 bits or as integers stay so in a model of float32,
-    integers in 8 bits: the kernels widen them exactly, so that every result has the bits that widened weights would
-    give.
+    Where the CPU kernels run, weights that a checkpoint stores in 16 bits or as codes of 8 or 4 bits stay so in a model
+    of float32: the kernels widen them exactly, so that every result has the bits that widened weights would give.
 
     Args:
         on_progress: called with the bytes loaded so far and in total.
@@ -173,21 +174,38 @@ def load_weights(
         for module in buffers:
             model._init_weights(module)  # type: ignore[operator]
     parameters = list(distinct_parameters(model))
-    total = sum(parameter.nbytes for _, _, parameter in parameters)
+    total = sum(map(_kept_bytes, parameters))
     done = 0
-    for module, name, parameter in parameters:
-        if isinstance(module, ColumnLinear | RowLinear) and parameter is module.scales:
-            pass  # filled beside the codes
-        elif isinstance(module, ColumnLinear | RowLinear) and module.code_form and parameter is module.weight:
-            fill_codes(checkpoint, module)
-        else:
-            fill(checkpoint, pieces_of(module, name, parameter, checkpoint), parameter)
-        done += parameter.nbytes
-        on_progress(done, total)
+    for module, own in itertools.groupby(parameters, lambda each: each[0]):
+        for entry in own:
+            _, name, parameter = entry
+            is_layer = isinstance(module, ColumnLinear | RowLinear)
+            if is_layer and (parameter is module.scales or parameter is module.zeros):
+                pass  # filled beside the codes
+            elif is_layer and module.code_form and parameter is module.weight:
+                fill_codes(checkpoint, module)
+            else:
+                fill(checkpoint, pieces_of(module, name, parameter, checkpoint), parameter)
+            done += _kept_bytes(entry)
+            on_progress(done, total)
+        if is_layer:  # now: codes of four bits take twice their memory until they are packed
+            _pack(module)
     for layer in model.modules():
-        if isinstance(layer, ColumnLinear | RowLinear | VocabHead):
-            layer.pack()
-            _give_back_freed()
+        if isinstance(layer, VocabHead):  # it may be an embedding that is read after it
+            _pack(layer)
+
+
+def _pack(layer: ColumnLinear | RowLinear | VocabHead) -> None:
+    layer.pack()
+    _give_back_freed()
+
+
+def _kept_bytes(entry: tuple[nn.Module, str, torch.Tensor]) -> int:
+    """Bytes that a parameter takes when it is packed."""
+    module, _, parameter = entry
+    if isinstance(module, ColumnLinear | RowLinear) and module.code_form is not None and parameter is module.weight:
+        return parameter.nbytes * module.code_form.bits // 8
+    return parameter.nbytes
 
 
 def _give_back_freed() -> None:
@@ -229,18 +247,24 @@ def _keep_narrow(model: nn.Module, checkpoint: Checkpoint) -> None:
             if (narrow := checkpoint.narrow_dtype(pieces)) is not None:
                 weight.data = weight.data.to(narrow)
             elif isinstance(module, ColumnLinear | RowLinear) and (form := checkpoint.code_form(pieces)) is not None:
-                keep_codes(module, form)
+                parts = module.parts if isinstance(module, RowLinear) else 1
+                if (form := form.fitting(module.in_features // parts, cpu.IN_WORD)) is not None:
+                    keep_codes(module, form)
 
 
 def fill_codes(checkpoint: Checkpoint, layer: ColumnLinear | RowLinear) -> None:
-    """Read the codes and scales of a layer that keeps them."""
+    """Read the codes, scales and zero points of a layer that keeps them."""
+    assert layer.code_form is not None
     assert layer.scales is not None
     for piece in layer.pieces["weight"]:
         if piece.length > 0:
-            codes, scales = checkpoint.codes(piece, list(layer.weight.shape))
-            layer.weight.data.narrow(piece.dim, piece.offset, piece.length).copy_(codes)
+            kept = checkpoint.codes(piece, list(layer.weight.shape), layer.code_form)
+            layer.weight.data.narrow(piece.dim, piece.offset, piece.length).copy_(kept.codes)
             rows = (piece.offset, piece.length) if piece.dim == 0 else (0, len(layer.weight))
-            layer.scales.data.narrow(0, *rows).copy_(scales)
+            layer.scales.data.narrow(0, *rows).copy_(kept.scales)
+            if kept.zeros is not None:
+                assert layer.zeros is not None
+                layer.zeros.data.narrow(0, *rows).copy_(kept.zeros)
 
 
 def fill(checkpoint: Checkpoint, pieces: list[Piece], parameter: torch.Tensor) -> None:

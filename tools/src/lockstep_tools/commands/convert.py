@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "target", metavar="TARGET", type=Path, help="the directory or the .gguf file to write; must not exist yet"
     )
     parser.add_argument(
-        "--dtype", choices=(*_DTYPES, "q8_0"), default="float16", help="type of the weights (default: float16)"
+        "--dtype", choices=(*_DTYPES, "q8_0", "q4_0"), default="float16", help="type of the weights (default: float16)"
     )
 
 

@@ -27,6 +27,7 @@ WEIGHTS = {
     "float16": gguf.GGMLQuantizationType.F16,
     "bfloat16": gguf.GGMLQuantizationType.BF16,
     "q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "q4_0": gguf.GGMLQuantizationType.Q4_0,
 }
 """How matrices can be stored; vectors are always float32."""
 
@@ -35,6 +36,7 @@ _FILE_TYPES = {
     "float16": gguf.LlamaFileType.MOSTLY_F16,
     "bfloat16": gguf.LlamaFileType.MOSTLY_BF16,
     "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
+    "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
 }
 
 _WRITABLE = {

@@ -15,13 +15,14 @@ int omp_get_thread_num(void);
 int omp_get_num_threads(void);
 
 /* Raised with every change of a signature or layout, so that the caller can refuse a stale build. */
-const int lockstep_cpu_version = 12;
+const int lockstep_cpu_version = 13;
 
 #define BLOCK 16
 #define LANES 16 /* partial sums of a reduction, in every build */
 #define PANEL 32 /* output features of a packed weight that are stored together */
 #define RUN 64   /* most tokens of a sequence that go through attention together */
 #define WIDEN 3  /* tokens in such a run from which on widening its cold blocks once is faster */
+#define IN_WORD 8 /* codes of four bits in a word: those of neighbouring input features, the first in the lowest bits */
 #define CHUNK 128 /* input features of a packed weight whose values are kept in the first cache for all rows */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -29,8 +30,9 @@ const int lockstep_cpu_version = 12;
 /* The type in which numbers are stored. PAIRS, in packed weights alone: bfloat16, output feature i of a panel's half beside i of the other
  * half, so that a register of 32-bit words is widened to two registers by a shift and by a mask. INT8, in packed
  * weights alone: signed bytes, a value is the code times the scale of its group; INT8_PER_127: times 1 / 127 after that (bitsandbytes).
- * Each product is rounded to float32: the bits that widening beforehand gives. */
-enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3, PAIRS, INT8, INT8_PER_127 };
+ * FOUR_BITS, in packed weights alone: a code names one of 16 numbers, a value is the number times the scale of its group; FOUR_BITS_OFFSETS:
+ * plus the group's offset, rounded once. Each product is rounded to float32: the bits that widening beforehand gives. */
+enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3, PAIRS, INT8, INT8_PER_127, FOUR_BITS, FOUR_BITS_OFFSETS };
 
 /* Codes in e4m3 are read as their values divided by 256: half precision with the same fields, where the exponent's top bit and the
  * fraction's lower bits are 0, has that value. */
@@ -66,16 +68,19 @@ struct attention {
 };
 
 /* Queries, keys and values of a step side by side [tokens, (heads + 2 * kv_heads) * dim]; rotated in place. cosine and sine
- * [tokens, dim]; q_norm and k_norm [dim] or null. */
+ * [positions, dim]; positions [tokens]: which of their rows is each token's; q_norm and k_norm [dim] or null. */
 struct rope {
     float *qkv;
     const float *cosine, *sine, *q_norm, *k_norm;
+    const int64_t *positions;
     int64_t tokens, heads, kv_heads, dim;
     float eps;
 };
 
 /* out [rows, out_features] = x [rows, in] times panels [ceil(out_features / PANEL), in, PANEL] in `kind` (not BFLOAT16 or E4M3), plus
- * bias or null. Codes have scales [panels, ceil(in / group), PANEL] for groups of neighbouring inputs. tiles: room for rows * in floats, or null for a single row. Rows go through a panel in tiles, and elements of a tile's
+ * bias or null. Codes have scales [panels, ceil(in / group), PANEL] for groups of neighbouring inputs. Those of four bits are
+ * [panels, in / IN_WORD, PANEL] words, and have a table [16] and, with zero points, offsets like scales; IN_WORD divides the group and
+ * the input features of a part. tiles: room for rows * in floats, or null for a single row. Rows go through a panel in tiles, and elements of a tile's
  * rows are put side by side before: rows that are a power of two apart would push each other out of the cache.
  * The input features have `parts` equal parts, a power of two. Each is summed for itself, then the parts' sums are added in a balanced
  * tree of neighbours, then the bias: so ranks that have some of the parts each get the same bits together. sums: with more parts than
@@ -86,9 +91,15 @@ struct linear {
     const void *panels;
     const float *bias;
     float *tiles;
-    const float *scales;
+    const float *scales, *offsets, *table;
     float *sums;
     int64_t rows, in, out_features, kind, group, parts, sums_size;
+};
+
+/* How the codes of some panels become values, see `struct linear`: scales and offsets are those of the first panel, each has `groups`. */
+struct codes {
+    const float *scales, *offsets, *table;
+    int64_t groups, group;
 };
 
 /* out [batch, rows, out_features] = x [batch, rows, in] times a matrix in `kind` for each of the batch: output o's weight of input i is at
@@ -111,18 +122,31 @@ struct plain_layer {
 };
 
 /* A step of such layers. x [rows, hidden] is the residual stream without what the half before the first one adds to it: `delta` of
- * that shape, or null. `result` is what the last half adds. cosine and sine [rows, dim]; slots [rows]: where keys and values go in the
+ * that shape, or null. `result` is what the last half adds. cosine, sine and positions: see struct rope; slots [rows]: where keys and values go in the
  * caches, one for each layer. normed [rows, hidden], wide and inner (the widest of qkv and gate_up, of attention's output and the
  * gated products), tiles (a row's widest input; unused for one row) and, for each thread, `scratch` (see lockstep_attention) and
  * `sums` (see struct linear) are room. */
 struct plain_step {
     float *x, *result, *normed, *wide, *inner, *tiles, *sums;
     const float *delta, *cosine, *sine;
-    const int64_t *slots;
+    const int64_t *positions, *slots;
     const struct attention *attention;
     const struct layer *caches;
     float *scratch;
     int64_t rows, hidden, sums_size, scratch_size;
+};
+
+/* What a whole model has around its plain layers: `ids` [rows of the step] name rows of the embedding [ids, hidden] in `kind` (FLOAT32,
+ * BFLOAT16 or FLOAT16), which become x; then the residual streams of `wanted` [count], with what the last half adds, are normed into
+ * `last` [count, hidden], and the head makes logits [count, its outputs] of them. */
+struct plain_ends {
+    const void *embedding;
+    const int64_t *ids, *wanted;
+    const float *norm;
+    const struct linear *head;
+    float *last, *logits;
+    int64_t kind, count;
+    float eps;
 };
 
 /* The function that `map` computes of each element. */
@@ -163,6 +187,7 @@ static float sine(float angle, int quarter) {
 typedef char bytes __attribute__((vector_size(16)));
 typedef int64_t longs __attribute__((vector_size(16)));
 typedef int32_t widened __attribute__((vector_size(64)));
+typedef int32_t narrow_widened __attribute__((vector_size(32)));
 typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #pragma GCC push_options
 #pragma GCC target("arch=skylake-avx512,prefer-vector-width=512")
@@ -176,6 +201,8 @@ typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #define FUSED(a, b, c) ((vec)__builtin_ia32_vfmaddps512_mask((float_vec)(a), (float_vec)(b), (float_vec)(c), (uint16_t)-1, 4))
 #define HALVES(x) ((vec)__builtin_ia32_vcvtph2ps512_mask((short_vec)(x), (float_vec){}, (uint16_t)-1, 4))
 #define BYTES(from) ((int_vec)__builtin_ia32_pmovsxbd512_mask((bytes)*(const byte_vec *)(from), (widened){}, (uint16_t)-1))
+#define LOOK_UP(table, words)                                                                                                  \
+    ((vec)__builtin_ia32_permvarsf512_mask((float_vec)*(const vec *)(table), (widened)(words), (float_vec){}, (uint16_t)-1))
 #include "cpu_loops.h"
 #pragma GCC pop_options
 #pragma GCC push_options
@@ -191,6 +218,9 @@ typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #define FUSED(a, b, c) ((vec)__builtin_ia32_vfmaddps256((float_vec)(a), (float_vec)(b), (float_vec)(c)))
 #define HALVES(x) ((vec)__builtin_ia32_vcvtph2ps256((short_vec)(x)))
 #define BYTES(from) ((int_vec)__builtin_ia32_pmovsxbd256((bytes)(longs){*(const unaligned_long *)(from), 0}))
+#define HALF_TABLE(table, words) __builtin_ia32_permvarsf256((float_vec)*(const vec *)(table), (narrow_widened)(words))
+#define LOOK_UP(table, words)                                                                                                  \
+    ((vec)__builtin_ia32_blendvps256(HALF_TABLE(table, words), HALF_TABLE((table) + VEC, words), (float_vec)((words) << 28)))
 #include "cpu_loops.h"
 #pragma GCC pop_options
 #endif
@@ -213,6 +243,7 @@ struct kernels {
     void (*sum)(float *, const float *, int64_t, int64_t);
     void (*silu_mul)(float *, const float *, int64_t, int64_t);
     void (*map)(float *, const float *, int64_t, int);
+    void (*widen_rows)(float *, const void *, const int64_t *, int64_t, int64_t, int64_t);
     void (*rotate_all)(const struct rope *);
     void (*interleave)(const struct linear *, int64_t, int64_t);
     void (*linear)(const struct linear *, float *, int64_t, int64_t);
@@ -221,7 +252,7 @@ struct kernels {
 
 #define KERNELS(set)                                                                                                           \
     {tile_rows_##set,   attend_##set, compress_##set,   add_rms_norm_##set, layer_norm_##set, softmax_##set, sum_##set,              \
-     silu_mul_##set, map_##set,  rotate_all_##set, interleave_##set,   linear_##set,     multiply_##set}
+     silu_mul_##set, map_##set,  widen_rows_##set, rotate_all_##set, interleave_##set,   linear_##set,     multiply_##set}
 static struct kernels chosen = KERNELS(plain);
 
 /* Use the build for an instruction set, "avx512", "avx2" or "plain". Returns 0, and changes nothing, if this CPU does not have it. */
@@ -341,15 +372,16 @@ static void norm_rows(const struct plain_step *s, const float *delta, const floa
 #pragma omp barrier
 }
 
-static void multiply_rows(const struct plain_step *s, const struct linear *weight, float *out, const float *x, int slice, int threads) {
+static void multiply_rows(const struct plain_step *s, const struct linear *weight, float *out, const float *x, int64_t rows, int slice,
+                          int threads) {
     struct linear l = *weight;
-    int64_t panels = (l.out_features + PANEL - 1) / PANEL, tiles = (s->rows + chosen.tile_rows - 1) / chosen.tile_rows;
+    int64_t panels = (l.out_features + PANEL - 1) / PANEL, tiles = (rows + chosen.tile_rows - 1) / chosen.tile_rows;
     l.out = out;
     l.x = x;
-    l.tiles = s->rows == 1 ? (float *)x : s->tiles;
-    l.rows = s->rows;
+    l.tiles = rows == 1 ? (float *)x : s->tiles;
+    l.rows = rows;
     l.sums_size = s->sums_size;
-    if (s->rows > 1) {
+    if (rows > 1) {
         chosen.interleave(&l, tiles * slice / threads, tiles * (slice + 1) / threads);
 #pragma omp barrier
     }
@@ -359,14 +391,15 @@ static void multiply_rows(const struct plain_step *s, const struct linear *weigh
 
 static void attention_half(const struct plain_step *s, const struct plain_layer *p, const float *delta, int slice, int threads) {
     norm_rows(s, delta, p->first_norm, p->first_eps, slice, threads);
-    multiply_rows(s, p->qkv, s->wide, s->normed, slice, threads);
+    multiply_rows(s, p->qkv, s->wide, s->normed, s->rows, slice, threads);
     struct rope r = *p->rotation;
     const struct layer *cache = s->caches + p->number;
     int64_t width = (r.heads + 2 * r.kv_heads) * r.dim, begin = first_row(s, slice, threads);
     r.tokens = first_row(s, slice + 1, threads) - begin;
     r.qkv = s->wide + begin * width;
-    r.cosine = s->cosine + begin * r.dim;
-    r.sine = s->sine + begin * r.dim;
+    r.cosine = s->cosine;
+    r.sine = s->sine;
+    r.positions = s->positions + begin;
     chosen.rotate_all(&r);
     const float *k = r.qkv + r.heads * r.dim;
     lockstep_store(cache, k, k + r.kv_heads * r.dim, r.dim, width, r.dim, width, s->slots + begin, r.tokens);
@@ -386,25 +419,46 @@ static void attention_half(const struct plain_step *s, const struct plain_layer 
     a.scale = p->scale;
     chosen.attend(&a, cache, s->scratch + slice * s->scratch_size, slice, threads);
 #pragma omp barrier
-    multiply_rows(s, p->out, s->result, s->inner, slice, threads);
+    multiply_rows(s, p->out, s->result, s->inner, s->rows, slice, threads);
 }
 
 static void gated_half(const struct plain_step *s, const struct plain_layer *p, const float *delta, int slice, int threads) {
     norm_rows(s, delta, p->second_norm, p->second_eps, slice, threads);
-    multiply_rows(s, p->gate_up, s->wide, s->normed, slice, threads);
+    multiply_rows(s, p->gate_up, s->wide, s->normed, s->rows, slice, threads);
     int64_t inner = p->down->in, begin = first_row(s, slice, threads), rows = first_row(s, slice + 1, threads) - begin;
     chosen.silu_mul(s->inner + begin * inner, s->wide + 2 * begin * inner, rows, inner);
 #pragma omp barrier
-    multiply_rows(s, p->down, s->result, s->inner, slice, threads);
+    multiply_rows(s, p->down, s->result, s->inner, s->rows, slice, threads);
 }
 
-/* Compute halves of layers, from number `first` to before `end`: 2 i is attention in layer i, 2 i + 1 its gated products. Between two of
- * them all threads meet; a parallel region for each product would take longer than the product of a small model. */
-void lockstep_plain(const struct plain_layer *layers, int64_t first, int64_t end, const struct plain_step *s, int threads) {
+static void embed_rows(const struct plain_step *s, const struct plain_ends *e, int slice, int threads) {
+    int64_t begin = first_row(s, slice, threads), rows = first_row(s, slice + 1, threads) - begin;
+    chosen.widen_rows(s->x + begin * s->hidden, e->embedding, e->ids + begin, rows, s->hidden, e->kind);
+}
+
+/* A token may be wanted more than once, so x stays as it is. */
+static void finish_rows(const struct plain_step *s, const struct plain_ends *e, int slice, int threads) {
+    for (int64_t i = e->count * slice / threads; i < e->count * (slice + 1) / threads; i++) {
+        float *last = e->last + i * s->hidden;
+        int64_t at = e->wanted[i] * s->hidden;
+        memcpy(last, s->x + at, sizeof(float) * (size_t)s->hidden);
+        chosen.add_rms_norm(last, last, s->result + at, e->norm, 1, s->hidden, e->eps);
+    }
+#pragma omp barrier
+    multiply_rows(s, e->head, e->logits, e->last, e->count, slice, threads);
+}
+
+/* Compute halves of layers, from number `first` to before `end`: 2 i is attention in layer i, 2 i + 1 its gated products; or a whole
+ * model, if `ends` is not null. Between two of them all threads meet; a parallel region for each product would take longer than the
+ * product of a small model. */
+void lockstep_plain(const struct plain_layer *layers, int64_t first, int64_t end, const struct plain_step *s, const struct plain_ends *ends,
+                    int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         int slice = omp_get_thread_num(), team = omp_get_num_threads();
+        if (ends) embed_rows(s, ends, slice, team); /* the first norm is of the same rows */
         for (int64_t half = first; half < end; half++)
             (half % 2 ? gated_half : attention_half)(s, layers + half / 2, half == first ? s->delta : s->result, slice, team);
+        if (ends && ends->count) finish_rows(s, ends, slice, team);
     }
 }

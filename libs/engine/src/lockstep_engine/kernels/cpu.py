@@ -1,5 +1,5 @@
 """The compiled CPU kernels (`cpu.c`), called through ctypes. They compute in float32 and read weights and caches of 16
-bits, and weights of 8-bit integers, too. Where they were not built, `available` is False.
+bits, and weights of 8-bit integers and of 4-bit codes, too. Where they were not built, `available` is False.
 
 The environment variable LOCKSTEP_CPU_KERNELS selects a build instead of the best one for the machine: avx512, avx2 or
 plain; off: none.
@@ -9,6 +9,7 @@ import ctypes
 import enum
 import importlib.util
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,13 @@ from lockstep_engine.kernels.cpu_structs import (
     AttentionCall,
     LayerCall,
     LinearCall,
+    PlainEndsCall,
     PlainLayerCall,
     PlainStepCall,
     ProductCall,
 )
 
-_VERSION = 12
+_VERSION = 13
 _PANEL = 32
 _MAX_PANELS, _MAX_ROWS = 4, 12
 """Most panels that a product takes together in any build, and most rows for which it takes several."""
@@ -35,8 +37,10 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """`enum kind` of cpu.c."""
 _PAIRS = 4
 """Its kind of a packed bfloat16 weight."""
-_INT8, _INT8_PER_127 = 5, 6
-"""Its kinds of a packed weight of integers."""
+_INT8, _INT8_PER_127, _FOUR_BITS, _FOUR_BITS_OFFSETS = 5, 6, 7, 8
+"""Its kinds of a packed weight of codes."""
+IN_WORD = 8
+"""`IN_WORD` of cpu.c: codes of four bits in a word."""
 WIDEN = 3
 """`WIDEN` of cpu.c."""
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -74,7 +78,14 @@ def _load() -> ctypes.CDLL | None:
         "map": (_POINTER, _POINTER, _LONG, _INT, _INT),
         "linear": (ctypes.POINTER(LinearCall), _INT),
         "product": (ctypes.POINTER(ProductCall), _POINTER, _INT),
-        "plain": (ctypes.POINTER(PlainLayerCall), _LONG, _LONG, ctypes.POINTER(PlainStepCall), _INT),
+        "plain": (
+            ctypes.POINTER(PlainLayerCall),
+            _LONG,
+            _LONG,
+            ctypes.POINTER(PlainStepCall),
+            ctypes.POINTER(PlainEndsCall),
+            _INT,
+        ),
     }
     for name, types in signatures.items():
         function = getattr(library, f"lockstep_{name}")
@@ -218,12 +229,19 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def plain(layers: ctypes.Array[PlainLayerCall], first: int, end: int, step: PlainStepCall, threads: int) -> None:
+def plain(
+    layers: ctypes.Array[PlainLayerCall],
+    first: int,
+    end: int,
+    step: PlainStepCall,
+    threads: int,
+    ends: PlainEndsCall | None = None,
+) -> None:
     """Compute halves of plain layers, from number `first` to before `end`: 2 i is the attention of layer i, 2 i + 1 its
-    gated products.
+    gated products. With `ends` they are all layers of a model, which is computed from ids to logits.
     """
     assert _library is not None
-    _library.lockstep_plain(layers, first, end, step, threads)
+    _library.lockstep_plain(layers, first, end, step, ends, threads)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -256,53 +274,70 @@ def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@dataclass(frozen=True)
+class Codes:
+    """How the codes of a weight [out, in] become values: a value is the code times the scale of its group, rounded to
+    float32.
+    """
+
+    scales: torch.Tensor
+    """[out, groups], float32."""
+    group: int
+    """Neighbouring inputs that share a scale; the last group may have fewer."""
+    per_127: bool = False
+    """Values are multiplied by 1 / 127 after that."""
+    table: torch.Tensor | None = None
+    """[16], float32: the numbers that codes of four bits stand for, in place of the codes. `IN_WORD` divides the group
+    and the inputs of each part."""
+    offsets: torch.Tensor | None = None
+    """Shaped like `scales`, float32; only with a table. A value is the number times the scale plus the offset, rounded
+    once to float32."""
+
+
 class PackedLinear:
     """x @ weight.T + bias, with the weight in the kernel's layout. A row's result does not depend on the other rows.
 
     Args:
-        weight: [out, in], 32 or 16 bits, or int8 codes. Sums are float32 and rounded to the dtype of `x` at the end.
+        weight: [out, in], 32 or 16 bits, int8 codes, or uint8 codes of four bits. Sums are float32 and rounded to the
+            dtype of `x` at the end.
         bias: [out] or None.
-        scales: of int8 codes: [out, groups], float32; a value is the code times the scale of its group, rounded to
-            float32.
-        group: inputs that share a scale; the last group may have fewer.
-        per_127: values are multiplied by 1 / 127 after that.
+        codes: how codes become values; None: they are none.
         parts: the input features have so many equal parts, a power of two. Each is summed for itself, and the parts'
             sums are added in a balanced tree of neighbours, then the bias.
     """
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        scales: torch.Tensor | None = None,
-        group: int = 0,
-        per_127: bool = False,
-        parts: int = 1,
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, codes: Codes | None = None, parts: int = 1
     ) -> None:
-        assert weight.shape[1] % parts == 0
-        assert (weight.dtype is torch.int8) == (scales is not None)
-        assert scales is None or scales.shape == (len(weight), -(-weight.shape[1] // group))
         self.out_features, inputs = weight.shape
-        self._panels = _panels(weight)
+        assert inputs % parts == 0
+        assert (weight.dtype in (torch.int8, torch.uint8)) == (codes is not None)
+        self._panels = _panels(weight if codes is None or codes.table is None else _words(weight))
         self._bias = None if bias is None else bias.float().contiguous()
-        self._scales = None if scales is None else _panels(scales)
         self._threads = torch.get_num_threads()
+        self._scales = self._offsets = self._table = None
+        if codes is not None:
+            assert codes.scales.shape == (len(weight), -(-inputs // codes.group))
+            self._scales = _panels(codes.scales)
+            self._offsets = None if codes.offsets is None else _panels(codes.offsets)
+            self._table = None if codes.table is None else codes.table.contiguous()
         self._call = LinearCall(
             panels=self._panels.data_ptr(),
-            scales=None if self._scales is None else self._scales.data_ptr(),
-            bias=None if self._bias is None else self._bias.data_ptr(),
+            scales=_address(self._scales),
+            offsets=_address(self._offsets),
+            table=_address(self._table),
+            bias=_address(self._bias),
             inputs=inputs,
             outputs=self.out_features,
-            kind=_packed_kind(weight.dtype, per_127=per_127),
-            group=group,
+            kind=_packed_kind(weight.dtype, codes),
+            group=0 if codes is None else codes.group,
             parts=parts,
         )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight, with scales, as it is read by every product."""
-        return self._panels.nbytes + (0 if self._scales is None else self._scales.nbytes)
+        """Bytes of the weight, with scales and offsets, as it is read by every product."""
+        return sum(each.nbytes for each in (self._panels, self._scales, self._offsets) if each is not None)
 
     @property
     def call(self) -> LinearCall:
@@ -336,10 +371,23 @@ class PackedLinear:
         return out
 
 
-def _packed_kind(dtype: torch.dtype, *, per_127: bool) -> int:
-    if dtype is torch.int8:
-        return _INT8_PER_127 if per_127 else _INT8
+def _packed_kind(dtype: torch.dtype, codes: Codes | None) -> int:
+    if codes is not None:
+        if codes.table is not None:
+            return _FOUR_BITS if codes.offsets is None else _FOUR_BITS_OFFSETS
+        return _INT8_PER_127 if codes.per_127 else _INT8
     return _PAIRS if dtype is torch.bfloat16 else _KINDS[dtype]
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Codes of four bits [out, in] as int32 [out, in / IN_WORD], the first in the lowest bits."""
+    fields = codes.reshape(len(codes), -1, IN_WORD // 2, 2)
+    words: torch.Tensor = (fields[..., 0] | fields[..., 1] << 4).view(torch.int32)
+    return words.squeeze(-1)
 
 
 def _panels(weight: torch.Tensor) -> torch.Tensor:

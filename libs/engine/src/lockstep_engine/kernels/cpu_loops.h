@@ -581,6 +581,13 @@ static void NAME(silu_mul)(float *out, const float *gate_up, int64_t rows, int64
     }
 }
 
+/* out [rows, width] = the rows of a table in `kind` that `ids` name. */
+static void NAME(widen_rows)(float *out, const void *table, const int64_t *ids, int64_t rows, int64_t width, int64_t kind) {
+    for (int64_t row = 0; row < rows; row++, out += width)
+        for (int64_t i = 0; i < width; i += VEC)
+            NAME(store_some)(out + i, NAME(load_some)(table, ids[row] * width + i, width - i, (enum kind)kind), width - i);
+}
+
 /* Rotate one head's pairs (i, i + half) by the position's angles (Su et al. 2021, in Llama's order of components). */
 INLINE void NAME(rotate)(float *x, const float *cosine, const float *sine, int64_t half) {
     for (int64_t i = 0; i < half; i++) {
@@ -593,7 +600,8 @@ INLINE void NAME(rotate)(float *x, const float *cosine, const float *sine, int64
 static void NAME(rotate_all)(const struct rope *r) {
     for (int64_t token = 0; token < r->tokens; token++) {
         float *row = r->qkv + token * (r->heads + 2 * r->kv_heads) * r->dim;
-        const float *cosine = r->cosine + token * r->dim, *sine = r->sine + token * r->dim;
+        int64_t at = r->positions[token] * r->dim;
+        const float *cosine = r->cosine + at, *sine = r->sine + at;
         for (int64_t head = 0; head < r->heads + r->kv_heads; head++) {
             float *x = row + head * r->dim;
             const float *norm = head < r->heads ? r->q_norm : r->k_norm;
@@ -609,24 +617,41 @@ static void NAME(rotate_all)(const struct rope *r) {
 
 enum { NAME(tile_rows) = ROWS };
 
-/* The values of codes in one row of a panel, from the PANEL scales of their group. */
-INLINE void NAME(load_codes)(vec *weights, const void *panel, int64_t at, const float *scales, enum kind kind) {
+/* The entries of a table of 16 that the lowest four bits of each word name. */
+INLINE vec NAME(look_up)(const float *table, int_vec words) {
+#ifdef LOOK_UP
+    return LOOK_UP(table, words);
+#else
+    vec entries;
+    for (int i = 0; i < VEC; i++) entries[i] = table[words[i] & 15];
+    return entries;
+#endif
+}
+
+/* The values of codes in one row of a panel, whose group is number `g`. The row begins at element `at`: a byte, or a word of which
+ * bits `shift` to shift + 3 are the code. */
+INLINE void NAME(load_codes)(vec *weights, const void *panel, int64_t at, int shift, const struct codes *c, int64_t g,
+                             enum kind kind) {
     for (int w = 0; w < WIDTH; w++) {
-        vec codes = __builtin_convertvector(NAME(widen_bytes)((const int8_t *)panel + at + w * VEC), vec);
-        weights[w] = codes * *(const vec *)(scales + w * VEC);
+        int64_t place = g * PANEL + w * VEC;
+        vec codes;
+        if (kind < FOUR_BITS) codes = __builtin_convertvector(NAME(widen_bytes)((const int8_t *)panel + at + w * VEC), vec);
+        else codes = NAME(look_up)(c->table, *(const int_vec *)((const int32_t *)panel + at + w * VEC) >> shift);
+        vec scales = *(const vec *)(c->scales + place);
+        weights[w] = kind == FOUR_BITS_OFFSETS ? NAME(fma)(codes, scales, *(const vec *)(c->offsets + place)) : codes * scales;
         if (kind == INT8_PER_127) weights[w] = weights[w] * 7.874015748031496e-3f;
     }
 }
 
 #ifdef WIDENED_ROWS
 /* values [end - begin, PANEL]: those of the rows begin..end of a panel of codes. */
-INLINE void NAME(widen_codes)(float *values, const void *panel, const float *scales, int64_t group, int64_t begin, int64_t end,
-                              enum kind kind) {
+INLINE void NAME(widen_codes)(float *values, const void *panel, const struct codes *c, int64_t begin, int64_t end, enum kind kind) {
+    int64_t in_word = kind < FOUR_BITS ? 1 : IN_WORD;
     for (int64_t k = begin; k < end;) {
-        int64_t g = k / group, last = (g + 1) * group < end ? (g + 1) * group : end;
+        int64_t g = k / c->group, last = (g + 1) * c->group < end ? (g + 1) * c->group : end;
         for (; k < last; k++, values += PANEL) {
             vec weights[WIDTH];
-            NAME(load_codes)(weights, panel, k * PANEL, scales + g * PANEL, kind);
+            NAME(load_codes)(weights, panel, k / in_word * PANEL, (int)(k % in_word) * 4, c, g, kind);
             for (int w = 0; w < WIDTH; w++) *(vec *)(values + w * VEC) = weights[w];
         }
     }
@@ -658,34 +683,33 @@ INLINE void NAME(read_sums)(vec *sums, const float *from, int64_t columns) {
 
 /* The input features begin..end of `rows` rows of x times `panels` panels of PANEL output features, of which `columns` exist. Element
  * begin + k of row r is at x[k * x_step + r * x_stride]; rows of a panel are `step` apart, the first is that of `begin`; panels are
- * `panel_step` apart. Codes have the scales of the first panel at `scales`, `groups` for each panel, one for each `group` of input
- * features. Every result is one running sum over the input features in order, whatever the number of rows and of panels that are
+ * `panel_step` apart. `c`, of codes, is that of the first panel. Every result is one running sum over the input features in order, whatever the number of rows and of panels that are
  * computed together. Sums that continue begin as what is in `out`; the bias is added where they end. */
 INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t x_stride, const void *panel, int64_t step,
-                             int64_t panel_step, const float *scales, int64_t groups, int64_t group, const float *bias, int64_t begin,
-                             int64_t end, int64_t stride, int64_t columns, int rows, int panels, int continues, int ends,
-                             enum kind kind) {
+                             int64_t panel_step, const struct codes *c, const float *bias, int64_t begin, int64_t end, int64_t stride,
+                             int64_t columns, int rows, int panels, int continues, int ends, enum kind kind) {
     vec sums[ROWS][TOGETHER(1)][WIDTH] = {};
     if (continues)
         for (int r = 0; r < rows; r++)
             for (int p = 0; p < panels; p++) NAME(read_sums)(sums[r][p], out + r * stride + p * PANEL, columns - p * PANEL);
-    int is_coded = kind >= INT8;
-    int64_t g = is_coded && begin ? begin / group : 0; /* a division takes longer than some rows of a panel */
+    int is_coded = kind >= INT8, in_word = kind >= FOUR_BITS ? IN_WORD : 1;
+    int64_t g = is_coded && begin ? begin / c->group : 0; /* a division takes longer than some rows of a panel */
     for (int64_t from = begin; from < end; g++) {
-        int64_t to = is_coded && (g + 1) * group < end ? (g + 1) * group : end;
-        for (int64_t k = from - begin; k < to - begin; k++) {
-            vec weights[TOGETHER(1)][WIDTH];
-            for (int p = 0; p < panels; p++) {
-                int64_t at = p * panel_step + k * step;
-                if (is_coded) NAME(load_codes)(weights[p], panel, at, scales + (p * groups + g) * PANEL, kind);
-                else NAME(load_panel_row)(weights[p], panel, at, kind);
+        int64_t to = is_coded && (g + 1) * c->group < end ? (g + 1) * c->group : end;
+        for (int64_t word = from - begin; word < to - begin; word += in_word)
+            for (int i = 0; i < in_word; i++) {
+                vec weights[TOGETHER(1)][WIDTH];
+                for (int p = 0; p < panels; p++) {
+                    int64_t at = (p * panel_step + word * step) / in_word;
+                    if (is_coded) NAME(load_codes)(weights[p], panel, at, 4 * i, c, p * c->groups + g, kind);
+                    else NAME(load_panel_row)(weights[p], panel, at, kind);
+                }
+                for (int r = 0; r < rows; r++) {
+                    vec each = EVERY(x[(word + i) * x_step + r * x_stride]);
+                    for (int p = 0; p < panels; p++)
+                        for (int w = 0; w < WIDTH; w++) sums[r][p][w] = NAME(fma)(weights[p][w], each, sums[r][p][w]);
+                }
             }
-            for (int r = 0; r < rows; r++) {
-                vec each = EVERY(x[k * x_step + r * x_stride]);
-                for (int p = 0; p < panels; p++)
-                    for (int w = 0; w < WIDTH; w++) sums[r][p][w] = NAME(fma)(weights[p][w], each, sums[r][p][w]);
-            }
-        }
         from = to;
     }
     for (int p = 0; p < panels; p++) {
@@ -705,7 +729,7 @@ INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t
 INLINE void NAME(panel_rows)(float *out, const float *x, const void *panel, int64_t step, const float *bias, int64_t rows,
                              int64_t in, int64_t stride, int64_t columns, enum kind kind) {
 #define TILE(count)                                                                                                            \
-    NAME(panel_tile)(out + row * stride, x + row * in, 1, in, panel, step, 0, NULL, 0, in, bias, 0, in, stride, columns, count, 1, 0, 1, kind), \
+    NAME(panel_tile)(out + row * stride, x + row * in, 1, in, panel, step, 0, NULL, bias, 0, in, stride, columns, count, 1, 0, 1, kind), \
         row += count
     for (int64_t row = 0; row < rows;) { /* constant numbers of rows let the compiler keep the sums in registers */
         int64_t left = rows - row;
@@ -738,16 +762,15 @@ static void NAME(interleave)(const struct linear *l, int64_t begin, int64_t end)
 /* Multiply the input features begin..end of all rows by `panels` panels, the first of which is `number`; `panel` is its row of `begin`.
  * Results have `stride` floats between rows. Sums continue what is in `out` if `continues`; the bias is added if `ends`. */
 INLINE void NAME(all_rows)(const struct linear *l, float *results, int64_t stride, int64_t number, const void *panel,
-                           const float *scales, int64_t begin, int64_t end, int64_t panels, int continues, int ends, enum kind kind) {
+                           const struct codes *c, int64_t begin, int64_t end, int64_t panels, int continues, int ends, enum kind kind) {
     const float *bias = l->bias ? l->bias + number * PANEL : NULL;
-    int64_t columns = l->out_features - number * PANEL, groups = kind >= INT8 ? (l->in + l->group - 1) / l->group : 0;
+    int64_t columns = l->out_features - number * PANEL;
     for (int64_t first = 0; first < l->rows; first += ROWS) {
         int64_t rows = l->rows - first < ROWS ? l->rows - first : ROWS;
         const float *x = l->tiles + first * l->in + begin * rows;
         float *out = results + first * stride;
 #define TILE(rows, panels)                                                                                                     \
-    NAME(panel_tile)(out, x, rows, 1, panel, PANEL, PANEL * l->in, scales, groups, l->group, bias, begin, end, stride, columns, rows, \
-                     panels, continues, ends, kind)
+    NAME(panel_tile)(out, x, rows, 1, panel, PANEL, PANEL * l->in, c, bias, begin, end, stride, columns, rows, panels, continues, ends, kind)
 #define CASE(rows)                                                                                                             \
     case rows:                                                                                                                 \
         if (panels == 1) TILE(rows, 1);                                                                                        \
@@ -801,19 +824,25 @@ static void NAME(add_parts)(const struct linear *l, float *sums, int64_t number,
     }
 }
 
+/* The codes of panel `number` and of those that follow it. */
+INLINE struct codes NAME(codes_of)(const struct linear *l, int64_t number) {
+    int64_t groups = (l->in + l->group - 1) / l->group, at = number * groups * PANEL;
+    return (struct codes){l->scales + at, l->offsets ? l->offsets + at : NULL, l->table, groups, l->group};
+}
+
 /* Compute the panels begin..end of a product. */
 INLINE void NAME(linear_panels)(const struct linear *l, float *sums, int64_t begin, int64_t end, enum kind kind) {
-    int64_t step = PANEL * l->in, group = l->rows < ROWS ? TOGETHER(l->rows) : 1, together, stride;
-    int64_t groups = kind >= INT8 ? (l->in + l->group - 1) / l->group : 0, length = l->in / l->parts;
-    int64_t size = kind == FLOAT32 ? 4 : kind >= INT8 ? 1 : 2;
+    int64_t group = l->rows < ROWS ? TOGETHER(l->rows) : 1, together, stride, length = l->in / l->parts;
+    int64_t bits = kind == FLOAT32 ? 32 : kind >= FOUR_BITS ? 4 : kind >= INT8 ? 8 : 16, row = PANEL * bits / 8; /* bytes */
     for (int64_t p = begin; p < end; p += together) {
-        const char *panel = (const char *)l->panels + p * step * size;
-        const float *scales = kind >= INT8 ? l->scales + p * groups * PANEL : NULL;
+        const char *panel = (const char *)l->panels + p * l->in * row;
+        struct codes c = {};
+        if (kind >= INT8) c = NAME(codes_of)(l, p);
         together = end - p >= group ? group : 1;
         for (int64_t part = 0; part < l->parts; part++) {
             float *out = NAME(plane)(l, sums, part, p, together * PANEL, &stride);
             int64_t from = part * length;
-            NAME(all_rows)(l, out, stride, p, panel + from * PANEL * size, scales, from, from + length, together, 0, l->parts == 1, kind);
+            NAME(all_rows)(l, out, stride, p, panel + from * row, &c, from, from + length, together, 0, l->parts == 1, kind);
         }
         if (l->parts > 1) NAME(add_parts)(l, sums, p, together);
     }
@@ -821,19 +850,18 @@ INLINE void NAME(linear_panels)(const struct linear *l, float *sums, int64_t beg
 
 #ifdef WIDENED_ROWS
 /* As `linear_panels`, of codes, for many rows: CHUNK input features of a panel are widened once for all of them. */
-static void NAME(widened_panels)(const struct linear *l, float *sums, int64_t begin, int64_t end) {
+INLINE void NAME(widened_panels)(const struct linear *l, float *sums, int64_t begin, int64_t end, enum kind kind) {
     float values[CHUNK * PANEL] __attribute__((aligned(64)));
-    int64_t groups = (l->in + l->group - 1) / l->group, length = l->in / l->parts, stride;
+    int64_t length = l->in / l->parts, row = PANEL / (kind >= FOUR_BITS ? 2 : 1), stride;
     for (int64_t p = begin; p < end; p++) {
-        const int8_t *panel = (const int8_t *)l->panels + p * PANEL * l->in;
-        const float *scales = l->scales + p * groups * PANEL;
+        const char *panel = (const char *)l->panels + p * l->in * row;
+        struct codes c = NAME(codes_of)(l, p);
         for (int64_t part = 0; part < l->parts; part++) {
             float *out = NAME(plane)(l, sums, part, p, PANEL, &stride);
             int64_t first = part * length, last = first + length;
             for (int64_t from = first; from < last; from += CHUNK) {
                 int64_t to = last - from < CHUNK ? last : from + CHUNK;
-                if (l->kind == INT8) NAME(widen_codes)(values, panel, scales, l->group, from, to, INT8);
-                else NAME(widen_codes)(values, panel, scales, l->group, from, to, INT8_PER_127);
+                NAME(widen_codes)(values, panel, &c, from, to, kind);
                 NAME(all_rows)(l, out, stride, p, values, NULL, from, to, 1, from > first, to == last && l->parts == 1, FLOAT32);
             }
         }
@@ -842,15 +870,27 @@ static void NAME(widened_panels)(const struct linear *l, float *sums, int64_t be
 }
 #endif
 
-static void NAME(linear)(const struct linear *l, float *sums, int64_t begin, int64_t end) {
-    if (l->kind == FLOAT32) NAME(linear_panels)(l, sums, begin, end, FLOAT32);
-    else if (l->kind == PAIRS) NAME(linear_panels)(l, sums, begin, end, PAIRS);
+/* Compute the panels begin..end of a product of codes. */
+INLINE void NAME(coded_panels)(const struct linear *l, float *sums, int64_t begin, int64_t end, enum kind kind) {
 #ifdef WIDENED_ROWS
-    else if (l->kind >= INT8 && l->rows >= WIDENED_ROWS) NAME(widened_panels)(l, sums, begin, end);
+    if (l->rows >= WIDENED_ROWS) {
+        NAME(widened_panels)(l, sums, begin, end, kind);
+        return;
+    }
 #endif
-    else if (l->kind == INT8) NAME(linear_panels)(l, sums, begin, end, INT8);
-    else if (l->kind == INT8_PER_127) NAME(linear_panels)(l, sums, begin, end, INT8_PER_127);
-    else NAME(linear_panels)(l, sums, begin, end, FLOAT16);
+    NAME(linear_panels)(l, sums, begin, end, kind);
+}
+
+static void NAME(linear)(const struct linear *l, float *sums, int64_t begin, int64_t end) {
+    switch ((enum kind)l->kind) { /* constant kinds */
+    case FLOAT32: NAME(linear_panels)(l, sums, begin, end, FLOAT32); break;
+    case PAIRS: NAME(linear_panels)(l, sums, begin, end, PAIRS); break;
+    case INT8: NAME(coded_panels)(l, sums, begin, end, INT8); break;
+    case INT8_PER_127: NAME(coded_panels)(l, sums, begin, end, INT8_PER_127); break;
+    case FOUR_BITS: NAME(coded_panels)(l, sums, begin, end, FOUR_BITS); break;
+    case FOUR_BITS_OFFSETS: NAME(coded_panels)(l, sums, begin, end, FOUR_BITS_OFFSETS); break;
+    default: NAME(linear_panels)(l, sums, begin, end, FLOAT16);
+    }
 }
 
 /* `rows` rows of x times `outputs` rows of a matrix with `step` between them: every element is a sum over the input features in LANES
@@ -949,3 +989,4 @@ static void NAME(multiply)(const struct product *p, float *scratch, int64_t begi
 #undef FUSED
 #undef HALVES
 #undef BYTES
+#undef LOOK_UP

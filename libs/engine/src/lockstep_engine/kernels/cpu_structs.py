@@ -61,6 +61,7 @@ class RopeCall(ctypes.Structure):
         ("sine", _POINTER),
         ("q_norm", _POINTER),
         ("k_norm", _POINTER),
+        ("positions", _POINTER),
         ("tokens", _LONG),
         ("heads", _LONG),
         ("kv_heads", _LONG),
@@ -79,6 +80,8 @@ class LinearCall(ctypes.Structure):
         ("bias", _POINTER),
         ("tiles", _POINTER),
         ("scales", _POINTER),
+        ("offsets", _POINTER),
+        ("table", _POINTER),
         ("sums", _POINTER),
         ("rows", _LONG),
         ("inputs", _LONG),
@@ -141,6 +144,7 @@ class PlainStepCall(ctypes.Structure):
         ("delta", _POINTER),
         ("cosine", _POINTER),
         ("sine", _POINTER),
+        ("positions", _POINTER),
         ("slots", _POINTER),
         ("attention", _POINTER),
         ("caches", _POINTER),
@@ -149,4 +153,21 @@ class PlainStepCall(ctypes.Structure):
         ("hidden", _LONG),
         ("sums_size", _LONG),
         ("scratch_size", _LONG),
+    )
+
+
+class PlainEndsCall(ctypes.Structure):
+    """`struct plain_ends` of cpu.c."""
+
+    _fields_ = (
+        ("embedding", _POINTER),
+        ("ids", _POINTER),
+        ("wanted", _POINTER),
+        ("norm", _POINTER),
+        ("head", _POINTER),
+        ("last", _POINTER),
+        ("logits", _POINTER),
+        ("kind", _LONG),
+        ("count", _LONG),
+        ("eps", _FLOAT),
     )

@@ -10,7 +10,7 @@ neighbouring inputs. Source: AutoAWQ, `WQLinear_GEMM.from_linear`.
 
 import torch
 
-from lockstep_engine.quantized.coded import Coded, CodedMatrix, CodeForm, unpack, words_of
+from lockstep_engine.quantized.coded import INTEGERS, Coded, CodedMatrix, CodeForm, unpack, words_of
 from lockstep_engine.quantized.schemes import Awq
 from lockstep_engine.quantized.tensors import Tensors
 
@@ -27,7 +27,7 @@ class AwqMatrix(CodedMatrix):
         self.shape = (words * 8, inputs)
         self._group_size = inputs if layout.group_size == -1 else layout.group_size
         groups = -(-inputs // self._group_size)
-        self.code_form = CodeForm(self._group_size if groups > 1 else None)
+        self.code_form = CodeForm(self._group_size if groups > 1 else None, table=INTEGERS)
         tensors.expect(f"{stem}.scales", [[groups, words * 8]], ("F16", "BF16", "F32"))
         tensors.expect(f"{stem}.qzeros", [[groups, words]], ("I32",))
 

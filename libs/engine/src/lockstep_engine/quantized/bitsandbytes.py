@@ -30,8 +30,8 @@ _LARGEST = 2**31 - 1
 _PER_127 = 7.874015748031496e-3  # `cpu_loops.h` has it, too
 
 
-class FourBitMatrix:
-    """The nf4 or fp4 weight `name`."""
+class FourBitMatrix(CodedMatrix):
+    """The nf4 or fp4 weight `name`, of any number of dimensions."""
 
     def __init__(self, tensors: Tensors, name: str) -> None:
         self._tensors, self._name = tensors, name
@@ -54,6 +54,8 @@ class FourBitMatrix:
             self._offset = float(state["nested_offset"])
             tensors.expect(f"{name}.nested_quant_map", [[256]], ("F32",))
             tensors.expect(f"{name}.nested_absmax", [[-(-blocks // self._nested_block)]], ("F32",))
+        if len(self.shape) == 2 and self.shape[1] % self._block == 0:
+            self.code_form = CodeForm(self._block, table=tuple(tensors.read(f"{name}.quant_map").tolist()))
 
     def _state(self, name: str) -> dict[str, Any]:
         try:
@@ -69,6 +71,14 @@ class FourBitMatrix:
             raise self._tensors.refusal(f"tensor {name} is not a description of a quantized weight") from None
         return fields
 
+    def coded(self, rows: slice, columns: slice) -> Coded:
+        """See `CodedMatrix.coded`; of a weight that has a `code_form`."""
+        width = self.shape[1]
+        codes = self._codes(rows.start * width, rows.stop * width).view(-1, width)[:, columns]
+        scales = self._largest().view(-1, width // self._block)[rows]
+        groups = torch.arange(columns.start, columns.stop) // self._block
+        return Coded(codes, scales, None, groups, self._tensors.read(f"{self._name}.quant_map"))
+
     def read(self, dim: int, start: int, end: int) -> torch.Tensor:
         """See `StoredWeight.read`. A slice of columns is taken from all rows, since blocks run over rows."""
         rows, width = self.shape[0], math.prod(self.shape[1:])
@@ -77,11 +87,14 @@ class FourBitMatrix:
         return values if dim == 0 else values.narrow(dim, start, end - start)
 
     def _flat(self, first: int, last: int) -> torch.Tensor:
-        stored = self._tensors.read(self._name).flatten()[first // 2 : -(-last // 2)]
-        codes = unpack(stored, 4, 0).view(-1, 2).flip(1).flatten()[first % 2 :][: last - first]
         blocks = torch.arange(first, last) // self._block
         table = self._tensors.read(f"{self._name}.quant_map")
-        return table[codes.long()] * self._largest()[blocks]
+        return table[self._codes(first, last).long()] * self._largest()[blocks]
+
+    def _codes(self, first: int, last: int) -> torch.Tensor:
+        """Those of the elements first..last, uint8."""
+        stored = self._tensors.read(self._name).flatten()[first // 2 : -(-last // 2)]
+        return unpack(stored, 4, 0).view(-1, 2).flip(1).flatten()[first % 2 :][: last - first]
 
     def _largest(self) -> torch.Tensor:
         stored = self._tensors.read(f"{self._name}.absmax")

@@ -37,53 +37,93 @@ class Coded:
     """Codes of the value 0, shaped like `scales`; None: 0 everywhere."""
     groups: torch.Tensor | None = None
     """[columns], the group of each; None: there is one group."""
+    table: torch.Tensor | None = None
+    """[16], float32: the numbers that codes stand for; None: themselves."""
 
     def values(self) -> torch.Tensor:
         """[rows, columns], float32."""
-        wide = self.codes.float()
+        wide = self.codes.float() if self.table is None else self.table[self.codes.long()]
         if self.zeros is not None:
             wide -= self._of_columns(self.zeros.float())
         return wide.mul_(self._of_columns(self.scales))
 
-    def integers(self, form: "CodeForm") -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes less zero points as int8 [rows, columns], and scales [rows, groups] of these columns.
+    def kept(self, form: "CodeForm") -> "KeptCodes":
+        """What stays in memory of these columns, the first of which begins a group.
 
         Args:
-            form: the matrix's; the first column begins a group.
+            form: the matrix's, or the wider one in place of it.
         """
         rows, columns = self.codes.shape
+        firsts = None if self.groups is None else self.groups[torch.arange(0, columns, form.group or columns)]
+        scales, zeros = (
+            each if each is None or firsts is None else each[:, firsts] for each in (self.scales, self.zeros)
+        )
+        assert scales is not None
+        scales = scales.expand(rows, -1)
+        if form.table is not None:
+            wide_zeros = torch.zeros_like(scales) if zeros is None else zeros.float().expand(rows, -1)
+            return KeptCodes(self.codes.to(torch.uint8), scales, wide_zeros)
         codes = self.codes
         if self.zeros is not None:
             codes = codes.to(torch.int16) - self._of_columns(self.zeros.to(torch.int16))
-        scales = self.scales
-        if self.groups is not None:
-            scales = scales[:, self.groups[torch.arange(0, columns, form.group or columns)]]
-        return codes.to(torch.int8), scales.expand(rows, -1)
+        return KeptCodes(codes.to(torch.int8), scales)
 
     def _of_columns(self, numbers: torch.Tensor) -> torch.Tensor:
         return numbers if self.groups is None else numbers[:, self.groups]
 
 
 @dataclass(frozen=True)
+class KeptCodes:
+    """Codes that stay in memory, see `CodeForm`."""
+
+    codes: torch.Tensor
+    """[rows, columns]: int8, or uint8 where there is a table."""
+    scales: torch.Tensor
+    """[rows, groups], float32."""
+    zeros: torch.Tensor | None = None
+    """Shaped like `scales`, float32; only with a table."""
+
+
+INTEGERS = tuple(map(float, range(16)))
+"""The table of codes of four bits that are integers."""
+
+
+@dataclass(frozen=True)
 class CodeForm:
-    """How int8 codes become values, where kernels compute with them: times the scale of their group of inputs."""
+    """How codes become values, where kernels compute with them: times the scale of their group of inputs."""
 
     group: int | None
     """Neighbouring inputs that share a scale; None: all inputs do."""
     per_127: bool = False
     """Values are multiplied by 1 / 127 after that (bitsandbytes)."""
+    table: tuple[float, ...] | None = None
+    """The numbers that codes of four bits stand for, less the zero point of their group; None: codes less their zero
+    points are int8."""
+
+    @property
+    def bits(self) -> int:
+        """Those of a packed code."""
+        return 8 if self.table is None else 4
 
     def groups(self, inputs: int) -> int:
         """Number of scales of a row."""
         return 1 if self.group is None else -(-inputs // self.group)
 
+    def fitting(self, inputs: int, unit: int) -> "CodeForm | None":
+        """This form, or the wider one where `unit` codes share a word and groups or inputs are no multiples of it;
+        None if there is no wider one.
+        """
+        if self.table is None or (inputs % unit == 0 and (self.group or 0) % unit == 0):
+            return self
+        return CodeForm(self.group) if self.table == INTEGERS else None
+
 
 class CodedMatrix(ABC):
     """A weight [out, in] whose parts are read as `Coded`."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     code_form: CodeForm | None = None
-    """Set where codes less zero points fit int8, and inputs that share a scale are neighbours."""
+    """Set where codes less zero points fit int8 or have four bits, and inputs that share a scale are neighbours."""
 
     @abstractmethod
     def coded(self, rows: slice, columns: slice) -> Coded:

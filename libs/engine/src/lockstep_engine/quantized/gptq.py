@@ -11,11 +11,11 @@ A value is (q - zero) * scale. Format `gptq` stores zero - 1 in as many bits (so
 
 import torch
 
-from lockstep_engine.quantized.coded import Coded, CodedMatrix, CodeForm, unpack, words_of
+from lockstep_engine.quantized.coded import INTEGERS, Coded, CodedMatrix, CodeForm, unpack, words_of
 from lockstep_engine.quantized.schemes import Gptq
 from lockstep_engine.quantized.tensors import Tensors
 
-_BYTE = 8
+_BYTE, _HALF_BYTE = 8, 4
 
 
 class GptqMatrix(CodedMatrix):
@@ -33,7 +33,8 @@ class GptqMatrix(CodedMatrix):
         self._groups = self._read_groups(groups)
         size = inputs if groups == 1 else layout.group_size
         if layout.bits < _BYTE and torch.equal(self._groups, torch.arange(inputs) // size):
-            self.code_form = CodeForm(size if groups > 1 else None)
+            table = INTEGERS if layout.bits <= _HALF_BYTE else None
+            self.code_form = CodeForm(size if groups > 1 else None, table=table)
 
     def _read_groups(self, count: int) -> torch.Tensor:
         inputs = self.shape[1]

@@ -11,9 +11,11 @@ Integers are signed and stored plus 2^(bits - 1), zero points alike. A value is 
 compressed-tensors, `pack_to_int32` and `dequantize`.
 """
 
+from dataclasses import replace
+
 import torch
 
-from lockstep_engine.quantized.coded import Coded, CodedMatrix, unpack, words_of
+from lockstep_engine.quantized.coded import INTEGERS, Coded, CodedMatrix, CodeForm, unpack, words_of
 from lockstep_engine.quantized.scaled import ScaleGrid, block_of
 from lockstep_engine.quantized.schemes import CompressedGroup
 from lockstep_engine.quantized.tensors import Tensors
@@ -51,29 +53,31 @@ class PackedMatrix(CodedMatrix):
             is_plain = zero in tensors and tensors.dtype(zero) == "I8"
             stored_out = out if is_plain else -(-out // (32 // self._bits))
             tensors.expect(zero, [[stored_out, count]], ("I8" if is_plain else "I32",))
-        self.code_form = self._grid.code_form if self._fit_int8() else None
+        self.code_form = self._kept_form()
 
     def coded(self, rows: slice, columns: slice) -> Coded:
         """See `CodedMatrix.coded`."""
         words, inside = words_of(columns, 32 // self._bits)
         stored = self._tensors.read(f"{self._stem}.weight_packed", rows, words)
-        return self._grid.coded(self._signed(unpack(stored, self._bits, 1)[:, inside]), rows, columns, self._zeros())
+        return self._grid.coded(unpack(stored, self._bits, 1)[:, inside], rows, columns, self._zeros())
 
-    def _fit_int8(self) -> bool:
-        """Whether codes less zero points fit. Zero points that are not packed may lie beyond the codes."""
-        if self._zero is None or self._bits == _BYTE:
-            return self._zero is None
-        half, zeros = 2 ** (self._bits - 1), self._zeros()
-        return zeros is None or (int(zeros.min()) >= -half and int(zeros.max()) < half)
-
-    def _signed(self, integers: torch.Tensor) -> torch.Tensor:
-        signed: torch.Tensor = integers.to(torch.int16) - 2 ** (self._bits - 1)
-        return signed
-
-    def _zeros(self) -> torch.Tensor | None:
-        if self._zero is None:
+    def _kept_form(self) -> CodeForm | None:
+        """Zero points that are not packed may lie beyond the codes: then codes less zero points may not fit int8."""
+        form = self._grid.code_form
+        if form is None or (self._zero is not None and self._bits == _BYTE):
             return None
+        zeros = self._zeros()
+        if int(zeros.min()) < 0 or int(zeros.max()) >= 2**self._bits:
+            return None
+        return form if self._bits == _BYTE else replace(form, table=INTEGERS)
+
+    def _zeros(self) -> torch.Tensor:
+        """Zero points as codes are stored: plus 2^(bits - 1)."""
+        half = 2 ** (self._bits - 1)
+        if self._zero is None:
+            return torch.full(self._grid.grid, half, dtype=torch.int16)
         stored = self._tensors.read(self._zero)
         if stored.dtype is torch.int8:
-            return stored
-        return self._signed(unpack(stored, self._bits, 0)[: self._grid.grid[0]])
+            plain: torch.Tensor = stored.to(torch.int16) + half
+            return plain
+        return unpack(stored, self._bits, 0)[: self._grid.grid[0]]
