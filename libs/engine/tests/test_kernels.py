@@ -1,6 +1,7 @@
 """The compiled CPU kernels against plain torch, and their promise: a row's bits depend on that row alone."""
 
 import ctypes
+import math
 
 import numpy as np
 import pytest
@@ -27,6 +28,14 @@ def threads():
     torch.set_num_threads(1)
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def build():
+    """Choose a build of the kernels for this test."""
+    before = cpu.build
+    yield cpu.use
+    cpu.use(before)
 
 
 RAGGED = [1, 5, 15, 16, 17, 31, 32, 33, 130, 70]
@@ -177,6 +186,22 @@ class TestAttentionBits:
         assert_same_bits(second.attend(by_kernel, second.at_once()), first.attend(by_kernel, first.at_once()))
 
 
+class TestPlaces:
+    @pytest.mark.parametrize("lengths", [[1], [1, 1, 1], [5, 1, 40], [33]])
+    def test_tokens_are_where_numpy_says(self, lengths):
+        generator = np.random.default_rng(len(lengths))
+        starts = generator.integers(0, 60, len(lengths), dtype=np.int32)
+        tables = generator.permutation(len(lengths) * 7).astype(np.int32).reshape(-1, 7)
+        cache = KvCache(
+            layers=1, kv_heads=1, head_dim=16, blocks=tables.size, dtype=torch.float32, device=torch.device("cpu")
+        )
+        layout = StepLayout(starts, np.array(lengths, np.int32), tables)
+        ours = CompiledAttention(cache, layout)._places(layout)
+        theirs = TorchAttention(cache, layout, deterministic=True)._places(layout)
+        assert np.array_equal(ours[0], theirs[0])
+        assert all(torch.equal(*each) for each in zip(ours[1:], theirs[1:], strict=True))
+
+
 class TestChoice:
     def cache(self, head_dim, dtype):
         return KvCache(layers=1, kv_heads=1, head_dim=head_dim, blocks=2, dtype=dtype, device=CPU)
@@ -245,6 +270,23 @@ class TestElementwise:
         torch.testing.assert_close(actual, expected, atol=2e-6, rtol=1e-5)
         values = slice((heads + kv_heads) * dim, None)
         assert torch.equal(actual[:, values], expected[:, values])
+
+    @pytest.mark.parametrize("name", cpu.BUILDS)
+    @pytest.mark.parametrize("width", [1, 7, 1024, 1025, 5000])
+    def test_the_largest_number_is_argmaxs(self, build, name, width):
+        try:
+            build(name)
+        except ValueError:
+            pytest.skip(f"this CPU has no {name}")
+        generator = torch.Generator().manual_seed(width)
+        x = torch.randint(-40, 40, (300, width), generator=generator).float()  # many are equal
+        x[7], x[8], x[9, 0] = -math.inf, math.inf, -math.inf
+        for row in range(10, 60):
+            places = torch.randint(width, (2,), generator=generator)
+            x[row, places] = torch.tensor([math.nan, (math.inf, math.nan, -math.inf)[row % 3]])
+        ids, usable = cpu.largest(x)
+        assert torch.equal(ids, x.argmax(dim=-1))
+        assert torch.equal(usable, ids.where(x.amax(dim=-1).isfinite(), -1))
 
     def test_a_row_has_the_same_bits_whatever_its_neighbours(self):
         torch.manual_seed(0)

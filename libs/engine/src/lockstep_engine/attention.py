@@ -67,25 +67,26 @@ class StepAttention(ABC):
     """
 
     def __init__(self, cache: KvCache, step: StepLayout) -> None:
+        self._cache = cache
+        self._owners, self.positions, self._slots, entered = self._places(step)
+        """[tokens] each."""
+        if len(entered):
+            cache.clear(entered)
+
+    def _places(self, step: StepLayout) -> tuple[NDArray[np.int32], torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sequences, positions and slots of the step's tokens, and the hot blocks in which a sequence computes its
+        first position; all but the sequences int64 on the device.
+        """
         lengths = step.lengths
-        owners = np.arange(len(lengths), dtype=np.int32)
-        if (lengths != 1).any():
-            owners = np.repeat(owners, lengths)
-            positions = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths - step.starts, lengths)
-        else:
-            positions = step.starts.astype(np.int64)
+        owners = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        positions = np.arange(len(owners)) - np.repeat(np.cumsum(lengths) - lengths - step.starts, lengths)
         hot_tables = step.tables if step.hot_tables is None else step.hot_tables
         blocks = hot_tables[owners, positions // BLOCK_SIZE].astype(np.int64)
         offsets = positions % BLOCK_SIZE
-        device = cache.keys.device
-        self._cache = cache
-        self._owners = owners
-        self.positions = torch.from_numpy(positions).to(device, non_blocking=True)
-        """[tokens]"""
-        self._slots = torch.from_numpy(blocks * BLOCK_SIZE + offsets).to(device, non_blocking=True)
-        entered = blocks[offsets == 0]
-        if len(entered):
-            cache.clear(torch.from_numpy(entered).to(device, non_blocking=True))
+        numbers = positions, blocks * BLOCK_SIZE + offsets, blocks[offsets == 0]
+        device = self._cache.keys.device
+        placed, slots, entered = (torch.from_numpy(each).to(device, non_blocking=True) for each in numbers)
+        return owners, placed, slots, entered
 
     def attend(
         self,

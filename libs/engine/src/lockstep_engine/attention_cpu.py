@@ -4,6 +4,7 @@ import ctypes
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
 from lockstep_engine.attention import StepAttention, StepLayout
@@ -18,28 +19,33 @@ class CompiledAttention(StepAttention):
     """`StepAttention` by the compiled kernel."""
 
     def __init__(self, cache: KvCache, step: StepLayout) -> None:
-        super().__init__(cache, step)
         self._tables = np.ascontiguousarray(step.tables)
+        self._hot_tables = None if step.hot_tables is None else np.ascontiguousarray(step.hot_tables)
+        super().__init__(cache, step)
         self._threads = torch.get_num_threads()
-        widens = cache.hot_window is not None and int(step.lengths.max()) >= cpu.WIDEN
+        has_runs = len(self._owners) > len(step.lengths)
+        widens = cache.hot_window is not None and has_runs and int(step.lengths.max()) >= cpu.WIDEN
         scratch = cpu.attention_scratch(self._tables.shape[1], cache.head_dim, widens=widens)
         self._scratch = torch.empty(self._threads, scratch)
-        self._hot_tables = None if step.hot_tables is None else np.ascontiguousarray(step.hot_tables)
         self._moves = None if step.moves is None else np.ascontiguousarray(step.moves)
         hot_window = cache.hot_window
         self._call = AttentionCall(
-            tables=self._tables.ctypes.data,
-            hot_tables=None if self._hot_tables is None else self._hot_tables.ctypes.data,
-            moves=None if self._moves is None else self._moves.ctypes.data,
+            tables=cpu.address(self._tables),
+            hot_tables=None if self._hot_tables is None else cpu.address(self._hot_tables),
+            moves=None if self._moves is None else cpu.address(self._moves),
             width=self._tables.shape[1],
             move_count=0 if self._moves is None else len(self._moves),
             first_cold=cache.first_cold,
             sink=0 if hot_window is None else hot_window.sink,
             hot_blocks_before=-1 if hot_window is None else hot_window.size,
-            owners=self._owners.ctypes.data,
+            owners=cpu.address(self._owners),
             positions=self.positions.data_ptr(),
             tokens=len(self._owners),
         )
+
+    def _places(self, step: StepLayout) -> tuple[NDArray[np.int32], torch.Tensor, torch.Tensor, torch.Tensor]:
+        starts, lengths = (np.ascontiguousarray(each, np.int32) for each in (step.starts, step.lengths))
+        return cpu.places(starts, lengths, self._tables if self._hot_tables is None else self._hot_tables)
 
     def _store(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         cpu.store(self._cache.calls[layer], _by_components(keys), _by_components(values), self._slots)

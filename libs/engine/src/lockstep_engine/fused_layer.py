@@ -23,6 +23,8 @@ from lockstep_engine.plain_layer import PlainLayer
 
 _ALIGNED = 16
 """Floats of a cache line. Each buffer begins at a multiple of it."""
+_SMALL = 16
+"""Most rows of a step whose buffers are kept, and most steps that are."""
 
 
 class FusedLayers:
@@ -43,6 +45,8 @@ class FusedLayers:
         self._widest_in = max(each.call.inputs for each in every)
         self._widest_out = max(each.out_features for each in every)
         self._is_alone = layers[0].out.group.size == 1
+        self._small: dict[tuple[int, ...], tuple[torch.Tensor, PlainStepCall]] = {}
+        """Of small steps, by their numbers of rows and threads: steps that decode often have the same."""
 
     def step(
         self,
@@ -61,7 +65,7 @@ class FusedLayers:
             paged: the step's attention.
 
         Returns:
-            [tokens, hidden], what the last layer adds to x.
+            [tokens, hidden], what the last layer adds to x; valid until the next call.
         """
         rows, hidden = x.shape
         halves, threads = 2 * len(self._layers), torch.get_num_threads()
@@ -110,16 +114,25 @@ class FusedLayers:
     def _step(
         self, rows: int, hidden: int, threads: int, ends: tuple[int, int] = (0, 0)
     ) -> tuple[torch.Tensor, PlainStepCall]:
-        """A step's call with places in a new tensor: the result first, last those of `ends`, numbers of rows of
-        `hidden` floats.
+        """A step's call with places in a tensor that is its own until the next step: the result first, last those of
+        `ends`, numbers of rows of `hidden` floats.
         """
+        key = (rows, *ends, threads)
+        if (kept := self._small.get(key)) is not None:
+            kept[1].delta = None
+            return kept
         sums = max((each.sums_size(rows) for each in self._parts), default=0)
         tiled = max(rows, ends[1])
         widths = (hidden, hidden, self._widest_out, self._widest_in)
         sizes = [*(_aligned(rows * width) for width in widths), _aligned(tiled * self._widest_in if tiled > 1 else 0)]
         room = torch.empty(sum(sizes) + _aligned(threads * sums) + _aligned(sum(ends) * hidden))
         places = itertools.accumulate(sizes, lambda at, size: at + 4 * size, initial=room.data_ptr())
-        return room, PlainStepCall(None, *places, rows=rows, hidden=hidden, sums_size=sums)
+        made = room, PlainStepCall(None, *places, rows=rows, hidden=hidden, sums_size=sums)
+        if max(rows, *ends) <= _SMALL:
+            if len(self._small) >= _SMALL:
+                self._small.clear()
+            self._small[key] = made
+        return made
 
 
 class PlainEnds:

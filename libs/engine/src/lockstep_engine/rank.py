@@ -239,9 +239,11 @@ class Rank:
         if not len(plan.lengths):
             return self._launch_nothing(plan.step, idle)
         sampled = plan.samples.nonzero()[0]
-        targets = np.empty(0, np.int32) if plan.targets is None else plan.targets
-        scored = (targets >= 0).nonzero()[0]
-        rows = np.concatenate([(np.cumsum(plan.lengths) - 1)[sampled], scored])
+        rows = (plan.lengths.cumsum() - 1)[sampled]
+        targets = np.empty(0, np.int32)
+        if plan.targets is not None:
+            scored = (plan.targets >= 0).nonzero()[0]
+            rows, targets = np.concatenate([rows, scored]), plan.targets[scored]
         layout = StepLayout(plan.starts, plan.lengths, plan.tables, plan.hot_tables, plan.moves)
         unserved = self._add_requests(plan.added)
         pooled: Pooled | None = None
@@ -254,15 +256,15 @@ class Rank:
         scores: Scores | None = None
         if self._sampler is not None:
             chosen = self._sampler.sample(
-                logits[: len(sampled)],
+                logits[: len(sampled)] if len(targets) else logits,
                 plan.sampling_rows[sampled],
                 plan.emitted[sampled],
                 plan.uniforms,
                 plan.masked,
                 plan.masks,
             )
-            if len(scored):
-                scores = score(logits[len(sampled) :], targets[scored], vocabulary=plan.vocabulary_logprobs)
+            if len(targets):
+                scores = score(logits[len(sampled) :], targets, vocabulary=plan.vocabulary_logprobs)
         spent_us = self._group.spent_ns // 1000
         self._marks.end_step()
         return Launched(plan.step, chosen, unserved, scores, pooled, spent_us, idle, computed, self._timer.now())
@@ -356,7 +358,8 @@ class Rank:
 
     def _full_logits(self, local: torch.Tensor) -> torch.Tensor:
         """[rows, this rank's part of the vocabulary] → [rows, vocabulary]."""
-        return self._group.all_gather(local)[:, : self.model.vocab_size]
+        every = self._group.all_gather(local)
+        return every if every.shape[1] == self.model.vocab_size else every[:, : self.model.vocab_size]
 
     def _by_kernels(self) -> bool:
         """Whether the GPU's kernels compute. Refuses a slow path that the settings do not allow."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from lockstep_engine import rowwise
 from lockstep_engine.drawing import draw
+from lockstep_engine.kernels import cpu
 from lockstep_engine.plan import NO_TOKEN, RowSampling, StepLogprobs
 from lockstep_engine.sampling_table import Listed, Penalties, SamplingTable, StepSettings, penalised
 
@@ -116,6 +117,10 @@ class Sampler:
         """
         settings = self._table.of(sampling_rows, emitted)
         given = raw = logits.float()
+        if settings.only_greedy and masked is None and cpu.available(given) and given.is_contiguous():
+            ids, usable = cpu.largest(given)
+            self._last.index_copy_(0, settings.sampling_rows, ids)
+            return Sampled(usable, [])
         if masked is not None and masks is not None:
             raw = _restrict(raw, masked, masks)
         # The largest element tells of a NaN or an infinity anywhere in its row, because both count as larger than all

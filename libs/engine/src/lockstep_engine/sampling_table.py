@@ -106,6 +106,11 @@ class StepSettings:
         """Whether all logits stay as the model made them."""
         return not self.penalties and self.biased is None and self.forbidden is None
 
+    @property
+    def only_greedy(self) -> bool:
+        """Whether all rows take the most likely token of the model, and nothing else is wanted of them."""
+        return self.greedy is None and self.plain and not self.listed
+
 
 @dataclass
 class _Lists:

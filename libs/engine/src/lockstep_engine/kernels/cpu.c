@@ -15,7 +15,7 @@ int omp_get_thread_num(void);
 int omp_get_num_threads(void);
 
 /* Raised with every change of a signature or layout, so that the caller can refuse a stale build. */
-const int lockstep_cpu_version = 13;
+const int lockstep_cpu_version = 14;
 
 #define BLOCK 16
 #define LANES 16 /* partial sums of a reduction, in every build */
@@ -23,6 +23,7 @@ const int lockstep_cpu_version = 13;
 #define RUN 64   /* most tokens of a sequence that go through attention together */
 #define WIDEN 3  /* tokens in such a run from which on widening its cold blocks once is faster */
 #define IN_WORD 8 /* codes of four bits in a word: those of neighbouring input features, the first in the lowest bits */
+#define SPAN 1024 /* numbers of which the largest is found before its place is */
 #define CHUNK 128 /* input features of a packed weight whose values are kept in the first cache for all rows */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -241,6 +242,7 @@ struct kernels {
     void (*layer_norm)(float *, const float *, const float *, const float *, int64_t, int64_t, float);
     void (*softmax)(float *, const float *, int64_t, int64_t);
     void (*sum)(float *, const float *, int64_t, int64_t);
+    void (*largest)(int64_t *, int64_t *, const float *, int64_t, int64_t);
     void (*silu_mul)(float *, const float *, int64_t, int64_t);
     void (*map)(float *, const float *, int64_t, int);
     void (*widen_rows)(float *, const void *, const int64_t *, int64_t, int64_t, int64_t);
@@ -251,7 +253,7 @@ struct kernels {
 };
 
 #define KERNELS(set)                                                                                                           \
-    {tile_rows_##set,   attend_##set, compress_##set,   add_rms_norm_##set, layer_norm_##set, softmax_##set, sum_##set,              \
+    {tile_rows_##set,   attend_##set, compress_##set,   add_rms_norm_##set, layer_norm_##set, softmax_##set, sum_##set, largest_##set, \
      silu_mul_##set, map_##set,  widen_rows_##set, rotate_all_##set, interleave_##set,   linear_##set,     multiply_##set}
 static struct kernels chosen = KERNELS(plain);
 
@@ -308,6 +310,22 @@ void lockstep_store(const struct layer *l, const void *k, const void *v, int64_t
         }
 }
 
+/* The tokens of a step, `lengths` of each of so many sequences from position `starts` on: their owners, positions and slots [tokens];
+ * tables [sequences, width] of hot blocks. Returns how many blocks they enter, whose ids are put in `entered`. */
+int64_t lockstep_places(const int32_t *starts, const int32_t *lengths, int64_t sequences, const int32_t *tables, int64_t width,
+                        int32_t *owners, int64_t *positions, int64_t *slots, int64_t *entered) {
+    int64_t token = 0, count = 0;
+    for (int64_t sequence = 0; sequence < sequences; sequence++)
+        for (int64_t i = 0; i < lengths[sequence]; i++, token++) {
+            int64_t position = starts[sequence] + i, offset = position % BLOCK, block = tables[sequence * width + position / BLOCK];
+            owners[token] = (int32_t)sequence;
+            positions[token] = position;
+            slots[token] = block * BLOCK + offset;
+            if (!offset) entered[count++] = block;
+        }
+    return count;
+}
+
 void lockstep_add_rms_norm(float *out, float *x, const float *delta, const float *weight, int64_t rows, int64_t width,
                            float eps) {
     chosen.add_rms_norm(out, x, delta, weight, rows, width, eps);
@@ -323,6 +341,15 @@ void lockstep_softmax(float *out, const float *x, int64_t rows, int64_t width) {
 
 /* out [rows] = the sum of each row of x [rows, width]. */
 void lockstep_sum(float *out, const float *x, int64_t rows, int64_t width) { chosen.sum(out, x, rows, width); }
+
+/* See `largest`. */
+void lockstep_largest(int64_t *ids, int64_t *usable, const float *x, int64_t rows, int64_t width, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static, 1) if (threads > 1 && rows > 1)
+    for (int slice = 0; slice < threads; slice++) {
+        int64_t begin = rows * slice / threads, count = rows * (slice + 1) / threads - begin;
+        chosen.largest(ids + begin, usable + begin, x + begin * width, count, width);
+    }
+}
 
 void lockstep_silu_mul(float *out, const float *gate_up, int64_t rows, int64_t inner) {
     chosen.silu_mul(out, gate_up, rows, inner);

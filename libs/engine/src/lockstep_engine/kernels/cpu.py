@@ -27,7 +27,7 @@ from lockstep_engine.kernels.cpu_structs import (
     ProductCall,
 )
 
-_VERSION = 13
+_VERSION = 14
 _PANEL = 32
 _MAX_PANELS, _MAX_ROWS = 4, 12
 """Most panels that a product takes together in any build, and most rows for which it takes several."""
@@ -70,10 +70,12 @@ def _load() -> ctypes.CDLL | None:
         "attention": (ctypes.POINTER(AttentionCall), layer, _POINTER, _LONG, _INT),
         "compress": (layer, _POINTER, _LONG, _INT),
         "store": (layer, _POINTER, _POINTER, *[_LONG] * 4, _POINTER, _LONG),
+        "places": (_POINTER, _POINTER, _LONG, _POINTER, _LONG, *[_POINTER] * 4),
         "add_rms_norm": (*[_POINTER] * 4, _LONG, _LONG, _FLOAT),
         "layer_norm": (*[_POINTER] * 4, _LONG, _LONG, _FLOAT),
         "softmax": (_POINTER, _POINTER, _LONG, _LONG),
         "sum": (_POINTER, _POINTER, _LONG, _LONG),
+        "largest": (*[_POINTER] * 3, _LONG, _LONG, _INT),
         "silu_mul": (_POINTER, _POINTER, _LONG, _LONG),
         "map": (_POINTER, _POINTER, _LONG, _INT, _INT),
         "linear": (ctypes.POINTER(LinearCall), _INT),
@@ -90,6 +92,7 @@ def _load() -> ctypes.CDLL | None:
     for name, types in signatures.items():
         function = getattr(library, f"lockstep_{name}")
         function.argtypes, function.restype = types, None
+    library.lockstep_places.restype = _LONG
     library.lockstep_choose.argtypes = (ctypes.c_char_p,)
     return library
 
@@ -168,6 +171,38 @@ def store(layer: LayerCall, keys: torch.Tensor, values: torch.Tensor, slots: tor
     )
 
 
+def places(
+    starts: NDArray[np.int32], lengths: NDArray[np.int32], tables: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where a step's tokens are; the arguments as in `StepLayout`, contiguous, tables with the ids of hot blocks.
+
+    Returns:
+        Owners, positions and slots [tokens], and the blocks that are entered [n]; int64 but for the owners.
+    """
+    assert _library is not None
+    tokens = int(lengths.sum())
+    owners, numbers = np.empty(tokens, np.int32), torch.empty(3, tokens, dtype=torch.int64)
+    positions, slots, entered = numbers.unbind()
+    count = _library.lockstep_places(
+        address(starts),
+        address(lengths),
+        len(lengths),
+        address(tables),
+        tables.shape[1],
+        address(owners),
+        positions.data_ptr(),
+        slots.data_ptr(),
+        entered.data_ptr(),
+    )
+    return owners, positions, slots, entered[:count]
+
+
+def address(array: NDArray[np.generic]) -> int:
+    """That of an array's first element; `array.ctypes` takes longer."""
+    start: int = array.__array_interface__["data"][0]
+    return start
+
+
 def add_rms_norm(x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Add delta to x [..., width] in place, then divide x by its root mean square and multiply by weight [width]. All
     contiguous, float32.
@@ -218,6 +253,17 @@ def apply(function: Function, x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x)
     _library.lockstep_map(out.data_ptr(), x.data_ptr(), x.numel(), function, torch.get_num_threads())
     return out
+
+
+def largest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first place of each row's largest number, as `argmax` has it, and the same with -1 where the number is not
+    finite; both [rows], int64. x [rows, width], contiguous, float32.
+    """
+    assert _library is not None
+    rows, width = x.shape
+    ids, usable = torch.empty(2, rows, dtype=torch.int64).unbind()
+    _library.lockstep_largest(ids.data_ptr(), usable.data_ptr(), x.data_ptr(), rows, width, torch.get_num_threads())
+    return ids, usable
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

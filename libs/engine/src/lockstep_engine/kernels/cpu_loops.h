@@ -570,6 +570,47 @@ static void NAME(softmax)(float *out, const float *x, int64_t rows, int64_t widt
     }
 }
 
+/* ids [rows] = the first place of each row's largest number, or of its first NaN; usable [rows] = the same, or -1 where the number is not
+ * finite. */
+static void NAME(largest)(int64_t *ids, int64_t *usable, const float *x, int64_t rows, int64_t width) {
+    for (int64_t row = 0; row < rows; row++, x += width) {
+        float best = -INFINITY;
+        int64_t from = 0, found = 0;
+        for (int64_t i = 0; i < width; i += SPAN) {
+            int64_t end = width - i < SPAN ? width : i + SPAN;
+            vec peaks[PARTS];
+            int_vec unequal = {};
+            for (int part = 0; part < PARTS; part++) peaks[part] = EVERY(-INFINITY);
+            int64_t k = i;
+            for (; k + LANES <= end; k += LANES)
+                for (int part = 0; part < PARTS; part++) {
+                    vec each = *(const vec *)(x + k + part * VEC);
+                    peaks[part] = SELECT(each > peaks[part], each, peaks[part]);
+                    unequal |= each != each;
+                }
+            float peak = NAME(greatest_lane)(peaks);
+            int has_nan = 0;
+            for (int lane = 0; lane < VEC; lane++) has_nan |= unequal[lane] != 0;
+            for (; k < end; k++) {
+                peak = x[k] > peak ? x[k] : peak;
+                has_nan |= x[k] != x[k];
+            }
+            if (has_nan) {
+                best = NAN;
+                from = i;
+                break;
+            }
+            if (peak > best) {
+                best = peak;
+                from = i;
+            }
+        }
+        for (found = from; found < width - 1 && !(x[found] == best || x[found] != x[found]); found++) {}
+        ids[row] = found;
+        usable[row] = best - best == 0.0f ? found : -1;
+    }
+}
+
 /* out [rows, inner] = silu(gate) * up, of gate_up [rows, 2 * inner]. */
 static void NAME(silu_mul)(float *out, const float *gate_up, int64_t rows, int64_t inner) {
     for (int64_t row = 0; row < rows; row++, out += inner) {
