@@ -8,6 +8,7 @@
  * Built without linking an OpenMP runtime: its symbols come from the one that torch has loaded, so that there is one pool.
  */
 #include <math.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -23,8 +24,15 @@ const int lockstep_cpu_version = 14;
 #define RUN 64   /* most tokens of a sequence that go through attention together */
 #define WIDEN 3  /* tokens in such a run from which on widening its cold blocks once is faster */
 #define IN_WORD 8 /* codes of four bits in a word: those of neighbouring input features, the first in the lowest bits */
+#define PATIENCE 300 /* turns in which a thread waits for others before it yields its core: tens of microseconds */
 #define SPAN 1024 /* numbers of which the largest is found before its place is */
 #define CHUNK 128 /* input features of a packed weight whose values are kept in the first cache for all rows */
+
+#if defined(__x86_64__)
+#define PAUSE() __builtin_ia32_pause()
+#else
+#define PAUSE() ((void)0)
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -390,17 +398,48 @@ void lockstep_product(const struct product *p, float *scratch, int threads) {
         chosen.multiply(p, scratch + slice * p->in * PANEL, items * slice / threads, items * (slice + 1) / threads);
 }
 
-/* The rows of a step that a thread works on, where rows are split over threads. */
-static int64_t first_row(const struct plain_step *s, int slice, int threads) { return s->rows * slice / threads; }
+/* Where the threads of a step meet: how many have come, and how often all had. */
+struct meeting {
+    int arrived __attribute__((aligned(64)));
+    int count __attribute__((aligned(64)));
+};
 
-static void norm_rows(const struct plain_step *s, const float *delta, const float *weight, float eps, int slice, int threads) {
-    int64_t begin = first_row(s, slice, threads), rows = first_row(s, slice + 1, threads) - begin, at = begin * s->hidden;
-    chosen.add_rms_norm(s->normed + at, s->x + at, delta ? delta + at : NULL, weight, rows, s->hidden, eps);
-#pragma omp barrier
+/* A thread of a step, number `slice` of `threads`. */
+struct worker {
+    int slice, threads;
+    struct meeting *meeting;
+};
+
+/* Wait for the other threads. OpenMP's barrier lets a thread sleep that has waited for some time. Where the driver takes a core for a
+ * moment, the kernel then may wake two threads on one core, where they wait for each other at each of the step's hundred barriers: a step
+ * took up to twenty times as long. A thread that yields stays runnable, and lets another one have the core at once. */
+static void meet(const struct worker *w) {
+    struct meeting *m = w->meeting;
+    if (w->threads == 1) return;
+    int count = __atomic_load_n(&m->count, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&m->arrived, 1, __ATOMIC_ACQ_REL) == w->threads) {
+        __atomic_store_n(&m->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&m->count, count + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int turn = 0; __atomic_load_n(&m->count, __ATOMIC_ACQUIRE) == count; turn++) {
+        if (turn > PATIENCE) sched_yield();
+        else PAUSE();
+    }
 }
 
-static void multiply_rows(const struct plain_step *s, const struct linear *weight, float *out, const float *x, int64_t rows, int slice,
-                          int threads) {
+/* The rows of a step that a thread works on, where rows are split over threads. */
+static int64_t first_row(const struct plain_step *s, const struct worker *w) { return s->rows * w->slice / w->threads; }
+static int64_t end_row(const struct plain_step *s, const struct worker *w) { return s->rows * (w->slice + 1) / w->threads; }
+
+static void norm_rows(const struct plain_step *s, const float *delta, const float *weight, float eps, const struct worker *w) {
+    int64_t begin = first_row(s, w), rows = end_row(s, w) - begin, at = begin * s->hidden;
+    chosen.add_rms_norm(s->normed + at, s->x + at, delta ? delta + at : NULL, weight, rows, s->hidden, eps);
+    meet(w);
+}
+
+static void multiply_rows(const struct plain_step *s, const struct linear *weight, float *out, const float *x, int64_t rows,
+                          const struct worker *w) {
     struct linear l = *weight;
     int64_t panels = (l.out_features + PANEL - 1) / PANEL, tiles = (rows + chosen.tile_rows - 1) / chosen.tile_rows;
     l.out = out;
@@ -409,20 +448,21 @@ static void multiply_rows(const struct plain_step *s, const struct linear *weigh
     l.rows = rows;
     l.sums_size = s->sums_size;
     if (rows > 1) {
-        chosen.interleave(&l, tiles * slice / threads, tiles * (slice + 1) / threads);
-#pragma omp barrier
+        chosen.interleave(&l, tiles * w->slice / w->threads, tiles * (w->slice + 1) / w->threads);
+        meet(w);
     }
-    chosen.linear(&l, l.parts > 1 ? s->sums + slice * s->sums_size : NULL, panels * slice / threads, panels * (slice + 1) / threads);
-#pragma omp barrier
+    chosen.linear(&l, l.parts > 1 ? s->sums + w->slice * s->sums_size : NULL, panels * w->slice / w->threads,
+                  panels * (w->slice + 1) / w->threads);
+    meet(w);
 }
 
-static void attention_half(const struct plain_step *s, const struct plain_layer *p, const float *delta, int slice, int threads) {
-    norm_rows(s, delta, p->first_norm, p->first_eps, slice, threads);
-    multiply_rows(s, p->qkv, s->wide, s->normed, s->rows, slice, threads);
+static void attention_half(const struct plain_step *s, const struct plain_layer *p, const float *delta, const struct worker *w) {
+    norm_rows(s, delta, p->first_norm, p->first_eps, w);
+    multiply_rows(s, p->qkv, s->wide, s->normed, s->rows, w);
     struct rope r = *p->rotation;
     const struct layer *cache = s->caches + p->number;
-    int64_t width = (r.heads + 2 * r.kv_heads) * r.dim, begin = first_row(s, slice, threads);
-    r.tokens = first_row(s, slice + 1, threads) - begin;
+    int64_t width = (r.heads + 2 * r.kv_heads) * r.dim, begin = first_row(s, w);
+    r.tokens = end_row(s, w) - begin;
     r.qkv = s->wide + begin * width;
     r.cosine = s->cosine;
     r.sine = s->sine;
@@ -430,12 +470,12 @@ static void attention_half(const struct plain_step *s, const struct plain_layer 
     chosen.rotate_all(&r);
     const float *k = r.qkv + r.heads * r.dim;
     lockstep_store(cache, k, k + r.kv_heads * r.dim, r.dim, width, r.dim, width, s->slots + begin, r.tokens);
-#pragma omp barrier
+    meet(w);
     struct attention a = *s->attention;
     if (a.move_count) {
         int64_t items = a.move_count * cache->kv_heads;
-        chosen.compress(cache, a.moves, items * slice / threads, items * (slice + 1) / threads);
-#pragma omp barrier
+        chosen.compress(cache, a.moves, items * w->slice / w->threads, items * (w->slice + 1) / w->threads);
+        meet(w);
     }
     a.out = s->inner;
     a.q = s->wide;
@@ -444,35 +484,35 @@ static void attention_half(const struct plain_step *s, const struct plain_layer 
     a.heads = r.heads;
     a.window = p->window;
     a.scale = p->scale;
-    chosen.attend(&a, cache, s->scratch + slice * s->scratch_size, slice, threads);
-#pragma omp barrier
-    multiply_rows(s, p->out, s->result, s->inner, s->rows, slice, threads);
+    chosen.attend(&a, cache, s->scratch + w->slice * s->scratch_size, w->slice, w->threads);
+    meet(w);
+    multiply_rows(s, p->out, s->result, s->inner, s->rows, w);
 }
 
-static void gated_half(const struct plain_step *s, const struct plain_layer *p, const float *delta, int slice, int threads) {
-    norm_rows(s, delta, p->second_norm, p->second_eps, slice, threads);
-    multiply_rows(s, p->gate_up, s->wide, s->normed, s->rows, slice, threads);
-    int64_t inner = p->down->in, begin = first_row(s, slice, threads), rows = first_row(s, slice + 1, threads) - begin;
+static void gated_half(const struct plain_step *s, const struct plain_layer *p, const float *delta, const struct worker *w) {
+    norm_rows(s, delta, p->second_norm, p->second_eps, w);
+    multiply_rows(s, p->gate_up, s->wide, s->normed, s->rows, w);
+    int64_t inner = p->down->in, begin = first_row(s, w), rows = end_row(s, w) - begin;
     chosen.silu_mul(s->inner + begin * inner, s->wide + 2 * begin * inner, rows, inner);
-#pragma omp barrier
-    multiply_rows(s, p->down, s->result, s->inner, s->rows, slice, threads);
+    meet(w);
+    multiply_rows(s, p->down, s->result, s->inner, s->rows, w);
 }
 
-static void embed_rows(const struct plain_step *s, const struct plain_ends *e, int slice, int threads) {
-    int64_t begin = first_row(s, slice, threads), rows = first_row(s, slice + 1, threads) - begin;
+static void embed_rows(const struct plain_step *s, const struct plain_ends *e, const struct worker *w) {
+    int64_t begin = first_row(s, w), rows = end_row(s, w) - begin;
     chosen.widen_rows(s->x + begin * s->hidden, e->embedding, e->ids + begin, rows, s->hidden, e->kind);
 }
 
 /* A token may be wanted more than once, so x stays as it is. */
-static void finish_rows(const struct plain_step *s, const struct plain_ends *e, int slice, int threads) {
-    for (int64_t i = e->count * slice / threads; i < e->count * (slice + 1) / threads; i++) {
+static void finish_rows(const struct plain_step *s, const struct plain_ends *e, const struct worker *w) {
+    for (int64_t i = e->count * w->slice / w->threads; i < e->count * (w->slice + 1) / w->threads; i++) {
         float *last = e->last + i * s->hidden;
         int64_t at = e->wanted[i] * s->hidden;
         memcpy(last, s->x + at, sizeof(float) * (size_t)s->hidden);
         chosen.add_rms_norm(last, last, s->result + at, e->norm, 1, s->hidden, e->eps);
     }
-#pragma omp barrier
-    multiply_rows(s, e->head, e->logits, e->last, e->count, slice, threads);
+    meet(w);
+    multiply_rows(s, e->head, e->logits, e->last, e->count, w);
 }
 
 /* Compute halves of layers, from number `first` to before `end`: 2 i is attention in layer i, 2 i + 1 its gated products; or a whole
@@ -480,12 +520,13 @@ static void finish_rows(const struct plain_step *s, const struct plain_ends *e, 
  * product of a small model. */
 void lockstep_plain(const struct plain_layer *layers, int64_t first, int64_t end, const struct plain_step *s, const struct plain_ends *ends,
                     int threads) {
+    struct meeting meeting = {};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        int slice = omp_get_thread_num(), team = omp_get_num_threads();
-        if (ends) embed_rows(s, ends, slice, team); /* the first norm is of the same rows */
+        struct worker worker = {omp_get_thread_num(), omp_get_num_threads(), &meeting}, *w = &worker;
+        if (ends) embed_rows(s, ends, w); /* the first norm is of the same rows */
         for (int64_t half = first; half < end; half++)
-            (half % 2 ? gated_half : attention_half)(s, layers + half / 2, half == first ? s->delta : s->result, slice, team);
-        if (ends && ends->count) finish_rows(s, ends, slice, team);
+            (half % 2 ? gated_half : attention_half)(s, layers + half / 2, half == first ? s->delta : s->result, w);
+        if (ends && ends->count) finish_rows(s, ends, w);
     }
 }
