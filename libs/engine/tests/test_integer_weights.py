@@ -2,12 +2,15 @@
 that the widened weights give: a stream goes on exactly on a worker that widens them when it loads.
 """
 
+import math
+
 import numpy as np
 import packers
 import pytest
 import torch
 from checkpoints import make
 from in_process import InProcessGroup
+from lockstep_common.errors import LockstepError
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.distributed import Alone
 from lockstep_engine.kernels import cpu
@@ -43,6 +46,14 @@ def rows(out, inside, seed):
 
 def two_bits(out, inside, seed):
     return packers.packed(out, inside, bits=2, seed=seed)
+
+
+def two_bits_of_gptq(out, inside, seed):
+    return packers.gptq(out, inside, bits=2, seed=seed)
+
+
+def some_zeros(out, inside, seed):
+    return packers.packed(out, inside, zeros="packed" if seed % 3 else None, seed=seed)
 
 
 def twin(tmp_path, name, config, pack):
@@ -141,6 +152,7 @@ def test_every_code_of_four_bits_is_read_at_every_place(build, name):
         ("phi3", AWQ, packers.awq, 32, 4),  # fused qkv, packed MLP, zero points
         ("llama", GPTQ, packers.gptq, 32, 4),
         ("llama-grouped-untied", W2, two_bits, 32, 4),
+        ("llama", {**GPTQ, "bits": 2}, two_bits_of_gptq, 32, 4),
         ("llama-odd-heads", INT8, packers.int8_rows, None, 8),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -162,6 +174,28 @@ def test_a_group_that_two_ranks_would_share_is_widened(tmp_path):
 
     coded, plain = twin(tmp_path, "llama", config, pack)
     assert torch.equal(logits(coded, 2), logits(plain, 2))
+
+
+@needs_kernels
+def test_parts_of_a_merged_projection_may_have_zero_points_or_none(tmp_path):
+    config = packers.compressed_config("pack-quantized", bits=4, strategy="group", group_size=32)
+    coded, plain = twin(tmp_path, "llama", config, some_zeros)
+    assert {layer.code_form.bits for layer in loaded(coded)[0]} == {4}
+    for tp in (1, 2):
+        assert torch.equal(logits(coded, tp), logits(plain, tp))
+
+
+@needs_kernels
+@pytest.mark.parametrize("number", [math.nan, math.inf, 3e38])
+def test_a_damaged_table_is_refused(tmp_path, number):
+    def pack(out, inside, seed):
+        tensors, values = packers.nf4(out, inside, nested=False, seed=seed)
+        tensors["weight.quant_map"][3] = number
+        return tensors | {"weight.absmax": tensors["weight.absmax"] * 100}, values
+
+    coded, _ = twin(tmp_path, "llama-eight-heads", NF4, pack)
+    with pytest.raises(LockstepError, match="no finite numbers"):
+        loaded(coded)
 
 
 @needs_kernels

@@ -201,6 +201,12 @@ class TestPlaces:
         assert np.array_equal(ours[0], theirs[0])
         assert all(torch.equal(*each) for each in zip(ours[1:], theirs[1:], strict=True))
 
+    def test_a_position_beyond_the_table_is_an_error(self):
+        cache = KvCache(layers=1, kv_heads=1, head_dim=16, blocks=2, dtype=torch.float32, device=torch.device("cpu"))
+        layout = StepLayout(np.array([31], np.int32), np.array([2], np.int32), np.array([[0, 1]], np.int32))
+        with pytest.raises(IndexError, match="no block"):
+            CompiledAttention(cache, layout)
+
 
 class TestChoice:
     def cache(self, head_dim, dtype):

@@ -144,11 +144,32 @@ def test_a_whole_model_has_the_bits_of_its_parts(threads, dtype, lengths, count)
     embedding, last = torch.randn(vocabulary, HIDDEN).to(dtype), norm(HIDDEN)
     head = cpu.PackedLinear(torch.randn(vocabulary, HIDDEN).to(dtype), torch.randn(vocabulary))
     ids = torch.randint(vocabulary, (rows,))
-    for wanted in ([rows - 1], [0, rows // 2, rows - 1, 0, rows - 1], [*range(rows), 0], []):
+    fused, outs = FusedLayers(plain), []
+    for wanted in ([rows - 1], [0, rows // 2, rows - 1, 0, rows - 1], [*range(rows), 0], [], [rows - 1]):
         x = embedding[ids].float()
         delta = FusedLayers(plain).step(x, *angles, steps[0].positions, steps[0])
         chosen = torch.tensor(wanted, dtype=torch.int64)
         expected = head(cpu.add_rms_norm(x[chosen], delta[chosen], last.weight, last.eps))
         ends = PlainEnds(embedding, last, head, *angles)
-        assert torch.equal(FusedLayers(plain).whole_model(ends, ids, steps[1], chosen), expected)
+        outs.append(fused.whole_model(ends, ids, steps[1], chosen))
+        assert torch.equal(outs[-1], expected)
+        assert torch.equal(fused.step(embedding[ids].float(), *angles, steps[1].positions, steps[1]), delta)
         assert torch.equal(caches[0].keys, caches[1].keys)
+    assert torch.equal(outs[0], outs[-1])  # the first is still what it was
+
+
+def test_buffers_of_small_steps_are_bounded():
+    plain, head = layers(1, Alone(), torch.float32, 1, head_norms=False), cpu.PackedLinear(torch.randn(9, HIDDEN), None)
+    angles = torch.randn(2, 4 * BLOCK_SIZE, DIM // 2).repeat(1, 1, 2)
+    ends, fused = PlainEnds(torch.randn(9, HIDDEN), norm(HIDDEN), head, *angles), FusedLayers(plain)
+    size = {"layers": 1, "kv_heads": KV_HEADS, "head_dim": DIM, "blocks": 80, "dtype": torch.float32}
+    for rows in (*range(1, 20), 40):
+        step = step_of([0] * 20, [rows, *[1] * 19], KvCache(**size, device=torch.device("cpu")))
+        for wanted in range(1, 4):
+            fused.whole_model(ends, torch.zeros(rows + 19, dtype=torch.int64), step, torch.arange(wanted))
+            step_of_one = step_of([0], [1], KvCache(**size, device=torch.device("cpu")))
+            fused.whole_model(
+                ends, torch.zeros(1, dtype=torch.int64), step_of_one, torch.zeros(rows, dtype=torch.int64)
+            )
+    assert 0 < len(fused._small) <= 16
+    assert all(max(key[:2]) <= 16 for key in fused._small)

@@ -23,8 +23,7 @@ class CompiledAttention(StepAttention):
         self._hot_tables = None if step.hot_tables is None else np.ascontiguousarray(step.hot_tables)
         super().__init__(cache, step)
         self._threads = torch.get_num_threads()
-        has_runs = len(self._owners) > len(step.lengths)
-        widens = cache.hot_window is not None and has_runs and int(step.lengths.max()) >= cpu.WIDEN
+        widens = cache.hot_window is not None and int(step.lengths.max()) >= cpu.WIDEN
         scratch = cpu.attention_scratch(self._tables.shape[1], cache.head_dim, widens=widens)
         self._scratch = torch.empty(self._threads, scratch)
         self._moves = None if step.moves is None else np.ascontiguousarray(step.moves)

@@ -1,5 +1,5 @@
 """Decoder layers of the plain Llama shape in one call of the CPU kernels, because calls take most of a small step's
-time: one call for all layers, or two a layer where ranks add up their parts of a sum.
+time: one call for a whole model, or two a layer where ranks add up their parts of a sum.
 
 A fused layer replaces a Hugging Face layer and uses that layer's parameters. It computes the same; the tests compare it
 with the unmodified model.
@@ -24,7 +24,7 @@ from lockstep_engine.plain_layer import PlainLayer
 _ALIGNED = 16
 """Floats of a cache line. Each buffer begins at a multiple of it."""
 _SMALL = 16
-"""Most rows of a step whose buffers are kept, and most steps that are."""
+"""Most rows of a step whose buffers are kept, and most numbers of rows for which they are."""
 
 
 class FusedLayers:
@@ -45,8 +45,9 @@ class FusedLayers:
         self._widest_in = max(each.call.inputs for each in every)
         self._widest_out = max(each.out_features for each in every)
         self._is_alone = layers[0].out.group.size == 1
-        self._small: dict[tuple[int, ...], tuple[torch.Tensor, PlainStepCall]] = {}
-        """Of small steps, by their numbers of rows and threads: steps that decode often have the same."""
+        self._small: dict[tuple[int, int, int], _Buffers] = {}
+        """Of small steps of a whole model, by their numbers of rows, wanted rows and threads: steps that decode often
+        have the same."""
 
     def step(
         self,
@@ -65,11 +66,11 @@ class FusedLayers:
             paged: the step's attention.
 
         Returns:
-            [tokens, hidden], what the last layer adds to x; valid until the next call.
+            [tokens, hidden], what the last layer adds to x.
         """
         rows, hidden = x.shape
         halves, threads = 2 * len(self._layers), torch.get_num_threads()
-        room, step = self._step(rows, hidden, threads)
+        room, step, _ = self._buffers(rows, hidden, threads, None)
         step.x, step.cosine, step.sine = x.data_ptr(), cosine.data_ptr(), sine.data_ptr()
         step.positions = positions.data_ptr()
         paged.give_to(step)
@@ -98,41 +99,41 @@ class FusedLayers:
         Returns:
             [count, vocabulary].
         """
-        rows, count, hidden, threads = len(ids), len(wanted), model.hidden, torch.get_num_threads()
-        room, step = self._step(rows, hidden, threads, (rows, count))
-        x = room.data_ptr() + 4 * (len(room) - _aligned((rows + count) * hidden))
+        rows, count, threads = len(ids), len(wanted), torch.get_num_threads()
+        key = (rows, count, threads)
+        buffers = self._small.get(key) or self._buffers(rows, model.hidden, threads, count)
+        if max(rows, count) <= _SMALL:
+            if len(self._small) >= _SMALL:
+                self._small.clear()
+            self._small[key] = buffers
+        _, step, (x, last) = buffers
         step.x, step.cosine, step.sine = x, model.cosine.data_ptr(), model.sine.data_ptr()
         step.positions = paged.positions.data_ptr()
         paged.give_to(step)
         logits = torch.empty(count, model.head.out_features)
         ends = model.call
         ends.ids, ends.wanted, ends.count = ids.data_ptr(), wanted.data_ptr(), count
-        ends.last, ends.logits = x + 4 * rows * hidden, logits.data_ptr()
+        ends.last, ends.logits = last, logits.data_ptr()
         cpu.plain(self._calls, 0, 2 * len(self._layers), step, threads, ends)
         return logits
 
-    def _step(
-        self, rows: int, hidden: int, threads: int, ends: tuple[int, int] = (0, 0)
-    ) -> tuple[torch.Tensor, PlainStepCall]:
-        """A step's call with places in a tensor that is its own until the next step: the result first, last those of
-        `ends`, numbers of rows of `hidden` floats.
-        """
-        key = (rows, *ends, threads)
-        if (kept := self._small.get(key)) is not None:
-            kept[1].delta = None
-            return kept
+    def _buffers(self, rows: int, hidden: int, threads: int, count: int | None) -> "_Buffers":
+        """Those of a step; `count`: wanted rows of a whole model, None: it is no whole model."""
         sums = max((each.sums_size(rows) for each in self._parts), default=0)
-        tiled = max(rows, ends[1])
-        widths = (hidden, hidden, self._widest_out, self._widest_in)
-        sizes = [*(_aligned(rows * width) for width in widths), _aligned(tiled * self._widest_in if tiled > 1 else 0)]
-        room = torch.empty(sum(sizes) + _aligned(threads * sums) + _aligned(sum(ends) * hidden))
-        places = itertools.accumulate(sizes, lambda at, size: at + 4 * size, initial=room.data_ptr())
-        made = room, PlainStepCall(None, *places, rows=rows, hidden=hidden, sums_size=sums)
-        if max(rows, *ends) <= _SMALL:
-            if len(self._small) >= _SMALL:
-                self._small.clear()
-            self._small[key] = made
-        return made
+        tiled = max(rows, count or 0)
+        sizes = [rows * width for width in (hidden, hidden, self._widest_out, self._widest_in)]
+        sizes += [tiled * self._widest_in if tiled > 1 else 0, threads * sums]
+        if count is not None:
+            sizes += [rows * hidden, count * hidden]
+        sizes = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+        room = torch.empty(sum(sizes))
+        places = list(itertools.accumulate(sizes[:-1], lambda at, size: at + 4 * size, initial=room.data_ptr()))
+        return room, PlainStepCall(None, *places[:6], rows=rows, hidden=hidden, sums_size=sums), places[6:]
+
+
+_Buffers = tuple[torch.Tensor, PlainStepCall, list[int]]
+"""The memory of a step's buffers, of which the result is the first; the call with their places; places of a whole
+model's residual stream and of its last rows."""
 
 
 class PlainEnds:
@@ -163,10 +164,6 @@ class PlainEnds:
             kind=cpu.kind(embedding.dtype),
             eps=norm.eps,
         )
-
-
-def _aligned(floats: int) -> int:
-    return -(-floats // _ALIGNED) * _ALIGNED
 
 
 def _packed(linear: ColumnLinear | RowLinear) -> cpu.PackedLinear:

@@ -26,7 +26,7 @@ from lockstep_engine.quantized.tensors import Tensors
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 """safetensors' names of dtypes that the CPU kernels widen."""
 _LARGEST_CODE = 127.0
-"""No code's number is larger."""
+"""No integer is larger."""
 COMPARED_ELEMENTS = 2**24
 """Elements of each of two tensors that are compared at once."""
 
@@ -77,7 +77,8 @@ class Checkpoint:
         every = [slice(0, size) for size in weight.shape]
         coded = weight.coded(part, every[1]) if dim == 0 else weight.coded(every[0], part)
         kept = coded.kept(form)
-        if not bool((kept.scales * _LARGEST_CODE).isfinite().all()) or not all(map(math.isfinite, form.table or ())):
+        numbers = torch.tensor(form.table or (_LARGEST_CODE,))
+        if not bool((kept.scales * numbers.abs().max()).isfinite().all()):  # a NaN is the largest
             raise self._damaged(name)
         return kept
 

@@ -11,6 +11,7 @@
 #include <sched.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 int omp_get_thread_num(void);
 int omp_get_num_threads(void);
@@ -24,12 +25,15 @@ const int lockstep_cpu_version = 14;
 #define RUN 64   /* most tokens of a sequence that go through attention together */
 #define WIDEN 3  /* tokens in such a run from which on widening its cold blocks once is faster */
 #define IN_WORD 8 /* codes of four bits in a word: those of neighbouring input features, the first in the lowest bits */
-#define PATIENCE 300 /* turns in which a thread waits for others before it yields its core: tens of microseconds */
+#define PATIENCE 300 /* turns in which a thread waits for others before it yields its core: microseconds */
+#define YIELDS 2000  /* turns in which it yields before it sleeps between two looks: about a millisecond */
 #define SPAN 1024 /* numbers of which the largest is found before its place is */
 #define CHUNK 128 /* input features of a packed weight whose values are kept in the first cache for all rows */
 
 #if defined(__x86_64__)
 #define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
 #else
 #define PAUSE() ((void)0)
 #endif
@@ -133,7 +137,7 @@ struct plain_layer {
 /* A step of such layers. x [rows, hidden] is the residual stream without what the half before the first one adds to it: `delta` of
  * that shape, or null. `result` is what the last half adds. cosine, sine and positions: see struct rope; slots [rows]: where keys and values go in the
  * caches, one for each layer. normed [rows, hidden], wide and inner (the widest of qkv and gate_up, of attention's output and the
- * gated products), tiles (a row's widest input; unused for one row) and, for each thread, `scratch` (see lockstep_attention) and
+ * gated products), tiles (the widest input of each row, or of each wanted one if they are more; unused for one row) and, for each thread, `scratch` (see lockstep_attention) and
  * `sums` (see struct linear) are room. */
 struct plain_step {
     float *x, *result, *normed, *wide, *inner, *tiles, *sums;
@@ -191,7 +195,7 @@ static float sine(float angle, int quarter) {
 }
 
 /* Each build has registers of VEC floats; LANES / VEC of them are one set of lanes. At most ROWS rows of x go through a panel
- * together; from WIDENED_ROWS on, where it is defined, codes are widened once for all rows, which pays where ROWS is small; so many panels go together that they hide the latency of an addition, TOGETHER(rows) for fewer rows than ROWS. At most DOT_ROWS rows of x go through DOT_OUTPUTS outputs of a matrix that is not packed: their sums fill the registers. */
+ * together; from WIDENED_ROWS(kind) on, where it is defined, codes are widened once for all rows, which pays where ROWS is small or widening is slow; so many panels go together that they hide the latency of an addition, TOGETHER(rows) for fewer rows than ROWS. At most DOT_ROWS rows of x go through DOT_OUTPUTS outputs of a matrix that is not packed: their sums fill the registers. */
 #if defined(__x86_64__)
 typedef char bytes __attribute__((vector_size(16)));
 typedef int64_t longs __attribute__((vector_size(16)));
@@ -203,6 +207,7 @@ typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #define NAME(name) name##_avx512
 #define VEC 16
 #define ROWS 12
+#define WIDENED_ROWS(kind) ((kind) < FOUR_BITS ? INT64_MAX : 13)
 #define TOGETHER(rows) ((rows) <= 2 ? 4 : (rows) <= 6 ? 2 : 1)
 #define DOT_ROWS 4
 #define DOT_OUTPUTS 4
@@ -219,7 +224,7 @@ typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #define NAME(name) name##_avx2
 #define VEC 8
 #define ROWS 3
-#define WIDENED_ROWS 4
+#define WIDENED_ROWS(kind) 4
 #define TOGETHER(rows) ((rows) <= 1 ? 2 : 1)
 #define DOT_ROWS 2
 #define DOT_OUTPUTS 2
@@ -319,13 +324,16 @@ void lockstep_store(const struct layer *l, const void *k, const void *v, int64_t
 }
 
 /* The tokens of a step, `lengths` of each of so many sequences from position `starts` on: their owners, positions and slots [tokens];
- * tables [sequences, width] of hot blocks. Returns how many blocks they enter, whose ids are put in `entered`. */
+ * tables [sequences, width] of hot blocks. Returns how many blocks they enter, whose ids are put in `entered`; -1 if a position has no
+ * place in its table. */
 int64_t lockstep_places(const int32_t *starts, const int32_t *lengths, int64_t sequences, const int32_t *tables, int64_t width,
                         int32_t *owners, int64_t *positions, int64_t *slots, int64_t *entered) {
     int64_t token = 0, count = 0;
     for (int64_t sequence = 0; sequence < sequences; sequence++)
         for (int64_t i = 0; i < lengths[sequence]; i++, token++) {
-            int64_t position = starts[sequence] + i, offset = position % BLOCK, block = tables[sequence * width + position / BLOCK];
+            int64_t position = starts[sequence] + i, offset = position % BLOCK;
+            if (position < 0 || position / BLOCK >= width) return -1;
+            int64_t block = tables[sequence * width + position / BLOCK];
             owners[token] = (int32_t)sequence;
             positions[token] = position;
             slots[token] = block * BLOCK + offset;
@@ -412,7 +420,8 @@ struct worker {
 
 /* Wait for the other threads. OpenMP's barrier lets a thread sleep that has waited for some time. Where the driver takes a core for a
  * moment, the kernel then may wake two threads on one core, where they wait for each other at each of the step's hundred barriers: a step
- * took up to twenty times as long. A thread that yields stays runnable, and lets another one have the core at once. */
+ * took up to twenty times as long. A thread that yields stays runnable, and lets another one have the core at once. One that has waited for long sleeps for moments, so that
+ * a container's quota is not spent on waiting. */
 static void meet(const struct worker *w) {
     struct meeting *m = w->meeting;
     if (w->threads == 1) return;
@@ -423,8 +432,9 @@ static void meet(const struct worker *w) {
         return;
     }
     for (int turn = 0; __atomic_load_n(&m->count, __ATOMIC_ACQUIRE) == count; turn++) {
-        if (turn > PATIENCE) sched_yield();
-        else PAUSE();
+        if (turn < PATIENCE) PAUSE();
+        else if (turn < PATIENCE + YIELDS) sched_yield();
+        else nanosleep(&(struct timespec){.tv_nsec = 50000}, NULL);
     }
 }
 

@@ -178,6 +178,9 @@ def places(
 
     Returns:
         Owners, positions and slots [tokens], and the blocks that are entered [n]; int64 but for the owners.
+
+    Raises:
+        IndexError: a position has no place in its table.
     """
     assert _library is not None
     tokens = int(lengths.sum())
@@ -194,6 +197,8 @@ def places(
         slots.data_ptr(),
         entered.data_ptr(),
     )
+    if count < 0:
+        raise IndexError("a position has no block in its table")
     return owners, positions, slots, entered[:count]
 
 

@@ -575,7 +575,7 @@ static void NAME(softmax)(float *out, const float *x, int64_t rows, int64_t widt
 static void NAME(largest)(int64_t *ids, int64_t *usable, const float *x, int64_t rows, int64_t width) {
     for (int64_t row = 0; row < rows; row++, x += width) {
         float best = -INFINITY;
-        int64_t from = 0, found = 0;
+        int64_t from = 0, found;
         for (int64_t i = 0; i < width; i += SPAN) {
             int64_t end = width - i < SPAN ? width : i + SPAN;
             vec peaks[PARTS];
@@ -914,7 +914,7 @@ INLINE void NAME(widened_panels)(const struct linear *l, float *sums, int64_t be
 /* Compute the panels begin..end of a product of codes. */
 INLINE void NAME(coded_panels)(const struct linear *l, float *sums, int64_t begin, int64_t end, enum kind kind) {
 #ifdef WIDENED_ROWS
-    if (l->rows >= WIDENED_ROWS) {
+    if (l->rows >= WIDENED_ROWS(kind)) {
         NAME(widened_panels)(l, sums, begin, end, kind);
         return;
     }

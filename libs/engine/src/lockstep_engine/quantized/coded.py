@@ -34,7 +34,7 @@ class Coded:
     scales: torch.Tensor
     """[rows or 1, groups], float32."""
     zeros: torch.Tensor | None = None
-    """Codes of the value 0, shaped like `scales`; None: 0 everywhere."""
+    """Codes of the value 0, shaped like `scales` or [1, 1]; None: 0 everywhere."""
     groups: torch.Tensor | None = None
     """[columns], the group of each; None: there is one group."""
     table: torch.Tensor | None = None
@@ -55,21 +55,18 @@ class Coded:
         """
         rows, columns = self.codes.shape
         firsts = None if self.groups is None else self.groups[torch.arange(0, columns, form.group or columns)]
-        scales, zeros = (
-            each if each is None or firsts is None else each[:, firsts] for each in (self.scales, self.zeros)
-        )
-        assert scales is not None
-        scales = scales.expand(rows, -1)
+        scales = (self.scales if firsts is None else self.scales[:, firsts]).expand(rows, -1)
         if form.table is not None:
-            wide_zeros = torch.zeros_like(scales) if zeros is None else zeros.float().expand(rows, -1)
-            return KeptCodes(self.codes.to(torch.uint8), scales, wide_zeros)
+            zeros = scales.new_zeros(1, 1) if self.zeros is None else self.zeros.float()
+            zeros = zeros if firsts is None or zeros.shape[1] == 1 else zeros[:, firsts]
+            return KeptCodes(self.codes.to(torch.uint8), scales, zeros.expand_as(scales))
         codes = self.codes
         if self.zeros is not None:
             codes = codes.to(torch.int16) - self._of_columns(self.zeros.to(torch.int16))
         return KeptCodes(codes.to(torch.int8), scales)
 
     def _of_columns(self, numbers: torch.Tensor) -> torch.Tensor:
-        return numbers if self.groups is None else numbers[:, self.groups]
+        return numbers if self.groups is None or numbers.shape[1] == 1 else numbers[:, self.groups]
 
 
 @dataclass(frozen=True)

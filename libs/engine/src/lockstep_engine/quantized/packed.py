@@ -59,25 +59,26 @@ class PackedMatrix(CodedMatrix):
         """See `CodedMatrix.coded`."""
         words, inside = words_of(columns, 32 // self._bits)
         stored = self._tensors.read(f"{self._stem}.weight_packed", rows, words)
-        return self._grid.coded(unpack(stored, self._bits, 1)[:, inside], rows, columns, self._zeros())
+        codes = unpack(stored, self._bits, 1)[:, inside]
+        if self._zero is None:
+            return replace(self._grid.coded(codes, rows, columns), zeros=torch.full((1, 1), 2 ** (self._bits - 1)))
+        return self._grid.coded(codes, rows, columns, self._zeros(self._zero))
 
     def _kept_form(self) -> CodeForm | None:
         """Zero points that are not packed may lie beyond the codes: then codes less zero points may not fit int8."""
         form = self._grid.code_form
-        if form is None or (self._zero is not None and self._bits == _BYTE):
+        if form is None:
             return None
-        zeros = self._zeros()
-        if int(zeros.min()) < 0 or int(zeros.max()) >= 2**self._bits:
-            return None
+        if self._zero is not None:
+            zeros = self._zeros(self._zero)
+            if self._bits == _BYTE or int(zeros.min()) < 0 or int(zeros.max()) >= 2**self._bits:
+                return None
         return form if self._bits == _BYTE else replace(form, table=INTEGERS)
 
-    def _zeros(self) -> torch.Tensor:
+    def _zeros(self, name: str) -> torch.Tensor:
         """Zero points as codes are stored: plus 2^(bits - 1)."""
-        half = 2 ** (self._bits - 1)
-        if self._zero is None:
-            return torch.full(self._grid.grid, half, dtype=torch.int16)
-        stored = self._tensors.read(self._zero)
+        stored = self._tensors.read(name)
         if stored.dtype is torch.int8:
-            plain: torch.Tensor = stored.to(torch.int16) + half
+            plain: torch.Tensor = stored.to(torch.int16) + 2 ** (self._bits - 1)
             return plain
         return unpack(stored, self._bits, 0)[: self._grid.grid[0]]
