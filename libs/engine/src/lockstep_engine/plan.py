@@ -101,7 +101,7 @@ class Plan(msgspec.Struct, array_like=True):
     @property
     def prompt_tokens(self) -> int:
         """Tokens of the sequences that compute more than one."""
-        return int(self.lengths[self.lengths > 1].sum())
+        return int(self.lengths[self.lengths > 1].sum()) if self.has_prefill else 0
 
 
 def nothing(step: int, spills: NDArray[np.int32] | None, loads: NDArray[np.int32] | None) -> Plan:
