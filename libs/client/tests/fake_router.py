@@ -206,7 +206,7 @@ class FakeRouter:
         end = self.line_end
         parts = [f": keep-alive{end}{end}"]
         events = kept.events if self.error_after is None else kept.events[: self.error_after[0]]
-        is_response = '"type": "response.' in events[0][1]
+        is_response = '"type": "response.' in kept.events[0][1]
         for event_id, data in events[first:]:
             parts += [f"event: {json.loads(data)['type']}{end}"] if is_response else []
             parts.append(f"id: {event_id}{end}data: {data}{end}{end}")

@@ -16,6 +16,7 @@ from lockstep_client import (
     Finish,
     InternalError,
     LockstepClient,
+    LockstepError,
     Policy,
     RateLimitError,
     StreamLost,
@@ -203,6 +204,26 @@ async def test_leaving_cancels_on_the_router(make, router):
         await caller.stream("chat", QUESTION, **OPTIONS)
         assert [method for method, *_ in router.seen] == ["POST", "DELETE", "POST"]
     assert len(router.kept) == 1
+
+
+@pytest.mark.parametrize("refusal", [error(422, "invalid_request", "another body"), error(409, "stream_moved", "gone")])
+async def test_refused_stream_cancels_nothing(make, router, refusal):
+    """What runs under its key is another request's."""
+    router.refusals = [refusal] * 2
+    with serving(router) as server:
+        with pytest.raises(LockstepError):
+            await make(server.url).stream("chat", QUESTION, **OPTIONS)
+        with pytest.raises(LockstepError):
+            await make(server.url).call("chat", QUESTION, **OPTIONS)
+    assert [method for method, *_ in router.seen] == ["POST", "POST"]
+
+
+async def test_more_answers_than_are_wanted_have_no_key(make, router):
+    with serving(router) as server:
+        caller = make(server.url)
+        await caller.call("complete", "question", model="reference", max_tokens=5, best_of=3)
+        await caller.call("complete", "question", model="reference", max_tokens=5, n=2, best_of=2)
+    assert ["idempotency-key" in headers for *_, headers in router.seen] == [False, True]
 
 
 async def test_cancelled_task_cancels_on_the_router(router):

@@ -360,6 +360,13 @@ def test_retry_after_is_honoured(status):
     assert network.clock.pauses == [7.0]
 
 
+def test_stream_that_fails_without_tries_left_has_its_own_error():
+    router = FakeRouter(error_after=(0, {"message": "the worker is gone", "code": "unavailable"}))
+    policy = replace(POLICY, retries=0)
+    with pytest.raises(LockstepError, match="the worker is gone"):
+        list(Network({A: router}).request(CHAT, CHAT_BODY, policy))
+
+
 def test_retry_after_that_is_too_long_fails_at_once():
     network = Network({A: FakeRouter(refusals=[(429, {"retry-after": "3600"}, b"{}")] * 2)})
     head, _ = network.request(CHAT, CHAT_BODY, POLICY)

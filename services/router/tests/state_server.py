@@ -7,6 +7,7 @@ from grpc_health.v1 import health_pb2_grpc
 from lockstep_api.v1 import state_pb2_grpc
 from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_UNAVAILABLE
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_state.errors import full
 from lockstep_state.memory import MemoryBackend
 from lockstep_state.results import plain
 from lockstep_state.server import health_of
@@ -31,6 +32,8 @@ class SlowBackend:
         self.backend = backend
         self.delay_s = 0.0
         self.is_away = False
+        self.is_full = False
+        """It has no room for a lease or a key."""
         self.most_writes = None
         """A larger batch is not answered in any time."""
         self.calls = []
@@ -56,6 +59,8 @@ class SlowBackend:
             await asyncio.sleep(self.delay_s)
             if self.is_away:
                 raise LockstepError(ErrorCode.UNAVAILABLE, "the store does not answer")
+            if self.is_full:
+                raise full()
             return await method(*arguments)
 
         return call

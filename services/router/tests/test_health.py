@@ -184,6 +184,20 @@ async def test_half_open_worker_gets_one_stream_at_a_time(make_cluster):
     assert (breaker.state, breaker.is_ejected) == (BreakerState.HALF_OPEN, False), "its client left: that says nothing"
 
 
+async def test_probe_that_a_stop_string_ends_closes_the_breaker(make_cluster):
+    cluster = await make_cluster(heartbeat_timeout_s=60.0)
+    own, _ = cluster.worker_of("session:s")
+    breaker = link_of(cluster, own).health.breaker
+    breaker.eject("test", 0.0)
+    breaker.tick(breaker.until)
+    whole = cluster.undisturbed(PROMPT, 7, TOKENS)
+    answer = await cluster.complete(PROMPT, seed=7, max_tokens=TOKENS, user="s", stop=[whole[3:5]])
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
+    await eventually(lambda: own.cancels)
+    assert len(own.submits) == 1
+    assert breaker.state is BreakerState.CLOSED
+
+
 async def test_only_worker_is_never_ejected(make_cluster):
     cluster = await make_cluster(1, heartbeat_timeout_s=60.0, retry_share=1.0)
     (worker,) = cluster.workers

@@ -742,6 +742,20 @@ async def test_what_came_while_a_batch_took_long_is_written_at_once(make_store, 
     assert waited_s < gather_s / 2
 
 
+async def test_full_store_is_no_server_that_is_away(store, other, server):
+    await fill(store)
+    await mirrored(store)
+    server.backend.is_full = True
+    for number in range(4):
+        with pytest.raises(LockstepError) as refused:
+            await other.look_up("r-1", "tenant")
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+        await other.claim(f"tenant/{number}", Claim(f"r-{number}", b"body"))
+    assert (other.client.mirror.is_open, other.client.requests.is_open) == (False, False)
+    server.backend.is_full = False
+    assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6]
+
+
 async def test_store_behind_the_server_that_is_away_opens_the_breaker(make_store, server):
     store = await make_store()
     server.backend.is_away = True

@@ -153,6 +153,10 @@ class Attempts:
         self.routers.failed(router)
         self._failure = ConnectionFailedError(f"{router}: {broken.detail}")
 
+    def failed(self, error: LockstepError) -> None:
+        """Note that an answer has failed in its router."""
+        self._failure = error
+
     def refused(self, router: Router, refused: RefusedError) -> None:
         """Note a refusal that may pass."""
         asked_s = refused.error.retry_after_s

@@ -80,10 +80,16 @@ def _keyed(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 class WholeAnswer:
-    """A request for an answer in one piece. The same router gets it twice only with the same key: one generation."""
+    """A request for an answer in one piece. The same router gets it twice only with the same key: one generation.
 
-    def __init__(self, request: Outgoing, attempts: Attempts) -> None:
-        self._request = Outgoing(request.method, request.path, _keyed(request.headers), request.content)
+    Args:
+        is_keyed: whether a key may be added.
+    """
+
+    def __init__(self, request: Outgoing, attempts: Attempts, *, is_keyed: bool) -> None:
+        headers = _keyed(request.headers) if is_keyed else request.headers
+        self._request = Outgoing(request.method, request.path, headers, request.content)
+        self._is_keyed = is_keyed
         self._attempts = attempts
         self._is_over = False
 
@@ -129,7 +135,9 @@ class WholeAnswer:
         names it. None if there is nothing to cancel.
         """
         router = self._attempts.last_router
-        return None if self._is_over or router is None else (router, _cancel_by_key(self._request))
+        if self._is_over or router is None or not self._is_keyed:
+            return None
+        return router, _cancel_by_key(self._request)
 
     def _lives(self, router: Router) -> Steps[bool]:
         self._attempts.check_deadline()
@@ -183,6 +191,8 @@ class StreamedAnswer:
             error.received = self.received if self._has_head else None
             raise
         except RefusedError as refused:
+            # What runs under this key or id then is another client's: a newer reader's, or another request's.
+            self._is_over = not refused.may_pass
             if self._has_head:
                 refused.error.received = self.received
                 raise refused.error from None
@@ -286,6 +296,7 @@ class StreamedAnswer:
         """
         is_news, self._failed_at = self._failed_at != self._transcript.events, self._transcript.events
         if self._stream_id is not None and is_news:
+            self._attempts.failed(failed.error)
             self._attempts.avoid(origin)
             resumed = yield from self._resume(origin)
             if resumed is not None:
@@ -405,7 +416,10 @@ def exchange_for(
     content = json.dumps(with_seed(body), ensure_ascii=False, separators=(",", ":")).encode()
     request = Outgoing(request.method, path, request.headers, content)
     if not body.get("stream"):
-        return WholeAnswer(request, attempts)
+        best_of, n = body.get("best_of"), body.get("n") or 1
+        # Routers refuse a key beside it: they cannot choose the best answers again.
+        is_keyed = not (isinstance(best_of, int) and isinstance(n, int) and best_of > n)
+        return WholeAnswer(request, attempts, is_keyed=is_keyed)
     is_response = endpoint_of(path) == "/responses"
     return StreamedAnswer(request, attempts, ResponseTranscript() if is_response else Transcript.of(body))
 

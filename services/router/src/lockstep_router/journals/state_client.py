@@ -192,7 +192,7 @@ class StateClient:
     async def _call_for_request(self, method: str, request: Any, breaker: Breaker, timeout_s: float) -> Any:
         """A call that is a part of a request's trace. Those of the mirror are for many streams at once."""
         with calling(f"Journal.{method}") as metadata:
-            return await self._call(method, request, breaker, timeout_s, metadata=metadata)
+            return await self._call(method, request, breaker, timeout_s, metadata=metadata, may_be_full=True)
 
     async def _call(
         self,
@@ -202,7 +202,10 @@ class StateClient:
         timeout_s: float,
         flaw: Callable[[Any], str] = lambda _response: "",
         metadata: Metadata = (),
+        *,
+        may_be_full: bool = False,
     ) -> Any:
+        """Args: `may_be_full`: a server without room for this call is no server that is away; others' calls go on."""
         channel = self._channel.current
         if breaker.is_open or channel is None:
             raise StateAwayError
@@ -216,6 +219,10 @@ class StateClient:
             if error.code() in _REFUSALS:
                 breaker.note_success()
                 raise StateRefusedError(error.details() or error.code().name) from None
+            if may_be_full and error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                metrics.STATE_FAILURES.labels(error.code().name.lower()).inc()
+                breaker.note_success()
+                raise StateAwayError from None
             self.note_failure(breaker, error.code().name)
             raise StateAwayError(is_late=error.code() is grpc.StatusCode.DEADLINE_EXCEEDED) from None
         except asyncio.CancelledError:

@@ -269,6 +269,8 @@ class Stream:
             self._suspects.leave(journal.stream_id)
             if isinstance(outcome, Lost):
                 self._blame(link, outcome.reason)
+            elif outcome is None and self.is_complete and attempt.tokens and not self._is_proved:
+                self._prove()  # a stop string or a tool call has ended it early
             unwanted = outcome is None or (isinstance(outcome, Lost) and outcome.reason.needs_cancel)
             link.end(attempt, cancel=unwanted or isinstance(outcome, WaitedTooLong))
 
