@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import EngineConfig, Grammar, GrammarKind, Request, SamplingParams
 from lockstep_engine import constraint as constraints
 from lockstep_engine import grammar as grammars
-from lockstep_engine.constraint import MaskThreads, Vocabulary
+from lockstep_engine.constraint import MaskThreads, Vocabulary, as_failure
 from lockstep_engine.grammar import GrammarCompiler
 from lockstep_engine.model_config import inspect_model
 from tokenizers import Tokenizer
@@ -251,6 +252,9 @@ class TestRefusals:
         assert len(error.message) < 400
         assert "\n" not in error.message
 
+    def test_no_memory_for_a_grammar_may_pass(self):
+        assert as_failure(MemoryError()).code is ErrorCode.OVERLOADED
+
     def test_an_engine_without_a_tokenizer_takes_none(self, tmp_path):
         compiler = GrammarCompiler(replace(INFO, path=tmp_path), MaskThreads(lambda: None))
         asyncio.run(compiler.load())
@@ -431,3 +435,16 @@ def test_random_walks_stay_in_the_grammar(compiler):
         if inside == {EOS}:
             break
         ids.append(rng.choice(sorted(inside - {EOS})))
+
+
+def test_a_thread_that_cannot_be_started_fails_its_request_alone(monkeypatch):
+    threads, reported = MaskThreads(lambda: reported.append(1)), []
+    constraint = SimpleNamespace(is_quick=False, is_slow=False, error=None)
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    threads.start(constraint, 5)
+    assert constraint.error.code is ErrorCode.OVERLOADED
+    assert (threads.is_settled, threads.has_failed, reported) == (True, True, [1])

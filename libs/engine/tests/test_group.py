@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -253,3 +254,18 @@ def test_a_zygote_whose_driver_died_before_it_looked_ends_at_once():
         with pytest.raises(BlockingIOError):
             ours.recv(100)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_the_last_message_of_a_rank_that_ends_with_a_plan_unread_is_read():
+    """The kernel tells the reset before what the rank has sent."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    ours.send(b"unread")
+    theirs.send(b"why")
+    theirs.close()
+    packets = []
+    group = SimpleNamespace(_on_packet=lambda _rank, data, _descriptors: packets.append(data))
+    for _ in range(3):
+        RankGroup._receive(group, 0, ours)
+    assert packets[0] == b"why"
+    assert packets[-1] == b""

@@ -71,6 +71,19 @@ async def test_streams_that_take_too_long_are_handed_over(model_dir, socket_path
         assert "tokens" not in router.kinds()[router.kinds().index("rejected") :]
 
 
+async def test_ranks_that_are_lost_while_it_drains_are_told(model_dir, socket_path):
+    async with served(make_settings(model_dir, socket_path, drain_timeout_s=30)) as worker:
+        router = await worker.greeted()
+        await router.send(submit=submit("a", 1, max_tokens=100))
+        await until(lambda: worker.engine.requests)
+        worker.stop.set()
+        await router.status(DRAINING)
+        worker.engine.lose_ranks()
+        status = await router.status(worker_pb2.WORKER_STATE_RESTARTING)
+        assert status.HasField("lost")
+        assert (await router.next("rejected")).rejected.code == "worker_lost"
+
+
 async def test_a_router_that_does_not_read_does_not_hold_up_the_end(model_dir, socket_path):
     async with served(make_settings(model_dir, socket_path, drain_timeout_s=0.1)) as worker:
         router = await worker.greeted()

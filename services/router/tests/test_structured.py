@@ -1,9 +1,10 @@
 """`response_format` and `structured_outputs`: which grammar workers get, and which workers get it."""
 
+import asyncio
 import json
 
 import pytest
-from lockstep_api.v1 import inference_pb2
+from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.protocol import MAX_GRAMMAR_BYTES
 from router_cluster import eventually
 from scripted_worker import model_card
@@ -67,6 +68,23 @@ async def test_workers_get_the_grammar(able, fields, kind, text, field):
         assert (grammar.kind, grammar.field) == (kind, field)
         assert text is None or grammar.text == text
         assert kind != SCHEMA or list(json.loads(grammar.text)) == list(json.loads(text or json.dumps(DESCRIBED)))
+
+
+async def test_a_grammar_waits_for_a_worker_that_starts(make_cluster):
+    """Until it is ready it does not know whether it takes grammars."""
+    cluster = await make_cluster(1)
+    (worker,) = cluster.workers
+    await worker.kill()
+    worker.card, worker.state = model_card(), worker_pb2.WORKER_STATE_STARTING
+    await worker.start()
+    await eventually(lambda: cluster.router.workers.links and not cluster.router.workers.ready())
+    asked = asyncio.create_task(cluster.chat(response_format={"type": "json_object"}))
+    await asyncio.sleep(0.2)
+    assert not asked.done()
+    await worker.kill()
+    worker.card, worker.state = model_card(grammar_engine="compiler 1"), worker_pb2.WORKER_STATE_READY
+    await worker.start()
+    assert (await asked).status_code == 200
 
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "text"}}, {"structured_outputs": None}])

@@ -188,8 +188,14 @@ class MaskThreads:
             self._driver_s += time.perf_counter() - began_s
             self._report(constraint, is_missed=False)
             return
-        if constraint.is_slow:
-            self._slow.put(lambda: self._consume_slowly(constraint, token))
+        try:
+            if constraint.is_slow:
+                self._slow.put(lambda: self._consume_slowly(constraint, token))
+                return
+            self._quick.start()
+        except RuntimeError:  # the process may have no more threads
+            constraint.error = LockstepError(ErrorCode.OVERLOADED, "no thread can be started for its grammar")
+            self._report(constraint, is_missed=True)
             return
         with self._settled:
             self._pending += 1
@@ -240,6 +246,8 @@ def as_failure(error: BaseException) -> LockstepError:
     if isinstance(error, LockstepError):
         return error
     logger.error("a grammar failed: %s", type(error).__name__)
+    if isinstance(error, MemoryError):
+        return LockstepError(ErrorCode.OVERLOADED, "there is no memory for its grammar")
     return LockstepError(ErrorCode.INTERNAL, "the library for grammars failed")
 
 

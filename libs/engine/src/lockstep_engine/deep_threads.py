@@ -29,9 +29,17 @@ class DeepThreads:
         Raises:
             RuntimeError: the threads cannot be started.
         """
+        self.start()
+        self._work.put(work)
+
+    def start(self) -> None:
+        """Start the threads, if they have not been started.
+
+        Raises:
+            RuntimeError: they cannot be started.
+        """
         if not self._started:
             self._start()
-        self._work.put(work)
 
     def submit(self, work: Callable[[], _T]) -> Future[_T]:
         """Queue work; the future has what it returns or raises. A future that is cancelled before is skipped."""

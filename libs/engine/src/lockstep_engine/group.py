@@ -324,8 +324,8 @@ class RankGroup:
         descriptors: list[int] = []
         try:
             data, descriptors, _, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-        except BlockingIOError:
-            return
+        except (BlockingIOError, ConnectionResetError):
+            return  # a rank that ends with messages unread resets the socket; its own last ones are still to be read
         except OSError:
             data = b""
         try:

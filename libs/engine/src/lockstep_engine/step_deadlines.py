@@ -8,6 +8,8 @@ from collections.abc import Callable
 from lockstep_engine.profile_collection import PROFILE_ALLOWANCE_S
 
 _SLOW_STEP = "has not finished its step"
+_PAUSED_S = 1.0
+"""A deadline that is noticed so much later shows that the process has not run."""
 
 
 class StepDeadlines:
@@ -110,5 +112,14 @@ class StepDeadlines:
         self._step_since = time.monotonic()
         self.arm(self._in_flight[0][1], _SLOW_STEP)
 
-    def _arm(self, seconds: float, what: str, since: float) -> None:
-        self.call_later(seconds, self._on_late, what, since)
+    def _arm(self, seconds: float, what: str, since: float, *, may_pause: bool = True) -> None:
+        self.call_later(seconds, self._pass, time.monotonic() + seconds, seconds, what, since, may_pause)
+
+    def _pass(self, due: float, seconds: float, what: str, since: float, may_pause: bool) -> None:
+        """A deadline has passed. One that is noticed late passed while this process stood still, as in a paused
+        container, and so did its ranks: they get the time once more.
+        """
+        if may_pause and time.monotonic() - due > _PAUSED_S:
+            self._arm(seconds, what, since, may_pause=False)
+        else:
+            self._on_late(what, since)

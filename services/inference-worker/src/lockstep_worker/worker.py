@@ -432,7 +432,7 @@ class Worker:
         state, reason = translate.WORKER_STATES[status.state], status.reason
         if self.failure is not None:
             state, reason = worker_pb2.WORKER_STATE_FAILED, self.failure.message
-        elif self._draining:
+        elif self._draining and status.state is not EngineState.RESTARTING:  # routers must hear that ranks were lost
             state = worker_pb2.WORKER_STATE_DRAINING
         elif status.state is EngineState.STARTING and not reason:
             reason = f"loading: {status.loading:.0%}"

@@ -168,6 +168,9 @@ async def _prepare(
 
 
 def _check_grammar(field: str, workers: Workers, card: worker_pb2.ModelCard) -> None:
-    """Raise INVALID_REQUEST if no worker of the model takes grammars; `field` is what needs one."""
-    if not card.grammar_engine and not workers.ready(card.name, card.digest, grammars=True):
+    """Raise INVALID_REQUEST if no worker of the model takes grammars; `field` is what needs one. A worker that starts
+    does not know it yet: while none is ready, the request waits.
+    """
+    is_ready = workers.ready(card.name, card.digest)
+    if not card.grammar_engine and is_ready and not workers.ready(card.name, card.digest, grammars=True):
         raise invalid(field, f"is not supported by the workers of {card.name!r}")
