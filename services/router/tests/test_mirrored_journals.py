@@ -742,6 +742,15 @@ async def test_what_came_while_a_batch_took_long_is_written_at_once(make_store, 
     assert waited_s < gather_s / 2
 
 
+async def test_taken_stream_keeps_its_key_while_the_server_is_away(store, other, server):
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await fill(store)
+    await mirrored(store)
+    await other.take(await other.look_up("r-1", "tenant"))
+    server.backend.is_away = True
+    assert await other.claim("tenant/key", Claim("r-9", b"body")) == Claim("r-1", b"body")
+
+
 async def test_full_store_is_no_server_that_is_away(store, other, server):
     await fill(store)
     await mirrored(store)
