@@ -10,7 +10,7 @@ from lockstep_engine.step_deadlines import StepDeadlines
 
 @pytest.fixture
 def late(monkeypatch):
-    monkeypatch.setattr(step_deadlines, "_PAUSED_S", 0.2)
+    monkeypatch.setattr(step_deadlines, "PAUSED_S", 0.2)
     return []
 
 

@@ -321,18 +321,31 @@ class RankGroup:
             self._fail(faults.note(error, self.epoch))
 
     def _receive(self, rank: int, control: socket.socket) -> None:
-        descriptors: list[int] = []
-        try:
-            data, descriptors, _, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-        except (BlockingIOError, ConnectionResetError):
-            return  # a rank that ends with messages unread resets the socket; its own last ones are still to be read
-        except OSError:
-            data = b""
-        try:
-            self._on_packet(rank, data, descriptors)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+        was_reset = False
+        while True:
+            descriptors: list[int] = []
+            try:
+                data, descriptors, _, _ = socket.recv_fds(control, MAX_CONTROL_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            except ConnectionResetError:
+                # A rank that ends with messages unread. Its own last ones are behind this error, which the loop tells
+                # once: it may not call again.
+                if not was_reset:
+                    was_reset = True
+                    continue
+                data = b""
+            except BlockingIOError:
+                if not was_reset:
+                    return
+                data = b""
+            except OSError:
+                data = b""
+            try:
+                self._on_packet(rank, data, descriptors)
+            finally:
+                for descriptor in descriptors:
+                    os.close(descriptor)
+            if not was_reset or control not in self._controls:
+                return
 
     def _on_packet(self, rank: int, data: bytes, descriptors: list[int]) -> None:
         if not data:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from lockstep_engine.profile_collection import PROFILE_ALLOWANCE_S
 
 _SLOW_STEP = "has not finished its step"
-_PAUSED_S = 1.0
+PAUSED_S = 1.0
 """A deadline that is noticed so much later shows that the process has not run."""
 
 
@@ -119,7 +119,7 @@ class StepDeadlines:
         """A deadline has passed. One that is noticed late passed while this process stood still, as in a paused
         container, and so did its ranks: they get the time once more.
         """
-        if may_pause and time.monotonic() - due > _PAUSED_S:
+        if may_pause and time.monotonic() - due > PAUSED_S:
             self._arm(seconds, what, since, may_pause=False)
         else:
             self._on_late(what, since)
