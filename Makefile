@@ -30,15 +30,15 @@ setup: .venv/ready
 
 .venv/ready: requirements.lock $(PACKAGES:%=%/pyproject.toml) libs/engine/setup.py $(wildcard libs/engine/src/lockstep_engine/kernels/*.[ch])
 	@echo "setting up .venv: a few minutes, once"
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv .venv
 # The CPU build of torch where an index or a folder of pip's has it. PyPI's own build for Linux needs the CUDA libraries.
-	sed -n '/^torch==/,/[^\\]$$/s/^torch==[^ ]*/&+cpu/p;/^torch==/,/[^\\]$$/{/^ /p}' requirements.lock > .venv/torch-cpu.lock
-	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r .venv/torch-cpu.lock || echo "PyPI's build of torch is taken"
+	@sed -n '/^torch==/,/[^\\]$$/s/^torch==[^ ]*/&+cpu/p;/^torch==/,/[^\\]$$/{/^ /p}' requirements.lock > .venv/torch-cpu.lock
+	@$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r .venv/torch-cpu.lock || echo "PyPI's build of torch is taken"
 # The lock is complete (`make lint` checks it). With dependencies, pip 23 takes an extra's newest release and has no hash for it.
-	$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r requirements.lock $$($(BIN)/pip show --quiet torch 2>/dev/null || echo -r requirements-cuda.lock)
-	$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # pip would compile its 16,000 modules on one core
-	$(BIN)/pip install --quiet --no-deps --no-build-isolation $(PACKAGES:%=-e %)
-	touch $@
+	@$(BIN)/pip install --quiet --no-compile --no-deps --require-hashes -r requirements.lock $$($(BIN)/pip show --quiet torch 2>/dev/null || echo -r requirements-cuda.lock)
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # pip would compile its 16,000 modules on one core
+	@$(BIN)/pip install --quiet --no-deps --no-build-isolation $(PACKAGES:%=-e %)
+	@touch $@
 
 demo: setup
 	$(BIN)/lockstep demo $(MODEL)

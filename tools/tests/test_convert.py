@@ -141,6 +141,16 @@ def test_narrow_weights_are_near_the_ones_they_stand_for(kind, most, checkpoint,
         assert not torch.equal(blocks, near)
 
 
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_rows_that_are_no_whole_blocks_are_in_16_bits(kind, tmp_path):
+    folder = write_checkpoint(tmp_path / "given", LlamaConfig(**{**SHAPE, "intermediate_size": 88}))
+    file = tmp_path / "m.gguf"
+    assert convert(folder, file, "--dtype", kind) == 0
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert kinds["blk.0.ffn_down.weight"] == "F16"
+    assert kinds["blk.0.ffn_up.weight"] == kind.upper()
+
+
 @pytest.mark.slow
 def test_it_is_served_as_before(tmp_path):
     file, back = tmp_path / "m.gguf", tmp_path / "back"
@@ -241,6 +251,10 @@ def test_the_file_names_how_words_are_split():
         ({"sliding_window": 64}, "a sliding window is not written"),
         ({"attention_bias": True}, "biases of attention's output"),
         ({"mlp_bias": True}, "biases in its MLP"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}},
+            "it is quantized (awq); GGUF files are written from float checkpoints",
+        ),
         ({"model_type": "olmo2"}, "olmo2 is not among what is written: llama, mistral, qwen2, qwen3"),
     ],
 )

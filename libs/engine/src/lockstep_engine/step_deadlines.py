@@ -112,14 +112,14 @@ class StepDeadlines:
         self._step_since = time.monotonic()
         self.arm(self._in_flight[0][1], _SLOW_STEP)
 
-    def _arm(self, seconds: float, what: str, since: float, *, may_pause: bool = True) -> None:
-        self.call_later(seconds, self._pass, time.monotonic() + seconds, seconds, what, since, may_pause)
+    def _arm(self, seconds: float, what: str, since: float, *, may_repeat: bool = True) -> None:
+        self.call_later(seconds, self._fire, time.monotonic() + seconds, seconds, what, since, may_repeat)
 
-    def _pass(self, due: float, seconds: float, what: str, since: float, may_pause: bool) -> None:
+    def _fire(self, due: float, seconds: float, what: str, since: float, may_repeat: bool) -> None:
         """A deadline has passed. One that is noticed late passed while this process stood still, as in a paused
         container, and so did its ranks: they get the time once more.
         """
-        if may_pause and time.monotonic() - due > PAUSED_S:
-            self._arm(seconds, what, since, may_pause=False)
+        if may_repeat and time.monotonic() - due > PAUSED_S:
+            self._arm(seconds, what, since, may_repeat=False)
         else:
             self._on_late(what, since)

@@ -181,12 +181,11 @@ def load_weights(
         for entry in own:
             _, name, parameter = entry
             is_layer = isinstance(module, ColumnLinear | RowLinear)
-            if is_layer and (parameter is module.scales or parameter is module.zeros):
-                pass  # filled beside the codes
-            elif is_layer and module.code_form and parameter is module.weight:
-                fill_codes(checkpoint, module)
-            else:
+            kept = (module.weight, module.scales, module.zeros) if is_layer and module.code_form else ()
+            if not any(parameter is each for each in kept):
                 fill(checkpoint, pieces_of(module, name, parameter, checkpoint), parameter)
+            elif parameter is module.weight:
+                fill_codes(checkpoint, module)
             done += _kept_bytes(entry)
             on_progress(done, total)
         if is_layer:  # now: codes of four bits take twice their memory until they are packed

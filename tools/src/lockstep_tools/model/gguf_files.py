@@ -120,6 +120,9 @@ def write(folder: Path, path: Path, weights: str, progress: Progress) -> None:
     config = read_json(folder / "config.json")
     if info.model_type not in _WRITABLE:
         raise refuse(f"model {folder}: {info.model_type} is not among what is written: {', '.join(_WRITABLE)}")
+    if info.quantization is not None:
+        method = info.quantization.method
+        raise refuse(f"model {folder}: it is quantized ({method}); GGUF files are written from float checkpoints")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type") or rope.get("type") or "default"  # the older name is "type"
     for what, is_there in (
@@ -268,6 +271,8 @@ def _add_weights(
         if arch is gguf.MODEL_ARCH.LLAMA and name.endswith(("q_proj.weight", "k_proj.weight")):
             value = _interleaved(value, heads if "q_proj" in name else kv_heads)
         kind = WEIGHTS[weights] if value.ndim > 1 else gguf.GGMLQuantizationType.F32
+        if value.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:  # rows are no whole blocks: as llama.cpp does
+            kind = gguf.GGMLQuantizationType.F16
         writer.add_tensor(renamed, gguf.quantize(value, kind), raw_dtype=kind)
     progress(len(stored), len(stored))
 

@@ -40,11 +40,11 @@ const int lockstep_cpu_version = 14;
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* The type in which numbers are stored. PAIRS, in packed weights alone: bfloat16, output feature i of a panel's half beside i of the other
- * half, so that a register of 32-bit words is widened to two registers by a shift and by a mask. INT8, in packed
- * weights alone: signed bytes, a value is the code times the scale of its group; INT8_PER_127: times 1 / 127 after that (bitsandbytes).
- * FOUR_BITS, in packed weights alone: a code names one of 16 numbers, a value is the number times the scale of its group; FOUR_BITS_OFFSETS:
- * plus the group's offset, rounded once. Each product is rounded to float32: the bits that widening beforehand gives. */
+/* The type in which numbers are stored. PAIRS, in packed weights alone: bfloat16, output feature i of a panel's half beside i of the
+ * other half, so that a register of 32-bit words is widened to two registers by a shift and by a mask. INT8, in packed weights alone:
+ * signed bytes, a value is the code times the scale of its group; INT8_PER_127: times 1 / 127 after that (bitsandbytes). FOUR_BITS, in
+ * packed weights alone: a code names one of 16 numbers, a value is the number times the scale of its group; FOUR_BITS_OFFSETS: plus the
+ * group's offset, rounded once. Each product is rounded to float32: the bits that widening beforehand gives. */
 enum kind { FLOAT32, BFLOAT16, FLOAT16, E4M3, PAIRS, INT8, INT8_PER_127, FOUR_BITS, FOUR_BITS_OFFSETS };
 
 /* Codes in e4m3 are read as their values divided by 256: half precision with the same fields, where the exponent's top bit and the
@@ -91,13 +91,13 @@ struct rope {
 };
 
 /* out [rows, out_features] = x [rows, in] times panels [ceil(out_features / PANEL), in, PANEL] in `kind` (not BFLOAT16 or E4M3), plus
- * bias or null. Codes have scales [panels, ceil(in / group), PANEL] for groups of neighbouring inputs. Those of four bits are
- * [panels, in / IN_WORD, PANEL] words, and have a table [16] and, with zero points, offsets like scales; IN_WORD divides the group and
- * the input features of a part. tiles: room for rows * in floats, or null for a single row. Rows go through a panel in tiles, and elements of a tile's
- * rows are put side by side before: rows that are a power of two apart would push each other out of the cache.
- * The input features have `parts` equal parts, a power of two. Each is summed for itself, then the parts' sums are added in a balanced
- * tree of neighbours, then the bias: so ranks that have some of the parts each get the same bits together. sums: with more parts than
- * one, room for `sums_size` floats for each thread: (parts - 1) * rows * PANEL, times 4 up to 12 rows. */
+ * bias or null. Codes have scales [panels, ceil(in / group), PANEL] for groups of neighbouring inputs. Those of four bits are [panels,
+ * in / IN_WORD, PANEL] words, and have a table [16] and, with zero points, offsets like scales; IN_WORD divides the group and the input
+ * features of a part. tiles: room for rows * in floats, or null for a single row. Rows go through a panel in tiles, and elements of a
+ * tile's rows are put side by side before: rows that are a power of two apart would push each other out of the cache. The input
+ * features have `parts` equal parts, a power of two. Each is summed for itself, then the parts' sums are added in a balanced tree of
+ * neighbours, then the bias: so ranks that have some of the parts each get the same bits together. sums: with more parts than one, room
+ * for `sums_size` floats for each thread: (parts - 1) * rows * PANEL, times 4 up to 12 rows. */
 struct linear {
     float *out;
     const float *x;
@@ -134,11 +134,11 @@ struct plain_layer {
     float first_eps, second_eps, scale;
 };
 
-/* A step of such layers. x [rows, hidden] is the residual stream without what the half before the first one adds to it: `delta` of
- * that shape, or null. `result` is what the last half adds. cosine, sine and positions: see struct rope; slots [rows]: where keys and values go in the
- * caches, one for each layer. normed [rows, hidden], wide and inner (the widest of qkv and gate_up, of attention's output and the
- * gated products), tiles (the widest input of each row, or of each wanted one if they are more; unused for one row) and, for each thread, `scratch` (see lockstep_attention) and
- * `sums` (see struct linear) are room. */
+/* A step of such layers. x [rows, hidden] is the residual stream without what the half before the first one adds to it: `delta` of that
+ * shape, or null. `result` is what the last half adds. cosine, sine and positions: see struct rope; slots [rows]: where keys and values
+ * go in the caches, one for each layer. normed [rows, hidden], wide and inner (the widest of qkv and gate_up, of attention's output and
+ * the gated products), tiles (the widest input of each row, or of each wanted one if they are more; unused for one row) and, for each
+ * thread, `scratch` (see lockstep_attention) and `sums` (see struct linear) are room. */
 struct plain_step {
     float *x, *result, *normed, *wide, *inner, *tiles, *sums;
     const float *delta, *cosine, *sine;
@@ -194,13 +194,15 @@ static float sine(float angle, int quarter) {
     return (float)(turn & 2 ? -result : result);
 }
 
-/* Each build has registers of VEC floats; LANES / VEC of them are one set of lanes. At most ROWS rows of x go through a panel
- * together; from WIDENED_ROWS(kind) on, where it is defined, codes are widened once for all rows, which pays where ROWS is small or widening is slow; so many panels go together that they hide the latency of an addition, TOGETHER(rows) for fewer rows than ROWS. At most DOT_ROWS rows of x go through DOT_OUTPUTS outputs of a matrix that is not packed: their sums fill the registers. */
+/* Each build has registers of VEC floats; LANES / VEC of them are one set of lanes. At most ROWS rows of x go through a panel together;
+ * from WIDENED_ROWS(kind) on, where it is defined, codes are widened once for all rows, which pays where ROWS is small or widening is
+ * slow; so many panels go together that they hide the latency of an addition, TOGETHER(rows) for fewer rows than ROWS. At most DOT_ROWS
+ * rows of x go through DOT_OUTPUTS outputs of a matrix that is not packed: their sums fill the registers. */
 #if defined(__x86_64__)
 typedef char bytes __attribute__((vector_size(16)));
 typedef int64_t longs __attribute__((vector_size(16)));
-typedef int32_t widened __attribute__((vector_size(64)));
-typedef int32_t narrow_widened __attribute__((vector_size(32)));
+typedef int32_t ints_512 __attribute__((vector_size(64)));
+typedef int32_t ints_256 __attribute__((vector_size(32)));
 typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #pragma GCC push_options
 #pragma GCC target("arch=skylake-avx512,prefer-vector-width=512")
@@ -214,9 +216,9 @@ typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #define COLUMNS 8
 #define FUSED(a, b, c) ((vec)__builtin_ia32_vfmaddps512_mask((float_vec)(a), (float_vec)(b), (float_vec)(c), (uint16_t)-1, 4))
 #define HALVES(x) ((vec)__builtin_ia32_vcvtph2ps512_mask((short_vec)(x), (float_vec){}, (uint16_t)-1, 4))
-#define BYTES(from) ((int_vec)__builtin_ia32_pmovsxbd512_mask((bytes)*(const byte_vec *)(from), (widened){}, (uint16_t)-1))
+#define BYTES(from) ((int_vec)__builtin_ia32_pmovsxbd512_mask((bytes)*(const byte_vec *)(from), (ints_512){}, (uint16_t)-1))
 #define LOOK_UP(table, words)                                                                                                  \
-    ((vec)__builtin_ia32_permvarsf512_mask((float_vec)*(const vec *)(table), (widened)(words), (float_vec){}, (uint16_t)-1))
+    ((vec)__builtin_ia32_permvarsf512_mask((float_vec)*(const vec *)(table), (ints_512)(words), (float_vec){}, (uint16_t)-1))
 #include "cpu_loops.h"
 #pragma GCC pop_options
 #pragma GCC push_options
@@ -232,7 +234,7 @@ typedef int64_t unaligned_long __attribute__((aligned(1), may_alias));
 #define FUSED(a, b, c) ((vec)__builtin_ia32_vfmaddps256((float_vec)(a), (float_vec)(b), (float_vec)(c)))
 #define HALVES(x) ((vec)__builtin_ia32_vcvtph2ps256((short_vec)(x)))
 #define BYTES(from) ((int_vec)__builtin_ia32_pmovsxbd256((bytes)(longs){*(const unaligned_long *)(from), 0}))
-#define HALF_TABLE(table, words) __builtin_ia32_permvarsf256((float_vec)*(const vec *)(table), (narrow_widened)(words))
+#define HALF_TABLE(table, words) __builtin_ia32_permvarsf256((float_vec)*(const vec *)(table), (ints_256)(words))
 #define LOOK_UP(table, words)                                                                                                  \
     ((vec)__builtin_ia32_blendvps256(HALF_TABLE(table, words), HALF_TABLE((table) + VEC, words), (float_vec)((words) << 28)))
 #include "cpu_loops.h"
@@ -419,9 +421,9 @@ struct worker {
 };
 
 /* Wait for the other threads. OpenMP's barrier lets a thread sleep that has waited for some time. Where the driver takes a core for a
- * moment, the kernel then may wake two threads on one core, where they wait for each other at each of the step's hundred barriers: a step
- * took up to twenty times as long. A thread that yields stays runnable, and lets another one have the core at once. One that has waited for long sleeps for moments, so that
- * a container's quota is not spent on waiting. */
+ * moment, the kernel then may wake two threads on one core, where they wait for each other at each of the step's hundred barriers: a
+ * step took up to twenty times as long. A thread that yields stays runnable, and lets another one have the core at once. One that has
+ * waited for long sleeps for moments, so that a container's quota is not spent on waiting. */
 static void meet(const struct worker *w) {
     struct meeting *m = w->meeting;
     if (w->threads == 1) return;

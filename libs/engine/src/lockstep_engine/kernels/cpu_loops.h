@@ -724,8 +724,9 @@ INLINE void NAME(read_sums)(vec *sums, const float *from, int64_t columns) {
 
 /* The input features begin..end of `rows` rows of x times `panels` panels of PANEL output features, of which `columns` exist. Element
  * begin + k of row r is at x[k * x_step + r * x_stride]; rows of a panel are `step` apart, the first is that of `begin`; panels are
- * `panel_step` apart. `c`, of codes, is that of the first panel. Every result is one running sum over the input features in order, whatever the number of rows and of panels that are
- * computed together. Sums that continue begin as what is in `out`; the bias is added where they end. */
+ * `panel_step` apart. `c`, of codes, is that of the first panel. Every result is one running sum over the input features in order,
+ * whatever the number of rows and of panels that are computed together. Sums that continue begin as what is in `out`; the bias is added
+ * where they end. */
 INLINE void NAME(panel_tile)(float *out, const float *x, int64_t x_step, int64_t x_stride, const void *panel, int64_t step,
                              int64_t panel_step, const struct codes *c, const float *bias, int64_t begin, int64_t end, int64_t stride,
                              int64_t columns, int rows, int panels, int continues, int ends, enum kind kind) {
