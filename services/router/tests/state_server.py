@@ -34,6 +34,8 @@ class SlowBackend:
         self.is_away = False
         self.is_full = False
         """It has no room for a lease or a key."""
+        self.lost_answers = 0
+        """So many batches are written without an answer."""
         self.most_writes = None
         """A larger batch is not answered in any time."""
         self.calls = []
@@ -49,7 +51,11 @@ class SlowBackend:
             await asyncio.Event().wait()
         if self.is_away:
             return [plain(WRITE_OUTCOME_UNAVAILABLE) for _ in writes]
-        return await self.backend.append(writes)
+        results = await self.backend.append(writes)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise LockstepError(ErrorCode.UNAVAILABLE, "the answer is lost")
+        return results
 
     def __getattr__(self, name):
         method = getattr(self.backend, name)

@@ -405,6 +405,17 @@ async def test_removal_is_settled_when_the_state_server_knows_it(store, other):
     await store.settle("r-unknown")
 
 
+async def test_removal_is_told_of_a_stream_whose_first_write_had_no_answer(make_store, server, other):
+    store = await make_store(max_lag_s=2.0)
+    server.backend.lost_answers = 1
+    await fill(store)
+    await eventually(lambda: not server.backend.lost_answers and not store.mirror._flight)
+    assert not store.mirror.entries["r-1"].is_open, "the next batch comes after a second"
+    await store.remove("r-1")
+    await store.settle("r-1")
+    assert await other.look_up("r-1", "tenant") is None
+
+
 async def test_full_server_forgets_a_stream_that_is_removed(store, other, server):
     """The answer to a DELETE waits for that; the end of the stream itself would wait for room."""
     await fill(store)
@@ -663,6 +674,18 @@ async def test_server_that_has_forgotten_everything_is_told_again(store, other, 
         await mirrored(store)
         kept = await store.read(request_id)
         assert list((await other.look_up(request_id, "tenant")).logs) == list(kept.logs)
+
+
+async def test_server_that_has_forgotten_everything_is_told_the_keys_again(store, other, server):
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await fill(store)
+    await mirrored(store)
+    await server.restart()
+    store.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    await eventually(lambda: not store.client.mirror.is_open and store.mirror.is_idle)
+    store.expire()
+    await mirrored(store)
+    assert await other.claim("tenant/key", Claim("r-9", b"body")) == Claim("r-1", b"body")
 
 
 async def test_nothing_waits_for_a_server_that_is_away(make_store, server, clock):

@@ -81,6 +81,12 @@ def count(metric, *labels):
     return (metric.labels(*labels) if labels else metric)._value.get()
 
 
+def takeovers():
+    """How many there were of each outcome."""
+    (metric,) = metrics.TAKEOVERS.collect()
+    return {each.labels["outcome"]: each.value for each in metric.samples if each.name.endswith("_total")}
+
+
 # Every cut.
 
 
@@ -621,11 +627,22 @@ async def test_router_serves_without_the_state_server(sharing):
 
 
 async def test_unknown_stream_is_an_error_to_retry_while_the_state_server_fails(sharing):
+    """Once its breaker is open, there is none. Each resume counts once."""
     second = await sharing.router("second", state_timeout_s=0.2)
     sharing.state.backend.is_away = True
+    before = takeovers()
     response = await resume(second.client, "r-" + "0" * 32)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
     assert response.headers["retry-after"] == "1"
+    number = 1
+    while not second.router.mirrored.client.mirror.is_open:
+        await resume(second.client, "r-" + "0" * 32)
+        number += 1
+    assert (await resume(second.client, "r-" + "0" * 32)).status_code == 404
+    assert (await second.client.delete("/v1/streams/r-" + "0" * 32)).status_code == 404
+    assert {each: value - before[each] for each, value in takeovers().items() if value != before[each]} == {
+        "away": number + 1
+    }
 
 
 # Failures that may pass.

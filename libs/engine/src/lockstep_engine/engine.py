@@ -352,6 +352,7 @@ class AsyncEngine:
         """A step is done: plan another one, then pass on the outputs of this one. If anything of it raises an error,
         the group fails, and with it all requests: outputs may be lost, and it is unknown which.
         """
+        self._report_phases()  # of requests submitted since the last report: before their first outputs
         self._deliveries.steps += 1
         self._pipeline.done(result)
         if self._remote is not None:

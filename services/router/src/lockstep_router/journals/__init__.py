@@ -6,7 +6,7 @@ It never generates and never sees a client.
 from lockstep_router.journals.memory import MemoryJournalStore
 from lockstep_router.journals.mirrored import MirroredJournalStore
 from lockstep_router.journals.records import ChoiceLog, ChoiceRecord, Claim, Outcome, Piece, Record, StoredStream
-from lockstep_router.journals.store import JournalStore
+from lockstep_router.journals.store import JournalStore, StoreAwayError
 
 __all__ = [
     "ChoiceLog",
@@ -18,5 +18,6 @@ __all__ = [
     "Outcome",
     "Piece",
     "Record",
+    "StoreAwayError",
     "StoredStream",
 ]

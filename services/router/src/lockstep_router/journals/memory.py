@@ -145,6 +145,11 @@ class MemoryJournalStore:
         """Forget a stream: no other router knows it."""
         self._remove(request_id)
 
+    @property
+    def is_away(self) -> bool:
+        """There are no other routers to ask about."""
+        return False
+
     async def look_up(self, request_id: str, owner: str) -> StoredStream | None:  # noqa: ARG002
         """None: this store knows no other router's streams."""
         return None

@@ -70,6 +70,8 @@ class Entry:
     """When the oldest change that is not being written was made, in the event loop's time."""
     written_at: float = 0.0
     not_before: float = 0.0
+    was_sent: bool = False
+    """The state server may have it, whether it has acknowledged that or not."""
     is_dropped: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -133,6 +135,8 @@ class Mirror:
         """What else the state server is to be told; beyond the bound it forgets by its times to live."""
         self._chores_in_flight = 0
         self._batch_writes = _BATCH_WRITES
+        self.on_return: Callable[[], None] = lambda: None
+        """Called when the state server may have forgotten everything; streams are written again then."""
         self._writing: asyncio.Task[None] | None = None
         self._flight: list[_Sent] = []
 
@@ -183,9 +187,8 @@ class Mirror:
         entry = self.entries.get(request_id)
         if entry is None:
             return False
-        in_flight = any(sent.entry is entry for sent in self._flight)
         # While the state server is away nothing more is kept for it: the stream's time to live ends it there.
-        if (entry.is_open or in_flight) and not self._client.mirror.is_open:
+        if (entry.is_open or entry.was_sent) and not self._client.mirror.is_open:
             # A router that had the stream before this one has to find that it has ended.
             self.seal(request_id, REMOVED, self.ttl_s if entry.epoch > 1 else _REMOVED_TTL_S)
         else:
@@ -223,6 +226,7 @@ class Mirror:
         """The state server was away, and may have forgotten everything: every stream tells what it has."""
         for request_id in self.entries:
             self.note_change(request_id)
+        self.on_return()
 
     def tend(self, is_kept: Callable[[str], bool]) -> None:
         """Renew times to live, and drop streams that have ended and left the memory. Called about every second."""
@@ -336,6 +340,7 @@ class Mirror:
                 metrics.JOURNAL_WRITES.labels("too_large").inc()
                 self.drop(request_id)
                 continue
+            entry.was_sent = True
             made.append((write, sent))
             size += write_bytes
             if len(made) >= self._batch_writes or size >= _BATCH_BYTES:
@@ -412,6 +417,7 @@ class Mirror:
         match result.outcome:
             case state_pb2.WRITE_OUTCOME_UNKNOWN:
                 entry.forget_acknowledged()
+                self.on_return()
             case state_pb2.WRITE_OUTCOME_GAP if result.choice < len(entry.written):
                 entry.is_open = True
                 entry.written[result.choice] = result.length

@@ -18,6 +18,7 @@ from lockstep_router.journals.mirror import Entry, Mirror, lengths_of, trim_requ
 from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, Record, StoredStream
 from lockstep_router.journals.shared_keys import SharedKeys
 from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
+from lockstep_router.journals.store import StoreAwayError
 from lockstep_router.journals.stored_form import (
     TAKEN_TO_END,
     Found,
@@ -83,6 +84,7 @@ class MirroredJournalStore:
         self.mirror = Mirror(self.client, owner, lag_s=max_lag_s, ttl_s=self._ttl_s, on_stale=self._note_stale)
         self.client.on_return = self.mirror.note_return
         self._keys = SharedKeys(self.client, self.mirror, self._ttl_s)
+        self.mirror.on_return = self._keys.renew_soon
 
     def start(self) -> None:
         """Connect, and begin to mirror."""
@@ -188,19 +190,24 @@ class MirroredJournalStore:
         """Have this called with each stream that another router has taken over. It is not kept here then."""
         self._on_taken = callback
 
+    @property
+    def is_away(self) -> bool:
+        """Whether the state server is not asked, because it does not answer."""
+        return self.client.mirror.is_open
+
     async def look_up(self, request_id: str, owner: str) -> StoredStream | None:
         """A stream of an owner that this router does not have; None: there is none, or the state server is away.
 
         Raises:
-            LockstepError: UNAVAILABLE, the state server has just failed to answer, the stream was found by its key
-                and is still being prepared, or this router does not know how its text is to be read; OVERLOADED, too
-                many ask at a time.
+            StoreAwayError: UNAVAILABLE, the state server has just failed to answer.
+            LockstepError: UNAVAILABLE, the stream was found by its key and is still being prepared, or this router does
+                not know how its text is to be read; OVERLOADED, too many ask at a time.
         """
         found = await self._read_there(request_id, owner)
         found_at = self._keys.found_at(request_id)
         if found_at is not None:
             loop = asyncio.get_running_loop()
-            while found is None and not self.client.mirror.is_open:
+            while found is None and not self.is_away:
                 age_s = loop.time() - found_at
                 if age_s >= OPENING_S and not await self._keys.is_preparing(request_id):
                     break
@@ -249,7 +256,7 @@ class MirroredJournalStore:
             response = await self._ask_to_take(request_id, owner)
         except BaseException as error:
             # This router's streams are served without the state server, too; but not while it may have a newer copy.
-            if not isinstance(error, LockstepError) or not self.client.mirror.is_open:
+            if not isinstance(error, LockstepError) or not self.is_away:
                 if entry is not None:
                     entry.changed_at = None
                     self.mirror.add(request_id, entry)
@@ -339,17 +346,15 @@ class MirroredJournalStore:
     async def _ask(
         self, ask: Callable[[Any], Awaitable[state_pb2.ReadResponse | None]], request: object
     ) -> state_pb2.ReadResponse | None:
-        if self.client.mirror.is_open:
-            metrics.TAKEOVERS.labels("away").inc()
+        if self.is_away:
             return None
         try:
             return await ask(request)
         except StateRefusedError:
             return None  # an id that no router has made up
         except StateAwayError:
-            metrics.TAKEOVERS.labels("away").inc()
             sentence = "this router does not have the stream, and cannot ask for it now"
-            raise LockstepError(ErrorCode.UNAVAILABLE, sentence, retry_after_s=1) from None
+            raise StoreAwayError(ErrorCode.UNAVAILABLE, sentence, retry_after_s=1) from None
 
     # Idempotency keys.
 

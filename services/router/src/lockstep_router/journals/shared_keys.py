@@ -39,6 +39,7 @@ class SharedKeys:
         self._keys: dict[str, Key] = {}
         """By the stream, those of this router."""
         self._renewed_at: dict[str, float] = {}
+        self._are_due = False
         self._preparing: dict[str, asyncio.TimerHandle] = {}
         """Requests that have a key, and no stream yet."""
         self._foreign: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -126,13 +127,17 @@ class SharedKeys:
 
     def tend(self, is_kept: Callable[[str], bool]) -> None:
         """Renew the times to live of keys. Called about every second."""
-        now = asyncio.get_running_loop().time()
+        now, self._are_due, are_due = asyncio.get_running_loop().time(), False, self._are_due
         for request_id, renewed_at in list(self._renewed_at.items()):
             if not is_kept(request_id) and request_id not in self._preparing:
                 if now - renewed_at > self.ttl_s:
                     self.forget(request_id)
-            elif now - renewed_at > self.ttl_s / 3:
+            elif are_due or now - renewed_at > self.ttl_s / 3:
                 self._renew(request_id, self.ttl_s)
+
+    def renew_soon(self) -> None:
+        """The state server may have forgotten all keys: the next `tend` tells it those of this router."""
+        self._are_due = True
 
     def expire_in(self, request_id: str, keep_s: float) -> None:
         """A stream has ended: its key is kept as long as the stream is."""

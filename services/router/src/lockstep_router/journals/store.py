@@ -3,7 +3,13 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from lockstep_common.errors import LockstepError
+
 from lockstep_router.journals.records import Claim, Outcome, Piece, Record, StoredStream
+
+
+class StoreAwayError(LockstepError):
+    """It is not known what other routers have, because nobody answers."""
 
 
 class JournalStore(Protocol):
@@ -62,11 +68,17 @@ class JournalStore(Protocol):
 
     # Streams of other routers.
 
+    @property
+    def is_away(self) -> bool:
+        """Whether nobody can be asked for them now."""
+
     async def look_up(self, request_id: str, owner: str) -> StoredStream | None:
         """A stream of an owner that this router does not have; None: there is none, or nobody can be asked.
 
         Raises:
-            LockstepError: UNAVAILABLE, it is not known whether there is one; OVERLOADED, too many ask at a time.
+            StoreAwayError: UNAVAILABLE, the answer has just failed to come.
+            LockstepError: UNAVAILABLE, it cannot be given yet, or not by this router; OVERLOADED, too many ask at a
+                time.
         """
 
     async def take(self, known: StoredStream) -> StoredStream | None:

@@ -13,7 +13,7 @@ from lockstep_router.generation.choices import Choice, Delta
 from lockstep_router.generation.preparation import BYTES_OF_AN_ID, Prepared
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
-from lockstep_router.journals import ChoiceLog, JournalStore, Outcome, Piece, Record, StoredStream
+from lockstep_router.journals import ChoiceLog, JournalStore, Outcome, Piece, Record, StoreAwayError, StoredStream
 from lockstep_router.resumption.continuation import continued, unproven
 from lockstep_router.resumption.endings import gone, not_found
 from lockstep_router.resumption.position import Position
@@ -21,6 +21,11 @@ from lockstep_router.resumption.run import Host, Run, record_of
 from lockstep_router.tenants import Account
 
 logger = logging.getLogger("lockstep.router")
+
+
+def count_refused_takeover(error: LockstepError | None) -> None:
+    """A stream of another router was asked for here, and is not given."""
+    metrics.TAKEOVERS.labels("away" if isinstance(error, StoreAwayError) else "refused").inc()
 
 
 class Generating:
@@ -84,7 +89,7 @@ class Generating:
 
         await self._end_with(run, account, generate)
         if run.record is None:
-            metrics.TAKEOVERS.labels("refused").inc()
+            count_refused_takeover(None if run.outcome is None else run.outcome.failure)
 
     async def _generate(
         self, run: Run, record: Record, prepared: Prepared, account: Account, logs: list[ChoiceLog]

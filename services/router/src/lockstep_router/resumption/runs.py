@@ -17,7 +17,7 @@ from lockstep_router.generation.style import Style
 from lockstep_router.journals import ChoiceLog, Claim, JournalStore, Outcome, StoredStream
 from lockstep_router.resumption.continuation import is_exact, unproven
 from lockstep_router.resumption.endings import cancelled, draining, gone, moved, not_found
-from lockstep_router.resumption.generating import Generating
+from lockstep_router.resumption.generating import Generating, count_refused_takeover
 from lockstep_router.resumption.position import After, no_position
 from lockstep_router.resumption.reading import Reading, Source, check_position
 from lockstep_router.resumption.run import Host, Run
@@ -221,9 +221,13 @@ class Runs:
 
     async def _resume_elsewhere(self, request_id: str, owner: str, account: Account, after: After | None) -> Reading:
         """Read a stream that this router does not have; if it runs, it goes on here."""
-        stored = await self._store.look_up(request_id, owner)
+        try:
+            stored = await self._store.look_up(request_id, owner)
+        except LockstepError as error:
+            count_refused_takeover(error)
+            raise
         if stored is None:
-            metrics.TAKEOVERS.labels("not_found").inc()
+            metrics.TAKEOVERS.labels("away" if self._store.is_away else "not_found").inc()
             raise not_found()
         if stored.outcome is not None:
             metrics.TAKEOVERS.labels("finished").inc()
