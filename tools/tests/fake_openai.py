@@ -67,18 +67,27 @@ def script(sent: Iterable[Event], pause_s: float = 0.0) -> list[bytes | float]:
     return steps
 
 
+_UNKNOWN = Refusal(404, {"error": {"message": "there is no such stream", "code": "stream_not_found"}})
+
+
 @dataclass
 class FakeOpenAI:
-    """The server. `answer(number, request)` gives the n-th completion's answer."""
+    """The server. `answer(number, request)` gives the n-th completion's answer, `resume(request)` the rest of a stream
+    that a client comes back to.
+    """
 
     answer: Callable[[int, Received], Script | Refusal] = lambda number, request: script(
         events(["Hel", "lo", " wor", "ld"], chat="chat" in request.path)
     )
+    resume: Callable[[Received], Script | Refusal] = lambda request: _UNKNOWN
     models: Sequence[str] = ("fake",)
     status: Any = None
     headers: dict[str, str] = field(default_factory=dict)
     """Headers of every answer."""
     received: list[Received] = field(default_factory=list)
+    resumed: list[Received] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    """Paths of the streams that clients ended."""
     cut: bool = False
     """Close the connection instead of ending the body."""
 
@@ -88,6 +97,10 @@ class FakeOpenAI:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take no further connections; those that there are go on."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -122,14 +135,26 @@ class _Handler(BaseHTTPRequestHandler):
             self._json(200, {"data": [{"id": name} for name in self._fake.models]})
         elif self.path == "/status" and self._fake.status is not None:
             self._json(200, self._fake.status)
+        elif self.path.startswith("/v1/streams/"):
+            request = self._request({})
+            self._fake.resumed.append(request)
+            self._answer(self._fake.resume(request))
         else:
             self._json(404, {"detail": "no such path"})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        request = Received(self.path, {key.lower(): value for key, value in self.headers.items()}, body)
+        request = self._request(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         self._fake.received.append(request)
-        answer = self._fake.answer(len(self._fake.received), request)
+        self._answer(self._fake.answer(len(self._fake.received), request))
+
+    def do_DELETE(self) -> None:
+        self._fake.cancelled.append(self.path)
+        self._json(200, {"deleted": True})
+
+    def _request(self, body: dict[str, Any]) -> Received:
+        return Received(self.path, {key.lower(): value for key, value in self.headers.items()}, body)
+
+    def _answer(self, answer: Script | Refusal) -> None:
         if isinstance(answer, Refusal):
             self._json(answer.status, answer.body)
             return

@@ -4,6 +4,7 @@
 `serving` gives it a real one.
 """
 
+import base64
 import contextlib
 import json
 import random
@@ -37,6 +38,11 @@ WORDS = [
 def tokens_of(prompt, seed, count):
     """The tokens of an answer."""
     return random.Random(f"{prompt}/{seed}").choices(WORDS, k=count)
+
+
+def vector_of(text):
+    """The embedding of a text: four numbers that single precision holds exactly."""
+    return tuple(random.Random(str(text)).randrange(-64, 64) / 64 for _ in range(4))
 
 
 def text_of(prompt, seed, count):
@@ -108,6 +114,8 @@ class FakeRouter:
         body = json.loads(content)
         if path == "/tokenize":
             return 200, {}, json.dumps({"tokens": [1, 2, 3], "count": 3, "max_model_len": 2048}).encode()
+        if path == "/v1/embeddings":
+            return 200, {"content-type": "application/json"}, self.embed(body).encode()
         if path == "/detokenize":
             return 200, {}, json.dumps({"prompt": "abc"}).encode()
         key = headers.get("idempotency-key")
@@ -116,6 +124,14 @@ class FakeRouter:
         if body.get("stream"):
             return self.events(stream_id, headers.get("last-event-id"))
         return 200, {"x-lockstep-stream-id": stream_id}, self.whole(path, body).encode()
+
+    def embed(self, body):
+        data = [
+            {"index": index, "embedding": base64.b64encode(struct.pack("<4f", *vector_of(text))).decode()}
+            for index, text in enumerate(body["input"])
+        ]
+        usage = {"prompt_tokens": 7, "total_tokens": 7}
+        return json.dumps({"object": "list", "data": data[::-1], "model": "reference", "usage": usage})
 
     def _generate(self, path, body, key):
         self.generations.append(body)

@@ -22,17 +22,19 @@ from lockstep_client import (
     ToolCallPiece,
     Usage,
 )
+from lockstep_client.fields import ChatFields, CompletionFields, StructuredOutputs
 from lockstep_client.grpc_answers import Streamed
 from lockstep_client.grpc_calls import _Channel
 from lockstep_client.grpc_messages import grpc_request
 from lockstep_client.steps import Outgoing
 from lockstep_client.transcript import Transcript
+from lockstep_router.faces.openai import schemas
 from router_cluster import eventually
 from router_process import listening, start
 from scripted_worker import Script, ScriptedWorker
 from test_router_deaths import prefer
 from test_tool_calls import ASK, TOOLS, TWO_CALLS
-from tool_models import model_of, says
+from tool_models import model_of, prompt_of, says
 
 POLICY = Policy(backoff_s=0.02, timeout_s=60.0, retries=30, connect_timeout_s=5.0)
 TEXT = {"prompt": ["hello world", "two"], "model": "reference", "max_tokens": 30, "seed": 7, "n": 2, "logprobs": 2}
@@ -232,6 +234,70 @@ async def test_router_that_is_killed_is_replaced_by_another(tmp_path, connect, t
         assert usage == (len(tokenizer.encode("hello world")), 40)
         rest = await client.whole("complete", fields)
         assert texts[0] == rest.text
+
+
+@contextlib.asynccontextmanager
+async def ports(cluster):
+    """Those of both faces."""
+    async with cluster.over_grpc(), cluster.over_http() as http:
+        yield {"grpc": int(cluster.grpc_address.rpartition(":")[2]), "http": http.base_url.port}
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+async def test_embeddings_come_whatever_happens_to_connections(make_cluster, connect, scheme):
+    model = model_of("plain")
+    model["card"].embedding.size, model["card"].embedding.any_dimension = 8, True
+    cluster = await make_cluster(1, model=model)
+    ids = [cluster.tokenizer.encode(text) for text in ("one", "two two")]
+    plain = await cluster.client.post("/v1/embeddings", json={"model": "reference", "input": ids})
+    wanted = tuple(tuple(each["embedding"]) for each in plain.json()["data"])
+    async with ports(cluster) as port, relay(port[scheme], [1, 90, 300], scheme=scheme) as url:
+        for given, vectors in (("one", wanted[:1]), (ids[0], wanted[:1]), (["one", "two two"], wanted), (ids, wanted)):
+            answer = await connect(url).whole("embed", {"input": given, "model": "reference"})
+            assert (answer.vectors, answer.model) == (vectors, "reference")
+            assert answer.prompt_tokens == sum(map(len, ids[: len(vectors)]))
+        async with relay(port[scheme], [90] * 1000, scheme=scheme) as broken:
+            client = connect([broken, url])
+            prefer(client.client._transport, f"{broken}/")
+            short = await client.whole("embed", {"input": "one", "model": "reference", "dimensions": 4})
+            assert len(short.vectors[0]) == 4
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+async def test_typed_fields_arrive_or_are_refused_by_name(make_cluster, connect, scheme):
+    model = model_of("thinking")
+    model["card"].grammar_engine, model["card"].embedding.size = "compiler 1", 8
+    cluster = await make_cluster(1, model=model)
+    says(cluster, "Yes.")
+    text, ask = {"prompt": "x", "model": "reference"}, {"input": "x", "model": "reference"}
+    async with ports(cluster) as port:
+        client = connect(f"{scheme}://127.0.0.1:{port[scheme]}")
+        await client.whole("complete", text | {"structured_outputs": {"regex": "Y.*"}, "n": 2, "best_of": 2})
+        assert [submit.sampling.grammar.text for submit in cluster.workers[0].submits] == ["Y.*"] * 2
+        await client.whole("chat", CHAT | {"chat_template_kwargs": {"enable_thinking": False}})
+        assert prompt_of(cluster).endswith("<think>\n\n</think>\n\n")
+        for name, fields, field in (
+            ("complete", text | {"suffix": "y"}, "suffix"),
+            # More than `n` are refused over gRPC alone.
+            ("complete", text | {"best_of": 3, "n": 4 if scheme == "http" else 1}, "best_of"),
+            ("complete", text | {"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+            ("chat", CHAT | {"chat_template_kwargs": {"unknown": 1}}, "chat_template_kwargs.unknown"),
+            ("chat", CHAT | {"chat_template_kwargs": {"enable_thinking": []}}, "chat_template_kwargs.enable_thinking"),
+            ("embed", ask | {"dimensions": 3}, "dimensions"),
+            ("embed", ask | {"dimensions": -1}, "dimensions"),
+            ("embed", ask | {"user": 5}, "user"),
+            ("embed", ask | {"input": ["a", ""]}, "input[1]"),
+        ):
+            with pytest.raises(InvalidRequestError) as refused:
+                await client.whole(name, fields)
+            assert (refused.value.code, refused.value.field) == ("invalid_request", field)
+
+
+def test_every_field_is_typed():
+    own = {"messages", "prompt", "model", "stream", "stream_options", "resumable"}  # arguments, or headers
+    chat, text, outputs = schemas.ChatCompletionRequest, schemas.CompletionRequest, schemas.StructuredOutputs
+    for schema, fields in ((chat, ChatFields), (text, CompletionFields), (outputs, StructuredOutputs)):
+        assert {each.alias or name for name, each in schema.model_fields.items()} - own == set(fields.__annotations__)
 
 
 async def _end(process):

@@ -89,6 +89,30 @@ def add_engine(parser: argparse.ArgumentParser, *, context: bool = True) -> None
 def add_endpoint(parser: argparse.ArgumentParser) -> None:
     """The options that name an OpenAI endpoint; resolve them with `lockstep_tools.load.endpoint.from_arguments`."""
     parser.add_argument("--url", default=DEFAULT_URL + "/v1", help="base URL of the API (default: %(default)s)")
+    _add_access(parser)
+
+
+def add_endpoints(parser: argparse.ArgumentParser) -> None:
+    """The options of `add_endpoint` for several routers that serve the same models: `--url` is a list, or None."""
+    parser.add_argument(
+        "--url",
+        action="extend",
+        type=_several,
+        metavar="URL,…",
+        help=f"base URLs of routers that serve the same models; may be repeated (default: {DEFAULT_URL}/v1)",
+    )
+    _add_access(parser)
+
+
+def _several(text: str) -> list[str]:
+    """An argparse type: one or more texts with commas between them."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise argparse.ArgumentTypeError(f"an item is empty: {text!r}")
+    return parts
+
+
+def _add_access(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
     parser.add_argument(
         "--api-key-env",

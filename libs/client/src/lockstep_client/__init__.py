@@ -26,6 +26,7 @@ from lockstep_client.errors import (
 from lockstep_client.events import (
     Answer,
     Choice,
+    Embeddings,
     Event,
     Finish,
     Logprob,
@@ -37,6 +38,7 @@ from lockstep_client.events import (
     ToolCallPiece,
     Usage,
 )
+from lockstep_client.fields import StructuredOutputs
 from lockstep_client.policy import Policy
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "Choice",
     "ConnectionFailedError",
     "DeadlineExceededError",
+    "Embeddings",
     "Event",
     "Finish",
     "InternalError",
@@ -67,6 +70,7 @@ __all__ = [
     "StreamDiverged",
     "StreamLost",
     "StreamMoved",
+    "StructuredOutputs",
     "TextPiece",
     "Tokens",
     "ToolCall",

@@ -5,7 +5,17 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any, Literal, Self, Unpack, overload
 
 from lockstep_client.errors import LockstepError, ProtocolError, Received
-from lockstep_client.events import Answer, Event, Model, Tokens, answer_of, models_of, tokens_of
+from lockstep_client.events import (
+    Answer,
+    Embeddings,
+    Event,
+    Model,
+    Tokens,
+    answer_of,
+    embeddings_of,
+    models_of,
+    tokens_of,
+)
 from lockstep_client.fields import ChatFields, CompletionFields, Message, Prompt
 from lockstep_client.policy import OnLost, Policy
 from lockstep_client.requests import Requests, object_of, parse_event
@@ -181,6 +191,34 @@ class AsyncLockstepClient:
         request = self._requests.generate("/v1/completions", body, stream=stream, session=session, extra=extra)
         return await self._answer(request, timeout_s, on_lost, stream=stream)
 
+    async def embed(
+        self,
+        input: Prompt,  # noqa: A002 - OpenAI's name, by which routers refuse it
+        *,
+        model: str,
+        dimensions: int | None = None,
+        user: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Embeddings:
+        """The vectors of texts. The request changes nothing: when a router dies, another one is asked.
+
+        Args:
+            input: a text, token ids, or a list of either.
+            model: its name; its workers must give embeddings.
+            dimensions: the numbers of each vector, one of the sizes that the model offers; None: all that it gives.
+            user: requests of one user go to one worker.
+            timeout_s: for the whole request, instead of the policy's.
+
+        Returns:
+            A vector for each text, in their order, of `dimensions` numbers.
+
+        Raises:
+            LockstepError: they cannot be had. `InvalidRequestError` names the field, as `input[1]` if that text is too
+                long for the model; `NotFoundError` means that there is no such model.
+        """
+        request = self._requests.embed(input, model, dimensions, user)
+        return embeddings_of(await self._object(request, timeout_s))
+
     async def models(self) -> list[Model]:
         """The models that the routers serve.
 
@@ -232,8 +270,8 @@ class AsyncLockstepClient:
             return AsyncStream(reply)
         return answer_of(await _read(reply))
 
-    async def _object(self, request: Outgoing) -> dict[str, Any]:
-        return await _read(await self._transport.send(request))
+    async def _object(self, request: Outgoing, timeout_s: float | None = None) -> dict[str, Any]:
+        return await _read(await self._transport.send(request, self._requests.limits(timeout_s, None)))
 
 
 async def _read(reply: AsyncReply) -> dict[str, Any]:

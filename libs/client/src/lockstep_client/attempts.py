@@ -173,6 +173,10 @@ class Attempts:
         if any(each != router and each not in self._tried for each in self.routers.known()):
             self._tried.add(router)
 
+    def wait_longer(self) -> None:
+        """Double the longest wait for the next bytes: what cannot be joined begins again with each try."""
+        self.policy = replace(self.policy, silence_timeout_s=2 * self.policy.silence_timeout_s)
+
     def again(self, router: Router) -> None:
         """Let a router be asked again in this round."""
         self._tried.discard(router)

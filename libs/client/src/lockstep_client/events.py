@@ -1,5 +1,7 @@
 """What an answer consists of: events of a stream, and whole answers; made from OpenAI's JSON."""
 
+import base64
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,6 +135,17 @@ class Tokens:
     max_model_len: int | None
 
 
+@dataclass(frozen=True)
+class Embeddings:
+    """The vectors of texts."""
+
+    model: str
+    vectors: tuple[tuple[float, ...], ...] = field(repr=False)
+    """One for each text, in the order of the texts: numbers of single precision. Lockstep's have the norm 1."""
+    prompt_tokens: int
+    """Of all texts together."""
+
+
 def events_of(body: Json, event_id: str) -> list[Event]:
     """The events in one chunk of a stream.
 
@@ -213,6 +226,28 @@ def tokens_of(body: Json) -> Tokens:
         return Tokens(tuple(int(token) for token in body["tokens"]), body.get("max_model_len"))
     except (TypeError, KeyError, AttributeError, ValueError):
         raise ProtocolError("the list of tokens has an unknown form") from None
+
+
+def embeddings_of(body: Json) -> Embeddings:
+    """The vectors of texts.
+
+    Raises:
+        ProtocolError: the answer has another form.
+    """
+    try:
+        vectors = {int(each["index"]): _vector(each["embedding"]) for each in body["data"]}
+        ordered = tuple(vectors[index] for index in range(len(body["data"])))
+        return Embeddings(str(body["model"]), ordered, int(body["usage"]["prompt_tokens"]))
+    except (TypeError, KeyError, AttributeError, ValueError, struct.error):
+        raise ProtocolError("the list of embeddings has an unknown form") from None
+
+
+def _vector(given: str | Sequence[float]) -> tuple[float, ...]:
+    """The numbers of a vector in either of OpenAI's two forms. Some servers give lists whatever they are asked for."""
+    if not isinstance(given, str):
+        return tuple(map(float, given))
+    content = base64.b64decode(given, validate=True)
+    return struct.unpack(f"<{len(content) // 4}f", content)
 
 
 def _whole_choice(choice: Json) -> Choice:

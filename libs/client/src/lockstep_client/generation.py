@@ -39,8 +39,8 @@ SILENCE_HEADER = "x-lockstep-max-silence"
 _SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 _ENDPOINTS = ("/chat/completions", "/completions", "/responses")
-_REPEATABLE = ("/tokenize", "/detokenize", "/embeddings")
-"""Endpoints that compute and change nothing."""
+_REPEATABLE = ("/embeddings", "/tokenize", "/detokenize")
+"""Endpoints that compute and change nothing, with an answer in one piece."""
 _UNKNOWN_STATUSES = frozenset({400, 404, 405, 422, 501})
 """How routers answer that cannot resume a stream: they do not have it, do not have this much of it, or never resume."""
 _ELSEWHERE_TRIES = 8
@@ -80,10 +80,10 @@ def _keyed(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 class WholeAnswer:
-    """A request for an answer in one piece. The same router gets it twice only with the same key: one generation.
+    """A request for an answer in one piece. With a key, which the same router gets each time, it is generated once.
 
     Args:
-        is_keyed: whether a key may be added.
+        is_keyed: whether a key may be added. Without one every try computes the answer from its beginning.
     """
 
     def __init__(self, request: Outgoing, attempts: Attempts, *, is_keyed: bool) -> None:
@@ -115,9 +115,12 @@ class WholeAnswer:
                 head: Head = yield Send(router, self._attempts.timed(self._request), self._attempts.silence_s)
                 content = yield from read_all(MAX_ANSWER_BYTES)
             except BrokenError as broken:
-                # An answer that takes long is silent. A router that lives joins the request to the one that it has.
+                # An answer that takes long is silent. A router that lives joins the request to the one that it has,
+                # if it has a key.
                 if broken.kind == "silent" and (yield from self._lives(router)):
                     self._attempts.again(router)
+                    if not self._is_keyed:
+                        self._attempts.wait_longer()
                 else:
                     self._attempts.broke(router, broken)
                     if broken.kind == "broken":
@@ -411,8 +414,9 @@ def exchange_for(
     path = request.path.partition("?")[0]
     body = json_object(request.content) if request.method == "POST" and endpoint_of(path) else None
     if body is None:
-        is_repeatable = request.method in ("GET", "HEAD", "OPTIONS") or path.endswith(_REPEATABLE)
-        return PlainRequest(request, attempts, is_repeatable=is_repeatable)
+        if request.method == "POST" and path.endswith(_REPEATABLE):
+            return WholeAnswer(request, attempts, is_keyed=False)
+        return PlainRequest(request, attempts, is_repeatable=request.method in ("GET", "HEAD", "OPTIONS"))
     content = json.dumps(with_seed(body), ensure_ascii=False, separators=(",", ":")).encode()
     request = Outgoing(request.method, path, request.headers, content)
     if not body.get("stream"):

@@ -203,7 +203,8 @@ def _set_conversation(conversation: pb.Conversation, name: str, value: Any) -> N
             conversation.tool_choice.function = value["function"]["name"]
         case "chat_template_kwargs":
             for key, each in value.items():
-                _set_value(conversation.chat_template_kwargs[key], each)
+                with _field(f"{name}.{key}"):
+                    _set_value(conversation.chat_template_kwargs[key], each)
         case _:
             setattr(conversation, name, value)
 
@@ -285,13 +286,7 @@ def _other(request: Outgoing, path: str) -> GrpcRequest:
     match request.method, path:
         case "POST", "/embeddings":
             body = _body(request)
-            embed = pb.EmbedRequest(model=body.get("model"), user=body.get("user"))
-            with _field("input"):
-                _set_input(embed, body.get("input"), ("text", "text_ids", "texts", "text_id_lists"))
-            with _field("dimensions"):
-                embed.dimensions = body["dimensions"] if body.get("dimensions") is not None else 0
-            if body.get("dimensions") is None:
-                embed.ClearField("dimensions")
+            embed = _embed_message(body)
             is_base64 = body.get("encoding_format") == "base64"
             return GrpcRequest("Embed", embed, pb.EmbedEvent, Embeddings(embed.model, is_base64=is_base64))
         case "POST", "/tokenize":
@@ -315,6 +310,17 @@ def _other(request: Outgoing, path: str) -> GrpcRequest:
             listing = pb.ListModelsRequest(model=unquote(rest.removeprefix("/models/")))
             return GrpcRequest("ListModels", listing, pb.ListModelsResponse, _Only(single_model))
     raise InvalidRequestError(f"{request.method} {path} does not exist over gRPC")
+
+
+def _embed_message(body: Body) -> pb.EmbedRequest:
+    message = pb.EmbedRequest()
+    for name in ("model", "dimensions", "user"):
+        if body.get(name) is not None:
+            with _field(name):
+                setattr(message, name, body[name])
+    with _field("input"):
+        _set_input(message, body.get("input"), ("text", "text_ids", "texts", "text_id_lists"))
+    return message
 
 
 def _generated(request: Outgoing, position: str = "") -> Answer:

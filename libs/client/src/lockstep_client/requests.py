@@ -8,6 +8,7 @@ from typing import Any
 
 from lockstep_client.errors import LockstepError, ProtocolError, from_body, from_response
 from lockstep_client.events import Event, events_of
+from lockstep_client.fields import Prompt
 from lockstep_client.policy import OnLost, Policy
 from lockstep_client.sse import ServerSentEvent
 from lockstep_client.steps import Head, Outgoing
@@ -62,6 +63,11 @@ class Requests:
         if stream:
             body.setdefault("stream_options", {"include_usage": True})
         return self.post(path, body, session)
+
+    def embed(self, given: Prompt, model: str, dimensions: int | None, user: str | None) -> Outgoing:
+        """A request for the vectors of texts, as base64: the same bits in a third of the bytes."""
+        fields = {"model": model, "input": given, "dimensions": dimensions, "user": user}
+        return self.post("/v1/embeddings", {**fields, "encoding_format": "base64"})
 
     def limits(self, timeout_s: float | None, on_lost: OnLost | None) -> Policy:
         """The limits of one request."""

@@ -2,34 +2,46 @@
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from lockstep_client import AsyncLockstepClient, Event, Finish, LockstepError, Policy, TextPiece, Usage
+from lockstep_client import (
+    AsyncLockstepClient,
+    ConnectionFailedError,
+    Event,
+    Finish,
+    LockstepError,
+    Policy,
+    TextPiece,
+    Usage,
+)
 from rich.console import Console
 
 from lockstep_tools import console
-from lockstep_tools.arguments import add_endpoint, integer, real
+from lockstep_tools.arguments import DEFAULT_URL, add_endpoints, integer, real
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
-from lockstep_tools.load import endpoint
-from lockstep_tools.load.endpoint import Endpoint, EndpointError, first_model
+from lockstep_tools.load.endpoint import checked_url, tls_context
 
 DESCRIPTION = """\
 Talk to a model. Ctrl-C stops an answer, Ctrl-D or /quit ends, /reset begins a new conversation.
-Without a terminal each line of stdin is a message, and only the answers are printed."""
+Without a terminal each line of stdin is a message, only the answers are printed, and Ctrl-C ends.
+Of several routers another one continues the answer when one dies."""
 
 EXAMPLES = """\
   lockstep chat
   lockstep chat --system 'Answer in one sentence.' --temperature 0
+  lockstep chat --url http://router-a:8000/v1,http://router-b:8000/v1
   echo 'It was a dark night, and' | lockstep chat --max-tokens 40"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    add_endpoint(parser)
+    add_endpoints(parser)
     parser.add_argument("--system", metavar="TEXT", help="instructions that begin the conversation")
     parser.add_argument("--temperature", type=real(0, 2), metavar="T", help="0 is greedy (default: the server's)")
     parser.add_argument(
@@ -40,34 +52,62 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until the end of input."""
+    urls = [checked_url(url) for url in arguments.url or [f"{DEFAULT_URL}/v1"]]
     with asyncio.Runner() as runner:
-        target = endpoint.from_arguments(arguments)
+        model = arguments.model or runner.run(_first_model(arguments, urls))
+        client = _client(arguments, urls, Policy(timeout_s=None))
         try:
-            model = arguments.model or runner.run(_first_model(target))
-        except EndpointError as error:
-            raise CommandError(error.message, UNUSABLE) from None
-        client = AsyncLockstepClient(
-            target.url, api_key=target.api_key or "", policy=Policy(timeout_s=None), verify=target.tls or True
-        )
-        try:
-            return Chat(arguments, model, client, runner).run()
+            return Chat(arguments, urls, model, client, runner).run()
         finally:
             runner.run(client.aclose())
 
 
-async def _first_model(target: Endpoint) -> str:
-    async with target.client() as client:
-        return await first_model(client)
+def _client(arguments: argparse.Namespace, urls: Sequence[str], policy: Policy) -> AsyncLockstepClient:
+    """A client of all these servers.
+
+    Raises:
+        CommandError: an option cannot be used.
+    """
+    key, verify = os.environ.get(arguments.api_key_env) or "", tls_context(arguments) or True
+    try:
+        return AsyncLockstepClient(urls, api_key=key, policy=policy, verify=verify)
+    except ValueError as error:
+        raise CommandError(f"--url, --api-key-env: {error}", UNUSABLE) from None
+
+
+async def _first_model(arguments: argparse.Namespace, urls: Sequence[str]) -> str:
+    """The first model that a server lists. Each is asked once: one that is not there is not waited for.
+
+    Raises:
+        CommandError: no server answers, or it lists none.
+    """
+    names = ", ".join(urls)
+    try:
+        async with _client(arguments, urls, Policy(timeout_s=60.0, retries=0)) as client:
+            models = await client.models()
+    except ConnectionFailedError as error:
+        sentence = f"no server answers at {names} ({error.message}): start one with `lockstep serve`"
+        raise CommandError(sentence, UNUSABLE) from None
+    except LockstepError as error:
+        raise CommandError(error.message, UNUSABLE) from None
+    if not models:
+        raise CommandError(f"{names} lists no model", UNUSABLE)
+    return models[0].id
 
 
 class Chat:
     """One terminal's conversation."""
 
     def __init__(
-        self, arguments: argparse.Namespace, model: str, client: AsyncLockstepClient, runner: asyncio.Runner
+        self,
+        arguments: argparse.Namespace,
+        urls: Sequence[str],
+        model: str,
+        client: AsyncLockstepClient,
+        runner: asyncio.Runner,
     ) -> None:
         self._model = model
-        self._url = arguments.url
+        self._urls = urls
         self._options: dict[str, Any] = {
             name: value
             for name in ("temperature", "max_tokens", "seed")
@@ -86,7 +126,7 @@ class Chat:
         if self._interactive:
             with suppress(ImportError):
                 import readline  # noqa: F401, PLC0415 - gives input() its line editing
-            self._remark(f"{self._model} at {self._url}: /reset begins anew, Ctrl-D ends")
+            self._remark(f"{self._model} at {', '.join(self._urls)}: /reset begins anew, Ctrl-D ends")
         while (message := self._read()) is not None:
             if message == "/quit":
                 break

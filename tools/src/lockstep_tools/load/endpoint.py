@@ -1,6 +1,6 @@
 """A client of any OpenAI endpoint: lists models and streams completions as pieces of text with their times.
 
-Chat, the load generator and the demo use it. It checks nothing: events are passed on as they arrive.
+The load generator, `lockstep check` and the demo use it. It checks nothing: events are passed on as they arrive.
 """
 
 import argparse
