@@ -1,11 +1,13 @@
 """What holds for the router's faces alike: REST, server-sent events, WebSocket and gRPC."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import pytest
+import websockets
 from faces import (
     GRPC,
     NAMES,
@@ -25,6 +27,7 @@ from minutes import until_room_s
 from router_cluster import eventually
 from scripted_worker import Script
 from systems import Make, System, slow
+from websocket_client import socket_of
 
 TEXT: Body = {"model": "reference", "prompt": "hello world", "max_tokens": 20, "seed": 7, "user": "u"}
 CHAT: Body = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "seed": 7}
@@ -155,7 +158,12 @@ async def test_draining_router_finishes_and_takes_nothing_new(system: System, na
     draining = asyncio.create_task(system.router.leave())
     await eventually(lambda: system.router.draining)
     if name == WEBSOCKET:
-        assert (await system.faces[REST]._client.get("/v1/stream")).status_code in (400, 503)
+        with pytest.raises(websockets.InvalidStatus) as refused:
+            async with socket_of(system.http):
+                pass
+        response = refused.value.response
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert json.loads(response.body or b"")["error"]["code"] == "draining"
     else:
         assert await failure_of(face, "text", TEXT) == ("draining", None)
     assert (await running).texts[0] == system.undisturbed("hello world", 7, 60)

@@ -23,6 +23,7 @@ from minutes import until_room_s
 from router_cluster import eventually
 from scripted_worker import Script
 
+COMPLETIONS, DESCRIPTION = "/v1/completions", "/openapi.json"
 DESCRIPTOR = inference_pb2.GenerateRequest.DESCRIPTOR
 
 
@@ -246,8 +247,9 @@ async def test_everything_else_needs_a_key(make_cluster, tmp_path, caplog):
         for metadata in ((), (("authorization", KEY),), (("authorization", "Bearer wrong"),), (good, good)):
             code, name, _ = await error_of(stub.Generate(request(), metadata=metadata))
             assert (code, name) == (grpc.StatusCode.UNAUTHENTICATED, "invalid_api_key")
-            with pytest.raises(grpc.aio.AioRpcError):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await described(channel, metadata)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert not cluster.workers[0].submits
         assert "lockstep.v1.Inference" in await described(channel, (good,))
         events = await events_of(stub.Generate(request(), metadata=(good,)))
@@ -262,11 +264,53 @@ async def test_everything_else_needs_a_key(make_cluster, tmp_path, caplog):
     assert KEY not in logged
     audited = [record for record in caplog.records if record.name == "lockstep.audit"]
     assert {record.face for record in audited} == {"grpc"}
-    assert [(record.tenant, record.status) for record in audited][4:] == [
-        ("search", 200),
-        ("chat", 404),
-        ("chat", 429),
+    reports = [(record.tenant, record.endpoint, record.status) for record in audited]
+    assert reports[:8] == [("", COMPLETIONS, 401), ("", DESCRIPTION, 401)] * 4
+    assert reports[8:] == [
+        ("search", DESCRIPTION, 200),
+        ("search", COMPLETIONS, 200),
+        ("chat", "/v1/streams/{stream_id}", 404),
+        ("chat", COMPLETIONS, 429),
     ]
+    requests = [record for record in caplog.records if record.message == "request"]
+    assert [(record.endpoint, record.status) for record in requests] == [report[1:] for report in reports]
+
+
+def count_of(endpoint, code):
+    labels = f'{{code="{code}",endpoint="{endpoint}",face="grpc"}}'
+    found = [
+        line
+        for line in exposition().decode().splitlines()
+        if line.startswith(f"lockstep_router_requests_total{labels}")
+    ]
+    return float(found[0].split()[-1]) if found else 0.0
+
+
+async def test_calls_that_do_not_exist_need_a_key_and_are_reported(make_cluster, tmp_path, caplog):
+    path = tmp_path / "keys.yaml"
+    write(path, tenant("search", KEY))
+    cluster = await make_cluster(1, keys_file=str(path))
+    good = ("authorization", f"Bearer {KEY}")
+    before = [count_of("other", code) for code in (401, 405)]
+    async with cluster.over_grpc() as channel:
+        for name in ("/lockstep.v1.Inference/Nothing", "/somebody.Else/Nothing"):
+            nothing = channel.unary_stream(name)
+            assert (await error_of(nothing(b"")))[0] is grpc.StatusCode.UNAUTHENTICATED
+            # What clients expect of a server without the call: grpcurl goes on to another version of reflection then.
+            assert (await error_of(nothing(b"", metadata=(good,))))[0] is grpc.StatusCode.UNIMPLEMENTED
+    audited = [record for record in caplog.records if record.name == "lockstep.audit"]
+    assert [(each.tenant, each.endpoint, each.status) for each in audited] == [
+        ("", "other", 401),
+        ("search", "other", 405),
+    ] * 2
+    assert [count_of("other", code) for code in (401, 405)] == [count + 2 for count in before]
+
+
+async def test_reflection_counts_as_a_request(cluster):
+    before = count_of(DESCRIPTION, 200)
+    async with cluster.over_grpc() as channel:
+        assert "grpc.health.v1.Health" in await described(channel)
+    assert count_of(DESCRIPTION, 200) == before + 1
 
 
 async def test_calls_count_by_face(cluster):

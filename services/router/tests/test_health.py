@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 
+import httpx
 import pytest
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode
@@ -11,7 +12,7 @@ from lockstep_router import metrics
 from lockstep_router.policies import WorkerFacts, without_impaired
 from lockstep_router.status import status_body
 from lockstep_router.workers.health import BreakerState
-from router_cluster import eventually
+from router_cluster import events_of, eventually
 from scripted_worker import Script
 
 PROMPT, TOKENS = "hello world", 12
@@ -232,6 +233,65 @@ async def test_faults_of_clients_and_refusals_do_not_count(make_cluster, script)
     assert (breaker.in_a_row, breaker.state) == (0, BreakerState.CLOSED)
 
 
+class PausingTransport(httpx.ASGITransport):
+    """A client that reads the head of an answer, and nothing more until `may_read` is set or the router gives it up."""
+
+    def __init__(self, app):
+        self.may_read = asyncio.Event()
+
+        async def pausing_app(scope, receive, send):
+            async def take(message):
+                if message["type"] == "http.response.body":
+                    await self.may_read.wait()
+                await send(message)
+
+            await app(scope, receive, take)
+            if not self.may_read.is_set():
+                await send({"type": "http.response.body"})
+
+        super().__init__(app=pausing_app)
+
+
+async def read_slowly(transport):
+    body = {"model": "reference", "prompt": PROMPT, "max_tokens": 200, "seed": 7, "stream": True}
+    async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=60) as client:
+        return await client.post("/v1/completions", json=body, headers=SESSION)
+
+
+async def test_clients_that_stop_reading_do_not_count_though_another_worker_completes_their_streams(make_cluster):
+    cluster = await make_cluster(heartbeat_timeout_s=60.0, max_unread_tokens=8)
+    own, (other,) = cluster.worker_of("session:s")
+    link = link_of(cluster, own)
+    for times in range(1, 4):
+        transport = PausingTransport(cluster.app)
+        reading = asyncio.create_task(read_slowly(transport))
+        await eventually(lambda times=times: len(own.cancels) == times)
+        own.queued = 9  # so that the stream goes on elsewhere
+        await eventually(lambda: link.status.queued == 9)
+        transport.may_read.set()
+        events = [data for _, data in events_of(await reading) if data != "[DONE]"]
+        assert "".join(each["choices"][0]["text"] for each in events) == cluster.undisturbed(PROMPT, 7, 200)
+        assert len(other.submits) >= times
+        own.queued = 0
+        await eventually(lambda: link.status.queued == 0)
+    assert (link.health.breaker.in_a_row, link.health.breaker.state) == (0, BreakerState.CLOSED)
+    assert health_of(cluster, own)["problems"] == []
+
+
+async def test_probe_whose_client_stops_reading_says_nothing(make_cluster):
+    cluster = await make_cluster(heartbeat_timeout_s=60.0, max_unread_tokens=8, write_timeout_s=0.3)
+    own, _ = cluster.worker_of("session:s")
+    judged_by_the_test(cluster)
+    breaker = link_of(cluster, own).health.breaker
+    breaker.eject("test", 0.0)
+    breaker.tick(breaker.until)
+    paused = metrics.FAILOVERS.labels("slow_client")._value.get()
+    assert not (await read_slowly(PausingTransport(cluster.app))).content
+    assert metrics.FAILOVERS.labels("slow_client")._value.get() == paused + 1
+    assert len(own.submits) == len(own.cancels) == 1
+    assert (breaker.state, breaker.is_ejected, breaker.ejections) == (BreakerState.HALF_OPEN, False, 1)
+
+
 async def test_request_that_fails_everywhere_is_not_the_workers_fault(make_cluster):
     cluster = await make_cluster(heartbeat_timeout_s=60.0, retry_share=1.0, max_attempts=2)
     for worker in cluster.workers:
@@ -325,6 +385,40 @@ async def test_hotspot_is_named(make_cluster):
     await eventually(lambda: not link_of(cluster, own).status.queued)
     workers.watch.check(workers.links, now + 7)
     assert health_of(cluster, own)["problems"] == []
+
+
+@pytest.mark.parametrize(("settings", "is_left"), [({}, True), ({"queue_threshold": 1000}, False)])
+async def test_session_leaves_a_hotspot_while_its_load_goes_on(make_cluster, settings, is_left):
+    """By the default `queue_threshold`: its next requests take the other worker's room, and those that wait stay."""
+    cluster = await make_cluster(heartbeat_timeout_s=60.0, **settings)
+    own, (other,) = cluster.worker_of("session:s")
+    for worker in cluster.workers:
+        worker.limit(2)
+        worker.script = Script(hang_after=1)
+    workers, running = judged_by_the_test(cluster), []
+
+    def reported():
+        return sum(link.status.running + link.status.queued for link in workers.links)
+
+    async def ask(requests):
+        for _ in range(requests):
+            running.append(asyncio.create_task(complete(cluster)))
+            await eventually(lambda: reported() == len(running))
+
+    await ask(5)
+    assert (len(own.submits), len(other.submits)) == (5, 0)
+    now, gauge = workers.clock.now(), metrics.IMPAIRED_WORKERS.labels("reference", "hotspot")
+    workers.watch.check(workers.links, now)
+    workers.watch.check(workers.links, now + 6)
+    assert (health_of(cluster, own)["problems"], gauge._value.get()) == (["hotspot"], 1)
+    await ask(3)
+    workers.watch.check(workers.links, now + 7)
+    assert (len(own.submits), len(other.submits)) == ((5, 3) if is_left else (8, 0))
+    assert (health_of(cluster, own)["problems"], gauge._value.get()) == (([], 0) if is_left else (["hotspot"], 1))
+    assert not any(task.done() for task in running), "the load goes on"
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 async def test_slow_worker_is_avoided_while_others_have_room(make_cluster):

@@ -1,6 +1,7 @@
 """The session comes from header, user or key, in this order, and keys are never stored."""
 
 import pytest
+from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
 from lockstep_router.faces import identity
 from lockstep_router.faces.idempotency import scope_of
 from lockstep_router.faces.identity import Origin
@@ -65,19 +66,51 @@ def test_key_is_the_tenant_wherever_its_client_is():
     assert tenants == {identity.tenant(key)}
 
 
-@pytest.mark.parametrize(
+TENANTS = pytest.mark.parametrize(
     ("settings", "headers", "tenant"),
     [
         ({}, {}, identity.anonymous_tenant("127.0.0.1")),
         ({}, {"x-forwarded-for": "10.0.0.1"}, identity.anonymous_tenant("127.0.0.1")),
         ({"trusted_proxies": "127.0.0.0/8"}, {"x-forwarded-for": "10.0.0.1"}, identity.anonymous_tenant("10.0.0.1")),
+        (
+            {"trusted_proxies": "127.0.0.0/8,10.9.0.0/16"},
+            {"x-forwarded-for": "10.0.0.7, 10.0.0.1, 10.9.1.1"},
+            identity.anonymous_tenant("10.0.0.1"),
+        ),
+        ({"trusted_proxies": "127.0.0.0/8"}, {"x-forwarded-for": "[fd00::1]:99"}, identity.anonymous_tenant("fd00::1")),
+        ({"trusted_proxies": "127.0.0.0/8"}, {}, identity.anonymous_tenant("127.0.0.1")),
+        ({"trusted_proxies": "10.0.0.0/8"}, {"x-forwarded-for": "10.0.0.1"}, identity.anonymous_tenant("127.0.0.1")),
         ({"anonymous_cache": "shared"}, {}, ""),
         ({}, {"authorization": "Bearer k"}, identity.tenant({"authorization": "Bearer k"})),
     ],
 )
+
+
+@TENANTS
 async def test_workers_get_the_tenant(make_cluster, settings, headers, tenant):
     cluster = await make_cluster(1, **settings)
     async with cluster.over_http() as client:
         body = {"model": "reference", "prompt": "hi", "max_tokens": 1}
         assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
     assert cluster.workers[0].submits[0].tenant == tenant
+
+
+@TENANTS
+async def test_workers_get_the_tenant_over_grpc(make_cluster, settings, headers, tenant):
+    cluster = await make_cluster(1, **settings)
+    async with cluster.over_grpc() as channel:
+        message = inference_pb2.GenerateRequest(model="reference", prompt="hi")
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(message, metadata=tuple(headers.items()))
+        assert [event async for event in call]
+    assert cluster.workers[0].submits[0].tenant == tenant
+
+
+async def test_idempotency_keys_over_grpc_belong_to_the_client_behind_the_proxy(make_cluster):
+    cluster = await make_cluster(1, trusted_proxies="127.0.0.0/8")
+    async with cluster.over_grpc() as channel:
+        stub, message = inference_pb2_grpc.InferenceStub(channel), inference_pb2.GenerateRequest(model="reference")
+        message.prompt = "hi"
+        for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2"):
+            call = stub.Generate(message, metadata=(("idempotency-key", "k"), ("x-forwarded-for", address)))
+            assert [event async for event in call]
+    assert len(cluster.workers[0].submits) == 2, "the second one has the answer of the first"

@@ -165,6 +165,40 @@ async def test_streams_at_a_time(limited):
     assert (await ask(cluster)).status_code == 200
 
 
+PATHS = {
+    "/v1/completions": True,
+    "/v1/chat/completions": True,
+    "/v1/responses": True,
+    "/v1/embeddings": False,
+    "/tokenize": False,
+    "/detokenize": False,
+}
+"""Whether an idempotency key can join an earlier answer there."""
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("limit", ["concurrent_streams", "tokens_per_minute"])
+async def test_key_waives_no_limit_where_it_joins_no_answer(limited, path, limit):
+    cluster = await limited(**{limit: 20 if limit == "tokens_per_minute" else 1})
+    if limit == "concurrent_streams":
+        cluster.workers[0].script = Script(hang_after=1)
+    running = asyncio.create_task(ask(cluster, max_tokens=60))
+    if limit == "concurrent_streams":
+        await eventually(lambda: cluster.router.streams == 1)
+    else:
+        assert (await running).status_code == 200
+    # The body is wrong: who gets an error about it was let in to send it.
+    wrong, with_key = {"model": 5}, bearer(KEY) | {"Idempotency-Key": "k"}
+    response = await cluster.client.post(path, json=wrong, headers=with_key)
+    if PATHS[path]:
+        assert response.status_code == 400
+    else:
+        assert is_limited(response, limit)
+    assert is_limited(await cluster.client.post(path, json=wrong, headers=bearer(KEY)), limit)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_every_choice_of_every_prompt_is_a_stream(limited):
     cluster = await limited(concurrent_streams=4)
     cluster.workers[0].script = Script(delay_s=0.02)

@@ -4,10 +4,13 @@ import pytest
 from lockstep_api.v1 import inference_pb2
 from router_cluster import eventually
 from scripted_worker import Script, model_card
+from websocket_client import socket_of
 
 DEFAULTS = {"temperature": 0.5, "top_p": 0.75, "top_k": 20, "min_p": 0.125, "repetition_penalty": 1.25}
 OTHERS = {"temperature": 1.5, "top_p": 0.25, "top_k": 3, "min_p": 0.5, "repetition_penalty": 2.0}
 OFF = {"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
+OF_RESPONSES = ("temperature", "top_p", "top_k", "min_p")
+"""Fields that the Responses API has."""
 
 
 def settings_of(sampling):
@@ -32,6 +35,36 @@ async def test_fields_that_are_not_set_have_the_models_settings(recommending, gi
     await recommending.chat(user="u", **given)
     worker, _ = recommending.worker_of("user:u")
     assert [settings_of(submit.sampling) for submit in worker.submits] == [DEFAULTS] * 2
+
+
+async def respond(cluster, **fields):
+    body = {"model": "reference", "input": "hello world", "max_output_tokens": 12, "seed": 7, "user": "u"} | fields
+    response = await cluster.client.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("given", [{}, dict.fromkeys(OF_RESPONSES)])
+async def test_responses_have_the_models_settings(recommending, given):
+    await respond(recommending, **given)
+    body = {"model": "reference", "input": "hello world", "max_output_tokens": 12, "seed": 7, "user": "u"} | given
+    async with recommending.over_http() as client, socket_of(client) as socket:
+        await socket.send(type="generate", id="a", endpoint="responses", body=body)
+        assert (await socket.answer("a"))[-1]["type"] == "done"
+    worker, _ = recommending.worker_of("user:u")
+    assert [settings_of(submit.sampling) for submit in worker.submits] == [DEFAULTS] * 2
+
+
+@pytest.mark.parametrize("values", [OTHERS, OFF, OFF | {"top_k": -1}])
+async def test_the_clients_values_win_in_responses(recommending, values):
+    given = {field: values[field] for field in OF_RESPONSES}
+    await respond(recommending, **given)
+    for field, value in given.items():
+        await respond(recommending, **{field: value})
+    worker, _ = recommending.worker_of("user:u")
+    together, *alone = [settings_of(submit.sampling) for submit in worker.submits]
+    wanted = given | {"top_k": max(0, given["top_k"])}
+    assert together == DEFAULTS | wanted
+    assert alone == [DEFAULTS | {field: value} for field, value in wanted.items()]
 
 
 @pytest.mark.parametrize("given", [OTHERS, OFF])

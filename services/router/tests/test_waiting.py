@@ -8,7 +8,7 @@ from lockstep_api.v1 import worker_pb2
 from lockstep_common.seniority import turn_at
 from lockstep_router.workers.retry_budget import RetryBudget
 from router_cluster import eventually
-from scripted_worker import Script
+from scripted_worker import Script, model_card
 
 TOKENS = 12
 
@@ -143,6 +143,39 @@ async def test_request_that_would_wait_too_long_is_refused_at_once(make_cluster)
     assert "takes 42 s now, this request may wait 30 s" in error_of(response)["message"]
     assert response.headers["retry-after"] == "13"
     assert not worker.submits
+
+
+REFUSALS = {
+    "a queue that takes too long": ({"max_queue_wait_s": 30}, "takes 42 s now"),
+    "too many streams": ({"max_streams": 4}, "runs 4 streams already"),
+}
+
+
+@pytest.mark.parametrize("cause", REFUSALS)
+async def test_refusals_take_little_time_beside_running_streams(make_cluster, cause):
+    settings, said = REFUSALS[cause]
+    cluster = await make_cluster(1, **settings)
+    (worker,) = cluster.workers
+    worker.card, worker.script = model_card(context_length=1 << 20), Script(delay_s=0.02)
+    worker.announce(epoch=2)
+    await eventually(lambda: cluster.router.workers.models["reference"].context_length == 1 << 20)
+    # So long that no machine ends them first.
+    running = [asyncio.create_task(cluster.complete(f"r{number}", max_tokens=1 << 19)) for number in range(4)]
+    await eventually(lambda: len(worker.submits) == 4)
+    worker.queue_wait_s = 42.5
+    await eventually(lambda: cluster.router.workers.links[0].queue_wait_s == 42.5)
+    loop, means_s = asyncio.get_running_loop(), []
+    for _ in range(5):
+        began = loop.time()
+        for _ in range(20):
+            response = await cluster.complete()
+            assert response.status_code == 503
+            assert int(response.headers["retry-after"]) >= 1
+            assert said in error_of(response)["message"]
+        means_s.append((loop.time() - began) / 20)
+    assert min(means_s) < 0.01, "the least: others' work on the machine may disturb some of them"
+    assert len(worker.submits) == cluster.router.streams == 4
+    await end(*running)
 
 
 async def test_clients_own_deadline_counts_in_the_refusal(make_cluster):
@@ -283,6 +316,36 @@ async def test_retries_are_limited_to_a_share_of_the_streams(make_cluster):
     assert all(response.status_code == 503 for response in responses)
     attempts = sum(len(worker.submits) for worker in cluster.workers)
     assert 40 < attempts <= 40 + 10 + 8, "a reserve of ten, and one a second"
+
+
+def spend(budget, now):
+    """Take all retries that there are now; their number."""
+    spender = turn(0, 0.0, "spender", has_output=True)
+    taken = 0
+    while budget.withdraw(now, spender):
+        taken += 1
+    budget.leave(spender)
+    return taken
+
+
+def test_new_streams_add_their_share_of_retries():
+    budget = RetryBudget(share=0.2)
+    assert spend(budget, 0.0) == 10
+    for _ in range(52):
+        budget.deposit()
+    assert spend(budget, 0.0) == 10, "a fifth of them; time alone adds none here"
+    for _ in range(10_000):
+        budget.deposit()
+    assert spend(budget, 0.0) == 200, "they are not saved without end"
+
+
+async def test_every_stream_that_begins_adds_its_share(make_cluster):
+    cluster = await make_cluster(1, retry_share=0.5)
+    budget, now = cluster.router.workers.retries, asyncio.get_running_loop().time()
+    spend(budget, now)
+    for number in range(12):
+        assert (await cluster.complete(f"r{number}", n=2)).status_code == 200
+    assert spend(budget, now) == 12, "two streams a request"
 
 
 def overloaded(retry_after_s=1.0):

@@ -9,6 +9,7 @@ from lockstep_common.errors import LockstepError
 
 from lockstep_router.faces import identity
 from lockstep_router.faces.access import NOBODY, authenticate
+from lockstep_router.faces.forwarded import ForwardedClients
 from lockstep_router.faces.identity import Origin
 from lockstep_router.faces.record import Record
 from lockstep_router.router import Router
@@ -16,6 +17,7 @@ from lockstep_router.tenants import KeyFile
 from lockstep_router.traces import begin_request
 
 _AUTHORIZATION = "authorization"
+_FORWARDED_FOR = "x-forwarded-for"
 _PASSED_ON = ("x-session-id", "x-request-id", "traceparent", "tracestate")
 ERROR_CODE = "lockstep-error-code"
 ERROR_FIELD = "lockstep-field"
@@ -41,7 +43,7 @@ def identify(router: Router, metadata: list[tuple[str, Any]], record: Record) ->
 
 
 def _authenticate(keys: KeyFile, metadata: list[tuple[str, Any]], record: Record, router: Router) -> None:
-    given = [str(value).encode("utf-8", "surrogateescape") for name, value in metadata if name == _AUTHORIZATION]
+    given = _values(metadata, _AUTHORIZATION)
     access = record.access = authenticate(keys, given)
     record.account, record.key_id = router.limits.account(access.tenant), access.key_id
 
@@ -51,23 +53,33 @@ def new_record(router: Router, metadata: list[tuple[str, Any]]) -> Record:
     return Record(identity.request_id(_headers(metadata)), router.limits.account(NOBODY))
 
 
-def origin_of(
-    router: Router, context: grpc.aio.ServicerContext, metadata: list[tuple[str, Any]], record: Record, session: str
-) -> Origin:
+def origin_of(router: Router, address: str, metadata: list[tuple[str, Any]], record: Record, session: str) -> Origin:
     """The sender, as the rules of the REST API see it. A session in the message precedes one in the metadata."""
     headers = dict(_headers(metadata))
     if session:
         headers["x-session-id"] = session
     if router.keys is None:
         headers |= {name: str(value) for name, value in metadata if name == _AUTHORIZATION}
-    address, shares = address_of(context.peer()), router.settings.anonymous_cache == "shared"
+    shares = router.settings.anonymous_cache == "shared"
     return Origin(headers, address, record.account.tenant.name, record.trace, record.request_id, shares)
+
+
+async def client_address(
+    forwarded: ForwardedClients | None, context: grpc.aio.ServicerContext, metadata: list[tuple[str, Any]]
+) -> str:
+    """The client's address: the peer's, unless that is a trusted proxy. The length of metadata is limited already."""
+    address = address_of(context.peer())
+    return address if forwarded is None else await forwarded.address(address, _values(metadata, _FORWARDED_FOR))
 
 
 def address_of(peer: str) -> str:
     """The client's address in gRPC's name of a peer (`ipv4:127.0.0.1:5000`, `ipv6:%5B::1%5D:5000`)."""
     kind, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
+
+
+def _values(metadata: list[tuple[str, Any]], wanted: str) -> list[bytes]:
+    return [str(value).encode("utf-8", "surrogateescape") for name, value in metadata if name == wanted]
 
 
 def _headers(metadata: list[tuple[str, Any]]) -> Mapping[str, str]:

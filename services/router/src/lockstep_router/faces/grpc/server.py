@@ -9,11 +9,10 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from lockstep_common.errors import LockstepError, cannot_listen
+from lockstep_common.errors import cannot_listen
 from lockstep_common.health_service import Health
 
 from lockstep_router.faces.bodies import BodyBudget
-from lockstep_router.faces.grpc.caller import abort, identify, new_record
 from lockstep_router.faces.grpc.inbound import Inbound
 from lockstep_router.faces.grpc.service import SERVICE, Inference
 from lockstep_router.faces.parsing import Parsing
@@ -49,13 +48,13 @@ class GrpcServer:
     ) -> None:
         settings = router.settings
         arriving = max(_MIN_ARRIVING, settings.max_bodies_bytes // settings.max_body_bytes)
-        inbound = Inbound(bodies, arriving, settings.body_timeout_s)
+        inference = Inference(router, Inbound(bodies, arriving, settings.body_timeout_s), parsing)
         self._server = grpc.aio.server(
-            interceptors=(_KeyInterceptor(router),),
+            interceptors=(_Interceptor(inference),),
             options=_options(settings),
             maximum_concurrent_rpcs=settings.max_streams + _OTHER_CALLS,
         )
-        self._server.add_generic_rpc_handlers((Inference(router, inbound, parsing).handler(),))
+        self._server.add_generic_rpc_handlers((inference.handler(),))
         self._health = Health(dict.fromkeys(("", SERVICE), lambda: router.unready is None and not router.draining))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -110,30 +109,22 @@ def _options(settings: RouterSettings) -> tuple[tuple[str, Any], ...]:
     )
 
 
-class _KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without a valid key before anything is read of them. `Inference` does so itself, and reports it."""
+class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Lets `Inference` serve every call but those of health: it refuses calls without a valid key before anything is
+    read of them, and reports each.
+    """
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, inference: Inference) -> None:
+        self._inference = inference
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
-        """The call's handler, or one that refuses it."""
-        service = handler_call_details.method.split("/")[1]
-        if service not in (_HEALTH, SERVICE):
-            metadata = list(handler_call_details.invocation_metadata or ())
-            try:
-                identify(self._router, metadata, new_record(self._router, metadata))
-            except LockstepError as error:
-                return _refusing(error, self._router.settings.router_id)
-        return await continuation(handler_call_details)
-
-
-def _refusing(error: LockstepError, router_id: str) -> grpc.RpcMethodHandler:
-    async def refuse(_: object, context: grpc.aio.ServicerContext) -> None:
-        await abort(context, error, router_id)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
+        """The call's handler."""
+        handler = await continuation(handler_call_details)
+        service = handler_call_details.method.removeprefix("/").partition("/")[0]
+        if service == _HEALTH or (service == SERVICE and handler is not None):
+            return handler
+        return self._inference.unknown() if handler is None else self._inference.describing(handler)

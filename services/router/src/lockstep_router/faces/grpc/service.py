@@ -1,4 +1,5 @@
-"""The calls of `lockstep.v1.Inference`: whose they are, their messages, their events, their end.
+"""The calls of `lockstep.v1.Inference`: whose they are, their messages, their events, their end. The calls of other
+services, except for health, have the same rules.
 
 Each call reads its one message itself, so that nothing of it is read for callers who are refused. On the wire that is
 the same as a call with a plain message.
@@ -20,7 +21,16 @@ from lockstep_api.v1 import inference_pb2
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
 
 from lockstep_router.faces.access import Call, report
-from lockstep_router.faces.grpc.caller import ROUTER_METADATA, abort, identify, metadata_of, new_record, origin_of
+from lockstep_router.faces.forwarded import ForwardedClients
+from lockstep_router.faces.grpc.caller import (
+    ROUTER_METADATA,
+    abort,
+    client_address,
+    identify,
+    metadata_of,
+    new_record,
+    origin_of,
+)
 from lockstep_router.faces.grpc.events import (
     echo_events,
     embedding_usage,
@@ -56,7 +66,6 @@ from lockstep_router.faces.openai.schemas import (
     TokenizeRequest,
 )
 from lockstep_router.faces.parsing import Parsing
-from lockstep_router.faces.record import Record
 from lockstep_router.generation.embedding import Embedding, EmbeddingRequest
 from lockstep_router.generation.request import Caller, GenerationRequest, PromptSource
 from lockstep_router.generation.style import Style
@@ -74,6 +83,7 @@ KEY_METADATA = "idempotency-key"
 _CHAT, _COMPLETIONS, _STREAMS = "/v1/chat/completions", "/v1/completions", "/v1/streams/{stream_id}"
 _EMBEDDINGS, _MODELS = "/v1/embeddings", "/v1/models"
 _TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"
+_DESCRIPTION, _OTHER = "/openapi.json", "other"
 _MAX_ID_CHARS = 256
 
 
@@ -90,15 +100,22 @@ class _Wanted:
 class _Progress:
     """One call: who sends it, and what it has come to."""
 
-    def __init__(self, context: grpc.aio.ServicerContext, record: Record, metadata: list[tuple[str, Any]]) -> None:
+    def __init__(self, endpoint: str, requests: Any, context: grpc.aio.ServicerContext, router: Router) -> None:
+        self.endpoint = endpoint
+        self.requests = requests
+        """The call's messages, for handlers that do not read them by the context."""
         self.context = context
-        self.record = record
-        self.metadata = metadata
-        self.endpoint = _STREAMS
+        self.metadata = metadata_of(context)
+        self.record = new_record(router, self.metadata)
+        self.address = ""
+        """The client's; empty: it is not known."""
         self.is_unwanted = False
         """Whether the stream ends with the call."""
         self.owner: str | None = None
         """Names who may resume the stream, once there is one."""
+
+
+_Behaviour = Callable[[_Progress], Awaitable[None]]
 
 
 class Inference:
@@ -108,34 +125,60 @@ class Inference:
         self._router = router
         self._inbound = inbound
         self._parsing = parsing
+        proxies = router.settings.trusted_proxies
+        self._forwarded = ForwardedClients(proxies) if proxies else None
 
     def handler(self) -> grpc.GenericRpcHandler:
         """The calls by name."""
-        behaviours: dict[str, Callable[[_Progress], Awaitable[None]]] = {
-            "Generate": self._generate,
-            "Resume": self._resume,
-            "Cancel": self._cancel,
-            "Embed": self._embed,
-            "Tokenize": self._tokenize,
-            "Detokenize": self._detokenize,
-            "ListModels": self._list_models,
+        behaviours: dict[str, tuple[str, _Behaviour]] = {
+            "Generate": (_COMPLETIONS, self._generate),
+            "Resume": (_STREAMS, self._resume),
+            "Cancel": (_STREAMS, self._cancel),
+            "Embed": (_EMBEDDINGS, self._embed),
+            "Tokenize": (_TOKENIZE, self._tokenize),
+            "Detokenize": (_DETOKENIZE, self._detokenize),
+            "ListModels": (_MODELS, self._list_models),
         }
         handlers = {
-            name: grpc.stream_stream_rpc_method_handler(partial(self._serve, behaviour), response_serializer=_serialize)
-            for name, behaviour in behaviours.items()
+            name: grpc.stream_stream_rpc_method_handler(
+                partial(self._serve, endpoint, behaviour), response_serializer=_serialize
+            )
+            for name, (endpoint, behaviour) in behaviours.items()
         }
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
+    def describing(self, reflection: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
+        """Reflection's own handler, with the rules of the calls here: it needs a key, and its end is reported."""
+
+        async def describe(call: _Progress) -> None:
+            await self._begin(call, ())
+            async for reply in reflection.stream_stream(call.requests, call.context):
+                await self._write(call, reply)
+
+        return grpc.stream_stream_rpc_method_handler(
+            partial(self._serve, _DESCRIPTION, describe),
+            reflection.request_deserializer,
+            reflection.response_serializer,
+        )
+
+    def unknown(self) -> grpc.RpcMethodHandler:
+        """A handler of calls that there are not: they need a key, and are reported, too."""
+
+        async def refuse(_: _Progress) -> None:
+            raise LockstepError(ErrorCode.METHOD_NOT_ALLOWED, "there is no such call")
+
+        return grpc.stream_stream_rpc_method_handler(partial(self._serve, _OTHER, refuse))
+
     async def _serve(
-        self, behaviour: Callable[[_Progress], Awaitable[None]], _: object, context: grpc.aio.ServicerContext
+        self, endpoint: str, behaviour: _Behaviour, requests: object, context: grpc.aio.ServicerContext
     ) -> None:
         """Serve a call; its end is logged and counted, whatever it is."""
         began = time.perf_counter()
-        metadata = metadata_of(context)
-        record = new_record(self._router, metadata)
-        call, failure = _Progress(context, record, metadata), None
+        call, failure = _Progress(endpoint, requests, context, self._router), None
+        record = call.record
         try:
-            identify(self._router, metadata, record)
+            identify(self._router, call.metadata, record)
+            call.address = await client_address(self._forwarded, context, call.metadata)
             await behaviour(call)
             record.status = 200
         except LockstepError as error:
@@ -161,7 +204,6 @@ class Inference:
             await abort(context, failure, self._router.settings.router_id)
 
     async def _generate(self, call: _Progress) -> None:
-        call.endpoint = _COMPLETIONS
         record = call.record
         given_key = dict(call.metadata).get(KEY_METADATA)
         # A request with a key may be answered by an earlier one, which is among the tenant's streams.
@@ -225,7 +267,6 @@ class Inference:
         await self._reply(call, inference_pb2.CancelResponse())
 
     async def _embed(self, call: _Progress) -> None:
-        call.endpoint = _EMBEDDINGS
         record, settings = call.record, self._router.settings
 
         def parse(raw: bytes) -> EmbeddingRequest:
@@ -265,7 +306,6 @@ class Inference:
             await asyncio.gather(running, return_exceptions=True)
 
     async def _tokenize(self, call: _Progress) -> None:
-        call.endpoint = _TOKENIZE
         settings = self._router.settings
 
         def parse(raw: bytes) -> tuple[str, PromptSource]:
@@ -281,8 +321,6 @@ class Inference:
             await self._reply(call, inference_pb2.TokenizeResponse(tokens=ids, max_model_len=card.context_length))
 
     async def _detokenize(self, call: _Progress) -> None:
-        call.endpoint = _DETOKENIZE
-
         def parse(raw: bytes) -> DetokenizeRequest:
             message = parse_message(inference_pb2.DetokenizeRequest, raw, self._router.settings.max_body_values)
             return validate(DetokenizeRequest, detokenize_body(message))
@@ -295,7 +333,6 @@ class Inference:
             await self._reply(call, inference_pb2.DetokenizeResponse(prompt=text))
 
     async def _list_models(self, call: _Progress) -> None:
-        call.endpoint = _MODELS
         message = _parse(inference_pb2.ListModelsRequest, await self._small(call))
         cards = [self._router.model(message.model)] if message.model else self._router.models()
         await self._reply(call, inference_pb2.ListModelsResponse(models=map(model_message, cards)))
@@ -313,7 +350,7 @@ class Inference:
         return raw
 
     def _origin(self, call: _Progress, session: str = "") -> Origin:
-        return origin_of(self._router, call.context, call.metadata, call.record, session)
+        return origin_of(self._router, call.address, call.metadata, call.record, session)
 
     def _timed(self, caller: Caller, call: _Progress) -> Caller:
         """The caller with the call's deadline."""

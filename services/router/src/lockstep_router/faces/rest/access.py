@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lockstep_router.console import files
 from lockstep_router.faces import identity
 from lockstep_router.faces.access import NOBODY, Call, authenticate, report
+from lockstep_router.faces.forwarded import ForwardedClients
 from lockstep_router.faces.record import Record
-from lockstep_router.faces.rest.forwarded import ForwardedClients
 from lockstep_router.faces.rest.header_fields import header_fields
 from lockstep_router.faces.rest.replies import Headers, error_reply, send_response
 from lockstep_router.faces.websocket.handshake import SUBPROTOCOL_HEADER, keys_in_subprotocols, without_key

@@ -235,7 +235,7 @@ async def _body(request: Request, model: type[Model]) -> Model:
 
 async def _content(request: Request) -> bytearray:
     settings, state, record = _router(request).settings, request.app.state, request.state.record
-    await admit(record, _fields(request))
+    await admit(record, request.scope["path"], _fields(request))
     record.body = state.bodies.reserve()
     content: bytearray = await record.body.read(
         request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s

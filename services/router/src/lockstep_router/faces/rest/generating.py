@@ -72,15 +72,19 @@ COMPLETIONS = Endpoint(
 
 ENDPOINTS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 
+_JOINABLE = frozenset({*ENDPOINTS, "/v1/responses"})
+"""The paths where an idempotency key can join an earlier answer."""
 
-async def admit(record: Record, fields: Mapping[str, str]) -> None:
+
+async def admit(record: Record, path: str, fields: Mapping[str, str]) -> None:
     """Count a request against its tenant's limits before its body is read.
 
     Raises:
         LockstepError: RATE_LIMIT_EXCEEDED.
     """
     # A request with a key may be answered by an earlier one, which is among the tenant's streams.
-    await (record.account.admit_reading() if KEY_NAME in fields else record.account.admit())
+    may_join = KEY_NAME in fields and path in _JOINABLE
+    await (record.account.admit_reading() if may_join else record.account.admit())
 
 
 def origin_of(scope: Scope, fields: Mapping[str, str], record: Record, router: Router) -> Origin:
@@ -143,7 +147,7 @@ class DirectFace:
         self, endpoint: Endpoint, scope: Scope, exchange: Exchange, client: Client, channel: Channel
     ) -> None:
         record, fields = exchange.record, exchange.fields
-        await admit(record, fields)
+        await admit(record, scope["path"], fields)
         content = channel.take_body()
         record.body = self._bodies.take(len(content), max_bytes=self._router.settings.max_body_bytes)
         run = endpoint.answer(self._router, content, origin_of(scope, fields, record, self._router), record)

@@ -51,8 +51,9 @@ def responses_request(body: ResponsesRequest, origin: Origin, settings: RouterSe
         sampling=inference_pb2.Sampling(
             temperature=body.temperature,
             top_p=body.top_p,
-            top_k=max(0, body.top_k or 0),
-            min_p=body.min_p or 0.0,
+            # None where the client sets none: 0 would take the place of the model's own setting.
+            top_k=None if body.top_k is None else max(0, body.top_k),
+            min_p=body.min_p,
             grammar=_grammar(body),
         ),
         max_tokens=body.max_output_tokens,
