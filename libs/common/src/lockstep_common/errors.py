@@ -10,29 +10,67 @@ from typing import Any
 
 
 class ErrorCode(StrEnum):
-    """The kind of a failure; the same on every protocol."""
+    """The kind of a failure, the same on every protocol; below each, what it means and whether to try again."""
 
     INVALID_REQUEST = "invalid_request"
+    """A field, a header or the form of the request is wrong, and `param` names it if it has a name; correct it, since
+    the same request fails again.
+    """
     INVALID_API_KEY = "invalid_api_key"
+    """The API key is missing, unknown or expired; try again only with a valid one."""
     RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
+    """The tenant has reached the limit that `param` names; try again after `Retry-After`."""
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    """The prompt, alone or together with the tokens asked for, does not fit into the model's context; send less, since
+    the same request fails again.
+    """
     MODEL_NOT_FOUND = "model_not_found"
+    """No worker has reported a model of this name; try again only if such a worker is about to come."""
     NOT_FOUND = "not_found"
+    """There is nothing at this address, or a WebSocket has no request in progress with this id; another try does not
+    help.
+    """
     STREAM_NOT_FOUND = "stream_not_found"
+    """This client has no resumable stream with this id or key, or the time to resume it is over; begin a new request.
+    """
     STREAM_MOVED = "stream_moved"
+    """A client has resumed the stream at another router, which has it now; this is final for this reader, since another
+    try would take the stream from that client.
+    """
     IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"
+    """The idempotency key was used for a request with another body; try again with another key."""
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    """There is something at this address, but not with this method, or there is no such gRPC call; another try does not
+    help.
+    """
     PAYLOAD_TOO_LARGE = "payload_too_large"
+    """The body or the headers are larger than this router takes; send less, since the same request fails again."""
     OVERLOADED = "overloaded"
+    """The router or the model's workers have no room for the request now; try again after `Retry-After`."""
     RESOURCE_EXHAUSTED = "resource_exhausted"
+    """The request alone needs more than its tenant's limits or a worker's memory allow; send less, since waiting does
+    not help.
+    """
     UNAVAILABLE = "unavailable"
+    """No worker could run the request in time, or another part of the system does not answer; try again after
+    `Retry-After`.
+    """
     WORKER_LOST = "worker_lost"
+    """Several attempts in a row have failed on workers that live on; try again after `Retry-After`."""
     REQUEST_QUARANTINED = "request_quarantined"
+    """Several workers died while they ran this request, so it is refused for some minutes; do not try it again."""
     DRAINING = "draining"
+    """This router is shutting down; try again after `Retry-After`, over a new connection."""
     DEADLINE_EXCEEDED = "deadline_exceeded"
+    """The time that the client has set for its request is over; try again only with more time."""
     CANCELLED = "cancelled"
+    """The request was ended: its client has deleted or cancelled it, has left, or has read nothing for too long; it is
+    final.
+    """
     NUMERICAL_ERROR = "numerical_error"
+    """The model's numbers became NaN or infinite for this request; the same request fails again."""
     INTERNAL = "internal"
+    """The router or a worker has a defect, and its log has more under the request's id; one more try may succeed."""
 
 
 @dataclass(frozen=True)

@@ -174,15 +174,16 @@ def _introduce(stack: Stack) -> None:
     name = settings.name or os.path.basename(os.path.abspath(settings.model))
     workers = ", ".join(f"{worker} (pid {pid})" for worker, pid in stack.worker_pids.items())
     body = json.dumps({"model": name, "prompt": "It was a dark night, and", "max_tokens": 40})
+    urls = [f"{url}/v1" for url in stack.urls]
     rows = {
         "API": f"{stack.url}/v1",
         "manage": f"{stack.management_url} (/status, /metrics, lockstep debug)",
         "console": stack.console_url,
-        **({"routers": ", ".join(f"{url}/v1" for url in stack.urls)} if len(stack.urls) > 1 else {}),
+        **({"routers": ", ".join(urls)} if len(urls) > 1 else {}),
         "model": f"{name} ({settings.model})",
         "workers": f"{workers}; {settings.tp} rank{'s' * (settings.tp > 1)} each",
         "try": f"curl {stack.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
-        "": f"lockstep chat --url {stack.url}/v1",
+        "": f"lockstep chat --url {','.join(urls)}",
         "stop": "Ctrl-C",
     }
     out = console.output()

@@ -1,20 +1,29 @@
-"""Write the generated parts of `docs/api.md` from the OpenAPI document, the proto file and the table of errors.
+"""Write the generated parts of `docs/api.md` from the OpenAPI document, the proto file, the table of errors, and
+answers that the router's code makes.
 
 `--check` fails when they differ.
 """
 
+import ast
+import inspect
 import json
+import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from lockstep_common.errors import MEANINGS
+from lockstep_common.errors import MEANINGS, ErrorCode
+from lockstep_router.faces.openai.fields import IGNORED, UNSUPPORTED
 from lockstep_router.faces.rest.app import create_app
-from lockstep_router.router import Router
-from lockstep_router.settings import RouterSettings
+from lockstep_router.faces.websocket.messages import ClientMessage
+from starlette.routing import Route
 
+from lockstep_tools.repository.answer_docs import ANSWERS, answers, socket_messages
+from lockstep_tools.repository.answer_samples import SampleRouter
 from lockstep_tools.repository.generated_parts import fill, write_or_check
 from lockstep_tools.repository.grpc_docs import service
+from lockstep_tools.repository.management_docs import pages
 
 DOCUMENT = Path(__file__).resolve().parents[4] / "docs/api.md"
 
@@ -30,15 +39,22 @@ _LIMITS = {
     "maxProperties": "at most {} entries",
 }
 
+_OTHERS = {
+    "/openapi.json": "Describe this API.",
+    "/console": "Lead to the web console, if `console` is `public`.",
+    "/console/{name}": "Show the [web console](console.md), if `console` is `public`. Its page is `/console/`; its "
+    "files need no key, what it shows does.",
+}
+"""What those routes do that the OpenAPI document does not have."""
+
 
 def document() -> dict[str, Any]:
     """The router's OpenAPI document."""
-    settings = RouterSettings.model_validate({"workers": ["unix:/nowhere"]})
-    return create_app(Router(settings)).openapi()
+    return create_app(SampleRouter()).openapi()
 
 
 def endpoints(api: dict[str, Any]) -> str:
-    """A section for each endpoint: what it does, its parameters, the fields of its body."""
+    """A section for each endpoint: what it does, its parameters, its body and its answer."""
     lines = []
     for path, operations in api["paths"].items():
         for method, operation in operations.items():
@@ -48,42 +64,118 @@ def endpoints(api: dict[str, Any]) -> str:
             if body is not None:
                 name = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
                 lines += [f"Body: [{name}](#{name.lower()}).", ""]
+            lines += [f"Answer: {ANSWERS[method.upper(), path]}", ""]
+    for path in other_paths():
+        lines += [f"### `GET {path}`", "", _OTHERS[path], "", f"Answer: {ANSWERS['GET', path]}", ""]
     return "\n".join(lines)
 
 
+def other_paths() -> list[str]:
+    """The paths of routes that the OpenAPI document does not have."""
+    app = create_app(SampleRouter(console="public"))
+    routes = [route for route in app.routes if isinstance(route, Route) and not route.include_in_schema]
+    return [re.sub(r":\w+}", "}", route.path) for route in routes]
+
+
 def bodies(api: dict[str, Any]) -> str:
-    """A table for each object in a request's body: its fields, their forms, limits and defaults."""
+    """A table for each object in a request's body: its fields, their forms, limits, defaults and meanings."""
     lines = []
-    for name, schema in sorted(api["components"]["schemas"].items()):
-        if "properties" not in schema:
-            continue
-        lines += [f"### {name}", "", " ".join(schema.get("description", "").split()), ""]
-        lines += ["| field | form | default |", "| --- | --- | --- |"]
-        required = schema.get("required", ())
-        for field, each in schema["properties"].items():
-            default = (
-                "required" if field in required else f"`{json.dumps(each['default'])}`" if "default" in each else ""
-            )
-            lines.append(f"| `{field}` | {_form(each)} | {default} |")
-        lines.append("")
+    schemas = api["components"]["schemas"]
+    for name in sorted(_referred(api["paths"], schemas)):
+        lines += [f"### {name}", "", " ".join(schemas[name]["description"].split()), "", *_fields(schemas[name])]
+    return "\n".join(lines)
+
+
+def other_fields() -> str:
+    """Fields of OpenAI's API that bodies may have although no table has them."""
+    refused = (f"| `{name}` | {sentence} |" for name, (_, sentence) in UNSUPPORTED.items())
+    ignored = ", ".join(f"`{name}`" for name in sorted(IGNORED))
+    return "\n".join(
+        (f"Accepted and ignored: {ignored}.", "", "| field | other values |", "| --- | --- |", *refused, "")
+    )
+
+
+def client_messages() -> str:
+    """A table for each message that a client sends on a WebSocket."""
+    lines = []
+    for model in get_args(ClientMessage):
+        schema = model.model_json_schema()
+        lines += [
+            f"#### Message `{schema['properties']['type']['const']}`",
+            "",
+            schema["description"],
+            "",
+            *_fields(schema),
+        ]
     return "\n".join(lines)
 
 
 def errors() -> str:
     """The table of all errors."""
-    lines = ["| code | HTTP | type | gRPC |", "| --- | --- | --- | --- |"]
+    sentences = attribute_docstrings(ErrorCode)
+    lines = ["| code | HTTP | type | gRPC | |", "| --- | --- | --- | --- | --- |"]
     lines += [
-        f"| `{code}` | {each.http_status} | `{each.openai_type}` | `{each.grpc_status}` |"
+        f"| `{code}` | {each.http_status} | `{each.openai_type}` | `{each.grpc_status}` | {sentences[code.name]} |"
         for code, each in MEANINGS.items()
     ]
     return "\n".join([*lines, ""])
 
 
+def attribute_docstrings(owner: type) -> dict[str, str]:
+    """The strings below the attributes of a class, by the attributes' names."""
+    (definition,) = ast.parse(inspect.getsource(owner)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        target.id: " ".join(after.value.value.split())
+        for before, after in pairwise(definition.body)
+        if isinstance(before, ast.Assign) and isinstance(target := before.targets[0], ast.Name)
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+    }
+
+
 def complete(text: str) -> str:
     """The document with its generated parts up to date."""
     api = document()
-    parts = {"endpoints": endpoints(api), "bodies": bodies(api), "grpc": service(), "errors": errors()}
+    parts = {
+        "endpoints": endpoints(api),
+        "bodies": bodies(api),
+        "other fields": other_fields(),
+        "answers": answers(),
+        "client messages": client_messages(),
+        "router messages": socket_messages(),
+        "grpc": service(),
+        "management": pages(),
+        "errors": errors(),
+    }
     return fill(text, parts)
+
+
+def _referred(part: Any, schemas: dict[str, Any]) -> set[str]:
+    """The names of the schemas that request bodies in a part of the document refer to, and of those in them."""
+    if isinstance(part, list):
+        return set().union(*(_referred(each, schemas) for each in part))
+    if not isinstance(part, dict):
+        return set()
+    names = {part["$ref"].rpartition("/")[2]} if "$ref" in part else set()
+    inner = [schemas[name] for name in names] + [each for name, each in part.items() if name != "responses"]
+    return names | _referred(inner, schemas)
+
+
+def _fields(schema: dict[str, Any]) -> Iterator[str]:
+    """The table of an object's fields.
+
+    Raises:
+        ValueError: a field has no description.
+    """
+    required = schema.get("required", ())
+    yield from ("| field | form | default | meaning |", "| --- | --- | --- | --- |")
+    for name, each in schema["properties"].items():
+        meaning = "The kind of the object." if "const" in each else each.get("description")
+        if not meaning:
+            raise ValueError(f"{schema['title']}.{name} has no description")
+        default = "required" if name in required else f"`{json.dumps(each['default'])}`" if "default" in each else ""
+        yield f"| `{name}` | {_form(each)} | {default} | {meaning} |"
+    yield ""
 
 
 def _parameters(parameters: Any) -> Iterator[str]:

@@ -17,17 +17,23 @@ from lockstep_router.settings import RouterSettings
 class EmbeddingBody(Strict):
     """POST /v1/embeddings."""
 
-    model: str = Field(min_length=1, max_length=256)
+    model: str = Field(min_length=1, max_length=256, description="The model's name, as in `/v1/models`.")
     input: Annotated[
         Annotated[str, Tag("<string>")]
         | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("<list>")]
         | Annotated[IdList, Tag("<ids>")]
         | Annotated[list[IdList], Field(min_length=1, fail_fast=True), Tag("<id lists>")],
         choice_of("a string, a list of strings, a list of token ids or a list of lists of token ids", prompt_form),
-    ]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(None, ge=1, lt=1 << 31)
-    user: str | None = Field(None, max_length=1024)
+    ] = Field(description="One or several texts, as text or as token ids.")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="Vectors are lists of numbers, or base64 of 32-bit floats (little-endian). Default: `float`."
+    )
+    dimensions: int | None = Field(
+        None, ge=1, lt=1 << 31, description="Numbers in a vector, if the model offers this size. Default: all."
+    )
+    user: str | None = Field(
+        None, max_length=1024, description="Requests with one value prefer one worker, as with `X-Session-ID`."
+    )
 
     @property
     def inputs(self) -> list[str | list[int]]:

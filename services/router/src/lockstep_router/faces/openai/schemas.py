@@ -48,13 +48,15 @@ class TextPart(Strict):
     """A content part with text; text models accept no other kind."""
 
     type: Literal["text"]
-    text: str
+    text: str = Field(description="The text.")
 
 
 class Message(Strict):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
+        description="Who says it. `developer` reaches the chat template as `system`."
+    )
     content: (
         Annotated[
             Annotated[str, Tag("<string>")]
@@ -62,12 +64,18 @@ class Message(Strict):
             choice_of("a string or a list of text parts", text_form),
         ]
         | None
-    ) = None
-    """May be missing in an assistant's message with tool calls."""
-    name: str | None = Field(None, max_length=256)
-    tool_calls: list[Call] | None = Field(None, max_length=MAX_CALLS, fail_fast=True)
-    tool_call_id: str | None = Field(None, min_length=1, max_length=MAX_CALL_ID_CHARS)
-    reasoning_content: str | None = None
+    ) = Field(
+        None,
+        description="The text; parts are lines of one text. May be missing in an assistant's message with tool calls.",
+    )
+    name: str | None = Field(None, max_length=256, description="A name for the template.")
+    tool_calls: list[Call] | None = Field(
+        None, max_length=MAX_CALLS, fail_fast=True, description="Of an assistant: the calls that its answer had."
+    )
+    tool_call_id: str | None = Field(
+        None, min_length=1, max_length=MAX_CALL_ID_CHARS, description="Of a tool: the call that this is the result of."
+    )
+    reasoning_content: str | None = Field(None, description="Of an assistant: the reasoning that its answer had.")
 
     @property
     def text(self) -> str:
@@ -80,24 +88,26 @@ class Message(Strict):
 class StreamOptions(Strict):
     """Options of a streamed answer."""
 
-    include_usage: bool = False
-    include_obfuscation: bool | None = None
+    include_usage: bool = Field(False, description="The last chunk has the usage.")
+    include_obfuscation: bool | None = Field(None, description="Changes nothing.")
 
 
 class JsonSchemaFormat(Strict):
     """A JSON schema that the answer conforms to."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
-    schema_: dict[str, Any] = Field(alias="schema")
-    description: str | None = Field(None, max_length=4096)
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$", description="A name of the client's own; changes nothing.")
+    schema_: dict[str, Any] = Field(alias="schema", description="The JSON schema.")
+    description: str | None = Field(None, max_length=4096, description="Changes nothing.")
     strict: bool | None = Field(None, description="Answers conform to the schema in any case.")
 
 
 class ResponseFormat(Strict):
     """The form of the answer: text, a JSON object, or JSON that conforms to a schema."""
 
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="Any text, any JSON object, or JSON that conforms to a schema."
+    )
+    json_schema: JsonSchemaFormat | None = Field(None, description="The schema, of the type `json_schema`.")
 
 
 class StructuredOutputs(Strict):
@@ -105,7 +115,9 @@ class StructuredOutputs(Strict):
 
     json_: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
     regex: str | None = Field(None, min_length=1, description="In the syntax of Rust's regex library.")
-    choice: list[ChoiceString] | None = Field(None, min_length=1, max_length=MAX_CHOICES, fail_fast=True)
+    choice: list[ChoiceString] | None = Field(
+        None, min_length=1, max_length=MAX_CHOICES, fail_fast=True, description="One of these texts."
+    )
     grammar: str | None = Field(None, min_length=1, description="Lark (llguidance's variant) or GBNF.")
     json_object: Literal[True] | None = Field(None, description="Any JSON object.")
 
@@ -113,25 +125,84 @@ class StructuredOutputs(Strict):
 class SamplingFields(Strict):
     """The fields that chat and plain completions share."""
 
-    model: str = Field(min_length=1, max_length=256)
-    max_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    min_tokens: int = Field(0, ge=0, lt=1 << 31)
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    top_k: int | None = Field(None, ge=-1, lt=1 << 31)
-    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
-    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    model: str = Field(min_length=1, max_length=256, description="The model's name, as in `/v1/models`.")
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        lt=1 << 31,
+        description="Most tokens of an answer. Without it: what the context has room for in a conversation, else 16.",
+    )
+    min_tokens: int = Field(
+        0, ge=0, lt=1 << 31, description="End-of-text and stop tokens cannot be chosen before this many tokens."
+    )
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=2,
+        allow_inf_nan=False,
+        description="0: always the most likely token. Default: the model's, or 1.",
+    )
+    top_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Only the most likely tokens whose probabilities add up to this. Default: the model's, or 1.",
+    )
+    top_k: int | None = Field(
+        None,
+        ge=-1,
+        lt=1 << 31,
+        description="Only so many most likely tokens; 0 and -1: all. Default: the model's, or all.",
+    )
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Only tokens at least this share as likely as the most likely one. Default: the model's, or 0.",
+    )
+    repetition_penalty: float | None = Field(
+        None,
+        gt=0,
+        le=100,
+        allow_inf_nan=False,
+        description="Above 1, tokens of the prompt and of the answer become less likely. Default: the model's, or 1.",
+    )
+    frequency_penalty: float | None = Field(
+        None,
+        ge=-2,
+        le=2,
+        allow_inf_nan=False,
+        description="Taken off a token's logit for each time that the answer has it. Default: 0.",
+    )
+    presence_penalty: float | None = Field(
+        None,
+        ge=-2,
+        le=2,
+        allow_inf_nan=False,
+        description="Taken off a token's logit once the answer has it. Default: 0.",
+    )
     logit_bias: (
         dict[
             Annotated[str, Field(pattern=r"^[0-9]{1,9}$")],
             Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)],
         ]
         | None
-    ) = Field(None, max_length=MAX_LOGIT_BIAS)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    n: int | None = Field(None, ge=1)
+    ) = Field(
+        None,
+        max_length=MAX_LOGIT_BIAS,
+        description="By token id, as text: a number from -100 to 100 that is added to the token's logit.",
+    )
+    seed: int | None = Field(
+        None,
+        ge=-(1 << 63),
+        lt=1 << 64,
+        description="Equal requests with one seed have equal answers, on equal workers. Default: a random one.",
+    )
+    n: int | None = Field(
+        None, ge=1, description="Answers to each prompt, at most `max_n` of the router's settings. Default: 1."
+    )
     stop: (
         Annotated[
             Annotated[StopString, Tag("<string>")]
@@ -139,16 +210,23 @@ class SamplingFields(Strict):
             choice_of("a string or a list of strings", text_form),
         ]
         | None
-    ) = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_IDS, fail_fast=True)
-    ignore_eos: bool = False
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = Field(None, max_length=1024)
-    resumable: bool | None = None
-    """Whether the generation goes on when the client leaves, so that it can come back."""
+    ) = Field(None, description="Texts that end the answer, which does not have them.")
+    stop_token_ids: list[TokenId] | None = Field(
+        None, max_length=MAX_STOP_IDS, fail_fast=True, description="Tokens that end the answer."
+    )
+    ignore_eos: bool = Field(False, description="The answer goes on past the model's end-of-text tokens.")
+    response_format: ResponseFormat | None = Field(None, description="The form of the answer.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="What the answer conforms to; not together with `response_format`."
+    )
+    stream: bool | None = Field(None, description="The answer comes in chunks, while it is generated.")
+    stream_options: StreamOptions | None = Field(None, description="Needs `stream`.")
+    user: str | None = Field(
+        None, max_length=1024, description="Requests with one value prefer one worker, as with `X-Session-ID`."
+    )
+    resumable: bool | None = Field(
+        None, description="The generation goes on when the client leaves, so that it can come back."
+    )
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -161,16 +239,30 @@ class SamplingFields(Strict):
 class ChatCompletionRequest(SamplingFields):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=1 << 31)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: ReasoningEffort | None = None
+    messages: list[Message] = Field(
+        min_length=1, max_length=MAX_MESSAGES, fail_fast=True, description="The conversation so far."
+    )
+    max_completion_tokens: int | None = Field(
+        None, ge=1, lt=1 << 31, description="OpenAI's newer name of `max_tokens`."
+    )
+    logprobs: bool | None = Field(None, description="The answer has the log probabilities of its tokens.")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="And those of so many most likely tokens; needs `logprobs`."
+    )
+    tools: list[FunctionTool] | None = Field(
+        None, max_length=MAX_TOOLS, fail_fast=True, description="Functions that the model may call."
+    )
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="`none`: no call, and the template gets no tools; `auto`: the model chooses; `required`, or a "
+        "function: the answer is a call. Default: `auto`.",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="`false`: the answer ends after its first call.")
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="For templates that use it; in others `none` turns reasoning off where the template can."
+    )
     chat_template_kwargs: dict[TemplateFieldName, TemplateFieldValue] | None = Field(
-        None, max_length=MAX_TEMPLATE_FIELDS
+        None, max_length=MAX_TEMPLATE_FIELDS, description="Further values for the chat template."
     )
 
 
@@ -183,11 +275,20 @@ class CompletionRequest(SamplingFields):
         | Annotated[IdList, Tag("<ids>")]
         | Annotated[list[IdList], Field(min_length=1, fail_fast=True), Tag("<id lists>")],
         choice_of("a string, a list of strings, a list of token ids or a list of lists of token ids", prompt_form),
-    ]
-    echo: bool | None = None
-    suffix: str | None = None
-    best_of: int | None = Field(None, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    ] = Field(description="One or several texts to continue, as text or as token ids.")
+    echo: bool | None = Field(None, description="The answer begins with the prompt; not together with `logprobs`.")
+    suffix: str | None = Field(
+        None, description="The answer belongs between the prompt and this text, if the model can do that."
+    )
+    best_of: int | None = Field(
+        None, ge=1, description="Answers that are generated to each prompt, of which the best `n` are returned."
+    )
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="The answer has the log probabilities of its tokens, and of so many most likely tokens.",
+    )
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -201,14 +302,22 @@ class CompletionRequest(SamplingFields):
 class TokenizeRequest(Strict):
     """POST /tokenize: a prompt or messages."""
 
-    model: str = Field(min_length=1, max_length=256)
-    prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
-    add_special_tokens: bool = True
+    model: str = Field(min_length=1, max_length=256, description="The model's name, as in `/v1/models`.")
+    prompt: str | None = Field(None, description="A text. Exactly one of `prompt` and `messages` is needed.")
+    messages: list[Message] | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        fail_fast=True,
+        description="A conversation, which the model's chat template turns into a prompt.",
+    )
+    add_special_tokens: bool = Field(
+        True, description="Of a prompt: with the special tokens that the model's files put around every text."
+    )
 
 
 class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
-    model: str = Field(min_length=1, max_length=256)
-    tokens: list[TokenId] = Field(max_length=MAX_IDS, fail_fast=True)
+    model: str = Field(min_length=1, max_length=256, description="The model's name, as in `/v1/models`.")
+    tokens: list[TokenId] = Field(max_length=MAX_IDS, fail_fast=True, description="The token ids.")

@@ -27,30 +27,32 @@ TemplateFieldValue = Annotated[
 class FunctionDefinition(Strict):
     """A function that the model may call."""
 
-    name: FunctionName
-    description: str | None = Field(None, max_length=MAX_DESCRIPTION_CHARS)
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    name: FunctionName = Field(description="Its name.")
+    description: str | None = Field(None, max_length=MAX_DESCRIPTION_CHARS, description="What it does, for the model.")
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema of its arguments.")
+    strict: bool | None = Field(
+        None, description="Changes nothing: arguments of a required call conform to the schema in any case."
+    )
 
 
 class FunctionTool(Strict):
     """A tool; functions are the only kind."""
 
     type: Literal["function"]
-    function: FunctionDefinition
+    function: FunctionDefinition = Field(description="The function.")
 
 
 class FunctionReference(Strict):
     """The name of a function."""
 
-    name: FunctionName
+    name: FunctionName = Field(description="One of those in `tools`.")
 
 
 class NamedToolChoice(Strict):
     """The function that must be called."""
 
     type: Literal["function"]
-    function: FunctionReference
+    function: FunctionReference = Field(description="The function.")
 
 
 ToolChoice = Annotated[
@@ -62,15 +64,19 @@ ToolChoice = Annotated[
 class CalledFunction(Strict):
     """The function of a call, and its arguments as JSON text."""
 
-    name: FunctionName
-    arguments: str
+    name: FunctionName = Field(description="Its name.")
+    arguments: str = Field(description="Its arguments, as JSON text.")
 
 
 class Call(Strict):
     """A call that an earlier answer had."""
 
-    id: str = Field(min_length=1, max_length=MAX_CALL_ID_CHARS)
+    id: str = Field(min_length=1, max_length=MAX_CALL_ID_CHARS, description="The call's id, as the answer had it.")
     type: Literal["function"] = "function"
-    function: CalledFunction
-    index: int | None = Field(None, ge=0, lt=MAX_CALLS)
-    """Clients that put an answer together from its pieces may leave it there."""
+    function: CalledFunction = Field(description="The function and its arguments.")
+    index: int | None = Field(
+        None,
+        ge=0,
+        lt=MAX_CALLS,
+        description="Changes nothing: clients that put an answer together from its pieces may leave it there.",
+    )

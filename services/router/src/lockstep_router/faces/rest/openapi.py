@@ -1,9 +1,12 @@
-"""The request bodies in /openapi.json. Routes read bodies themselves, so FastAPI cannot know them."""
+"""The request bodies and the errors in /openapi.json. Routes read bodies themselves, and their errors have OpenAI's
+shape, so FastAPI cannot know them.
+"""
 
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from lockstep_common.errors import ErrorCode
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
@@ -25,6 +28,33 @@ _MODELS = (
     TokenizeRequest,
     DetokenizeRequest,
 )
+
+_ERROR_NAME = "Error"
+_ERROR = {
+    "type": "object",
+    "description": "OpenAI's error object.",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string", "description": "What is wrong, for people."},
+                "type": {"type": "string", "description": "OpenAI's kind of the error."},
+                "param": {
+                    "anyOf": [{"type": "string"}, {"type": "null"}],
+                    "description": "The field, header or limit that the error is about.",
+                },
+                "code": {"type": "string", "enum": [str(code) for code in ErrorCode]},
+            },
+        }
+    },
+}
+_ERROR_CONTENT = {"application/json": {"schema": {"$ref": _REF.format(model=_ERROR_NAME)}}}
+_PROBES = frozenset({"/healthz", "/readyz"})
+"""Paths whose answers have a status in place of an error."""
+_UNUSED = ("HTTPValidationError", "ValidationError")
+"""FastAPI's own forms of errors, which no route answers with."""
 
 
 def described(model: type[BaseModel]) -> dict[str, Any]:
@@ -114,14 +144,32 @@ def generating(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def describe(app: FastAPI) -> None:
-    """Add the schemas that `described` refers to to the application's description."""
+    """Add the schemas that `described` refers to, and that of errors, to the application's description."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
             _, definitions = models_json_schema([(model, "validation") for model in _MODELS], ref_template=_REF)
-            schema.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])
+            schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+            schemas |= definitions["$defs"] | {_ERROR_NAME: _ERROR}
+            for name in _UNUSED:
+                schemas.pop(name, None)
+            for path, operations in schema["paths"].items():
+                for operation in operations.values():
+                    _describe_errors(path, operation["responses"])
             app.openapi_schema = schema
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _describe_errors(path: str, responses: dict[str, Any]) -> None:
+    """Put the form of a route's errors in the place of FastAPI's own."""
+    if _UNUSED[0] in str(responses.get("422")):
+        del responses["422"]
+    if path in _PROBES:
+        return
+    responses["default"] = {"description": "An error."}
+    for status, response in responses.items():
+        if not status.startswith(("1", "2")):
+            responses[status] = response | {"content": _ERROR_CONTENT}

@@ -20,30 +20,42 @@ class Generate(Strict):
     """Begin a request: its answer comes as events with the same id."""
 
     type: Literal["generate"]
-    id: RequestId
-    endpoint: Literal["chat.completions", "completions", "responses"]
-    body: dict[str, Any]
-    session: str | None = Field(None, min_length=1, max_length=256)
-    timeout_s: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)
-    idempotency_key: str | None = None
-    """Requests with the same key and an equal body get one answer: later ones join the first."""
+    id: RequestId = Field(description="A name of the client's own, which no other request in progress here has.")
+    endpoint: Literal["chat.completions", "completions", "responses"] = Field(
+        description="Whose body it is: that of `/v1/chat/completions`, `/v1/completions` or `/v1/responses`."
+    )
+    body: dict[str, Any] = Field(description="As in REST; `stream` may be left out, and may only be true.")
+    session: str | None = Field(None, min_length=1, max_length=256, description="As the header `X-Session-ID`.")
+    timeout_s: float | None = Field(
+        None, gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False, description="As the header `X-Request-Timeout`."
+    )
+    idempotency_key: str | None = Field(
+        None,
+        description="As the header `Idempotency-Key`: requests with the same key and an equal body get one answer, "
+        "later ones join the first.",
+    )
 
 
 class Resume(Strict):
     """Get the answer of a request that was started before, on any face, after an event that the client has."""
 
     type: Literal["resume"]
-    id: RequestId
-    stream: str = Field(min_length=1, max_length=256)
-    last_event_id: str | None = Field(None, min_length=1, max_length=64 << 10)
+    id: RequestId = Field(description="A name of the client's own, which no other request in progress here has.")
+    stream: str = Field(min_length=1, max_length=256, description="The id in `started`, or in `X-Lockstep-Stream-ID`.")
+    last_event_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=64 << 10,
+        description="The last event that the client has; without it the answer comes from its beginning.",
+    )
 
 
 class Cancel(Strict):
     """End a request: one of this socket by its id, or one of any face by its idempotency key."""
 
     type: Literal["cancel"]
-    id: RequestId | None = None
-    idempotency_key: str | None = None
+    id: RequestId | None = Field(None, description="A request of this socket; exactly one of the two is needed.")
+    idempotency_key: str | None = Field(None, description="The key of a request of any face.")
 
 
 class Ping(Strict):
