@@ -194,7 +194,8 @@ def _form(schema: dict[str, Any]) -> str:
     if kinds := schema.get("anyOf") or schema.get("oneOf"):
         return " or ".join(dict.fromkeys(_form(kind) for kind in kinds if kind.get("type") != "null"))
     if "enum" in schema or "const" in schema:
-        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+        values = schema.get("enum", [schema.get("const")])
+        return ", ".join(f"`{value if isinstance(value, str) else json.dumps(value)}`" for value in values)
     words = [schema.get("type", "any")]
     if schema.get("type") == "array":
         words.append(f"of {_form(schema.get('items', {}))}")
