@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import re
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,8 @@ from lockstep_engine import EngineConfig, Grammar, GrammarKind, Request, Samplin
 from lockstep_engine.constraint import MaskThreads
 from lockstep_engine.grammar import GrammarCompiler
 from lockstep_engine.model_config import inspect_model
+from schema_corpus import FAMILIES, SEED, cases
+from schema_corpus.checking import problem_of, refused_keywords
 from tokenizers import Tokenizer
 
 MODEL = Path(__file__).parents[3] / "models/reference"
@@ -20,7 +22,7 @@ INFO = inspect_model(EngineConfig(model=str(MODEL)))
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 EOS = INFO.eos_ids[0]
 CLOSERS = [EOS, *(TOKENIZER.token_to_id(each) for each in ('"', "}", "]", ","))]
-MOST_TOKENS = 250
+MOST_TOKENS = 600
 
 
 @pytest.fixture(scope="module")
@@ -55,59 +57,61 @@ def answer_or_error(compiler, text, rng):
         return None, error
 
 
-def checker():
-    """The draft's formats, but with any second 60 taken for a leap second: RFC 3339's syntax has it, and a grammar
-    cannot know when there was one.
-    """
-    import jsonschema  # noqa: PLC0415 - takes a second, and each process of pytest-xdist imports this file
-
-    made = jsonschema.FormatChecker(())
-    made.checkers = dict(jsonschema.Draft202012Validator.FORMAT_CHECKER.checkers)
-    for name in {"date-time", "time"} & made.checkers.keys():
-        holds, raises = made.checkers[name]
-        made.checkers[name] = (
-            lambda value, holds=holds: not isinstance(value, str) or holds(re.sub(r"(:\d\d):60", r"\1:59", value)),
-            raises,
-        )
-    return made
+def outcome(compiler, name, described, rng):
+    """`conforming`, `cut`, or the refusal; an answer that does not conform fails the test."""
+    given, error = answer_or_error(compiler, json.dumps(described), rng)
+    if error is not None:
+        assert error.code is ErrorCode.INVALID_REQUEST
+        assert error.field == "response_format"
+        assert len(error.message) > len("response_format cannot be compiled: ")
+        return error
+    if given is None:
+        return "cut"
+    problem = problem_of(described, given)
+    assert not problem, f"{name}: {problem}"
+    return "conforming"
 
 
 def check(compiler, seeds, answers_each):
-    """How many schemas were refused, and how many answers were complete; all of these conform."""
-    import jsonschema  # noqa: PLC0415 - see above
-
-    refused = complete = 0
+    """What came of random schemas: of each answer, and once of each schema that was refused."""
+    counts = Counter()
     for seed in seeds:
         rng = seed_of(f"schema {seed}")
         described = schema(rng)
-        text = json.dumps(described)
-        validate = jsonschema.Draft202012Validator(described, format_checker=checker()).validate
         for _ in range(answers_each):
-            given, error = answer_or_error(compiler, text, rng)
-            if error is not None:
-                assert error.code is ErrorCode.INVALID_REQUEST
-                assert error.field == "response_format"
-                assert len(error.message) > len("response_format cannot be compiled: ")
-                refused += 1
+            found = outcome(compiler, f"seed {seed}", described, rng)
+            if isinstance(found, LockstepError):
+                counts["refused"] += 1
                 break
-            if given is not None:
-                complete += 1
-                try:
-                    validate(json.loads(given))
-                except (ValueError, jsonschema.ValidationError) as error:
-                    pytest.fail(f"seed {seed}: {given!r} for {text}: {error}")
-    print(f"{len(seeds)} schemas, {refused} refused, {complete} complete answers")
-    return refused, complete
+            counts[found] += 1
+    print(f"{len(seeds)} random schemas: {dict(counts)}")
+    return counts
 
 
 def test_complete_answers_conform_to_their_schemas(compiler):
-    refused, complete = check(compiler, range(200), answers_each=1)
-    assert refused < 40
-    assert complete > 120
+    counts = check(compiler, range(200), answers_each=1)
+    assert counts["refused"] < 40
+    assert counts["conforming"] > 120
 
 
 @pytest.mark.slow
 def test_complete_answers_conform_to_more_schemas(compiler):
-    refused, complete = check(compiler, range(1000, 1500), answers_each=4)
-    assert refused < 100
-    assert complete > 1200
+    counts = check(compiler, range(1000, 1500), answers_each=4)
+    assert counts["refused"] < 100
+    assert counts["conforming"] > 1200
+
+
+def test_complete_answers_conform_to_schemas_of_the_kinds_in_use(compiler):
+    """Those that clients send in `tests/conformance/test_schema_corpus.py`, here with any text that is allowed."""
+    counts = {family: Counter() for family in FAMILIES}
+    for case in cases():
+        found = outcome(compiler, case.name, case.schema, seed_of(case.name))
+        if isinstance(found, LockstepError):
+            assert refused_keywords(case.schema, found.message), (case.name, found.message)
+            found = "refused"
+        counts[case.family][found] += 1
+    print(f"schemas of seed {SEED}: {counts}")
+    total = sum(counts.values(), Counter())
+    assert total.total() == 500
+    assert total["refused"] < 90
+    assert total["conforming"] > 300

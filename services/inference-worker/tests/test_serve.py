@@ -4,7 +4,7 @@ import dataclasses
 
 import grpc
 import pytest
-from harness import PATIENCE_S, make_settings, open_channel, served, submit, tokenizer_json, until
+from harness import PATIENCE_S, Router, make_settings, open_channel, served, submit, tokenizer_json, until
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_engine import FinishReason, Logprobs, Output, Phase, TokenLogprob
 from scripted_engine import CONTEXT_LENGTH, VOCAB_SIZE, Script, token_at
@@ -53,6 +53,38 @@ async def test_a_second_hello_is_refused(worker):
     router = await worker.greeted()
     await router.send(hello=worker_pb2.RouterHello(router_id="r0"))
     assert (await router.end())[0] == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("is_greeted", [False, True])
+async def test_a_message_that_cannot_be_decoded_is_refused(worker, is_greeted):
+    serve = worker.channel.stream_stream(
+        "/lockstep.v1.Worker/Serve", response_deserializer=worker_pb2.WorkerFrame.FromString
+    )
+    call = serve()
+    if is_greeted:
+        hello = worker_pb2.RouterFrame(hello=worker_pb2.RouterHello(router_id="r"))
+        await call.write(hello.SerializeToString())
+    await call.write(b"\xff\xff")
+    code, details = await Router(call).end()
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert "cannot be decoded" in details
+
+
+async def test_a_request_for_the_tokenizer_that_cannot_be_decoded_is_refused(worker):
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await worker.channel.unary_unary("/lockstep.v1.Worker/Tokenizer")(b"\x13")
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+async def test_a_stream_that_ends_at_once_ends_with_its_status(worker, is_refused):
+    """Also where the end interrupts the worker's first frame, which is a matter of chance."""
+    hello = worker_pb2.RouterHello(router_id="r0")
+    for _ in range(300):
+        router = worker.router()
+        await router.send(hello=hello)
+        await (router.send(hello=hello) if is_refused else router.call.done_writing())
+        assert (await router.end())[0] == (grpc.StatusCode.INVALID_ARGUMENT if is_refused else grpc.StatusCode.OK)
 
 
 async def test_several_frames_in_one_message_are_taken_in_order(worker):

@@ -5,16 +5,19 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lockstep_api.v1 import worker_pb2
 from lockstep_common.prefix_keys import BLOCK_TOKENS
 from lockstep_router import metrics
 from lockstep_router.policies import Policy, RequestFacts, WorkerFacts, imbalance, make_policy, rank
 from lockstep_router.policies.weighted import weighted_score
 from lockstep_router.settings import RouterSettings
 from lockstep_router.status import status_body
+from policy_choices import choices
 from router_cluster import eventually
 
 BUILT_IN = ("sticky", "hybrid", "stateless", "round_robin", "weighted", "least_loaded", "prefix_aware")
@@ -59,27 +62,38 @@ def test_choice_is_one_of_the_workers_and_depends_on_nothing_but_the_facts(name,
     assert make(name).choose(request, list(reversed(workers))) == chosen
 
 
-IN_ANOTHER_PROCESS = """
-import json, sys
-from lockstep_router.policies import RequestFacts, WorkerFacts, make_policy
-from lockstep_router.settings import RouterSettings
-policy = make_policy(sys.argv[1], RouterSettings(workers=["host:1"]))
-workers = [WorkerFacts(**each) for each in json.loads(sys.argv[2])]
-sessions = (f"session:{index}" for index in range(300))
-print(json.dumps([policy.choose(RequestFacts(session, session), workers) for session in sessions]))
-"""
+def reported(worker, topics):
+    """Reports of a worker, as it sends them: a snapshot, then news, after which it has the prompts of these topics."""
+    keys = [key for topic in topics for key in RequestFacts("", tenant="t", prompt_ids=prompt(topic)).prefix_keys]
+    gone = RequestFacts("", tenant="t", prompt_ids=prompt("z")).prefix_keys
+    half = len(keys) // 2
+    reports = (
+        worker_pb2.PrefixReport(number=1, snapshot=True, added=[*keys[:half], *gone]),
+        worker_pb2.PrefixReport(number=2, added=keys[half:], removed=gone),
+    )
+    return {"worker_id": worker, "reports": [report.SerializeToString().hex() for report in reports]}
 
 
-@pytest.mark.parametrize("name", ["sticky", "hybrid", "weighted", "stateless", "least_loaded"])
+@pytest.mark.parametrize("name", ["sticky", "hybrid", "weighted", "stateless", "least_loaded", "prefix_aware"])
 def test_another_process_makes_the_same_choices(name):
-    facts = [
-        {"worker_id": f"w{index}", "queued": index % 4, "running": 3 * index, "capacity": 100 + index}
+    topics = ["ab", "bc", "c", "", "d"]
+    workers = [
+        reported(f"w{index}", topics[index])
+        | {"queued": index % 4, "running": [1, 3, 6, 9, 1][index], "capacity": 100 + index}
         for index in range(5)
     ]
-    command = [sys.executable, "-c", IN_ANOTHER_PROCESS, name, json.dumps(facts)]
-    other = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
-    policy, workers = make(name), [WorkerFacts(**each) for each in facts]
-    assert other == [choose(policy, f"session:{n}", workers, stream_id=f"session:{n}") for n in range(300)]
+    requests = [
+        {"session": f"session:{n}", "stream_id": f"session:{n}", "tenant": "t", "prompt_ids": prompt("abcdz"[n % 5])}
+        for n in range(300)
+    ]
+    facts = {"policy": name, "workers": workers, "requests": requests}
+    command = [sys.executable, str(Path(__file__).with_name("policy_choices.py"))]
+    other = subprocess.run(command, input=json.dumps(facts), capture_output=True, check=True, timeout=60, text=True)
+    made = choices(**facts)
+    assert json.loads(other.stdout) == made
+    assert len(set(made)) > 1
+    unreported = choices(name, [each | {"reports": []} for each in workers], requests)
+    assert (made != unreported) == (name == "prefix_aware")
 
 
 @pytest.mark.parametrize("name", ["sticky", "hybrid", "weighted", "prefix_aware"])

@@ -18,6 +18,7 @@ from lockstep_api.v1 import worker_pb2_grpc
 from lockstep_common import lifecycle, telemetry
 from lockstep_common.errors import LockstepError, cannot_listen
 from lockstep_common.garbage import spare_existing_objects
+from lockstep_common.grpc_decoding import Decoding
 from lockstep_common.grpc_tls import server_credentials
 from lockstep_common.health_service import Health
 from lockstep_common.listening import claim
@@ -219,8 +220,8 @@ async def _close(worker: Worker) -> None:
 def _listen(worker: Worker, settings: WorkerSettings, certificates: Certificates | None) -> grpc.aio.Server:
     listen = settings.listen
     claim(listen)
-    interceptors = () if certificates is None else (check_peers(settings),)
-    server = grpc.aio.server(options=_OPTIONS, interceptors=interceptors)
+    checks = () if certificates is None else (check_peers(settings),)
+    server = grpc.aio.server(options=_OPTIONS, interceptors=(*checks, Decoding(f"/{_SERVICE}/Tokenizer")))
     worker_pb2_grpc.add_WorkerServicer_to_server(WorkerService(worker), server)  # type: ignore[no-untyped-call]
     served = {"": lambda: True, _SERVICE: lambda: worker.ready}  # liveness and readiness
     health_pb2_grpc.add_HealthServicer_to_server(Health(served, lambda: worker.changed), server)

@@ -5,10 +5,13 @@ It handles neither streams nor the engine; `Worker` does.
 
 import asyncio
 import logging
+from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from lockstep_api.v1 import worker_pb2, worker_pb2_grpc
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.grpc_decoding import decoded
 
 from lockstep_worker.router_connection import RouterConnection
 from lockstep_worker.worker import Worker
@@ -32,6 +35,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Serve one router until either side ends the RPC."""
         try:
             router_id = await _read_hello(context)
+            # With the first frame they would be sent again with a status that interrupts it. gRPC refuses that, and the
+            # router would never learn that its stream has ended.
+            await context.send_initial_metadata(())
             connection = self._worker.connect(router_id)
             try:
                 await self._serve(connection, context)
@@ -44,8 +50,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.TokenizerRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.TokenizerFiles:
         """The tokenizer files with a digest."""
-        if request.digest != self._worker.tokenizer.digest:
-            await _abort(context, LockstepError(ErrorCode.NOT_FOUND, "no tokenizer of this digest"))
+        try:
+            if decoded(request).digest != self._worker.tokenizer.digest:
+                raise LockstepError(ErrorCode.NOT_FOUND, "no tokenizer of this digest")
+        except LockstepError as error:
+            await _abort(context, error)
         return self._worker.tokenizer
 
     async def _serve(self, connection: RouterConnection, context: grpc.aio.ServicerContext) -> None:
@@ -74,7 +83,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 task.cancel()
 
     async def _read(self, connection: RouterConnection, context: grpc.aio.ServicerContext) -> None:
-        while (message := await context.read()) is not grpc.aio.EOF:
+        while (message := await _read_message(context)) is not grpc.aio.EOF:
             for frame in message.several.frames if message.HasField("several") else (message,):
                 self._take(connection, frame)
 
@@ -95,13 +104,23 @@ async def _read_hello(context: grpc.aio.ServicerContext) -> str:
     """The router's id from its first frame."""
     try:
         async with asyncio.timeout(_HELLO_TIMEOUT_S):
-            first = await context.read()
+            first = await _read_message(context)
     except TimeoutError:
         raise LockstepError(ErrorCode.DEADLINE_EXCEEDED, f"no RouterHello within {_HELLO_TIMEOUT_S:g} s") from None
     if first is grpc.aio.EOF or not first.HasField("hello"):
         raise LockstepError(ErrorCode.INVALID_REQUEST, "the first frame must be RouterHello")
     router_id: str = first.hello.router_id[:_MAX_ROUTER_ID_CHARS]
     return router_id
+
+
+async def _read_message(context: grpc.aio.ServicerContext) -> Any:
+    """The router's next message; EOF if none will come. gRPC's own status for one that cannot be decoded is UNKNOWN, as
+    if the worker had failed, and it logs an error.
+    """
+    try:
+        return await context.read()
+    except DecodeError:
+        raise LockstepError(ErrorCode.INVALID_REQUEST, "the message cannot be decoded") from None
 
 
 async def _write(connection: RouterConnection, context: grpc.aio.ServicerContext) -> bool:

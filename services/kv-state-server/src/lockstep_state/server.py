@@ -15,6 +15,7 @@ from lockstep_api.v1 import state_pb2_grpc
 from lockstep_common import lifecycle, telemetry
 from lockstep_common.errors import LockstepError, cannot_listen
 from lockstep_common.garbage import spare_existing_objects
+from lockstep_common.grpc_decoding import Decoding
 from lockstep_common.grpc_tls import PeerInterceptor, server_credentials
 from lockstep_common.health_service import Health
 from lockstep_common.listening import claim
@@ -32,7 +33,6 @@ from lockstep_state.redis_backend import RedisBackend, RedisOptions
 from lockstep_state.secrets import read_keys, read_password
 from lockstep_state.services.call_traces import CallTraces
 from lockstep_state.services.calls import is_news
-from lockstep_state.services.decoding import Decoding
 from lockstep_state.services.journal import Journal
 from lockstep_state.services.kv import Kv
 from lockstep_state.services.names import Leases, Sessions
@@ -204,7 +204,7 @@ def _listen(
     refusal = "the certificate is not for a router or a worker of this state server"
     checks = [] if certificates is None else [PeerInterceptor(identities, refusal, metrics.STRANGERS.inc)]
     traces = [] if tracing is None else [CallTraces(tracing)]
-    interceptors = (*checks, Decoding(), *traces)
+    interceptors = (*checks, Decoding("/lockstep.v1."), *traces)
     server = grpc.aio.server(
         options=_options(settings), interceptors=interceptors, maximum_concurrent_rpcs=settings.max_calls
     )

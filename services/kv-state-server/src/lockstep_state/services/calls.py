@@ -9,10 +9,10 @@ from typing import Protocol, TypeVar
 
 import grpc
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.grpc_decoding import decoded
 from lockstep_common.tracing.calls import end_called
 
 from lockstep_state import metrics
-from lockstep_state.services.decoding import decoded
 
 logger = logging.getLogger("lockstep.state")
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 from lockstep_api.v1 import state_pb2, state_pb2_grpc
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.grpc_decoding import decoded
 
 from lockstep_state import metrics
 from lockstep_state.backend import Backend, Block
@@ -26,7 +27,6 @@ from lockstep_state.services.checks import (
     check_key,
     check_name,
 )
-from lockstep_state.services.decoding import decoded
 from lockstep_state.settings import StateSettings
 
 _CHUNK_BYTES = 1 << 20

@@ -7,9 +7,8 @@ from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError
-from lockstep_common.errors import ErrorCode, LockstepError
 
-_OURS = "/lockstep.v1."
+from lockstep_common.errors import ErrorCode, LockstepError
 
 Message = TypeVar("Message")
 
@@ -20,7 +19,14 @@ class Undecodable:
 
 
 class Decoding(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Gives handlers `Undecodable` for what cannot be decoded. They pass it to `decoded`."""
+    """Gives handlers `Undecodable` for what cannot be decoded. They pass it to `decoded`.
+
+    Args:
+        calls: how the names of these handlers' calls begin, as `/lockstep.v1.`.
+    """
+
+    def __init__(self, calls: str) -> None:
+        self._calls = calls
 
     async def intercept_service(
         self,
@@ -29,7 +35,7 @@ class Decoding(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> grpc.RpcMethodHandler:
         """The handler of a call."""
         handler: Any = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(_OURS):
+        if handler is None or not handler_call_details.method.startswith(self._calls):
             return handler
         return handler._replace(request_deserializer=partial(_decode, handler.request_deserializer))
 
