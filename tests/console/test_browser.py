@@ -1,7 +1,9 @@
 """The console in a real browser: chat, a failover on the topology, a timeline, the keyboard, axe, both themes."""
 
 import contextlib
+import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -39,6 +41,14 @@ def wait_text(page, selector, pattern):
 def wait_tokens(page):
     """Wait until the newest answer has begun."""
     wait_until(page, "() => document.querySelector('#talk li.model .text')?.textContent.length > 20")
+
+
+def wait_ended(page, answers):
+    """Wait until so many answers have ended."""
+    ended = (
+        "answers => document.querySelectorAll('#talk li.model:not([aria-busy]) .foot:not(:empty)').length === answers"
+    )
+    wait_until(page, ended, answers)
 
 
 def say(page, text, most=24):
@@ -92,6 +102,58 @@ def test_an_answer_goes_on_after_a_broken_connection(served, open_page):
     wait_text(page, "#talk .moved", "the connection broke, and the answer goes on")
     wait_text(page, "#talk li.model .foot", "60 tokens")
     assert said(page) == text
+
+
+def test_a_message_that_fails_is_put_back_and_is_no_part_of_the_conversation(served, open_page):
+    page = open_page(served.public)
+    asked = []
+    page.on("request", lambda sent: asked.append(sent.post_data_json) if "/chat/completions" in sent.url else None)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "too much", 131072)
+    wait_ended(page, 1)
+    assert page.locator("#talk li.model .foot[data-kind='bad']").inner_text().startswith("Error: ")
+    assert page.input_value("#message") == "too much"
+    say(page, "less")
+    wait_ended(page, 2)
+    assert page.input_value("#message") == ""
+    assert [message["content"] for message in asked[-1]["messages"]] == ["less"]
+    first = answer(page)
+    say(page, "more")
+    wait_ended(page, 3)
+    assert [message["content"] for message in asked[-1]["messages"]] == ["less", first, "more"]
+
+
+def test_a_long_conversation_is_cut_to_one_that_the_user_begins(served, open_page):
+    page = open_page(served.management)
+    cut = """async () => {
+      const { newest } = await import("/console/chat.js");
+      const all = Array.from({ length: 41 }, (_, number) => ({ role: number % 2 ? "assistant" : "user", number }));
+      return [newest(all), newest(all.slice(0, 1))].map((kept) => [kept[0].role, kept[0].number, kept.length]);
+    }"""
+    assert page.evaluate(cut) == [["user", 2, 39], ["user", 0, 1]]
+
+
+def test_reasoning_has_a_label_and_is_no_part_of_the_conversation(served, open_page):
+    page = open_page(served.public)
+    deltas = [{"reasoning_content": "<b>Let me"}, {"reasoning_content": " see.\x07"}, {"content": "Yes."}]
+    events = [json.dumps({"choices": [{"index": 0, "delta": delta}]}) for delta in deltas]
+    asked = []
+
+    def reason(route):
+        asked.append(route.request.post_data_json)
+        body = "".join(f"data: {data}\n\n" for data in [*events, "[DONE]"])
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    page.route("**/v1/chat/completions", reason)
+    wait_text(page, "#workers h3", "w0")
+    for text, number in (("is it so?", 1), ("really?", 2)):
+        say(page, text)
+        wait_ended(page, number)
+    assert page.locator("#talk .reasoning").first.inner_text() == "Reasoning\n<b>Let me see.[U+0007]"
+    assert page.locator("#talk .reasoning").count() == page.locator("#talk .label").count() == 2
+    assert page.locator("#talk b").count() == 0
+    assert said(page) == "Yes.Yes."
+    assert [message["content"] for message in asked[1]["messages"]] == ["is it so?", "Yes.", "really?"]
 
 
 def test_stop_ends_the_stream_on_its_worker(served, open_page):
@@ -276,6 +338,50 @@ def test_a_slow_rank_is_named_on_the_topology(served, open_page):
     assert not page.locator("#workers .ranks li", has_text="slow").count()
 
 
+def test_durations_times_and_counts_are_read_without_doubt(served, open_page):
+    page = open_page(served.management)
+    words = """async () => {
+      const { clock, duration, tokens } = await import("/console/words.js");
+      const now = Date.now() / 1000;
+      return {
+        durations: [7199, 7200, 10_799, 10_800, 86_399].map(duration),
+        tokens: [0, 1, 1024].map(tokens),
+        now: clock(now),
+        before: clock(new Date(2020, 1, 3, 4, 5, 6).getTime() / 1000),
+      };
+    }"""
+    found = page.evaluate(words)
+    assert found["durations"] == ["120 min", "2 h 0 min", "3 h 0 min", "3 h 0 min", "24 h 0 min"]
+    assert found["tokens"] == ["0 tokens", "1 token", "1,024 tokens"]
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", found["now"])
+    assert found["before"] == "3 Feb 2020, 04:05:06"
+
+
+def test_a_router_that_comes_back_to_a_forgotten_address_is_no_change(served, open_page):
+    page = open_page(served.management)
+    told = """async () => {
+      const { showOthers } = await import("/console/others.js");
+      const row = { address: "10.0.0.1:8001", facts: null, problem: "", heard_s: null };
+      document.getElementById("announcer").textContent = "";
+      showOthers({ problem: "", rows: [{ ...row, problem: "refused" }] });
+      showOthers({ problem: "", rows: [] });
+      showOthers({ problem: "", rows: [{ ...row, facts: { id: "router-c", version: "", state: "serving", unready: "",
+        uptime_s: 1, requests: 0, streams: 0, max_streams: 1, failovers: 0, sessions: 0 }, heard_s: 0 }] });
+      await new Promise((resolve) => setTimeout(resolve, 600));
+      return document.getElementById("announcer").textContent;
+    }"""
+    assert "router-c" not in page.evaluate(told)
+
+
+def test_whatever_scrolls_is_reached_by_keyboard(served, open_page):
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    missed = """() => [...document.querySelectorAll("main *:not(textarea):not(select)")]
+      .filter((each) => /auto|scroll/.test(getComputedStyle(each).overflow) && each.tabIndex !== 0)
+      .map((each) => each.outerHTML.slice(0, 80))"""
+    assert page.evaluate(missed) == []
+
+
 @pytest.fixture
 def two_routers(browser, tmp_path):
     """Two routers, of which the first shows the second, and one that nobody can reach."""
@@ -331,6 +437,23 @@ def test_a_router_that_is_away_is_said_to_be(served, open_page):
     wait_text(page, "#problem", "What is shown is old")
     page.context.set_offline(False)
     wait_text(page, "#connection", "live")
+
+
+def test_a_page_of_another_version_than_its_router_asks_to_be_loaded_again(served, open_page):
+    page = open_page(served.management)
+    wait_text(page, "#connection", "live")
+
+    def upgraded(route):
+        response = route.fetch()
+        route.fulfill(response=response, json=response.json() | {"format": 2})
+
+    page.route("**/console/state", upgraded)
+    wait_text(page, "#connection", "another version")
+    assert page.is_visible("#problem")
+    assert "load the page again" in page.inner_text("#problem")
+    page.unroute("**/console/state")
+    wait_text(page, "#connection", "live")
+    assert page.is_hidden("#problem")
 
 
 def test_a_key_opens_the_console_of_its_tenant(tmp_path, open_page):

@@ -4,12 +4,18 @@ import { request, sentenceOf } from "./access.js";
 import { announce, byId, element, keyed, setKind, setText } from "./dom.js";
 import { onMove, sentence } from "./moves.js";
 import { events } from "./sse.js";
-import { appendShown, count, duration } from "./words.js";
+import { appendShown, duration, tokens } from "./words.js";
 
 const MAX_MESSAGES = 40;
 const RETRY_FOR_MS = 60_000;
 let messages = [];
 let running = null;
+
+// The newest messages. The first is the user's: templates may refuse a conversation that the model begins.
+export function newest(all) {
+  const kept = all.slice(-MAX_MESSAGES);
+  return kept.slice(kept.findIndex(({ role }) => role === "user"));
+}
 
 export function showChat(state) {
   byId("chat-off").hidden = state.chat;
@@ -122,9 +128,10 @@ class Answer {
   }
 
   append(kind, text) {
-    if (this.kind !== kind) {
-      this.kind = kind;
+    if (this.kind !== kind || this.target === null) {
       this.target = element("span", { class: kind });
+      if (kind === "reasoning" && this.kind !== kind) this.target.append(element("span", { class: "label", text: "Reasoning" }));
+      this.kind = kind;
       this.view.text.append(this.target);
     }
     appendShown(this.target, text);
@@ -133,7 +140,7 @@ class Answer {
 
   mark(text) {
     this.view.text.append(element("span", { class: "moved", text: ` ⇄ ${text} ` }));
-    this.kind = null;
+    this.target = null;
   }
 
   stop() {
@@ -145,14 +152,13 @@ class Answer {
 }
 
 async function send(text) {
-  messages.push({ role: "user", content: text });
-  messages = messages.slice(-MAX_MESSAGES);
+  const asked = newest([...messages, { role: "user", content: text }]);
   appendShown(bubble("user").text, text);
   const view = bubble("model");
   follow();
   const body = {
     model: byId("model").value,
-    messages,
+    messages: asked,
     max_tokens: Number(byId("max-tokens").value),
     stream: true,
     stream_options: { include_usage: true },
@@ -165,18 +171,22 @@ async function send(text) {
     if (move.run && answer.streamId?.startsWith(move.run)) answer.mark(sentence(move));
   });
   const began = performance.now();
+  let hasAnswer = true;
   try {
     await answer.run();
-    const tokens = answer.tokens === null ? "" : `${count(answer.tokens)} tokens, `;
-    setText(view.foot, `${tokens}${duration((performance.now() - began) / 1000)}`);
+    const length = answer.tokens === null ? "" : `${tokens(answer.tokens)}, `;
+    setText(view.foot, `${length}${duration((performance.now() - began) / 1000)}`);
     announce("The answer is complete.");
   } catch (error) {
+    hasAnswer = answer.content !== "";
     const wasStopped = answer.stopping.signal.aborted;
     if (!wasStopped) setKind(view.foot, "bad");
     setText(view.foot, wasStopped ? "stopped" : `Error: ${error.message}`);
     announce(wasStopped ? "Stopped." : `Error: ${error.message}`);
   } finally {
-    messages.push({ role: "assistant", content: answer.content });
+    // A message without an answer is no part of the conversation, or it would make the next ones fail as well.
+    if (hasAnswer) messages = [...asked, { role: "assistant", content: answer.content }];
+    else byId("message").value ||= text;
     view.item.removeAttribute("aria-busy");
     running = null;
     setRunning(false);

@@ -29,10 +29,17 @@ async function poll() {
       return;
     }
     if (!response.ok) throw new Error(await sentenceOf(response));
-    show(await response.json());
+    const state = await response.json();
     failures = 0;
-    connection("good", "live");
-    problem("");
+    byId("key-form").hidden = true;
+    if (state.format === FORMAT) {
+      show(state);
+      connection("good", "live");
+      problem("");
+    } else {
+      connection("warn", "another version");
+      problem("The router is of another version than this page: load the page again.");
+    }
   } catch (error) {
     failures += 1;
     connection("bad", "not connected");
@@ -44,11 +51,6 @@ async function poll() {
 }
 
 function show(state) {
-  if (state.format !== FORMAT) {
-    problem("The router is of another version than this page: load the page again.");
-    return;
-  }
-  byId("key-form").hidden = true;
   showTopology(state);
   showOthers(state.others);
   showMoves(state.moves, state.router.id);

@@ -2,7 +2,7 @@
 
 import { announce, byId, element, keyed, setText } from "./dom.js";
 import { fly } from "./topology.js";
-import { clock, count, duration, shown } from "./words.js";
+import { clock, duration, shown, tokens } from "./words.js";
 
 // A router that is started again counts from 1 again.
 const keyOf = (move) => `${move.key}.${move.stream}`;
@@ -28,11 +28,12 @@ export function showMoves(moves, router) {
   const isFirst = shownRouter !== router;
   shownRouter = router;
   byId("moves-empty").hidden = moves.length > 0;
+  byId("move-list").hidden = !moves.length;
   const make = () => element("li", {}, element("time"), element("strong"), element("span", { class: "quiet" }));
   const fresh = new Set(keyed(byId("move-list"), moves, keyOf, make, (item, move) => {
     setText(item.children[0], clock(move.at));
     setText(item.children[1], sentence(move));
-    setText(item.children[2], `${move.reason.replaceAll("_", " ")}, after ${count(move.tokens)} tokens`);
+    setText(item.children[2], `${move.reason.replaceAll("_", " ")}, after ${tokens(move.tokens)}`);
   }));
   const keys = new Set(moves.map(keyOf));
   for (const key of unfinished) if (!keys.has(key)) unfinished.delete(key);

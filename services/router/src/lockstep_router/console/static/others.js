@@ -20,6 +20,8 @@ export function showOthers(others) {
   const problem = others?.problem ?? "";
   byId("others").hidden = !rows.length && !problem;
   setText(byId("others-note"), problem ? `Not all may be shown: ${shown(problem)}` : "Each has its own connections to the workers, streams and limits.");
+  const addresses = new Set(rows.map((row) => row.address));
+  for (const address of states.keys()) if (!addresses.has(address)) states.delete(address);
   for (const row of rows) tell(row);
   keyed(byId("other-list"), rows, (row) => row.address, () => element("li", {}, element("article", { class: "node" },
     element("div", { class: "title" }, element("h4"), element("span", { class: "badge" })), element("dl"), element("p", { class: "note quiet" }))), (item, row) => {

@@ -3,17 +3,28 @@
 const COUNT = new Intl.NumberFormat("en");
 export const count = (number) => COUNT.format(number);
 
+export const tokens = (number) => `${count(number)} token${number === 1 ? "" : "s"}`;
+
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   if (seconds < 0.9995) return `${Math.max(0, Math.round(seconds * 1000))} ms`;
   if (seconds < 120) return `${seconds.toFixed(1)} s`;
   if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
-  return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+  const minutes = Math.round(seconds / 60);
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
 export const milliseconds = (seconds) => `${(seconds * 1000).toFixed(seconds < 0.1 ? 1 : 0)} ms`;
 
-export const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
+// The time of day; of another day than today with its date.
+export function clock(seconds) {
+  const then = new Date(seconds * 1000);
+  const time = then.toLocaleTimeString("en-GB");
+  const now = new Date();
+  if (then.toDateString() === now.toDateString()) return time;
+  const year = then.getFullYear() === now.getFullYear() ? {} : { year: "numeric" };
+  return `${then.toLocaleDateString("en-GB", { day: "numeric", month: "short", ...year })}, ${time}`;
+}
 
 // Characters that a terminal or a line of text would obey instead of showing them: controls, and marks that turn or
 // hide what follows. Joiners are left alone, since scripts and emoji need them.
