@@ -2,6 +2,7 @@
 
 Journals are doubles that accept too much; the transport loses, repeats or changes what the rules depend on; routers
 forget to clean up. Resumable streams are lost, kept, doubled or generated twice by changed `Runs`, stores and answers.
+Each kind of violation has a mutation that must be found by it alone.
 """
 
 import re
@@ -9,11 +10,14 @@ import time
 from dataclasses import replace
 
 import pytest
-from lockstep_api.v1 import worker_pb2
+from lockstep_api.v1 import inference_pb2, worker_pb2
+from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router.journals import MemoryJournalStore
 from lockstep_router.resumption import After, Runs
 from lockstep_router.router import Router
 from lockstep_router.streams.journal import Acceptance, Journal
+from simulated.checker import KINDS
+from simulated.network import Channel
 from simulated.plan import Scale, make_plan
 from simulated.runner import explain, outcomes
 from simulated.world import Mutation, World
@@ -66,6 +70,67 @@ class JournalThatSwapsTokens(Journal):
         if len(update.ids) > 1:
             update.ids[:] = [update.ids[1], update.ids[0], *update.ids[2:]]
         return super().accept(update)
+
+
+class JournalThatEndsEarly(Journal):
+    """A stream ends with its third token."""
+
+    def accept(self, update):
+        acceptance = super().accept(update)
+        if acceptance is Acceptance.ACCEPTED and len(self.emitted_ids) >= 3:
+            update.finish = inference_pb2.FINISH_REASON_STOP
+        return acceptance
+
+
+class JournalThatRenamesStreams(Journal):
+    """Later attempts have an id that no stream has."""
+
+    def next_submit(self, worker_id, **times):
+        submit = super().next_submit(worker_id, **times)
+        if self.attempt > 1:
+            submit.stream_id += "-again"
+        return submit
+
+
+class CallWithoutEpochs:
+    """A call to a worker. What the worker sends in an old epoch looks as if it were of the newest one."""
+
+    def __init__(self, call):
+        self.write = call.write
+        self._call = call
+        self._newest = 0
+
+    async def read(self):
+        frame = await self._call.read()
+        frame.epoch = self._newest = max(self._newest, frame.epoch)
+        return frame
+
+
+class ChannelWithoutEpochs(Channel):
+    def stream_stream(self, method, **options):
+        make = super().stream_stream(method, **options)
+        return lambda: CallWithoutEpochs(make())
+
+
+class RouterThatIgnoresEpochs(Router):
+    def __init__(self, settings, discovery, dial, *others):
+        def dial_without_epochs(target, options):
+            channel = dial(target, options)
+            return ChannelWithoutEpochs(channel.network, channel.loop, target)
+
+        super().__init__(settings, discovery, dial_without_epochs, *others)
+
+
+class RouterThatIgnoresTimeouts(Router):
+    async def prepare(self, request, account):
+        caller = replace(request.caller, timeout_s=None)
+        return await super().prepare(replace(request, caller=caller), account)
+
+
+class RouterThatFailsAtItsEnd(Router):
+    async def leave(self, **options):
+        await super().leave(**options)
+        raise RuntimeError("the drain has a defect")
 
 
 class RouterThatForgetsSuspects(Router):
@@ -125,6 +190,11 @@ class RunsThatIgnoreCancels(Runs):
         pass
 
 
+class RunsThatCannotCancel(Runs):
+    async def cancel(self, request_id, owner):
+        raise LockstepError(ErrorCode.STREAM_NOT_FOUND, "there is no such stream")
+
+
 class RunsThatForgetWhoHasEnded(Runs):
     """Streams that have ended cannot be resumed."""
 
@@ -152,6 +222,14 @@ class StoreThatKeepsKeys(MemoryJournalStore):
 
     def _release(self, request_id):
         pass
+
+
+class StoreThatFailsToSeal(MemoryJournalStore):
+    """The router catches and logs what it raises."""
+
+    async def seal(self, request_id, outcome, keep_s):
+        await super().seal(request_id, outcome, keep_s)
+        raise RuntimeError("the store has a defect")
 
 
 class StoreThatLosesTheEnd(MemoryJournalStore):
@@ -190,6 +268,38 @@ def forget_end(piece):
     return [re.sub(rb'"finish_reason":"[a-z]+"', b'"finish_reason":null', piece)]
 
 
+def go_on_after_the_end(piece):
+    """The last event of a choice is followed by one more token."""
+
+    def repeat(event):
+        again = re.sub(rb'"finish_reason":"[a-z]+"', b'"finish_reason":null', event[0])
+        return event[0] + re.sub(rb'"text":"[^"]*"', b'"text":"004;"', again)
+
+    return [re.sub(rb'id: [^\n]*\ndata: [^\n]*"finish_reason":"[a-z]+"[^\n]*\n\n', repeat, piece)]
+
+
+def fail_at_the_end(piece):
+    """The router's own code fails where it writes the end of an answer."""
+    if b'"finish_reason":"' in piece:
+        raise RuntimeError("the writer has a defect")
+    return [piece]
+
+
+def split_tokens(piece):
+    """The text of tokens lacks its last character."""
+    return [re.sub(rb'"text":"([^"]*);"', rb'"text":"\1"', piece)]
+
+
+def count_one_more(piece):
+    """The ids of events count one token too many."""
+    return [re.sub(rb"^(id: [^:\n]*:)(\d+)", lambda id_: id_[1] + b"%d" % (int(id_[2]) + 1), piece, flags=re.M)]
+
+
+def charge_one_more(piece):
+    """The usage has one token too many."""
+    return [re.sub(rb'("completion_tokens":)(\d+)', lambda usage: usage[1] + b"%d" % (int(usage[2]) + 1), piece)]
+
+
 def untyped(piece):
     """Errors lose their codes."""
     return [re.sub(rb'"code":"[a-z_]+"', b'"code":null', piece)]
@@ -200,6 +310,7 @@ def change_text(piece):
     return [piece.replace(b'"text":"1', b'"text":"2')]
 
 
+IMPATIENT = {"max_queue_wait_s": 0.01}
 ENDLESS = {"heartbeat_timeout_s": 1e6, "first_token_deadline_s": 1e6, "inter_token_deadline_s": 1e6}
 
 
@@ -273,14 +384,19 @@ MUTATIONS = {
     "duplicates are accepted": (MISCHIEF, lambda: Mutation(journal=JournalThatAcceptsDuplicates), WRONG),
     "malformed updates are accepted": (MISCHIEF, lambda: Mutation(journal=JournalThatAcceptsMalformed), WRONG),
     "stale epochs are accepted": (MISCHIEF, lambda: Mutation(to_router=accept_stale_epochs()), WRONG),
+    "epochs are ignored": (MISCHIEF, lambda: Mutation(router=RouterThatIgnoresEpochs), {"lower epoch"}),
+    "streams end early": (MOVES, lambda: Mutation(journal=JournalThatEndsEarly), {"early end"}),
+    "streams are renamed": (MOVES, lambda: Mutation(journal=JournalThatRenamesStreams), {"unknown stream"}),
     "the last token is forgotten": (MOVES, lambda: Mutation(journal=JournalThatForgetsTheLastToken), WRONG),
     "emitted tokens are not sent": (MOVES, lambda: Mutation(to_worker=forget_emitted), {"begins again"}),
     "tokens are swapped": (MOVES, lambda: Mutation(journal=JournalThatSwapsTokens), WRONG),
     "tokens are changed": (MOVES, lambda: Mutation(to_router=change_tokens), WRONG),
     "ends are lost": (MOVES, lambda: Mutation(to_router=lose_ends), STUCK),
-    "nothing is cancelled": (MOVES, lambda: Mutation(to_worker=lose_cancels), {"runs on", "leak"}),
+    "nothing is cancelled": (MOVES, lambda: Mutation(to_worker=lose_cancels), {"runs on"}),
     "arrivals are forgotten": (MOVES, lambda: Mutation(to_worker=forget_arrivals), {"seniority"}),
-    "silence is not noticed": (SILENCES, lambda: Mutation(settings=ENDLESS), STUCK),
+    "silence is not noticed": (SILENCES, lambda: Mutation(settings=ENDLESS), {"silence"}),
+    "timeouts are ignored": (MOVES, lambda: Mutation(router=RouterThatIgnoresTimeouts), {"late"}),
+    "streams wait for no worker": (CLIENTS, lambda: Mutation(settings=IMPATIENT), {"unexplained error"}),
     "suspects are never forgotten": (MOVES, lambda: Mutation(router=RouterThatForgetsSuspects), {"leak"}),
     "streams are counted wrongly": (MOVES, lambda: Mutation(router=RouterThatLosesCount), {"leak"}),
     "a resumed stream repeats a token": (CLIENTS, lambda: Mutation(router=with_runs(RunsThatRepeatAToken)), WRONG),
@@ -289,8 +405,9 @@ MUTATIONS = {
     "cancels are ignored": (
         CLIENTS,
         lambda: Mutation(router=with_runs(RunsThatIgnoreCancels)),
-        {"runs on", "kept too long"},
+        {"kept too long"},
     ),
+    "cancels find nothing": (CLIENTS, lambda: Mutation(router=with_runs(RunsThatCannotCancel)), {"lost"}),
     "ended streams are forgotten": (
         CLIENTS,
         lambda: Mutation(router=with_runs(RunsThatForgetWhoHasEnded)),
@@ -305,15 +422,22 @@ MUTATIONS = {
     "ended streams are kept": (CLIENTS, lambda: Mutation(store=with_store(StoreThatNeverForgets)), {"leak"}),
     "keys are kept": (CLIENTS, lambda: Mutation(store=with_store(StoreThatKeepsKeys)), {"leak"}),
     "the store loses ends": (CLIENTS, lambda: Mutation(store=with_store(StoreThatLosesTheEnd)), WRONG | {"early end"}),
+    "streams are not sealed": (CLIENTS, lambda: Mutation(store=with_store(StoreThatFailsToSeal)), {"exception"}),
     "the wall clock is used": (
         CLOCKS,
         lambda: Mutation(store=by_the_wall_clock),
         {"lost", "unexplained error", "leak"},
     ),
     "answers end twice": (CLIENTS, lambda: Mutation(answer=end_twice), {"several ends"}),
+    "answers go on after their ends": (CLIENTS, lambda: Mutation(answer=go_on_after_the_end), {"text after the end"}),
+    "answers are not ended": (CLIENTS, lambda: Mutation(answer=fail_at_the_end), {"broken off"}),
     "answers have no finish": (CLIENTS, lambda: Mutation(answer=forget_end), {"no end"}),
-    "errors have no code": (DRAINS, lambda: Mutation(answer=untyped), {"untyped error", "unexplained error"}),
+    "errors have no code": (DRAINS, lambda: Mutation(answer=untyped), {"untyped error"}),
     "text changes on its way": (CLIENTS, lambda: Mutation(answer=change_text), WRONG),
+    "tokens are split": (CLIENTS, lambda: Mutation(answer=split_tokens), {"broken text"}),
+    "events count wrongly": (CLIENTS, lambda: Mutation(answer=count_one_more), {"wrong count"}),
+    "usage is wrong": (CLIENTS, lambda: Mutation(answer=charge_one_more), {"wrong usage"}),
+    "the drain fails": (DRAINS, lambda: Mutation(router=RouterThatFailsAtItsEnd), {"exception"}),
     "the drain cuts streams off": (
         DRAINS,
         lambda: Mutation(router=RouterThatCutsStreamsOff),
@@ -321,6 +445,17 @@ MUTATIONS = {
     ),
 }
 """The faults that provoke it, the mutation, and the kinds of violations of which one must be found."""
+
+NOT_PROVOKED = {"time runs back"}
+"""Kinds that no mutation gives. The times of events are the simulation's own: a router cannot turn them back, and the
+check is of the simulation itself.
+"""
+
+
+def test_each_kind_of_violation_has_a_mutation_that_gives_it_alone():
+    given = {kind for _, _, wanted in MUTATIONS.values() if len(wanted) == 1 for kind in wanted}
+    assert sorted(KINDS - given) == sorted(NOT_PROVOKED)
+    assert given <= KINDS
 
 
 @pytest.mark.slow

@@ -37,6 +37,39 @@ NEVER = frozenset(
 """Errors that no fault of the workers explains: every request is valid. What happened to a client explains some:
 its router drained, its stream was cancelled, or it came back too late.
 """
+KINDS = frozenset(
+    {
+        # In histories.
+        "no end",
+        "several ends",
+        "text after the end",
+        "broken text",
+        "wrong tokens",
+        "wrong count",
+        "wrong usage",
+        "early end",
+        "untyped error",
+        "unexplained error",
+        "silence",
+        "late",
+        "time runs back",
+        # Between routers and their clients.
+        "broken off",
+        "cut by the drain",
+        "lost",
+        "kept too long",
+        "generated twice",
+        # Inside of routers and workers; there are wrong tokens, too.
+        "unknown stream",
+        "begins again",
+        "seniority",
+        "lower epoch",
+        "runs on",
+        "leak",
+        "exception",
+    }
+)
+"""All kinds of violations."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +77,15 @@ class Violation:
     """One thing that must not happen."""
 
     kind: str
+    """One of `KINDS`."""
     subject: str
     """The stream, router or worker."""
     detail: str
     at: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"{self.kind!r} is missing in KINDS")
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.subject} at {self.at:.3f}: {self.detail}"

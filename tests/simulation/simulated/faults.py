@@ -18,12 +18,20 @@ PATH_FAULTS = ("cut up", "cut down", "cut both", "flap", "reset", "half-open wor
 ROUTER_FAULTS = ("kill router", "freeze router", "drain router", "router clock")
 CLIENT_FAULTS = ("reset clients", "cut clients")
 DISCOVERY_FAULTS = ("discover nothing", "discover some", "discovery fails")
+STATE_FAULTS = ("state away", "state late", "state forgets")
+"""Of the state server, where routers share one."""
 
 KINDS = (*WORKER_FAULTS, *PATH_FAULTS, *ROUTER_FAULTS, *CLIENT_FAULTS, *DISCOVERY_FAULTS)
 
 
 USUAL = (*KINDS, "mischief", "mischief")
 """Mischief is of many sorts, so it comes more often."""
+
+SHARED = (*(kind for kind in USUAL if kind != "router clock"), *2 * ("kill router",), *6 * STATE_FAULTS)
+"""Where routers share a state server. A router that goes on with another one's stream has to trust its clock."""
+
+KEEPING = frozenset({*WORKER_FAULTS, *PATH_FAULTS, "kill router", "reset clients"})
+"""Faults that lose no stream that the state server has."""
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,11 @@ class History:
     events: list[Event] = field(default_factory=list)
 
     @property
+    def subject(self) -> str:
+        """The name of the client's request."""
+        return self.name.partition("#")[0].rstrip("~")
+
+    @property
     def ended_at(self) -> float | None:
         return next((event.at for event in self.events if event.kind in TERMINAL), None)
 

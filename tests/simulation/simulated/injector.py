@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from simulated.faults import Fault
 from simulated.network import JITTER_S, Path
+from simulated.state import AWAY
 from simulated.worker import Mischief, Worker
 
 if TYPE_CHECKING:
@@ -189,6 +190,25 @@ def _fail_discovery(world: "World", fault: Fault) -> None:
     world.kernel.after(fault.seconds, lambda: process.call(report.succeed))
 
 
+def _lose_state(world: "World", fault: Fault) -> None:
+    """The state server is away, or nothing reaches it, or nothing that it answers arrives."""
+    state = world.disturbed_state()
+    state.away = AWAY[int(fault.lottery * len(AWAY))]
+    world.kernel.after(fault.seconds, lambda: setattr(state, "away", ""))
+
+
+def _delay_state(world: "World", fault: Fault) -> None:
+    """Its answers are late by up to a second."""
+    state = world.disturbed_state()
+    state.late_s = fault.lottery
+    world.kernel.after(fault.seconds, lambda: setattr(state, "late_s", 0.0))
+
+
+def _empty_state(world: "World", _fault: Fault) -> None:
+    """It starts again, without a memory."""
+    world.disturbed_state().forget()
+
+
 _ACTIONS = {
     "crash": _crash,
     "lose node": partial(_crash, silently=True),
@@ -216,4 +236,7 @@ _ACTIONS = {
     "discover nothing": partial(_discover, some=False),
     "discover some": partial(_discover, some=True),
     "discovery fails": _fail_discovery,
+    "state away": _lose_state,
+    "state late": _delay_state,
+    "state forgets": _empty_state,
 }

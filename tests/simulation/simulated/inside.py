@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from simulated.checker import Violation
 from simulated.clients import TENANT
+from simulated.epochs import Epochs
 from simulated.history import History
+from simulated.kernel import ProcessLoop
 from simulated.model import Expected
 from simulated.worker import Live, Worker
 
@@ -35,6 +37,8 @@ class Streamed:
     """Of its only reader; None: it is resumable."""
     delivered: int = 0
     """Tokens that a reader of the resumable stream has got."""
+    taken_at: float = 0.0
+    """When its router has taken it from another one."""
     finished_at: float | None = None
     """When a reader of it got its finish."""
 
@@ -44,8 +48,13 @@ class Streamed:
         history = self.history
         return self.delivered if history is None else max((event.tokens for event in history.events), default=0)
 
-    def unwanted_at(self, window_s: float) -> float | None:
-        """When the last one who wanted it went, or will have to be given up; None: somebody wants it."""
+    def unwanted_at(self, window_s: float, tell_s: float) -> float | None:
+        """When the last one who wanted it went, or will have to be given up; None: somebody wants it.
+
+        Args:
+            window_s: for how long it goes on without a client.
+            tell_s: the time in which its router learns of a cancel.
+        """
         if self.history is not None:
             return self.history.ended_at
         process, times = self.process, []
@@ -53,7 +62,10 @@ class Streamed:
             times.append(self.finished_at)
         track = process.tracks.of_stream(self.stream_id)
         if track is not None:
-            times += [at for at in (track.sealed_at, track.cancelled_at) if at is not None]
+            if track.sealed_at is not None:
+                times.append(track.sealed_at)
+            if track.cancelled_at is not None:
+                times.append(track.cancelled_at + tell_s)
         left_at = process.tracks.left_at.get(self.subject)
         if left_at is not None and not process.has_reader(self.subject):
             times.append(left_at + window_s)
@@ -67,14 +79,20 @@ class Inside:
         self.violations: list[Violation] = []
         self.streams: dict[str, Streamed] = {}
         """By stream id."""
+        self.moved: set[str] = set()
+        """The names of streams that a worker got in a later attempt."""
+        self.epochs = Epochs(self._on_lower_epoch)
         self._world = world
-        self._newest: dict[str, tuple[int, float]] = {}
-        """The newest attempt of each stream that any worker got, and when."""
+        self._newest: dict[tuple[ProcessLoop, str], tuple[int, float]] = {}
+        """The newest attempt of each router at each stream that any worker got, and when."""
 
     def report(self, kind: str, subject: str, detail: str) -> None:
         """Note a violation, each kind once for each subject."""
         if not any((each.kind, each.subject) == (kind, subject) for each in self.violations):
             self.violations.append(Violation(kind, subject, detail, self._world.kernel.now))
+
+    def _on_lower_epoch(self, stream_id: str, detail: str) -> None:
+        self.report("lower epoch", self.streams[stream_id].name, detail)
 
     # Streams on workers.
 
@@ -88,12 +106,17 @@ class Inside:
         if stream is None:
             self.report("unknown stream", worker.worker_id, submit.stream_id)
             return
-        newest, _ = self._newest.get(submit.stream_id, (0, 0.0))
+        if submit.attempt > 1:
+            self.moved.add(stream.name)
+        own = connection.loop, submit.stream_id
+        newest, _ = self._newest.get(own, (0, 0.0))
         if submit.attempt > newest:
-            self._newest[submit.stream_id] = (submit.attempt, world.kernel.now)
+            self._newest[own] = (submit.attempt, world.kernel.now)
         emitted = tuple(submit.emitted_ids)
         if not stream.has_stops and emitted != stream.expected.ids[: len(emitted)]:
             self.report("wrong tokens", stream.name, f"attempt {submit.attempt} continues other tokens")
+        if stream.process.loop is not connection.loop:
+            return  # its router does not know yet that another one has taken it
         # A Submit may arrive after that of a later attempt.
         if len(emitted) < stream.got and submit.attempt >= newest:
             self.report(
@@ -115,9 +138,16 @@ class Inside:
 
     def _audit_stream(self, worker: Worker, live: Live) -> None:
         world, submit = self._world, live.submit
-        stream = self.streams[submit.stream_id]
-        newest, newest_at = self._newest[submit.stream_id]
-        unwanted_at = newest_at if submit.attempt < newest else stream.unwanted_at(world.window_s)
+        stream = self.streams.get(submit.stream_id)
+        if stream is None:
+            return  # it was reported when it came
+        newest, newest_at = self._newest[live.connection.loop, submit.stream_id]
+        if submit.attempt < newest:
+            unwanted_at: float | None = newest_at
+        elif stream.process.loop is not live.connection.loop:
+            unwanted_at = stream.taken_at + world.tell_s
+        else:
+            unwanted_at = stream.unwanted_at(world.window_s, world.tell_s)
         if unwanted_at is None:
             return
         router = live.connection.router
@@ -137,6 +167,9 @@ class Inside:
         """Find what routers and workers hold after the last stream."""
         for process in self._world.living_routers():
             self._check_router(process)
+        state = self._world.state
+        if state is not None and state.used_bytes:
+            self.report("leak", "state", f"{state.used_bytes} bytes after the last stream")
         for worker in (*self._world.workers, *self._world.old_workers):
             if worker.is_listening and worker.live:
                 self.report("leak", worker.worker_id, f"{len(worker.live)} streams after the last stream")
@@ -146,7 +179,8 @@ class Inside:
         if router is None:
             self.report("exception", name, "the router did not start")
             return
-        counts = router.workers.suspects.counts
+        counts, front = router.workers.suspects.counts, process.front
+        assert front is not None
         held = {
             "requests": router.requests,
             "streams": router.streams,
@@ -159,13 +193,14 @@ class Inside:
             "requests without a client": router.runs.detached,
             "kept streams": router.journals.kept,
             "bytes of journals": router.journals.size_bytes,
-            "idempotency keys": sum(now(router.journals.find(scope)) is not None for scope in process.tracks.scopes),
+            "idempotency keys": sum(now(front.find(scope)) is not None for scope in process.tracks.scopes),
+            "mirrored streams": 0 if process.mirrored is None else len(process.mirrored.mirror.entries),
         }
         for what, number in held.items():
             if number:
                 self.report("leak", name, f"{number} {what} after the last stream")
         tasks = len(process.loop.pending)
-        most = 3 + 3 * len(router.workers.links)
+        most = 3 + 3 * len(router.workers.links) + (0 if process.mirrored is None else 1)
         if tasks > most:
             self.report("leak", name, f"{tasks} tasks with {len(router.workers.links)} links")
         self.check_complaints(process)

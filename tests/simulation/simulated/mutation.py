@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lockstep_client.steps import Outgoing
-from lockstep_router.journals import JournalStore, MemoryJournalStore
+from lockstep_router.journals import JournalStore, MemoryJournalStore, MirroredJournalStore
 from lockstep_router.router import Router
 from lockstep_router.settings import RouterSettings
 from lockstep_router.streams.journal import Journal
+from lockstep_state.memory import MemoryBackend
 
 from simulated.kernel import ProcessLoop
 
@@ -28,6 +29,10 @@ class Mutation:
     settings: dict[str, object] = field(default_factory=dict)
     store: Callable[[RouterSettings, ProcessLoop], JournalStore] = in_memory
     """Makes the journal store of a router process."""
+    mirrored: type[MirroredJournalStore] = MirroredJournalStore
+    """The store around it, where routers share a state server."""
+    state: type[MemoryBackend] = MemoryBackend
+    """What the state server keeps everything in."""
     request: Callable[[Outgoing], Outgoing] = lambda request: request
     """Of a client over HTTP."""
     answer: Callable[[bytes], list[bytes]] = lambda piece: [piece]

@@ -45,6 +45,7 @@ class Host(Protocol):
     """A worker's process, as the network sees it."""
 
     target: str
+    incarnation: int
     is_listening: bool
     is_reachable: bool
     is_stopped: bool
@@ -58,6 +59,16 @@ Rewrite = Callable[[Any], list[Any]]
 """What becomes of a frame: itself, nothing, or others. Mutations of the transport, to test the checker."""
 
 
+class Reading(Protocol):
+    """Watches routers that read frames."""
+
+    def on_read(self, connection: "Connection", frame: worker_pb2.WorkerFrame) -> None:
+        """A router gets a frame."""
+
+    def on_next(self, connection: "Connection") -> None:
+        """It wants the next one: what it does with the last one is done."""
+
+
 @dataclass
 class Network:
     """All paths and connections."""
@@ -69,6 +80,7 @@ class Network:
     connections: list["Connection"] = field(default_factory=list)
     to_worker: Rewrite = lambda frame: [frame]
     to_router: Rewrite = lambda frame: [frame]
+    reading: Reading | None = None
     _paths: dict[tuple[str, str], Path] = field(default_factory=dict)
 
     def path(self, source: str, destination: str) -> Path:
@@ -172,7 +184,8 @@ class Connection:
     def __init__(self, network: Network, loop: ProcessLoop, host: Host) -> None:
         self._network = network
         self._kernel = network.kernel
-        self._loop = loop
+        self.loop = loop
+        """Of the router's process."""
         self.host = host
         self.router, self.target = loop.name, host.target
         self._up = Pipe(network, self.router, self.target, self._at_worker, self._worker_is_away)
@@ -211,7 +224,7 @@ class Connection:
 
     async def write(self, frame: worker_pb2.RouterFrame) -> None:
         while len(self._up) >= _WINDOW and not self.router_knows_end:
-            self._writers.append(self._loop.create_future())
+            self._writers.append(self.loop.create_future())
             await self._writers[-1]
         if self.router_knows_end:
             raise unavailable("the connection has ended")
@@ -225,12 +238,18 @@ class Connection:
                 self._up.send(each.SerializeToString())
 
     async def read(self) -> Any:
+        reading = self._network.reading
+        if reading is not None:
+            reading.on_next(self)
         while not self._read:
             if self.router_knows_end:
                 raise unavailable("the connection was reset")
-            self._readers.append(self._loop.create_future())
+            self._readers.append(self.loop.create_future())
             await self._readers[-1]
-        return worker_pb2.WorkerFrame.FromString(self._read.popleft())
+        frame = worker_pb2.WorkerFrame.FromString(self._read.popleft())
+        if reading is not None:
+            reading.on_read(self, frame)
+        return frame
 
     def end_by_router(self) -> None:
         """End it on the router's side: its process died, or it closes the channel."""
@@ -271,7 +290,7 @@ class Connection:
 
     @property
     def _is_mute(self) -> bool:
-        return self._up.is_blocked or self._down.is_blocked or self._loop.is_frozen
+        return self._up.is_blocked or self._down.is_blocked or self.loop.is_frozen
 
     def _check(self) -> None:
         self._watch = None

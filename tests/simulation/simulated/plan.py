@@ -6,7 +6,8 @@ from random import Random
 from lockstep_router.settings import RouterSettings
 
 from simulated import model, worker
-from simulated.faults import USUAL, Fault, choose_faults
+from simulated.faults import KEEPING, SHARED, USUAL, Fault, choose_faults
+from simulated.state import TARGET
 from simulated.visits import Visit, choose_visit
 
 
@@ -55,6 +56,10 @@ class Plan:
     faults: tuple[Fault, ...]
     window_s: float
     """Requests arrive and faults begin in this time."""
+    shares_state: bool = False
+    """The routers share a state server."""
+    keeps_streams: bool = False
+    """No fault touches the state server and the last router, and none loses a stream that the state server has."""
 
     @property
     def streams(self) -> int:
@@ -83,9 +88,12 @@ class Scale:
     """Longest time until a fault is over."""
     visits: float = 0.35
     """Share of the requests whose streams are resumable."""
+    shares_state: bool = False
+    """The routers share a state server."""
 
 
 USUAL_SCALE = Scale()
+SHARED_SCALE = Scale(requests=60, kinds=SHARED, visits=0.7, shares_state=True)
 
 
 def make_plan(seed: int, scale: Scale = USUAL_SCALE) -> Plan:
@@ -105,24 +113,34 @@ def make_plan(seed: int, scale: Scale = USUAL_SCALE) -> Plan:
     ]
     if has_sanctuary:
         plans[0] = replace(plans[0], max_seqs=4 * scale.requests)
+    settings, kinds, keeps_streams, spared = _settings(rng), scale.kinds, False, 0
+    if scale.shares_state:
+        rng = Random(f"{seed}/state")
+        routers, keeps_streams = rng.choice((2, 2, 3)), rng.random() < 0.5
+        settings |= {"state_server": TARGET, "resume_window_s": rng.choice((2.0, 3.0))}
+        if keeps_streams:
+            settings["exact_failover"] = "prefer"
+            kinds, spared = tuple(kind for kind in kinds if kind in KEEPING), 1
     return Plan(
         seed,
         routers,
         tuple(plans),
         has_sanctuary,
-        _settings(rng),
+        settings,
         tuple(_request(Random(f"{seed}/request/{n}"), n, scale, has_poison=has_poison) for n in range(scale.requests)),
         choose_faults(
             Random(f"{seed}/faults"),
-            routers,
+            routers - spared,
             workers,
             scale.window_s,
             scale.faults,
-            scale.kinds,
+            kinds,
             scale.longest_s,
             spare_first=has_sanctuary,
         ),
         scale.window_s,
+        scale.shares_state,
+        keeps_streams,
     )
 
 

@@ -1,7 +1,8 @@
 """One simulated router process: the real router with its REST application, in an event loop of its own."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,10 @@ from lockstep_router.discovery import Report, WorkerAddress
 from lockstep_router.faces.rest.app import create_app
 from lockstep_router.generation.preparation import Prepared
 from lockstep_router.generation.request import GenerationRequest
+from lockstep_router.journals import JournalStore, MemoryJournalStore, MirroredJournalStore
 from lockstep_router.router import Router
 from lockstep_router.running import RunningRequest
+from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account
 
 from simulated.clients import Client
@@ -79,6 +82,11 @@ class RouterProcess:
         self.app: FastAPI | None = None
         self.clients: list[Client] = []
         self.tracks = Tracks()
+        self.started_at = world.kernel.now
+        self.front: JournalStore | None = None
+        """Its journals in its own memory."""
+        self.mirrored: MirroredJournalStore | None = None
+        """All of its journals, if routers share a state server."""
         self.is_leaving = False
         """It has been told to drain and end."""
         self._leaving = asyncio.Event()
@@ -87,16 +95,21 @@ class RouterProcess:
     async def _serve(self, world: "World", rng: Random) -> None:
         settings = settings_of(world.plan, self.name).model_copy(update=world.mutation.settings)
         dial = world.network.dial
-        store = world.mutation.store(settings, self.loop)
+        store = self.front = world.mutation.store(settings, self.loop)
+        if world.state is not None:
+            store = self.mirrored = self._mirror(store, settings, world)
         router_class = watching(
             world.mutation.router,
             lambda prepared: world.on_prepared(self, prepared),
             lambda prepared: world.on_continued(self, prepared),
         )
-        watched = WatchedStore(store, self.tracks, lambda: world.kernel.now)
-        async with router_class(
-            settings, self.discovery, lambda target, _: dial(self.loop, target), rng, watched
-        ) as router:
+        watched = WatchedStore(
+            store, self.tracks, lambda: world.kernel.now, lambda request_id: world.note_owner(request_id, self)
+        )
+        async with (
+            self._mirroring(),
+            router_class(settings, self.discovery, lambda target, _: dial(self.loop, target), rng, watched) as router,
+        ):
             self.router, self.app = router, create_app(router)
             await self._leaving.wait()
             if self.is_leaving:
@@ -105,6 +118,31 @@ class RouterProcess:
                 world.on_drained(self)
                 await asyncio.sleep(0)
         self.app = None
+
+    def _mirror(self, front: JournalStore, settings: RouterSettings, world: "World") -> MirroredJournalStore:
+        state = world.state
+        assert state is not None
+        assert isinstance(front, MemoryJournalStore)
+        return world.mutation.mirrored(
+            front,
+            settings.state_server,
+            lambda _target, _options: state.dial(self.loop),  # type: ignore[arg-type, return-value]
+            owner=settings.router_id,
+            window_s=settings.resume_window_s,
+            timeout_s=settings.state_timeout_s,
+            max_lag_s=settings.state_max_lag_s,
+        )
+
+    @asynccontextmanager
+    async def _mirroring(self) -> AsyncIterator[None]:
+        if self.mirrored is None:
+            yield
+            return
+        self.mirrored.start()
+        try:
+            yield
+        finally:
+            await self.mirrored.close()
 
     async def _finish_answers(self) -> None:
         """What the server does at its end: connections have a moment for the ends of their answers."""
@@ -150,14 +188,14 @@ class RouterProcess:
     def note_reader(self, exchange: Exchange) -> None:
         """The head of an answer has named its stream."""
         assert exchange.stream_id is not None
-        track = self.tracks.by_id.get(exchange.stream_id)
+        track = exchange.track = self.tracks.by_id.get(exchange.stream_id)
         if track is not None:
             track.readers += 1
 
     def note_left(self, exchange: Exchange) -> None:
         """A connection has ended."""
         now = self._world.kernel.now
-        if exchange.stream_id is not None and (track := self.tracks.by_id.get(exchange.stream_id)) is not None:
+        if (track := exchange.track) is not None:
             track.readers -= 1
             if not track.readers:
                 track.left_at = now

@@ -104,8 +104,9 @@ def explain(outcome: Outcome, scale: Scale = USUAL_SCALE, mutation: Mutation | N
     plan = shrink(make_plan(outcome.seed, scale), first.kind, mutation)
     again = World(plan, mutation, keep_lines=1_000_000).run()
     violation = next((each for each in again.violations if each.kind == first.kind), first)
+    again_with = f"python -m simulated --seed {outcome.seed}{' --shared' if scale.shares_state else ''}"
     lines = [
-        f"seed {outcome.seed}: {len(outcome.violations)} violations; again: python -m simulated --seed {outcome.seed}",
+        f"seed {outcome.seed}: {len(outcome.violations)} violations; again: {again_with}",
         *(f"  {each}" for each in outcome.violations[:5]),
         f"smallest plan: {len(plan.requests)} requests, {len(plan.faults)} faults",
         *(f"  {fault}" for fault in plan.faults),

@@ -29,6 +29,8 @@ class Track:
     cancelled_at: float | None = None
     """When a client's cancel was answered."""
     has_failed: bool = False
+    owned_at: float = 0.0
+    """Since when its router has it."""
 
     def must_exist(self, now: float, window_s: float) -> bool:
         """Whether a client that comes now must find it, if its router has not been stopped meanwhile."""
@@ -70,18 +72,20 @@ class Tracks:
 class WatchedStore:
     """Passes everything on to a store, and notes when streams begin and end."""
 
-    def __init__(self, store: JournalStore, tracks: Tracks, now: Callable[[], float]) -> None:
+    def __init__(
+        self, store: JournalStore, tracks: Tracks, now: Callable[[], float], on_owned: Callable[[str], None]
+    ) -> None:
         self._store = store
         self._tracks = tracks
         self._now = now
+        self._on_owned = on_owned
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     async def open(self, record: Record) -> None:
         await self._store.open(record)
-        streams = tuple(choice.stream_id for choice in record.choices)
-        self._tracks.add(Track(record.request_id, streams))
+        self._begin(record)
 
     async def seal(self, request_id: str, outcome: Outcome, keep_s: float) -> None:
         await self._store.seal(request_id, outcome, keep_s)
@@ -92,9 +96,23 @@ class WatchedStore:
     async def take(self, known: StoredStream) -> StoredStream | None:
         taken = await self._store.take(known)
         track = self._tracks.by_id.get(known.record.request_id)
-        if taken is not None and taken.outcome is None and track is not None:
-            track.sealed_at, track.has_failed = None, False  # it had failed, and goes on
+        if taken is not None and track is None:
+            track = self._begin(taken.record)
+        if taken is not None and track is not None:
+            self._on_owned(track.request_id)
+            track.owned_at = self._now()
+            if taken.outcome is None:
+                track.sealed_at, track.has_failed = None, False  # it had failed, and goes on
+            else:
+                track.sealed_at, track.has_failed = self._now(), taken.outcome.failure is not None
         return taken
+
+    def _begin(self, record: Record) -> Track:
+        streams = tuple(choice.stream_id for choice in record.choices)
+        track = Track(record.request_id, streams, owned_at=self._now())
+        self._tracks.add(track)
+        self._on_owned(record.request_id)
+        return track
 
     async def claim(self, scope: str, claim: Claim) -> Claim | None:
         self._tracks.scopes.append(scope)

@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,10 @@ _TRIP_S = 0.1
 """A request is at its router by then."""
 
 _PATH = "/v1/completions"
+
+_MOVED = ("stream_moved",)
+_SHARING: dict[str, tuple[str, ...]] = {"pair": _MOVED, "joins": _MOVED, "cancels": (), "returns": (), "forgets": ()}
+"""How a stream ends for its first reader if another one reads it at another router."""
 
 
 def body_of(request: Request) -> dict[str, Any]:
@@ -116,7 +121,7 @@ class Notebook:
 
     def _note_progress(self, request_id: str, index: int, tokens: int, finish: str | None) -> None:
         stream = None if self.source is None else self._world.stream_of(self.source, request_id, index)
-        if stream is not None:
+        if stream is not None and stream.process is self.source:
             stream.delivered = max(stream.delivered, tokens)
             if finish is not None:
                 stream.finished_at = self._world.kernel.now
@@ -135,6 +140,10 @@ class Notebook:
         for history in self.histories:
             if history.ended_at is None:
                 self._add(history, Event(self._world.kernel.now, kind))
+
+    def note_broken(self) -> None:
+        """Note that its connection broke."""
+        self._world.broken |= {history.name for history in self.histories}
 
     def explain(self, *codes: str) -> None:
         """Note errors that what happened to this client explains."""
@@ -171,6 +180,9 @@ class Visitor:
         self._refusal: Head | None = None
         """The head of the library's answer, if that is a refusal."""
         self._others: list[asyncio.Task[None]] = []
+        if world.state is not None and self.visit.kind != "library":
+            # It does not come again by itself, as the library does.
+            self.book.explain("unavailable", *_SHARING[self.visit.kind])
 
     async def run(self) -> None:
         try:
@@ -201,12 +213,16 @@ class Visitor:
         answer = exchange_for(outgoing, routers, policy, loop.time, self._rng)
         assert isinstance(answer, StreamedAnswer)
         self.book.explain("connection_failed", "draining")
+        if self._world.plan.keeps_streams:
+            policy = replace(policy, on_lost="error")
         for history in self.book.histories:
             # The longest silence is fixed when a connection begins, so the end of one that vanishes is found this late.
             history.tardy_s = SILENCE_S
         try:
             await self._carry_out(answer.run())
         except LockstepError as error:
+            if self.request.name in self._world.excused:
+                self.book.explain("stream_lost")
             self.book.fail(str(error.code))
         if not self.book.has_ended:
             self.book.end(Kind.LEFT)
@@ -236,6 +252,7 @@ class Visitor:
                     result = await self._do(step)
                 except BrokenError as error:
                     broken = error
+                    self.book.note_broken()
 
     async def _do(self, step: Step) -> Any:
         if isinstance(step, Pause):
@@ -293,6 +310,7 @@ class Visitor:
                 exchange = await self._open(outgoing, self._index)
                 has_left = await self._read(exchange, book, None if leave is None else leave[0])
             except BrokenError:
+                book.note_broken()
                 gives_up = self._world.kernel.now > until
                 if not gives_up:
                     await asyncio.sleep(_AGAIN_S)
@@ -333,16 +351,21 @@ class Visitor:
         if book.request_id is None:
             return outgoing
         track = self._track(book)
+        if self._world.state is not None:
+            self._index = self._choose_router()
         if not self._must_exist(book):
             book.explain("stream_not_found")
         if track is not None and track.cancelled_at is not None:
             book.explain("cancelled")
-        book.is_gone = track is not None and track.cannot_exist(self._world.kernel.now, self._world.window_s)
+        if self._world.state is None:
+            book.is_gone = track is not None and track.cannot_exist(self._world.kernel.now, self._world.window_s)
         headers = {"Last-Event-ID": book.last_event_id} if book.last_event_id else {}
         return Outgoing("GET", f"/v1/streams/{book.request_id}", headers)
 
     def _track(self, book: Notebook) -> "Track | None":
         """What is known of the stream, if its router process is the one that began and has not been disturbed."""
+        if self._world.state is not None:
+            return self._world.track_of(book.request_id)
         home = book.home
         if home is None or home is not self._world.routers[self._index] or home.is_leaving or home.loop.frozen_s:
             return None
@@ -350,13 +373,20 @@ class Visitor:
 
     def _must_exist(self, book: Notebook) -> bool:
         """Whether a request that is sent now must find the stream."""
+        if self._world.state is not None:
+            return self._world.must_have(book.request_id, self._index)
         track = self._track(book)
         return track is not None and track.must_exist(self._world.kernel.now + _TRIP_S, self._world.window_s)
 
     def _lost(self, book: Notebook) -> bool:
         """Whether a stream that is not found has been lost: nothing else has ended it, or disturbed its router."""
         track = self._track(book)
+        if self._world.state is not None and not self._must_exist(book):
+            return False
         return track is not None and not track.has_failed
+
+    def _choose_router(self) -> int:
+        return self._rng.randrange(self._world.plan.routers)
 
     async def _read(self, exchange: Exchange, book: Notebook, leaves_after: int | None) -> bool:
         """Read an answer; True: the client has left it at its own will.
@@ -399,7 +429,7 @@ class Visitor:
         code = str(from_response(head.status, head.headers, content).code)
         if exchange.process.is_leaving:
             book.explain("draining")
-        if self._track(book) is None:
+        if self._track(book) is None or (self._world.state is not None and not self._must_exist(book)):
             book.explain("stream_not_found")  # its router was disturbed while the request was on its way
         if not book.has_ended:
             book.fail(code)
@@ -415,10 +445,17 @@ class Visitor:
             if self.book.has_ended:
                 return
             await asyncio.sleep(0.02)
+        if self._world.state is not None:
+            self._index = self._choose_router()
         if self.visit.kind == "cancels":
             await self._cancel()
-            return
+        else:
+            await self._read_second()
+
+    async def _read_second(self) -> None:
         second = Notebook(self._world, self._world.open_readers(self.request, "~"))
+        if self._world.state is not None:
+            second.explain("unavailable", *_MOVED)
         if self.request.timeout_s is not None:
             # The time began with the first request.
             second.explain("deadline_exceeded")
@@ -433,6 +470,7 @@ class Visitor:
             exchange = await self._open(outgoing, self._index)
             await self._read(exchange, second, None)
         except BrokenError:
+            second.note_broken()
             second.end(Kind.BROKEN)
         is_other = second.request_id not in (None, self.book.request_id)
         if is_other and must_join and self._lost(self.book):
@@ -456,7 +494,7 @@ class Visitor:
             if track is not None:
                 track.cancelled_at = self._world.kernel.now
             head = await self._ask(Outgoing("GET", f"/v1/streams/{request_id}"))
-            if head.status < 400:
+            if head.status < 400 and (self._world.state is None or self._world.plan.keeps_streams):
                 self._world.inside.report("kept too long", name, "it was found after its cancel")
         except BrokenError:
             pass

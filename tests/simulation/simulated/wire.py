@@ -17,6 +17,7 @@ from simulated.kernel import Kernel, ProcessLoop
 
 if TYPE_CHECKING:
     from simulated.processes import RouterProcess
+    from simulated.tracks import Track
 
 CONNECT_TIMEOUT_S = 1.0
 VANISHED_S = 2.0
@@ -123,6 +124,8 @@ class Exchange:
         self.is_reading = request.method != "DELETE"
         self.stream_id: str | None = None
         """Of the resumable stream that it reads, once the head has named it."""
+        self.track: Track | None = None
+        """Of that stream, if its router has it then."""
         self._wire = wire
         self._kernel = wire.kernel
         self._request = request
@@ -131,7 +134,7 @@ class Exchange:
         # The router's side.
         self._gone = asyncio.Event()
         self._room = asyncio.Event()
-        self._is_given = False
+        self._is_given = self._has_head = False
         self._task: asyncio.Task[None] | None = None
         self._is_known = True
         # The client's side.
@@ -194,7 +197,12 @@ class Exchange:
             await self._room.wait()
         if self._gone.is_set():
             return
-        if message["type"] == "http.response.start":
+        is_head = message["type"] == "http.response.start"
+        if is_head == self._has_head:
+            # As uvicorn does it.
+            raise RuntimeError(f"{message['type']} came {'twice' if is_head else 'before the head'}")
+        if is_head:
+            self._has_head = True
             headers = {name.decode(): value.decode() for name, value in message["headers"]}
             headers["x-lockstep-router"] = self.process.name
             if (stream_id := headers.get(STREAM_HEADER)) is not None and self.is_reading:

@@ -1,12 +1,14 @@
 """One simulation: the routers, workers, network, faults and clients of a plan."""
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from math import inf
 from random import Random
 
 from lockstep_common.errors import ErrorCode
@@ -27,6 +29,8 @@ from simulated.mutation import Mutation
 from simulated.network import KEEPALIVE_S, Network
 from simulated.plan import Plan, Request, settings_of
 from simulated.processes import RouterProcess
+from simulated.state import NOBODY, StateServer
+from simulated.tracks import SLACK_S, Track
 from simulated.visitors import PATIENCE_S, SILENCE_S, Visitor
 from simulated.wire import VANISHED_S, Exchange, Wire
 from simulated.worker import STEP_DEADLINE_S, Mischief, Worker
@@ -47,6 +51,14 @@ _STEP_MARGIN_S = 2.0
 _BASE_NS = 1_700_000_000 * 10**9
 """Wall time at the beginning."""
 
+_MIRRORED_S = 0.3
+"""The state server has by then what a router has, if nothing disturbs it."""
+
+_LEFT_S = 1.0
+"""A client that comes back to a stream whose router has died comes in time, if it comes so long before the end of the
+stream's time.
+"""
+
 _REPEATS_S = 60.0
 """Time in which the client library finds another router and gets there what it has already."""
 
@@ -63,6 +75,20 @@ class Outcome:
     """Ends of streams, faults, and what the routers did."""
     lines: tuple[str, ...]
     longest_silence_s: float
+
+
+class _Exceptions(logging.Handler):
+    """Reports exceptions that living processes have caught and logged: no fault explains one."""
+
+    def __init__(self, inside: Inside) -> None:
+        super().__init__(logging.ERROR)
+        self._inside = inside
+
+    def emit(self, record: logging.LogRecord) -> None:
+        loop = asyncio.get_running_loop()
+        is_dead = isinstance(loop, ProcessLoop) and loop.is_dead
+        if record.exc_info is not None and not is_dead:
+            self._inside.report("exception", record.name, f"{record.getMessage()}: {record.exc_info[1]!r}")
 
 
 class World:
@@ -88,7 +114,19 @@ class World:
             self._on_unfinished,
         )
         self.inside = Inside(self)
+        self.state = self._make_state() if plan.shares_state else None
+        """The state server that the routers share."""
+        self.owners: dict[str, RouterProcess] = {}
+        """The router that has each resumable stream, or had it last."""
+        self.broken: set[str] = set()
+        """The names of histories whose connection broke, or could not be made."""
+        self.died_at: dict[RouterProcess, float] = {}
+        self.excused: set[str] = set()
+        """Requests whose streams the state server could not have yet when their router died."""
+        self.network.reading = self.inside.epochs
         self.window_s = settings_of(plan, "router").resume_window_s
+        self.tell_s = _told_after(self.window_s, plan) if plan.shares_state else 0.0
+        """The longest time until a router knows that another one has ended or taken a stream of it."""
         self.wall_offset_ns = [0] * len(plan.workers)
         self.workers: list[Worker] = []
         self.old_workers: list[Worker] = []
@@ -105,6 +143,12 @@ class World:
         }
         self._open = len(plan.requests)
         """Requests that have not ended, those that have not begun included."""
+
+    def _make_state(self) -> StateServer:
+        def report(key: str, detail: str) -> None:
+            self.inside.report("lower epoch", key, detail)
+
+        return StateServer(self.kernel, Random(f"{self.plan.seed}/state/network"), self.mutation.state, report)
 
     # What is where.
 
@@ -147,6 +191,44 @@ class World:
     def living_routers(self) -> list[RouterProcess]:
         return [each for each in self.routers if each is not None]
 
+    def disturbed_state(self) -> StateServer:
+        """The state server, which is about to have a fault."""
+        assert self.state is not None
+        self.state.was_disturbed = True
+        return self.state
+
+    # Who has what.
+
+    def note_owner(self, request_id: str, process: RouterProcess) -> None:
+        """Note that a router has opened or taken a resumable stream."""
+        if self.owners.get(request_id, process) is not process:
+            self.counts["streams taken over"] += 1
+        self.owners[request_id] = process
+        for exchange in self.wire.of(process.index):
+            # Its head was sent before there was a stream.
+            if exchange.process is process and exchange.stream_id == request_id and exchange.track is None:
+                process.note_reader(exchange)
+
+    def track_of(self, request_id: str | None) -> Track | None:
+        """What the router knows of a stream that has it."""
+        owner = self.owners.get(request_id or "")
+        return None if owner is None else owner.tracks.by_id.get(request_id or "")
+
+    def must_have(self, request_id: str | None, index: int) -> bool:
+        """Whether a router that is asked for a stream now must find it, though another one may have it."""
+        target, owner, track = self.routers[index], self.owners.get(request_id or ""), self.track_of(request_id)
+        if not self.plan.keeps_streams or target is None or owner is None or track is None or self.state is None:
+            return False
+        now, window_s = self.kernel.now + SLACK_S, self.window_s
+        if not target.listens or now - target.started_at < _LEFT_S:
+            return False
+        if owner is target:
+            return track.must_exist(now, window_s)
+        if owner.loop.is_dead:
+            left_s = self.died_at[owner] + window_s - now
+            return left_s > _LEFT_S and track.cancelled_at is None and self.state.has(NOBODY, track.request_id)
+        return now - track.owned_at > _MIRRORED_S and track.must_exist(now, window_s)
+
     # The run.
 
     def run(self) -> Outcome:
@@ -155,7 +237,7 @@ class World:
         Raises:
             Stuck: time stands still.
         """
-        with self._wall_clock():
+        with self._wall_clock(), self._log():
             self._begin()
             try:
                 self._run()
@@ -163,6 +245,8 @@ class World:
                 self._stop()
             finally:
                 self._bury()
+        self.counts["streams that met a fault"] = sum(map(self._has_met_fault, self.histories))
+        self.counts["frames of old epochs"] = self.inside.epochs.stale_frames
         violations = self.inside.violations + checker.check(self.histories, self._rules())
         return Outcome(
             self.plan.seed,
@@ -173,6 +257,18 @@ class World:
             tuple(self.kernel.lines),
             max((_silence_s(each) for each in self.histories), default=0.0),
         )
+
+    def _has_met_fault(self, history: History) -> bool:
+        """Whether its stream had several attempts, its connection broke, or an error ended it that its client has not
+        asked for.
+        """
+        subject, choice = history.subject, history.name.rpartition(".")[2]
+        if history.name in self.broken or not self.inside.moved.isdisjoint((history.name, f"{subject}.{choice}")):
+            return True
+        last = history.events[-1] if history.events else None
+        if last is None or last.kind not in (Kind.ERROR, Kind.BROKEN):
+            return False
+        return last.value not in (ErrorCode.CANCELLED, ErrorCode.DEADLINE_EXCEEDED)
 
     def _begin(self) -> None:
         for index in range(len(self.plan.workers)):
@@ -189,7 +285,7 @@ class World:
         self.kernel.run_until(lambda: not self._open, self.plan.window_s + _SETTLE_S)
         calm_at = max((fault.at + fault.seconds for fault in self.plan.faults), default=0.0)
         # Streams that were left run on for a window, and their answers are kept for another one.
-        calm_s = VANISHED_S + 2 * self.window_s + _IDLE_S
+        calm_s = VANISHED_S + (2 if self.state is None else 4) * self.window_s + _IDLE_S
         self.kernel.run_for(max(0.0, calm_at - self.kernel.now) + calm_s)
         # A worker learns of the end of a half-open connection by its keepalive.
         self.kernel.run_until(self._is_idle, self.kernel.now + KEEPALIVE_S)
@@ -214,6 +310,21 @@ class World:
             yield
         finally:
             time.time = real
+
+    @contextmanager
+    def _log(self) -> Iterator[None]:
+        """Report the exceptions that routers log. Their warnings about faults are dropped: they tell nothing here."""
+        logger, handler = logging.getLogger("lockstep"), _Exceptions(self.inside)
+        level, propagates = logger.level, logger.propagate
+        logger.setLevel(logging.ERROR)
+        logger.addHandler(handler)
+        logger.propagate = False
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagates
 
     def _audit(self) -> None:
         self.kernel.after(_AUDIT_EVERY_S, self._audit)
@@ -302,7 +413,13 @@ class World:
         """Note that resumable streams which had failed go on. They keep their age, as the wall clock tells it."""
         self._mutate(prepared)
         for journal in prepared.journals:
+            self.inside.epochs.add(process.loop, journal)
             stream = self.inside.streams[journal.stream_id]
+            if stream.process is not process:
+                stream.process, stream.taken_at = process, self.kernel.now
+            if self.state is not None:
+                # What its clients have got before does not count: the state server may know less of it, its end too.
+                stream.delivered, stream.finished_at = 0, None
             age_s = max(0.0, time.time() - stream.created)
             stream.arrived_at = self._arrival(process, journal) - age_s
 
@@ -320,6 +437,7 @@ class World:
         history: History | None,
     ) -> None:
         arrived_at = self._arrival(process, journal)
+        self.inside.epochs.add(process.loop, journal)
         self.inside.streams[journal.stream_id] = Streamed(
             name,
             journal.stream_id,
@@ -352,6 +470,10 @@ class World:
         assert process is not None
         self.routers[index] = None
         self.dead_routers.append(process)
+        self.died_at[process] = self.kernel.now
+        for track in process.tracks.by_id.values():
+            if self.kernel.now - track.owned_at < _MIRRORED_S:
+                self.excused.add(self.inside.streams[track.stream_ids[0]].subject)
         process.loop.kill()
         for connection in self.network.of(process.name):
             connection.end_by_router()
@@ -417,6 +539,8 @@ class World:
         for process in (*self.living_routers(), *self.dead_routers):
             process.loop.bury()
         self.client_loop.bury()
+        if self.state is not None:
+            self.state.loop.bury()
 
     def _rules(self) -> Rules:
         settings = settings_of(self.plan, "router")
@@ -425,6 +549,15 @@ class World:
         if self.plan.has_sanctuary:
             allowed = set()
         return Rules(longest_silence(settings, self.plan) + frozen_s, 0.2 + frozen_s, frozenset(allowed))
+
+
+def _told_after(window_s: float, plan: Plan) -> float:
+    """A router learns it from its next write. A stream that has nothing new is written to keep it from expiring: after
+    a third of its time to live, as seen by a task that looks every second.
+    """
+    if not plan.keeps_streams:
+        return inf  # the state server may have forgotten who has it
+    return 1.5 * window_s / 3 + 1.0 + _MIRRORED_S
 
 
 def longest_silence(settings: RouterSettings, plan: Plan) -> float:
