@@ -3,16 +3,21 @@
 import asyncio
 import contextlib
 import datetime
+import errno
 import logging
+import os
 import ssl
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import trustme
 from authority import Authority, Mounted
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from lockstep_common import tls
 from lockstep_common.errors import LockstepError
 from lockstep_common.settings import check_identity
 from lockstep_common.telemetry import REGISTRY
@@ -143,6 +148,76 @@ def test_what_cannot_be_used_at_start_is_one_sentence(mounted, authority):
     (mounted.directory / "tls.crt").unlink()
     (mounted.directory / "tls.crt").write_text("-----BEGIN CERTIFICATE-----\nnothing\n-----END CERTIFICATE-----\n")
     assert refusal(mounted) == f"tls_cert ({mounted.cert}) holds no PEM certificate"
+
+
+def damage_curve(mounted: Mounted) -> None:
+    """Give the certificate a public key on a curve that nobody knows."""
+    certificate = x509.load_pem_x509_certificate(Path(mounted.cert).read_bytes())
+    known, unknown = bytes.fromhex("06082a8648ce3d030107"), bytes.fromhex("06082a8648ce3d030163")
+    encoded = certificate.public_bytes(serialization.Encoding.DER)
+    assert known in encoded
+    Path(mounted.cert).write_bytes(ssl.DER_cert_to_PEM_cert(encoded.replace(known, unknown)).encode())
+
+
+def test_public_key_of_an_unknown_kind_is_one_sentence(mounted):
+    damage_curve(mounted)
+    assert refusal(mounted) == f"tls_cert ({mounted.cert}) cannot be used: UnsupportedAlgorithm"
+
+
+def test_certificate_is_used_as_soon_as_it_is_valid(mounted, monkeypatch, caplog):
+    now = datetime.datetime.now(datetime.UTC)
+    begin = now.replace(microsecond=0) + datetime.timedelta(hours=1)
+
+    class Early(Authority):
+        def issue(self, *names: str, **_: object) -> trustme.LeafCert:
+            return self.ca.issue_cert(*names, not_before=begin)
+
+    certificates = load(mounted, "early")
+    certificates.check_s = 0.0
+    first = certificates.current()
+    mounted.write(Early(), "a.test")
+    with caplog.at_level(logging.INFO, "lockstep.tls"):
+        for _ in range(3):
+            assert certificates.current() is first
+        monkeypatch.setattr(tls, "datetime", SimpleNamespace(now=lambda _: begin))
+        assert certificates.current() is not first
+    refused, loaded = [record.getMessage() for record in caplog.records]
+    assert refused.endswith(f"is not valid before {begin.isoformat()}")
+    assert loaded == "certificates reloaded"
+    assert (reloads("early", "failed"), reloads("early", "loaded")) == (1, 1)
+
+
+async def test_files_are_read_again_when_there_are_descriptors_again(mounted, authority, monkeypatch):
+    certificates = load(mounted, "descriptors")
+    mounted.write(authority, "b.test")
+
+    def make(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with watched(certificates):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "memfd_create", make)
+            await until(lambda: reloads("descriptors", "failed") == 1)
+        await until(lambda: reloads("descriptors", "loaded") == 1)
+
+
+async def test_watching_survives_a_check_that_fails(caplog):
+    class Failing:
+        check_s = 0.01
+        checks = 0
+
+        def check(self) -> None:
+            self.checks += 1
+            if self.checks in (1, 2, 4):
+                raise RuntimeError("can't start new thread")
+
+    failing, other = Failing(), Failing()
+    other.checks = 10
+    with caplog.at_level(logging.ERROR, "lockstep.files"):
+        async with watched(failing, other):
+            await until(lambda: failing.checks >= 5)
+    assert other.checks >= 14
+    assert [record.getMessage() for record in caplog.records] == ["files not checked"] * 2  # once until one succeeds
 
 
 async def test_each_connection_gets_the_newest_chain_and_authorities(mounted, authority):

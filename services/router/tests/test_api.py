@@ -195,8 +195,9 @@ async def test_completion_logprobs(cluster):
         assert choice["text"][offset:].startswith(token)
 
 
-def test_impossible_tokens_have_a_finite_logprob(tokenizer):
-    impossible = inference_pb2.TokenLogprob(id=5, logprob=float("-inf"))
+@pytest.mark.parametrize("logprob", ["-inf", "inf", "nan"])
+def test_impossible_tokens_have_a_finite_logprob(tokenizer, logprob):
+    impossible = inference_pb2.TokenLogprob(id=5, logprob=float(logprob))
     entry = TokenEntry(inference_pb2.Logprobs(chosen=impossible, top=[impossible]), 0)
     answer = CompletionFormat(Head("id", "reference"), tokenizer, choices=1, logprobs=True, include_usage=False)
     logprobs = json.loads(answer.chunk(Delta(0, "a", 1, entries=[entry]), {}))["choices"][0]["logprobs"]

@@ -259,6 +259,22 @@ async def test_broken_watch_is_made_anew_without_a_word(api, caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("size", "lists"), [(1 << 20, 1), (9 << 20, 2)])
+async def test_event_of_any_size_is_used(api, caplog, size, lists):
+    """An event is one line. One that is too long for a watch is found by the next list."""
+    caplog.set_level(logging.WARNING, "lockstep")
+    async with running(slices()) as heard:
+        await eventually(lambda: api.watches)
+        large = endpoint_slice("a", endpoint("10.0.0.1", "w-0"))
+        large["metadata"]["annotations"] = {"padding": "x" * size}
+        api.put(large)
+        api.put(endpoint_slice("b", endpoint("10.0.0.2", "w-1")))
+        await eventually(heard.has(("10.0.0.1:9000", "w-0"), ("10.0.0.2:9000", "w-1")))
+        assert api.lists == lists
+        assert heard.report.problem == ""
+    assert not caplog.records
+
+
 async def test_server_that_goes_away_takes_no_worker_along(api, caplog):
     caplog.set_level(logging.INFO, "lockstep")
     api.put(endpoint_slice("a", endpoint("10.0.0.1", "w-0")))

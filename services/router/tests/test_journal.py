@@ -54,6 +54,7 @@ def test_acceptance_of_updates():
     assert record.accept(frame(2, [])) is Acceptance.EMPTY
     assert record.accept(frame(2, [7, 8, 9])) is Acceptance.MALFORMED
     assert record.accept(frame(2, [7], finish=77)) is Acceptance.MALFORMED
+    assert record.accept(frame(2, [7], finish=inference_pb2.FINISH_REASON_TOOL_CALLS)) is Acceptance.MALFORMED
     assert record.accept(frame(0, [], finish=1)) is Acceptance.MALFORMED
     assert record.accept(frame(3, [], finish=1)) is Acceptance.GAP
     assert record.accept(frame(2, [7, 8])) is Acceptance.ACCEPTED

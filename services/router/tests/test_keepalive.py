@@ -2,8 +2,15 @@
 
 import asyncio
 import contextlib
+import time
 
 import pytest
+from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_router.faces.record import Record
+from lockstep_router.faces.rest.replies import Client
+from lockstep_router.router import Router
+from lockstep_router.settings import RouterSettings
+from lockstep_router.tenants import Tenant
 from router_cluster import events_of, eventually
 from scripted_worker import Script
 
@@ -112,3 +119,36 @@ async def test_client_that_leaves_a_silent_stream_is_noticed(make_cluster):
         async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}):
             await asyncio.sleep(0.1)
         await eventually(lambda: cluster.workers[0].cancels and cluster.router.requests == 0)
+
+
+@pytest.mark.parametrize("comes", ["a failure", "an event"])
+async def test_what_comes_in_the_turn_of_the_first_comment_follows_it(comes):
+    """The comment begins the answer then. A second head, or a comment before the head, would break the connection."""
+    settings = RouterSettings(workers=("x:1",), keepalive_interval_s=0.2)
+    sent = []
+
+    async def send(message):
+        sent.append(message.get("status", message.get("body")))
+
+    async def events():
+        yield b"data: 1\n\n"
+
+    async with Router(settings) as router:
+        client = Client(send, Record("r", router.limits.account(Tenant("t"))), settings)
+        client.watch(lambda: None)
+        client.expect_events()
+
+        async def answer():
+            await asyncio.sleep(0.195)
+            if comes == "an event":
+                await client.reply_events(events(), end=lambda: b"data: [DONE]\n\n")
+            else:
+                await client.fail(LockstepError(ErrorCode.UNAVAILABLE, "no worker"))
+
+        answering = asyncio.ensure_future(answer())
+        await asyncio.sleep(0.17)
+        time.sleep(0.1)  # both are due when the loop goes on
+        await answering
+        await client.stop()
+    assert sent[:2] == [200, f"{COMMENT}\n\n".encode()]
+    assert all(isinstance(part, bytes) for part in sent[1:])

@@ -5,6 +5,7 @@ import contextlib
 import datetime
 import json
 import logging
+import resource
 
 import pytest
 from key_files import KEY, OTHER_KEY, SECOND_KEY, bearer, digest, tenant, write, write_text
@@ -194,6 +195,7 @@ BROKEN = {
     "an object of Python": "tenants: !!python/object/apply:os.getcwd []",
     "too much": "#" * (2 << 20),
     "bytes": "tenants: \x00\x01",
+    "no truth value": "tenants: !!bool x",
 }
 
 
@@ -227,6 +229,39 @@ async def test_missing_file_changes_nothing_until_it_is_back(keys):
     file.check()
     with pytest.raises(LockstepError):
         file.authenticate(KEY.encode())
+
+
+async def test_file_that_could_not_be_read_is_read_later_without_a_change(keys, caplog):
+    """As after a change of its mode, which these tests cannot make: root reads all files."""
+    file = KeyFile(str(keys))
+    write(keys, tenant("search", SECOND_KEY))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with caplog.at_level(logging.ERROR, "lockstep"):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        try:
+            file.check()
+            file.check()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert file.authenticate(KEY.encode())
+    assert [record.message for record in caplog.records] == [
+        f"API keys not reloaded: keys_file ({keys}) cannot be read: Too many open files"
+    ]
+    file.check()
+    with pytest.raises(LockstepError):
+        file.authenticate(KEY.encode())
+    assert file.authenticate(SECOND_KEY.encode())
+
+
+async def test_refused_contents_are_parsed_once(keys, monkeypatch):
+    """A large file takes seconds, and it is checked each second."""
+    file = KeyFile(str(keys))
+    loads, load = [], key_file.yaml.load
+    monkeypatch.setattr(key_file.yaml, "load", lambda *args: loads.append(args) or load(*args))
+    write_text(keys, BROKEN["no tenants"])
+    for _ in range(3):
+        file.check()
+    assert len(loads) == 1
 
 
 async def test_file_may_name_nobody(keys):

@@ -1,8 +1,10 @@
 """Tenants stay within their limits, and each refusal names the limit and when to come back."""
 
 import asyncio
+import logging
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from key_files import KEY, OTHER_KEY, SECOND_KEY, bearer, tenant, write
 from lockstep_common.errors import ErrorCode, LockstepError
@@ -116,6 +118,56 @@ async def test_tokens_of_prompts_and_answers(limited, minute):
     assert is_limited(await ask(cluster, max_tokens=1), "tokens_per_minute")
     minute.now += 60
     assert (await ask(cluster, max_tokens=1)).status_code == 200
+
+
+class UnreadTransport(httpx.ASGITransport):
+    """A client that reads nothing of an answer's body until it leaves."""
+
+    def __init__(self, app):
+        self.leaves = asyncio.Event()
+
+        async def unread_app(scope, receive, send):
+            body = {"more_body": True}
+
+            async def receive_or_leave():
+                nonlocal body
+                if body.get("more_body"):
+                    body = await receive()
+                    return body
+                await self.leaves.wait()
+                return {"type": "http.disconnect"}
+
+            async def take(message):
+                if message["type"] == "http.response.body":
+                    await asyncio.Event().wait()
+                await send(message)
+
+            await app(scope, receive_or_leave, take)
+            await send({"type": "http.response.body"})
+
+        super().__init__(app=unread_app)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_tokens_that_a_client_has_not_read_count(limited, caplog, path):
+    cluster = await limited(tokens_per_minute=1000)
+    prompt_tokens = len(cluster.tokenizer.encode("hello world"))
+    transport = UnreadTransport(cluster.app)
+    body = BODY | {"max_tokens": 200, "stream": True}
+    if path == "/v1/responses":
+        body = {"model": "reference", "input": "hello world", "max_output_tokens": 200, "stream": True}
+    with caplog.at_level(logging.INFO, "lockstep.audit"):
+        async with httpx.AsyncClient(transport=transport, base_url="http://router", timeout=60) as client:
+            asking = asyncio.create_task(client.post(path, json=body, headers=bearer(KEY)))
+            await eventually(lambda: cluster.workers[0].ended_streams == 1)
+            await eventually(lambda: cluster.router.workers.history.streams[-1].tokens == 200)
+            transport.leaves.set()
+            await asking
+    (line,) = [record for record in caplog.records if record.name == "lockstep.audit"]
+    assert (line.status, line.completion_tokens) == (499, 200)
+    used = line.prompt_tokens + 200
+    response = await ask(cluster, max_tokens=1)
+    assert response.headers["x-ratelimit-remaining-tokens"] == str(1000 - used - prompt_tokens)
 
 
 async def test_prompt_that_does_not_fit_now_waits_and_one_that_never_fits_does_not(limited, minute):

@@ -416,6 +416,16 @@ async def test_removal_is_told_of_a_stream_whose_first_write_had_no_answer(make_
     assert await other.look_up("r-1", "tenant") is None
 
 
+async def test_removed_stream_does_not_come_back_while_the_server_is_late(make_store, server):
+    store = await make_store()
+    await fill(store)
+    await mirrored(store)
+    server.backend.delay_s = 1.0
+    await store.remove("r-1")
+    assert await store.look_up("r-1", "tenant") is None
+    server.backend.delay_s = 0.0
+
+
 async def test_full_server_forgets_a_stream_that_is_removed(store, other, server):
     """The answer to a DELETE waits for that; the end of the stream itself would wait for room."""
     await fill(store)

@@ -92,6 +92,10 @@ CASES = {
             '<tool_call>{"id": 7, "x": [{"name": 1}], "name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
             [call("add", '{"a": 1}')],
         ),
+        (
+            '<tool_call>{"name": "add", "arguments": "{\\"a\\": \\"\\ud83d \\ud83d\\ude00\\"}"}</tool_call>',
+            [call("add", '{"a": "\ufffd \U0001f600"}')],
+        ),
         ('<tool_call>{"name": "add", "arguments": null}</tool_call>', [call("add", "{}")]),
         ('<tool_call>{"name": ["add"]}</tool_call>', [("content", '<tool_call>{"name": ["add"]}</tool_call>')]),
         (

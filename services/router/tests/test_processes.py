@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -10,11 +11,15 @@ from multiprocessing import Pipe
 
 import grpc
 import httpx
+import key_files
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from lockstep_common.answers import Answer, as_json
+from lockstep_common.errors import LockstepError
 from lockstep_router.processes.answers import JointAnswers
 from lockstep_router.processes.channel import Asker, answer_parent
+from lockstep_router.processes.parent import Process, check_router_id, keep_all
+from lockstep_router.settings import RouterSettings
 from prometheus_client.parser import text_string_to_metric_families
 from router_process import BODY, listening, start
 from scripted_worker import Script, ScriptedWorker
@@ -99,6 +104,9 @@ async def test_both_serve_and_report_together(tmp_path):
         assert set(requests) == {"0", "1"}
         up = {sample.labels["process"]: sample.value for sample in samples if sample.name.endswith("process_up")}
         assert up == {"0": 1.0, "1": 1.0}
+        of_parent = {sample.name for sample in samples if sample.labels.get("process") == "parent"}
+        assert "process_resident_memory_bytes" in of_parent
+        assert not [name for name in of_parent if name.startswith("lockstep_router_")]
 
 
 async def test_one_that_dies_is_replaced_while_the_other_serves(tmp_path):
@@ -118,6 +126,18 @@ async def test_one_that_dies_is_replaced_while_the_other_serves(tmp_path):
         replaced, kept = (await status(client))["processes"]
         assert (replaced["restarts"], kept["restarts"], kept["pid"]) == (1, 0, second)
         assert replaced["pid"] != first
+
+
+async def test_one_that_hangs_is_not_up(tmp_path):
+    async with workers_on(tmp_path, 1) as workers, serving(workers) as (_, _, client):
+        hanging = (await status(client))["processes"][1]["pid"]
+        os.kill(hanging, signal.SIGSTOP)
+        try:
+            text = (await client.get("/metrics", timeout=DEADLINE_S)).text
+        finally:
+            os.kill(hanging, signal.SIGCONT)
+        assert 'lockstep_router_process_up{process="0"} 1.0' in text
+        assert 'lockstep_router_process_up{process="1"} 0.0' in text
 
 
 async def test_all_drain_on_sigterm(tmp_path):
@@ -179,7 +199,7 @@ async def _serves_grpc(port):
 
 @pytest.mark.slow
 async def test_all_choose_the_same_worker_for_a_session_also_after_restarts(tmp_path):
-    sessions = [f"session {number}" for number in range(10)]
+    sessions = [f"session {number}" for number in range(50)]
     async with workers_on(tmp_path, 5) as workers:
         chosen = []  # by session, for each start
         for _ in range(2):
@@ -234,6 +254,112 @@ async def test_settings_that_no_process_can_use_end_the_parent(tmp_path):
     _, errors = await asyncio.wait_for(process.communicate(), DEADLINE_S)
     assert process.returncode == 2
     assert b"keys_file" in errors
+
+
+async def test_router_id_without_room_for_a_number_ends_the_parent():
+    process = await start("--workers", "a:1", "--port", "0", "--processes", "2", "--router-id", "r" * 127)
+    _, errors = await asyncio.wait_for(process.communicate(), DEADLINE_S)
+    assert process.returncode == 2
+    assert errors.decode().splitlines() == ["router_id must have at most 126 characters with 2 processes"]
+
+
+@pytest.mark.parametrize(("processes", "longest"), [(2, 126), (10, 126), (11, 125), (64, 125)])
+def test_longest_router_id_is_taken_by_all_processes(processes, longest):
+    settings = RouterSettings(workers=("a:1",), processes=processes, router_id="r" * longest)
+    check_router_id(settings)
+    of_last = settings.model_copy(update={"router_id": f"{settings.router_id}-{processes - 1}"})
+    assert RouterSettings.model_validate_json(of_last.model_dump_json()) == of_last
+    with pytest.raises(LockstepError):
+        check_router_id(settings.model_copy(update={"router_id": "r" * (longest + 1)}))
+
+
+@pytest.mark.slow
+async def test_settings_that_become_unusable_end_no_process_that_serves(tmp_path):
+    keys = tmp_path / "keys.yaml"
+    key_files.write(keys, key_files.tenant("search", key_files.KEY))
+    async with workers_on(tmp_path, 1) as workers, serving(workers, "--keys-file", str(keys)) as (_, entry, client):
+        client.headers.update(key_files.bearer(key_files.KEY))
+        first, second = (each["pid"] for each in (await status(client))["processes"])
+        key_files.write_text(keys, "tenants: [")
+        os.kill(first, signal.SIGKILL)
+        async with asyncio.timeout(DEADLINE_S):
+            while (await status(client))["processes"][0]["restarts"] < 2:
+                await asyncio.sleep(0.05)
+        _, answer = await complete(client, entry["port"])
+        assert answer.status_code == 200
+        key_files.write(keys, key_files.tenant("search", key_files.KEY))
+        async with asyncio.timeout(DEADLINE_S):
+            while (await client.get("/healthz")).status_code != 200:
+                await asyncio.sleep(0.05)
+        assert (await status(client))["processes"][1]["pid"] == second
+
+
+async def test_process_that_cannot_be_started_is_tried_again(monkeypatch, caplog):
+    create, tries = asyncio.create_subprocess_exec, []
+
+    async def create_later(*command, **options):
+        tries.append(command)
+        if len(tries) < 3:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return await create(*command, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create_later)
+    process = Process(0, RouterSettings(workers=("a:1",), port=0, management_port=0, router_id="r-0"))
+    stop, listening = asyncio.Event(), asyncio.Event()
+    keeping = asyncio.create_task(process.keep(stop, listening, asyncio.Event()))
+    async with asyncio.timeout(DEADLINE_S):
+        await listening.wait()
+    assert process.restarts == 2
+    stop.set()
+    process.terminate()
+    assert await asyncio.wait_for(keeping, DEADLINE_S) == 0
+    assert [record.message for record in caplog.records].count("process not started") == 2
+
+
+async def test_process_that_has_ended_is_not_asked_to(monkeypatch):
+    class Ended:
+        """Of a process that has ended before it read its settings, and that nobody has waited for."""
+
+        stdout = asyncio.StreamReader()
+        pid = 1
+
+        def terminate(self):
+            raise ProcessLookupError(errno.ESRCH, "No such process")
+
+        async def wait(self):
+            return 7
+
+    async def create(*_, **__):
+        return Ended()
+
+    Ended.stdout.feed_eof()
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", create)
+    stop = asyncio.Event()
+    stop.set()
+    process = Process(0, RouterSettings(workers=("a:1",)))
+    assert await process.keep(stop, asyncio.Event(), asyncio.Event()) == 7
+
+
+async def test_all_drain_before_a_defect_of_one_ends_the_parent():
+    class Kept:
+        def __init__(self, defect=None):
+            self.defect, self.drained = defect, False
+
+        def terminate(self):
+            pass
+
+        async def keep(self, stop, listening, serving):
+            if self.defect is not None:
+                raise self.defect
+            await stop.wait()
+            await asyncio.sleep(0.05)
+            self.drained = True
+            return 0
+
+    kept = Kept()
+    with pytest.raises(RuntimeError, match="a defect"):
+        await keep_all([Kept(RuntimeError("a defect")), kept], asyncio.Event(), {})
+    assert kept.drained
 
 
 class Dead:

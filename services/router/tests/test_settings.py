@@ -57,6 +57,9 @@ def test_wrong_file_ends_the_process(content, monkeypatch, tmp_path, capsys):
         (["--workers", "a:1", "--state-server", "host:0"], "state_server"),
         (["--workers", "a:1", "--state-identity", "state.test"], "state_identity"),
         (["--workers", "a:1", "--state-timeout-s", "0"], "state_timeout_s"),
+        (["--workers", "a:1", "--drain-timeout-s", "inf"], "setting drain_timeout_s: Input should be a finite number"),
+        (["--workers", "a:1", "--liveness-timeout-s", "inf"], "liveness_timeout_s"),
+        (["--workers", "a:1", "--router-id", "r" * 129], "router_id"),
     ],
 )
 def test_wrong_settings_end_the_process(flags, sentence, capsys):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import ClientError, ClientResponse
+from aiohttp.http_exceptions import HttpProcessingError
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.client.exceptions import OpenApiException
@@ -122,5 +123,7 @@ def _as_kubernetes_error() -> Iterator[None]:
         yield
     except TimeoutError:
         raise KubernetesError("the API server does not answer in time") from None
+    except HttpProcessingError as error:  # for example, an event of more than 4 MiB; its words quote the answer
+        raise KubernetesError(f"the API server's answer cannot be read: {type(error).__name__}") from None
     except (ClientError, OpenApiException, OSError, ValueError, KeyError) as error:
         raise KubernetesError(f"the API server cannot be asked: {error or type(error).__name__}") from None

@@ -83,6 +83,7 @@ class Certificates:
         self._settings = settings
         self._lock = Lock()
         self._checked_at = time.monotonic()
+        self._reported: tuple[tuple[Signature, ...], str] | None = None
         self._signature = self._sign()
         self._material = self._read()
         EXPIRY.labels(name).set(self._material.expires_at.timestamp())
@@ -105,17 +106,20 @@ class Certificates:
     def _reread(self) -> None:
         signature = self._sign()
         if signature == self._signature:
+            self._reported = None
             return
         try:
             material = self._read()
         except LockstepError as error:
-            # A half-finished swap is complete at the next check; any other problem is reported once.
-            if self._sign() == signature:
-                self._signature = signature
+            # Refused files are read at each check: they may become usable without a change, at a time or by their
+            # mode. A half-finished swap is complete at the next check; any other problem is reported once.
+            problem = (signature, error.message)
+            if self._sign() == signature and self._reported != problem:
+                self._reported = problem
                 RELOADS.labels(self.name, "failed").inc()
                 logger.error("certificates not reloaded: %s", error.message, extra={"certificate": self.name})
             return
-        self._signature, self._material = signature, material
+        self._signature, self._material, self._reported = signature, material, None
         EXPIRY.labels(self.name).set(material.expires_at.timestamp())
         RELOADS.labels(self.name, "loaded").inc()
         logger.info(
@@ -126,6 +130,16 @@ class Certificates:
         return tuple(map(signature_of, (self._files.cert, self._files.key, self._files.ca)))
 
     def _read(self) -> Material:
+        try:
+            return self._read_checked()
+        except LockstepError:
+            raise
+        except Exception as error:  # a key of an unknown kind, or no file descriptors left
+            # Not the error's own words: they may quote a key.
+            reason = error.strerror if isinstance(error, OSError) else None
+            raise self._unusable("cert", f"cannot be used: {reason or type(error).__name__}") from None
+
+    def _read_checked(self) -> Material:
         cert = self._bytes("cert", self._files.cert)
         key = self._bytes("key", self._files.key)
         ca = None if self._files.ca is None else self._bytes("ca", self._files.ca)

@@ -5,10 +5,13 @@ reads no contents.
 """
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
+
+logger = logging.getLogger("lockstep.files")
 
 Signature = tuple[int, int, int] | None
 
@@ -38,12 +41,23 @@ def signature_of(path: str | None) -> Signature:
 @asynccontextmanager
 async def watched(*objects: Watched) -> AsyncIterator[None]:
     """Check the files periodically, so that a problem is reported before something needs them."""
+    failing: set[int] = set()
+
+    async def check(number: int, each: Watched) -> None:
+        try:
+            await asyncio.to_thread(each.check)
+        except Exception:  # for example, no thread can be started: the next check may succeed
+            if number not in failing:
+                logger.exception("files not checked")
+            failing.add(number)
+        else:
+            failing.discard(number)
 
     async def watch() -> None:
         while True:
             await asyncio.sleep(min(each.check_s for each in objects))
-            for each in objects:
-                await asyncio.to_thread(each.check)
+            for number, each in enumerate(objects):
+                await check(number, each)
 
     task = asyncio.create_task(watch())
     try:

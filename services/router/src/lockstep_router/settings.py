@@ -10,7 +10,7 @@ from lockstep_common.address import check_target, is_unix
 from lockstep_common.settings import UNQUOTED
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
-from pydantic_settings import NoDecode
+from pydantic_settings import NoDecode, SettingsConfigDict
 
 from lockstep_router.output.formats import OFF, TOOL_FORMATS
 from lockstep_router.output.reasoning import REASONING_FORMATS
@@ -24,6 +24,7 @@ _PAIRS = {
     "model_tool_formats": "model=format",
     "model_reasoning_formats": "model=format",
 }
+MAX_ROUTER_ID_CHARS = 128
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _NEEDED_BY = {"workers": "static", "workers_dns": "dns", "kubernetes_selector": "kubernetes"}
 
@@ -35,6 +36,8 @@ def default_router_id(given: dict[str, Any]) -> str:
 
 class RouterSettings(StateServerSettings):
     """The settings of one router process. Times are in seconds."""
+
+    model_config = SettingsConfigDict(allow_inf_nan=False)  # every wait ends; and JSON, as processes get it, has no inf
 
     peer_identity_may_be_uri = False  # gRPC checks a server's certificate for DNS names only
 
@@ -133,7 +136,7 @@ class RouterSettings(StateServerSettings):
     router_id: str = Field(
         default_factory=default_router_id,
         min_length=1,
-        max_length=128,
+        max_length=MAX_ROUTER_ID_CHARS,
         pattern=r"^[!-~]+$",
         description="This router's name to workers and clients; the pod's, or host name and pid.",
     )

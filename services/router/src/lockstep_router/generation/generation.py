@@ -191,16 +191,25 @@ class Generation:
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of all answers so far."""
-        choices = self._choices
-        return choices[0].tokens if len(choices) == 1 else sum([choice.tokens for choice in choices])
+        """Tokens of all answers so far, also those that their client has not read yet."""
+        if len(self._choices) == 1:
+            return self._tokens_of(0)
+        return sum([self._tokens_of(index) for index in range(len(self._choices))])
+
+    def _tokens_of(self, index: int) -> int:
+        choice = self._choices[index]
+        if choice.is_finished:  # what its worker has generated beyond a stop string is not the client's
+            return choice.tokens
+        return max(choice.tokens, len(self.prepared.journals[index].emitted_ids))
 
     @property
     def usage(self) -> Usage:
         """The tokens used so far. Each prompt counts once, whatever its number of choices."""
         if len(self._choices) == 1:
             (only,) = self._choices
-            return Usage(self.prepared.prompt_tokens, only.tokens, only.cached_tokens or 0, only.reasoning_tokens)
+            return Usage(
+                self.prepared.prompt_tokens, self._tokens_of(0), only.cached_tokens or 0, only.reasoning_tokens
+            )
         firsts = range(0, len(self._streams), self.prepared.choices_per_prompt)
         return Usage(
             prompt_tokens=self.prepared.prompt_tokens,

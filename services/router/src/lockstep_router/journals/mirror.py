@@ -195,13 +195,17 @@ class Mirror:
             self.drop(request_id)
         return True
 
+    def is_removed(self, request_id: str) -> bool:
+        """Whether a stream was removed here, and the state server may not know it yet."""
+        entry = self.entries.get(request_id)
+        return entry is not None and entry.seal == REMOVED
+
     async def settle(self, request_id: str, timeout_s: float) -> None:
         """Wait until the state server was told that a stream was removed, no longer than this."""
-        entry = self.entries.get(request_id)
-        if entry is not None and entry.seal == REMOVED:
+        if self.is_removed(request_id):
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await entry.is_dropped.wait()
+                    await self.entries[request_id].is_dropped.wait()
 
     def leave(self, request_id: str) -> None:
         """Write what is missing of a stream, and then mirror it no longer: others may have it."""

@@ -203,6 +203,8 @@ class MirroredJournalStore:
             LockstepError: UNAVAILABLE, the stream was found by its key and is still being prepared, or this router does
                 not know how its text is to be read; OVERLOADED, too many ask at a time.
         """
+        if self.mirror.is_removed(request_id):
+            return None
         found = await self._read_there(request_id, owner)
         found_at = self._keys.found_at(request_id)
         if found_at is not None:

@@ -1,6 +1,7 @@
 """Reads a tool call that is written as one JSON object, `{"name": …, "arguments": {…}}`, while it arrives."""
 
 import json
+import re
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 from lockstep_router.output.json_scan import SPACES, JsonScan
 
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
+"""Half of a pair, as in the JSON string `"\\ud83d"`: no text in UTF-8 can have it."""
 
 
 class _Expected(Enum):
@@ -126,7 +129,7 @@ class CallObject:
     def _take_arguments(self, value: Any) -> None:
         if isinstance(value, str):
             self._has_arguments = True
-            self._arguments.append(value)
+            self._arguments.append(_LONE_SURROGATE.sub("\ufffd", value))
         elif value is not None:
             self.is_invalid = True
 

@@ -9,12 +9,13 @@ import os
 import socket
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 import uvloop
 from lockstep_common import telemetry
-from lockstep_common.errors import LockstepError, cannot_listen
+from lockstep_common.errors import LockstepError, cannot_listen, invalid
 from lockstep_common.lifecycle import DIE_WITH_PARENT_VARIABLE, name_process, stop_event
 from lockstep_common.management import served
 from lockstep_common.settings import USAGE_EXIT_CODE, fail
@@ -23,7 +24,7 @@ from lockstep_common.termination import leave_message
 from lockstep_router.console import files
 from lockstep_router.processes.answers import JointAnswers
 from lockstep_router.processes.channel import Asker
-from lockstep_router.settings import RouterSettings
+from lockstep_router.settings import MAX_ROUTER_ID_CHARS, RouterSettings
 from lockstep_router.tls import RouterTls
 
 logger = logging.getLogger("lockstep.router")
@@ -58,14 +59,19 @@ class Process:
     def terminate(self) -> None:
         """Ask the process to drain and end."""
         if self._process is not None:
-            self._process.terminate()
+            with suppress(ProcessLookupError):  # it has ended, and nobody has waited for it yet
+                self._process.terminate()
 
-    async def keep(self, stop: asyncio.Event, listening: asyncio.Event) -> int:
+    async def keep(self, stop: asyncio.Event, listening: asyncio.Event, serving: asyncio.Event) -> int:
         """Run it, and again whenever it ends, until `stop` is set or another start cannot help.
+
+        Exit code 2 ends it only before any process has listened. Later the settings are known to be usable: a file that
+        they name has been damaged since, and may be mended.
 
         Args:
             stop: no more restarts.
             listening: is set as soon as the process listens.
+            serving: is set as soon as any of the processes listens.
 
         Returns:
             Its last exit code.
@@ -73,8 +79,8 @@ class Process:
         delay_s = FIRST_DELAY_S
         while True:
             began_s = time.monotonic()
-            code = await self._run_once(stop, listening)
-            if stop.is_set() or code == USAGE_EXIT_CODE:
+            code = await self._run_once(stop, listening, serving)
+            if stop.is_set() or (code == USAGE_EXIT_CODE and not serving.is_set()):
                 return code
             if time.monotonic() - began_s >= STEADY_S:
                 delay_s = FIRST_DELAY_S
@@ -87,19 +93,16 @@ class Process:
             else:
                 return code
 
-    async def _run_once(self, stop: asyncio.Event, listening: asyncio.Event) -> int:
-        own, given = Pipe()
+    async def _run_once(self, stop: asyncio.Event, listening: asyncio.Event, serving: asyncio.Event) -> int:
+        try:
+            own, process = await self._start()
+        except OSError as error:  # the machine has no memory, processes or files left
+            logger.error("process not started", extra={"number": self.number, "problem": str(error)})
+            return os.EX_OSERR
+        self._process = process
         with own:
-            with given:
-                self._process = process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "lockstep_router.processes.child"),
-                    stdin=given.fileno(),
-                    stdout=asyncio.subprocess.PIPE,
-                    env=os.environ | {DIE_WITH_PARENT_VARIABLE: str(os.getpid())},
-                    start_new_session=True,  # Ctrl-C of a terminal reaches the parent alone
-                )
             if stop.is_set():
-                process.terminate()
+                self.terminate()
             try:
                 own.send_bytes(self._settings.model_dump_json().encode())
                 assert process.stdout is not None
@@ -107,11 +110,29 @@ class Process:
                     if line == b"listening\n":
                         self.asker = Asker(own)
                         listening.set()
+                        serving.set()
                 return await process.wait()
             except OSError:  # it ended before it read its settings
                 return await process.wait()
             finally:
                 self.asker = self._process = None
+
+    async def _start(self) -> tuple["Connection[bytes, bytes]", asyncio.subprocess.Process]:
+        """Start it: the parent's end of its connection, and the process."""
+        own, given = Pipe()
+        with given:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "lockstep_router.processes.child"),
+                    stdin=given.fileno(),
+                    stdout=asyncio.subprocess.PIPE,
+                    env=os.environ | {DIE_WITH_PARENT_VARIABLE: str(os.getpid())},
+                    start_new_session=True,  # Ctrl-C of a terminal reaches the parent alone
+                )
+            except BaseException:
+                own.close()
+                raise
+        return own, process
 
 
 def run_parent(settings: RouterSettings) -> None:
@@ -129,6 +150,7 @@ def run_parent(settings: RouterSettings) -> None:
 
 
 async def _supervise(settings: RouterSettings) -> int:
+    check_router_id(settings)
     stop = stop_event()
     tls = RouterTls.load(settings)
     with ExitStack() as held:
@@ -153,15 +175,32 @@ async def _supervise(settings: RouterSettings) -> int:
         managing = served(settings.management_host, settings.management_port, answers, tls=tls.management_context)
         async with managing as management_port, tls.watched():
             fields = {"host": settings.host, "management_port": management_port, "processes": settings.processes}
-            code = await _keep_all(processes, stop, fields | ports)
+            code = await keep_all(processes, stop, fields | ports)
     logger.info("stopped")
     return code
 
 
-async def _keep_all(processes: list[Process], stop: asyncio.Event, fields: dict[str, object]) -> int:
-    """Run all processes until a signal, or until one cannot run at all; the exit code."""
-    listening = [asyncio.Event() for _ in processes]
-    kept = [asyncio.create_task(process.keep(stop, event)) for process, event in zip(processes, listening, strict=True)]
+def check_router_id(settings: RouterSettings) -> None:
+    """Check that the name is short enough for the number that each process adds to it.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, it is too long.
+    """
+    most = MAX_ROUTER_ID_CHARS - len(f"-{settings.processes - 1}")
+    if len(settings.router_id) > most:
+        raise invalid("router_id", f"must have at most {most} characters with {settings.processes} processes")
+
+
+async def keep_all(processes: list[Process], stop: asyncio.Event, fields: dict[str, object]) -> int:
+    """Run all processes until a signal, or until one cannot run at all; the exit code.
+
+    When it returns or raises, all processes have drained and ended.
+    """
+    serving, listening = asyncio.Event(), [asyncio.Event() for _ in processes]
+    kept = [
+        asyncio.create_task(process.keep(stop, event, serving))
+        for process, event in zip(processes, listening, strict=True)
+    ]
 
     async def announce() -> None:
         await asyncio.gather(*(event.wait() for event in listening))
@@ -173,9 +212,10 @@ async def _keep_all(processes: list[Process], stop: asyncio.Event, fields: dict[
     stop.set()
     for process in processes:
         process.terminate()
-    codes = await asyncio.gather(*kept)
+    await asyncio.wait(kept)
     for task in (announcing, stopping):
         task.cancel()
+    codes = [task.result() for task in kept]
     return 0 if was_asked else max(codes)
 
 

@@ -13,7 +13,14 @@ from lockstep_common.trace_context import trace_fields
 
 from lockstep_router.traces import RequestTrace
 
-_FINISH_REASONS = frozenset(inference_pb2.FinishReason.values())
+_FINISH_REASONS = frozenset(
+    {
+        inference_pb2.FINISH_REASON_UNSPECIFIED,
+        inference_pb2.FINISH_REASON_STOP,
+        inference_pb2.FINISH_REASON_LENGTH,
+    }
+)
+"""Those that a worker may give."""
 
 
 class Acceptance(Enum):

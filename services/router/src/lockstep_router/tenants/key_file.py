@@ -29,6 +29,7 @@ logger = logging.getLogger("lockstep.router")
 _MAX_FILE_BYTES = 1 << 20
 _KEY_ID_CHARS = 8
 _SETTING = "keys_file"
+_NOTHING_REFUSED = (b"", "")
 # The loader in C is twenty times as fast: another one would hold the interpreter's lock for seconds.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -90,8 +91,9 @@ class KeyFile:
         """
         self.check_s = check_s
         self._path = path
+        self._refused = _NOTHING_REFUSED
         self._signature = signature_of(path)
-        self._keys = _read(path)
+        self._keys = _keys_in(path, _content_of(path))
         for outcome in ("loaded", "failed"):
             metrics.KEYS_RELOADS.labels(outcome)  # from 0, so that an alert sees the first one
 
@@ -99,17 +101,25 @@ class KeyFile:
         """Read the file if it has changed. If it cannot be used, this is reported once and nothing changes."""
         signature = signature_of(self._path)
         if signature == self._signature:
+            self._refused = _NOTHING_REFUSED
             return
+        digest = b""
         try:
-            keys = _read(self._path)
+            # A refused file is read at each check: a change of its mode alone may make it readable.
+            content = _content_of(self._path)
+            digest = hashlib.sha256(content).digest()
+            if digest == self._refused[0]:  # a large file takes seconds
+                return
+            keys = _keys_in(self._path, content)
         except LockstepError as error:
             # A file that is being replaced is complete at the next check; any other problem is reported once.
-            if signature_of(self._path) == signature:
-                self._signature = signature
+            refused = (digest, error.message)
+            if signature_of(self._path) == signature and refused != self._refused:
+                self._refused = refused
                 metrics.KEYS_RELOADS.labels("failed").inc()
                 logger.error("API keys not reloaded: %s", error.message)
             return
-        self._signature, self._keys = signature, keys
+        self._signature, self._keys, self._refused = signature, keys, _NOTHING_REFUSED
         metrics.KEYS_RELOADS.labels("loaded").inc()
         logger.info("API keys reloaded", extra={"keys": len(keys)})
 
@@ -145,11 +155,11 @@ class KeyFile:
         return found.access
 
 
-def _read(path: str) -> Mapping[str, _Key]:
-    """The keys by their hashes.
+def _content_of(path: str) -> bytes:
+    """The file's contents.
 
     Raises:
-        LockstepError: INVALID_REQUEST, the file cannot be used.
+        LockstepError: INVALID_REQUEST, it cannot be read, or is too large.
     """
     try:
         with open(path, "rb") as file:
@@ -158,6 +168,15 @@ def _read(path: str) -> Mapping[str, _Key]:
         raise _unusable(path, f"cannot be read: {error.strerror or error}") from None
     if len(content) > _MAX_FILE_BYTES:
         raise _unusable(path, f"has more than {_MAX_FILE_BYTES} bytes")
+    return content
+
+
+def _keys_in(path: str, content: bytes) -> Mapping[str, _Key]:
+    """The keys by their hashes; the same contents always give the same keys or error.
+
+    Raises:
+        LockstepError: INVALID_REQUEST, the contents cannot be used.
+    """
     try:
         parsed = _File.model_validate(_parse(path, content))
     except ValidationError as error:
@@ -189,7 +208,9 @@ def _parse(path: str, content: bytes) -> Any:
         # The error's own words quote the file.
         at = "" if error.problem_mark is None else f" (line {error.problem_mark.line + 1})"
         raise _unusable(path, f"is not YAML{at}") from None
-    except (yaml.YAMLError, ValueError, RecursionError):
+    except MemoryError:  # there may be enough at the next check
+        raise
+    except Exception:  # the constructors of the library raise anything, for example KeyError for `!!bool x`
         raise _unusable(path, "is not YAML") from None
 
 

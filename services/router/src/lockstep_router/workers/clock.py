@@ -5,7 +5,10 @@ not late.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
+
+logger = logging.getLogger("lockstep.router")
 
 
 class AwakeClock:
@@ -24,7 +27,11 @@ class AwakeClock:
         self._awake_s += min(elapsed_s, 2 * self.tick_s)
 
     async def run(self, on_tick: Callable[[], None]) -> None:
-        """Tick until cancelled, calling `on_tick` each time."""
+        """Tick until cancelled, calling `on_tick` each time.
+
+        All deadlines depend on the ticks: if `on_tick` raises, this is logged, once until it succeeds, and they go on.
+        """
+        is_failing = False
         loop = asyncio.get_running_loop()
         last = loop.time()
         while True:
@@ -32,4 +39,11 @@ class AwakeClock:
             now = loop.time()
             self.advance(now - last)
             last = now
-            on_tick()
+            try:
+                on_tick()
+            except Exception:
+                if not is_failing:
+                    logger.exception("tick failed")
+                is_failing = True
+            else:
+                is_failing = False

@@ -1,5 +1,6 @@
 """OpenAI's response bodies: in one piece and in chunks, for chat and for plain completions."""
 
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -373,7 +374,8 @@ def _shortest(value: float) -> float:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, MIN_LOGPROB)
+    # Compared in this order, not a number counts as the least.
+    return logprob if MIN_LOGPROB < logprob < math.inf else MIN_LOGPROB
 
 
 def inexact_mark(*, is_inexact: bool) -> Body:

@@ -191,11 +191,14 @@ class Client:
         return self._outlet
 
     async def _begin_events(self) -> None:
-        self._is_started = True
-        await self._put(_start(200, self._event_headers))
+        await self._settle()
+        if not self._is_started:
+            self._is_started = True
+            await self._put(_start(200, self._event_headers))
 
     async def fail(self, error: LockstepError) -> None:
         """Send an error: as the answer, or as an event if the answer has begun."""
+        await self._settle()
         if self._is_started:
             self._record.status = error.meaning.http_status
             await self._put(_body(b"data: " + to_json(error.openai_body()) + b"\n\n", more=False))
@@ -247,9 +250,13 @@ class Client:
             self._comment = None
 
     async def _put(self, message: dict[str, Any]) -> None:
+        await self._settle()
+        await self._deliver(message)
+
+    async def _settle(self) -> None:
+        """Wait for the comment that is being sent: it may begin the answer."""
         if self._comment is not None:
             await asyncio.wait((self._comment,))
-        await self._deliver(message)
 
     async def _deliver(self, message: dict[str, Any]) -> None:
         # `send` waits while the server's buffer is full, as it is when the client does not read.
