@@ -46,5 +46,7 @@ NOT_INJECTED = {
     "LockstepGpuXid": "needs a GPU that fails",
     "LockstepGpuEccErrors": "needs a GPU that fails",
     "LockstepGpuThrottled": "needs a GPU that is too hot",
+    "LockstepGpuNotWatched": "needs a GPU that is lost",
+    "LockstepRouterProcessDown": "needs a router of several processes; its own tests show the series",
 }
 """By promtool alone, and why."""

@@ -4,7 +4,6 @@ AFTER_FAULTS = {
     "failures: Silence of a stream that moves": "no stream has moved",
     "service: Silence of a stream that moves": "no stream has moved",
     "tenants: Requests that were refused or failed": "no request of a tenant was refused",
-    "alert: LockstepErrors: lockstep_router_requests_total{": "no request has failed",
 }
 """None before something goes wrong."""
 
@@ -14,7 +13,7 @@ NOT_HERE = {
     "service: State server: memory: max by (pod) (lockstep_state_memory_limit_bytes": "0 with Redis",
     "service: State server: evicted and damaged: sum by (kind)": "none with Redis",
     "alert: LockstepStateEvictsStreams": "none with Redis",
-    "alert: LockstepStateMemoryNearLimit: lockstep_state_entries{": "none with Redis",
+    "alert: LockstepRouterProcessDown": "needs a router of several processes",
     "alert: LockstepStateRefuses: lockstep_state_calls_total{": "needs a tenant beyond its quota",
     "alert: LockstepCertificate": "needs TLS; `test_alerts` has it",
 }

@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -330,7 +330,8 @@ def test_a_router_that_is_not_there_and_its_files(
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment) as router:
         try:
             prometheus.until_resolved(EDGE, "LockstepNoRouter")
-            prometheus.until_fires(EDGE, "LockstepCertificateExpires", "LockstepNoWorkerReady")  # it finds none
+            with asking(port) as ask:
+                prometheus.until_fires(EDGE, "LockstepCertificateExpires", "LockstepNoWorkerReady", meanwhile=ask)
             mounted.write(authority, "localhost", valid_days=90.0)
             prometheus.until_resolved(EDGE, "LockstepCertificateExpires")
 
@@ -340,15 +341,7 @@ def test_a_router_that_is_not_there_and_its_files(
             mounted.write(authority, "localhost", valid_days=90.0)
             os.replace(_written(folder / "keys", good), keys)
 
-            with httpx.Client(timeout=2.0, trust_env=False, verify=False) as client:
-
-                def ask() -> None:
-                    """Sends a request that is counted; nobody serves it, so it is not waited for."""
-                    headers = {"authorization": f"Bearer {KEY}"}
-                    body = {"model": MODEL, "prompt": "hello"}
-                    with suppress(httpx.TransportError):
-                        client.post(f"https://127.0.0.1:{port}/v1/completions", json=body, headers=headers)
-
+            with asking(port) as ask:
                 redis.freeze()
                 try:
                     prometheus.until_fires(EDGE, "LockstepLimitsNotShared", meanwhile=ask)
@@ -363,6 +356,23 @@ def test_a_router_that_is_not_there_and_its_files(
             prometheus.until_resolved(EDGE, "LockstepDiscoveryStale")
         finally:
             router.kill()
+
+
+@contextmanager
+def asking(port: int) -> Iterator[Callable[[], None]]:
+    """Sends a request that is counted; nobody serves it, so it is not waited for."""
+    with httpx.Client(timeout=2.0, trust_env=False, verify=False) as client:
+
+        def ask() -> None:
+            headers = {"authorization": f"Bearer {KEY}"}
+            with suppress(httpx.TransportError):
+                client.post(
+                    f"https://127.0.0.1:{port}/v1/completions",
+                    json={"model": MODEL, "prompt": "hello"},
+                    headers=headers,
+                )
+
+        yield ask
 
 
 def keys_text() -> str:

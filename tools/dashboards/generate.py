@@ -79,6 +79,17 @@ def percentiles(metric: str, *, is_workers: bool = False) -> tuple[tuple[str, st
 
 _ANSWERED = f'lockstep_router_requests_total{{{_OF},endpoint=~"/v1/.*"}}'
 
+_MOVED = f'lockstep_router_failovers_total{{{_OF},reason!="overloaded"}}'
+"""Without streams that a worker refused because it was full: they have not lost it."""
+
+READY = Chart(
+    "Ready workers",
+    "short",
+    [(f"sum({of('lockstep_worker_ready')}) or vector(0)", "")],
+    "LockstepModelDown",
+    is_number=True,
+)
+
 OVERVIEW = (
     Chart(
         "Available, 3 days",
@@ -94,7 +105,7 @@ OVERVIEW = (
         "LockstepErrorBudgetBurnsFast",
         is_number=True,
     ),
-    Chart("Ready workers", "short", [(f"sum({of('lockstep_worker_ready')})", "")], "LockstepModelDown", is_number=True),
+    READY,
     Chart(
         "Failing requests",
         "percentunit",
@@ -171,13 +182,22 @@ RANKS += (
         [(f"max by (pod, rank) ({of_model('lockstep_worker_gpu_utilization_ratio')})", "{{pod}} {{rank}}")],
     ),
     Chart(
-        "GPUs: temperature and power",
-        "short",
-        [
-            (f"max by (pod, rank) ({of_model('lockstep_worker_gpu_temperature_celsius')})", "{{pod}} {{rank}} °C"),
-            (f"max by (pod, rank) ({of_model('lockstep_worker_gpu_power_watts')})", "{{pod}} {{rank}} W"),
-        ],
+        "GPUs: temperature",
+        "celsius",
+        [(f"max by (pod, rank) ({of_model('lockstep_worker_gpu_temperature_celsius')})", "{{pod}} {{rank}}")],
         "LockstepGpuThrottled",
+    ),
+    Chart(
+        "GPUs: power",
+        "watt",
+        [(f"max by (pod, rank) ({of_model('lockstep_worker_gpu_power_watts')})", "{{pod}} {{rank}}")],
+    ),
+    Chart(
+        "GPUs: watched",
+        "short",
+        [(f"max by (pod, rank) ({of_model('lockstep_worker_gpu_health_available')})", "{{pod}} {{rank}}")],
+        "LockstepGpuNotWatched",
+        description="0: the other figures of this GPU are missing or old",
     ),
     Chart(
         "GPUs: errors",
@@ -286,7 +306,7 @@ FAILURES = (
     Chart(
         "Streams that left their worker",
         "ops",
-        [(rate(of("lockstep_router_failovers_total"), "reason"), "{{reason}}")],
+        [(rate(_MOVED, "reason"), "{{reason}}")],
         "LockstepFailovers",
     ),
     Chart(
@@ -331,7 +351,7 @@ _FAILED = f'lockstep_router_requests_total{{{_OF},endpoint=~"/v1/.*",code=~"5.."
 
 SERVICE = (
     Chart("Streams now", "short", [(f"sum({of('lockstep_router_streams')})", "")], is_number=True),
-    Chart("Ready workers", "short", [(f"sum({of('lockstep_worker_ready')})", "")], "LockstepModelDown", is_number=True),
+    READY,
     Chart(
         "Generated tokens a second", "short", [(rate(of("lockstep_router_generated_tokens_total")), "")], is_number=True
     ),
@@ -339,7 +359,7 @@ SERVICE = (
     Chart(
         "Failing requests",
         "percentunit",
-        [(f"({rate(_FAILED)} or vector(0)) / {rate(_ANSWERED)}", "")],
+        [(f"({rate(_FAILED)} or vector(0)) / ({rate(_ANSWERED)} > 0) or vector(0)", "")],
         "LockstepErrors",
         is_number=True,
         description="Answers with a status of 5xx, without 504, which is the client's own timeout; the promise is less "
@@ -348,7 +368,7 @@ SERVICE = (
     Chart(
         "Failovers in the last hour",
         "short",
-        [(f"sum(increase({of('lockstep_router_failovers_total')}[1h])) or vector(0)", "")],
+        [(f"sum(increase({_MOVED}[1h])) or vector(0)", "")],
         "LockstepFailovers",
         is_number=True,
         description="Streams that left their worker and went on elsewhere",
@@ -356,7 +376,7 @@ SERVICE = (
     Chart(
         "Requests by endpoint and status",
         "reqps",
-        [(rate(_ANSWERED, "endpoint, code"), "{{endpoint}} {{code}}")],
+        [(f"{rate(_ANSWERED, 'endpoint, code')} > 0", "{{endpoint}} {{code}}")],
         "LockstepErrors",
         is_stacked=True,
     ),
@@ -392,7 +412,7 @@ SERVICE = (
     Chart(
         "Failovers by reason",
         "short",
-        [(increase(of("lockstep_router_failovers_total"), "reason"), "{{reason}}")],
+        [(increase(_MOVED, "reason"), "{{reason}}")],
         "LockstepFailovers",
         is_stacked=True,
     ),
@@ -412,22 +432,25 @@ SERVICE = (
     Chart(
         "Workers as routers see them",
         "short",
-        [(f"sum by (pod, state) ({of('lockstep_router_workers')}) > 0", "{{pod}} {{state}}")],
+        [(f"max by (pod, state) ({of('lockstep_router_workers')}) > 0", "{{pod}} {{state}}")],
         "LockstepWorkerNotReady",
     ),
     Chart(
         "Workers found by discovery",
         "short",
-        [(f"sum by (pod) ({of('lockstep_router_discovered_workers')})", "{{pod}}")],
+        [(f"max by (pod) ({of('lockstep_router_discovered_workers')})", "{{pod}}")],
         "LockstepDiscoveryStale",
     ),
     Chart(
         "Age of discovery",
         "s",
-        [
-            (f"max by (pod) ({of('lockstep_router_discovery_age_seconds')})", "{{pod}}"),
-            (increase(of("lockstep_router_discovery_errors_total"), "pod"), "{{pod}} errors"),
-        ],
+        [(f"max by (pod) ({of('lockstep_router_discovery_age_seconds')})", "{{pod}}")],
+        "LockstepDiscoveryStale",
+    ),
+    Chart(
+        "Failed attempts to discover workers",
+        "short",
+        [(increase(of("lockstep_router_discovery_errors_total"), "pod"), "{{pod}}")],
         "LockstepDiscoveryStale",
     ),
     Chart(
@@ -463,6 +486,7 @@ SERVICE = (
         "bytes",
         [
             (f"max by (pod) ({of('lockstep_state_memory_bytes')})", "{{pod}}"),
+            (f"max by (pod) ({of('lockstep_state_block_memory_bytes')})", "{{pod}} blocks"),
             (f"max by (pod) ({of('lockstep_state_memory_limit_bytes')} > 0)", "{{pod}} limit"),
         ],
         "LockstepStateMemoryNearLimit",
@@ -470,10 +494,7 @@ SERVICE = (
     Chart(
         "State server: failures of Redis",
         "ops",
-        [
-            (rate(of("lockstep_state_store_failures_total"), "reason"), "{{reason}}"),
-            (f"max by (pod) ({of('lockstep_state_breaker_open')})", "breaker of {{pod}} open"),
-        ],
+        [(rate(of("lockstep_state_store_failures_total"), "reason"), "{{reason}}")],
         "LockstepStateStoreUnreachable",
     ),
     Chart(

@@ -6,7 +6,8 @@ import pytest
 from backends import TTL_S
 from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_STALE, WRITE_OUTCOME_UNKNOWN
 from lockstep_common.errors import ErrorCode, LockstepError
-from lockstep_state.backend import Binding, Limits, Opening, Take, Write
+from lockstep_common.telemetry import REGISTRY
+from lockstep_state.backend import Binding, Block, Limits, Opening, Take, Write
 from lockstep_state.memory import MemoryBackend
 from lockstep_state.memory.journals import MAX_MARKS
 from lockstep_state.memory.shelf import ENTRY_BYTES
@@ -66,6 +67,17 @@ async def test_marks_of_trimmed_streams_are_bounded_and_expire():
     now = TTL_S + 1
     backend.expire()
     assert backend.used_bytes == 0
+
+
+async def test_memory_of_blocks_is_told_apart():
+    backend = MemoryBackend(64 << 20, LIMITS)
+    await backend.append([Write("t", "s", 1, TTL_S, Opening(bytes(5000), 1, "r"))])
+    backend.expire()
+    assert REGISTRY.get_sample_value("lockstep_state_block_memory_bytes") == 0
+    assert await backend.put([Block("t", "b", bytes(3000), TTL_S)]) == [True]
+    backend.expire()
+    assert REGISTRY.get_sample_value("lockstep_state_block_memory_bytes") == ENTRY_BYTES + 3000
+    assert REGISTRY.get_sample_value("lockstep_state_memory_bytes") == backend.used_bytes > 8000
 
 
 async def test_lease_without_room_is_refused_as_full_and_not_as_held():

@@ -8,11 +8,13 @@ import time
 import pytest
 import redis
 from backends import LIMITS, PATIENCE_S, TTL_S, eventually, keep
+from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_OK as OK
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.telemetry import REGISTRY
 from lockstep_state.backend import Binding, Block, Opening
 from lockstep_state.redis_backend import RedisBackend, RedisOptions
 from lockstep_state.values import Values
-from redis_server import RedisCluster
+from redis_server import RedisCluster, RedisServer
 from tcp_proxy import TcpProxy
 
 UNAVAILABLE = ErrorCode.UNAVAILABLE
@@ -158,6 +160,45 @@ async def test_answers_that_cannot_be_read_are_typed_and_probed_on(answer):
             assert result.outcome == 10  # UNAVAILABLE
         assert kept.backend.unready is not None
         await asyncio.sleep(0.1)  # some probes, which must not end it: `keep` would not notice
+
+
+def without_replicas(client, _):
+    client.config_set("min-replicas-to-write", 1)
+    yield
+    client.config_set("min-replicas-to-write", 0)
+
+
+def without_disk(client, directory):
+    (directory / "dump.rdb/taken").mkdir(parents=True)  # where its file would be
+    client.config_set("save", "3600 1000000")
+    client.bgsave()
+    while client.info("persistence")["rdb_last_bgsave_status"] == "ok":
+        time.sleep(0.01)
+    yield
+    client.config_set("save", "")
+
+
+@pytest.mark.parametrize("fault", [without_replicas, without_disk])
+async def test_redis_that_takes_no_writes_opens_the_breaker_until_it_does(tmp_path, fault):
+    server = RedisServer(tmp_path)
+    client = redis.Redis(port=server.port, socket_timeout=PATIENCE_S)
+    try:
+        async with keep("redis", server.address, {"probe_s": 0.05, "timeout_s": PATIENCE_S}) as kept:
+            assert (await kept.open()).outcome == OK
+            acting = fault(client, tmp_path)
+            next(acting)
+            for number in range(5):
+                assert (await kept.open(f"s{number}")).outcome == 10  # UNAVAILABLE
+            assert kept.backend.unready is not None
+            assert REGISTRY.get_sample_value("lockstep_state_breaker_open") == 1
+            await asyncio.sleep(0.2)  # some probes
+            assert kept.backend.unready is not None
+            next(acting, None)
+            await eventually(lambda: _is(kept.backend.unready is None))
+            assert (await kept.open("last")).outcome == OK
+    finally:
+        client.close()
+        server.kill()
 
 
 async def test_probing_ends_when_it_is_cancelled():

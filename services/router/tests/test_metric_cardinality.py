@@ -4,6 +4,8 @@ import asyncio
 import json
 
 from lockstep_common.telemetry import REGISTRY
+from lockstep_router import metrics
+from lockstep_router.faces import access
 
 HOSTILE = 10_000
 """Requests, each with another model, session, user, path and method."""
@@ -80,3 +82,14 @@ def test_what_is_counted_by_a_few_reasons_is_there_from_the_start():
     ):
         for value in values:
             assert (f"lockstep_router_{name}_total", (label, value)) in there
+
+
+async def test_errors_of_every_route_are_there_from_the_start(make_cluster):
+    """On a router that has had no request yet, a burst of errors is an increase."""
+    cluster = await make_cluster(1)
+    routes = {route.path for route in cluster.app.routes if route.path.startswith("/v1/")}
+    assert routes == set(access.ENDPOINTS)
+    values = {tuple(sample.labels.values()) for metric in metrics.REQUESTS.collect() for sample in metric.samples}
+    for face in ("http", "websocket", "grpc"):
+        for endpoint in routes:
+            assert {(face, endpoint, "500"), (face, endpoint, "503")} <= values

@@ -6,6 +6,7 @@ import time
 import pytest
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.seniority import turn_at
+from lockstep_common.telemetry import REGISTRY
 from lockstep_router.workers.retry_budget import RetryBudget
 from router_cluster import eventually
 from scripted_worker import Script, model_card
@@ -35,6 +36,25 @@ async def end(*tasks):
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def model_value(name):
+    return REGISTRY.get_sample_value(f"lockstep_router_{name}", {"model": "reference"})
+
+
+async def test_a_model_tells_how_many_workers_it_has_and_that_requests_find_none(make_cluster):
+    cluster = await make_cluster(1)
+    cluster.workers[0].queued = 3
+    await eventually(lambda: model_value("ready_workers") == 1)
+    await eventually(lambda: model_value("queued_requests") == 3)
+    before = model_value("no_worker_total")
+    await cluster.workers[0].kill()
+    await eventually(lambda: model_value("ready_workers") == 0)
+    await eventually(lambda: model_value("queued_requests") == 0)
+    assert model_value("no_worker_total") == before
+    waiting = asyncio.create_task(cluster.complete("hello"))
+    await eventually(lambda: model_value("no_worker_total") > before)
+    await end(waiting)
 
 
 async def test_every_request_of_a_long_queue_is_answered_in_the_order_of_arrival(make_cluster):

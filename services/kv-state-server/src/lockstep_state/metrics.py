@@ -34,6 +34,9 @@ EVICTIONS = Counter(
 )
 ENTRIES = Gauge("lockstep_state_entries", "Entries in memory, by kind.", ["kind"], registry=REGISTRY)
 MEMORY_BYTES = Gauge("lockstep_state_memory_bytes", "Memory of all entries, about.", registry=REGISTRY)
+BLOCK_MEMORY_BYTES = Gauge(
+    "lockstep_state_block_memory_bytes", "Of that, memory of KV blocks, which are evicted first.", registry=REGISTRY
+)
 MEMORY_LIMIT_BYTES = Gauge(
     "lockstep_state_memory_limit_bytes", "The most that all entries may take; 0 with Redis.", registry=REGISTRY
 )
@@ -47,8 +50,8 @@ STORE_SECONDS = Histogram(
 STORE_FAILURES = Counter(
     "lockstep_state_store_failures",
     "Operations on Redis that failed, by reason: `timeout`, `connection`, `login` (it refuses the user or the "
-    "password), `full`, `read_only`, `error`, `answer` (it cannot be read), `busy` (this process was), or `open` while "
-    "the breaker is.",
+    "password), `full`, `read_only` (a replica), `not_durable` (it cannot save what is written, or has too few "
+    "replicas), `error`, `answer` (it cannot be read), `busy` (this process was), or `open` while the breaker is.",
     ["reason"],
     registry=REGISTRY,
 )

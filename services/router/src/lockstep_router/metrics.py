@@ -94,7 +94,8 @@ TENANT_TOKENS = TopTallies(
 STREAMS = Tally("lockstep_router_streams", "Streams in progress.", registry=REGISTRY, is_gauge=True)
 FAILOVERS = Counter(
     "lockstep_router_failovers",
-    "Times that a stream left its worker to continue on another one, by reason.",
+    "Times that a stream left its worker to continue on another one, by reason; `overloaded`: the worker refused it, "
+    "because it was full.",
     ["reason"],
     registry=REGISTRY,
 )
@@ -268,6 +269,25 @@ DROPPED_FRAMES = Counter(
     registry=REGISTRY,
 )
 WORKERS = Gauge("lockstep_router_workers", "Workers by state as this router sees them.", ["state"], registry=REGISTRY)
+READY_WORKERS = Gauge(
+    "lockstep_router_ready_workers",
+    "Workers of a model that take requests, as this router sees them; 0 for a model that it knows and that has none.",
+    ["model"],
+    registry=REGISTRY,
+)
+QUEUED_REQUESTS = Gauge(
+    "lockstep_router_queued_requests",
+    "Requests of all routers that wait on the ready workers of a model, as these last reported.",
+    ["model"],
+    registry=REGISTRY,
+)
+NO_WORKER = Counter(
+    "lockstep_router_no_worker",
+    "Times that a request looked for a worker of its model, found none that takes it and waits for one; `model` is "
+    "empty if this router does not know the model.",
+    ["model"],
+    registry=REGISTRY,
+)
 DISCOVERED = Gauge("lockstep_router_discovered_workers", "Workers that discovery found last.", registry=REGISTRY)
 UNLISTED_WORKERS = Gauge(
     "lockstep_router_unlisted_workers",

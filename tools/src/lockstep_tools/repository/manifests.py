@@ -28,7 +28,7 @@ _STATE = "kv-state-server"
 _HELM_TIMEOUT_S = 60
 _OF_ONE = 'namespace="$namespace",release="$release"'
 _ABSENT = (
-    r"group by (namespace, release) (present_over_time(\1[1h]) or lockstep_worker_ready)"
+    r"group by (namespace, release) (present_over_time(\1[1d]) or lockstep_worker_ready)"
     r" unless group by (namespace, release) (\1)"
 )
 
@@ -81,7 +81,7 @@ def rendered(root: Path) -> dict[Path, str]:
 
 def of_all_releases(rules: str) -> str:
     """The chart's rules, which are of one release, as rules of every release that is scraped: they group by namespace
-    and release already. What is absent has no labels, so it is looked for where it was within the last hour, and where
+    and release already. What is absent has no labels, so it is looked for where it was within the last day, and where
     workers are.
     """
     rules = rules[rules.index("groups:\n") :].replace(f"{{{_OF_ONE}}}", "").replace(f"{_OF_ONE},", "")

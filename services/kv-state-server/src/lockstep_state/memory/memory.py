@@ -148,6 +148,7 @@ class MemoryBackend:
             shelf.expire()
             metrics.ENTRIES.labels(shelf.name).set(len(shelf))
         metrics.MEMORY_BYTES.set(self._room.used_bytes)
+        metrics.BLOCK_MEMORY_BYTES.set(self._blocks.size_bytes)
 
     async def close(self) -> None:
         """Nothing is to be closed."""

@@ -22,7 +22,18 @@ from lockstep_state.redis_backend.connect import RedisOptions, connect, parse_ad
 from lockstep_state.redis_backend.scripts import Script
 
 logger = logging.getLogger("lockstep.state")
-for _reason in ("timeout", "connection", "login", "full", "read_only", "error", "answer", "busy", "open"):
+for _reason in (
+    "timeout",
+    "connection",
+    "login",
+    "full",
+    "read_only",
+    "not_durable",
+    "error",
+    "answer",
+    "busy",
+    "open",
+):
     metrics.STORE_FAILURES.labels(_reason)  # from 0: of a series that begins at 1, Prometheus sees no increase
 
 PIPELINE = 256
@@ -32,6 +43,8 @@ _PROBE_TTL_MS = 1000
 _PROBES = 3
 """Answers of one probe: the first one may be late because a connection is made."""
 _LOGIN = (redis_errors.AuthenticationError, redis_errors.AuthorizationError)
+_NOT_DURABLE = ("MISCONF ", "NOREPLICAS ")
+"""Redis refuses all writes: it cannot save to its disk, or fewer replicas than `min-replicas-to-write` follow."""
 _UNUSABLE = (
     redis_errors.ConnectionError,
     redis_errors.BusyLoadingError,
@@ -277,6 +290,8 @@ def _describe(error: Exception) -> tuple[str, str]:
         return "full", "it is full"
     if isinstance(error, redis_errors.ReadOnlyError) or "READONLY" in str(error):
         return "read_only", "it takes no writes"
+    if any(word in str(error) for word in _NOT_DURABLE):
+        return "not_durable", "it takes no writes"
     if isinstance(error.__cause__, _LOGIN):
         error = error.__cause__  # a cluster's client says only that it could not connect
     for kinds, reason, words in _REASONS:

@@ -19,6 +19,24 @@ logger = logging.getLogger("lockstep.router")
 audit = logging.getLogger("lockstep.audit")
 audit.setLevel(logging.INFO)  # whatever the setting `log_level` is
 
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/models",
+    "/v1/models/{model:path}",
+    "/v1/stream",
+    "/v1/streams",
+    "/v1/streams/{stream_id}",
+)
+"""The routes of the REST API whose answers alerts watch."""
+
+for _face in ("http", "websocket", "grpc"):
+    for _endpoint in ENDPOINTS:
+        for _status in ("500", "503"):
+            metrics.REQUESTS.labels(_face, _endpoint, _status)  # from 0
+
 NOBODY = Tenant("")
 """The tenant of all requests to a router without keys."""
 

@@ -17,6 +17,7 @@ from lockstep_router.console.joined import joined, joined_router
 from lockstep_router.processes.channel import Asker, NoAnswerError
 
 _PARENT = "parent"
+_OF_ROUTERS = "lockstep_router_"
 _ADDED = ("streams", "failovers")
 """What is added up over the processes in the state of the router."""
 
@@ -206,6 +207,8 @@ class _Labelled(Collector):
         families: dict[str, Metric] = {}
         for process, text in self._texts.items():
             for family in text_string_to_metric_families(text):  # type: ignore[no-untyped-call]
+                if process == _PARENT and family.name.startswith(_OF_ROUTERS):
+                    continue  # it serves nobody: its zeros would count as a router's
                 known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 known.samples += [
                     sample._replace(labels=sample.labels | {"process": process}) for sample in family.samples

@@ -490,6 +490,7 @@ class Stream:
         journal = self.journal
         links = self._workers.ready(journal.model, journal.digest, grammars=journal.has_grammar)
         if not links:
+            self._workers.note_no_worker(journal.model)
             what = " that takes grammars" if journal.has_grammar else ""
             return _Wait(f"a worker of {journal.model!r}{what} ({self._workers.describe_links()})")
         exact = links

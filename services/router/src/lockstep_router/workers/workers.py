@@ -31,6 +31,7 @@ from lockstep_router.workers.suspects import Suspects
 from lockstep_router.workers.tokenizer_cache import TokenizerCache
 
 logger = logging.getLogger("lockstep.router")
+metrics.NO_WORKER.labels("")  # from 0
 
 _MAX_TICK_S = 0.05
 _MAX_MODELS = 256
@@ -251,6 +252,10 @@ class Workers:
         if policy.notes_sent:
             policy.note_sent(request, link.facts)
 
+    def note_no_worker(self, model: str) -> None:
+        """Note that a request waits because no worker of its model takes it."""
+        metrics.NO_WORKER.labels(model if model in self.models else "").inc()
+
     # Evidence of streams about their workers.
 
     def note_success(self, link: Link, stream_id: str) -> None:
@@ -297,7 +302,9 @@ class Workers:
         began_at = asyncio.get_running_loop().time()
         while True:
             card = self._choose_version(name, session)
-            if card is not None and (tokenizer := self.tokenizers.get(card.tokenizer_digest)) is not None:
+            if card is None:
+                self.note_no_worker(name)
+            elif (tokenizer := self.tokenizers.get(card.tokenizer_digest)) is not None:
                 return card, tokenizer
             if not await self.wait_change(began_at + self._settings.max_queue_wait_s):
                 waited_s = asyncio.get_running_loop().time() - began_at
@@ -378,8 +385,12 @@ class Workers:
     def _remember(self, card: worker_pb2.ModelCard) -> None:
         self.models.pop(card.name, None)
         self.models[card.name] = card
+        metrics.NO_WORKER.labels(card.name)  # from 0
         if len(self.models) > _MAX_MODELS:
-            del self.models[next(iter(self.models))]
+            forgotten = next(iter(self.models))
+            del self.models[forgotten]
+            for metric in (metrics.READY_WORKERS, metrics.QUEUED_REQUESTS, metrics.NO_WORKER):
+                metric.remove(forgotten)
         cards = [*self.models.values(), *(link.card for link in self._links if link.card is not None)]
         self.tokenizers.keep_only({card.tokenizer_digest for card in cards})
 
@@ -389,7 +400,7 @@ class Workers:
         self._remove_retired()
         if self.clock.now() >= self.measure_at:
             self.measure_at = self.clock.now() + _MEASURE_EVERY_S
-            self._measure_imbalance()
+            self._measure_loads()
             self._watch_prefixes()
             self.watch.check((link for link in self._links if not link.retired), self.clock.now())
 
@@ -411,11 +422,16 @@ class Workers:
                 self._indexed.remove(model)
                 metrics.PREFIX_INDEX_BLOCKS.remove(model)
 
-    def _measure_imbalance(self) -> None:
+    def _measure_loads(self) -> None:
         requests: dict[str, list[int]] = {}
+        queued = dict.fromkeys(self.models, 0)
         for link in self.ready():
             assert link.card is not None
             requests.setdefault(link.card.name, []).append(link.status.queued + link.status.running)
+            queued[link.card.name] = queued.get(link.card.name, 0) + link.status.queued
+        for model in self.models:
+            metrics.READY_WORKERS.labels(model).set(len(requests.get(model, ())))
+            metrics.QUEUED_REQUESTS.labels(model).set(queued[model])
         for model in self.imbalances.keys() - requests.keys():
             metrics.LOAD_IMBALANCE.remove(model)
         self.imbalances = {model: imbalance(each) for model, each in requests.items()}
