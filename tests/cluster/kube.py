@@ -113,6 +113,13 @@ class Insider(Visitor):
         self.where = (pod, "-c", container)
 
 
+def declared_ports(kubectl: Kubectl, pod: str) -> set[int]:
+    """The ports that a pod's containers declare."""
+    spec = kubectl.json("get", "pod", pod)["spec"]
+    containers = [*spec["containers"], *spec.get("initContainers", [])]
+    return {port["containerPort"] for container in containers for port in container.get("ports", [])}
+
+
 def apply(kubectl: Kubectl, entry: Json) -> None:
     """`kubectl apply` of an object."""
     kubectl.run("apply", "-f", "-", stdin=json.dumps(entry))
@@ -134,6 +141,15 @@ def await_pods(kubectl: Kubectl, selector: str, holds, what: str, within_s: floa
     found = wait_for(find, what, within_s, every_s=0.5)
     assert found is not None
     return found
+
+
+def ended(pod: Json) -> Json:
+    """The last end of the worker's container, if it has ended."""
+    for status in pod["status"].get("containerStatuses", []):
+        found = status["state"].get("terminated") or status.get("lastState", {}).get("terminated")
+        if found:
+            return found
+    return {}
 
 
 def resources(kubectl: Kubectl) -> set[str]:

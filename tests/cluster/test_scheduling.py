@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from helm import app_version, install
-from kube import Json, Namespaces, await_pods
+from kube import Json, Namespaces, await_pods, ended
 from lockstep_tools.chaos.kubectl import Kubectl
 
 GPU = "nvidia.com/gpu"
@@ -62,15 +62,6 @@ def unschedulable(pod: Json) -> str:
     """The scheduler's reason, if it has found no node."""
     conditions = pod["status"].get("conditions", [])
     return next((each["message"] for each in conditions if each.get("reason") == "Unschedulable"), "")
-
-
-def ended(pod: Json) -> Json:
-    """The last end of the worker's container, if it has ended."""
-    for status in pod["status"].get("containerStatuses", []):
-        found = status["state"].get("terminated") or status.get("lastState", {}).get("terminated")
-        if found:
-            return found
-    return {}
 
 
 def container(pod: Json) -> Json:

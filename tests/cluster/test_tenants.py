@@ -1,4 +1,4 @@
-"""API keys, limits that routers share, and a model's policy: given by the chart's values and by Secrets.
+"""API keys, limits, priorities, the audit log and a model's policy: given by the chart's values and by Secrets.
 
 LOCKSTEP_REDIS_IMAGE names an image with redis-server; without it the tests of shared limits are skipped.
 """
@@ -12,19 +12,22 @@ from collections.abc import Iterator
 
 import pytest
 import redis_pod
-from helm import NAME, Installation, helm
+from answers import CLOSED, check_open
+from helm import NAME, SMALL_QUEUES, Installation, helm
 from kube import Json, Namespaces, Report, Visitor, apply, image_of
-from lockstep_tools.chaos.release import ROUTER, of
+from lockstep_tools.chaos.release import ROUTER, WORKER, of
 from machine import wait_for
 from minutes import until_room_s
 
 HTTP, GRPC = 8000, 8002
-MODEL = "reference"
+MODEL, PROMPT = "reference", "Once upon a time"
 KEYS = "lockstep-keys"
 _SYNC_S = 180.0
 """The kubelet puts a changed Secret into pods within a minute or so."""
 LIMIT, AT_ONCE = 4, 12
 """Requests per minute of the limited tenant, and how many it sends at a time."""
+TOKEN_LIMIT = 60
+"""Tokens per minute of another one: less than its first answer has."""
 _BURST_S = 20.0
 """Longest time in which those arrive, with the start of the program that sends them."""
 _STEADY_S = 8.0
@@ -33,20 +36,26 @@ shared = pytest.mark.skipif(not redis_pod.IMAGE, reason="LOCKSTEP_REDIS_IMAGE no
 
 
 class Tenants:
-    """The tenants: one whose key changes, one with a small limit, one with a limit out of reach."""
+    """The tenants: one whose key changes, and one for each limit and priority."""
 
     def __init__(self, installation: Installation) -> None:
         self._installation = installation
-        self.key, self.limited, self.steady = (secrets.token_urlsafe(32) for _ in range(3))
+        self.key = secrets.token_urlsafe(32)
+        self.limits: dict[str, Json] = {
+            "limited": {"requests_per_minute": LIMIT},
+            "steady": {"requests_per_minute": 1_000_000},
+            "tokens": {"tokens_per_minute": TOKEN_LIMIT},
+            "narrow": {"concurrent_streams": 2},
+            "low": {"priority": "low"},
+            "high": {"priority": "high"},
+        }
+        self.keys = {name: secrets.token_urlsafe(32) for name in self.limits}
         self.write()
 
     def write(self) -> None:
         """Put the keys' hashes into their Secret."""
-        tenants = [
-            {"name": "first", "keys": entries(self.key)},
-            {"name": "limited", "keys": entries(self.limited), "requests_per_minute": LIMIT},
-            {"name": "steady", "keys": entries(self.steady), "requests_per_minute": 1_000_000},
-        ]
+        tenants = [{"name": "first", "keys": entries(self.key)}]
+        tenants += [{"name": name, "keys": entries(self.keys[name]), **limit} for name, limit in self.limits.items()]
         # JSON is YAML.
         data = {"keys.yaml": json.dumps({"tenants": tenants}), "api-key": self.key}
         apply(
@@ -72,8 +81,14 @@ def tenants(served: Installation, policies: list[str]) -> Iterator[Tenants]:
     values: Json = {
         "router": {
             "keys": {"secretName": KEYS},
-            # A slow machine must not look like a Redis that does not answer.
-            "settings": {"model_policies": {MODEL: "round_robin"}, "limits_storage_timeout_s": 5},
+            "settings": {
+                "model_policies": {MODEL: "round_robin"},
+                # A slow machine must not look like a Redis that does not answer, or a worker that new streams avoid.
+                "limits_storage_timeout_s": 5,
+                "suspicion_phi": 0,
+                "eject_after": 0,
+                "slow_factor": 0,
+            },
         },
         "test": {
             "env": [{"name": "LOCKSTEP_API_KEY", "valueFrom": {"secretKeyRef": {"name": KEYS, "key": "api-key"}}}]
@@ -109,16 +124,11 @@ def test_doors_open_with_a_key_only(served: Installation, visitor: Visitor, tena
         "http": HTTP,
         "grpc": GRPC,
         "model": MODEL,
-        "prompt": "Once",
+        "prompt": PROMPT,
     }
-    nobody = {"rest": 401, "sse": 401, "websocket": 401, "grpc": "UNAUTHENTICATED", "health": "SERVING"}
-    assert visitor.runs("doors", **asked) == nobody
-    assert visitor.runs("doors", **asked, key="another") == nobody
-    said = visitor.runs("doors", **asked, key=tenants.key)
-    assert said.pop("health") == "SERVING"
-    (text,) = set(said.values())
-    assert isinstance(text, str)
-    assert len(text) > 24
+    assert visitor.runs("doors", **asked) == CLOSED
+    assert visitor.runs("doors", **asked, key="another") == CLOSED
+    check_open(visitor.runs("doors", **asked, key=tenants.key), MODEL, PROMPT)
 
 
 def test_helm_test_with_a_key_is_green(served: Installation, tenants: Tenants) -> None:
@@ -135,9 +145,65 @@ def test_an_upgrade_changes_a_models_policy(served: Installation, policies: list
 def test_routers_count_a_tenants_requests_together(served: Installation, visitor: Visitor, tenants: Tenants) -> None:
     """At once and at both routers: if each counted by itself, twice as many would be admitted."""
     time.sleep(until_room_s(_BURST_S))
-    answers = visitor.runs("knock", routers=routers_of(served), model=MODEL, key=tenants.limited, requests=AT_ONCE)
+    answers = visitor.runs(
+        "knock", routers=routers_of(served), model=MODEL, key=tenants.keys["limited"], requests=AT_ONCE
+    )
     assert Counter(status for _, status, _ in answers) == {200: LIMIT, 429: AT_ONCE - LIMIT}
     assert all(0 < int(wait) <= 120 for _, status, wait in answers if status == 429)
+
+
+@pytest.fixture(scope="module")
+def limited(served: Installation, visitor: Visitor, tenants: Tenants) -> Json:
+    """What the tenants with limits and priorities have met, and the word that was in all of their prompts."""
+    marker = f"zebra{secrets.token_hex(6)}"
+    seats = len(of(served.release.pods(), WORKER)) * SMALL_QUEUES["modelDefaults"]["settings"]["max_seqs"]
+    asked = {"routers": routers_of(served), "model": MODEL, "marker": marker, "seats": seats}
+    found: Json = visitor.runs("limits", **asked, **tenants.keys)
+    return found | {"marker": marker}
+
+
+def test_tokens_of_prompts_and_answers_are_limited(limited: Json) -> None:
+    """At all routers, where they count together. An answer in progress is not cut: it takes what it takes."""
+    too_long, fits, same, *others = limited["tokens"]
+    assert (too_long["status"], too_long["code"]) == (400, "resource_exhausted")
+    assert fits["status"] == 200
+    assert fits["usage"]["total_tokens"] > TOKEN_LIMIT
+    for refused in [same, *others] if redis_pod.IMAGE else [same]:
+        assert (refused["status"], refused["code"]) == (429, "rate_limit_exceeded")
+        assert refused["param"] == "tokens_per_minute"
+        assert 0 < refused["waits_s"] <= 120
+
+
+def test_streams_at_a_time_are_limited_at_each_router(limited: Json) -> None:
+    """A stream that has ended makes room for another."""
+    third = limited["streams"]["third"]
+    assert (third["status"], third["code"], third["param"]) == (429, "rate_limit_exceeded", "concurrent_streams")
+    assert limited["streams"]["elsewhere"] == [200]
+    assert limited["streams"]["after"] == 200
+
+
+def test_a_higher_priority_goes_first_on_full_workers(limited: Json) -> None:
+    """Those of low priority came first. Each of the two workers takes its requests in their order, so that the other
+    one's do not change who is first and who is last.
+    """
+    assert Counter(limited["turns"]) == {"high": 4, "low": 4}
+    assert limited["turns"][:2] == ["high", "high"]
+    assert limited["turns"][-2:] == ["low", "low"]
+
+
+def test_the_audit_log_has_every_request_and_no_text(served: Installation, tenants: Tenants, limited: Json) -> None:
+    logs = {pod.name: served.kubectl.run("logs", pod.name) for pod in served.release.pods()}
+    lines = [line for pod in of(served.release.pods(), ROUTER) for line in logs[pod.name].splitlines()]
+    audited = [json.loads(line) for line in lines if '"message":"audit"' in line]
+    for tenant, statuses in {"tokens": {200, 400, 429}, "narrow": {200, 429, 499}, "high": {101, 499}}.items():
+        own = [line for line in audited if line["tenant"] == tenant]
+        assert statuses <= {line["status"] for line in own}, own
+        assert {line["key_id"] for line in own} == {entries(tenants.keys[tenant])[0]["sha256"][:8]}
+    assert any(line["completion_tokens"] == 80 for line in audited)
+    for text in [limited["marker"], *limited["texts"], tenants.key, *tenants.keys.values()]:
+        written = json.dumps(text).strip('"')
+        assert len(written) > 12
+        assert [name for name, log in logs.items() if text in log or written in log] == []
 
 
 @shared
@@ -146,7 +212,7 @@ def test_no_request_fails_when_redis_dies(
 ) -> None:
     """Afterwards each router applies the full limits by itself."""
     routers = routers_of(served)
-    running = visitor.starts("knock", routers=routers, model=MODEL, key=tenants.steady, seconds=_STEADY_S)
+    running = visitor.starts("knock", routers=routers, model=MODEL, key=tenants.keys["steady"], seconds=_STEADY_S)
     try:
         redis_pod.kill(served.kubectl)
         output, _ = running.communicate(timeout=_STEADY_S + 120.0)
@@ -159,7 +225,7 @@ def test_no_request_fails_when_redis_dies(
     for router in served.addresses(ROUTER):
         assert "lockstep_router_limits_fallback 1.0" in served.managed(router, "metrics")
     time.sleep(until_room_s(_BURST_S))
-    alone = visitor.runs("knock", routers=routers, model=MODEL, key=tenants.limited, requests=AT_ONCE)
+    alone = visitor.runs("knock", routers=routers, model=MODEL, key=tenants.keys["limited"], requests=AT_ONCE)
     admitted = Counter(router for router, status, _ in alone if status == 200)
     assert admitted == dict.fromkeys(routers, LIMIT)
 

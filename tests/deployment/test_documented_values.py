@@ -1,4 +1,5 @@
-"""The values and commands that docs/deployment.md shows are those of the chart, the Makefile and the command line."""
+"""The values and commands that docs/deployment.md shows are those of the chart, the Makefile and the command line; the
+messages of probes in docs/troubleshooting.md are of the chart's probes."""
 
 import json
 import re
@@ -13,6 +14,8 @@ from lockstep_tools.repository.images.catalog import IMAGES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/deployment.md").read_text()
+TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
+CHART = ROOT / "charts/lockstep"
 SCHEMA = json.loads((ROOT / "charts/lockstep/values.schema.json").read_text())
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 VALUES = [block for language, block in BLOCKS if language == "yaml"]
@@ -71,3 +74,21 @@ def test_first_request_is_for_the_model_of_the_first_values() -> None:
 def test_all_images_are_named() -> None:
     for name in IMAGES:
         assert f"lockstep/{name}:" in TEXT, name
+
+
+def test_probes_fail_with_messages_of_http() -> None:
+    worker = (CHART / "templates/inference-worker/statefulset.yaml").read_text()
+    paths = re.findall(r'include "lockstep.probe" \(dict "root" \$ "path" "(/\w+)"\)', worker)
+    (port,) = re.findall(r"name: management, containerPort: (\d+)", worker)
+    messages = re.findall(r"(?:Startup|Readiness|Liveness) probe failed: ([^\n`]+)", TROUBLES)
+    assert len(messages) > 2
+    for message in messages:
+        asked = re.match(r'Get "http://[0-9.]+:(\d+)(/\w+)": ', message)
+        assert message == "HTTP probe failed with statuscode: 503" or (asked and asked[1] == port and asked[2] in paths)
+    assert "NOT_SERVING" not in TROUBLES
+
+
+def test_upgrades_take_the_values_of_a_new_chart() -> None:
+    """`--reuse-values` leaves out what a new version of the chart adds."""
+    assert "--reset-then-reuse-values" in TEXT
+    assert "--reuse-values" not in TEXT + TROUBLES

@@ -20,6 +20,7 @@ PROVISIONING = ("datasources", "dashboards")
 ONE, OTHER = ("serving", "chat"), ("lockstep", "search")
 """Namespace and release."""
 
+needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 
 
@@ -83,18 +84,19 @@ def test_each_of_two_releases_has_its_own_alerts(tmp_path: Path) -> None:
 
 @needs_promtool
 def test_a_release_without_a_router_is_named_beside_one_that_has_its_own(tmp_path: Path) -> None:
-    """While its workers are there, and for an hour if they are gone too; a release that never was has no alert."""
+    """While its workers are there, and for a day if they are gone too; a release that never was has no alert."""
     given = [
-        series(ONE, "lockstep_router_streams", "3x10 _x190", pod="r-0"),
-        series(ONE, "lockstep_worker_ready", "1x10 _x190", model="m", pod="w-0"),
-        series(OTHER, "lockstep_router_streams", "3x200", pod="r-0"),
-        series(("late", "late"), "lockstep_worker_ready", "_x120 1x80", model="m", pod="w-0"),
+        series(ONE, "lockstep_router_streams", "3x10 _x1590", pod="r-0"),
+        series(ONE, "lockstep_worker_ready", "1x10 _x1590", model="m", pod="w-0"),
+        series(OTHER, "lockstep_router_streams", "3x1600", pod="r-0"),
+        series(("late", "late"), "lockstep_worker_ready", "_x120 1x1480", model="m", pod="w-0"),
     ]
     expected = [
         firing("LockstepNoRouter", "9m"),
         firing("LockstepNoRouter", "30m", ONE),
-        firing("LockstepNoRouter", "100m"),
-        firing("LockstepNoRouter", "140m", ("late", "late")),
+        firing("LockstepNoRouter", "100m", ONE),
+        firing("LockstepNoRouter", "140m", ONE, ("late", "late")),
+        firing("LockstepNoRouter", "25h", ("late", "late")),
     ]
     check_rules(tmp_path, [{"name": "gone", "interval": "1m", "input_series": given, "promql_expr_test": expected}])
 
@@ -114,6 +116,35 @@ def test_prometheus_accepts_its_configuration(tmp_path: Path) -> None:
     assert "/etc/prometheus/" in text
     (tmp_path / "prometheus.yml").write_text(text.replace("/etc/prometheus/", f"{tmp_path}/"))
     promtool("check", "config", tmp_path / "prometheus.yml")
+
+
+@needs_helm
+@pytest.mark.parametrize("name", ["lockstep", "llm"])
+def test_prometheus_keeps_all_services_whatever_the_chart_is_called(name: str) -> None:
+    values = f"state.enabled=true,nameOverride={name}"
+    command = ["helm", "template", "r", str(ROOT / "charts/lockstep"), "--set", values]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    templates = [
+        each["spec"]["template"]
+        for each in yaml.safe_load_all(done.stdout)
+        if each and each["kind"] in ("Deployment", "StatefulSet")
+    ]
+    pods = [
+        {
+            "metadata": {"namespace": "n", "name": "p", "uid": "u"} | template["metadata"],
+            "spec": {"nodeName": "n"} | template["spec"],
+            "status": {"podIP": "10.0.0.1", "phase": "Running"},
+        }
+        for template in templates
+    ]
+    (job,) = yaml.safe_load((CONFIG / "prometheus.yml").read_text())["scrape_configs"]
+    (keep,) = [each for each in job["relabel_configs"] if each.get("action") == "keep"]
+    kept = [
+        target["targets"][0]
+        for target in pod_discovery.targets(pods)
+        if re.fullmatch(keep["regex"], ";".join(target["labels"].get(label, "") for label in keep["source_labels"]))
+    ]
+    assert sorted(kept) == ["10.0.0.1:8001", "10.0.0.1:9001", "10.0.0.1:9101"]
 
 
 def has_no_discovery(directory: Path) -> bool:

@@ -5,7 +5,7 @@ CHART=${CHART:-$(dirname "${BASH_SOURCE[0]}")/../../../charts/lockstep}
 revision=$(revision)
 remember revision "$revision"
 fault
-helm upgrade "$RELEASE" "$CHART" -n "$NAMESPACE" --reuse-values --set-string "commonAnnotations.lockstep\.dev/upgraded=$(date +%s)" \
+helm upgrade "$RELEASE" "$CHART" -n "$NAMESPACE" --reset-then-reuse-values --set-string "commonAnnotations.lockstep\.dev/upgraded=$(date +%s)" \
   --wait --timeout "${PATIENCE_S}s" >/dev/null
 echo "upgraded"
 helm rollback "$RELEASE" "$revision" -n "$NAMESPACE" --wait --timeout "${PATIENCE_S}s"

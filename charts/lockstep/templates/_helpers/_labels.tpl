@@ -2,13 +2,13 @@
 
 {{/* What selects pods: immutable in Deployments and StatefulSets, so nothing else may ever join. */}}
 {{- define "lockstep.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "lockstep.name" .root }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ include "lockstep.name" .root | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 {{- with .component }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
 {{- with .model }}
-lockstep.dev/model: {{ .name }}
+lockstep.dev/model: {{ .name | quote }}
 {{- end }}
 {{- end -}}
 
@@ -43,8 +43,8 @@ app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 {{/* `metadata:` of an object of the release. Takes (root, component, name, model?, labels?, annotations?). */}}
 {{- define "lockstep.metadata" -}}
 metadata:
-  name: {{ .name }}
-  namespace: {{ .root.Release.Namespace }}
+  name: {{ .name | quote }}
+  namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- include "lockstep.labels" . | nindent 4 }}
     {{- with .labels }}

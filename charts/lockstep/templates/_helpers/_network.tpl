@@ -1,4 +1,15 @@
-{{/* Rules of NetworkPolicies that several services need. All take the root context. */}}
+{{/* Where services listen, and rules of NetworkPolicies that several services need. All but `lockstep.listen` take the root context. */}}
+
+{{/* A release of an older version that is upgraded with its own values has none. */}}
+{{- define "lockstep.listenAddress" -}}
+{{- .Values.listenAddress | default "0.0.0.0" -}}
+{{- end -}}
+
+{{/* Where gRPC listens, an IPv6 address in brackets. Takes (root, port). */}}
+{{- define "lockstep.listen" -}}
+{{- $address := include "lockstep.listenAddress" .root -}}
+{{- printf (contains ":" $address | ternary "[%s]:%d" "%s:%d") $address (int .port) -}}
+{{- end -}}
 
 {{/* The API server is not a pod: it is described by the addresses and ports of networkPolicy.apiServer. */}}
 {{- define "lockstep.egressToApiServer" -}}
@@ -12,7 +23,7 @@
   {{- end }}
 {{- end -}}
 
-{{/* Routers and workers reach the state server. */}}
+{{/* Routers reach the state server, and workers that keep blocks there. */}}
 {{- define "lockstep.egressToState" -}}
 - ports: [{port: 9100}]
   to:

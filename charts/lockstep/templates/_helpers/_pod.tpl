@@ -1,6 +1,25 @@
 {{/* What every pod of the release has in common. */}}
 
 {{/*
+`replicas:` of a Deployment or StatefulSet, with an autoscaler those that it has now: without the field an upgrade that switches
+autoscaling on would leave one pod. Nothing where it does not exist, or where no cluster can be asked. Takes (root, kind, name, options).
+*/}}
+{{- define "lockstep.replicas" -}}
+{{- if not .options.autoscaling.enabled -}}
+replicas: {{ .options.replicas }}
+{{- else -}}
+{{- with lookup "apps/v1" .kind .root.Release.Namespace .name -}}
+replicas: {{ .spec.replicas }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A Deployment's strategy, of the values `updateStrategy`: with Recreate the API server refuses the default `rollingUpdate`. */}}
+{{- define "lockstep.strategy" -}}
+{{- eq .type "Recreate" | ternary (omit . "rollingUpdate") . | toYaml -}}
+{{- end -}}
+
+{{/*
 The head of a pod's spec. Takes
   root, component, model?      as the labels do
   options                      the values of the service or of the model
@@ -10,7 +29,7 @@ The head of a pod's spec. Takes
 */}}
 {{- define "lockstep.podSpec" -}}
 {{- $options := .options -}}
-serviceAccountName: {{ .serviceAccountName }}
+serviceAccountName: {{ .serviceAccountName | quote }}
 automountServiceAccountToken: false
 # Environment variables of all Services of the namespace: slow with many, and one named like us would set our settings.
 enableServiceLinks: false

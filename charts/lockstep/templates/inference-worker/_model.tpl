@@ -68,8 +68,8 @@ container's, so a limit without them could be exceeded.
 {{- $settings := deepCopy .model.settings -}}
 {{- $_ := set $settings "model" (include "lockstep.model.directory" .) -}}
 {{- $_ := set $settings "name" (.model.servedName | default .model.name) -}}
-{{- $_ := set $settings "listen" "0.0.0.0:9000" -}}
-{{- $_ := set $settings "management_host" "0.0.0.0" -}}
+{{- $_ := set $settings "listen" (include "lockstep.listen" (dict "root" .root "port" 9000)) -}}
+{{- $_ := set $settings "management_host" (include "lockstep.listenAddress" .root) -}}
 {{- $_ := set $settings "management_port" 9001 -}}
 {{- $_ := set $settings "tp" (int .model.tp) -}}
 {{- $_ := set $settings "device" .model.device -}}

@@ -40,8 +40,8 @@ process. Nothing without a limit, and nothing with Redis.
 {{- define "lockstep.state.settings" -}}
 {{- $state := .Values.state -}}
 {{- $settings := deepCopy $state.settings -}}
-{{- $_ := set $settings "listen" "0.0.0.0:9100" -}}
-{{- $_ := set $settings "management_host" "0.0.0.0" -}}
+{{- $_ := set $settings "listen" (include "lockstep.listen" (dict "root" . "port" 9100)) -}}
+{{- $_ := set $settings "management_host" (include "lockstep.listenAddress" .) -}}
 {{- $_ := set $settings "management_port" 9101 -}}
 {{- with include "lockstep.state.memory" . -}}
 {{- $_ := set $settings "max_memory_bytes" (int64 .) -}}
@@ -138,4 +138,19 @@ values. Renderings without a cluster (`helm template`) have another one each tim
 {{- $_ := set $bundled "password" (get $present "password" | b64dec | default (randAlphaNum 32)) -}}
 {{- end -}}
 {{- $bundled.password -}}
+{{- end -}}
+
+{{/* The bundled Redis' configuration. The state server's user can do what it needs, on its own keys. Nobody else can log in. */}}
+{{- define "lockstep.redis.configuration" -}}
+{{- $prefix := .Values.state.settings.store_prefix | default "lockstep:" -}}
+port 6379
+bind * -::*
+protected-mode no
+dir /tmp
+save ""
+appendonly no
+maxmemory {{ div (include "lockstep.bytes" .Values.state.redis.bundled.resources.limits.memory | int64) 2 }}
+maxmemory-policy noeviction
+user default off
+user lockstep on #{{ include "lockstep.redis.password" . | sha256sum }} {{ printf "~%s*" $prefix | quote }} +@read +@write +@scripting +@connection +time -@dangerous +info
 {{- end -}}

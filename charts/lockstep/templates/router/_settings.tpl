@@ -15,17 +15,43 @@ max_bodies_bytes: {{ $settings.max_bodies_bytes | default (div . 8) | int64 }}
 {{- end -}}
 {{- end -}}
 
+{{/* The policies that every router has, as services/router/src/lockstep_router/policies/names.py lists them: names with a space between. */}}
+{{- define "lockstep.router.builtInPolicies" -}}
+sticky hybrid stateless round_robin weighted least_loaded prefix_aware
+{{- end -}}
+
+{{/*
+Policies that no router has by itself, so that a package has to bring each as an entry point: their names by their settings. Takes the root
+context; gives YAML.
+*/}}
+{{- define "lockstep.router.otherPolicies" -}}
+{{- $builtIn := include "lockstep.router.builtInPolicies" . | splitList " " -}}
+{{- $settings := .Values.router.settings -}}
+{{- $others := dict -}}
+{{- if hasKey $settings "policy" -}}
+{{- if not (has $settings.policy $builtIn) -}}
+{{- $_ := set $others "policy" $settings.policy -}}
+{{- end -}}
+{{- end -}}
+{{- range $model, $policy := $settings.model_policies -}}
+{{- if not (has $policy $builtIn) -}}
+{{- $_ := set $others (printf "model_policies.%s" $model) $policy -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $others -}}
+{{- end -}}
+
 {{/* The router's settings: those that the chart sets, and `router.settings`. validate/ refuses the chart's keys there. */}}
 {{- define "lockstep.router.settings" -}}
 {{- $workers := printf "%s.%s.svc" (include "lockstep.workers.name" .) .Release.Namespace -}}
 {{- $settings := deepCopy .Values.router.settings -}}
 {{- $_ := merge $settings (include "lockstep.router.budgets" . | fromYaml) -}}
-{{- $_ := set $settings "host" "0.0.0.0" -}}
+{{- $_ := set $settings "host" (include "lockstep.listenAddress" .) -}}
 {{- $_ := set $settings "port" 8000 -}}
 {{- if .Values.router.service.grpcPort -}}
 {{- $_ := set $settings "grpc_port" 8002 -}}
 {{- end -}}
-{{- $_ := set $settings "management_host" "0.0.0.0" -}}
+{{- $_ := set $settings "management_host" (include "lockstep.listenAddress" .) -}}
 {{- $_ := set $settings "management_port" 8001 -}}
 {{- $_ := set $settings "console_routers" (list (printf "%s.%s.svc:8001" (include "lockstep.routers.name" .) .Release.Namespace)) -}}
 {{- $_ := set $settings "discovery" .Values.router.discovery -}}

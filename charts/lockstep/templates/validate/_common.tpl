@@ -29,8 +29,21 @@
 {{- $most := ternary $options.autoscaling.maxReplicas $options.replicas $options.autoscaling.enabled | int -}}
 {{- $least := ternary $options.autoscaling.minReplicas $options.replicas $options.autoscaling.enabled | int -}}
 {{- with $options.podDisruptionBudget -}}
-{{- if and .enabled (gt $most 1) (not (kindIs "invalid" .minAvailable)) (not (kindIs "string" .minAvailable)) (ge (int .minAvailable) $least) }}
+{{- if and .enabled (gt $most 1) -}}
+{{- if kindIs "invalid" .minAvailable -}}
+{{- if not (toString .maxUnavailable | trimSuffix "%" | int) }}
+{{ $.at }}.podDisruptionBudget.maxUnavailable: {{ .maxUnavailable }} would hold up every drain: set 1 or more
+{{- end -}}
+{{- else -}}
+{{- $count := toString .minAvailable | trimSuffix "%" | int -}}
+{{- if toString .minAvailable | hasSuffix "%" -}}
+{{- /* Kubernetes rounds up. */ -}}
+{{- $count = div (add (mul $count $least) 99) 100 | int -}}
+{{- end -}}
+{{- if ge $count $least }}
 {{ $.at }}.podDisruptionBudget.minAvailable: {{ .minAvailable }} of {{ $least }} pods would hold up every drain: set less, or maxUnavailable
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -24,11 +24,27 @@ router.{{ $route }}.parentRefs is empty: the route needs a Gateway
 {{- if and $router.grpcRoute.enabled (not $router.service.grpcPort) }}
 router.grpcRoute.enabled: without router.service.grpcPort there is no gRPC
 {{- end -}}
+{{- if eq (int $router.service.port) (int $router.service.grpcPort) }}
+router.service.grpcPort: {{ $router.service.grpcPort }} is router.service.port too: a Service needs two ports
+{{- end -}}
+{{- include "lockstep.validate.router.limitsStorage" . -}}
 {{- include "lockstep.validate.router.memory" . -}}
+{{- include "lockstep.validate.router.policies" . -}}
 {{- $here := dict "root" . "at" "router" "options" $router "owned" "router" -}}
 {{- include "lockstep.validate.settings" $here -}}
 {{- include "lockstep.validate.grace" $here -}}
 {{- include "lockstep.validate.disruption" $here -}}
+{{- end -}}
+
+{{- define "lockstep.validate.router.limitsStorage" -}}
+{{- with .Values.router.limitsStorage.address -}}
+{{- if contains "@" . }}
+router.limitsStorage.address must have no user and no password: use router.limitsStorage.passwordSecretName
+{{- end -}}
+{{- if and $.Values.networkPolicy.enabled (not $.Values.networkPolicy.routerEgress) }}
+networkPolicy.routerEgress is empty: routers could not reach the Redis of router.limitsStorage, and each would count by itself. List its addresses and ports, or set networkPolicy.enabled to false
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Bodies count twice: while one is parsed, there are its bytes and what they become. */}}
@@ -47,6 +63,17 @@ router.resources.{{ $kind }}.memory: {{ . }} is no number of bytes: write 512Mi,
 {{- $least := addf 134217728 $journals $bodies $bodies | int64 -}}
 {{- if lt $given $least }}
 router.resources.limits.memory: {{ $.Values.router.resources.limits.memory }} is less than {{ include "lockstep.quantity" $least }} = 128Mi + settings.max_journals_bytes {{ include "lockstep.quantity" $journals }} + 2 × settings.max_bodies_bytes {{ include "lockstep.quantity" $bodies }}: the kernel would kill the router before it refuses requests. Raise the limit (512Mi at least, if neither is set), or set less
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Only another image, or what is mounted into the router, can bring a policy: here a name that is not built in is a mistake. */}}
+{{- define "lockstep.validate.router.policies" -}}
+{{- $router := .Values.router -}}
+{{- $isOurs := and (eq $router.image.repository "lockstep/router") (not $router.image.tag) (not $router.image.digest) -}}
+{{- if and $isOurs (not $router.extraVolumeMounts) -}}
+{{- range $setting, $policy := include "lockstep.router.otherPolicies" . | fromYaml }}
+router.settings.{{ $setting }}: {{ quote $policy }} is none of {{ include "lockstep.router.builtInPolicies" $ | replace " " ", " }}. A policy of your own needs a router with its package: set router.image.tag, or router.extraVolumeMounts
 {{- end -}}
 {{- end -}}
 {{- end -}}

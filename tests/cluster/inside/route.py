@@ -1,0 +1,147 @@
+"""Runs in a router's own pod: requests that show how its policy chooses, and the worker that each of them was sent to.
+
+The router has to be new and to serve nobody else. The argument is a JSON object: `model`; `sessions` of one request
+each; `session` of the requests that have one session; `large`, the id of a worker; `readers`, sessions that ask about
+the text `document`. Prints a JSON object with the workers of the requests of each stage, in the order of the requests:
+
+- `spread`: a request of each session.
+- `same`: requests of one session, one after another.
+- `together`: streams of this session that run at the same time; each is sent when the workers have reported the others.
+- `freed`: the same again, after the streams on the large worker have ended.
+- `document`: a request about the document, then one of each reader; `cached` has the share of each prompt that was
+  cached.
+"""
+
+import http.client
+import json
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from typing import Any
+
+SAME, TOGETHER, FREED = 15, 6, 2
+PATIENCE_S = 60.0
+BLOCK = 16
+"""Tokens of a block of the KV cache."""
+LONG = 1900
+"""Tokens of a stream that outlasts its stage."""
+
+given = json.loads(sys.argv[1])
+stages: list[str] = []
+"""Of each stream, in the order in which they began."""
+
+
+def wait_for(find: Callable[[], Any], what: str) -> Any:
+    until_s = time.monotonic() + PATIENCE_S
+    while not (found := find()):
+        if time.monotonic() > until_s:
+            raise SystemExit(f"{what}: not within {PATIENCE_S:g} s; {asked('status')['workers']}")
+        time.sleep(0.01)
+    return found
+
+
+def asked(page: str) -> Any:
+    """A page of the router's management port."""
+    with urllib.request.urlopen(f"http://127.0.0.1:8001/{page}", timeout=PATIENCE_S) as answer:
+        return json.load(answer)
+
+
+def send(stage: str, session: str, prompt: str, **fields: Any) -> http.client.HTTPConnection:
+    stages.append(stage)
+    body = {"model": given["model"], "prompt": prompt, "temperature": 0, "ignore_eos": True, **fields}
+    connection = http.client.HTTPConnection("127.0.0.1", 8000, timeout=PATIENCE_S)
+    headers = {"content-type": "application/json", "x-session-id": session}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return connection
+
+
+def complete(stage: str, session: str, prompt: str) -> dict[str, Any]:
+    """The usage of a request that has ended. Its worker has reported it: until then it counts as load."""
+    before = steps()
+    connection = send(stage, session, prompt, max_tokens=1)
+    response = connection.getresponse()
+    answer: dict[str, Any] = json.load(response)
+    connection.close()
+    if response.status != 200:
+        raise SystemExit(f"{stage}: {response.status} {answer}")
+    wait_for(lambda: steps() > before, f"{stage}: a worker reports the request")
+    usage: dict[str, Any] = answer["usage"]
+    return usage
+
+
+def steps() -> int:
+    """Steps that the workers have reported; each request is one at least."""
+    return sum(worker["steps"] for worker in asked("status")["workers"])
+
+
+def running() -> int:
+    """Requests on all workers, as they have reported it: what the policy knows."""
+    return sum(worker["running"] + worker["queued"] for worker in asked("status")["workers"])
+
+
+def await_running(count: int) -> None:
+    wait_for(lambda: running() == count, f"{count} requests on the workers")
+
+
+def workers() -> list[str]:
+    """The worker of each stream so far."""
+
+    def find() -> list[str] | None:
+        # The newest first, made at most twice a second.
+        streams = asked("console/state")["streams"][::-1]
+        sent = [stream["attempts"][0]["worker"] for stream in streams if stream["attempts"]]
+        return sent if len(sent) == len(stages) else None
+
+    found: list[str] = wait_for(find, f"the router knows {len(stages)} streams")
+    return found
+
+
+def open_streams(stage: str, count: int) -> list[http.client.HTTPConnection]:
+    """Streams that run. Each is sent when the workers have reported those before it."""
+    opened = []
+    before = running()
+    for number in range(before + 1, before + count + 1):
+        opened.append(send(stage, given["session"], "Once upon a time", stream=True, max_tokens=LONG))
+        await_running(number)
+    return opened
+
+
+def known_blocks() -> int:
+    return sum(worker["prefixes"]["blocks"] for worker in asked("status")["workers"])
+
+
+def await_blocks(count: int) -> None:
+    wait_for(lambda: known_blocks() >= count, f"the router knows {count} blocks")
+
+
+await_running(0)
+for name in given["sessions"]:
+    complete("spread", name, "Once")
+for _ in range(SAME):
+    complete("same", given["session"], "Once")
+
+opened = open_streams("together", TOGETHER)
+placed = workers()[-TOGETHER:]
+for connection, worker in zip(opened, placed, strict=True):
+    if worker == given["large"]:
+        connection.close()
+await_running(sum(worker != given["large"] for worker in placed))
+opened += open_streams("freed", FREED)
+for connection in opened:
+    connection.close()
+await_running(0)
+
+before = known_blocks()
+cached = []
+for reader in ("author", *given["readers"]):
+    usage = complete("document", reader, given["document"])
+    cached.append(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
+    if reader == "author" and asked("status")["models"][0]["policy"] == "prefix_aware":
+        # Workers report new blocks with their next heartbeat.
+        await_blocks(before + usage["prompt_tokens"] // BLOCK - 1)
+
+found: dict[str, list[Any]] = {stage: [] for stage in stages}
+for stage, worker in zip(stages, workers(), strict=True):
+    found[stage].append(worker)
+print(json.dumps(found | {"cached": cached}))
