@@ -39,6 +39,7 @@ def pod(name: str, component: str, node: str) -> dict:
     return {
         "metadata": {
             "name": name,
+            "namespace": "serving",
             "uid": name,
             "labels": {"app.kubernetes.io/component": component, "app.kubernetes.io/instance": "lockstep"},
         },
@@ -78,6 +79,7 @@ def stored(kind: str, namespace: str) -> list[dict]:
 
 def store(kind: str, namespace: str, value: dict) -> None:
     OBJECTS.mkdir(exist_ok=True)
+    value["metadata"].setdefault("namespace", namespace)
     made = path_of(kind, namespace, value["metadata"]["name"])
     fresh = made.with_name(f".{os.getpid()}")
     fresh.write_text(json.dumps(value))
@@ -139,7 +141,11 @@ def get(namespace: str, arguments: list[str]) -> None:
     output = arguments[arguments.index("-o") + 1] if "-o" in arguments else ""
     label = arguments[arguments.index("-l") + 1] if "-l" in arguments else ""
     if kind in ("pods", "pod"):
-        found = stored("pod", namespace) + (PODS if namespace == "serving" else [])
+        everywhere = "--all-namespaces" in arguments
+        found = stored("pod", "*" if everywhere else namespace) + (PODS if everywhere or namespace == "serving" else [])
+        if "--field-selector" in arguments:
+            node = arguments[arguments.index("--field-selector") + 1].removeprefix("spec.nodeName=")
+            found = [each for each in found if each["spec"]["nodeName"] == node]
         found = [each for each in found if all(matches(each["metadata"]["labels"], term) for term in terms(label))]
     elif kind == "node":
         found = [{"metadata": {"name": name}, "unschedulable": (STATE / f"cordoned-{name}").exists()} for name in NODES]
@@ -165,6 +171,8 @@ def matches(labels: dict[str, str], term: str) -> bool:
     if (listed := re.fullmatch(r"(\S+) in \((.*)\)", term)) is not None:
         return labels.get(listed[1]) in listed[2].split(",")
     name, equal, value = term.partition("=")
+    if name.endswith("!"):
+        return labels.get(name[:-1]) != value
     return labels.get(name) == value if equal else name in labels
 
 
@@ -176,6 +184,8 @@ def show(kind: str, found: list[dict], output: str) -> None:
         print(json.dumps({"items": found} if kind in ("pods", "statefulsets,deployments") else found[0]))
     elif output.startswith("go-template"):
         print("\n".join(f"{key} {value}" for each in found for key, value in each.get("data", {}).items()))
+    elif "range .items" in output and ".metadata.namespace" in output:
+        print("\n".join(f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in found))
     elif "range .items" in output:
         print("\n".join(f"{each['metadata']['name']} True" for each in found))
     elif "clusterIP" in output:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 from lockstep_tools.chaos.experiments import EXPERIMENTS, Breaks, Victim, scripts
+from lockstep_tools.chaos.laboratory import Laboratory
 from lockstep_tools.chaos.outcome import assign, conclude
-from lockstep_tools.chaos.release import ROUTER, WORKER, Pod
-from lockstep_tools.chaos.trial import Trial, Victims, choose, noticed_s
+from lockstep_tools.chaos.release import ROUTER, WORKER, Pod, Release
+from lockstep_tools.chaos.trial import Trial, Victims, burst_report, choose, noticed_s
 from lockstep_tools.failure import CommandError
 from lockstep_tools.load.endpoint import Piece
 from lockstep_tools.load.history import History, StreamRequest
@@ -166,6 +167,44 @@ def test_an_overload_must_refuse_with_retry_after_and_serve_the_rest(burst, prob
     assert problem is None or any(problem in each for each in outcome.problems)
 
 
+@pytest.mark.parametrize("line", ["", "Killed", "[1]", "3"])
+def test_a_burst_that_was_killed_has_no_report(line: str) -> None:
+    assert burst_report(line) is None
+    assert burst_report(json.dumps(BURST)) == BURST
+
+
+class Listed:
+    """A kubectl that lists pods."""
+
+    namespace = "serving"
+
+    def __init__(self, *pods: tuple[str, str, str]) -> None:
+        self._pods = pods
+
+    def json(self, *_: str) -> dict:
+        return {"items": [self._item(*each) for each in self._pods]}
+
+    @staticmethod
+    def _item(name: str, component: str, phase: str) -> dict:
+        metadata = {"name": name, "uid": name, "labels": {"app.kubernetes.io/component": component}}
+        ready = {"type": "Ready", "status": "True" if phase == "Running" else "False"}
+        return {"metadata": metadata, "spec": {}, "status": {"phase": phase, "conditions": [ready]}}
+
+
+def test_evicted_pods_do_not_keep_a_release_from_being_ready() -> None:
+    pods = [("w-0", WORKER, "Running"), ("r-a", ROUTER, "Running"), ("r-old", ROUTER, "Failed")]
+    assert [each.name for each in Release("lockstep", Listed(*pods)).ready_pods()] == ["w-0", "r-a"]
+    with pytest.raises(CommandError, match="not ready: r-b"):
+        Release("lockstep", Listed(*pods, ("r-b", ROUTER, "Pending"))).ready_pods()
+
+
+@pytest.mark.parametrize(("there", "missing"), [(ROUTER, WORKER), (WORKER, ROUTER)])
+def test_a_release_without_workers_or_routers_is_refused(there: str, missing: str) -> None:
+    laboratory = Laboratory(Release("lockstep", Listed(("a", there, "Running"))))
+    with pytest.raises(CommandError, match=f"release lockstep has no {missing}"), laboratory:
+        pass
+
+
 def test_an_outcome_is_plain_data() -> None:
     outcome = conclude(EXPERIMENTS["rank-kill"], [trial("rank-kill", histories=[stream(999, 1001)])], UNDISTURBED, 1.0)
     printed = json.loads(json.dumps(outcome.as_json()))
@@ -255,6 +294,35 @@ def test_the_load_asks_a_release_with_tls_by_the_name_in_its_certificate(lockste
     assert own == {"secret": {"name": "lockstep-router-tls"}}
     assert http["secret"]["name"] == "lockstep-router-tls"
     assert left(cluster) == []
+
+
+def drain(cluster: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the script of `node-drain` for node n1, with a pod of a release of the same name in another namespace."""
+    other = {
+        "metadata": {"name": "w-0", "namespace": "prod", "labels": {"app.kubernetes.io/instance": "lockstep"}},
+        "spec": {"nodeName": variables.pop("other_node")},
+    }
+    (cluster / "objects").mkdir()
+    (cluster / "objects/pod:prod:w-0").write_text(json.dumps(other))
+    environment = os.environ | {"NAMESPACE": "serving", "WORKER": "w-0", "NODE": "n1"} | variables
+    script = scripts() / "node-drain/run.sh"
+    drained = subprocess.run([script], env=environment, capture_output=True, text=True, check=False, timeout=60)
+    (cluster / "objects/pod:prod:w-0").unlink()
+    return drained
+
+
+def test_a_node_with_pods_of_a_release_of_the_same_name_elsewhere_is_not_drained(cluster: Path) -> None:
+    drained = drain(cluster, other_node="n1")
+    assert (drained.returncode, (cluster / "fault").exists()) == (1, False)
+    assert drained.stderr.endswith("in another namespace, which the drain would evict: prod/w-0\n")
+    assert left(cluster) == []
+
+
+@pytest.mark.parametrize("variables", [{"other_node": "n2"}, {"other_node": "n1", "SELECTOR": ""}])
+def test_a_node_is_drained_of_the_release_or_of_all_pods(cluster: Path, variables: dict[str, str]) -> None:
+    drained = drain(cluster, **variables)
+    assert (drained.returncode, drained.stderr) == (0, "")
+    assert (cluster / "fault").exists()
 
 
 def test_a_changed_stream_fails_the_experiment_and_is_shown(lockstep, cluster: Path) -> None:

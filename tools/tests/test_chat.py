@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 from fake_openai import Event, FakeOpenAI, Received, Refusal, events, script
+from lockstep_tools.commands import chat
+from rich.console import Console
 
 MESSAGES = "first\n/reset\nsecond\n\nthird\n/quit\nnever\n"
 
@@ -74,6 +76,61 @@ def test_the_api_key_comes_from_the_environment(server: FakeOpenAI, lockstep, mo
     monkeypatch.setenv("MY_KEY", "secret")
     lockstep("chat", "--url", server.url, "--api-key-env", "MY_KEY", stdin="hello\n")
     assert server.received[0].headers["authorization"] == "Bearer secret"
+
+
+HOSTILE = "a\x1b]0;owned\x07b\tc\nd"
+
+
+def test_an_answer_is_unchanged_where_no_terminal_reads_it(server: FakeOpenAI, lockstep) -> None:
+    thought = Event({"choices": [{"index": 0, "delta": {"reasoning_content": "let me think"}}]})
+    server.answer = lambda number, request: script([thought, *events([HOSTILE], chat=True, finish="stop")])
+    assert lockstep("chat", "--url", server.url, stdin="hello\n").stdout == f"{HOSTILE}\n"
+
+
+def test_an_error_of_the_server_is_shown_with_control_characters_escaped(server: FakeOpenAI, lockstep) -> None:
+    server.answer = lambda number, request: Refusal(400, {"error": {"message": "no \x1b[2J"}})
+    assert lockstep("chat", "--url", server.url, stdin="hello\n").stderr == "no \\x1b[2J\n"
+
+
+def test_input_that_is_no_utf_8_is_replaced(server: FakeOpenAI) -> None:
+    server.answer = answers
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-m", "lockstep_tools.cli", "chat", "--url", server.url]
+    done = subprocess.run(
+        command, input=b"a \xff\n", capture_output=True, env=os.environ | environment, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert server.received[0].body["messages"] == [{"role": "user", "content": "a \ufffd"}]
+
+
+def test_half_a_character_of_the_server_does_not_end_the_conversation(server: FakeOpenAI, lockstep) -> None:
+    half = Event(r'{"choices": [{"index": 0, "delta": {"content": "a\ud83d"}, "finish_reason": null}]}')
+    server.answer = lambda number, request: script([half, *events(["b"], chat=True, finish="stop")])
+    result = lockstep("chat", "--url", server.url, stdin="one\ntwo\n")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == "a\\ud83db\n" * 2
+    assert server.received[1].body["messages"][1] == {"role": "assistant", "content": "a?b"}
+
+
+@pytest.mark.parametrize("key", ["lsk-secret\n", "  lsk-secret \r\n"])
+@pytest.mark.parametrize("command", [("chat",), ("bench", "--requests", "1")])
+def test_white_space_around_the_api_key_is_dropped(
+    server: FakeOpenAI, lockstep, monkeypatch: pytest.MonkeyPatch, key: str, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    result = lockstep(*command, "--url", server.url, "--api-key-env", "MY_KEY", stdin="hello\n")
+    assert (result.returncode, server.received[0].headers["authorization"]) == (0, "Bearer lsk-secret")
+
+
+@pytest.mark.parametrize("key", ["lsk-secret\nmore", "lsk-sécret", "lsk-\udcff-secret"])
+@pytest.mark.parametrize("command", ["chat", "bench", "check", "load"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
+    server: FakeOpenAI, lockstep, monkeypatch: pytest.MonkeyPatch, key: str, command: str
+) -> None:
+    monkeypatch.setenv("MY_KEY", key)
+    result = lockstep(command, "--url", server.url, "--api-key-env", "MY_KEY")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "lockstep: --api-key-env MY_KEY: the key must be printable ASCII characters\n"
 
 
 class Terminal:
@@ -142,3 +199,21 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends(server: FakeOpenAI, terminal: T
     terminal.await_prompt()
     terminal.type("\x04")
     assert terminal.process.wait(5) == 0
+
+
+def test_a_terminal_shows_reasoning_dimmed_and_control_characters_escaped(server: FakeOpenAI) -> None:
+    deltas = ["let me ", "think\x1b[2J"]
+    thoughts = [Event({"choices": [{"index": 0, "delta": {"reasoning_content": text}}]}) for text in deltas]
+    server.answer = lambda number, request: script([*thoughts, *events([HOSTILE, "e"], chat=True, finish="stop")])
+    terminal = Terminal("chat", "--url", server.url)
+    try:
+        terminal.await_prompt()
+        terminal.type("hello\n")
+        terminal.see("\x1b[2mlet me \x1b[0m\x1b[2mthink\\x1b[2J\x1b[0m\r\n\r\na\\x1b]0;owned\\x07b\tc\r\nde\r\n")
+    finally:
+        terminal.close()
+
+
+def test_the_prompt_has_a_colour_unless_none_is_wanted() -> None:
+    assert "\x1b[1;36m" in chat._prompt(Console(force_terminal=True, color_system="standard", no_color=False))
+    assert chat._prompt(Console(force_terminal=True, color_system="standard", no_color=True)) == "> "

@@ -69,6 +69,29 @@ def test_each_check_has_a_line(served: FakeOpenAI, worker: Worker, lockstep) -> 
     assert workers == "ok   workers: 1 behind localhost, each serving (127.0.0.1)"
 
 
+@pytest.mark.parametrize("content", ["", None])
+async def test_an_answer_of_reasoning_alone_is_an_answer(server: FakeOpenAI, content: str | None) -> None:
+    message = {"content": content, "reasoning_content": "let me think"}
+    thought = Refusal(200, {"choices": [{"message": message}], "usage": {"completion_tokens": 16}})
+    server.answer = lambda number, request: thought
+    assert (await check._chat(Endpoint(server.url), None)).startswith("16 tokens of fake from ")
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"), [({"content": ""}, "0 characters in 2 tokens"), (None, "the answer is no chat completion")]
+)
+async def test_an_empty_answer_is_none(server: FakeOpenAI, message: object, problem: str) -> None:
+    nothing = Refusal(200, {"choices": [{"message": message}], "usage": {"completion_tokens": 2}})
+    server.answer = lambda number, request: nothing
+    with pytest.raises(check.CheckError, match=problem):
+        await check._chat(Endpoint(server.url), None)
+
+
+def test_control_characters_of_a_server_are_shown_escaped(served: FakeOpenAI, lockstep) -> None:
+    served.models = ("fake\x1b[2J",)
+    assert "2 tokens of fake\\x1b[2J from r1" in lockstep("check", "--url", served.url).stdout
+
+
 def test_a_worker_that_is_not_ready_fails_and_is_named(served: FakeOpenAI, worker: Worker, lockstep) -> None:
     worker.ready = False
     result = lockstep("check", "--url", served.url, "--workers", f"http://127.0.0.1:{worker.port}", "--timeout", "2")

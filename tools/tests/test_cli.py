@@ -72,6 +72,27 @@ def test_usage_errors_are_exit_code_2_and_name_the_mistake(lockstep, arguments: 
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_characters_that_the_terminal_lacks_are_shown_escaped(
+    lockstep, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    listing = lockstep("chaos", "--list")
+    assert (listing.returncode, listing.stderr) == (0, "")
+    assert "\\u2264 " in listing.stdout
+    assert "lockstep: \\u2264.gguf does not exist" in lockstep("convert", "\u2264.gguf", "b").stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("generate", ".", "\udcff"), ("chat", "--system", "\udcff"), ("bench", "--model", "\udcff")]
+)
+def test_arguments_that_are_no_text_are_refused(lockstep, arguments: tuple[str, ...]) -> None:
+    result = lockstep(*arguments)
+    assert result.returncode == 2
+    assert "not text in this terminal's encoding: '\\udcff'" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
 def refused(lockstep, *arguments: str) -> str:
     """The one sentence with which a command ends, before it says that it starts anything."""
     result = lockstep(*arguments)
@@ -99,6 +120,12 @@ def test_a_taken_port_is_refused_before_anything_starts(lockstep, model: str) ->
         port = taken.getsockname()[1]
         sentence = refused(lockstep, "serve", model, "--port", str(port))
         assert sentence == f"lockstep: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+@pytest.mark.parametrize("options", [("--port", "65535"), ("--port", "0", "--management-port", "65535")])
+def test_ports_after_the_last_one_are_refused(lockstep, model: str, options: tuple[str, ...]) -> None:
+    sentence = refused(lockstep, "serve", model, "--routers", "2", *options)
+    assert sentence == "lockstep: there is no port 65537 for a further router: ports end at 65535\n"
 
 
 def test_a_host_that_is_not_ours_is_refused(lockstep, model: str) -> None:

@@ -284,6 +284,11 @@ def test_an_architecture_that_cannot_be_read_is_refused(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_written_is_said(checkpoint, capsys):
+    assert convert(checkpoint("llama"), "/proc/made.gguf") == 2
+    assert "\nlockstep: /proc/made.gguf cannot be written: " in f"\n{capsys.readouterr().err}"
+
+
 def test_what_is_no_gguf_file_is_refused(tmp_path, capsys):
     (tmp_path / "m.gguf").write_bytes(b"no such thing" * 10)
     assert convert(tmp_path / "m.gguf", tmp_path / "out") == 2

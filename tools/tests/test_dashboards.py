@@ -78,6 +78,37 @@ def test_graphs_of_latencies_show_examples_once(name: str) -> None:
     assert latencies == 3
 
 
+@pytest.mark.parametrize("name", MADE)
+def test_all_queries_of_a_panel_have_its_unit(name: str) -> None:
+    of_unit = {
+        "s": "seconds",
+        "bytes": "_bytes",
+        "celsius": "_celsius",
+        "watt": "_watts",
+        "ops": "rate(",
+        "reqps": "rate(",
+    }
+    for panel in load(name)["panels"]:
+        part = of_unit.get(panel["fieldConfig"]["defaults"]["unit"], "")
+        assert all(part in target["expr"] for target in panel["targets"]), panel["title"]
+        assert not re.search(r"_celsius|_watts", str(panel["targets"])) or part in ("_celsius", "_watts")
+
+
+def test_numbers_are_shown_without_workers_and_without_requests() -> None:
+    """Nothing, or 0 by 0, would look as if the metrics were not reached."""
+    panels = {each["title"]: each for name in ("overview", "service") for each in load(name)["panels"]}
+    assert panels["Ready workers"]["targets"][0]["expr"].endswith(") or vector(0)")
+    (failing,) = [each for each in load("service")["panels"] if each["title"] == "Failing requests"]
+    assert failing["targets"][0]["expr"].endswith(" > 0) or vector(0)")
+
+
+def test_processes_of_a_router_do_not_multiply_its_workers() -> None:
+    for metric in ("lockstep_router_workers", "lockstep_router_discovered_workers"):
+        queries = [target["expr"] for panel in load("service")["panels"] for target in panel["targets"]]
+        assert [each for each in queries if f"{metric}{{" in each]
+        assert all(each.startswith("max by (pod") for each in queries if f"{metric}{{" in each)
+
+
 def test_a_panel_and_the_rules_count_the_same_failures() -> None:
     (panel,) = [each for each in load("service")["panels"] if each["title"] == "Failing requests"]
     rules = (ROOT / "charts/lockstep/rules/lockstep.yaml").read_text()

@@ -3,6 +3,9 @@
 import contextlib
 import http.server
 import json
+import os
+import subprocess
+import sys
 import tarfile
 import threading
 
@@ -186,7 +189,10 @@ class Release:
             ]
         }
 
-    def start(self, *arguments):
+    says = ""
+
+    def start(self, *arguments, errors):
+        errors.write(self.says)
         assert arguments == ("port-forward", "pod/w-0", ":9001", "--address=127.0.0.1")
         self.stdout = self
         return self
@@ -247,10 +253,28 @@ def test_a_service_without_stacks_is_unusual_and_its_other_parts_are_collected(
 
 def test_a_pod_that_is_not_forwarded_is_a_failed_part(monkeypatch):
     release = Release(1)
-    monkeypatch.setattr(Release, "readline", lambda _: "error: no\n")
+    monkeypatch.setattr(Release, "readline", lambda _: "")
+    monkeypatch.setattr(Release, "says", "error: unable to forward port: Forbidden\n")
     with cluster.forwarded(release) as (found, failed):
         assert found == []
-        assert failed["w-0"] == "kubectl port-forward has failed"
+        assert failed["w-0"] == "kubectl port-forward: error: unable to forward port: Forbidden"
+
+
+@pytest.mark.parametrize("size", [1 << 20, 20_000])
+def test_a_full_disk_is_a_sentence(size, tmp_path):
+    """A part is too large, or what remains to be written at the end is."""
+    code = (
+        "import os, resource, sys\nfrom pathlib import Path\nfrom lockstep_tools.debug.bundle import Bundle\n"
+        "from lockstep_tools.failure import CommandError\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))\n"
+        f"try:\n    with Bundle(Path(sys.argv[1])) as bundle: bundle.add('part', lambda: os.urandom({size}))\n"
+        "except CommandError as error: print(error.message)\n"
+    )
+    path = tmp_path / "b.tar.gz"
+    command = [sys.executable, "-c", code, str(path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stdout) == (0, f"{path} cannot be written: File too large\n"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -102,6 +103,27 @@ def test_a_load_ends_well_at_a_signal(served: FakeOpenAI) -> None:
     assert load.wait(10) == 0
     assert json.loads(seen[-1])["kind"] == logbook.SUMMARY
     assert not any(entry["cancelled"] for entry in lines("".join(seen), logbook.STREAM))
+
+
+def test_a_load_of_no_time_has_at_most_one_stream_of_each_client(served: FakeOpenAI, lockstep) -> None:
+    result = lockstep("load", "--url", served.url, "--seconds", "0", "--clients", "2")
+    (summary,) = lines(result.stdout, logbook.SUMMARY)
+    assert (result.returncode, summary["comparison"]["streams"] <= 2) == (0, True)
+
+
+def test_a_load_that_waits_for_a_server_ends_at_a_signal(lockstep) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
+        load = subprocess.Popen(
+            [sys.executable, "-m", "lockstep_tools.cli", "load", "--wait", "3600", "--url", url],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | os.environ,
+        )
+        silent.accept()  # it asks for the models now
+        load.send_signal(signal.SIGINT)
+        assert load.communicate(timeout=15)[1] == "lockstep: stopped before the load began\n"
+        assert load.returncode == 1
 
 
 def test_a_load_without_a_server_is_exit_code_2(lockstep) -> None:

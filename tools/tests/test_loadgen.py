@@ -1,13 +1,15 @@
 import asyncio
 import time
 from collections.abc import Iterator
+from math import ceil
+from random import Random
 
 import pytest
 from fake_openai import Event, FakeOpenAI, Received, Refusal, events, script
 from lockstep_tools.load.endpoint import Endpoint
 from lockstep_tools.load.generator import Prompts, Traffic, drive, record
-from lockstep_tools.load.history import StreamRequest, violations
-from lockstep_tools.load.report import Percentiles, summarize
+from lockstep_tools.load.history import History, StreamRequest, violations
+from lockstep_tools.load.report import Percentiles, Tally, summarize
 
 TEXTS = ["one", " two", " three", " four"]
 
@@ -151,6 +153,25 @@ async def test_a_mark_finds_the_silence_that_it_caused(server: FakeOpenAI) -> No
     assert traffic.gap_s(later) == 0.0
 
 
+async def test_a_run_that_keeps_no_histories_numbers_and_reports_all_streams(server: FakeOpenAI) -> None:
+    server.answer = lambda number, request: script(events(TEXTS), 0.001)
+    most, tally, ended = 0, Tally(), []
+
+    def on_end(history: History) -> None:
+        nonlocal most
+        most = max(most, len(traffic.histories))
+        tally.add(history, require_ids=True)
+        ended.append(history)
+
+    traffic = Traffic(Endpoint(server.url), lambda number: request(), clients=2, requests=9, on_end=on_end, keeps=False)
+    async with traffic:
+        await traffic.finish()
+    assert sorted(history.number for history in ended) == list(range(9))
+    assert (most, traffic.histories) == (2, [])
+    assert tally.report() == summarize(ended, require_ids=True)
+    assert tally.report().streams == 9
+
+
 async def test_failing_requests_are_counted_and_do_not_end_the_load(server: FakeOpenAI) -> None:
     refusal = Refusal(503, {"error": {"message": "draining"}})
     server.answer = lambda number, request: refusal if number == 2 else script(events(TEXTS))
@@ -194,3 +215,12 @@ def test_a_spread_is_by_nearest_rank() -> None:
     assert Percentiles.of([number / 1000 for number in range(100, 0, -1)]) == Percentiles(50.0, 99.0, 100.0)
     assert Percentiles.of([0.25]) == Percentiles(250.0, 250.0, 250.0)
     assert Percentiles.of([]) is None
+
+
+def test_a_sample_keeps_counts_and_has_the_percentiles_of_its_values() -> None:
+    random = Random(0)
+    for size in (1, 2, 99, 100, 101, 5000):
+        values = [random.expovariate(1e3) for _ in range(size)]
+        ordered = sorted(values)
+        ranks = [ordered[max(0, ceil(share * size) - 1)] for share in (0.5, 0.99, 1.0)]
+        assert Percentiles.of(values) == Percentiles(*(round(value * 1e3, 2) for value in ranks))

@@ -3,14 +3,18 @@
 import io
 import json
 import os
+import select
+import subprocess
+import sys
 from datetime import UTC, datetime
 
 import pytest
 from lockstep_tools import cli
 from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.chaos.release import Pod
+from lockstep_tools.escaping import harmless, harmless_lines
 from lockstep_tools.logs import sources
-from lockstep_tools.logs.lines import Choice, Line, harmless, moment, parse, readable
+from lockstep_tools.logs.lines import Choice, Line, moment, parse, readable
 
 HOSTILE = "\x1b[2J\x1b]0;own\x07 a\u202eb\u2066c \u200b\ud800 é 日本 \r\n"
 
@@ -98,6 +102,31 @@ def test_hostile_text_is_shown_escaped(capsys, monkeypatch):
     assert text.isprintable()
     assert "\\x1b[2J" in text
     assert "\\u202e" in text
+
+
+def test_stdin_is_shown_as_it_comes():
+    command = [sys.executable, "-m", "lockstep_tools.cli", "logs", "-", "--json"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    logs = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        for line in (ROUTER[1], ROUTER[0]):
+            logs.stdin.write(f"{line}\n")
+            logs.stdin.flush()
+            assert select.select([logs.stdout], [], [], 30)[0], "nothing is shown before the end"
+            assert logs.stdout.readline() == f"{line}\n"
+    finally:
+        logs.communicate(timeout=30)
+    assert logs.returncode == 0
+
+
+def test_of_stdin_too_the_newest_lines_can_be_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{ROUTER[1]}\n{ROUTER[0]}\n"))
+    assert shown(capsys, "-", "--tail", "1", "--json") == (0, ROUTER[1:2])
+
+
+def test_an_age_of_any_size_is_taken(capsys, files):
+    assert len(shown(capsys, files[0], "--since", "999999999999d")[1]) == 3
+    assert shown(capsys, files[0], "--since", "0001-01-01T00:00:00+14:00")[0] == 2
 
 
 def test_a_line_without_end_is_cut(monkeypatch, capsys):
@@ -210,6 +239,7 @@ def test_an_age_is_a_moment():
     assert not Choice(since=moment("1h", now)).wants(parse("f", "not JSON"))
     assert readable(parse("f", "{}")) == "f: {}"
     assert harmless("a\tb") == "a\\x09b"
+    assert harmless_lines("a\tb\n\r\x1b") == "a\tb\n\\x0d\\x1b"
 
 
 @pytest.mark.parametrize("follow", [(), ("--follow", "1")])

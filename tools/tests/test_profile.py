@@ -264,6 +264,8 @@ def test_a_pod_of_a_release_is_profiled(worker, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("lockstep_tools.commands.profile.Release", lambda *_: SimpleNamespace(require=lambda: pods))
     worker.answer = archive(part(0, 3))
     command = ["profile", "--release", "lockstep", "--out", str(tmp_path / "trace")]
+    assert cli.main([*command, "--pod", "w-0", "--worker", "w1"]) == 2
+    assert "a worker of a release is named by --pod" in capsys.readouterr().err
     assert cli.main(command) == 2
     assert "give --pod: there are w-0, w-1" in capsys.readouterr().err
     assert cli.main([*command, "--pod", "w-1"]) == 2

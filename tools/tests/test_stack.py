@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -179,9 +179,9 @@ def test_the_url_can_be_used_on_this_machine(host: str, url: str) -> None:
 class Serve:
     """`lockstep serve` in a process of its own."""
 
-    def __init__(self, model: str, *flags: str) -> None:
+    def __init__(self, model: str, *flags: str, before: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lockstep_tools.cli", "serve", model, "--port", "0", *flags],
+            [*before, sys.executable, "-m", "lockstep_tools.cli", "serve", model, "--port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -228,6 +228,33 @@ def test_serve_ends_with_one_signal(stubs: Path, model: str, number: signal.Sign
     assert not path.parent.exists()
 
 
+def test_streams_end_although_the_reader_of_stderr_has_ended_first(
+    stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in `serve 2>&1 | tee log` ends both; the deaf worker shows that there is time to end."""
+    monkeypatch.setenv("STUB_PLAN", json.dumps({"w0": {"deaf": True}}))
+    serve = Serve(model)
+    serve.see("stop")
+    assert serve.process.stderr is not None
+    serve.process.stderr.close()
+    serve.process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        serve.process.wait(1.0)
+    serve.process.send_signal(signal.SIGINT)
+    assert serve.process.wait(10) == 0
+    serve.process.stdout.close()
+
+
+def test_serve_started_by_nohup_outlives_its_terminal(stubs: Path, model: str) -> None:
+    serve = Serve(model, before=["nohup"])
+    serve.see("stop")
+    serve.process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        serve.process.wait(1.0)
+    serve.process.send_signal(signal.SIGTERM)
+    assert serve.end()[0] == 0
+
+
 def test_serve_ends_at_once_with_a_second_signal(stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB_PLAN", json.dumps({"w0": {"deaf": True, "child": True}}))
     serve = Serve(model)
@@ -250,6 +277,14 @@ def test_serve_can_be_stopped_while_it_starts(stubs: Path, model: str, monkeypat
     serve.process.send_signal(signal.SIGTERM)
     assert serve.end()[0] == 0
     assert not any(psutil.pid_exists(pid) for pid in pids_noted(stubs))
+
+
+def test_the_demo_can_be_stopped_while_it_starts(stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_PLAN", json.dumps({"w1": {"exits": [1, 1, 1, 1]}}))
+    demo = subprocess.Popen([sys.executable, "-m", "lockstep_tools.cli", "demo", model], stdout=subprocess.DEVNULL)
+    wait_until(lambda: len(pids_noted(stubs)) >= 3, within_s=60)
+    demo.send_signal(signal.SIGINT)
+    assert demo.wait(30) == 130
 
 
 @pytest.mark.parametrize("plan", [{"w0": {"exits": [2]}}, {"router": 2}])

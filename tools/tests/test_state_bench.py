@@ -74,12 +74,13 @@ def test_the_table_of_quoted_figures():
     assert all("never" not in row[2] for row in rows.values())
 
 
-@pytest.mark.parametrize("form", ["table", "json"])
+@pytest.mark.parametrize("form", ["table", "json", "json first"])
 def test_the_command_measures_what_is_here(lockstep, form):
     options = ("--blocks", "3", "--rounds", "1", "--prefill", "1000")
-    result = lockstep("bench", "state", *options, *(["--json"] if form == "json" else []))
+    words = {"table": ["state"], "json": ["state", "--json"], "json first": ["--json", "state"]}[form]
+    result = lockstep("bench", *words, *options)
     assert (result.returncode, result.stderr) == (0, "")
-    if form == "json":
+    if form != "table":
         report = json.loads(result.stdout)
         assert report["backends"][0]["backend"] == "memory"
         assert all(each["get_bytes_per_s"] > 0 for each in report["backends"])
@@ -88,3 +89,16 @@ def test_the_command_measures_what_is_here(lockstep, form):
     else:
         for words in ("round trip", "Break-even of the model at hand", "Llama-3-70B", "LMCache/LMCache"):
             assert words in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (("--model-directory", "/nowhere"), "no such directory"),
+        (("--tp", "3"), "4 attention heads cannot be split over tp = 3"),
+    ],
+)
+def test_a_bad_model_is_refused_before_anything_is_measured(lockstep, options, sentence):
+    result = lockstep("bench", "state", "--target", "127.0.0.1:1", *options)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert sentence in result.stderr

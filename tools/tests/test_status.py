@@ -68,6 +68,19 @@ def test_the_table_shows_workers_and_ranks() -> None:
     ]
 
 
+def test_what_a_router_says_is_shown_as_it_is_and_never_acted_on() -> None:
+    status = copy.deepcopy(STATUS)
+    status["router"]["id"] = "r\x1b[2J"
+    worker = status["workers"][1]
+    worker["target"], worker["reason"] = "[fd00::12]:9000", "[/models/x] is [red]\x1b]0;owned\x07"
+    worker["health"] = {"problems": ["\x1b[31mslow"]}
+    head, *_, last = shown(status)
+    assert head.startswith("router r\\x1b[2J (pid 10)")
+    assert words(last) == (
+        r"[fd00::12]:9000 connecting (\x1b[31mslow) - - - - -/- - never unknown [/models/x] is [red]\x1b]0;owned\x07"
+    )
+
+
 def test_problems_of_a_worker_are_beside_its_state() -> None:
     status = copy.deepcopy(STATUS)
     status["workers"][0]["health"] = {"problems": ["suspected", "slow"]}

@@ -120,3 +120,20 @@ def test_the_narrator_prints_the_text_and_remarks_on_lines_of_their_own() -> Non
     assert lines[3] == "  ↻ went on; the client saw a gap of 10 ms"
     assert lines[4].startswith(" 16 17")
     assert len(lines) == 5
+
+
+class Screen(io.StringIO):
+    """A file that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("out", "shown"),
+    [(Screen(), "a\\x1b[2Jb\tc\nd\u200de\\u202e"), (io.StringIO(), "a\x1b[2Jb\tc\nd\u200de\u202e")],
+)
+def test_a_terminal_does_not_act_on_the_text(out: io.StringIO, shown: str) -> None:
+    narrator = Narrator(Story(stream()), Console(file=out, width=120))
+    narrator.hear(Piece(0.0, text="a\x1b[2Jb\tc\nd\u200de\u202e"))
+    assert out.getvalue() == shown

@@ -284,6 +284,20 @@ def test_a_jaeger_is_asked_by_trace_and_by_request():
     assert asked[0].path == f"/api/traces/{TRACE}"
     assert json.loads(asked[1].params["tags"]) == {"lockstep.request_id": "req-1"}
     assert of_jaeger({"data": None}) == []
+
+
+def test_a_request_id_that_looks_like_a_traces_is_searched_in_jaeger_too():
+    def answer(request):
+        if request.url.path == f"/api/traces/{TRACE}":
+            return httpx.Response(404, json={"data": None, "errors": [{"code": 404, "msg": "trace not found"}]})
+        assert json.loads(request.url.params["tags"]) == {"lockstep.request_id": TRACE}
+        return httpx.Response(200, json=JAEGER)
+
+    client = httpx.Client(transport=httpx.MockTransport(answer))
+    assert len(from_jaeger(client, "http://j", TRACE)) == 1
+
+
+def test_what_is_no_answer_of_jaeger_is_said():
     for pages, reason in (({}, "not that of Jaeger"), ({("j", f"/api/traces/{TRACE}"): ["x"]}, "not that of Jaeger")):
         with pytest.raises(CommandError, match=reason):
             from_jaeger(client_of(pages), "http://j", TRACE)

@@ -67,6 +67,16 @@ def test_what_cannot_be_trained_is_refused(
     assert not Path("out").exists()
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lockstep_tools.model.training.make_model", lambda *_: pytest.fail("it trains"))
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    assert main(["train", str(text / "out"), str(text), *TINY]) == 2
+    assert capsys.readouterr().err == f"lockstep: {text}/out cannot be written: Not a directory\n"
+
+
 def test_defaults_have_the_shape_of_the_reference_model() -> None:
     reference = json.loads((ROOT / "models/reference/config.json").read_text())
     shape = Shape()

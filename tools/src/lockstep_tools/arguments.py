@@ -47,6 +47,13 @@ def real(least: float, most: float) -> Callable[[str], float]:
     return parse
 
 
+def unicode(text: str) -> str:
+    """An argparse type: text that can be sent. Bytes that are no text become surrogates, which no request can have."""
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise argparse.ArgumentTypeError(f"not text in this terminal's encoding: {text!r}")
+    return text
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The optional positional MODEL; resolve it with `model_directory`."""
     parser.add_argument(
@@ -113,7 +120,7 @@ def _several(text: str) -> list[str]:
 
 
 def _add_access(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="NAME", help="default: the first that the server lists")
+    parser.add_argument("--model", type=unicode, metavar="NAME", help="default: the first that the server lists")
     parser.add_argument(
         "--api-key-env",
         default=API_KEY_VARIABLE,
@@ -123,14 +130,17 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     add_tls(parser)
 
 
-def api_key(variable: str, path: str | None) -> str | None:
-    """The key in a file, else in an environment variable; None if there is none.
+def api_key(variable: str, path: str | None = None) -> str | None:
+    """The key in a file, else in an environment variable; None if there is none. No error shows any of it.
 
     Raises:
-        CommandError: the file has none, or cannot be read.
+        CommandError: the file has none, or cannot be read, or the key cannot be sent in a header.
     """
     if path is None:
-        return os.environ.get(variable) or None
+        key = os.environ.get(variable, "").strip()
+        if not key.isascii() or not key.isprintable():
+            raise CommandError(f"--api-key-env {variable}: the key must be printable ASCII characters", UNUSABLE)
+        return key or None
     try:
         key = Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:

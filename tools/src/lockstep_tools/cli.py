@@ -4,11 +4,13 @@ Only the chosen subcommand's module is imported, so that help and mistakes answe
 """
 
 import argparse
+import io
 import os
 import sys
 from importlib import import_module
 
 from lockstep_tools import __version__
+from lockstep_tools.escaping import harmless_lines
 from lockstep_tools.failure import UNUSABLE, CommandError
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -84,12 +86,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line given (the process's own when None) and return its exit code."""
+    _accept_any_text()
     try:
         parsed = parse(sys.argv[1:] if arguments is None else arguments)
         code: int = parsed.run(parsed)
         sys.stdout.flush()
     except CommandError as error:
-        print(f"lockstep: {error.message}", file=sys.stderr)
+        print(f"lockstep: {harmless_lines(error.message)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -103,6 +106,13 @@ def main(arguments: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
+
+
+def _accept_any_text() -> None:
+    """Characters that the terminal's encoding lacks are shown escaped, and bytes of stdin that are no text replaced."""
+    for file, errors in ((sys.stdin, "replace"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
+        if isinstance(file, io.TextIOWrapper):
+            file.reconfigure(errors=errors)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from lockstep_tools.chaos.kubectl import run_script
 from lockstep_tools.chaos.load_pod import NAME, LoadPod
 from lockstep_tools.chaos.outcome import Outcome, assign, conclude
 from lockstep_tools.chaos.placement import place_on_two_nodes
-from lockstep_tools.chaos.release import STATE, WORKER, Release, of
+from lockstep_tools.chaos.release import ROUTER, STATE, WORKER, Release, of
 from lockstep_tools.chaos.trial import Trial, run_trial
 from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.load.comparison import compare
@@ -87,7 +87,10 @@ class Laboratory:
         self._say = say
 
     def __enter__(self) -> Self:
-        self._release.require()
+        components = {pod.component for pod in self._release.require()}
+        for needed in (WORKER, ROUTER):
+            if needed not in components:
+                raise CommandError(f"release {self._release.name} has no {needed}", UNUSABLE)
         if clean(self._release, self._say):
             self._release.await_settled()
         # Some experiments disturb the node of a worker: the load runs on another node.

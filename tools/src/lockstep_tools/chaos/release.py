@@ -15,6 +15,7 @@ _INSTANCE = "app.kubernetes.io/instance"
 _COMPONENT = "app.kubernetes.io/component"
 _SETTLE_S = 180.0
 _POLL_S = 1.0
+_ENDED = ("Failed", "Succeeded")
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,9 @@ class Release:
     def pods(self) -> list[Pod]:
         """Its routers and workers, its state servers and its bundled Redis if it has them, as they are now."""
         selector = f"{_INSTANCE}={self.name},{_COMPONENT} in ({ROUTER},{WORKER},{STATE},{REDIS})"
-        return [_pod(item) for item in self.kubectl.json("get", "pods", "-l", selector)["items"]]
+        found = self.kubectl.json("get", "pods", "-l", selector)["items"]
+        # Kubernetes keeps an evicted pod beside the one that has replaced it.
+        return [_pod(item) for item in found if item["status"].get("phase") not in _ENDED]
 
     def controllers(self) -> list[Mapping[str, Any]]:
         """The controllers of its pods: StatefulSets and Deployments."""

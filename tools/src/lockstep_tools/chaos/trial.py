@@ -141,12 +141,21 @@ def run_trial(
     moments = _FAULT.findall(output)
     trial.fault_s = float(moments[-1]) if moments else trial.fault_s
     burst = _BURST.search(output)
-    trial.burst = json.loads(burst[1]) if burst else None
+    trial.burst = burst_report(burst[1]) if burst else None
     renewed = victims.workers or [pod.name for pod in of(pods, WORKER)] if experiment.renews else []
     _await_recovery(trial, release, load, {worker: lives.get(worker, (0, 0)) for worker in renewed})
     load.wait_round(trial.recovered_s)
     trial.detected_s = _detection(release, trial)
     return trial
+
+
+def burst_report(line: str) -> Mapping[str, Any] | None:
+    """The report of the burst's clients; None if they ended without one, as a pod that was killed for its memory."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def choose(experiment: Experiment, pods: Sequence[Pod], number: int, load_node: str) -> Victims:

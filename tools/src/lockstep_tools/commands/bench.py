@@ -13,6 +13,7 @@ from rich.table import Table
 
 from lockstep_tools import console
 from lockstep_tools.arguments import add_endpoint, integer, real
+from lockstep_tools.escaping import harmless
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
 from lockstep_tools.load import endpoint
 from lockstep_tools.load.endpoint import Endpoint, EndpointError, first_model
@@ -92,9 +93,9 @@ def render(report: Report, clients: int, out: Console) -> None:
         f"{report.prompt_tokens} prompt tokens; {report.failed} failed, {len(report.violations)} wrong"
     )
     for sentence, count in report.errors.items():
-        out.print(f"  {count} times: {sentence}", style="red", markup=False)
+        out.print(f"  {count} times: {harmless(sentence)}", style="red", markup=False)
     for sentence in report.violations:
-        out.print(f"  {sentence}", style="red", markup=False)
+        out.print(f"  {harmless(sentence)}", style="red", markup=False)
 
 
 def _cells(percentiles: Percentiles | None) -> list[str]:

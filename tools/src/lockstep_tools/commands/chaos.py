@@ -15,7 +15,9 @@ from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.chaos.laboratory import Laboratory, clean, lacks
 from lockstep_tools.chaos.outcome import Outcome
 from lockstep_tools.chaos.release import Release
+from lockstep_tools.escaping import harmless
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
+from lockstep_tools.interruption import stopping_signals
 from lockstep_tools.load.report import Percentiles
 
 DESCRIPTION = """\
@@ -97,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         say=lambda sentence: notes.print(sentence, style="dim", markup=False),
     )
     # Like Ctrl-C: the load is removed, and the changes of a script are undone, before the command ends.
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in stopping_signals(signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     try:
         with laboratory:
@@ -130,7 +132,7 @@ def _show(laboratory: Laboratory, out: Console, notes: Console, *, as_json: bool
     elif outcomes:
         render(outcomes, out)
     for problem in laboratory.problems:
-        notes.print(problem, style="red", markup=False)
+        notes.print(harmless(problem), style="red", markup=False)
 
 
 def render(outcomes: Sequence[Outcome], out: Console) -> None:
@@ -167,7 +169,7 @@ def _explain(outcome: Outcome, out: Console) -> None:
         out.print(f"  {name}: {outcome.connect_failures} connections had to be tried again", markup=False)
     late = [] if outcome.in_time else [f"a silence was longer than {outcome.experiment.limit_s * outcome.slack:g} s"]
     for problem in [*outcome.problems, *outcome.comparison.problems, *late]:
-        out.print(f"  {name}: {problem}", style="red", markup=False)
+        out.print(f"  {name}: {harmless(problem)}", style="red", markup=False)
 
 
 def _cell(percentiles: Percentiles | None, unit: float = 1.0, digits: int = 0) -> str:

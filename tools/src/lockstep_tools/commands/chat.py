@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import sys
 import time
 import uuid
@@ -17,13 +16,16 @@ from lockstep_client import (
     Finish,
     LockstepError,
     Policy,
+    ReasoningPiece,
     TextPiece,
     Usage,
 )
 from rich.console import Console
+from rich.text import Text
 
 from lockstep_tools import console
-from lockstep_tools.arguments import DEFAULT_URL, add_endpoints, integer, real
+from lockstep_tools.arguments import DEFAULT_URL, add_endpoints, api_key, integer, real, unicode
+from lockstep_tools.escaping import harmless_lines
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
 from lockstep_tools.load.endpoint import checked_url, tls_context
 
@@ -42,7 +44,7 @@ EXAMPLES = """\
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_endpoints(parser)
-    parser.add_argument("--system", metavar="TEXT", help="instructions that begin the conversation")
+    parser.add_argument("--system", type=unicode, metavar="TEXT", help="instructions that begin the conversation")
     parser.add_argument("--temperature", type=real(0, 2), metavar="T", help="0 is greedy (default: the server's)")
     parser.add_argument(
         "--max-tokens", type=integer(1), default=512, metavar="N", help="limit of an answer (default: 512)"
@@ -68,7 +70,7 @@ def _client(arguments: argparse.Namespace, urls: Sequence[str], policy: Policy) 
     Raises:
         CommandError: an option cannot be used.
     """
-    key, verify = os.environ.get(arguments.api_key_env) or "", tls_context(arguments) or True
+    key, verify = api_key(arguments.api_key_env) or "", tls_context(arguments) or True
     try:
         return AsyncLockstepClient(urls, api_key=key, policy=policy, verify=verify)
     except ValueError as error:
@@ -118,6 +120,7 @@ class Chat:
         self._runner = runner
         self._interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._notes = console.notes()
+        self._out = console.output()
         self._failed = False
         self._reset()
 
@@ -170,12 +173,12 @@ class Chat:
         except LockstepError as error:
             self._failed = True
             print(flush=True)
-            self._notes.print(error.message, style="red", markup=False)
+            self._notes.print(harmless_lines(error.message), style="red", markup=False)
         else:
             print(flush=True)
             self._remark(answer.summary())
         if answer.text:
-            self._messages.append({"role": "assistant", "content": answer.text})
+            self._messages.append({"role": "assistant", "content": _encodable(answer.text)})
         else:
             self._messages.pop()
 
@@ -185,13 +188,23 @@ class Chat:
         )
         async with await asked as events:
             async for event in events:
+                if isinstance(event, ReasoningPiece):
+                    self._show_reasoning(event.text)
+                elif isinstance(event, TextPiece):
+                    # The answer begins below the reasoning, if that is shown.
+                    gap = "\n\n" if self._interactive and answer.reasons and not answer.text else ""
+                    print(gap + console.generated(event.text, sys.stdout), end="", flush=True)
                 answer.add(event)
-                if isinstance(event, TextPiece):
-                    print(event.text, end="", flush=True)
+
+    def _show_reasoning(self, text: str) -> None:
+        """Dimmed, on a terminal only: elsewhere stdout has the answers alone."""
+        if self._interactive:
+            shown = Text(console.generated(text, sys.stdout), style="dim")
+            self._out.print(shown, end="", soft_wrap=True)
 
     def _remark(self, text: str) -> None:
         if self._interactive:
-            self._notes.print(text, style="dim", markup=False)
+            self._notes.print(harmless_lines(text), style="dim", markup=False)
 
 
 class _Answer:
@@ -199,6 +212,8 @@ class _Answer:
 
     def __init__(self) -> None:
         self.text = ""
+        self.reasons = False
+        """It has begun with reasoning."""
         self._began_s = time.monotonic()
         self._first_s: float | None = None
         self._tokens: int | None = None
@@ -206,8 +221,11 @@ class _Answer:
 
     def add(self, event: Event) -> None:
         match event:
-            case TextPiece():
-                self.text += event.text
+            case TextPiece() | ReasoningPiece():
+                if isinstance(event, TextPiece):
+                    self.text += event.text
+                else:
+                    self.reasons = True
                 if self._first_s is None:
                     self._first_s = time.monotonic()
             case Usage():
@@ -228,6 +246,12 @@ class _Answer:
         return "; ".join(parts)
 
 
+def _encodable(text: str) -> str:
+    """The text without lone surrogates, which a server's JSON may have and no request can."""
+    return text.encode(errors="replace").decode()
+
+
 def _prompt(notes: Console) -> str:
     """The coloured prompt; readline takes what is between the control characters 1 and 2 as having no width."""
-    return "\001\x1b[1;36m\002> \001\x1b[0m\002" if notes.color_system else "> "
+    is_coloured = notes.color_system and not notes.no_color
+    return "\001\x1b[1;36m\002> \001\x1b[0m\002" if is_coloured else "> "

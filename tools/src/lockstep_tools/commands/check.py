@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 
 from lockstep_tools.arguments import add_endpoint, real
+from lockstep_tools.escaping import harmless
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
 from lockstep_tools.load import endpoint
 from lockstep_tools.load.endpoint import Endpoint, EndpointError, first_model
@@ -78,7 +79,7 @@ async def _check_all(checks: dict[str, Callable[[], Awaitable[str]]], timeout_s:
     well = True
     for name, check in checks.items():
         holds, sentence = await _insist(check, deadline_s)
-        print(f"{'ok  ' if holds else 'FAIL'} {name}: {sentence}", flush=True)
+        print(f"{'ok  ' if holds else 'FAIL'} {name}: {harmless(sentence)}", flush=True)
         well = well and holds
     return 0 if well else FAILED
 
@@ -110,8 +111,10 @@ async def _chat(target: Endpoint, model: str | None) -> str:
         raise CheckError(f"status {answer.status_code}")
     try:
         (choice,) = answer.json()["choices"]
-        said, tokens = choice["message"]["content"], answer.json()["usage"]["completion_tokens"]
-    except (ValueError, KeyError, TypeError):
+        # A reasoning model may spend all tokens before its answer begins.
+        said = choice["message"].get("content") or choice["message"].get("reasoning_content")
+        tokens = answer.json()["usage"]["completion_tokens"]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckError("the answer is no chat completion") from None
     if not said or not 0 < tokens <= _TOKENS:
         raise CheckError(f"{len(said or '')} characters in {tokens} tokens")

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from lockstep_common.errors import LockstepError
+from rich.text import Text
 
 from lockstep_tools import console
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lockstep_tools.model import gguf_files  # noqa: PLC0415 - it loads torch
 
     notes = console.notes()
-    with tempfile.TemporaryDirectory(dir=_folder_of(target), prefix=".convert-") as folder, notes.status("") as status:
+    with _temporary(target) as folder, notes.status("") as status:
         made = Path(folder) / target.name
         try:
             if to_file:
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
                 )
                 result = f"{target}: {made.stat().st_size / 2**20:.1f} MiB"
             else:
-                status.update(f"reading {source}")
+                status.update(Text(f"reading {source}"))
                 made.mkdir()
                 info = gguf_files.read(source, made, dtype)
                 result = f"{target}: {info.architecture}, context {info.context_length}; `lockstep serve {target}`"
@@ -68,8 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
             raise CommandError(error.message, UNUSABLE) from None
         except OSError as error:
             raise CommandError(f"{target} cannot be written: {error.strerror or error}", FAILED) from None
-    notes.print(result)
+    notes.print(result, markup=False)
     return 0
+
+
+def _temporary(target: Path) -> "tempfile.TemporaryDirectory[str]":
+    try:
+        return tempfile.TemporaryDirectory(dir=_folder_of(target), prefix=".convert-")
+    except OSError as error:
+        raise CommandError(f"{target} cannot be written: {error.strerror or error}", UNUSABLE) from None
 
 
 def _folder_of(target: Path) -> Path:

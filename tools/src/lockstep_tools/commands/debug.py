@@ -21,9 +21,9 @@ from lockstep_tools.debug import cluster, local
 from lockstep_tools.debug.bundle import Bundle
 from lockstep_tools.debug.findings import Finding, of_log, of_worker
 from lockstep_tools.debug.process import PART_S, PartError, Process, RefusedError, fetch
+from lockstep_tools.escaping import harmless
 from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.load.endpoint import checked_url, root_url, tls_context
-from lockstep_tools.logs.lines import harmless
 
 DESCRIPTION = """\
 Collect what explains a request or a worker that hangs or crawls: status, stacks of routers, workers and every rank

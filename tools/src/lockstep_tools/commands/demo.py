@@ -9,7 +9,7 @@ import tempfile
 from lockstep_common.lifecycle import name_process
 
 from lockstep_tools import console
-from lockstep_tools.arguments import add_model, integer, model_directory, real
+from lockstep_tools.arguments import add_model, integer, model_directory, real, unicode
 from lockstep_tools.demo.demonstration import STREAM_S, Demo
 from lockstep_tools.failure import CommandError
 from lockstep_tools.serving.stack import Stack, StackSettings
@@ -27,7 +27,7 @@ EXAMPLES = """\
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_model(parser)
-    parser.add_argument("--prompt", default="It was a dark night, and", help="default: %(default)r")
+    parser.add_argument("--prompt", type=unicode, default="It was a dark night, and", help="default: %(default)r")
     parser.add_argument(
         "--max-tokens",
         type=integer(100),
@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
                     temperature=arguments.temperature,
                     seed=arguments.seed,
                 )
+                demo.start()
                 return asyncio.run(demo.run())
         except CommandError:
             log.seek(0)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep_common.errors import LockstepError
 from rich.console import Console
+from rich.text import Text
 
 from lockstep_tools import console
-from lockstep_tools.arguments import add_engine, integer, real
+from lockstep_tools.arguments import add_engine, integer, real, unicode
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ EXAMPLES = """\
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("model", metavar="MODEL", help="directory of the model")
-    parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads stdin")
+    parser.add_argument("prompt", type=unicode, metavar="PROMPT", help="text to continue; - reads stdin")
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=integer(1), default=128, metavar="N", help="default: 128")
     group.add_argument("--temperature", type=real(0, 100), default=0.8, metavar="T", help="0 is greedy (default: 0.8)")
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     params = SamplingParams(**{name: value for name, value in vars(arguments).items() if name in names})
     notes = console.notes()
     try:
-        with notes.status(f"loading {arguments.model}"):
+        with notes.status(Text(f"loading {arguments.model}")):
             engine = Engine(arguments.model, **_engine_settings(arguments))
         with engine:
             _generate(engine, prompt, params, notes)
@@ -78,7 +79,7 @@ def _generate(engine: "Engine", prompt: str, params: "SamplingParams", notes: Co
     for piece in engine.stream(prompt, params):
         first_s = first_s or time.monotonic()
         pieces.append(piece)
-        print(piece, end="", flush=True)
+        print(console.generated(piece, sys.stdout), end="", flush=True)
     ended_s = time.monotonic()
     print(flush=True)
     # The stream gives text only: tokens are counted by tokenizing the text.

@@ -11,8 +11,8 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
 
 import httpx
 from lockstep_common.lifecycle import stop_event
@@ -20,12 +20,12 @@ from lockstep_common.lifecycle import stop_event
 from lockstep_tools.arguments import add_endpoint, integer, real
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
 from lockstep_tools.load import endpoint, logbook
-from lockstep_tools.load.comparison import compare, run_undisturbed
+from lockstep_tools.load.comparison import Comparison, run_undisturbed
 from lockstep_tools.load.endpoint import Endpoint, EndpointError, checked_url, first_model
 from lockstep_tools.load.generator import Traffic
 from lockstep_tools.load.history import History
 from lockstep_tools.load.mix import mixed_requests, with_sessions
-from lockstep_tools.load.report import summarize
+from lockstep_tools.load.report import Tally
 
 DESCRIPTION = """\
 Put an endpoint under steady load and write the history of every stream as a line of JSON: positions, times,
@@ -42,6 +42,7 @@ _CONNECT_TIMEOUT_S = 2.0
 _CONNECT_RETRIES = 2
 _POLL_S = 0.25
 _STATUS_TIMEOUT_S = 1.0
+_Result = TypeVar("_Result")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--management-url", help="of the routers: watch what they report of their workers")
     parser.add_argument("--clients", type=integer(1), default=8, metavar="N", help="streams at a time (default: 8)")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--seconds", type=real(0, 1e6), metavar="S", help="duration of the load (default: 30)")
+    length.add_argument(
+        "--seconds", type=real(0, 1e6), default=30.0, metavar="S", help="duration of the load (default: 30)"
+    )
     length.add_argument("--until-signal", action="store_true", help="until SIGTERM or Ctrl-C; running streams end well")
     parser.add_argument(
         "--resume", action="store_true", help="streams survive routers that die, as those of lockstep-client do"
@@ -91,23 +94,48 @@ def from_arguments(arguments: argparse.Namespace) -> Endpoint:
 
 async def _load(arguments: argparse.Namespace, target: Endpoint) -> int:
     stop = stop_event()
-    model = arguments.model or await _await_model(target, arguments.wait)
+    model = arguments.model or await _unless(stop, _await_model(target, arguments.wait))
     requests = mixed_requests(model)
     offset_s = logbook.wall_offset_s()
-    undisturbed = await run_undisturbed(target, requests)
+    undisturbed = await _unless(stop, run_undisturbed(target, requests))
     for history in undisturbed:
         _print(logbook.to_line(logbook.UNDISTURBED, history, offset_s))
 
+    comparison, tally = Comparison(), Tally()
+    connect_failures = 0
+
     def ended(history: History) -> None:
+        nonlocal connect_failures
+        comparison.add(history, undisturbed)
+        tally.add(history, require_ids=True)
+        connect_failures += history.connect_failures
         _print(logbook.to_line(logbook.STREAM, history, offset_s))
 
     async with (
         _watching_status(arguments.management_url, target),
-        Traffic(target, with_sessions(requests), clients=arguments.clients, on_end=ended) as traffic,
+        Traffic(target, with_sessions(requests), clients=arguments.clients, on_end=ended, keeps=False),
     ):
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), None if arguments.until_signal else arguments.seconds or 30.0)
-    return _sum_up(traffic.histories, undisturbed)
+            await asyncio.wait_for(stop.wait(), None if arguments.until_signal else arguments.seconds)
+    return _sum_up(comparison, tally, connect_failures)
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _Result:
+    """The result of what precedes the load.
+
+    Raises:
+        CommandError: a signal has come first.
+    """
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise CommandError("stopped before the load began")
+        return task.result()
+    finally:
+        task.cancel()
+        stopped.cancel()
+        await asyncio.gather(task, stopped, return_exceptions=True)
 
 
 async def _await_model(target: Endpoint, wait_s: float) -> str:
@@ -169,13 +197,12 @@ def _lives(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _sum_up(histories: Sequence[History], undisturbed: Sequence[History]) -> int:
-    comparison = compare(histories, undisturbed)
-    report = summarize(histories, require_ids=True) if histories else None
+def _sum_up(comparison: Comparison, tally: Tally, connect_failures: int) -> int:
+    report = tally.report() if comparison.streams else None
     entry = {
         "kind": logbook.SUMMARY,
         "holds": comparison.holds,
-        "connect_failures": sum(history.connect_failures for history in histories),
+        "connect_failures": connect_failures,
         "comparison": comparison.as_json(),
         "report": report.as_json() if report is not None else None,
     }

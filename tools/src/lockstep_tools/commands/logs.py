@@ -14,6 +14,8 @@ from lockstep_tools.logs.sources import from_files, from_release, in_order
 _MAX_READ = 1_000_000
 """Lines of each pod that are searched; kubelets keep 10 MiB of a container's log by default."""
 
+_MAX_SHOWN = 10_000
+
 DESCRIPTION = """\
 Show log lines of routers, workers, their ranks and state servers: from files, from stdin (-), or with --release from
 all pods of a release at once. Characters that a terminal would act on are shown escaped.
@@ -23,6 +25,7 @@ EXAMPLES = """\
   lockstep logs serve.log --level warning
   lockstep logs --release lockstep -n serving --request chatcmpl-7f3a --since 15m
   lockstep logs --release lockstep --rank 1 --follow 600
+  tail -f serve.log | lockstep logs - --level warning
   kubectl logs lockstep-worker-reference-0 --previous | lockstep logs - --rank 1"""
 
 
@@ -42,9 +45,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tail",
         type=integer(1, 1_000_000),
-        default=10_000,
         metavar="N",
-        help="most lines shown: the newest of all sources by time (default: %(default)s)",
+        help="most lines shown: the newest of all sources by time "
+        f"(default: {_MAX_SHOWN}; of stdin alone all, as they come)",
     )
     parser.add_argument(
         "--follow", type=real(1, 86_400), metavar="S", help="show new lines of a release for so many seconds"
@@ -67,19 +70,21 @@ def run(arguments: argparse.Namespace) -> int:
         _moment("--until", arguments.until),
     )
     failures: list[str] = []
+    most = arguments.tail or _MAX_SHOWN
     if arguments.files:
         lines = from_files(arguments.files)
     else:
         release = Release(arguments.release, Kubectl(arguments.namespace))
         # A pod's newest lines need not be about what is asked for: the limit is for those that are.
-        read = arguments.tail if arguments.follow or choice == Choice(since=choice.since) else _MAX_READ
+        read = most if arguments.follow or choice == Choice(since=choice.since) else _MAX_READ
         lines = from_release(
             release, tail=read, since=choice.since, follow_s=arguments.follow, on_failure=failures.append
         )
     wanted = (line for line in lines if choice.wants(line))
     shown = 0
     # What is followed is shown as it comes: only what is complete can be sorted.
-    for line in wanted if arguments.follow else in_order(wanted, arguments.tail):
+    is_followed = arguments.follow or (arguments.files == ["-"] and arguments.tail is None)
+    for line in wanted if is_followed else in_order(wanted, most):
         shown += _show(line, as_json=arguments.json)
     for failure in failures:
         print(f"lockstep: {failure}", file=sys.stderr)

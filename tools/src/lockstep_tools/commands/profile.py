@@ -16,9 +16,9 @@ from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.chaos.release import WORKER, Release
 from lockstep_tools.debug import cluster, local
 from lockstep_tools.debug.process import PART_S, Process
+from lockstep_tools.escaping import harmless
 from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.load.endpoint import checked_url, root_url, tls_context
-from lockstep_tools.logs.lines import harmless
 from lockstep_tools.profile.merge import merged
 from lockstep_tools.profile.parts import MAX_ARCHIVE_BYTES, read_parts
 from lockstep_tools.profile.summary import describe, summarize
@@ -96,6 +96,8 @@ def _write(path: Path, data: bytes) -> None:
 def _worker(arguments: argparse.Namespace, client: httpx.Client) -> Iterator[Process]:
     """The worker that is meant."""
     if arguments.release:
+        if arguments.worker:
+            raise CommandError("--worker is for this machine; a worker of a release is named by --pod", UNUSABLE)
         release = Release(arguments.release, Kubectl(arguments.namespace))
         names = [pod.name for pod in release.require() if pod.component == WORKER]
         name = _chosen(names, arguments.pod, "--pod")

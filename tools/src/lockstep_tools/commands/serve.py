@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import FrameType
 
 from lockstep_common.lifecycle import name_process
@@ -16,7 +16,9 @@ from rich.text import Text
 
 from lockstep_tools import console
 from lockstep_tools.arguments import add_engine, add_model, integer, model_directory
+from lockstep_tools.escaping import harmless
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
+from lockstep_tools.interruption import stopping_signals
 from lockstep_tools.serving.stack import Stack, StackSettings
 from lockstep_tools.serving.status import READY
 
@@ -142,10 +144,11 @@ def _stop_on_signals(stack: Stack) -> threading.Event:
             stack.terminate(0.0)
             return
         stopping.set()
-        os.write(2, b"\nstopping: running streams may end; the same again stops at once\n")
         stack.terminate()
+        with suppress(OSError):  # Ctrl-C also ends a program that reads stderr, such as `tee`
+            os.write(2, b"\nstopping: running streams may end; the same again stops at once\n")
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in stopping_signals(signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     return stopping
 
@@ -159,10 +162,10 @@ def _come_up(stack: Stack, notes: Console) -> None:
     def show(states: Mapping[str, str]) -> None:
         for name in [name for name, state in states.items() if state == READY and name not in ready]:
             ready.add(name)
-            notes.print(f"[green]✓[/green] {name} ready after {time.monotonic() - began_s:.1f} s")
+            notes.print(Text.assemble(("✓", "green"), f" {name} ready after {time.monotonic() - began_s:.1f} s"))
         if spinner is not None:
             waiting = ", ".join(f"{name} {state}" for name, state in states.items() if state != READY)
-            spinner.update(f"{waiting} ({time.monotonic() - began_s:.0f} s)")
+            spinner.update(Text(harmless(f"{waiting} ({time.monotonic() - began_s:.0f} s)")))
 
     with spinner or nullcontext():
         stack.wait_ready(on_status=show)

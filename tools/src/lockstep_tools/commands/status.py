@@ -14,6 +14,7 @@ from rich.text import Text
 
 from lockstep_tools import console
 from lockstep_tools.arguments import DEFAULT_MANAGEMENT_URL, add_tls
+from lockstep_tools.escaping import harmless, harmless_lines
 from lockstep_tools.failure import FAILED, CommandError
 from lockstep_tools.load.endpoint import checked_url, root_url, tls_context
 from lockstep_tools.serving.status import READY, fetch, is_ready, state_of
@@ -70,12 +71,18 @@ def render(status: Mapping[str, Any]) -> RenderableType:
     table.add_column("NUMERICS", no_wrap=True)
     table.add_column("REASON")
     for worker in status["workers"]:
-        table.add_row(*_worker_row(worker))
+        table.add_row(*map(_literal, _worker_row(worker)))
         ranks = worker.get("ranks") or []
         for rank in ranks:
             is_slow = worker.get("slow_rank") is not None and worker.get("slow_rank") == rank.get("rank")
-            table.add_row(*_rank_row(rank, last=rank is ranks[-1], is_slow=is_slow))
-    return Group(Text(head), Text(), table) if status["workers"] else Text(f"{head}\nno workers")
+            table.add_row(*map(_literal, _rank_row(rank, last=rank is ranks[-1], is_slow=is_slow)))
+    title = _literal(head)
+    return Group(title, Text(), table) if status["workers"] else Text.assemble(title, "\nno workers")
+
+
+def _literal(cell: str | Text) -> Text:
+    """A cell as the router says it: without markup, and with what a terminal would act on escaped."""
+    return Text(harmless(cell)) if isinstance(cell, str) else Text(harmless(cell.plain), style=cell.style)
 
 
 def _worker_row(worker: Mapping[str, Any]) -> Sequence[str | Text]:
@@ -170,4 +177,4 @@ def _watch_in_place(client: httpx.Client, root: str, out: Console, status: Mappi
             try:
                 live.update(render(fetch(client, root)), refresh=True)
             except CommandError as error:
-                live.update(Text(error.message, style="red"), refresh=True)
+                live.update(Text(harmless_lines(error.message), style="red"), refresh=True)

@@ -14,9 +14,10 @@ from lockstep_tools.chaos.release import Release
 from lockstep_tools.console import output
 from lockstep_tools.debug import cluster, local
 from lockstep_tools.debug.process import PART_S, Process
+from lockstep_tools.escaping import harmless
 from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.load.endpoint import checked_url, root_url, tls_context
-from lockstep_tools.logs.lines import harmless, request_of
+from lockstep_tools.logs.lines import request_of
 from lockstep_tools.trace.drawing import lines, page
 from lockstep_tools.trace.files import from_file
 from lockstep_tools.trace.sources import from_jaeger, from_services

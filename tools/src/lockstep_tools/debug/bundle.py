@@ -10,18 +10,20 @@ from types import TracebackType
 from typing import Any, Self
 
 from lockstep_tools.debug.process import PART_BYTES, PartError
+from lockstep_tools.failure import CommandError
 
 BUNDLE_BYTES = 256 << 20
 """Most bytes of all parts together."""
 
 
 class Bundle:
-    """Writes a bundle; leaving the block completes it."""
+    """Writes a bundle; leaving the block completes it. Its methods raise a `CommandError` when the disk is full."""
 
     def __init__(self, path: Path) -> None:
         self.failed: dict[str, str] = {}
         """Why parts are not in it."""
         self.parts = 0
+        self._path = path
         self._bytes = 0
         self._folder = path.name.removesuffix(".tar.gz")
         path.touch(mode=0o600, exist_ok=False)
@@ -33,7 +35,14 @@ class Bundle:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tar.close()
+        try:
+            self._tar.close()
+        except OSError as failure:
+            if error is None:
+                raise self._unwritable(failure) from None
+
+    def _unwritable(self, error: OSError) -> CommandError:
+        return CommandError(f"{self._path} cannot be written: {error.strerror or error}")
 
     def add(self, name: str, make: Callable[[], bytes]) -> bytes | None:
         """Add a part; None if it cannot be made, which is noted."""
@@ -57,6 +66,9 @@ class Bundle:
     def _write(self, name: str, body: bytes) -> None:
         info = tarfile.TarInfo(f"{self._folder}/{name}")
         info.size, info.mtime, info.mode = len(body), int(time.time()), 0o600
-        self._tar.addfile(info, io.BytesIO(body))
+        try:
+            self._tar.addfile(info, io.BytesIO(body))
+        except OSError as error:
+            raise self._unwritable(error) from None
         self._bytes += len(body)
         self.parts += 1

@@ -54,8 +54,7 @@ class Demo:
         }
 
     async def run(self) -> int:
-        """Start, stream undisturbed, stream disturbed, compare."""
-        self._start()
+        """Stream undisturbed, stream disturbed, compare."""
         model = (await self._status())["models"][0]
         tokens = self._max_tokens or await self._fitting_tokens(model)
         request = self._request(model, tokens)
@@ -63,7 +62,8 @@ class Demo:
         story = await self._disturbed(request)
         return 0 if show_comparison(undisturbed, story, self._out) else FAILED
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Wait until the workers are ready. It blocks: in an event loop Ctrl-C would not interrupt it."""
         self._title("1", "start two workers with two ranks each, on the CPU")
         began_s = time.monotonic()
         with self._out.status("  loading") if self._out.is_terminal else nullcontext():

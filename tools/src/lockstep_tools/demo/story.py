@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lockstep_tools.console import generated
 from lockstep_tools.load.endpoint import Piece
 from lockstep_tools.load.history import History, violations
 
@@ -90,7 +91,7 @@ class Narrator:
     def _write(self, text: str) -> None:
         if self._out.is_terminal and text.startswith(" ") and self._column + len(text) > self._out.width - _WRAP_MARGIN:
             text = "\n" + text[1:]
-        self._out.file.write(text)
+        self._out.file.write(generated(text, self._out.file))
         self._out.file.flush()
         _, newline, tail = text.rpartition("\n")
         self._column = len(tail) if newline else self._column + len(tail)

@@ -37,6 +37,23 @@ class Comparison:
         """No stream failed without an excuse, and all that arrived was correct."""
         return not (self.failed or self.lost_tokens or self.doubled_tokens or self.changed or self.problems)
 
+    def add(self, history: History, undisturbed: Sequence[History], *, excuse: Excuse = lambda _: None) -> None:
+        """Check an ended stream, as `compare` does; it is not kept."""
+        expected = undisturbed[history.number % len(undisturbed)]
+        self.streams += 1
+        excused = excuse(history) if history.error is not None else None
+        if excused is not None:
+            self.excused[excused] += 1
+            found = order_violations(history, require_ids=True)
+        else:
+            self.failed += history.error is not None
+            self.lost_tokens += max(0, expected.tokens - history.tokens)
+            found = violations(history, require_ids=True)
+        self.doubled_tokens += max(0, history.tokens - expected.tokens)
+        differences = _differences(history, expected, to_the_end=history.error is None)
+        self.changed += bool(differences)
+        self.problems += [f"stream {history.number}: {problem}" for problem in found + differences]
+
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
         return {**vars(self), "excused": dict(self.excused), "holds": self.holds}
@@ -68,20 +85,7 @@ def compare(
     """
     comparison = Comparison()
     for history in histories:
-        expected = undisturbed[history.number % len(undisturbed)]
-        comparison.streams += 1
-        excused = excuse(history) if history.error is not None else None
-        if excused is not None:
-            comparison.excused[excused] += 1
-            found = order_violations(history, require_ids=True)
-        else:
-            comparison.failed += history.error is not None
-            comparison.lost_tokens += max(0, expected.tokens - history.tokens)
-            found = violations(history, require_ids=True)
-        comparison.doubled_tokens += max(0, history.tokens - expected.tokens)
-        differences = _differences(history, expected, to_the_end=history.error is None)
-        comparison.changed += bool(differences)
-        comparison.problems += [f"stream {history.number}: {problem}" for problem in found + differences]
+        comparison.add(history, undisturbed, excuse=excuse)
     return comparison
 
 

@@ -5,7 +5,6 @@ The load generator, `lockstep check` and the demo use it. It checks nothing: eve
 
 import argparse
 import json
-import os
 import ssl
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from lockstep_tools.arguments import api_key
 from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.load.resuming import ResumingTransport
 from lockstep_tools.load.sse import Decoder, ServerSentEvent
@@ -109,9 +109,13 @@ class Endpoint:
 
 
 def from_arguments(arguments: argparse.Namespace) -> Endpoint:
-    """The endpoint that the options of `arguments.add_endpoint` name."""
-    api_key = os.environ.get(arguments.api_key_env) or None
-    return Endpoint(checked_url(arguments.url), api_key, tls=tls_context(arguments))
+    """The endpoint that the options of `arguments.add_endpoint` name.
+
+    Raises:
+        CommandError: the URL, the key or a file cannot be used.
+    """
+    key = api_key(arguments.api_key_env)
+    return Endpoint(checked_url(arguments.url), key, tls=tls_context(arguments))
 
 
 def tls_context(arguments: argparse.Namespace) -> ssl.SSLContext | None:

@@ -140,16 +140,22 @@ class Traffic:
         clients: int,
         requests: int | None = None,
         on_end: Callable[[History], None] = lambda _: None,
+        keeps: bool = True,
     ) -> None:
-        """Args: `make` returns the n-th request; `requests` is their number, None: until `stop`."""
+        """Args: `make` returns the n-th request; `requests` is their number, None: until `stop`. Without `keeps` a
+        history is dropped after `on_end`, so that a run of any length has bounded memory.
+        """
         self.histories: list[History] = []
-        """The histories of all streams that have begun, in order of their beginning."""
+        """The histories of all streams that have begun, in order of their beginning; without `keeps` of those that run.
+        """
         self.marks: list[Mark] = []
         self._endpoint = endpoint
         self._make = make
         self._clients = clients
         self._requests = requests
         self._on_end = on_end
+        self._keeps = keeps
+        self._begun = 0
         self._stopping = False
         self._heard = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -217,12 +223,15 @@ class Traffic:
 
     async def _client(self, client: int) -> None:
         assert self._http is not None
-        while not self._stopping and (self._requests is None or len(self.histories) < self._requests):
-            number = len(self.histories)
+        while not self._stopping and (self._requests is None or self._begun < self._requests):
+            number = self._begun
+            self._begun += 1
             history = History(self._make(number), number=number, client=client, started_s=time.monotonic())
             self.histories.append(history)
             await record(self._http, history.request, history=history, on_piece=lambda _: self._heard.set())
             self._on_end(history)
+            if not self._keeps:
+                self.histories = self.running
             if history.error is not None:
                 await asyncio.sleep(_PAUSE_AFTER_ERROR_S)
 

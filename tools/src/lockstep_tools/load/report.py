@@ -1,9 +1,11 @@
 """Figures of a run: the delays and failures in a set of histories."""
 
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
 from lockstep_tools.load.history import History, violations
@@ -20,16 +22,34 @@ class Percentiles:
     max: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Percentiles | None":
+    def of(cls, seconds: Iterable[float]) -> "Percentiles | None":
         """The percentiles of a sample in seconds; None of an empty one."""
-        if not seconds:
+        sample = Sample()
+        sample.add(seconds)
+        return sample.percentiles()
+
+
+class Sample:
+    """A sample of durations, counted by their rounded value: in bounded memory, and with the same percentiles."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[float] = Counter()
+
+    def add(self, seconds: Iterable[float]) -> None:
+        """Count some more."""
+        self._counts.update(round(each * 1e3, 2) for each in seconds)
+
+    def percentiles(self) -> Percentiles | None:
+        """Those of all that was counted; None of nothing."""
+        if not self._counts:
             return None
-        ordered = sorted(seconds)
+        values = sorted(self._counts)
+        ranks = list(accumulate(self._counts[value] for value in values))
 
         def rank(share: float) -> float:
-            return round(ordered[max(0, math.ceil(share * len(ordered)) - 1)] * 1e3, 2)
+            return values[bisect_left(ranks, max(1, math.ceil(share * ranks[-1])))]
 
-        return cls(rank(0.5), rank(0.99), rank(1.0))
+        return Percentiles(rank(0.5), rank(0.99), rank(1.0))
 
 
 @dataclass(frozen=True)
@@ -67,6 +87,57 @@ class Report:
         return asdict(self)
 
 
+class Tally:
+    """The figures of a run's streams so far. The streams themselves are not kept."""
+
+    def __init__(self) -> None:
+        self._streams = self._failed = self._prompt_tokens = self._tokens = 0
+        self._began_s, self._ended_s = math.inf, 0.0
+        self._first_tokens, self._gaps, self._silences = Sample(), Sample(), Sample()
+        self._errors: Counter[str] = Counter()
+        self._refusals: Counter[str] = Counter()
+        self._violations: list[str] = []
+
+    def add(self, history: History, *, reference: str | None = None, require_ids: bool = False) -> None:
+        """Count a stream that has ended. Args: as in `violations`."""
+        self._streams += 1
+        self._began_s = min(self._began_s, history.started_s)
+        self._ended_s = max(self._ended_s, history.ended_s or 0.0)
+        self._prompt_tokens += (history.usage or {}).get("prompt_tokens") or 0
+        self._tokens += history.tokens
+        if history.status in _BUSY:
+            self._refusals[_refusal(history)] += 1
+        if history.error is not None:
+            self._failed += 1
+            self._errors[history.error] += 1
+            return
+        if history.first_token_s is not None:
+            self._first_tokens.add([history.first_token_s])
+        if gaps := history.gaps_s:
+            self._gaps.add(gaps)
+            self._silences.add([max(gaps)])
+        found = violations(history, reference=reference, require_ids=require_ids)
+        self._violations += [f"request {history.number}: {problem}" for problem in found]
+
+    def report(self) -> Report:
+        """The report of these streams: at least one."""
+        seconds = self._ended_s - self._began_s
+        return Report(
+            streams=self._streams,
+            failed=self._failed,
+            seconds=round(seconds, 3),
+            prompt_tokens=self._prompt_tokens,
+            tokens=self._tokens,
+            tokens_per_s=round(self._tokens / seconds, 1) if seconds > 0 else 0.0,
+            first_token_ms=self._first_tokens.percentiles(),
+            inter_token_ms=self._gaps.percentiles(),
+            longest_silence_ms=self._silences.percentiles(),
+            errors=dict(self._errors),
+            refusals=dict(self._refusals),
+            violations=list(self._violations),
+        )
+
+
 def summarize(
     histories: Sequence[History],
     *,
@@ -80,28 +151,10 @@ def summarize(
         reference: the text each stream must have, where it is known.
         require_ids: as in `violations`.
     """
-    completed = [history for history in histories if history.error is None]
-    seconds = max(history.ended_s or 0.0 for history in histories) - min(history.started_s for history in histories)
-    tokens = sum(history.tokens for history in histories)
-    found = [
-        f"request {history.number}: {problem}"
-        for history in completed
-        for problem in violations(history, reference=reference(history), require_ids=require_ids)
-    ]
-    return Report(
-        streams=len(histories),
-        failed=len(histories) - len(completed),
-        seconds=round(seconds, 3),
-        prompt_tokens=sum((history.usage or {}).get("prompt_tokens") or 0 for history in histories),
-        tokens=tokens,
-        tokens_per_s=round(tokens / seconds, 1) if seconds > 0 else 0.0,
-        first_token_ms=Percentiles.of([first for history in completed if (first := history.first_token_s) is not None]),
-        inter_token_ms=Percentiles.of([gap for history in completed for gap in history.gaps_s]),
-        longest_silence_ms=Percentiles.of([max(history.gaps_s) for history in completed if history.gaps_s]),
-        errors=dict(Counter(history.error for history in histories if history.error is not None)),
-        refusals=dict(Counter(_refusal(history) for history in histories if history.status in _BUSY)),
-        violations=found,
-    )
+    tally = Tally()
+    for history in histories:
+        tally.add(history, reference=reference(history), require_ids=require_ids)
+    return tally.report()
 
 
 def _refusal(history: History) -> str:

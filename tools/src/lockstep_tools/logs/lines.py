@@ -2,10 +2,11 @@
 
 import json
 import re
-import unicodedata
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
+
+from lockstep_tools.escaping import harmless
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -17,8 +18,6 @@ _TEXTS = ("exception", "stack", "stderr")
 _REQUEST_FIELDS = ("request_id", "stream", "trace_id", "trace")
 _BEFORE_REQUEST = re.compile(r"(?:chatcmpl-|cmpl-|resp_)(?=.)")
 """What an answer's own id begins with, before the id of its request."""
-_OTHER_FORMATS = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
-"""Unicode's categories of characters that terminals and bidirectional text act on, or that nobody sees."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,14 @@ def moment(text: str, now: datetime) -> str:
     """
     units = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
     if text and text[-1] in units and text[:-1].isdecimal():
-        then = now - timedelta(seconds=int(text[:-1]) * units[text[-1]])
+        age_s = int(text[:-1]) * units[text[-1]]
+        then = now - timedelta(seconds=min(age_s, int(now.timestamp())))  # no line is older than 1970
     else:
         then = datetime.fromisoformat(text)
-        then = then.replace(tzinfo=UTC) if then.tzinfo is None else then.astimezone(UTC)
+        try:
+            then = then.replace(tzinfo=UTC) if then.tzinfo is None else then.astimezone(UTC)
+        except OverflowError:
+            raise ValueError(f"before the year 1 or after the year 9999: {text}") from None
     return then.strftime("%Y-%m-%dT%H:%M:%S.") + f"{then.microsecond // 1000:03d}Z"
 
 
@@ -127,17 +130,3 @@ def readable(line: Line) -> str:
 def _value(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return harmless(f'"{text}"' if " " in text and isinstance(value, str) else text)
-
-
-def harmless(text: str) -> str:
-    """The text with every character escaped that a terminal or bidirectional text would act on."""
-    if text.isascii() and text.isprintable():
-        return text
-    return "".join(map(_escaped, text))
-
-
-def _escaped(character: str) -> str:
-    if unicodedata.category(character) not in _OTHER_FORMATS:
-        return character
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

@@ -16,8 +16,9 @@ from typing import IO, Self
 
 from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.chaos.release import ROUTER, STATE, WORKER, Pod, Release
+from lockstep_tools.escaping import harmless
 from lockstep_tools.failure import UNUSABLE, CommandError
-from lockstep_tools.logs.lines import MAX_LINE_CHARS, Line, harmless, moment, parse
+from lockstep_tools.logs.lines import MAX_LINE_CHARS, Line, moment, parse
 
 _MAX_WAITING = 10_000
 """Lines that are read and not shown yet; more are not read meanwhile."""

@@ -7,6 +7,7 @@ torch and transformers.
 import copy
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class Training:
         """Train on `text`, write the model to `out`, measure it on `valid`.
 
         Raises:
-            CommandError: the text is too short.
+            CommandError: the text is too short, or `out` cannot be written. Both are found before the training.
         """
         import torch  # noqa: PLC0415
 
@@ -116,6 +117,7 @@ class Training:
         longest = max(max(phase.windows) for phase in self._phases if phase.steps)
         if len(ids) <= longest + 1:
             raise CommandError(f"the text has {len(ids)} tokens, too few for windows of {longest}", UNUSABLE)
+        _check_writable(out)
         torch.manual_seed(self._seed)
         model = make_model(self._shape, tokenizer.get_vocab_size()).to(self._device)
         losses = list(self._learn(model, ids))
@@ -158,6 +160,20 @@ class Training:
     def _perplexities(self, model: Any, ids: list[int]) -> dict[int, float]:
         usable = [window for window in PERPLEXITY_WINDOWS if window < self._shape.context and window < len(ids)]
         return {window: perplexity(model, ids, window) for window in usable}
+
+
+def _check_writable(out: Path) -> None:
+    """Make the directory and a file in it.
+
+    Raises:
+        CommandError: that fails.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise CommandError(f"{out} cannot be written: {error.strerror or error}", UNUSABLE) from None
 
 
 def train_tokenizer(text: str, vocab: int) -> "Tokenizer":

@@ -12,8 +12,8 @@ from operator import attrgetter
 from statistics import median
 from typing import Any
 
+from lockstep_tools.escaping import harmless
 from lockstep_tools.failure import CommandError
-from lockstep_tools.logs.lines import harmless
 
 MAX_ARCHIVE_BYTES = 256 << 20
 MAX_PART_BYTES = 128 << 20

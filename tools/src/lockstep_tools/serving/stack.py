@@ -318,6 +318,8 @@ class Stack:
                 self.management_ports.append(self._port_beside(port if wanted else _MAX_PORT))
 
     def _free_port(self, host: str, port: int) -> int:
+        if port > _MAX_PORT:
+            raise CommandError(f"there is no port {port} for a further router: ports end at {_MAX_PORT}", UNUSABLE)
         while (found := free_port(host, port)) in (*self.ports, *self.management_ports):
             if port:
                 raise CommandError(f"cannot listen on {host}:{port}: it is another router's port", UNUSABLE)

@@ -10,13 +10,16 @@ from rich.table import Table
 
 from lockstep_tools import console
 from lockstep_tools.arguments import model_directory
+from lockstep_tools.serving.stack import StackSettings, check_model
 from lockstep_tools.state_bench import figures, measure, model
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print."""
+    directory = model_directory(arguments.model_directory)
+    check_model(StackSettings(directory, tp=arguments.tp))  # before anything is measured, which takes long
     backends = asyncio.run(measure.measure_backends(arguments.target, arguments.blocks, arguments.rounds))
-    here = _model(arguments)
+    here = _model(arguments, directory)
     if arguments.json:
         print(json.dumps(_as_json(backends, here), indent=2))
         return 0
@@ -39,8 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _model(arguments: argparse.Namespace) -> figures.Model:
-    directory = model_directory(arguments.model_directory)
+def _model(arguments: argparse.Namespace, directory: str) -> figures.Model:
     if arguments.prefill is not None:
         dtype = "bfloat16" if arguments.dtype == "auto" else arguments.dtype
         size = model.kv_bytes_per_token(directory, dtype)

@@ -24,5 +24,5 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS_PER_S",
         help="how fast the model computes prompts (default: measured here)",
     )
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the results as JSON")
     add_engine(parser, context=False)

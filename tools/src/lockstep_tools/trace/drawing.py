@@ -5,7 +5,7 @@ from html import escape
 
 from rich.text import Text
 
-from lockstep_tools.logs.lines import harmless
+from lockstep_tools.escaping import harmless
 from lockstep_tools.trace.causes import causes
 from lockstep_tools.trace.spans import Span, duration, headline, tree
 
