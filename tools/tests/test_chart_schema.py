@@ -10,8 +10,10 @@ import pytest
 import yaml
 from lockstep_common.settings import ServiceSettings
 from lockstep_common.telemetry import REGISTRY
+from lockstep_router.processes.answers import process_metrics
 from lockstep_tools.repository.chart_schema import CHART, SERVICES, ChartError, complete, definition
 from lockstep_worker.settings import Bytes
+from prometheus_client import CollectorRegistry
 from pydantic import Field
 from pydantic_settings import NoDecode
 
@@ -104,7 +106,10 @@ def test_alerts_and_dashboards_use_existing_metrics():
     assert lockstep_state.metrics
     assert lockstep_worker.metrics
     assert lockstep_worker.gpu_metrics
-    exported = {sample for metric in REGISTRY.collect() for sample in sample_names(metric.name, metric.type)}
+    of_parent = CollectorRegistry()
+    process_metrics(of_parent)
+    metrics = [*REGISTRY.collect(), *of_parent.collect()]
+    exported = {sample for metric in metrics for sample in sample_names(metric.name, metric.type)}
     files = [*(CHART / "rules").glob("*.yaml"), *(CHART / "dashboards").glob("*.json")]
     scaled = CHART / "templates/inference-worker/scaledobject.yaml"
     asked = {

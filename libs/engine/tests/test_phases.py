@@ -29,7 +29,9 @@ def test_a_request_runs_before_its_first_output_even_if_the_step_ends_first(tmp_
         async with asyncio.timeout(120):
             await engine.start()
             try:
-                engine.submit(Request("r", (3, 4, 5), SamplingParams(max_tokens=1, ignore_eos=True, logit_bias={1: 0.0})))
+                engine.submit(
+                    Request("r", (3, 4, 5), SamplingParams(max_tokens=1, ignore_eos=True, logit_bias={1: 0.0}))
+                )
                 time.sleep(0.5)  # the step is over
                 while len(told) < 2:
                     await asyncio.sleep(0.01)
