@@ -18,7 +18,8 @@ SHORT_TOKENS = 8
 STEP_S = 0.01
 """Of the backend: streams at 100 tokens a second, as of a small model on a GPU."""
 FULL_STEP_S = 0.001
-"""Of the backend while the cost of a token is measured at the router's limit: more tokens than it can send."""
+"""Of the backend while the cost of a token is measured with many of them. On two cores backend and clients are the
+limit then, not the router."""
 FULL_TOKENS = 2048
 """Of a stream then: beside its tokens its request counts for nothing."""
 PACED_STEP_S = 0.03

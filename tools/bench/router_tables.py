@@ -69,7 +69,7 @@ def full_table(costs: dict[str, list[dict[str, float]]]) -> str:
         ["tokens per second", *(f"{median_of(costs[side])['per_s']:.0f}" for side in sides)],
         ["cores that the router had", *(f"{median_of(costs[side])['cores']:.2f}" for side in sides)],
     ]
-    return table([f"CPU time of the router at its limit, {MANY} streams for each process, µs", *sides], rows)
+    return table([f"CPU time of the router with tokens each ms, {MANY} streams for each process, µs", *sides], rows)
 
 
 def _ratios(costs: dict[str, list[dict[str, float]]], side: str, name: str) -> str:

@@ -178,8 +178,8 @@ def summary(found: dict[str, dict[str, list[dict[str, float]]]]) -> str:
     """The table of all loads."""
     rows: list[list[Any]] = []
     for load, figure, title, goal in (
-        ("full", "per_s", "tokens a second, router at its limit", "-1 %"),
-        ("full", "token_us", "CPU time of a token, router at its limit, µs", "+3 %"),
+        ("full", "per_s", "tokens a second, a token each ms", "-1 %"),
+        ("full", "token_us", "CPU time of a token, a token each ms, µs", "+3 %"),
         ("paced", "token_us", f"CPU time of a token, {MANY} streams at {1 / STEP_S:.0f} tokens/s, µs", "+3 %"),
     ):
         medians = [statistics.median(each[figure] for each in found[load][name]) for name in ("off", "on")]
