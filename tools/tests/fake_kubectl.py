@@ -184,8 +184,6 @@ def show(kind: str, found: list[dict], output: str) -> None:
         print(json.dumps({"items": found} if kind in ("pods", "statefulsets,deployments") else found[0]))
     elif output.startswith("go-template"):
         print("\n".join(f"{key} {value}" for each in found for key, value in each.get("data", {}).items()))
-    elif "range .items" in output and ".metadata.namespace" in output:
-        print("\n".join(f"{each['metadata']['namespace']}/{each['metadata']['name']}" for each in found))
     elif "range .items" in output:
         print("\n".join(f"{each['metadata']['name']} True" for each in found))
     elif "clusterIP" in output:
@@ -245,7 +243,10 @@ def create(namespace: str, arguments: list[str]) -> None:
         store(kind, namespace, value)
 
 
-def label(_: str, arguments: list[str]) -> None:
+def label(namespace: str, arguments: list[str]) -> None:
+    if arguments[0] == "pods":
+        (STATE / "labelled").write_text(" ".join([namespace, *arguments]))
+        return
     value = json.load(sys.stdin)
     value["metadata"]["labels"] = dict(each.split("=") for each in arguments if "=" in each)
     print(json.dumps(value))
@@ -299,6 +300,7 @@ def logs(_: str, arguments: list[str]) -> None:
 
 def drain(_: str, arguments: list[str]) -> None:
     (STATE / f"cordoned-{arguments[0]}").touch()
+    (STATE / "drained").write_text(" ".join(arguments))
     (STATE / "fault").touch()
 
 
