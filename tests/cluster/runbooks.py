@@ -15,8 +15,14 @@ from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.chaos.release import ROUTER, STATE
 
 BOOKS = Path(__file__).parents[2] / "docs/runbooks"
-NOT_HERE = ("nvidia-smi", "kubectl get certificates", "kubectl describe certificates", "kubectl get servicemonitors")
-"""What is in commands that need a GPU, cert-manager or the Prometheus operator."""
+NOT_HERE = (
+    "nvidia-smi",
+    "kubectl get certificates",
+    "kubectl describe certificates",
+    "kubectl get servicemonitors",
+    "--previous",
+)
+"""What is in commands that need a GPU, cert-manager, the Prometheus operator or a container that was restarted."""
 
 _LOOK = re.compile(r"^## Look\n+```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FORWARD = re.compile(r"kubectl port-forward (\S+) (\d+) &")
