@@ -1,5 +1,7 @@
 """A router under eight well-behaved streams, for attacks."""
 
+import random
+import secrets
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +18,19 @@ from trial import Scene
 
 _STREAMS = 8
 _START_S = 60.0
+
+
+@pytest.fixture
+def seed(pytestconfig: pytest.Config) -> int:
+    given = pytestconfig.getoption("--fuzz-seed")
+    number = secrets.randbelow(2**32) if given is None else given
+    print(f"seed {number}")
+    return int(number)
+
+
+@pytest.fixture
+def seeded(seed: int) -> random.Random:
+    return random.Random(seed)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from bent import bent
 from lockstep_api.v1 import inference_pb2, worker_pb2
 
 ANSWERS = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "CANCELLED", "not sent"}
@@ -148,7 +149,7 @@ def _frames(draw: random.Random) -> tuple[bytes, ...]:
     match draw.randrange(12):
         case 0 if frames:
             at = draw.randrange(len(frames))
-            frames[at] = _bent(draw, frames[at])
+            frames[at] = bent(draw, frames[at])
         case 1:
             frames.append(noise(draw))
         case 2:
@@ -227,19 +228,4 @@ def _varint(number: int) -> bytes:
         made.append(number & 0x7F | 0x80)
         number >>= 7
     made.append(number)
-    return bytes(made)
-
-
-def _bent(draw: random.Random, data: bytes) -> bytes:
-    """The data with some bytes replaced, inserted or left out."""
-    made = bytearray(data)
-    for _ in range(draw.randrange(1, 4)):
-        at = draw.randrange(len(made) + 1)
-        match draw.randrange(3):
-            case 0:
-                made[at:at] = draw.randbytes(draw.randrange(5))
-            case 1:
-                made[at : at + draw.randrange(4)] = b""
-            case _:
-                made[at : at + 1] = draw.randbytes(1)
     return bytes(made)

@@ -7,21 +7,20 @@
 import asyncio
 import base64
 import contextlib
-import itertools
 import json
 import random
-import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import httpx
 import pytest
+from bent import bent
+from fuzzing import PREFACE, run_cases
 from lockstep_api.v1 import inference_pb2
 from target import Target
 
-_AT_ONCE = 8
 _TIMEOUT_S = 20.0
 _QUIET_S = 5.0
 """The longest silence of a well-behaved stream; each gives a token every twentieth of a second."""
@@ -48,14 +47,6 @@ _INTERNAL = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.
 def target() -> Iterator[Target]:
     with Target(grpc=True) as running:
         yield running
-
-
-@pytest.fixture
-def seeded(pytestconfig: pytest.Config) -> random.Random:
-    given = pytestconfig.getoption("--fuzz-seed")
-    seed = secrets.randbelow(2**32) if given is None else given
-    print(f"seed {seed}")
-    return random.Random(seed)
 
 
 class Behaved:
@@ -112,46 +103,8 @@ async def behaved(target: Target) -> AsyncIterator[None]:
     assert not [line for line in target.log() if line["level"] in ("error", "critical")]
 
 
-async def run(config: pytest.Config, case: Callable[[], Awaitable[None]]) -> int:
-    """Run cases, some at once, as many or as long as the options say; returns how many.
-
-    They draw in turns, so that the seed makes the same cases.
-    """
-    count, seconds = config.getoption("--fuzz-cases") // 4, config.getoption("--fuzz-seconds")
-    end_s = float("inf") if seconds is None else time.monotonic() + seconds
-    left = iter(range(count)) if seconds is None else itertools.count()
-    done = 0
-
-    async def runner() -> None:
-        nonlocal done
-        for _ in left:
-            if time.monotonic() > end_s:
-                return
-            async with asyncio.timeout(_TIMEOUT_S):
-                await case()
-            done += 1
-
-    await asyncio.gather(*(runner() for _ in range(_AT_ONCE)))
-    return done
-
-
 def noise(draw: random.Random, most: int = 200) -> bytes:
     return draw.randbytes(draw.randrange(most))
-
-
-def bent(draw: random.Random, data: bytes) -> bytes:
-    """The data with some bytes replaced, inserted or left out."""
-    made = bytearray(data)
-    for _ in range(draw.randrange(1, 4)):
-        at = draw.randrange(len(made) + 1)
-        match draw.randrange(3):
-            case 0:
-                made[at:at] = noise(draw, 4)
-            case 1:
-                made[at : at + draw.randrange(4)] = b""
-            case _:
-                made[at : at + 1] = draw.randbytes(1)
-    return bytes(made)
 
 
 # WebSocket.
@@ -224,7 +177,7 @@ async def test_bytes_of_a_websocket(target, seeded, pytestconfig, summarize) -> 
         outcomes[received[9:12].decode("ascii", "replace") or "nothing"] += 1
 
     async with behaved(target):
-        cases = await run(pytestconfig, case)
+        cases = await run_cases(pytestconfig, case, share=4, timeout_s=_TIMEOUT_S)
     summarize(f"websocket: {cases} cases, answers to the handshake: {dict(outcomes)}")
     assert outcomes["101"] > cases / 2
 
@@ -311,19 +264,16 @@ async def test_messages_of_grpc(target, seeded, pytestconfig, summarize) -> None
             statuses[status.name] += 1
 
         async with behaved(target):
-            cases = await run(pytestconfig, case)
+            cases = await run_cases(pytestconfig, case, share=4, timeout_s=_TIMEOUT_S)
     summarize(f"gRPC messages: {cases} cases, by status: {dict(statuses)}")
     assert statuses["OK"]
     assert statuses["INVALID_ARGUMENT"] > cases / 4
 
 
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-
-
 async def test_bytes_of_grpc(target, seeded, pytestconfig, summarize) -> None:
 
     async def case() -> None:
-        data = _PREFACE if seeded.random() < 0.8 else noise(seeded)
+        data = PREFACE if seeded.random() < 0.8 else noise(seeded)
         for _ in range(seeded.randrange(1, 6)):
             payload = noise(seeded)
             head = len(payload).to_bytes(3) + bytes([seeded.randrange(11), seeded.randrange(256)])
@@ -339,7 +289,7 @@ async def test_bytes_of_grpc(target, seeded, pytestconfig, summarize) -> None:
         writer.transport.abort()
 
     async with behaved(target):
-        cases = await run(pytestconfig, case)
+        cases = await run_cases(pytestconfig, case, share=4, timeout_s=_TIMEOUT_S)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{target.grpc_port}") as channel:
             message = inference_pb2.GenerateRequest(model="reference", prompt="hello").SerializeToString()
             call = channel.unary_stream("/lockstep.v1.Inference/Generate")(message, timeout=_TIMEOUT_S)

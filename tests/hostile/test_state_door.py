@@ -6,33 +6,21 @@
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import random
-import secrets
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import odd_requests
 import pytest
+from bent import bent
+from fuzzing import PREFACE, run_cases
 from lockstep_common.ports import free_port
 from redis_server import RedisServer
 from state_load import Load, loaded
 from state_process import dialled, running
 
-_AT_ONCE = 8
 _TIMEOUT_S = 60.0
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-
-
-@pytest.fixture
-def seed(pytestconfig: pytest.Config) -> int:
-    given = pytestconfig.getoption("--fuzz-seed")
-    number = secrets.randbelow(2**32) if given is None else given
-    print(f"seed {number}")
-    return int(number)
 
 
 @pytest.fixture(params=[pytest.param("memory", marks=pytest.mark.slow), "redis"])
@@ -63,26 +51,6 @@ async def behaved(port: int, seed: int) -> AsyncIterator[Load]:
         assert set(load.statuses()) == {"OK"}, load.statuses()
 
 
-async def run(config: pytest.Config, case: Callable[[], Awaitable[None]]) -> int:
-    """Run cases, some at once, as many or as long as the options say; returns how many."""
-    count, seconds = config.getoption("--fuzz-cases") // 2, config.getoption("--fuzz-seconds")
-    end_s = float("inf") if seconds is None else time.monotonic() + seconds
-    left: Iterator[Any] = iter(range(count)) if seconds is None else itertools.count()
-    done = 0
-
-    async def runner() -> None:
-        nonlocal done
-        for _ in left:
-            if time.monotonic() > end_s:
-                return
-            async with asyncio.timeout(_TIMEOUT_S):
-                await case()
-            done += 1
-
-    await asyncio.gather(*(runner() for _ in range(_AT_ONCE)))
-    return done
-
-
 async def test_messages(port, seed, pytestconfig, summarize) -> None:
     draw, statuses = random.Random(seed), Counter[str]()
     async with dialled(f"127.0.0.1:{port}") as client:
@@ -97,7 +65,7 @@ async def test_messages(port, seed, pytestconfig, summarize) -> None:
             statuses[status] += 1
 
         async with behaved(port, seed) as load:
-            cases = await run(pytestconfig, case)
+            cases = await run_cases(pytestconfig, case, share=2, timeout_s=_TIMEOUT_S)
     summarize(f"state server, messages: {cases} cases (seed {seed}), {dict(statuses)}; {len(load.results)} other calls")
     assert statuses["OK"] > cases / 10
     assert statuses["INVALID_ARGUMENT"] > cases / 5
@@ -107,13 +75,13 @@ async def test_bytes(port, seed, pytestconfig, summarize) -> None:
     draw = random.Random(seed)
 
     async def case() -> None:
-        data = _PREFACE if draw.random() < 0.8 else draw.randbytes(draw.randrange(200))
+        data = PREFACE if draw.random() < 0.8 else draw.randbytes(draw.randrange(200))
         for _ in range(draw.randrange(1, 6)):
             payload = draw.randbytes(draw.randrange(200))
             head = len(payload).to_bytes(3) + bytes([draw.randrange(11), draw.randrange(256)])
             data += head + draw.randrange(8).to_bytes(4) + payload
         if draw.random() < 0.3:
-            data = odd_requests.bent(draw, data)
+            data = bent(draw, data)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.suppress(ConnectionError, TimeoutError):
             writer.write(data)
@@ -123,5 +91,5 @@ async def test_bytes(port, seed, pytestconfig, summarize) -> None:
         writer.transport.abort()
 
     async with behaved(port, seed) as load:
-        cases = await run(pytestconfig, case)
+        cases = await run_cases(pytestconfig, case, share=2, timeout_s=_TIMEOUT_S)
     summarize(f"state server, bytes: {cases} connections (seed {seed}); {len(load.results)} other calls")

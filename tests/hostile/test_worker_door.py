@@ -6,16 +6,14 @@ keeps to the protocol are as without it.
 
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import random
-import secrets
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +23,13 @@ import httpx
 import odd_frames
 import psutil
 import pytest
+from fuzzing import PREFACE, run_cases
 from lockstep_api.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
 from lockstep_common.ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 from system import REFERENCE
 
 _SCRIPTED = Path(__file__).parents[2] / "services/inference-worker/tests/scripted_process.py"
-_AT_ONCE = 8
 _START_S = 180.0
 _PATIENCE_S = 60.0
 _QUIET_S = 10.0
@@ -41,15 +39,6 @@ _FILES = 16
 """What a worker opens once, when it first needs it."""
 _TOKENS = 30
 _OWN = "behaved-"
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-
-
-@pytest.fixture
-def seed(pytestconfig: pytest.Config) -> int:
-    given = pytestconfig.getoption("--fuzz-seed")
-    number = secrets.randbelow(2**32) if given is None else given
-    print(f"seed {number}")
-    return int(number)
 
 
 @dataclass
@@ -232,26 +221,6 @@ async def _idle(worker: Worker, routers: int = 1) -> dict[str, float]:
         await asyncio.sleep(0.1)
 
 
-async def run(config: pytest.Config, case: Callable[[], Awaitable[None]]) -> int:
-    """Run cases, some at once, as many or as long as the options say; returns how many."""
-    count, seconds = config.getoption("--fuzz-cases") // 5, config.getoption("--fuzz-seconds")
-    end_s = float("inf") if seconds is None else time.monotonic() + seconds
-    left: Iterator[Any] = iter(range(count)) if seconds is None else itertools.count()
-    done = 0
-
-    async def runner() -> None:
-        nonlocal done
-        for _ in left:
-            if time.monotonic() > end_s:
-                return
-            async with asyncio.timeout(_PATIENCE_S):
-                await case()
-            done += 1
-
-    await asyncio.gather(*(runner() for _ in range(_AT_ONCE)))
-    return done
-
-
 async def test_frames(worker: Worker, seed: int, pytestconfig: pytest.Config, summarize: Callable[[str], None]) -> None:
     draw, statuses = random.Random(seed), Counter[str]()
     async with behaved(worker) as router, connect(worker.target) as shared:
@@ -264,7 +233,7 @@ async def test_frames(worker: Worker, seed: int, pytestconfig: pytest.Config, su
             assert status in odd_frames.ANSWERS, (status, made)
             statuses[status] += 1
 
-        cases = await run(pytestconfig, case)
+        cases = await run_cases(pytestconfig, case, share=5, timeout_s=_PATIENCE_S)
     counts = f"{dict(statuses)}; {router.streams} other streams, silent for {router.silence_s:.2f} s at most"
     summarize(f"worker, frames: {cases} calls (seed {seed}), {counts}")
     assert statuses["OK"] > cases / 10
@@ -275,7 +244,7 @@ async def test_bytes(worker: Worker, seed: int, pytestconfig: pytest.Config, sum
     draw = random.Random(seed)
 
     async def case() -> None:
-        data = _PREFACE if draw.random() < 0.8 else odd_frames.noise(draw)
+        data = PREFACE if draw.random() < 0.8 else odd_frames.noise(draw)
         for _ in range(draw.randrange(1, 6)):
             payload = odd_frames.noise(draw)
             head = len(payload).to_bytes(3) + bytes([draw.randrange(11), draw.randrange(256)])
@@ -289,7 +258,7 @@ async def test_bytes(worker: Worker, seed: int, pytestconfig: pytest.Config, sum
         writer.transport.abort()
 
     async with behaved(worker) as router:
-        cases = await run(pytestconfig, case)
+        cases = await run_cases(pytestconfig, case, share=5, timeout_s=_PATIENCE_S)
     summarize(f"worker, bytes: {cases} connections (seed {seed}); {router.streams} other streams")
 
 

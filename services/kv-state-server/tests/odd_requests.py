@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import xxhash
+from bent import bent
 from lockstep_api.v1 import inference_pb2, state_pb2
 
 ANSWERS = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED", "CANCELLED", "not sent"}
@@ -37,21 +38,6 @@ class Request:
     @property
     def is_stream(self) -> bool:
         return self.method == "Kv/Put"
-
-
-def bent(draw: random.Random, data: bytes) -> bytes:
-    """The data with some bytes replaced, inserted or left out."""
-    made = bytearray(data)
-    for _ in range(draw.randrange(1, 4)):
-        at = draw.randrange(len(made) + 1)
-        match draw.randrange(3):
-            case 0:
-                made[at:at] = draw.randbytes(draw.randrange(5))
-            case 1:
-                made[at : at + draw.randrange(4)] = b""
-            case _:
-                made[at : at + 1] = draw.randbytes(1)
-    return bytes(made)
 
 
 def make(draw: random.Random, tenant: str) -> Request:

@@ -16,7 +16,7 @@ from lockstep_api.v1 import state_pb2
 from lockstep_api.v1.state_pb2 import WriteOutcome
 
 from lockstep_router import metrics
-from lockstep_router.journals.records import ChoiceLog, StoredStream
+from lockstep_router.journals.records import StoredStream
 from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
 from lockstep_router.journals.stored_form import REMOVED, Key, tenant_of, to_message, to_piece
 
@@ -495,8 +495,3 @@ def trim_request(owner: str, request_id: str, ttl_s: float) -> state_pb2.TrimReq
     it were there.
     """
     return state_pb2.TrimRequest(tenant=tenant_of(owner), stream_ids=[request_id], ttl_s=ttl_s)
-
-
-def lengths_of(logs: Sequence[ChoiceLog]) -> tuple[list[int], list[bool]]:
-    """What is acknowledged of a stream that was read just now."""
-    return [len(log.ids) for log in logs], [bool(log.finish) for log in logs]

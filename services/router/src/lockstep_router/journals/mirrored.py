@@ -4,7 +4,7 @@ This router's own reads never wait for the state server. Its streams are served 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +14,7 @@ from lockstep_common.grpc_tls import Dial
 
 from lockstep_router import metrics
 from lockstep_router.journals.memory import MemoryJournalStore
-from lockstep_router.journals.mirror import Entry, Mirror, lengths_of, trim_request
+from lockstep_router.journals.mirror import Entry, Mirror, trim_request
 from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, Record, StoredStream
 from lockstep_router.journals.shared_keys import SharedKeys
 from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
@@ -302,7 +302,7 @@ class MirroredJournalStore:
         if found.key is not None:
             self._keys.adopt(request_id, found.key)
         self._origins[request_id] = found.epoch, found.key
-        written, has_finish = lengths_of(found.stream.logs)
+        written, has_finish = _lengths_of(found.stream.logs)
         self.mirror.add(
             request_id,
             Entry(self._held(request_id), found.epoch, found.key, True, written, has_finish),
@@ -422,3 +422,8 @@ def _found(request_id: str, owner: str, response: state_pb2.ReadResponse | None)
     """An owner's stream as the state server has given it."""
     found = None if response is None else from_response(request_id, response)
     return found if found is not None and found.stream.record.owner == owner else None
+
+
+def _lengths_of(logs: Sequence[ChoiceLog]) -> tuple[list[int], list[bool]]:
+    """What is acknowledged of a stream that was read just now."""
+    return [len(log.ids) for log in logs], [bool(log.finish) for log in logs]

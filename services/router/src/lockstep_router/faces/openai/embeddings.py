@@ -7,7 +7,7 @@ from pydantic import Field, Tag
 
 from lockstep_router.faces import identity
 from lockstep_router.faces.identity import Origin
-from lockstep_router.faces.openai.schema_base import Strict, choice_of
+from lockstep_router.faces.openai.schema_base import ModelName, Strict, choice_of
 from lockstep_router.faces.openai.schemas import IdList, prompt_form
 from lockstep_router.generation.embedding import EmbeddingRequest
 from lockstep_router.generation.request import PromptSource, TextPrompt, TokenPrompt
@@ -17,7 +17,7 @@ from lockstep_router.settings import RouterSettings
 class EmbeddingBody(Strict):
     """POST /v1/embeddings."""
 
-    model: str = Field(min_length=1, max_length=256, description="The model's name, as in `/v1/models`.")
+    model: ModelName
     input: Annotated[
         Annotated[str, Tag("<string>")]
         | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("<list>")]

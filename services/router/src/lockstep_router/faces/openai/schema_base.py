@@ -1,14 +1,49 @@
 """What all schemas of request bodies have in common."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Discriminator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field
+
+ModelName = Annotated[str, Field(min_length=1, max_length=256, description="The model's name, as in `/v1/models`.")]
 
 
 class Strict(BaseModel):
     """Base of all bodies: no type conversions, no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class GenerationFields(Strict):
+    """The model, and how its tokens are chosen: what the client does not set is as the model's publisher says."""
+
+    model: ModelName
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        le=2,
+        allow_inf_nan=False,
+        description="0: always the most likely token. Default: the model's, or 1.",
+    )
+    top_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Only the most likely tokens whose probabilities add up to this. Default: the model's, or 1.",
+    )
+    top_k: int | None = Field(
+        None,
+        ge=-1,
+        lt=1 << 31,
+        description="Only so many most likely tokens; 0 and -1: all. Default: the model's, or all.",
+    )
+    min_p: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        allow_inf_nan=False,
+        description="Only tokens at least this share as likely as the most likely one. Default: the model's, or 0.",
+    )
 
 
 def choice_of(what: str, form: Any) -> Discriminator:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from lockstep_common.protocol import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_IDS
 from pydantic import Field, Tag
 
-from lockstep_router.faces.openai.schema_base import Strict, choice_of, text_form
+from lockstep_router.faces.openai.schema_base import GenerationFields, ModelName, Strict, choice_of, text_form
 from lockstep_router.faces.openai.tool_schemas import (
     MAX_CALL_ID_CHARS,
     MAX_CALLS,
@@ -122,10 +122,9 @@ class StructuredOutputs(Strict):
     json_object: Literal[True] | None = Field(None, description="Any JSON object.")
 
 
-class SamplingFields(Strict):
+class SamplingFields(GenerationFields):
     """The fields that chat and plain completions share."""
 
-    model: str = Field(min_length=1, max_length=256, description="The model's name, as in `/v1/models`.")
     max_tokens: int | None = Field(
         None,
         ge=1,
@@ -134,33 +133,6 @@ class SamplingFields(Strict):
     )
     min_tokens: int = Field(
         0, ge=0, lt=1 << 31, description="End-of-text and stop tokens cannot be chosen before this many tokens."
-    )
-    temperature: float | None = Field(
-        None,
-        ge=0,
-        le=2,
-        allow_inf_nan=False,
-        description="0: always the most likely token. Default: the model's, or 1.",
-    )
-    top_p: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        allow_inf_nan=False,
-        description="Only the most likely tokens whose probabilities add up to this. Default: the model's, or 1.",
-    )
-    top_k: int | None = Field(
-        None,
-        ge=-1,
-        lt=1 << 31,
-        description="Only so many most likely tokens; 0 and -1: all. Default: the model's, or all.",
-    )
-    min_p: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        allow_inf_nan=False,
-        description="Only tokens at least this share as likely as the most likely one. Default: the model's, or 0.",
     )
     repetition_penalty: float | None = Field(
         None,
@@ -302,7 +274,7 @@ class CompletionRequest(SamplingFields):
 class TokenizeRequest(Strict):
     """POST /tokenize: a prompt or messages."""
 
-    model: str = Field(min_length=1, max_length=256, description="The model's name, as in `/v1/models`.")
+    model: ModelName
     prompt: str | None = Field(None, description="A text. Exactly one of `prompt` and `messages` is needed.")
     messages: list[Message] | None = Field(
         None,
@@ -319,5 +291,5 @@ class TokenizeRequest(Strict):
 class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
-    model: str = Field(min_length=1, max_length=256, description="The model's name, as in `/v1/models`.")
+    model: ModelName
     tokens: list[TokenId] = Field(max_length=MAX_IDS, fail_fast=True, description="The token ids.")

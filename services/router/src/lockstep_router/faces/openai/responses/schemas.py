@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from lockstep_router.faces.openai.schema_base import Strict, choice_of, object_form, text_form
+from lockstep_router.faces.openai.schema_base import GenerationFields, Strict, choice_of, object_form, text_form
 from lockstep_router.faces.openai.schemas import MAX_MESSAGES, ReasoningEffort
 from lockstep_router.faces.openai.tool_schemas import (
     MAX_CALL_ID_CHARS,
@@ -165,10 +165,9 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: bool | None = Field(None, description=_CHANGES_NOTHING)
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(GenerationFields):
     """POST /v1/responses."""
 
-    model: str = Field(min_length=1, max_length=256, description="The model's name, as in `/v1/models`.")
     input: Annotated[
         Annotated[str, Tag("<string>")]
         | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("<list>")],
@@ -199,34 +198,6 @@ class ResponsesRequest(Strict):
         ge=1,
         lt=1 << 31,
         description="Most tokens of the answer, reasoning included. Default: what the context has room for.",
-    )
-    temperature: float | None = Field(
-        None,
-        ge=0,
-        le=2,
-        allow_inf_nan=False,
-        description="0: always the most likely token. Default: the model's, or 1.",
-    )
-    top_p: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        allow_inf_nan=False,
-        description="Only the most likely tokens whose probabilities add up to this. Default: the model's, or 1.",
-    )
-    top_k: int | None = Field(
-        None,
-        ge=-1,
-        lt=1 << 31,
-        description="Only so many most likely tokens; 0 and -1: all. An extension. Default: the model's, or all.",
-    )
-    min_p: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        allow_inf_nan=False,
-        description="Only tokens at least this share as likely as the most likely one. An extension. Default: the "
-        "model's, or 0.",
     )
     seed: int | None = Field(
         None,
