@@ -30,9 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[BEGAN_S] = time.monotonic()
     hypothesis.settings.register_profile("lockstep", deadline=None)
     hypothesis.settings.load_profile("lockstep")
-    # A shell starts background jobs with SIGINT ignored, and ignored signals are inherited by what a test starts.
+    # A shell starts background jobs with SIGINT ignored, nohup a command with SIGHUP, and a test's processes inherit that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)  # handlers, unlike SIG_IGN, are not inherited over exec
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         gc.disable()  # what is imported and collected stays; a process that only distributes tests collects none
 

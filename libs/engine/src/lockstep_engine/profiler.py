@@ -63,14 +63,15 @@ class RankProfiler:
         self._left = 0
         self._ends_at = 0.0
         self._steps: list[tuple[int, int, int, int, int]] = []
-        self._writer: threading.Thread | None = None
+        self._is_writing = False
+        """Until just before the answer: whoever has that may start the next profile."""
 
     def start(self, order: StartProfile) -> None:
         """Profile the steps that follow."""
         if self._order is not None:
             with self._harmless():
                 self._abandon()
-        if self._writer is not None and self._writer.is_alive():
+        if self._is_writing:
             self._answer(order.number, "the profile before this one is still being written; try again")
             return
         self._order, self._is_trial = order, True
@@ -173,22 +174,30 @@ class RankProfiler:
         }
         self._order, self._torch, self._steps = None, None, []
         results = recorded.kineto_results
-        self._writer = threading.Thread(
-            target=self._write, args=(order.number, head, results), name="profile", daemon=True
-        )
-        self._writer.start()
+        self._is_writing = True
+        try:
+            threading.Thread(
+                target=self._write, args=(order.number, head, results), name="profile", daemon=True
+            ).start()
+        except RuntimeError:  # there are too many threads
+            self._is_writing = False
+            raise
 
     def _write(self, number: int, head: dict[str, Any], results: Any) -> None:
         try:
             profile = _compressed(head, results)
         except (OSError, RuntimeError, ValueError, MemoryError) as error:
             logger.warning("the profile cannot be written", exc_info=error)
-            self._answer(number, f"its trace cannot be written: {type(error).__name__}")
-            return
-        try:
-            self._answer(number, "", profile)
+            profile, failure = None, f"its trace cannot be written: {type(error).__name__}"
+        else:
+            failure = ""
         finally:
-            os.close(profile)
+            self._is_writing = False
+        try:
+            self._answer(number, failure, profile)
+        finally:
+            if profile is not None:
+                os.close(profile)
 
     def _answer(self, number: int, error: str, profile: int | None = None) -> None:
         message = encode_control(ProfileEnded(number, error))
