@@ -439,3 +439,33 @@ async def test_slow_worker_is_avoided_while_others_have_room(make_cluster):
     await eventually(lambda: link_of(cluster, other).status.queued == 3)
     await complete(cluster)
     assert (len(own.submits), len(other.submits)) == (1, 1)
+
+
+async def test_slow_worker_is_tried_by_one_stream_at_a_time(make_cluster):
+    cluster = await make_cluster(heartbeat_timeout_s=60.0)
+    own, (other,) = cluster.worker_of("session:s")
+    workers, slow = judged_by_the_test(cluster), link_of(cluster, own)
+    began = workers.clock.now() + 1000  # after whatever the scripted workers' steps were
+    for link in workers.links:
+        for _ in range(16):
+            link.health.steps.note((3,), 0.2 if link is slow else 0.02, began, is_usual=True)
+    for second in (0, 1, 2, 60):
+        workers.watch.check(workers.links, began + second)
+    assert slow.health.slowness.is_on_trial
+    assert health_of(cluster, own)["problems"] == ["slow"]
+    for worker in (own, other):
+        worker.script = Script(delay_s=0.05)
+    running = [asyncio.create_task(complete(cluster, max_tokens=100)) for _ in range(4)]
+    await eventually(lambda: len(own.submits) + len(other.submits) == 4)
+    assert (len(own.submits), len(other.submits)) == (1, 3)
+    for link in workers.links:
+        for _ in range(16):
+            link.health.steps.note((1,) if link is slow else (2,), 0.02, began + 61, is_usual=True)
+    for second in (61, 62, 63):
+        workers.watch.check(workers.links, began + second)
+    assert health_of(cluster, own)["problems"] == []
+    running.append(asyncio.create_task(complete(cluster)))
+    await eventually(lambda: len(own.submits) == 2)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

@@ -86,6 +86,31 @@ def test_habit_is_learnt_slowly_and_not_while_slow():
     assert pace.habits() == {(1,): pytest.approx(0.01)}
 
 
+def test_less_work_is_compared_with_more_if_there_is_nothing_else():
+    own, others = filled({(1, 1): 0.05}), [{(3, 1): 0.02, (1, 2): 0.01, (0, 9): 0.001}, {(3, 3): 0.04}]
+    assert own.ratio(others, 0.0) is None
+    assert own.ratio(others, 0.0, with_bounds=True) == pytest.approx(5.0)
+    assert own.ratio([*others, {(1, 1): 0.025}], 0.0, with_bounds=True) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("others", "expected_s"),
+    [
+        ([{(1,): 0.01}], 0.08),  # proportional
+        ([{(1,): 0.01, (2,): 0.01}, {(2,): 0.01}], 0.01),  # the same for every size
+        ([{(1,): 0.01}, {(2,): 0.012}], 0.012 + 9 * 0.002 / 1.5),
+        ([{(1,): 0.01, (2,): 0.08}], 0.32),  # no more than proportional
+        ([{(1,): 0.08, (2,): 0.01}], 0.01),
+    ],
+)
+def test_more_work_is_compared_with_a_bound_from_less(others, expected_s):
+    own = filled({(4,): 0.5})
+    assert own.ratio(others, 0.0) is None
+    assert own.ratio(others, 0.0, with_bounds=True) == pytest.approx(0.5 / expected_s)
+    assert own.ratio([{}], 0.0, with_bounds=True) is None
+    assert filled({(4, 1): 0.5}).ratio([{(1, 1): 0.1}], 0.0, with_bounds=True) is None
+
+
 # Steps from statuses.
 
 
@@ -192,6 +217,39 @@ def test_worker_that_is_no_longer_measured_is_tried_again_after_a_time_that_doub
     assert lengths[-1] <= 1.25 * 300 + 1
 
 
+def on_trial():
+    """One whose trial has begun; and when."""
+    slowness = Slowness(3.0, random.Random(1))
+    judge(slowness, [5.0] * 3)
+    assert slowness.judge(None, 30.0)
+    assert (slowness.is_slow, slowness.is_on_trial) == (False, True)
+    return slowness
+
+
+def test_trial_ends_well_after_three_good_judgements_in_a_row():
+    slowness = on_trial()
+    for second, ratio in enumerate([1.0, 1.0, 2.0, 1.0, 1.0]):
+        slowness.judge(ratio, 31.0 + second)
+        assert slowness.is_on_trial
+    slowness.judge(1.0, 36.0)
+    assert not slowness.is_impaired
+
+
+def test_trial_that_finds_it_slow_begins_a_longer_time():
+    slowness = on_trial()
+    assert judge(slowness, [4.0, 1.0, 4.0, 4.0, 4.0], 31.0) == [False] * 4 + [True]
+    assert not slowness.is_on_trial
+    assert not slowness.judge(None, 35.0 + 29.0), "twice as long as the first time"
+
+
+def test_trial_that_cannot_be_judged_ends_well():
+    slowness = on_trial()
+    assert judge(slowness, [None, 2.0] * 14, 31.0) == [False] * 28
+    assert slowness.is_on_trial
+    slowness.judge(None, 60.0)
+    assert not slowness.is_impaired
+
+
 def test_worker_that_was_well_for_long_begins_with_a_short_time_again():
     slowness = Slowness(3.0, random.Random(1))
     judge(slowness, [5.0] * 3)
@@ -209,8 +267,10 @@ def test_factor_zero_is_never():
 # Simulated workers.
 
 
-def simulate(rng, *, slow=None, slow_from=120.0, seconds=160, factor=6.0, idle=()):
-    """Seconds in which each of several workers counted as slow. Batches and step times differ at random."""
+def simulate(rng, *, slow=None, slow_from=120.0, seconds=160, factor=6.0, idle=(), gathers=False):
+    """Seconds in which each of several workers counted as slow. Batches and step times differ at random. `gathers`: the
+    slow one has larger batches than all others ever had.
+    """
     paces, judges = [Pace(0.002) for _ in range(3)], [Slowness(3.0, rng) for _ in range(3)]
     running, began = [1, 4, 16], {}
     for half in range(2 * seconds):
@@ -220,10 +280,12 @@ def simulate(rng, *, slow=None, slow_from=120.0, seconds=160, factor=6.0, idle=(
                 running[index] = rng.choice((1, 2, 4, 8, 16, 32))
             if index in idle:
                 continue
+            is_slowed = index == slow and now >= slow_from
+            if gathers:
+                running[index] = 32 if is_slowed else min(8, running[index])
             # A step grows with its batch, is noisy, and sometimes has another router's long prompt in it.
             step_s = 0.01 * (1 + 0.2 * running[index]) * rng.lognormvariate(0.0, 0.3)
             step_s *= 10.0 if rng.random() < 0.1 else 1.0
-            is_slowed = index == slow and now >= slow_from
             pace.note(
                 (size_class(running[index]),),
                 step_s * (factor if is_slowed else 1.0),
@@ -234,7 +296,7 @@ def simulate(rng, *, slow=None, slow_from=120.0, seconds=160, factor=6.0, idle=(
             medians = [pace.medians(now) for pace in paces]
             for index, each in enumerate(judges):
                 others = [medians[other] for other in range(3) if other != index and other not in idle]
-                each.judge(paces[index].ratio(others, now), now)
+                each.judge(paces[index].ratio(others, now, with_bounds=not each.is_slow), now)
                 if each.is_slow:
                     began.setdefault(index, now)
     return began
@@ -252,6 +314,20 @@ def test_slow_worker_is_found_within_the_limit(seed):
     began = simulate(random.Random(seed), slow=1)
     assert list(began) == [1]
     assert began[1] - 120.0 <= 15.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_slow_worker_that_gathers_streams_is_found_within_the_limit(seed):
+    print(f"seed {seed}")
+    began = simulate(random.Random(seed), slow=1, gathers=True, factor=8.0)
+    assert list(began) == [1]
+    assert began[1] - 120.0 <= 15.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_healthy_worker_that_gathers_streams_is_not_taken_for_slow(seed):
+    print(f"seed {seed}")
+    assert simulate(random.Random(seed), slow=1, gathers=True, factor=1.0, seconds=300) == {}
 
 
 # Hotspots.

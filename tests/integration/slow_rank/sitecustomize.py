@@ -2,7 +2,8 @@
 start; only workers and their processes that fork ranks are changed. No service has a switch for any of it.
 
 SLOW_RANK_FILE: rank 1 computes 50 ms longer a step. RANK_PACE_FILE: before each collective every rank computes for as
-many ms as the file says for it, such as `20 26`. HELD_RANKS_FILE: ranks that start do not get further.
+many ms as the file says for it, such as `20 26`; `{engine}` in its path is the engine's label. HELD_RANKS_FILE: ranks
+that start do not get further.
 HASTY_FILE: profiles of an idle engine end after a second.
 """
 
@@ -29,6 +30,7 @@ if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "
     from lockstep_engine.rank import Rank
 
     exchange, computing = SharedMemory.exchange, Rank.forward
+    pace_file = os.environ["RANK_PACE_FILE"].replace("{engine}", sys.orig_argv[-2])
 
     def stepping(self, *arguments):
         self._group.left_at = time.perf_counter()  # what was before it is no computing
@@ -36,7 +38,7 @@ if any("lockstep_engine.zygote" in argument for argument in sys.orig_argv) and "
 
     def paced(self, x):
         try:
-            with open(os.environ["RANK_PACE_FILE"]) as file:
+            with open(pace_file) as file:
                 wanted_s = float(file.read().split()[self.rank]) / 1000
         except (FileNotFoundError, IndexError):
             wanted_s = 0.0

@@ -246,7 +246,7 @@ class Link:
             capacity=load.capacity,
             is_suspected=self.health.is_suspected,
             is_ejected=self.health.breaker.is_ejected,
-            is_slow=self.health.slowness.is_slow,
+            is_slow=self.health.slowness.is_slow or (self.health.slowness.is_on_trial and self.streams > 0),
             blocks=self.prefixes,
         )
 

@@ -54,7 +54,7 @@ class Health:
         named = {
             "suspected": self.is_suspected,
             "ejected": self.breaker.state is not BreakerState.CLOSED,
-            "slow": self.slowness.is_slow,
+            "slow": self.slowness.is_impaired,
             "hotspot": self.is_hotspot,
         }
         return [name for name, holds in named.items() if holds]
@@ -82,7 +82,7 @@ class Health:
             self._step_began_at = now
         if (sample := self._meter.note(status, now)) is not None:
             size, step_s = sample
-            self.steps.note((size,), step_s, now, is_usual=not self.slowness.is_slow)
+            self.steps.note((size,), step_s, now, is_usual=not self.slowness.is_impaired)
 
     def note_prompt(self) -> None:
         """Note that the worker computes a part of a prompt, or is about to."""
@@ -97,7 +97,7 @@ class Health:
             now: the time.
         """
         bucket = (size_class(prompt_tokens), size_class(self._running))
-        self.first_tokens.note(bucket, time_s, now, is_usual=not self.slowness.is_slow)
+        self.first_tokens.note(bucket, time_s, now, is_usual=not self.slowness.is_impaired)
 
     def check(self, now: float, stepped_at: float, step_deadline_s: float) -> bool:
         """Check heartbeats and the current step; True if `is_suspected` has changed since the last call, at every tick.

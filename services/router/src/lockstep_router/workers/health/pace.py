@@ -2,8 +2,8 @@
 
 A step takes longer with more streams in it, a first token longer with a longer prompt and a fuller batch. So every
 time belongs to a class of sizes, within which they differ by less than a factor of two, and is divided by the others'
-median in the same class or, if they have none, by what is usual for the worker itself. A size that is new to all says
-nothing. What a class cannot tell apart: prompts of other routers in the same step, and how much of a step is one long
+median in the same class or, if they have none, by what is usual for the worker itself. A slow worker gathers streams,
+so its batches may be larger than all others': then a bound is taken from their smaller ones. What a class cannot tell apart: prompts of other routers in the same step, and how much of a step is one long
 prompt. The median of the ratios and a factor well above 2 cover that.
 """
 
@@ -117,13 +117,17 @@ class Pace:
         """The worker's own usual time of each class, where it is known."""
         return {size: each.habit_s for size, each in self._classes.items() if each.has_habit}
 
-    def ratio(self, references: Iterable[Mapping[Size, float]], now: float) -> float | None:
+    def ratio(
+        self, references: Iterable[Mapping[Size, float]], now: float, *, with_bounds: bool = False
+    ) -> float | None:
         """How many times longer this worker takes than others: the median over its samples of the last 10 s.
 
         Args:
             references: the times of each other worker by class. In each class their median counts or, if they have
                 none, the worker's habit.
             now: the time.
+            with_bounds: where there is neither, compare with the longest time that the others' times of other sizes
+                allow. Then the worker may be slower than the ratio says.
 
         Returns:
             The ratio; None if fewer than eight samples can be compared.
@@ -138,6 +142,8 @@ class Pace:
             if size not in known:
                 theirs = [each[size] for each in references if size in each]
                 known[size] = statistics.median(theirs) if theirs else habits.get(size)
+                if known[size] is None and with_bounds:
+                    known[size] = _bound(size, references)
             if reference_s := known[size]:
                 ratios.append(time_s / reference_s)
         return statistics.median(ratios) if len(ratios) >= _RECENT_ENOUGH else None
@@ -145,3 +151,31 @@ class Pace:
     def forget(self) -> None:
         """Forget what was measured lately; habits stay."""
         self._recent.clear()
+
+
+def _bound(size: Size, references: Iterable[Mapping[Size, float]]) -> float | None:
+    """The longest time that a size may take by what the others take for other sizes, as far as one can tell: as long
+    as more work or, for sizes of one dimension, on the steepest line through the times of less work.
+    """
+    times = [(other, time_s) for each in references for other, time_s in each.items()]
+    more = [time_s for other, time_s in times if all(theirs >= own for own, theirs in zip(size, other, strict=True))]
+    if more:
+        return min(more)
+    if len(size) > 1 or not times:
+        return None
+    points = [(_middle(other[0]), time_s) for other, time_s in times]
+    count, time_s = max(points)
+    slopes = [
+        (after - before) / (larger - smaller)
+        for smaller, before in points
+        for larger, after in points
+        if larger > smaller
+    ]
+    wanted = _middle(size[0])
+    proportional_s = time_s * wanted / count
+    return min(proportional_s, time_s + max(0.0, *slopes) * (wanted - count)) if slopes else proportional_s
+
+
+def _middle(class_: int) -> float:
+    """The middle of the sizes of a class."""
+    return 0.75 * 2**class_

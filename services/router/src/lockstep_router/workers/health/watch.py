@@ -105,15 +105,15 @@ class HealthWatch:
         for index, worker in enumerate(ready):
             health = worker.health
             ratios = [
-                own.ratio([*all_[:index], *all_[index + 1 :]], now)
+                own.ratio([*all_[:index], *all_[index + 1 :]], now, with_bounds=not health.slowness.is_slow)
                 for all_, own in ((steps, health.steps), (firsts, health.first_tokens))
             ]
-            was_slow = health.slowness.is_slow
+            was_slow, was_tried = health.slowness.is_slow, health.slowness.is_on_trial
             if health.slowness.judge(max((each for each in ratios if each is not None), default=None), now):
-                # On trial: what was measured long ago must not decide.
+                # What was measured long ago must not decide.
                 health.steps.forget()
                 health.first_tokens.forget()
-            if health.slowness.is_slow != was_slow:
+            if (health.slowness.is_slow, health.slowness.is_on_trial) != (was_slow, was_tried):
                 _note_slow(worker)
 
     def _find_hotspots(self, model: str, group: Sequence[Watched], ready: Sequence[Watched], now: float) -> None:
@@ -167,6 +167,8 @@ def _note_slow(worker: Watched) -> None:
     if slowness.is_slow:
         metrics.IMPAIRMENTS.labels("slow").inc()
         logger.warning("worker is slow: new streams avoid it while others have room", extra=extra)
+    elif slowness.is_on_trial:
+        logger.info("slow worker is tried by one stream at a time", extra=extra)
     else:
         logger.info("worker is no longer slow", extra=extra)
 
