@@ -17,6 +17,8 @@ from lockstep_router.journals.stored_form import Key, tenant_of_scope
 for _outcome in ("granted", "known", "away"):
     metrics.STATE_CLAIMS.labels(_outcome)  # from 0
 _MAX_FOREIGN = 1024
+_RENEWALS_AT_ONCE = 1024
+"""Fewer than the chores that the mirror has room for. The next ones follow a second later."""
 MARK_AFTER_S = 0.15
 """A request whose preparation takes longer is marked: those that find it by its key have to wait for its stream."""
 _MARK_EVERY_S = 1.0
@@ -39,7 +41,8 @@ class SharedKeys:
         self._keys: dict[str, Key] = {}
         """By the stream, those of this router."""
         self._renewed_at: dict[str, float] = {}
-        self._are_due = False
+        self._due: set[str] = set()
+        """Streams whose keys are to be renewed before their time."""
         self._preparing: dict[str, asyncio.TimerHandle] = {}
         """Requests that have a key, and no stream yet."""
         self._foreign: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -84,6 +87,7 @@ class SharedKeys:
         self.note_open(request_id)
         self._keys.pop(request_id, None)
         self._renewed_at.pop(request_id, None)
+        self._due.discard(request_id)
         self._foreign.pop(request_id, None)
 
     async def claim(self, scope: str, claim: Claim) -> Claim | None:
@@ -127,17 +131,18 @@ class SharedKeys:
 
     def tend(self, is_kept: Callable[[str], bool]) -> None:
         """Renew the times to live of keys. Called about every second."""
-        now, self._are_due, are_due = asyncio.get_running_loop().time(), False, self._are_due
+        now, left = asyncio.get_running_loop().time(), _RENEWALS_AT_ONCE
         for request_id, renewed_at in list(self._renewed_at.items()):
             if not is_kept(request_id) and request_id not in self._preparing:
                 if now - renewed_at > self.ttl_s:
                     self.forget(request_id)
-            elif are_due or now - renewed_at > self.ttl_s / 3:
+            elif left and (request_id in self._due or now - renewed_at > self.ttl_s / 3):
                 self._renew(request_id, self.ttl_s)
+                left -= 1
 
     def renew_soon(self) -> None:
-        """The state server may have forgotten all keys: the next `tend` tells it those of this router."""
-        self._are_due = True
+        """The state server may have forgotten all keys: `tend` tells it those of this router."""
+        self._due = set(self._keys)
 
     def expire_in(self, request_id: str, keep_s: float) -> None:
         """A stream has ended: its key is kept as long as the stream is."""
@@ -147,6 +152,7 @@ class SharedKeys:
 
     def _renew(self, request_id: str, ttl_s: float) -> None:
         self._renewed_at[request_id] = asyncio.get_running_loop().time()
+        self._due.discard(request_id)
         request = self._request(request_id, self._keys[request_id], ttl_s)
         self._mirror.add_chore(partial(self._client.renew, request))
 
