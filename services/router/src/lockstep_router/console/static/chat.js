@@ -58,6 +58,7 @@ class Answer {
     this.content = "";
     this.isDone = false;
     this.tokens = null;
+    this.isCut = false;
     this.target = null;
     this.kind = null;
   }
@@ -119,7 +120,9 @@ class Answer {
   take(chunk) {
     if (chunk.error) throw new Error(chunk.error.message);
     if (chunk.usage) this.tokens = chunk.usage.completion_tokens;
-    const delta = chunk.choices?.[0]?.delta;
+    const choice = chunk.choices?.[0];
+    if (choice?.finish_reason === "length") this.isCut = true;
+    const delta = choice?.delta;
     if (delta?.reasoning_content) this.append("reasoning", delta.reasoning_content);
     if (delta?.content) {
       this.content += delta.content;
@@ -175,8 +178,9 @@ async function send(text) {
   try {
     await answer.run();
     const length = answer.tokens === null ? "" : `${tokens(answer.tokens)}, `;
-    setText(view.foot, `${length}${duration((performance.now() - began) / 1000)}`);
-    announce("The answer is complete.");
+    const cut = answer.isCut ? ", cut at the token limit" : "";
+    setText(view.foot, `${length}${duration((performance.now() - began) / 1000)}${cut}`);
+    announce(answer.isCut ? "The answer was cut at the token limit." : "The answer is complete.");
   } catch (error) {
     hasAnswer = answer.content !== "";
     const wasStopped = answer.stopping.signal.aborted;
