@@ -93,6 +93,20 @@ def test_a_model_that_is_not_in_the_list_names_the_missing_field(tmp_path):
         model_list.from_config(CONFIG | {"intermediate_size": None})
 
 
+@pytest.mark.parametrize(
+    ("fields", "windows"),
+    [
+        ({}, (False,)),
+        ({"model_type": "phi3", "sliding_window": 2047}, (False, True)),
+        ({"model_type": "mistral", "sliding_window": 4096}, (False, True)),
+        ({"model_type": "mistral", "sliding_window": None}, (False,)),
+        ({"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False}, (False,)),
+    ],
+)
+def test_windows_of_a_model_that_is_not_in_the_list(fields, windows):
+    assert model_list.from_config(CONFIG | fields).windows == windows
+
+
 def test_a_model_is_split_like_the_engine_splits_it():
     assert list(model_list.splits(model_list.MODELS["llama-3.1-8b"])) == [
         (32, 8, 14336), (16, 4, 7168), (8, 2, 3584), (4, 1, 1792),

@@ -9,6 +9,7 @@ The image with CUDA holds such a folder; ranks read it (`kernels.prebuilt`).
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -108,7 +109,7 @@ def _calls(task: Task) -> Iterator["launches.Call"]:  # type: ignore[name-define
     for widths in task.models:
         for heads, kv_heads, inner in model_list.splits(widths, task.tps):
             for dtype in task.dtypes:
-                for compressed in task.compressed:
+                for compressed, window in itertools.product(task.compressed, widths.windows):
                     shape = launches.ModelShape(
                         heads=heads,
                         kv_heads=kv_heads,
@@ -118,7 +119,7 @@ def _calls(task: Task) -> Iterator["launches.Call"]:  # type: ignore[name-define
                         dtype=getattr(torch, dtype),
                         rotated=widths.head_dim,
                         head_norms=widths.head_norms,
-                        window=widths.window,
+                        window=window,
                         plain=widths.plain,
                         compressed=compressed,
                     )

@@ -24,7 +24,8 @@ class Widths:
     kv_heads: int
     head_dim: int
     head_norms: bool = False
-    window: bool = False
+    windows: tuple[bool, ...] = (False,)
+    """Whether attention has a window; models with two kinds of layers have both."""
     plain: bool = True
 
     def split(self, tp: int) -> tuple[int, int, int] | None:
@@ -76,8 +77,10 @@ def from_config(settings: Mapping[str, Any]) -> Widths:
     kind = settings.get("model_type")
     kv_heads = settings.get("num_key_value_heads") or heads
     head_dim = settings.get("head_dim") or hidden // heads
-    window = bool(settings.get("sliding_window")) and bool(settings.get("use_sliding_window", kind == "mistral"))
-    return Widths(hidden, inner, heads, kv_heads, head_dim, kind in _HEAD_NORMS, window, kind in _PLAIN)
+    # Which layers have the window, and whether any has it, depends on the architecture: code for both is small.
+    has_window = settings.get("sliding_window") and settings.get("use_sliding_window", True)
+    windows = (False, True) if has_window else (False,)
+    return Widths(hidden, inner, heads, kv_heads, head_dim, kind in _HEAD_NORMS, windows, kind in _PLAIN)
 
 
 def splits(widths: Widths, tps: tuple[int, ...] = ()) -> Iterator[tuple[int, int, int]]:
