@@ -86,6 +86,21 @@ async def test_a_streamed_chat_is_parsed(client: openai.OpenAI, other: openai.As
         assert (await stream.get_final_completion()).choices[0].message.parsed == parsed
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client's own types
+def test_parsed_messages_are_taken_back(client: openai.OpenAI) -> None:
+    first = client.chat.completions.parse(**CHAT, response_format=Night, seed=1).choices[0].message
+    with client.chat.completions.stream(**CHAT, response_format=Night, seed=1) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    nights = []
+    for message in (first, streamed):
+        assert isinstance(message.parsed, Night)
+        more = {"messages": [*CHAT["messages"], message, {"role": "user", "content": "And the next one?"}]}
+        answer = client.chat.completions.parse(**CHAT | more, response_format=Night, seed=2)
+        nights.append(answer.choices[0].message.parsed)
+    assert isinstance(nights[0], Night)
+    assert nights[0] == nights[1]
+
+
 def test_a_response_that_was_left_goes_on_for_its_client(client: openai.OpenAI, http: httpx.Client) -> None:
     """Raw events with ids, as the official client gets them, then the rest by the id of the last one."""
     form = {"format": {"type": "json_schema", "name": "night", "schema": Night.model_json_schema(), "strict": True}}

@@ -78,3 +78,21 @@ def test_what_messages_of_grpc_cannot_hold_is_refused_by_name(body, is_chat, fie
     with pytest.raises(InvalidRequestError) as refused:
         generate_message({"model": "reference"} | body, is_chat=is_chat)
     assert refused.value.field == field
+
+
+def test_messages_of_answers_may_be_sent_back_with_what_clients_add_to_them():
+    function = {"name": "look", "arguments": '{"at": 1}'}
+    call = {"id": "call_1", "type": "function", "function": function}
+    message = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+    added = message | {
+        "tool_calls": [call | {"index": 0, "function": function | {"parsed_arguments": {"at": 1}}}],
+        "parsed": {"answer": 42},
+        "provider_specific_fields": {"refusal": None},
+        "refusal": None,
+        "annotations": [],
+    }
+    plain, other = (generate_message({"messages": [*ASK, each]}, is_chat=True) for each in (message, added))
+    assert plain == other
+    with pytest.raises(InvalidRequestError) as refused:
+        generate_message({"messages": [message | {"audio": {"id": "a"}}]}, is_chat=True)
+    assert refused.value.field == "messages"

@@ -13,6 +13,7 @@ from fake_router import FakeRouter, error, serving, text_of
 from lockstep_client import (
     AsyncLockstepClient,
     AuthenticationError,
+    ConnectionFailedError,
     Finish,
     InternalError,
     LockstepClient,
@@ -57,6 +58,14 @@ class Sync:
 
         return await asyncio.to_thread(leave)
 
+    async def closed(self, received, name, *args, **fields):
+        """Read a stream, which another thread closes once something came."""
+        stream = await asyncio.to_thread(lambda: getattr(self.client, name)(*args, stream=True, **fields))
+        reading = asyncio.create_task(asyncio.to_thread(lambda: received.extend(stream)))
+        await until(lambda: received)
+        await asyncio.to_thread(stream.close)
+        await reading
+
 
 class Async:
     """The same of the client for asyncio."""
@@ -74,6 +83,25 @@ class Async:
         async with await getattr(self.client, name)(*args, stream=True, **fields) as stream:
             events = aiter(stream)
             return [await anext(events) for _ in range(count)]
+
+    async def closed(self, received, name, *args, **fields):
+        """Read a stream, which another task closes once something came."""
+        stream = await getattr(self.client, name)(*args, stream=True, **fields)
+
+        async def read():
+            async for event in stream:
+                received.append(event)
+
+        reading = asyncio.create_task(read())
+        await until(lambda: received)
+        await stream.aclose()
+        await reading
+
+
+async def until(condition):
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(params=[Sync, Async])
@@ -204,6 +232,27 @@ async def test_leaving_cancels_on_the_router(make, router):
         await caller.stream("chat", QUESTION, **OPTIONS)
         assert [method for method, *_ in router.seen] == ["POST", "DELETE", "POST"]
     assert len(router.kept) == 1
+
+
+async def test_closed_stream_is_an_error_for_who_reads_it(make, router):
+    received = []
+    with serving(router, hangs=[900]) as server, pytest.raises(ConnectionFailedError, match="was closed") as closed:
+        async with asyncio.timeout(20):
+            await make(server.url).closed(received, "chat", QUESTION, **OPTIONS)
+    assert text(received)
+    assert closed.value.received.texts[0] == text(received)
+    assert [method for method, *_ in router.seen] == ["POST", "DELETE"]
+
+
+async def test_stream_that_was_closed_between_two_events_is_an_error_for_who_reads_on(router):
+    with serving(router) as server:
+        stream = await Async(server.url).client.chat(QUESTION, **OPTIONS, stream=True)
+        events = aiter(stream)
+        await anext(events)
+        await asyncio.create_task(stream.aclose())
+        with pytest.raises(ConnectionFailedError, match="was closed"):
+            _ = [event async for event in events]
+    assert [method for method, *_ in router.seen] == ["POST", "DELETE"]
 
 
 @pytest.mark.parametrize("refusal", [error(422, "invalid_request", "another body"), error(409, "stream_moved", "gone")])

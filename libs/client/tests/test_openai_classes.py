@@ -1,5 +1,6 @@
 """The drop-ins: everything of the official client works, and answers survive."""
 
+import asyncio
 import json
 
 import openai
@@ -117,6 +118,49 @@ def test_leaving_a_stream_cancels_it(router):
         next(stream)
         stream.close()
         assert [method for method, *_ in router.seen] == ["POST", "DELETE"]
+
+
+async def test_stream_that_another_task_closes_is_an_official_error(router):
+    with serving(router, hangs=[900]) as server:
+        async with AsyncOpenAI(base_url=server.url, api_key="k", policy=POLICY) as client:
+            stream = await client.chat.completions.create(**FIELDS, stream=True)
+            await anext(aiter(stream))
+            reading = asyncio.create_task(rest_of(stream))
+            await asyncio.sleep(0)
+            await stream.close()
+            with pytest.raises(openai.APIConnectionError) as failed:
+                await asyncio.wait_for(reading, 20)
+    assert error_of(failed.value).message == "the stream was closed"
+    assert [method for method, *_ in router.seen] == ["POST", "DELETE"]
+
+
+async def rest_of(stream):
+    return [chunk async for chunk in stream]
+
+
+async def test_stream_that_another_thread_closes_is_an_official_error(router):
+    received = []
+    with serving(router, hangs=[900]) as server:
+        stream = await asyncio.to_thread(make(server).chat.completions.create, **FIELDS, stream=True)
+        reading = asyncio.create_task(asyncio.to_thread(lambda: received.extend(stream)))
+        async with asyncio.timeout(20):
+            while not received:
+                await asyncio.sleep(0.01)
+        await asyncio.to_thread(stream.close)
+        with pytest.raises(openai.APIConnectionError) as failed:
+            await asyncio.wait_for(reading, 20)
+    assert error_of(failed.value).message == "the stream was closed"
+    assert [method for method, *_ in router.seen] == ["POST", "DELETE"]
+
+
+@pytest.mark.parametrize("url", ["HTTP://Routers.Example:80/v1", "http://routers.example:80/v1/"])
+def test_every_form_of_an_address_is_one(router, monkeypatch, url):
+    respond = router.respond
+    router.respond = lambda method, url, *rest: respond(method, url.removeprefix("http://routers.example"), *rest)
+    with serving(router) as server:
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{server.port}")
+        client = OpenAI(base_url=url, api_key="k", policy=POLICY)
+        assert client.chat.completions.create(**FIELDS).choices[0].message.content == EXPECTED
 
 
 def test_errors_have_the_official_classes(router):

@@ -4,9 +4,10 @@ import random
 import socket
 import threading
 
+import pytest
 from fake_router import Clock
 from lockstep_client.network import BlockingNetwork, Connections, run_blocking
-from lockstep_client.routers import Name, Routers
+from lockstep_client.routers import Name, Routers, root_of
 
 A, B = "http://10.0.0.1", "http://10.0.0.2"
 NAME = Name("routers.example", 8000)
@@ -50,3 +51,22 @@ def test_a_name_server_that_is_silent_is_waited_for_as_long_as_for_a_connection(
     finally:
         answered.set()
         run_blocking(network.close())
+
+
+@pytest.mark.parametrize(
+    ("url", "root"),
+    [
+        ("HTTPS://Routers.Example:443/v1/", "https://routers.example"),
+        ("http://10.0.0.1:80", "http://10.0.0.1"),
+        ("http://10.0.0.1:443/Lockstep/v1", "http://10.0.0.1:443/Lockstep"),
+        ("grpc://Routers.Example:80", "grpc://routers.example:80"),
+    ],
+)
+def test_addresses_that_mean_the_same_are_one(url, root):
+    assert root_of(url) == root
+    assert Routers([url, root], avoid_s=5.0, clock=Clock(), random=random.Random(1)).roots == (root,)
+
+
+def test_address_that_cannot_be_one_is_refused():
+    with pytest.raises(ValueError, match="base_urls"):
+        root_of("http://10.0.0.1/\x00")

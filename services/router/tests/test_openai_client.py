@@ -62,6 +62,18 @@ async def test_errors_have_their_classes(client):
     assert wrong.value.param == "temperature"
 
 
+@pytest.mark.parametrize(
+    ("code", "requests"), [("stream_moved", 1), ("deadline_exceeded", 1), ("numerical_error", 1), ("internal", 3)]
+)
+async def test_final_errors_are_not_tried_again(client, cluster, code, requests):
+    for worker in cluster.workers:
+        worker.script = Script(rejection=worker_pb2.Rejected(code=code, message="bad"), reject_after=0)
+    with pytest.raises(openai.APIStatusError) as failed:
+        await client.with_options(max_retries=2).completions.create(model="reference", prompt="hello")
+    assert failed.value.code == code
+    assert sum(len(worker.submits) for worker in cluster.workers) == requests
+
+
 async def test_error_in_a_stream_is_raised(client, cluster):
     rejected = worker_pb2.Rejected(code="internal", message="bad")
     for worker in cluster.workers:

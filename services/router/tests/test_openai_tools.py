@@ -85,6 +85,21 @@ async def test_streamed_calls_are_put_together(address):
     assert [call.function.parsed_arguments for call in answer.choices[0].message.tool_calls] == PARSED
 
 
+async def test_parsed_messages_are_taken_back(address):
+    def run(client):
+        parsed = client.chat.completions.parse(**ASK, tools=TOOLS).choices[0].message
+        with client.chat.completions.stream(**ASK, tools=TOOLS) as stream:
+            streamed = stream.get_final_completion().choices[0].message
+        for message in (parsed, streamed):
+            results = [{"role": "tool", "tool_call_id": call.id, "content": "42"} for call in message.tool_calls[:1]]
+            message.tool_calls = message.tool_calls[:1]  # the most that Llama's template takes
+            conversation = [*ASK["messages"], message, *results]
+            yield client.chat.completions.parse(**ASK | {"messages": conversation}, tools=TOOLS)
+
+    for answer in await blocking(address, lambda client: list(run(client))):
+        check(answer.choices[0].message)
+
+
 async def test_responses_parse_and_stream(address):
     tools = [openai.pydantic_function_tool(model, name=model.__name__) for model in (Weather, Add)]
     tools = [{"type": "function", **tool["function"]} for tool in tools]

@@ -111,7 +111,7 @@ class InternalError(LockstepError):
 
 
 class ConnectionFailedError(LockstepError):
-    """No router could be reached, or each connection broke."""
+    """No router could be reached, each connection broke, or the stream was closed while somebody read it."""
 
     default_code = "connection_failed"
 

@@ -1,5 +1,6 @@
 """Requests for answers: a stream is continued when its connection breaks, a whole answer is asked for again."""
 
+import hashlib
 import json
 import re
 import secrets
@@ -43,6 +44,8 @@ _REPEATABLE = ("/embeddings", "/tokenize", "/detokenize")
 """Endpoints that compute and change nothing, with an answer in one piece."""
 _UNKNOWN_STATUSES = frozenset({400, 404, 405, 422, 501})
 """How routers answer that cannot resume a stream: they do not have it, do not have this much of it, or never resume."""
+_SEEDS = 1 << 53
+"""The client's seeds are below it: any language's JSON has these numbers exactly."""
 _ELSEWHERE_TRIES = 8
 """Connections to one address behind which another router answered than the one that has the stream."""
 
@@ -52,9 +55,18 @@ def endpoint_of(path: str) -> str | None:
     return next((endpoint for endpoint in _ENDPOINTS if path.endswith(endpoint)), None)
 
 
-def with_seed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body with a seed, so that a repeat of the request gives the same tokens."""
-    return dict(body) if body.get("seed") is not None else {**body, "seed": secrets.randbelow(1 << 53)}
+def with_seed(body: Mapping[str, Any], key: str | None) -> dict[str, Any]:
+    """The body with a seed, so that a repeat of the request gives the same tokens.
+
+    Args:
+        body: of the request.
+        key: that the caller has given the request: the seed follows from it, as requests with one key must be equal.
+    """
+    if body.get("seed") is not None:
+        return dict(body)
+    if key is None:
+        return {**body, "seed": secrets.randbelow(_SEEDS)}
+    return {**body, "seed": int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) % _SEEDS}
 
 
 def _streams_path(request: Outgoing) -> str:
@@ -66,7 +78,8 @@ def _streams_path(request: Outgoing) -> str:
 
 def _cancel_by_key(request: Outgoing) -> Outgoing:
     """What ends the generation of a request whose id is not known."""
-    headers = {name: value for name, value in request.headers.items() if name.lower() == KEY_HEADER.lower()}
+    key = _key_of(request.headers)
+    headers = {} if key is None else {KEY_HEADER: key}
     return Outgoing("DELETE", _streams_path(request), _credentials(request) | headers)
 
 
@@ -74,9 +87,13 @@ def _credentials(request: Outgoing) -> dict[str, str]:
     return {name: value for name, value in request.headers.items() if name.lower() == "authorization"}
 
 
+def _key_of(headers: Mapping[str, str]) -> str | None:
+    return next((value for name, value in headers.items() if name.lower() == KEY_HEADER.lower()), None)
+
+
 def _keyed(headers: Mapping[str, str]) -> dict[str, str]:
-    names = {name.lower() for name in headers}
-    return dict(headers) if KEY_HEADER.lower() in names else {**headers, KEY_HEADER: secrets.token_urlsafe(24)}
+    is_keyed = _key_of(headers) is not None
+    return dict(headers) if is_keyed else {**headers, KEY_HEADER: secrets.token_urlsafe(24)}
 
 
 class WholeAnswer:
@@ -417,7 +434,8 @@ def exchange_for(
         if request.method == "POST" and path.endswith(_REPEATABLE):
             return WholeAnswer(request, attempts, is_keyed=False)
         return PlainRequest(request, attempts, is_repeatable=request.method in ("GET", "HEAD", "OPTIONS"))
-    content = json.dumps(with_seed(body), ensure_ascii=False, separators=(",", ":")).encode()
+    seeded = with_seed(body, _key_of(request.headers))
+    content = json.dumps(seeded, ensure_ascii=False, separators=(",", ":")).encode()
     request = Outgoing(request.method, path, request.headers, content)
     if not body.get("stream"):
         best_of, n = body.get("best_of"), body.get("n") or 1

@@ -20,7 +20,11 @@ from lockstep_client.steps import Outgoing
 Body = Mapping[str, Any]
 
 KEY_HEADER = "idempotency-key"
-_PASSED_ON = ("authorization", "x-session-id", "x-request-id", "traceparent", KEY_HEADER)
+_KEY_SUFFIX = ".grpc"
+"""Ends the keys of requests over gRPC. The body that a router makes of a message has other fields than the one over
+HTTP, and routers refuse a key with another body. The seed keeps the tokens equal.
+"""
+_PASSED_ON = ("authorization", "x-session-id", "x-request-id", "traceparent")
 _SAMPLING = (
     "max_tokens",
     "temperature",
@@ -50,6 +54,8 @@ _WITHOUT_MEANING = frozenset(
     }
 )
 """Fields that change nothing of an answer, or that say what the kind of call says."""
+_WITHOUT_MEANING_IN_MESSAGE = frozenset({"parsed", "provider_specific_fields"})
+"""What the official client's `parse` and LiteLLM add to the messages of answers."""
 _MODES = {
     "none": pb.TOOL_CHOICE_MODE_NONE,
     "auto": pb.TOOL_CHOICE_MODE_AUTO,
@@ -99,7 +105,7 @@ def grpc_request(request: Outgoing) -> GrpcRequest:
             resume = pb.ResumeRequest(request_id=unquote(rest.removeprefix("/streams/")), last_event_id=last)
             return GrpcRequest("Resume", resume, pb.GenerateEvent, _generated(request.continues, last))
         case "DELETE", "/streams":
-            cancel = pb.CancelRequest(idempotency_key=_header(request, KEY_HEADER))
+            cancel = pb.CancelRequest(idempotency_key=_header(request, KEY_HEADER) + _KEY_SUFFIX)
             return GrpcRequest("Cancel", cancel, pb.CancelResponse, _Only(lambda _: {"deleted": True}))
         case "DELETE", rest if rest.startswith("/streams/"):
             cancel = pb.CancelRequest(request_id=unquote(rest.removeprefix("/streams/")))
@@ -110,7 +116,10 @@ def grpc_request(request: Outgoing) -> GrpcRequest:
 
 def metadata_of(request: Outgoing) -> tuple[tuple[str, str], ...]:
     """The metadata of a call."""
-    return tuple((name.lower(), value) for name, value in request.headers.items() if name.lower() in _PASSED_ON)
+    passed_on = [(name.lower(), value) for name, value in request.headers.items() if name.lower() in _PASSED_ON]
+    if key := _header(request, KEY_HEADER):
+        passed_on.append((KEY_HEADER, key + _KEY_SUFFIX))
+    return tuple(passed_on)
 
 
 def generate_message(body: Body, *, is_chat: bool) -> pb.GenerateRequest:
@@ -212,7 +221,7 @@ def _set_conversation(conversation: pb.Conversation, name: str, value: Any) -> N
 def _message(given: Body) -> pb.ChatMessage:
     message = pb.ChatMessage(role=given["role"])
     for name, value in given.items():
-        if value is None or value == [] or name == "role":
+        if value is None or value == [] or name == "role" or name in _WITHOUT_MEANING_IN_MESSAGE:
             continue
         match name:
             case "content" if not isinstance(value, str):

@@ -211,6 +211,8 @@ class _BlockingResponse:
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
         self._chunks: Iterator[bytes] = response.iter_bytes()
+        self._is_reading = False
+        self._is_left = False
         self.head = _head(response)
 
     def expect(self, silence_s: float) -> None:
@@ -219,12 +221,25 @@ class _BlockingResponse:
 
     async def read(self) -> Chunk | None:
         """The next bytes."""
-        with _as_broken():
-            return next(self._chunks, None)
+        self._is_reading = True
+        try:
+            with _as_broken():
+                return next(self._chunks, None)
+        finally:
+            self._is_reading = False
+            if self._is_left:
+                self._response.close()
 
     async def close(self) -> None:
-        """Leave the rest."""
-        self._response.close()
+        """Leave the rest. A thread that reads it is woken, and closes the connection itself: closed below a read, the
+        number of its socket might be another connection's already.
+        """
+        self._is_left = True
+        if self._is_reading:
+            with suppress(OSError):
+                self._response.extensions["network_stream"].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        else:
+            self._response.close()
 
 
 class _AsyncResponse:
@@ -245,9 +260,12 @@ class _AsyncResponse:
             return await anext(self._chunks, None)
 
     async def close(self) -> None:
-        """Leave the rest."""
-        await self._chunks.aclose()
-        await self._response.aclose()
+        """Leave the rest. A task that reads it is woken by the end of the connection."""
+        try:
+            with suppress(RuntimeError):  # another task is in it
+                await self._chunks.aclose()
+        finally:
+            await self._response.aclose()
 
 
 class _BlockingCall:

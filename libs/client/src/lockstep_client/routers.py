@@ -10,6 +10,8 @@ from random import Random
 from threading import Lock
 from urllib.parse import urlsplit
 
+import httpx
+
 MAX_ROUTERS = 256
 _MAX_AVOID_S = 60.0
 _DNS_TTL_S = 10.0
@@ -43,7 +45,7 @@ class _Failure:
 
 
 def root_of(base_url: str) -> str:
-    """A base URL without /v1.
+    """A base URL without /v1, as httpx writes it: the host in lower case, without the scheme's own port.
 
     Raises:
         ValueError: it is no URL of a known scheme, or it has a user or password; one of gRPC has no port, or a path.
@@ -55,7 +57,11 @@ def root_of(base_url: str) -> str:
         raise ValueError("base_urls must not contain a user or password")
     if parts.scheme in _GRPC_SCHEMES and (parts.port is None or parts.path.rstrip("/") not in ("", "/v1")):
         raise ValueError("base_urls of gRPC must have a port and no path, as grpc://127.0.0.1:9000")
-    return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
+    try:
+        written = str(httpx.URL(parts.geturl()))
+    except httpx.InvalidURL as error:
+        raise ValueError(f"base_urls: {error}") from None
+    return written.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def is_grpc(root: str) -> bool:

@@ -13,7 +13,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
-from lockstep_client.errors import Received
+from lockstep_client.errors import ConnectionFailedError, LockstepError, Received
 from lockstep_client.generation import Exchange, StreamedAnswer, exchange_for
 from lockstep_client.network import (
     FAREWELL_S,
@@ -54,6 +54,10 @@ class _Shared:
         return exchange_for(request, self.routers, policy or self.policy, time.monotonic, self.random)
 
 
+class _ClosedError(Exception):
+    """The answer was closed while somebody waited for it."""
+
+
 class _Course:
     """The way of one request through its steps."""
 
@@ -62,6 +66,8 @@ class _Course:
         self._exchange = exchange
         self._steps = exchange.run()
         self._response: Response | None = None
+        self._is_over = False
+        """Whether there is nothing more to give."""
         self._is_closed = False
 
     @property
@@ -91,39 +97,58 @@ class _Course:
         return value
 
     async def close(self) -> None:
-        """Leave the answer: what still runs is cancelled."""
-        if self._is_closed:
+        """Leave the answer: what still runs is cancelled. Another task or thread may wait for the answer meanwhile; it
+        gets a `ConnectionFailedError`.
+        """
+        was_closed, self._is_closed = self._is_closed, True
+        response, self._response = self._response, None
+        if was_closed and response is None:
             return
-        self._is_closed = True
-        self._steps.close()
-        await self._network.leave(self._leave())
+        with suppress(ValueError):  # another thread is in them
+            self._steps.close()
+        await self._network.leave(self._leave(response))
 
-    async def _leave(self) -> None:
-        await self._close_response()
+    async def _leave(self, response: Response | None) -> None:
+        if response is not None:
+            await response.close()
         if (last := self._exchange.last_request()) is not None:
             with suppress(BrokenError):  # the router ends the answer by itself when nobody comes back
                 response = await self._network.open(*last, FAREWELL_S)
                 await response.close()
 
     async def _advance(self) -> Head | Content | None:
+        if self._is_over:
+            return None
+        try:
+            return await self._next_given()
+        except BaseException as error:
+            is_left = self._is_closed and isinstance(error, Exception) and not isinstance(error, LockstepError)
+            self._is_over = not self._is_closed
+            await self.close()  # again, if a response has been opened since
+            if is_left:
+                raise ConnectionFailedError("the stream was closed", received=self.received) from None
+            raise
+
+    async def _next_given(self) -> Head | Content | None:
         result: Any = None
         broken: BrokenError | None = None
-        try:
-            while True:
+        while not self._is_closed:
+            try:
                 step = self._steps.send(result) if broken is None else self._steps.throw(broken)
-                result = broken = None
-                if isinstance(step, Give):
-                    return step.value
-                try:
-                    result = await self._carry_out(step)
-                except BrokenError as error:
-                    broken = error
-        except StopIteration:
-            await self._close_response()
-            return None
-        except BaseException:
-            await self.close()
-            raise
+            except StopIteration:
+                break
+            result = broken = None
+            if isinstance(step, Give):
+                return step.value
+            try:
+                result = await self._carry_out(step)
+            except BrokenError as error:
+                broken = error
+        if self._is_closed:
+            raise _ClosedError
+        self._is_over = True
+        await self._close_response()
+        return None
 
     async def _carry_out(self, step: Step) -> Head | Chunk | list[str] | None:
         match step:

@@ -94,8 +94,11 @@ values the error is the field's name and the sentence here.
 UNSUPPORTED_IN_MESSAGE = ("function_call", "audio", "refusal", "annotations")
 """Fields of answers that clients send back in messages: accepted if they are empty."""
 
-_IGNORED_IN_MESSAGE = "provider_specific_fields"
-"""What LiteLLM adds to answers, and sends back."""
+_IGNORED_IN_MESSAGE = ("provider_specific_fields", "parsed")
+"""What LiteLLM and the official client's `parse` add to answers, and send back."""
+
+_IGNORED_IN_FUNCTION = "parsed_arguments"
+"""What `parse` adds to the functions of calls."""
 
 
 def parse(model: type[Model], body: bytes | bytearray, *, max_values: int = 150_000) -> Model:
@@ -197,16 +200,27 @@ def _plain_message(index: int, message: Any) -> Any:
         for part_index, part in enumerate(content):
             _check_object(f"messages[{index}].content[{part_index}]", part)
     if isinstance(calls := message.get("tool_calls"), list):
-        if len(calls) > MAX_CALLS:
-            raise invalid(f"messages[{index}].tool_calls", f"has more than {MAX_CALLS} entries")
-        for call_index, call in enumerate(calls):
-            _check_object(f"messages[{index}].tool_calls[{call_index}]", call)
+        message = message | {"tool_calls": _plain_calls(f"messages[{index}].tool_calls", calls)}
     for key in UNSUPPORTED_IN_MESSAGE:
         if not _is_absent(message.get(key)):
             field = f"messages[{index}].{key}"
             raise invalid(field, _NOT_SUPPORTED)
-    left_out = (*UNSUPPORTED_IN_MESSAGE, _IGNORED_IN_MESSAGE)
+    left_out = (*UNSUPPORTED_IN_MESSAGE, *_IGNORED_IN_MESSAGE)
     return {key: value for key, value in message.items() if key not in left_out}
+
+
+def _plain_calls(name: str, calls: list[Any]) -> list[Any]:
+    if len(calls) > MAX_CALLS:
+        raise invalid(name, f"has more than {MAX_CALLS} entries")
+    plain = []
+    for index, call in enumerate(calls):
+        _check_object(f"{name}[{index}]", call)
+        if isinstance(call, dict) and isinstance(function := call.get("function"), dict):
+            function = {key: value for key, value in function.items() if key != _IGNORED_IN_FUNCTION}
+            plain.append(call | {"function": function})
+        else:
+            plain.append(call)
+    return plain
 
 
 def _plain_item(index: int, item: Any) -> Any:

@@ -25,6 +25,8 @@ AtOnce = Callable[[int, Headers, bytes], bool]
 
 CLIENT_DISCONNECTED_STATUS = MEANINGS[ErrorCode.CANCELLED].http_status
 
+_FINAL = frozenset({ErrorCode.STREAM_MOVED, ErrorCode.DEADLINE_EXCEEDED, ErrorCode.NUMERICAL_ERROR})
+"""Errors that another try meets again, with statuses that OpenAI's clients try again by themselves."""
 _EVENT_STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -46,6 +48,8 @@ def error_reply(error: LockstepError) -> Response:
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_whole_s)}
     if error.code is ErrorCode.INVALID_API_KEY:
         headers["www-authenticate"] = "Bearer"
+    if error.code in _FINAL:
+        headers["x-should-retry"] = "false"
     return json_reply(error.openai_body(), error.meaning.http_status, headers)
 
 

@@ -3,8 +3,9 @@
 A step takes longer with more streams in it, a first token longer with a longer prompt and a fuller batch. So every
 time belongs to a class of sizes, within which they differ by less than a factor of two, and is divided by the others'
 median in the same class or, if they have none, by what is usual for the worker itself. A slow worker gathers streams,
-so its batches may be larger than all others': then a bound is taken from their smaller ones. What a class cannot tell apart: prompts of other routers in the same step, and how much of a step is one long
-prompt. The median of the ratios and a factor well above 2 cover that.
+so its batches may be larger than all others': then a bound is taken from their smaller ones. What a class cannot tell
+apart: prompts of other routers in the same step, and how much of a step is one long prompt. The median of the ratios
+and a factor well above 2 cover that.
 """
 
 import statistics

@@ -1,7 +1,7 @@
 """Decides when a worker counts as slow and when no longer: with hysteresis, and with a second chance.
 
 A slow worker gets few streams, so it is hardly measured. Without measurements it is tried after a time that doubles
-whenever it turns out to be slow still. One stream at a time tries it, so that a worker that is slow still delays no more.
+whenever it turns out to be slow still. One stream at a time tries it, so that no other waits for it.
 """
 
 import random
