@@ -1,11 +1,13 @@
 """GGUF files: what is written can be read, by us and as others write them; what cannot be written is refused."""
 
 import json
+import math
 import random
 import shutil
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from lockstep_common.errors import LockstepError
@@ -13,9 +15,19 @@ from lockstep_engine import Engine, EngineConfig, SamplingParams
 from lockstep_engine.model_config import inspect_model
 from lockstep_tools.cli import main
 from lockstep_tools.model import gguf_files
+from lockstep_tools.model.gguf_rope import carry_scaling
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -32,6 +44,7 @@ SHAPE = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
     "mistral": MistralConfig(**SHAPE, sliding_window=None),
@@ -105,8 +118,8 @@ def test_missing_weights_are_refused(checkpoint, tmp_path, capsys):
     )
 
 
-def rewrite(source, target, *, without_tensor="", without_fields=()):
-    """Write a GGUF file again, without a tensor or fields."""
+def rewrite(source, target, *, without_tensor="", without_fields=(), fields=(), tensors=()):
+    """Write a GGUF file again, without a tensor or fields, and with other ones."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -116,10 +129,147 @@ def rewrite(source, target, *, without_tensor="", without_fields=()):
     for tensor in reader.tensors:
         if tensor.name != without_tensor:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    kinds = {str: gguf.GGUFValueType.STRING, float: gguf.GGUFValueType.FLOAT32, int: gguf.GGUFValueType.UINT32}
+    for name, value in dict(fields).items():
+        writer.add_key_value(name, value, kinds[type(value)])
+    for name, value in dict(tensors).items():
+        writer.add_tensor(name, np.array(value, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def divisors(factor, *, base=10000.0, dim=16):
+    """Those of Llama 3, as llama.cpp's converter writes them."""
+    written = []
+    for exponent in range(0, dim, 2):
+        turns = 8192 / (2 * math.pi * base ** (exponent / dim))  # in the original context
+        smooth = min(max((turns - 1) / (4 - 1), 0), 1)
+        written.append(1 / ((1 - smooth) / factor + smooth))
+    return written
+
+
+def llama3(factor):
+    return {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0} | {
+        "original_max_position_embeddings": 8192
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "rope", "context"),
+    [
+        ({}, {"rope_freqs.weight": divisors(8)}, llama3(8.0), 16384),
+        ({}, {"rope_freqs.weight": divisors(32)}, llama3(32.0), 16384),
+        ({}, {"rope_freqs.weight": [1.0] * 8}, {"rope_type": "default"}, 16384),
+        ({"scaling.type": "linear", "scaling.factor": 8.0}, {}, {"rope_type": "linear", "factor": 8.0}, 131072),
+        ({"scale_linear": 8.0}, {}, {"rope_type": "linear", "factor": 8.0}, 131072),
+        (
+            {"scaling.type": "linear", "scaling.factor": 4.0, "scaling.original_context_length": 4096},
+            {},
+            {"rope_type": "linear", "factor": 4.0},
+            16384,
+        ),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 8192},
+            {},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192},
+            32768,
+        ),
+        (
+            {"scaling.type": "yarn", "scaling.factor": 2.0, "scaling.yarn_beta_fast": 16.0, "scaling.attn_factor": 1.0},
+            {},
+            {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0, "original_max_position_embeddings": 16384},
+            32768,
+        ),
+        ({"scaling.type": "none", "scaling.original_context_length": 4096}, {}, {"rope_type": "default"}, 16384),
+    ],
+    ids=[
+        "llama 3.1",
+        "llama 3.2",
+        "divisors of 1",
+        "linear",
+        "older linear",
+        "linear in 4096",
+        "yarn",
+        "yarn 2",
+        "none",
+    ],
+)
+def test_the_rotary_scaling_of_other_writers_is_kept(fields, tensors, rope, context, checkpoint, tmp_path):
+    folder, back = checkpoint("llama", rope_parameters=ROPE, max_position_embeddings=16384), tmp_path / "back"
+    assert convert(folder, tmp_path / "ours.gguf", "--dtype", "float32") == 0
+    named = {f"llama.rope.{name}": value for name, value in fields.items()}
+    rewrite(tmp_path / "ours.gguf", tmp_path / "m.gguf", fields=named, tensors=tensors)
+    assert convert(tmp_path / "m.gguf", back, "--dtype", "float32") == 0
+    assert inspect_model(EngineConfig(model=str(back))).context_length == context
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": ROPE | rope}))
+    expected, given = rotary(folder), rotary(back)
+    assert torch.equal(given.inv_freq, expected.inv_freq)
+    assert given.attention_scaling == expected.attention_scaling
+    assert torch.equal(logits(back), logits(folder))
+
+
+def rotary(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "words"),
+    [
+        ({}, {"rope_freqs.weight": divisors(16)}, "rope_freqs.weight is neither Llama 3.1's nor 3.2's"),
+        ({}, {"rope_freqs.weight": [2.0] * 4}, "rope_freqs.weight is neither"),
+        ({}, {"rope_factors_long.weight": [2.0] * 8}, "LongRoPE, in the tensor rope_factors_long.weight"),
+        ({}, {"rope_factors_short.weight": [2.0] * 8}, "LongRoPE, in the tensor rope_factors_short.weight"),
+        ({"type": "longrope"}, {}, "llama.rope.scaling.type is longrope"),
+        ({"type": "yarn", "factor": 2.0, "yarn_log_multiplier": 0.5}, {}, "yarn_log_multiplier is 0.5"),
+        ({"attn_factor": 1.5}, {}, "llama.rope.scaling.attn_factor is 1.5"),
+        ({"alpha": 1000.0}, {}, "llama.rope.scaling.alpha is 1000.0"),
+        ({"factor": 2.0}, {"rope_freqs.weight": divisors(8)}, "fields and the tensor rope_freqs.weight"),
+    ],
+)
+def test_a_rotary_scaling_that_would_be_lost_is_refused(fields, tensors, words, checkpoint, tmp_path, capsys):
+    assert convert(checkpoint("llama", rope_parameters=ROPE), tmp_path / "ours.gguf") == 0
+    named = {f"llama.rope.scaling.{name}": value for name, value in fields.items()}
+    rewrite(tmp_path / "ours.gguf", tmp_path / "m.gguf", fields=named, tensors=tensors)
+    assert convert(tmp_path / "m.gguf", tmp_path / "back") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "its rotary scaling cannot be carried over" in said
+    assert words in said
+    assert not (tmp_path / "back").exists()
+
+
+def write_scaling(path, architecture):
+    """A file that has a linear scaling and no model."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("m")
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(8.0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def carried(path, config):
+    write_scaling(path, config.model_type)
+    carry_scaling(path, gguf.GGUFReader(path), config)
+    return config
+
+
+def test_layers_with_a_window_are_not_scaled(tmp_path):
+    """Gemma 3: so do llama.cpp and `transformers`."""
+    rope = carried(tmp_path / "m.gguf", Gemma3TextConfig(num_hidden_layers=6)).rope_parameters
+    assert rope["full_attention"] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    assert rope["sliding_attention"] == {"rope_type": "default", "rope_theta": 1e4}
+
+
+def test_a_scaling_that_the_architecture_does_not_have_is_refused(tmp_path):
+    with pytest.raises(LockstepError, match=r"rotary scaling \(linear\) cannot be carried over to phi3"):
+        carried(tmp_path / "m.gguf", Phi3Config())
+    with pytest.raises(LockstepError, match=r"rotary scaling \(linear\) cannot be carried over to gpt2"):
+        carried(tmp_path / "m.gguf", GPT2Config())
 
 
 @pytest.mark.parametrize(
@@ -282,6 +432,12 @@ def test_an_architecture_that_cannot_be_read_is_refused(tmp_path, capsys):
     assert convert(tmp_path / "m.gguf", tmp_path / "out") == 2
     assert "architecture rwkv7 is not supported" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_fields_that_transformers_cannot_read_are_refused(tmp_path, capsys):
+    write_scaling(tmp_path / "m.gguf", "gpt-oss")
+    assert convert(tmp_path / "m.gguf", tmp_path / "out") == 2
+    assert "cannot read its fields" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_folder_that_cannot_be_written_is_said(checkpoint, capsys):

@@ -27,6 +27,7 @@ _TO_8 = (1, 2, 4, 8)
 
 _HEADS = {"head_dim": 16}
 _WINDOW = {"head_dim": 16, "sliding_window": 37, "layer_types": ["sliding_attention", "full_attention"]}
+_CHOSEN_WINDOW = {"use_sliding_window": True, "sliding_window": 37}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _SIGMOID_EXPERTS = {"num_experts_per_tok": 4, "moe_intermediate_size": 32}  # 32: whole vectors
@@ -46,6 +47,7 @@ _TWO_ROPES = {
     "short_factor": [1.0] * 8,
     "long_factor": [1.0 + each for each in range(8)],
 }
+_TWO_MAGNITUDES = {**_TWO_ROPES, "short_mscale": 1.0, "long_mscale": 1.4}
 _DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 _FALCON = {key: _SHAPE[key] for key in _SHAPE if key != "intermediate_size"}
 
@@ -86,6 +88,7 @@ _add(
 _add("deepseek_v3", {**_GROUPED, **_LATENT, **_ROUTED, "first_k_dense_replace": 1}, _TO_4)
 _add("deepseek_v3-one-query", {**_GROUPED, **_LATENT, "q_lora_rank": None, "first_k_dense_replace": 2})
 _add("dots1", {**_GROUPED, **_ROUTED, "first_k_dense_replace": 1})
+_add("dots1-window", {**_GROUPED, **_WINDOW, **_ROUTED, "first_k_dense_replace": 1})
 _add("ernie4_5", _GROUPED)
 _add("ernie4_5_moe", {**_GROUPED, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32})
 _add("exaone4", {**_GROUPED, **_WINDOW})
@@ -124,6 +127,7 @@ _add("minimax_m2", {**_GROUPED, **_HEADS, "num_local_experts": 32, "num_experts_
 _add("ministral", {**_GROUPED, **_WINDOW})
 _add("mistral", {**_DEEP, "sliding_window": 37, "head_dim": 16}, _TO_4)
 _add("mixtral", {**_DEEP, **_LOCAL_EXPERTS}, _TO_4)
+_add("mixtral-window", {**_GROUPED, **_LOCAL_EXPERTS, "sliding_window": 37})
 _add("nanochat", _GROUPED)
 _add("nemotron", {**_GROUPED, **_HEADS})
 _add("olmo", _GROUPED)
@@ -135,18 +139,30 @@ _add("opt-projected", {**_FALCON, "ffn_dim": 96, "word_embed_proj_dim": 32, "do_
 _add("persimmon", _SHAPE)
 _add("phi", _GROUPED)
 _add("phi3", {**_GROUPED, **_EIGHT_HEADS}, _TO_8)
+_add("phi3-window", {**_GROUPED, "sliding_window": 37})
 _add("llama-dynamic-rope", {**_GROUPED, "rope_parameters": _DYNAMIC_ROPE, "max_position_embeddings": 64}, ())
 _add("phi3-two-ropes", {**_GROUPED, "rope_parameters": _TWO_ROPES, "original_max_position_embeddings": 64}, ())
 _add("phimoe", {**_GROUPED, **_LOCAL_EXPERTS})
+_add("phimoe-window", {**_GROUPED, **_LOCAL_EXPERTS, "sliding_window": 37})
+_add("phimoe-two-ropes", {**_GROUPED, **_LOCAL_EXPERTS, "rope_parameters": _TWO_MAGNITUDES}, ())
 _add("qwen2", _DEEP, _TO_4)
+_add("qwen2-window", {**_GROUPED, **_CHOSEN_WINDOW, "max_window_layers": 1})
 _add(
     "qwen2_moe",
     {**_GROUPED, **_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
 )
+_add(
+    "qwen2_moe-window",
+    {**_GROUPED, **_EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    | {**_CHOSEN_WINDOW, "max_window_layers": 2},
+)
 _add("qwen3", {**_DEEP, "head_dim": 32}, _TO_4)
+_add("qwen3-window", {**_GROUPED, **_HEADS, **_CHOSEN_WINDOW, "max_window_layers": 1})
 _add("qwen3_moe", {**_DEEP, **_EXPERTS, **_HEADS, "moe_intermediate_size": 32, "mlp_only_layers": [1]}, _TO_4)
+_add("qwen3_moe-window", {**_GROUPED, **_EXPERTS, **_HEADS, "moe_intermediate_size": 32, **_CHOSEN_WINDOW})
 _add("seed_oss", {**_GROUPED, **_HEADS})
 _add("smollm3", _GROUPED)
+_add("smollm3-window", {**_GROUPED, **_WINDOW, "use_sliding_window": True})
 _add("solar_open", {**_GROUPED, **_HEADS, **_ROUTED})
 _add("stablelm", _GROUPED)
 _add("stablelm-norms", {**_GROUPED, "qk_layernorm": True, "use_parallel_residual": True}, _TO_4)

@@ -3,11 +3,14 @@
 docs/architectures.md is made from what is tested here: `python libs/engine/tests/architecture_table.py` writes it.
 """
 
+import inspect
 import json
+import sys
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from architecture_table import PAGE, page
 from checkpoints import CASES, VOCABULARY, make
 from in_process import InProcessGroup
@@ -18,7 +21,8 @@ from lockstep_engine.plan import RowSampling
 from lockstep_engine.sampling import Sampler
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 PROMPT, NEW = 24, 32
 SAMPLING = RowSampling(
@@ -154,7 +158,7 @@ def kept_in_float32(model):
     return {name for name, stored in model.state_dict().items() if stored.dtype is torch.float32}
 
 
-@pytest.mark.parametrize("name", ["phi3-two-ropes", "llama-dynamic-rope"])
+@pytest.mark.parametrize("name", ["phi3-two-ropes", "phimoe-two-ropes", "llama-dynamic-rope"])
 def test_frequencies_for_long_contexts_do_not_depend_on_the_batch(name, tmp_path):
     """`transformers` takes one set up to 64 positions, others beyond; the engine goes by what it serves."""
     path, reference = make(name, tmp_path)
@@ -167,6 +171,7 @@ def test_frequencies_for_long_contexts_do_not_depend_on_the_batch(name, tmp_path
         first = group.logits(ids[0, :20].tolist(), 0)
         ours = torch.cat([first, group.logits(ids[0, 20:count].tolist(), 20)])
         assert (ours - expected[count]).abs().max() <= 1e-4
+        assert torch.equal(group.logits(ids[0, :count].tolist(), 0), ours)
 
 
 def test_seeded_choices_are_the_same_on_any_number_of_ranks(tmp_path):
@@ -192,6 +197,25 @@ def sample(logits, sampling, draws):
 
 def test_every_architecture_has_a_case():
     assert {case.model_type for case in CASES.values()} == set(ARCHITECTURES)
+
+
+def test_every_architecture_that_can_have_a_sliding_window_has_a_case_with_one():
+    """`transformers` computes a window by a mask. Not every model gives it to the attention function as well."""
+    masked = {model_type for model_type in ARCHITECTURES if "create_sliding_window_causal_mask" in source(model_type)}
+    assert len(masked) > 20
+    assert masked == {case.model_type for case in CASES.values() if case.tps and has_window(case)} & masked
+
+
+def source(model_type):
+    """The file of the model, in `transformers`."""
+    model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    return inspect.getsource(sys.modules[model.__module__])
+
+
+def has_window(case):
+    config = AutoConfig.for_model(case.model_type, **case.settings)
+    in_layers = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    return getattr(config, "sliding_window", None) == 37 and in_layers
 
 
 def test_the_table_in_the_documentation_is_what_is_tested():

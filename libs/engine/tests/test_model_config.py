@@ -72,6 +72,18 @@ class TestContents:
     def test_rotary_scaling_extends_the_context(self, tmp_path, field, rope, expected):
         assert inspect(write_model(tmp_path, **{field: rope})).context_length == expected
 
+    @pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+    def test_a_context_that_includes_the_scaling_is_not_extended(self, tmp_path, field):
+        rope = {"rope_type": "linear", "factor": 8.0}
+        path = write_model(tmp_path, model_type="gemma3_text", max_position_embeddings=131072, **{field: rope})
+        assert inspect(path).context_length == 131072
+
+    @pytest.mark.parametrize("kind", ["su", "yarn"])
+    def test_older_names_of_longrope_do_not_extend_the_context(self, tmp_path, kind):
+        rope = {"type": kind, "original_max_position_embeddings": 64}
+        path = write_model(tmp_path, model_type="phi3", original_max_position_embeddings=64, rope_scaling=rope)
+        assert inspect(path).context_length == 128
+
     def test_the_users_limit_holds_for_an_extended_context(self, tmp_path):
         path = write_model(tmp_path, rope_scaling={"type": "linear", "factor": 8})
         assert inspect(path, max_context=500).context_length == 500
@@ -181,6 +193,31 @@ class TestRefusals:
     def test_a_size_that_is_missing_or_no_number(self, tmp_path, field, value):
         message = refusal(write_model(tmp_path, **{field: value}))
         assert f"no usable {field} (given: {value})" in message
+
+    @pytest.mark.parametrize(
+        ("field", "value"), [("is_causal", False), ("is_causal", 0), ("use_bidirectional_attention", True)]
+    )
+    def test_attention_to_later_tokens(self, tmp_path, field, value):
+        message = refusal(write_model(tmp_path, **{field: value}))
+        assert "attends to later tokens, which is not supported" in message
+        assert f"({field} in config.json is {json.dumps(value)})" in message
+        inspect(write_model(tmp_path, **{field: not value}))
+
+    def test_a_rotary_scaling_by_an_older_name_that_is_not_read(self, tmp_path):
+        path = write_model(
+            tmp_path, model_type="phi3", original_max_position_embeddings=64, rope_scaling={"type": "su"}
+        )
+        assert "change su to longrope" in refusal(path)
+        inspect(
+            write_model(path, model_type="phi3", original_max_position_embeddings=64, rope_scaling={"type": "longrope"})
+        )
+
+    @pytest.mark.parametrize("beside", [True, False])
+    def test_an_adapter(self, tmp_path, beside):
+        path = write_model(tmp_path) if beside else tmp_path
+        (path / "adapter_config.json").write_text("{}")
+        (path / "adapter_model.safetensors").write_bytes(safetensors_bytes())
+        assert "holds an adapter (PEFT), which is not supported; merge it into the model first" in refusal(path)
 
     def test_broken_generation_config(self, tmp_path):
         (write_model(tmp_path) / "generation_config.json").write_text("{")
@@ -347,9 +384,20 @@ class TestDigest:
         assert inspect(path, **settings).digest != inspect(path).digest
         assert inspect(path, **settings).digest == inspect(path, **settings, kv_tenant_share=0.5).digest
 
-    @pytest.mark.parametrize(("kind", "decides"), [("dynamic", True), ("longrope", True), ("yarn", False)])
-    def test_says_the_context_where_it_decides_over_frequencies(self, tmp_path, kind, decides):
-        path = write_model(tmp_path, rope_scaling={"rope_type": kind, "factor": 2.0})
+    @pytest.mark.parametrize(
+        ("model_type", "rope", "decides"),
+        [
+            ("llama", {"rope_type": "dynamic"}, True),
+            ("llama", {"rope_type": "longrope"}, True),
+            ("llama", {"rope_type": "yarn"}, False),
+            ("phi3", {"type": "yarn"}, True),
+            ("phi3", {"type": "su", "original_max_position_embeddings": 64}, True),
+            ("phimoe", {"rope_type": "linear", "short_mscale": 1.0, "long_mscale": 1.2}, True),
+        ],
+        ids=str,
+    )
+    def test_says_the_context_where_it_decides_over_frequencies(self, tmp_path, model_type, rope, decides):
+        path = write_model(tmp_path, model_type=model_type, rope_scaling={"factor": 2.0, **rope})
         assert (inspect(path, max_context=64).digest != inspect(path).digest) == decides
 
     @pytest.mark.parametrize("at", [0, -1])

@@ -72,6 +72,11 @@ class Architecture:
     """Part of a name in the model → its spelling in some checkpoints."""
     context_length: int | None = None
     """Context length if config.json names none."""
+    window: Literal["module", "config"] | None = None
+    """Which has the `sliding_window` of an attention module that gives it to its mask alone: the module or its
+    configuration. None: modules give theirs to the attention function."""
+    is_limit_scaled: bool = False
+    """Whether max_position_embeddings includes what rotary scaling adds to the context."""
     note: str = ""
     """Text for the table in docs/architectures.md."""
 
@@ -104,7 +109,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "flex_olmo": _WHOLE_NORM,
     "gemma": _PLAIN,
     "gemma2": Architecture(note="soft caps, sliding window"),
-    "gemma3_text": Architecture(note="sliding window"),
+    "gemma3_text": Architecture(is_limit_scaled=True, note="sliding window"),
     "glm": Architecture(split_plan=_PACKED_MLP),
     "glm4": Architecture(split_plan=_PACKED_MLP),
     "glm4_moe": _PLAIN,
@@ -161,9 +166,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "persimmon": Architecture(split_plan=_FUSED_QKV),
     "phi": _PLAIN,
     "phi3": Architecture(split_plan={"*.self_attn.qkv_proj": "packed_qkv", **_PACKED_MLP}, reads_config=True),
-    "phimoe": Architecture(spellings=((".mlp.router.", ".block_sparse_moe.gate."), _BLOCK_SPARSE)),
+    "phimoe": Architecture(spellings=((".mlp.router.", ".block_sparse_moe.gate."), _BLOCK_SPARSE), window="config"),
     "qwen2": _PLAIN,
-    "qwen2_moe": _PLAIN,
+    "qwen2_moe": Architecture(window="module"),
     "qwen3": _PLAIN,
     "qwen3_moe": _PLAIN,
     "seed_oss": _PLAIN,

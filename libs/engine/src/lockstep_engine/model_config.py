@@ -38,6 +38,8 @@ scaled model serves."""
 SETTLED_ROPE = frozenset({"longrope", "dynamic"})
 """Kinds of rotary positions with other frequencies for longer sequences. Here they are those of the longest sequence
 that is served, because a request's result must not depend on other requests."""
+_OLDER_LONGROPE = frozenset({"su", "yarn"})
+"""What Phi-3's configurations called longrope at first; `transformers` still reads these names so."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
         raise refuse(f"model {path} is a GGUF file: `lockstep convert` makes a directory of it, which can be served")
     if not path.is_dir():
         raise refuse(f"model {path}: no such directory")
+    if (path / "adapter_config.json").exists():
+        raise refuse(f"model {path}: it holds an adapter (PEFT), which is not supported; merge it into the model first")
     settings = read_json(path / "config.json")
     files, stored = _weight_files(path)
     architectures = settings.get("architectures")
@@ -95,6 +99,7 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
             f"model {path}: config.json names the architecture {architecture}; only …ForCausalLM generates text"
         )
     model_type = _known_type(path, settings, architecture)
+    _check_causal(path, settings, architecture)
     quantization = read_scheme(settings, model_type, lambda sentence: refuse(f"model {path}: {sentence}"))
     for field, others in _OTHER_NAMES.items():
         settings.setdefault(field, next((settings[each] for each in others if each in settings), None))
@@ -149,18 +154,39 @@ def _known_type(path: Path, settings: dict[str, Any], architecture: str) -> str:
     return model_type
 
 
+def _check_causal(path: Path, settings: dict[str, Any], architecture: str) -> None:
+    for field, is_given in (
+        ("is_causal", not settings.get("is_causal", True)),
+        ("use_bidirectional_attention", settings.get("use_bidirectional_attention")),
+    ):
+        if is_given:
+            value = json.dumps(settings[field])
+            raise refuse(
+                f"model {path}: {architecture} attends to later tokens, which is not supported "
+                f"({field} in config.json is {value})"
+            )
+
+
 def _rope(settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The kind of rotary scaling, and its parameters. Those that differ between layers count as none."""
     given = settings.get("rope_parameters") or settings.get("rope_scaling")
     rope = given if isinstance(given, dict) else {}
-    return str(rope.get("rope_type") or rope.get("type") or "default"), rope
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    if settings["model_type"] == "phi3" and kind in _OLDER_LONGROPE:
+        kind = "longrope"
+    return kind, rope
 
 
 def _context_limit(path: Path, settings: dict[str, Any]) -> int:
     """Positions that the model has been made for, extended by its rotary scaling."""
     limit = _positive(path, settings, "max_position_embeddings")
     kind, rope = _rope(settings)
-    if kind not in _EXTENDING_ROPE:
+    if "su" in (rope.get("rope_type"), rope.get("type")) and "original_max_position_embeddings" not in rope:
+        raise refuse(
+            f"model {path}: config.json calls its rotary scaling su, without original_max_position_embeddings beside "
+            "it; change su to longrope, the newer name"
+        )
+    if kind not in _EXTENDING_ROPE or ARCHITECTURES[settings["model_type"]].is_limit_scaled:
         return limit
     factor = rope.get("factor")
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor <= _LARGEST_SIZE:
@@ -177,8 +203,9 @@ def _context_limit(path: Path, settings: dict[str, Any]) -> int:
 
 
 def _settled_context(settings: dict[str, Any], context_length: int) -> int | None:
-    """The context where it decides over frequencies, and so over results."""
-    return context_length if _rope(settings)[0] in SETTLED_ROPE else None
+    """The context where it decides over frequencies or their magnitude, and so over results."""
+    kind, rope = _rope(settings)
+    return context_length if kind in SETTLED_ROPE or "long_mscale" in rope else None
 
 
 def _most_common(stored: Counter[str]) -> str:

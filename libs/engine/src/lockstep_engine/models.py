@@ -195,8 +195,9 @@ def paged_attention(
     """
     assert attention_mask is None
     step: CurrentStep = module.current_step
+    window = step.window_of(module) if sliding_window is None else sliding_window
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = Scoring(scale, sliding_window, softcap, sinks=s_aux)
+    scoring = Scoring(scale, window, softcap, sinks=s_aux)
     out = step.take().attend(module.layer_idx, query[0], key[0], value[0], scoring)
     return out.unsqueeze(0), None
 
@@ -244,7 +245,9 @@ def build_model(info: ModelInfo, group: Collectives, dtype: torch.dtype, *, shar
             raise refuse(f"model {info.path}: rotary positions of the kinds {kinds} in one model are not supported")
         if rope_type in tuple(SETTLED_ROPE):
             _settle_frequencies(module, info.context_length)
-    step = CurrentStep()
+        if rope_type is not None:
+            _settle_magnitude(module, info.context_length)
+    step = CurrentStep(window=architecture.window)
     prepare_attention(model, step, architecture.attention, splitter.heads, info.context_length, dtype)
     return BuiltModel(
         module=model,
@@ -283,6 +286,14 @@ def _settle_frequencies(rotary: Any, context_length: int) -> None:
         return forward(x, position_ids)
 
     rotary.forward = first
+
+
+def _settle_magnitude(rotary: Any, context_length: int) -> None:
+    """Fix the factor of cosines and sines that is another for longer sequences (PhiMoE), for the same reason."""
+    rope = rotary.config.rope_parameters
+    if "long_mscale" in rope:
+        is_long = context_length > rope["original_max_position_embeddings"]
+        rope["short_mscale"] = rope["long_mscale"] = rope["long_mscale" if is_long else "short_mscale"]
 
 
 def _first_line(error: BaseException) -> str:

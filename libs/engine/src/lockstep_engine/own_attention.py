@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -22,12 +22,21 @@ class CurrentStep:
     """The step that a model computes now, where its attention modules find it. There is one for each model."""
 
     attention: StepAttention | None = None
+    window: Literal["module", "config"] | None = None
+    """As in `Architecture`."""
     calls: int = 0
     """Layers that have taken the step's attention."""
 
     def begin(self, attention: StepAttention) -> None:
         """Start a new step."""
         self.attention, self.calls = attention, 0
+
+    def window_of(self, module: Any) -> int | None:
+        """The window of an attention module that gives none to the attention function."""
+        if self.window is None:
+            return None
+        window: int | None = getattr(module if self.window == "module" else module.config, "sliding_window", None)
+        return window
 
     def take(self) -> StepAttention:
         """The step's attention, for one more layer."""

@@ -13,11 +13,14 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+import transformers
 from lockstep_engine import EngineConfig
 from lockstep_engine.model_config import ModelInfo, inspect_model, read_json, refuse
 from numpy.typing import NDArray
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from lockstep_tools.model.gguf_rope import carry_scaling
 
 Progress = Callable[[int, int], None]
 """Called with the number of tensors done and their total."""
@@ -68,12 +71,13 @@ def read(path: Path, folder: Path, dtype: str) -> ModelInfo:
         The checkpoint that the folder holds now.
 
     Raises:
-        LockstepError: it is not a GGUF file, or its model cannot be served.
+        LockstepError: it is not a GGUF file, its rotary scaling cannot be kept, or its model cannot be served.
     """
     try:
-        fields = gguf.GGUFReader(path).fields
+        reader = gguf.GGUFReader(path)
     except (ValueError, OSError, IndexError) as error:
         raise refuse(f"{path} cannot be read as a GGUF file: {error}") from None
+    fields = reader.fields
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             path.parent,
@@ -92,8 +96,11 @@ def read(path: Path, folder: Path, dtype: str) -> ModelInfo:
         raise refuse(f"{path}: its weights are not those of the model that its fields describe") from None
     except ValueError as error:  # transformers does not know the architecture
         raise refuse(f"{path}: {str(error).partition(chr(10))[0]}") from None
+    except TypeError:  # gpt-oss with a rotary scaling
+        raise refuse(f"{path}: transformers {transformers.__version__} cannot read its fields") from None
     if found["missing_keys"]:  # transformers has initialized these randomly
         raise refuse(f"{path} lacks weights of a {type(model).__name__}, such as {min(found['missing_keys'])}")
+    carry_scaling(path, reader, model.config)
     if len(ends := _end_ids(fields)) > 1:  # transformers reads one
         model.generation_config.eos_token_id = ends
     model.save_pretrained(folder)
