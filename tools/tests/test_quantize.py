@@ -226,6 +226,18 @@ def test_the_output_may_have_the_name_of_a_scheme(tmp_path):
     assert not list(tmp_path.glob(".quantize-*"))
 
 
+def test_a_tokenizer_that_truncates_does_not_shorten_the_calibration(tmp_path, capsys):
+    path, _ = make("llama", tmp_path)
+    tokenizer = Tokenizer(WordLevel({str(token): token for token in range(VOCABULARY)}, "0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.enable_truncation(8)
+    tokenizer.save(str(path / "tokenizer.json"))
+    (tmp_path / "text").write_text(" ".join(map(str, range(2, 42))))
+    words = ("--scheme", "gptq", "--length", 16, "--calibration", tmp_path / "text", "--out", tmp_path / "out")
+    assert quantize(path, *words) == 2
+    assert "has 40 tokens, fewer than 4 windows of 16" in capsys.readouterr().err
+
+
 def test_a_scheme_that_is_not_produced_is_refused_with_those_that_are(tmp_path, capsys):
     for scheme, words in (("awq", "loaded, but not made; schemes: int8, w8a8"), ("int3", "unknown scheme 'int3'")):
         with pytest.raises(SystemExit):

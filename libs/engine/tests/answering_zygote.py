@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from lockstep_engine import flight_record
 from lockstep_engine.blocks import PoolSizes
@@ -32,7 +33,12 @@ HANGS_ON_DEVICE = -2
 """Nor does this one's: all hosts launch it, and the device of rank 1 stands still."""
 
 
-def main() -> None:
+def start(rank: int, control: socket.socket, mailbox: Mailbox) -> None:
+    threading.Thread(target=serve, args=(rank, control, mailbox), daemon=True).start()
+
+
+def main(start: Callable[[int, socket.socket, Mailbox], None] = start) -> None:
+    """`start` is called with each rank, its control socket and the mailbox, before the rank is told to be there."""
     for number in (signal.SIGUSR1, flight_record.SIGNAL):
         signal.signal(number, signal.SIG_IGN)  # ranks would write their stacks and flight records
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -44,7 +50,7 @@ def main() -> None:
         message, descriptors = order
         ours = socket.socket(fileno=os.dup(descriptors.control))
         mailbox = Mailbox(descriptors.mailbox, message.spec.config.tp, MESSAGE_BYTES, MESSAGE_BYTES)
-        threading.Thread(target=serve, args=(message.spec.rank, ours, mailbox), daemon=True).start()
+        start(message.spec.rank, ours, mailbox)
         descriptors.close()
         control.send(encode_control(Forked(message.spec.rank, os.getpid())))
 

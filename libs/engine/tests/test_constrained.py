@@ -132,6 +132,14 @@ def test_an_error_of_a_grammar_is_an_error_of_its_request(engine):
     assert engine.core.status().queued == engine.core.status().running == 0
 
 
+def test_more_prompts_with_grammars_than_compilers_take_at_once(engine):
+    params = replace(GREEDY, max_tokens=1)
+    assert engine.generate([TEXT] * 70, params) == engine.generate([TEXT], params) * 70
+    answers = [f"x{number}" for number in range(70)]
+    many = [replace(GREEDY, max_tokens=8, grammar=Grammar(GrammarKind.REGEX, answer)) for answer in answers]
+    assert engine.generate([TEXT] * 70, many) == answers
+
+
 class Running:
     """An `AsyncEngine` whose outputs are kept by request."""
 

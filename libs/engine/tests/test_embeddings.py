@@ -9,7 +9,7 @@ import torch
 from checkpoints import make
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import AsyncEngine, Engine, Request, SamplingParams
-from lockstep_engine.config import EngineConfig
+from lockstep_engine.config import EngineConfig, HotWindow
 from lockstep_engine.model_config import inspect_model
 from lockstep_engine.plan import Result
 from lockstep_engine.request import Phase
@@ -89,6 +89,59 @@ def test_texts_that_are_preempted_are_computed_again(mean, depth):
     assert [server.embedding(number) for number in numbers] == [expected(prompt, mean=mean) for prompt in prompts]
     assert [server.ids(number) for number in streams] == [server.expected(number) for number in streams]
     server.assert_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("blocks", "cold_blocks", "share", "hot_window"),
+    [(8, 0, 1.0, None), (16, 0, 0.5, None), (6, 2, 1.0, HotWindow(1, 4)), (12, 4, 0.5, HotWindow(1, 4))],
+)
+def test_a_text_may_take_all_that_there_is(blocks, cold_blocks, share, hot_window, depth):
+    """It has no further token, for which there would be no room."""
+    server = Server(
+        blocks=blocks,
+        cold_blocks=cold_blocks,
+        tenant_share=share,
+        hot_window=hot_window,
+        context_length=128,
+        depth=depth,
+    )
+    prompt = words(128, 1)
+    number, stream = server.embed(prompt), server.submit(words(20, 2))
+    server.run()
+    assert server.embedding(number) == expected(prompt, mean=False)
+    assert server.ids(stream) == server.expected(stream)
+    assert server.restarts() == 0
+    again = server.embed(prompt)
+    server.run()
+    assert server.embedding(again) == expected(prompt, mean=False)
+    server.assert_idle()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("budget", [1, 7, 16, 33, 200])
+@pytest.mark.parametrize("length", [95, 96, 97, 112, 127, 128, 129])
+def test_texts_around_the_end_of_a_block_with_compression(length, budget, depth):
+    server = Server(
+        blocks=12, cold_blocks=8, hot_window=HotWindow(1, 4), max_batch_tokens=budget, depth=depth, context_length=160
+    )
+    prompt = words(length, 1)
+    numbers = [server.embed(prompt), server.embed(words(length, 2))]
+    stream = server.submit([*prompt, *words(10, 3)], max_tokens=5)
+    server.run()
+    assert [server.embedding(number) for number in numbers] == [
+        expected(each, mean=False) for each in (prompt, words(length, 2))
+    ]
+    assert server.ids(stream) == server.expected(stream)
+    server.assert_idle()
+
+
+def test_a_text_that_can_never_fit_is_refused_and_the_field_is_named():
+    server = Server(blocks=7)
+    with pytest.raises(LockstepError, match="the prompt needs 8 blocks of KV cache, this engine has 7") as refused:
+        server.embed(words(113, 1))
+    assert refused.value.code is ErrorCode.RESOURCE_EXHAUSTED
+    assert refused.value.field == "prompt_ids"
 
 
 def test_each_part_of_a_text_is_reported():

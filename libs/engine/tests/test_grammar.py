@@ -319,7 +319,8 @@ asyncio.run(main())
 
     def test_a_refused_grammar_takes_nothing(self, compiler):
         refused(compiler, "regex", "(a")
-        assert compiler._live_bytes == compiler._waiting == 0
+        wait_until_used(compiler, 0)
+        assert not compiler._compilations
 
     def test_the_grammars_used_last_are_kept(self, compiler, monkeypatch):
         made = []

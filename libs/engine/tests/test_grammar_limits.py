@@ -9,8 +9,9 @@ import pytest
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import Grammar, GrammarKind
 from lockstep_engine import grammar as grammars
+from lockstep_engine.compilations import Compilations
 from lockstep_engine.constraint import MaskThreads
-from lockstep_engine.grammar import GrammarCompiler
+from lockstep_engine.grammar import GrammarCompiler, most_at_once
 from test_grammar import INFO, WAIT_S, Grammars, request
 
 
@@ -22,32 +23,131 @@ async def compiler():
     compiler.close()
 
 
-async def test_more_requests_than_may_wait_are_refused_at_once(compiler, monkeypatch):
-    monkeypatch.setattr(grammars, "MAX_WAITING", 3)
+@pytest.fixture
+def busy(compiler):
+    """Both threads are busy until this is set."""
     blocked = threading.Event()
-    for _ in range(2):  # both threads are busy
+    for _ in range(2):
         compiler._threads.put(lambda: blocked.wait(WAIT_S))
-    waiting = [asyncio.create_task(compiler.compile(request("json_object"))) for _ in range(3)]
+    yield blocked
+    blocked.set()
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The regular expressions that are compiled."""
+    made = []
+    monkeypatch.setattr(grammars, "LLMatcher", Grammars(made.append))
+    return made
+
+
+async def test_more_grammars_than_may_wait_are_refused_at_once(compiler, busy, monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_WAITING", 3)
+    waiting = [asyncio.create_task(compiler.compile(request("regex", text))) for text in "abc"]
     await asyncio.sleep(0)
     with pytest.raises(LockstepError) as caught:
-        await compiler.compile(request("json_object"))
+        await compiler.compile(request("regex", "d"))
     assert caught.value.code is ErrorCode.OVERLOADED
     waiting[0].cancel()
-    blocked.set()
+    await asyncio.sleep(0)
+    waiting.append(asyncio.create_task(compiler.compile(request("regex", "d"))))
+    busy.set()
     results = await asyncio.gather(*waiting, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
     assert all(each.mask is not None for each in results[1:])
 
 
+async def test_requests_that_wait_for_the_same_grammar_count_once(compiler, compiled):
+    requests = [replace(request("regex", "ab+"), id=str(number)) for number in range(100)]
+    found, errors, done = {}, [], asyncio.Event()
+
+    def enqueue(request, _arrived_at, constraint):
+        found[request.id] = constraint
+        if len(found) == 100:
+            done.set()
+
+    compilations = Compilations(compiler, lambda *_: None, enqueue, lambda _, error: errors.append(error) or done.set())
+    for each in requests:
+        compilations.begin(each, each.sampling.grammar, 0.0)
+    async with asyncio.timeout(WAIT_S):
+        await done.wait()
+    assert errors == []
+    assert len({id(each) for each in found.values()}) == 100
+    assert compiled == ["ab+"]
+
+
+async def test_one_that_is_cancelled_takes_the_grammar_from_nobody(compiler, compiled, busy):
+    waiting = [asyncio.create_task(compiler.compile(request("regex", "ab+"))) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    busy.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert all(each.mask is not None for each in results[1:])
+    assert compiled == ["ab+"]
+
+
+async def test_one_that_is_cancelled_while_its_grammar_is_compiled_takes_it_from_nobody(compiler, monkeypatch):
+    began, blocked, made = threading.Event(), threading.Event(), []
+
+    def compile_slowly(text):
+        made.append(text)
+        began.set()
+        blocked.wait(WAIT_S)
+
+    monkeypatch.setattr(grammars, "LLMatcher", Grammars(compile_slowly))
+    waiting = [asyncio.create_task(compiler.compile(request("regex", "ab+"))) for _ in range(3)]
+    await asyncio.sleep(0)
+    await asyncio.to_thread(began.wait, WAIT_S)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    waiting.append(asyncio.create_task(compiler.compile(request("regex", "ab+"))))
+    await asyncio.sleep(0)
+    blocked.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert all(each.mask is not None for each in results[1:])
+    assert made == ["ab+"]
+
+
+async def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(compiler, compiled, busy):
+    waiting = [asyncio.create_task(compiler.compile(request("regex", text))) for text in ("a+", "b+")]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    await asyncio.sleep(0)
+    busy.set()
+    assert (await waiting[1]).mask is not None
+    assert compiled == ["b+"]
+    assert isinstance((await asyncio.gather(waiting[0], return_exceptions=True))[0], asyncio.CancelledError)
+
+
+async def test_why_a_grammar_cannot_be_compiled_is_told_to_all_that_wait_for_it(compiler, compiled, busy):
+    fields = ["response_format"] * 3 + ["structured_outputs.regex"]
+    waiting = [asyncio.create_task(compiler.compile(request("regex", "(a", field=field))) for field in fields]
+    await asyncio.sleep(0)
+    busy.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [(each.code, each.field) for each in results] == [(ErrorCode.INVALID_REQUEST, field) for field in fields]
+    assert compiled == ["(a"] * 2, "once for each field that an error names"
+
+
+def test_a_script_asks_for_no_more_at_once_than_the_engine_takes(monkeypatch):
+    small, large = (Grammar(GrammarKind.REGEX, "a" * length) for length in (1, 64 << 10))
+    assert most_at_once([]) == most_at_once([Grammar(GrammarKind.JSON_OBJECT)]) == 8192
+    assert most_at_once([small] * 100) > 1000
+    assert most_at_once([small, large]) == 7
+    assert most_at_once([Grammar(GrammarKind.REGEX, f"a{number}") for number in range(100)]) == 32
+    monkeypatch.setattr(grammars, "MAX_LIVE_BYTES", 0)
+    assert most_at_once([small]) == 1
+
+
+@pytest.mark.usefixtures("busy")
 async def test_the_wait_for_a_compiler_ends(compiler, monkeypatch):
     monkeypatch.setattr(grammars, "COMPILE_TIMEOUT_S", 0.01)
-    blocked = threading.Event()
-    for _ in range(2):
-        compiler._threads.put(lambda: blocked.wait(WAIT_S))
     with pytest.raises(LockstepError) as waited:
         await compiler.compile(request("json_object"))
     assert waited.value.code is ErrorCode.OVERLOADED
-    blocked.set()
 
 
 async def test_a_grammar_that_takes_too_long_is_refused(compiler, monkeypatch):

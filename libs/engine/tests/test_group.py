@@ -196,6 +196,40 @@ async def test_a_hang_is_blamed_on_the_rank_whose_device_stands_still(group_of, 
     assert [(record.launched, record.reached) for record in places] == [(9, 9), (9, 7)]
 
 
+@pytest.mark.parametrize(
+    ("case", "hung", "why"),
+    [
+        ({"loaded": (0,), "collectives": (0, 5)}, 1, ""),
+        ({"loaded": (0, 1), "collectives": (5, 4)}, 1, ""),
+        ({"loaded": (), "collectives": (5, 4)}, 1, ""),
+        ({"loaded": (1,), "collectives": (5, 4)}, 0, ""),
+        ({"loaded": (0, 1), "collectives": (5, 5), "marks": ((9, 9), (9, 7))}, 1, "; its device stands still"),
+    ],
+)
+async def test_a_start_that_hangs_is_blamed_on_the_rank_that_has_come_least_far(
+    group_of, tmp_path, monkeypatch, case, hung, why
+):
+    script, loop = tmp_path / "zygote.py", asyncio.get_running_loop()
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport hanging_zygote\n"
+        f"hanging_zygote.main(**{case!r})\n"
+    )
+    ranks, listener = group_of(script, MESSAGE_BYTES)
+    try:
+        await ranks.start()
+        time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: time() + SPEC.config.start_timeout_s)
+        async with asyncio.timeout(WAIT_S):
+            while not listener.lost:
+                await asyncio.sleep(0.01)
+    finally:
+        await ranks.stop()
+    ((reason, _),) = listener.lost
+    assert reason.startswith(f"rank {hung} (pid ")
+    assert " did not become ready for " in reason
+    assert reason.endswith(f" s{why}")
+
+
 async def test_a_profile_lengthens_the_deadlines_of_steps_in_flight_once(group_of):
     """Ranks start and stop their profilers between steps. Profiles one after the other must not hide a hang."""
     ranks, listener = group_of(ANSWERING, MESSAGE_BYTES)

@@ -11,9 +11,9 @@ VOCAB = 2000
 
 GOOD = {
     "max_tokens": [1, 10**9],
-    "min_tokens": [0, 5],
+    "min_tokens": [0, 5, 2**63 - 1],
     "temperature": [0, 1e-6, 1.0, 100],
-    "top_k": [0, 1, 2**40],
+    "top_k": [0, 1, 2**63 - 1],
     "top_p": [1e-9, 0.5, 1],
     "min_p": [0, 0.5, 1],
     "repetition_penalty": [1e-3, 1, 100],
@@ -29,9 +29,9 @@ GOOD = {
 }
 BAD = {
     "max_tokens": [0, -1],
-    "min_tokens": [-1],
+    "min_tokens": [-1, 2**63],
     "temperature": [-0.1, 100.1, math.nan, math.inf],
-    "top_k": [-1],
+    "top_k": [-1, 2**63],
     "top_p": [0, -0.5, 1.01, math.nan],
     "min_p": [-0.1, 1.1, math.nan],
     "repetition_penalty": [0, -1, 101, math.nan, math.inf],

@@ -6,6 +6,7 @@ import pytest
 from fast_cases import fast_if, further
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine.config import BLOCK_SIZE
+from lockstep_engine.request import PromptScores
 from scripted_ranks import Server, expected_ids, words
 
 
@@ -217,6 +218,54 @@ class TestPrefixCache:
         server.submit(prompt, max_tokens=1)
         server.run()
         numbers = [server.submit([*prompt, *words(5, seed=each)], max_tokens=3 + 9 * each) for each in range(4)]
+        server.run()
+        assert all(server.ids(number) == server.expected(number) for number in numbers)
+        server.assert_idle()
+
+
+class TestManyEqualPrompts:
+    """Each wants to begin with the blocks of the first one."""
+
+    @staticmethod
+    def count(server, monkeypatch):
+        """The blocks that were looked up, and counts them in place of the server's own look-ups."""
+        looked_up, look_up = [], server.pool.look_up
+
+        def noting(sequence, keys):
+            looked_up.append(len(keys))
+            return look_up(sequence, keys)
+
+        monkeypatch.setattr(server.pool, "look_up", noting)
+        return looked_up
+
+    def test_no_step_looks_up_all_of_them(self, monkeypatch):
+        """That would keep the driver from all else for seconds."""
+        server = Server(max_seqs=64, max_batch_tokens=2000, context_length=8192, blocks=1000)
+        looked_up, most, prompt = self.count(server, monkeypatch), 0, words(8000, seed=1)
+        numbers = [server.submit(prompt, max_tokens=1) for _ in range(60)]
+        while server.step():
+            most = max(most, sum(looked_up))
+            looked_up.clear()
+        assert 0 < most <= 8192 + 500
+        assert all(server.ids(number) == server.expected(number) for number in numbers)
+        assert list(dict.fromkeys(number for step in server.ranks.trace for number in step)) == numbers, "in order"
+        server.assert_idle()
+
+    def test_those_that_wait_for_the_same_block_are_looked_up_once(self, monkeypatch):
+        """The first prompt leaves room in each step, because few of its tokens are scored at once."""
+        server = Server(max_seqs=32, max_batch_tokens=64, context_length=1024, blocks=200)
+        looked_up, prompt = self.count(server, monkeypatch), words(640, seed=1)
+        server.submit(prompt, max_tokens=1, prompt_scores=PromptScores.TOKENS)
+        server.step()
+        numbers = [server.submit(prompt, max_tokens=1) for _ in range(20)]
+        other = server.submit(words(10, seed=2), max_tokens=1)
+        server.step()
+        assert len(looked_up) == 1 + 20 + 1
+        assert server.ids(other) == server.expected(other), "it need not wait for their block"
+        looked_up.clear()
+        for _ in range(15):
+            server.step()
+        assert len(looked_up) == 15
         server.run()
         assert all(server.ids(number) == server.expected(number) for number in numbers)
         server.assert_idle()

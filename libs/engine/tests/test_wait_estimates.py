@@ -3,13 +3,14 @@
 import asyncio
 from types import SimpleNamespace
 
+import pytest
 from lockstep_engine.wait_estimates import WaitEstimates
 from scripted_ranks import Server, words
 
 
 def estimates_of(backlog=0):
     """With a pace of 0.5 s for each token of a prompt."""
-    sequences = SimpleNamespace(running=[], free_seqs=1, backlog=backlog, waiting_for_share=frozenset())
+    sequences = SimpleNamespace(running=[], free_seqs=1, places=1, backlog=backlog, waiting_for_share=frozenset())
     estimates = WaitEstimates(sequences, step_tokens=4)
     estimates.pace.token_s = 0.5
     assert estimates.pace.step_s == 0
@@ -71,7 +72,7 @@ class TestShares:
         self.submit(server, "greedy", 1)  # nor is its next request
         assert (sequences.free_seqs, self.wait_s()) == (2, 0.0)
         self.submit(server, "modest", 1)
-        assert sequences.free_seqs == 0
+        assert sequences.free_seqs == 1
         self.step(server)
         assert (len(sequences.running), sequences.free_seqs, self.wait_s()) == (3, 1, 0.0)
 
@@ -114,4 +115,71 @@ class TestShares:
             self.step(server)
         assert server.scheduler.sequences.free_seqs == 3
         self.submit(server, "greedy", 1)
+        assert server.scheduler.sequences.free_seqs == 2
+
+
+class TestPlaces:
+    """A request takes 20 s, and a token of a prompt no time."""
+
+    def serve(self, **settings):
+        server = Server(max_seqs=64, blocks=4000, max_batch_tokens=512, context_length=4200, **settings)
+        self.estimates = WaitEstimates(server.scheduler.sequences, step_tokens=512)
+        self.estimates.calibrate(2.5, 0.0)
+        return server
+
+    def submit(self, server, prompt):
+        number = server.submit(prompt, max_tokens=8, ignore_eos=True)
+        self.estimates.add(server.requests[number], 0.0)
+
+    def wait_s(self):
+        return self.estimates.waits()[0][0]
+
+    def step(self, server):
+        server.step()
+        self.estimates.note_phases(server.scheduler.sequences.take_phases())
+
+    @pytest.mark.parametrize("are_equal", [True, False])
+    async def test_those_that_wait_for_their_turn_in_a_step_have_places(self, are_equal):
+        """The prompt that runs takes all tokens of each step; rows and blocks are free."""
+        server = self.serve()
+        for seed in range(16):
+            self.submit(server, words(4000, 0 if are_equal else seed))
+        sequences = server.scheduler.sequences
+        assert (sequences.free_seqs, self.wait_s()) == (48, 0.0)
+        self.step(server)
+        assert (len(sequences.running), len(sequences.waiting)) == (1, 15)
+        assert (sequences.places, sequences.free_seqs, self.wait_s()) == (64, 48, 0.0)
+
+    async def test_a_queue_as_long_as_there_are_rows_is_waited_for(self):
+        server = self.serve()
+        for seed in range(80):
+            self.submit(server, words(300, seed))
+        self.step(server)
         assert server.scheduler.sequences.free_seqs == 0
+        assert 20.0 <= self.wait_s() < 40.0
+
+    @pytest.mark.parametrize("settings", [{}, {"prefix_cache": False}])
+    async def test_those_that_wait_for_blocks_have_none(self, settings):
+        """Also while the prompt that runs takes all tokens of each step, so that nothing of the others is looked up."""
+        server = Server(max_seqs=64, blocks=260, max_batch_tokens=512, context_length=4200, **settings)
+        self.estimates = WaitEstimates(server.scheduler.sequences, step_tokens=512)
+        self.estimates.calibrate(2.5, 0.0)
+        for seed in range(16):
+            self.submit(server, words(4000, seed))
+        for _ in range(12):
+            self.step(server)
+            sequences = server.scheduler.sequences
+            assert (len(sequences.running), sequences.places, sequences.free_seqs) == (1, 1, 0)
+            assert self.wait_s() > 200.0
+
+    async def test_one_that_was_preempted_waits_for_blocks(self):
+        server = Server(max_seqs=8, blocks=8)
+        for seed in range(2):
+            server.submit(words(40, seed), max_tokens=60)
+        sequences = server.scheduler.sequences
+        while not sequences.preemptions:
+            assert sequences.free_seqs == 8 - len(sequences.by_id)
+            server.step()
+        assert (sequences.places, sequences.free_seqs) == (1, 0)
+        server.run()
+        assert (sequences.places, sequences.free_seqs) == (8, 8)

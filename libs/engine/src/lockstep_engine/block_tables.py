@@ -127,6 +127,12 @@ class BlockTables:
             self._hot_window.first_hot((tokens - 1) // BLOCK_SIZE) - self._hot_window.sink,
         )
 
+    def needs_of(self, sequence: Sequence) -> Needs:
+        """Most blocks that a sequence holds until all of its tokens have KV. One that generates has one more token
+        then.
+        """
+        return self.needs(len(sequence.tokens) + (not sequence.request.embeds))
+
     @property
     def room_of_all(self) -> Needs:
         """Blocks that can be allocated now, for any tenant."""
@@ -185,9 +191,9 @@ class BlockTables:
 
     def admits(self, sequence: Sequence, keys: Items[BlockKey], hits: Hits) -> Needs:
         """Blocks that a sequence takes from the free ones if it starts after its hits and gets KV for all of its tokens
-        and one more.
+        (see `needs_of`).
         """
-        needs = self.needs(len(sequence.tokens) + 1)
+        needs = self.needs_of(sequence)
         first, sink = self.hot_part(hits.usable)
         hot = [self.hot.find(keys[index]) for index in (*range(sink), *range(first, hits.usable))]
         cold = [self.cold.find(keys[index]) for index in range(sink, first)]
@@ -258,6 +264,7 @@ class BlockTables:
         start, room = sequence.computed, self.room(sequence.request.tenant)
         hot_end = (len(sequence.hot) + room.hot) * BLOCK_SIZE
         cold_end = (hot_window.first_hot(start // BLOCK_SIZE) + room.cold + hot_window.size + 1) * BLOCK_SIZE - 1
+        cold_end += self._next_query(sequence, cold_end + 1) == cold_end
         end = min(start + count, hot_end, cold_end)
         return end - start if end > start else count
 
@@ -293,7 +300,8 @@ class BlockTables:
         self.remember(sequence, keys)
         if self._hot_window is None:
             return
-        row, first = self._rows[sequence.sampling_row], self._hot_window.first_hot(sequence.computed // BLOCK_SIZE)
+        row, next_query = self._rows[sequence.sampling_row], self._next_query(sequence, sequence.computed)
+        first = self._hot_window.first_hot(next_query // BLOCK_SIZE)
         for index in range(self._hot_window.first_hot(start // BLOCK_SIZE), first):
             row[index] = self._first_cold + sequence.cold[index]
             if index < sequence.remembered:
@@ -379,6 +387,13 @@ class BlockTables:
         most = self._budget
         return Needs(most.hot - self.hot.used_by(tenant), most.cold - self.cold.used_by(tenant))
 
+    @staticmethod
+    def _next_query(sequence: Sequence, end: int) -> int:
+        """Position of the query after a sequence's first `end` tokens; of the last one's if none follows, because an
+        embedding is complete.
+        """
+        return end - (sequence.request.embeds and end == len(sequence.tokens))
+
     def _leaving(self, sequence: Sequence, end: int) -> tuple[range, range]:
         """Blocks of which a cold version is needed when tokens up to `end` are computed: by queries of this step, and
         by the query after it.
@@ -386,7 +401,8 @@ class BlockTables:
         if self._hot_window is None:
             return range(0), range(0)
         begin, now, late = (
-            self._hot_window.first_hot(position // BLOCK_SIZE) for position in (sequence.computed, end - 1, end)
+            self._hot_window.first_hot(position // BLOCK_SIZE)
+            for position in (sequence.computed, end - 1, self._next_query(sequence, end))
         )
         return range(begin, now), range(now, late)
 

@@ -1,7 +1,8 @@
 """Compiles the grammars of requests, with llguidance, and keeps those that were used last.
 
-Compiling happens in threads. It is bounded in the size of its text, in work and memory (llguidance's limits), in time,
-in how many requests wait for it, and in how much all compiled grammars together, and those of one tenant, take.
+Compiling happens in threads, once for all requests that wait for the same grammar. It is bounded in the size of its
+text, in work and memory (llguidance's limits), in time, in how many grammars wait for it, and in how much all compiled
+grammars together, and those of one tenant, take.
 """
 
 import asyncio
@@ -11,6 +12,10 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
+from collections.abc import Collection
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -27,6 +32,7 @@ _RULES = 1
 """Version of what this module and `constraint` decide about masks; part of the engine's name."""
 _THREADS = 2
 MAX_WAITING = 64
+"""Grammars that are compiled or wait for it."""
 COMPILE_TIMEOUT_S = 10.0
 """For a grammar to wait for a thread and be compiled. One that is not ready then takes too long on any worker if it had
 at least half of that time for itself."""
@@ -67,7 +73,8 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._vocabulary: Vocabulary | None = None
         self._cache = _Cache()
-        self._waiting = 0
+        self._compilations: dict[Grammar, _Compilation] = {}
+        self._queue = threading.RLock()  # of `_compilations` and what waits for each
         self._live_bytes = 0
         self._tenant_bytes: Counter[str] = Counter()
         """What is in use, of all and of each tenant that has any."""
@@ -89,14 +96,14 @@ class GrammarCompiler:
         self.name = f"{llguidance.get_version()} rules@{_RULES}"
 
     def check(self, grammar: Grammar) -> None:
-        """Refuse a grammar at once if this engine takes none, or if too many requests wait for theirs.
+        """Refuse a grammar at once if this engine takes none, or if too many others are being compiled.
 
         Raises:
             LockstepError: INVALID_REQUEST or OVERLOADED.
         """
         if not self.name:
             raise invalid(grammar.field, "is not supported by this worker, because its tokenizer cannot be used for it")
-        if self._waiting >= MAX_WAITING:
+        if grammar not in self._compilations and len(self._compilations) >= MAX_WAITING:
             raise _overloaded()
 
     async def compile(self, request: Request) -> Constraint:
@@ -114,26 +121,19 @@ class GrammarCompiler:
         self.check(grammar)
         tenant, size = request.tenant, _estimated_bytes(grammar)
         self._check_room(tenant, size)
-        self._waiting += 1
+        compilation, work = self._join(request, grammar)
         self._count(tenant, size)
-        constraint, began_s = None, math.inf
-
-        def constrain() -> Constraint:
-            nonlocal began_s
-            began_s = time.monotonic()
-            return self._constrain(request, grammar)
-
-        work = self._threads.submit(constrain)
+        constraint = None
         try:
             async with asyncio.timeout(COMPILE_TIMEOUT_S):
                 constraint = await asyncio.wrap_future(work)
         except TimeoutError:
             # It had to wait for others: all the time, or so long that little was left for it.
-            if work.cancelled() or time.monotonic() - began_s < COMPILE_TIMEOUT_S / 2:
+            if time.monotonic() - compilation.began_s < COMPILE_TIMEOUT_S / 2:
                 raise _overloaded() from None
             raise invalid(grammar.field, f"takes longer than {COMPILE_TIMEOUT_S:g} s to compile") from None
         finally:
-            self._waiting -= 1
+            self._leave(compilation, work)
             if constraint is None:
                 self._count(tenant, -size)
         weakref.finalize(constraint, self._count, tenant, -size)
@@ -173,19 +173,73 @@ class GrammarCompiler:
         except BaseException as error:  # a panic of the library
             raise as_failure(error) from None
 
-    def _constrain(self, request: Request, grammar: Grammar) -> Constraint:
-        assert self._vocabulary is not None
+    def _join(self, request: Request, grammar: Grammar) -> "tuple[_Compilation, Future[Constraint]]":
+        """Have a grammar compiled, unless that is under way, and wait for it."""
+        work: Future[Constraint] = Future()
+        with self._queue:
+            compilation = self._compilations.get(grammar)
+            if compilation is None:
+                compilation = _Compilation(grammar)
+                self._threads.put(partial(self._serve, compilation))
+                self._compilations[grammar] = compilation
+            compilation.waiting[work] = request
+        return compilation, work
+
+    def _leave(self, compilation: "_Compilation", work: Future[Constraint]) -> None:
+        """A request waits no longer. Its grammar is not compiled if nobody else waits and no thread has begun."""
+        with self._queue:
+            compilation.waiting.pop(work, None)
+            if compilation.began_s == math.inf and not compilation.waiting:
+                self._end(compilation)
+
+    def _next(self, compilation: "_Compilation") -> tuple[Future[Constraint], Request] | None:
+        """A request that waits for a grammar. If there is none the compilation has ended."""
+        with self._queue:
+            first = next(iter(compilation.waiting), None)
+            if first is None:
+                self._end(compilation)
+                return None
+            return first, compilation.waiting.pop(first)
+
+    def _end(self, compilation: "_Compilation") -> None:
+        if self._compilations.get(compilation.grammar) is compilation:
+            del self._compilations[compilation.grammar]
+
+    def _serve(self, compilation: "_Compilation") -> None:
+        """In a thread: compile a grammar, and make the constraints of all that wait for it."""
+        grammar, made = compilation.grammar, None
+        while (waiting := self._next(compilation)) is not None:
+            work, request = waiting
+            if not work.set_running_or_notify_cancel():
+                continue
+            try:
+                compilation.began_s = time.monotonic()
+                if made is None:
+                    made = self._find(grammar)
+                if isinstance(made, LockstepError):
+                    work.set_exception(made)
+                else:
+                    work.set_result(self._constrain(request, made))
+            except BaseException as error:
+                self._cache.drop((grammar.kind, grammar.text))
+                made = None
+                work.set_exception(as_failure(error))
+
+    def _find(self, grammar: Grammar) -> LLMatcher | LockstepError:
+        """A compiled grammar, or why it cannot be compiled."""
         key = (grammar.kind, grammar.text)
-        try:
-            matcher = self._cache.get(key)
-            if matcher is None:
+        matcher = self._cache.get(key)
+        if matcher is None:
+            try:
                 matcher = self._compile(grammar)
-                self._cache.put(key, matcher, _estimated_bytes(grammar))
-            copy = matcher.deep_copy()
-            return Constraint(copy, request.sampling, self._vocabulary, self._masks, request.emitted_ids)
-        except BaseException as error:
-            self._cache.drop(key)
-            raise as_failure(error) from None
+            except LockstepError as error:
+                return error
+            self._cache.put(key, matcher, _estimated_bytes(grammar))
+        return matcher
+
+    def _constrain(self, request: Request, matcher: LLMatcher) -> Constraint:
+        assert self._vocabulary is not None
+        return Constraint(matcher.deep_copy(), request.sampling, self._vocabulary, self._masks, request.emitted_ids)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
@@ -197,6 +251,16 @@ class GrammarCompiler:
         if matcher.is_error():
             raise invalid(grammar.field, f"cannot be compiled: {describe(matcher)}")
         return matcher
+
+
+@dataclass(eq=False)
+class _Compilation:
+    """A grammar that is compiled or waits for a thread, and the requests that wait for it."""
+
+    grammar: Grammar
+    waiting: dict[Future[Constraint], Request] = field(default_factory=dict)
+    began_s: float = math.inf
+    """When the thread began what it does for it now: compiling it, or one constraint. inf: no thread has begun."""
 
 
 class _Cache:
@@ -230,6 +294,17 @@ class _Cache:
     def _remove(self, key: tuple[GrammarKind, str]) -> None:
         entry = self._entries.pop(key, None)
         self._bytes -= 0 if entry is None else entry[1]
+
+
+def most_at_once(grammars: Collection[Grammar]) -> int:
+    """How many requests with these grammars an engine takes at once if it serves nobody else: half of its limits,
+    because what has ended may still be held for a moment.
+    """
+    largest = max(map(_estimated_bytes, grammars), default=_GRAMMAR_BYTES)
+    most = MAX_LIVE_BYTES // 2 // largest
+    if len(set(grammars)) > MAX_WAITING // 2:
+        most = min(most, MAX_WAITING // 2)
+    return max(1, most)
 
 
 def _source(grammar: Grammar) -> str:

@@ -415,9 +415,10 @@ class RankGroup:
         """Ask all ranks for their stacks, and then lose the one that hangs."""
         assert self._mailbox is not None
         starting = [rank for rank in range(self._tp) if self.ranks[rank].state != "ready"]
-        hung, why = find_hung([self._mailbox.progress(rank) for rank in range(self._tp)])
-        if starting:
-            hung, why = starting[0], ""
+        loading = [rank for rank in starting if self.ranks[rank].blocks is None]
+        candidates = loading or starting or range(self._tp)
+        index, why = find_hung([self._mailbox.progress(rank) for rank in candidates])
+        hung = candidates[index]
         assert self._output is not None
         self._output.ask_stacks()
         reason = f"rank {hung} (pid {self.ranks[hung].pid}) {what} for {time.monotonic() - since:.1f} s"

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import sys
 from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from tqdm import tqdm
 from lockstep_engine.config import EngineConfig
 from lockstep_engine.engine import AsyncEngine
 from lockstep_engine.engine_status import EngineState
+from lockstep_engine.grammar import most_at_once
 from lockstep_engine.model_config import refuse
 from lockstep_engine.request import Output, PromptLogprobs, PromptScores, Request, SamplingParams
 
@@ -49,7 +51,7 @@ class Engine:
             on_change=lambda: None,
             on_progress=self._show_loading,
         )
-        self._tokenizer = _load_tokenizer(self._engine.model.path)
+        self._tokenizer = load_tokenizer(self._engine.model.path)
         self._loading = tqdm(
             total=100, desc="loading weights", unit="%", delay=1.0, leave=False, disable=not sys.stderr.isatty()
         )
@@ -194,11 +196,15 @@ class Engine:
         return output
 
     async def _collect(self, requests: Sequence[Request]) -> list[list[Output]]:
-        """Run requests, at most `max_queue` at a time. If one fails, cancel the rest."""
+        """Run requests, at most `max_queue` at a time, and as many with grammars as the engine takes at once. If one
+        fails, cancel the rest.
+        """
         room = asyncio.Semaphore(self._engine.config.max_queue)
+        grammars = [each.sampling.grammar for each in requests if each.sampling.grammar is not None]
+        grammar_room = asyncio.Semaphore(most_at_once(grammars))
 
         async def one(request: Request) -> list[Output]:
-            async with room:
+            async with grammar_room if request.sampling.grammar is not None else nullcontext(), room:
                 outputs: list[Output] = []
                 try:
                     await self._submit(request)
@@ -221,11 +227,19 @@ class Engine:
         return self._loop.run_until_complete(work)
 
 
-def _load_tokenizer(path: Path) -> Tokenizer:
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model's directory. It neither truncates nor pads texts, whatever its file says.
+
+    Raises:
+        LockstepError: it is missing or cannot be read.
+    """
     file = path / "tokenizer.json"
     if not file.exists():
         raise refuse(f"model {path}: tokenizer.json is missing")
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more precise
         raise refuse(f"model {path}: tokenizer.json cannot be read: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

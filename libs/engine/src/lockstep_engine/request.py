@@ -93,9 +93,9 @@ class SamplingParams:
         """Raise INVALID_REQUEST naming the first field that is out of range."""
         checks: tuple[tuple[str, bool, str], ...] = (
             ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
-            ("min_tokens", self.min_tokens >= 0, "must not be negative"),
+            ("min_tokens", 0 <= self.min_tokens < 2**63, "must not be negative and must fit 63 bits"),
             ("temperature", 0 <= self.temperature <= 100, "must be between 0 and 100"),
-            ("top_k", self.top_k >= 0, "must not be negative"),
+            ("top_k", 0 <= self.top_k < 2**63, "must not be negative and must fit 63 bits"),
             ("top_p", 0 < self.top_p <= 1, "must be above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "must be between 0 and 1"),
             ("repetition_penalty", 0 < self.repetition_penalty <= 100, "must be above 0 and at most 100"),

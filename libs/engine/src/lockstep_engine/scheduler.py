@@ -282,7 +282,10 @@ class Scheduler:
         self._chooser = StepChooser(limits, self.sequences, self.blocks)
 
     def _check_capacity(self, request: Request) -> None:
-        answer = 0 if request.embeds else request.sampling.max_tokens
+        if request.embeds:
+            answer, what, field = 0, "the prompt needs", "prompt_ids"
+        else:
+            answer, what, field = request.sampling.max_tokens, "prompt and max_tokens need", "max_tokens"
         tokens = min(len(request.prompt_ids) + answer, self._limits.context_length)
         needs, blocks = self.blocks.needs(tokens), self.blocks
         total = Needs(blocks.hot.total, blocks.cold.total)
@@ -290,8 +293,8 @@ class Scheduler:
             if not needs.fit(room):
                 raise LockstepError(
                     ErrorCode.RESOURCE_EXHAUSTED,
-                    f"prompt and max_tokens need {needs} of KV cache, {whose} {room}",
-                    field="max_tokens",
+                    f"{what} {needs} of KV cache, {whose} {room}",
+                    field=field,
                 )
 
     def _remove(self, sequence: Sequence) -> None:

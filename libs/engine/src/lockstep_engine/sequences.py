@@ -20,6 +20,7 @@ class Sequences:
         ended: ids of requests whose last output has not been `delivered`.
         phases: by id of the request: changes that `take_phases` has not returned yet.
         arrivals: requests so far.
+        short_of_blocks: in the last step, those that wait waited for blocks, not for their turn in a step.
         preemptions: running requests that had to wait again, since the start.
         prompt_tokens: tokens of the prompts of all requests that have begun to run.
         cached_tokens: those of them that were in the prefix cache.
@@ -36,6 +37,7 @@ class Sequences:
         self._added: list[Sequence] = []
         self._at_share: set[str] = set()
         """Tenants whose waiting requests wait for their share of the blocks."""
+        self.short_of_blocks = False
         self.arrivals = 0
         self.preemptions = 0
         self.prompt_tokens = 0
@@ -43,11 +45,17 @@ class Sequences:
 
     @property
     def free_seqs(self) -> int:
-        """Number of requests that have a sampling row free; 0 if others wait already, but for their tenant's share."""
-        queued = self._queued
-        if any(not sequence.is_held for sequence in queued):
-            return 0
-        return max(0, len(self._free_rows) - len(queued))
+        """Number of requests that have a sampling row free beside those that wait; 0 if these wait for blocks, but for
+        their tenant's share.
+        """
+        return max(0, self.places - len(self.running) - len(self._queued))
+
+    @property
+    def places(self) -> int:
+        """Number of requests that can run at once, as far as is known."""
+        if self.short_of_blocks and any(not each.is_held for each in self._queued):
+            return len(self.running)
+        return len(self.running) + len(self._free_rows)
 
     @property
     def has_free_row(self) -> bool:
@@ -138,6 +146,7 @@ class Sequences:
             sequence.score_from = sequence.scores_delivered
         self.waiting = sorted(self.by_id.values(), key=lambda each: each.precedence)
         self.running, self._added, self._at_share = [], [], set()
+        self.short_of_blocks = False
         self._free_rows = list(range(self._max_seqs - 1, -1, -1))
 
     def clear(self) -> None:

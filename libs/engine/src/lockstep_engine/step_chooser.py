@@ -13,6 +13,10 @@ from lockstep_engine.matches import Hits, Match
 from lockstep_engine.sequence import Sequence
 from lockstep_engine.sequences import Sequences
 
+_MOST_BLOCKS = 8192
+"""No further sequence is admitted in a step after so many blocks were given keys or shared: some microseconds each,
+and the driver does nothing else meanwhile."""
+
 
 class StepChooser:
     """Chooses steps over one set of pools.
@@ -33,6 +37,7 @@ class StepChooser:
     def choose(self) -> list[Chunk]:
         """What the next step computes; each of its sequences has the blocks for it."""
         self.current = None
+        self._sequences.short_of_blocks = False
         chunks: list[Chunk] = []
         budget = self._limits.max_batch_tokens
         preempted = False
@@ -57,34 +62,46 @@ class StepChooser:
             if count:
                 chunks.append(self._chunk(sequence, count))
                 budget -= count
-        if not preempted:
+        if preempted:
+            self._sequences.short_of_blocks = True
+        else:
             self._admit(chunks, budget)
         return chunks
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        """Start waiting sequences, in order, until budget, sampling rows or blocks are used up."""
+        """Start waiting sequences, in order, until budget, sampling rows, blocks or time are used up."""
         at_limit: set[str] = set()  # tenants
+        awaited: list[tuple[int, bytes]] = []  # blocks that running sequences compute and waiting ones lack
+        blocks_left = _MOST_BLOCKS
         for sequence in list(self._sequences.waiting):
             tenant = sequence.request.tenant
-            if budget == 0 or not self._sequences.has_free_row:
+            if budget == 0 or blocks_left <= 0 or not self._sequences.has_free_row:
+                # Not looked up: it counts as if the prefix cache had nothing of it.
+                self._sequences.short_of_blocks = not self.blocks.needs_of(sequence).fit(self.blocks.room_of_all)
                 return
             # Smaller requests of a tenant do not overtake at its limit either, and to look up hundreds would take time.
             is_skipped = tenant in at_limit
             # Preempted while its last token was in flight; that comes with the next result.
             if sequence.in_flight and not is_skipped:
+                self._sequences.short_of_blocks = True
                 return
             # Blocks are on their way to it; or it was preempted, and its grammar is not ready for its next token.
-            if is_skipped or sequence.is_held or not sequence.may_sample:
+            if is_skipped or sequence.is_held or not sequence.may_sample or self._lacks_any(sequence, awaited):
                 continue
             self.current = sequence
             if self._count(sequence, budget, chunks) == 0:
                 return
+            keyed = len(sequence.keys)
             match = self.find_match(sequence)
-            if self._is_being_computed(match):
+            blocks_left -= len(sequence.keys) - keyed
+            block = self._block_being_computed(match)
+            if block is not None:
+                awaited.append(block)
                 self.blocks.matches.remember(sequence.request.id, match)
                 continue  # wait and share its blocks
             has_room = match.takes.fit(self.blocks.room_of_all)
             is_at_limit = self.blocks.is_at_limit(tenant, match.takes)
+            self._sequences.short_of_blocks = not has_room
             self._sequences.note_share(tenant, waits=is_at_limit and has_room)
             if is_at_limit:
                 self.blocks.matches.remember(sequence.request.id, match)
@@ -93,6 +110,7 @@ class StepChooser:
             if not has_room:
                 self.blocks.matches.remember(sequence.request.id, match)
                 return  # smaller requests do not overtake: a large one would never start
+            blocks_left -= match.hits.usable
             self._start(sequence, match.keys, match.hits)
             if not self.blocks.is_loading(sequence):
                 count = self.blocks.fitting(sequence, self._count(sequence, budget, chunks))
@@ -102,10 +120,14 @@ class StepChooser:
 
     def cacheable_keys(self, sequence: Sequence) -> list[BlockKey]:
         """Keys of the blocks that it takes from the prefix cache if that has them."""
+        count = self._cacheable(sequence)
+        return self.keys(sequence)[:count] if count else []
+
+    def _cacheable(self, sequence: Sequence) -> int:
         if not self._limits.prefix_cache or self._needs_every_token(sequence):
-            return []
+            return 0
         # The last token is always computed: its logits choose the next one.
-        return self.keys(sequence)[: (len(sequence.tokens) - 1) // BLOCK_SIZE]
+        return (len(sequence.tokens) - 1) // BLOCK_SIZE
 
     def _needs_every_token(self, sequence: Sequence) -> bool:
         """Whether all tokens are computed, even if the prefix cache has their KV."""
@@ -116,18 +138,28 @@ class StepChooser:
         known = self.blocks.matches.get(sequence.request.id, len(sequence.tokens))
         return self.blocks.look_up(sequence, self.cacheable_keys(sequence)) if known is None else known
 
-    def _is_being_computed(self, match: Match) -> bool:
-        """Whether a running sequence computes the first block that a match lacks."""
+    def _block_being_computed(self, match: Match) -> tuple[int, bytes] | None:
+        """The first block that a match lacks, if a running sequence computes it: its index and digest."""
         index = match.hits.usable
         if index >= len(match.keys):
-            return False
+            return None
         digest = match.keys[index].digest  # of all tokens up to there, so no other block of a sequence has it
-        return any(
+        is_computed = any(
             each.remaining > 1
             and each.computed // BLOCK_SIZE <= index < len(each.keys)
             and each.keys[index].digest == digest
             for each in self._sequences.running
         )
+        return (index, digest) if is_computed else None
+
+    def _lacks_any(self, sequence: Sequence, blocks: list[tuple[int, bytes]]) -> bool:
+        """Whether a sequence begins with the text up to one of these blocks, which the prefix cache lacks. Without a
+        look-up, which takes time for each block before it.
+        """
+        if not blocks:
+            return False
+        known = min(len(sequence.keys), self._cacheable(sequence))
+        return any(index < known and sequence.keys[index].digest == digest for index, digest in blocks)
 
     def _start(self, sequence: Sequence, keys: list[BlockKey], hits: Hits) -> None:
         self._sequences.start(sequence)

@@ -92,10 +92,10 @@ class WaitEstimates:
         return self._turn_s + pace.prompt_s(tokens, step_tokens)
 
     def _waits_of(self, priorities: Iterable[int]) -> dict[int, tuple[float, float]]:
-        now, free, apart = time.monotonic(), self._sequences.free_seqs, self._sequences.waiting_for_share
-        places = len(self._sequences.running) + free
+        now, sequences = time.monotonic(), self._sequences
+        places, is_full, apart = sequences.places, not sequences.free_seqs, sequences.waiting_for_share
         return {
-            priority: self.queue.waits(places=places, is_full=not free, now=now, priority=priority, apart=apart)
+            priority: self.queue.waits(places=places, is_full=is_full, now=now, priority=priority, apart=apart)
             for priority in priorities
         }
 

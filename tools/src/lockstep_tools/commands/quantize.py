@@ -154,15 +154,11 @@ def _windows(
     """Windows to calibrate on, from the first half of the text, and to measure on, from the second."""
     if text is None:
         return None, None
-    from lockstep_engine.model_config import refuse  # noqa: PLC0415
-    from tokenizers import Tokenizer  # noqa: PLC0415
+    from lockstep_engine.offline import load_tokenizer  # noqa: PLC0415
 
     from lockstep_tools.quantization.production import samples  # noqa: PLC0415
 
-    file = source / "tokenizer.json"
-    if not file.is_file():
-        raise refuse(f"model {source}: tokenizer.json is missing")
-    ids = Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False).ids
+    ids = load_tokenizer(source).encode(text, add_special_tokens=False).ids
     length, half = min(arguments.length, context), len(ids) // 2
     if half < _MIN_WINDOWS * length:
         raise CommandError(
