@@ -22,7 +22,8 @@ class TcpProxy:
     """
 
     def __init__(self, port, rng=None):
-        self._target_port = port
+        self.target_port = port
+        """Where connections go that are made from now on."""
         self._random = rng or random.Random(0)
         self._server = None
         self._passes = asyncio.Event()
@@ -71,7 +72,7 @@ class TcpProxy:
     async def _serve(self, reader, writer):
         self.connections += 1
         try:
-            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+            there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
         except OSError:
             writer.transport.abort()
             return

@@ -108,7 +108,7 @@ class Case:
     @property
     def chosen(self) -> str:
         """The way that the gate took in most rounds."""
-        fetches = [bool(set(run.outcomes) - {"gate", "unavailable"}) for run in self.runs[GATED]]
+        fetches = [bool(set(run.outcomes) - {"gate", "unmeasured", "unavailable"}) for run in self.runs[GATED]]
         return FETCHED if 2 * sum(fetches) > len(fetches) else COMPUTED
 
     @property

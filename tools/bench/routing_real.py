@@ -40,7 +40,7 @@ _PAUSE_S = 0.3
 """Between an answer and the next turn, on average."""
 _SAMPLE_S = 0.1
 _BLOCK_TOKENS = 16
-_OUTCOMES = ("fetched", "gate", "absent", "deadline", "unavailable")
+_OUTCOMES = ("fetched", "gate", "unmeasured", "absent", "deadline", "unavailable")
 _METRICS = {"blocks": "remote_cache_fetched_blocks_total"} | {
     outcome: f'remote_cache_fetches_total{{outcome="{outcome}"' for outcome in _OUTCOMES
 }

@@ -36,6 +36,7 @@ class ScriptedKv(state_pb2_grpc.KvServicer, health_pb2_grpc.HealthServicer):
         """Changes the messages of Get."""
         self.put_outcome = state_pb2.PUT_OUTCOME_STORED
         self.put_status = None
+        self.has_room_for_probes = True
         self.calls = []
         self.on_put = lambda tenant: None
         """Called with the tenant of each Put that is answered."""
@@ -68,13 +69,15 @@ class ScriptedKv(state_pb2_grpc.KvServicer, health_pb2_grpc.HealthServicer):
         if self.put_status is not None:
             await context.abort(self.put_status, "no")
         self.on_put(tenant)
+        is_refused = tenant == "-probe" and not self.has_room_for_probes
+        outcome = state_pb2.PUT_OUTCOME_FULL if is_refused else self.put_outcome
         for header, content in zip(headers, contents, strict=True):
             assert header.length == len(content)
             assert header.checksum == xxhash.xxh3_64_intdigest(bytes(content))
             key = (tenant, header.key.hash, header.key.heads.first, header.key.heads.count)
-            if self.put_outcome == state_pb2.PUT_OUTCOME_STORED:
+            if outcome == state_pb2.PUT_OUTCOME_STORED:
                 self.blocks[key] = (header, bytes(content))
-        return state_pb2.PutBlocksResponse(outcomes=[self.put_outcome] * len(headers))
+        return state_pb2.PutBlocksResponse(outcomes=[outcome] * len(headers))
 
     async def Get(self, request, context):
         self.calls.append("Get")

@@ -6,6 +6,7 @@ from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_engine import Output
 from scripted_engine import Script
+from scripted_kv import ScriptedKv, parts_of, serving
 
 DRAINING = worker_pb2.WORKER_STATE_DRAINING
 
@@ -82,6 +83,28 @@ async def test_ranks_that_are_lost_while_it_drains_are_told(model_dir, socket_pa
         status = await router.status(worker_pb2.WORKER_STATE_RESTARTING)
         assert status.HasField("lost")
         assert (await router.next("rejected")).rejected.code == "worker_lost"
+
+
+async def test_routers_hear_of_a_worker_that_stores_its_last_blocks(model_dir, socket_path):
+    """A worker that is silent for long counts as dead."""
+    target = f"unix:{socket_path}-kv"
+    changes = {"state_server": target, "host_cache_bytes": 1 << 20, "state_timeout_s": 10.0, "drain_timeout_s": 60}
+    async with (
+        serving(ScriptedKv(), target) as kv,
+        served(make_settings(model_dir, socket_path, **changes)) as worker,
+    ):
+        router = await worker.greeted()
+        store = worker.engine.remote_store
+        await until(lambda: store.link.estimate() is not None)
+        kv.answers.clear()
+        assert store.offer("t", parts_of("ab"))
+        worker.stop.set()
+        for _ in range(20):
+            await router.status(DRAINING)
+        assert not worker.task.done()
+        kv.answers.set()
+        assert (await router.end())[0] == grpc.StatusCode.UNAVAILABLE
+        assert await worker.exit_code() == 0
 
 
 async def test_a_router_that_does_not_read_does_not_hold_up_the_end(model_dir, socket_path):

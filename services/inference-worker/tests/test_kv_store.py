@@ -120,7 +120,7 @@ async def test_what_is_faster_to_compute_is_not_asked_for(kv, store):
 async def test_nothing_is_fetched_over_a_link_that_was_not_measured(kv, target):
     kv.answers.clear()
     async with opened(target, is_measured=False) as store:
-        assert (await fetch(store, "ab", Memory())).outcome == "gate"
+        assert (await fetch(store, "ab", Memory())).outcome == "unmeasured"
         kv.answers.set()
         await until(lambda: store.link.estimate() is not None)
         assert kv.probes() == 2

@@ -43,9 +43,9 @@ async def state_server(tmp_path, authority, *, name=STATE, workers=WORKER):
 
 
 @contextlib.asynccontextmanager
-async def worker_with(target, tmp_path, authority, model_dir):
+async def worker_with(target, tmp_path, authority, model_dir, mounted=None):
     """A worker with a remote cache at a target."""
-    mounted = Mounted(tmp_path / "worker-tls", authority, WORKER)
+    mounted = mounted or Mounted(tmp_path / "worker-tls", authority, WORKER)
     changes = {
         "state_server": target,
         "state_identity": STATE,
@@ -95,6 +95,25 @@ async def test_a_worker_of_another_identity_is_refused_and_its_log_says_why(tmp_
         assert (await fetch(store, "a", Memory())).blocks == 0
         await serves_on(worker, authority)
     assert (REGISTRY.get_sample_value("lockstep_state_refused_peers_total") or 0.0) > refused
+
+
+async def test_a_certificate_that_is_corrected_is_used_without_a_restart(tmp_path, authority, model_dir):
+    mounted = Mounted(tmp_path / "worker-tls", authority, "others.test")
+    async with (
+        state_server(tmp_path, authority) as target,
+        worker_with(target, tmp_path, authority, model_dir, mounted) as worker,
+    ):
+        await until(lambda: worker.engine is not None)
+        store = worker.engine.remote_store
+        for name in "abc":
+            store.offer("t", parts_of(name))
+            await store.flush(PATIENCE_S)
+        await until(lambda: store.client.is_away)
+        mounted.write(authority, WORKER)
+        await until(lambda: store.link.estimate() is not None)
+        assert store.offer("t", parts_of("d")) == len(parts_of("d"))
+        await store.flush(PATIENCE_S)
+        assert (await fetch(store, "d", Memory())).blocks == 1
 
 
 @pytest.mark.parametrize("impostor", ["another name", "another authority"])

@@ -2,6 +2,7 @@
 
 import grpc
 from lockstep_api.v1 import inference_pb2, state_pb2
+from lockstep_state.services.journal import NO_TOKENS
 from state_serving import refused, served
 
 OK = state_pb2.WRITE_OUTCOME_OK
@@ -73,6 +74,20 @@ async def test_stream_is_read_as_it_was_appended(client):
     assert (stored.epoch, stored.owner, stored.HasField("seal")) == (1, "router-1", False)
     later = await reading(client, positions=[1])
     assert [(log.position, list(log.ids), len(log.logprobs)) for log in later.logs] == [(1, [6], 1), (0, [9, 8], 0)]
+
+
+async def test_stream_is_read_without_its_tokens(client):
+    """If they are wanted of no choice; a choice without a position is wanted from its beginning."""
+    await refused(reading(client, positions=[NO_TOKENS]), grpc.StatusCode.NOT_FOUND)
+    await append_one(client, record=record(2), pieces=[piece(0, 0, 5), piece(1, 0, 9)])
+    await taking(client)
+    assert (await append_one(client, epoch=2, seal=state_pb2.Seal(outcome=b"end"))).outcome == OK
+    stored = await reading(client, positions=[NO_TOKENS] * 2)
+    assert (stored.record, stored.epoch, stored.owner) == (record(2), 2, "router-2")
+    assert stored.seal.outcome == b"end"
+    assert not stored.logs
+    assert [list(log.ids) for log in (await reading(client, positions=[NO_TOKENS])).logs] == [[], [9]]
+    assert [list(log.ids) for log in (await reading(client, positions=[NO_TOKENS, 0])).logs] == [[], [9]]
 
 
 async def test_each_write_of_a_batch_has_its_outcome(client):

@@ -2,13 +2,18 @@
 
 import asyncio
 from array import array
+from collections import Counter
+from dataclasses import replace
 
 import pytest
-from backends import TTL_S, eventually, piece
+import redis
+from backends import LIMITS, TTL_S, eventually, piece
 from lockstep_api.v1 import inference_pb2, state_pb2
 from lockstep_state.backend import Limits, Opening, Take
 from lockstep_state.memory import MemoryBackend
+from lockstep_state.redis_backend import RedisBackend
 from lockstep_state.redis_backend.store import Store
+from lockstep_state.values import Values
 
 OK = state_pb2.WRITE_OUTCOME_OK
 STALE = state_pb2.WRITE_OUTCOME_STALE
@@ -41,6 +46,77 @@ async def test_stream_is_read_as_it_was_written(kept):
     assert (first.ids, first.finish, first.cached_tokens, first.inexact) == (array("I", [5, 6, 8]), STOP, 2, False)
     assert first.logprobs == [each.SerializeToString() for each in logprobs(5, 6, 8)]
     assert (second.ids, second.finish, second.inexact) == (array("I", [7]), STOP, True)
+
+
+class CountingValues(Values):
+    """Notes in which turn of the event loop each value is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn = 0
+        self.reads = Counter()
+
+    def read(self, place, stored):
+        self.reads[self.turn] += 1
+        return super().read(place, stored)
+
+    async def count_turns(self):
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("kind", ["redis"])
+async def test_a_long_stream_is_read_in_several_turns_of_the_event_loop(kept, kind):
+    """Everybody else waits for a turn. Without its tokens a stream is read in one, however long it is."""
+    values, limits = CountingValues(), replace(LIMITS, stream_bytes=1 << 20)
+    backend = RedisBackend(kept.options, values, limits)
+    counting = asyncio.create_task(values.count_turns())
+    try:
+        many = 1500
+        (opened,) = await backend.append([kept.write(opening=Opening(b"record", 1, "r"))])
+        assert opened.outcome == OK
+        for number in range(many):
+            (result,) = await backend.append([kept.write(pieces=[piece(0, number, number)])])
+            assert result.outcome == OK
+        values.reads.clear()
+        stored = await backend.read(kept.key())
+        assert list(stored.logs[0].ids) == list(range(many))
+        assert max(values.reads.values()) < many / 3
+        values.reads.clear()
+        assert (await backend.append([kept.write(pieces=[piece(0, 0, 0)])]))[0].outcome == OK  # is compared
+        assert many < values.reads.total()
+        assert max(values.reads.values()) < many / 3
+        values.reads.clear()
+        head = await backend.head(kept.key())
+        assert (head.record, head.epoch, head.owner, head.seal) == (b"record", 1, "r", None)
+        assert values.reads.total() < 5
+    finally:
+        counting.cancel()
+        await asyncio.gather(counting, return_exceptions=True)
+        await backend.close()
+
+
+async def test_head_of_a_stream_is_all_but_its_tokens(kept):
+    assert await kept.backend.head(kept.key()) is None
+    await kept.open(pieces=[piece(0, 0, 5)])
+    await kept.backend.read(kept.key(), Take("router-2", TTL_S))
+    assert (await kept.append(epoch=2, seal=b"end")).outcome == OK
+    head = await kept.backend.head(kept.key())
+    assert (head.record, head.seal, head.epoch, head.owner) == (b"record", b"end", 2, "router-2")
+
+
+@pytest.mark.parametrize("kind", ["redis", "encrypted"])
+@pytest.mark.parametrize(("field", "is_kept"), [("s", True), ("r", False), ("e", False)])
+async def test_head_of_a_damaged_stream_is_repaired(kept, redis_server, field, is_kept):
+    await kept.open(pieces=[piece(0, 0, 5)], seal=b"end")
+    with redis.Redis(port=redis_server.port) as server:
+        name = f"lockstep:stream:{{{kept.key()}}}"
+        server.hset(name, field, b"damaged")
+        head = await kept.backend.head(kept.key())
+        assert (head is not None, bool(server.exists(name)), server.hexists(name, "s")) == (is_kept, is_kept, False)
+    if head is not None:
+        assert (head.record, head.seal) == (b"record", None)
 
 
 async def test_unknown_stream_takes_nothing(kept):

@@ -10,6 +10,7 @@ import redis
 from backends import LIMITS, PATIENCE_S, TTL_S, eventually, keep
 from lockstep_api.v1.state_pb2 import WRITE_OUTCOME_OK as OK
 from lockstep_common.errors import ErrorCode, LockstepError
+from lockstep_common.ports import free_port
 from lockstep_common.telemetry import REGISTRY
 from lockstep_state.backend import Binding, Block, Opening
 from lockstep_state.redis_backend import RedisBackend, RedisOptions
@@ -178,17 +179,26 @@ def without_disk(client, directory):
     client.config_set("save", "")
 
 
-@pytest.mark.parametrize("fault", [without_replicas, without_disk])
+def as_a_replica(client, _):
+    client.replicaof("127.0.0.1", free_port())  # it still answers reads
+    yield
+    client.replicaof("NO", "ONE")
+
+
+@pytest.mark.parametrize("fault", [without_replicas, without_disk, as_a_replica])
 async def test_redis_that_takes_no_writes_opens_the_breaker_until_it_does(tmp_path, fault):
     server = RedisServer(tmp_path)
     client = redis.Redis(port=server.port, socket_timeout=PATIENCE_S)
     try:
-        async with keep("redis", server.address, {"probe_s": 0.05, "timeout_s": PATIENCE_S}) as kept:
+        options = {"probe_s": 0.05, "timeout_s": PATIENCE_S, "batch_timeout_s": PATIENCE_S}
+        async with keep("redis", server.address, options) as kept:
             assert (await kept.open()).outcome == OK
             acting = fault(client, tmp_path)
             next(acting)
             for number in range(5):
                 assert (await kept.open(f"s{number}")).outcome == 10  # UNAVAILABLE
+                with contextlib.suppress(LockstepError):  # reads succeed until the breaker is open
+                    await kept.backend.sizes([kept.key()])
             assert kept.backend.unready is not None
             assert REGISTRY.get_sample_value("lockstep_state_breaker_open") == 1
             await asyncio.sleep(0.2)  # some probes
@@ -199,6 +209,33 @@ async def test_redis_that_takes_no_writes_opens_the_breaker_until_it_does(tmp_pa
     finally:
         client.close()
         server.kill()
+
+
+async def test_after_a_failover_behind_one_address_the_new_master_gets_the_writes(tmp_path):
+    """Connections stay with the demoted one, and so do those that are in use while the probe connects."""
+    servers = [RedisServer(tmp_path / str(number)) for number in range(2)]
+    former = redis.Redis(port=servers[0].port, socket_timeout=PATIENCE_S)
+    try:
+        async with TcpProxy(servers[0].port) as proxy, behind(proxy, timeout_s=PATIENCE_S) as kept:
+            assert (await kept.open()).outcome == OK
+            await asyncio.gather(*(kept.backend.sizes([kept.key()]) for _ in range(2)))
+            assert proxy.connections == 2
+            former.replicaof("127.0.0.1", servers[1].port)
+            proxy.target_port = servers[1].port
+            former.client_pause(2000, all=True)  # what is refused is answered nevertheless
+            reading = asyncio.create_task(kept.backend.sizes([kept.key()]))
+            await asyncio.sleep(0)  # it has one of the connections
+            with pytest.raises(LockstepError):
+                await kept.backend.discard(kept.tenant, [kept.key()])
+            await eventually(lambda: _is(kept.backend.unready is None))
+            assert (await kept.open("new")).outcome == OK
+            await asyncio.gather(reading, return_exceptions=True)
+            for number in range(5):
+                assert (await kept.open(f"s{number}")).outcome == OK
+    finally:
+        former.close()
+        for server in servers:
+            server.kill()
 
 
 async def test_probing_ends_when_it_is_cancelled():

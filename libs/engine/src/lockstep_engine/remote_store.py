@@ -45,7 +45,9 @@ class FetchResult:
     blocks: int
     """Leading blocks of which every part is complete."""
     outcome: str
-    """`fetched`, `absent`, `gate` (computing is faster), `deadline`, `unavailable` or `damaged`."""
+    """`fetched`, `absent`, `gate` (computing is faster), `unmeasured` (nothing is known of the way), `deadline`,
+    `unavailable` or `damaged`.
+    """
 
 
 class RemoteStore(Protocol):

@@ -78,7 +78,8 @@ REMOTE_WAITING = Gauge(
 REMOTE_FETCHES = Counter(
     "lockstep_worker_remote_cache_fetches_total",
     "Fetches of cached prefixes from the state server, by outcome: `fetched`; `absent`; `gate`, computing is faster; "
-    "`deadline`, blocks that had come count; `unavailable`; `damaged`; `cancelled`",
+    "`unmeasured`, nothing is known of the way; `deadline`, blocks that had come count; `unavailable`; "
+    "`damaged`; `cancelled`",
     ["outcome"],
     registry=REGISTRY,
 )

@@ -121,9 +121,7 @@ async def run(settings: WorkerSettings, stop: asyncio.Event, engine_factory: Eng
             stack.enter_context(gpu_health.watching(settings.tp))
         fields = {"address": settings.listen, "management_port": management_port, "model": worker.engine.model.name}
         logger.info("listening", extra=fields)
-        left_s = await _serve(worker, stop)
-        if store is not None and stop.is_set():
-            await store.flush(left_s + _STORE_TIMEOUT_S)
+        await _serve(worker, store, stop)
         await worker.hang_up(_FLUSH_TIMEOUT_S)
     if stop.is_set() or worker.failure is None:
         return 0
@@ -185,8 +183,11 @@ def _ignore(_: Notice) -> None:
     """Drop a notice: Events are not enabled."""
 
 
-async def _serve(worker: Worker, stop: asyncio.Event) -> float:
-    """Return when `stop` is set and the worker is drained, or when the engine has failed; seconds left of the drain."""
+async def _serve(worker: Worker, store: KvStore | None, stop: asyncio.Event) -> None:
+    """Return when `stop` is set, the worker is drained and its KV blocks are stored, or when the engine has failed.
+
+    Routers get heartbeats until then: a worker that is silent for long counts as dead.
+    """
     start, beat, stopped, failed = tasks = [
         asyncio.create_task(work) for work in (_start(worker), worker.beat(), stop.wait(), worker.failed.wait())
     ]
@@ -195,8 +196,9 @@ async def _serve(worker: Worker, stop: asyncio.Event) -> float:
         if beat.done():
             beat.result()
         if stopped.done():
-            return await worker.drain()
-        return 0.0
+            left_s = await worker.drain()
+            if store is not None:
+                await store.flush(left_s + _STORE_TIMEOUT_S)
     finally:
         for task in tasks:
             task.cancel()

@@ -115,6 +115,9 @@ class Backend(Protocol):
     async def read(self, key: str, take: Take | None = None) -> StoredStream | None:
         """A stream; None if there is none. With `take` its epoch grows by the same operation."""
 
+    async def head(self, key: str) -> StoredStream | None:
+        """A stream without its tokens: its logs may be empty. None if there is none."""
+
     async def trim(self, tenant: str, keys: Sequence[str], mark_ttl_s: float) -> int:
         """Forget streams; how many there were.
 

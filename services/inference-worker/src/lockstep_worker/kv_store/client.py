@@ -137,7 +137,7 @@ class KvClient:
         except grpc.aio.AioRpcError as error:
             code = error.code()
             if code in _REFUSALS:
-                self._note_refusal(error.details() or code.name)
+                self._note_refusal(code, error.details() or code.name)
                 raise StateRefusedError(code.name) from None
             if code is grpc.StatusCode.RESOURCE_EXHAUSTED or (
                 may_be_late and code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -153,15 +153,21 @@ class KvClient:
             raise StateAwayError("CANCELLED") from None
         self._breaker.note_success()
 
-    def _note_refusal(self, sentence: str) -> None:
-        self._breaker.note_success()
+    def _note_refusal(self, code: grpc.StatusCode, sentence: str) -> None:
         metrics.REMOTE_FAILURES.labels("refused").inc()
         if sentence not in self._refusals and len(self._refusals) < 16:
             self._refusals.add(sentence)
             logger.warning("the state server refuses KV blocks: %s", sentence)
+        if code is grpc.StatusCode.PERMISSION_DENIED:  # the next certificate may be taken, and only a probe shows it
+            self._count_failure(code.name, sentence)
+        else:
+            self._breaker.note_success()
 
     def _note_failure(self, reason: str, details: str = "") -> None:
         metrics.REMOTE_FAILURES.labels(reason.lower()).inc()
+        self._count_failure(reason, details)
+
+    def _count_failure(self, reason: str, details: str) -> None:
         if not self._breaker.note_failure():
             return
         # Only gRPC's details say that the certificate was refused, and they do not say which name was wanted.

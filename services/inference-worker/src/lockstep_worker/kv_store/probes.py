@@ -1,21 +1,22 @@
 """Small transfers that measure the way to the state server: at the start, and when no fetch has for a while.
 
 Without them nothing would ever be fetched: the gate needs an estimate before the first fetch, and after one bad moment
-of the network nobody would find out that it is over.
+of the network nobody would find out that it is over. Where the state server has no room for them, a fetch has to
+measure the way instead.
 """
 
 import hashlib
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from random import Random
 
 import xxhash
 from lockstep_api.v1 import state_pb2
 from lockstep_engine.remote_store import BlockForm, HeadRange
 
-from lockstep_worker.kv_store.client import KvClient
+from lockstep_worker.kv_store.client import KvClient, StateAwayError, StateRefusedError
 from lockstep_worker.kv_store.link import Link
-from lockstep_worker.kv_store.parts import DamagedError, PartReader, to_header, to_key
+from lockstep_worker.kv_store.parts import PartReader, to_header, to_key
 
 _TENANT = "-probe"
 """No tenant's name begins like this."""
@@ -26,6 +27,10 @@ _TTL_S = 600.0
 _TIMEOUT_S = 10.0
 _CALLS = 3
 """Calls without content that are timed."""
+
+
+class NoRoomError(Exception):
+    """The state server has not stored the blocks of the probe: latency was measured, bandwidth was not."""
 
 
 class Probe:
@@ -47,19 +52,22 @@ class Probe:
 
         Raises:
             StateAwayError, StateRefusedError, DamagedError: they are not known.
+            NoRoomError: bandwidth is not.
         """
-        if await self._look_up() < _BLOCKS:  # not timed: the first call waits for the connection
-            await self._client.put(self._messages(), _TIMEOUT_S)
+        present = await self._look_up()  # not timed: the first call waits for the connection
+        if present < _BLOCKS:
+            with suppress(StateAwayError, StateRefusedError):  # whether it is away, the next call finds out
+                await self._client.put(self._messages(), _TIMEOUT_S)
         for _ in range(_CALLS):
             began_at = self._link.clock()
             present = await self._look_up()
             self._link.note_call(self._link.clock() - began_at)
-            if present < _BLOCKS:
-                raise DamagedError("present")
-        keys = [to_key(each, _HEADS) for each in self._hashes]
+        if not present:
+            raise NoRoomError
+        keys = [to_key(each, _HEADS) for each in self._hashes[:present]]
         reader = PartReader(keys, _FORM, lambda _: self._memory)
         request = state_pb2.GetBlocksRequest(tenant=_TENANT, keys=keys)
-        with self._link.transfer(_BLOCKS * _FORM.length) as transfer:
+        with self._link.transfer(len(keys) * _FORM.length) as transfer:
             async with aclosing(self._client.get(request, _TIMEOUT_S)) as messages:
                 async for message in messages:
                     reader.take(message)

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
 from lockstep_api.v1 import state_pb2
@@ -21,7 +21,7 @@ from lockstep_worker.kv_store.client import KvClient, StateAwayError, StateRefus
 from lockstep_worker.kv_store.gate import Choice, choose
 from lockstep_worker.kv_store.link import Link, Transfer
 from lockstep_worker.kv_store.parts import DamagedError, PartReader, to_key
-from lockstep_worker.kv_store.probes import Probe
+from lockstep_worker.kv_store.probes import NoRoomError, Probe
 from lockstep_worker.kv_store.write_behind import WriteBehind
 
 logger = logging.getLogger("lockstep.worker")
@@ -33,6 +33,8 @@ _MAX_FETCHES = 8
 _PROBE_AFTER_S = 30.0
 """Without a transfer that has measured the link."""
 _CHECK_EVERY_S = 5.0
+_SAMPLE_BYTES = 2 << 20
+"""Of a fetch that measures the link in place of a probe: enough for that, and soon computed if it comes to nothing."""
 _SILENT_FETCHES = 3
 """In a row that have got nothing by their deadline; then there is one each `_SILENT_S`. Look-ups may well be answered
 meanwhile, on a way that loses large packets, so that neither the breaker opens nor the link is measured.
@@ -78,6 +80,10 @@ class KvStore:
         self._probe = Probe(self.client, self.link, options.name)
         self._probing: asyncio.Task[None] | None = None
         self._probe_now = asyncio.Event()
+        self._no_room_at = -math.inf
+        """When the server last had no room for the probe."""
+        self._wants_sample = False
+        """The next fetch measures the link in place of the probe, whatever the gate would say."""
         self._fetches = 0
         self._silent = 0
         """Fetches in a row that have got nothing by their deadline."""
@@ -140,24 +146,29 @@ class KvStore:
     ) -> FetchResult:
         """See `RemoteStore.fetch`."""
         result = FetchResult(0, "cancelled")
-        began_at = self.link.clock()
+        began_at, measured_at = self.link.clock(), self.link.measured_at
+        is_sample = self._take_sample()
         with _span() as span:
             try:
                 self._fetches += 1
-                wanted = _Wanted(
-                    tenant or _NOBODY, hashes[: _MAX_PARTS // max(len(heads), 1)], heads, form, further_bytes
-                )
+                hashes = hashes[: _MAX_PARTS // max(len(heads), 1)]
+                wanted = _Wanted(tenant or _NOBODY, hashes, heads, form, further_bytes, is_sample)
                 result = await self._fetch(wanted, recompute_s, into)
             except Exception:
                 logger.exception("a fetch of blocks has failed")
                 result = FetchResult(0, "unavailable")
             finally:
                 self._fetches -= 1
+                if is_sample and self.link.measured_at == measured_at:
+                    self._wants_sample = result.outcome not in (
+                        "deadline",
+                        "damaged",
+                    )  # the next probe asks for another
                 if span is not None:
                     span.attributes |= {names.OUTCOME: result.outcome, names.KV_BLOCKS: result.blocks}
                 metrics.REMOTE_FETCHES.labels(result.outcome).inc()
                 metrics.REMOTE_FETCHED_BLOCKS.inc(result.blocks)
-        if result.outcome != "gate":
+        if result.outcome not in ("gate", "unmeasured"):
             metrics.REMOTE_FETCH_SECONDS.observe(self.link.clock() - began_at)
         return result
 
@@ -200,13 +211,17 @@ class KvStore:
         Raises:
             _MissError: computing them is faster, or nothing is known of the link.
         """
-        link, choice = self.link.estimate(), None
-        if link is not None:
-            choice = choose(blocks, wanted.block_bytes, link.of_fetch(calls, wanted.further_bytes), recompute_s)
+        if wanted.is_sample:
+            count = max(1, min(blocks, _SAMPLE_BYTES // wanted.block_bytes))
+            return Choice(count, 0.0, recompute_s(count))
+        link = self.link.estimate()
+        if link is None:
+            raise _MissError("unmeasured")
+        choice = choose(blocks, wanted.block_bytes, link.of_fetch(calls, wanted.further_bytes), recompute_s)
         span = CURRENT.get()
-        if span is not None and choice is not None:  # of the last choice, which knows best what is there
+        if span is not None:  # of the last choice, which knows best what is there
             span.attributes |= {names.KV_FETCH_S: choice.fetch_s, names.KV_RECOMPUTE_S: choice.recompute_s}
-        if choice is None or not choice.blocks:
+        if not choice.blocks:
             raise _MissError("gate")
         return choice
 
@@ -240,9 +255,21 @@ class KvStore:
         blocks = reader.complete // parts
         if not outcome:
             outcome = "fetched" if blocks else "absent"
-        if blocks == choice.blocks:
+        if blocks == choice.blocks and not wanted.is_sample:
             self._measure(estimated_s, choice.recompute_s, self.link.clock() - began_at)
         return FetchResult(blocks, outcome)
+
+    def _take_sample(self) -> bool:
+        """Whether a fetch is to measure the link. No other one does until it ends."""
+        is_stale = self.link.clock() - self.link.measured_at >= _PROBE_AFTER_S
+        is_sample, self._wants_sample = self._wants_sample and is_stale, False
+        return is_sample
+
+    def _note_no_room(self) -> None:
+        if self._no_room_at == -math.inf:
+            logger.warning("the state server has no room for the probe: fetches of KV blocks measure the way to it")
+        self._no_room_at = self.link.clock()
+        self._wants_sample = True
 
     def _on_return(self) -> None:
         self._returned_at = self.link.clock()
@@ -272,17 +299,19 @@ class KvStore:
     async def _probe_forever(self) -> None:
         while True:
             self._probe_now.clear()
-            if not self.client.is_away and self.link.clock() - self.link.measured_at >= _PROBE_AFTER_S:
+            tried_at = max(self.link.measured_at, self._no_room_at)
+            if not self.client.is_away and self.link.clock() - tried_at >= _PROBE_AFTER_S:
                 try:
                     await self._probe.measure()
+                except NoRoomError:
+                    self._note_no_room()
                 except (StateAwayError, StateRefusedError, DamagedError) as error:
                     logger.debug("the way to the state server was not measured: %s", error)
                 except Exception:
                     logger.exception("the way to the state server was not measured")
-            try:
-                await asyncio.wait_for(self._probe_now.wait(), _CHECK_EVERY_S)
-            except TimeoutError:
-                continue
+            with suppress(TimeoutError):  # `wait_for` loses a cancellation that comes together with the event
+                async with asyncio.timeout(_CHECK_EVERY_S):
+                    await self._probe_now.wait()
 
 
 class _MissError(Exception):
@@ -302,6 +331,8 @@ class _Wanted:
     heads: Sequence[HeadRange]
     form: BlockForm
     further_bytes: int
+    is_sample: bool
+    """It measures the link: the gate is not asked."""
 
     @property
     def block_bytes(self) -> int:

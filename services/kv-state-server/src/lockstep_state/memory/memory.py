@@ -23,7 +23,7 @@ def _wall_ms() -> int:
 
 class MemoryBackend:
     """Everything in memory. Blocks are evicted first, then streams that have ended, names, and marks of trimmed
-    streams; then calls are refused.
+    streams; then calls are refused. For a block, blocks alone are evicted.
 
     Args:
         max_bytes: of everything together, about.
@@ -66,6 +66,10 @@ class MemoryBackend:
     async def read(self, key: str, take: Take | None = None) -> StoredStream | None:
         """See `Backend`."""
         return self._journals.read(key, take)
+
+    async def head(self, key: str) -> StoredStream | None:
+        """See `Backend`."""
+        return self._journals.read(key, None)
 
     async def trim(self, tenant: str, keys: Sequence[str], mark_ttl_s: float) -> int:  # noqa: ARG002
         """See `Backend`."""
@@ -160,8 +164,10 @@ class MemoryBackend:
         others = self._room.tally(counted_for).size_bytes - (old.size_bytes if old else 0)
         if others + size_bytes > self._limits.tenant_block_bytes:
             return False
-        self._blocks.take(block.key)
-        if not self._room.make(size_bytes):
+        shelves = cast("Sequence[Shelf[object]]", (self._blocks,))
+        if not self._room.can_make(size_bytes, shelves):
             return False
+        self._blocks.take(block.key)
+        self._room.make(size_bytes, shelves)
         self._blocks.put(block.key, block.value, size_bytes, counted_for, block.ttl_s)
         return True

@@ -49,12 +49,23 @@ class Room:
         if not tally.size_bytes and not tally.streams:
             del self._tallies[tenant]
 
-    def make(self, wanted_bytes: int) -> bool:
-        """Evict until so many bytes are free; False if they cannot be. Then nothing is evicted for them."""
-        evictable = sum(shelf.size_bytes for shelf in self._evictable)
-        if self.used_bytes - evictable + wanted_bytes > self.max_bytes:
+    def can_make(self, wanted_bytes: int, shelves: "Sequence[Shelf[object]]") -> bool:
+        """Whether so many bytes would be free if all on these shelves were evicted."""
+        evictable = sum(shelf.size_bytes for shelf in shelves)
+        return self.used_bytes - evictable + wanted_bytes <= self.max_bytes
+
+    def make(self, wanted_bytes: int, shelves: "Sequence[Shelf[object]] | None" = None) -> bool:
+        """Evict until so many bytes are free; False if they cannot be. Then nothing is evicted for them.
+
+        Args:
+            wanted_bytes: that are to be free.
+            shelves: from which is evicted; all that are evictable if not given.
+        """
+        if shelves is None:
+            shelves = self._evictable
+        if not self.can_make(wanted_bytes, shelves):
             return False
-        for shelf in self._evictable:
+        for shelf in shelves:
             while self.used_bytes + wanted_bytes > self.max_bytes and shelf.evict():
                 pass
         return True

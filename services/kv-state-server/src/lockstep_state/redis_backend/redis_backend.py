@@ -55,6 +55,10 @@ class RedisBackend:
         """See `Backend`."""
         return await self._journals.read(key, take)
 
+    async def head(self, key: str) -> StoredStream | None:
+        """See `Backend`."""
+        return await self._journals.head(key)
+
     async def trim(self, tenant: str, keys: Sequence[str], mark_ttl_s: float) -> int:
         """See `Backend`."""
         return await self._journals.trim(tenant, keys, mark_ttl_s)
@@ -121,12 +125,15 @@ class RedisBackend:
         asked = [self._ledger.command(_reservation(block)) for block in blocks] + list(map(self._room, blocks))
         told = _raised(await self._store.many("reserve", asked))
         reserved = [block for block, has_quota in zip(blocks, told, strict=False) if has_quota]
-        roomy = {block.key for block, room in zip(blocks, told[len(blocks) :], strict=True) if self._is_room(room)}
+        rooms = list(zip(blocks, told[len(blocks) :], strict=True))
+        roomy = {block.key for block, (room, _) in rooms if self._is_room(room)}
+        there = {block.key for block, (_, is_there) in rooms if is_there}
         admitted = [block for block in reserved if block.key in roomy]
         answers = await self._store.many("put", [self._set(block) for block in admitted])
         pairs = zip(admitted, answers, strict=True)
         stored = {block.key for block, answer in pairs if not isinstance(answer, LockstepError)}
-        lost = [block for block in reserved if block.key not in stored]
+        # One that was there already is still there, and keeps its reservation.
+        lost = [block for block in reserved if block.key not in stored and block.key not in there]
         await self._ledger.note([("b", block.tenant, block.key, -1, 0.0) for block in lost])
         for answer in answers:
             if isinstance(answer, LockstepError) and answer.code is not ErrorCode.OVERLOADED:
@@ -175,7 +182,9 @@ class RedisBackend:
         return Command((key,), ("SET", self._values.write(key, block.value), "PX", int(block.ttl_s * 1000)))
 
     def _room(self, block: Block) -> Command:
-        """Asks whether a server takes a block. It may get a few more: what others store in between is not counted."""
+        """Asks whether a server takes a block, and has it. It may get a few more: what others store in between is not
+        counted.
+        """
         return Command((self._block(block.key),), (len(block.value), str(self._block_share)), scripts.HAS_ROOM)
 
     def _is_room(self, answer: int) -> bool:

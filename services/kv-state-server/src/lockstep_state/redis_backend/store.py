@@ -45,6 +45,8 @@ _PROBES = 3
 _LOGIN = (redis_errors.AuthenticationError, redis_errors.AuthorizationError)
 _NOT_DURABLE = ("MISCONF ", "NOREPLICAS ")
 """Redis refuses all writes: it cannot save to its disk, or fewer replicas than `min-replicas-to-write` follow."""
+_NO_WRITES = ("read_only", "not_durable")
+"""Reasons with which one answer says that no write succeeds, though reads do."""
 _UNUSABLE = (
     redis_errors.ConnectionError,
     redis_errors.BusyLoadingError,
@@ -243,7 +245,7 @@ class Store:
         """Count a failure, and translate it."""
         reason, words = _describe(error)
         metrics.STORE_FAILURES.labels(reason).inc()
-        if reason not in ("error", "busy") and self._breaker.note_failure():
+        if reason not in ("error", "busy") and self._note_failure(reason):
             metrics.BREAKER_OPEN.set(1)
             logger.warning("Redis is not used until it answers")
         now = time.monotonic()
@@ -251,6 +253,16 @@ class Store:
             self._logged_at = now
             logger.warning("an operation on Redis failed", extra={"reason": reason, "error": type(error).__name__})
         return unavailable(words)
+
+    def _note_failure(self, reason: str) -> bool:
+        """Note a failure for the breaker; whether this has opened it. A Redis that takes no writes opens it at once:
+        reads succeed in between, so that there are never several failures in a row. In a cluster that is one node.
+        """
+        has_opened = self._breaker.note_failure()
+        if reason in _NO_WRITES and not isinstance(self._client, RedisCluster):
+            while not self._breaker.is_open:
+                has_opened = self._breaker.note_failure()
+        return has_opened
 
     async def _probe(self) -> None:
         """Find out whether Redis takes writes again, and in time. It connects first: addresses may have changed."""
@@ -272,11 +284,14 @@ class Store:
             logger.debug("a probe failed", extra={"error": type(error).__name__})
 
     async def _reconnect(self) -> None:
+        """Have everything that begins from now on run over new connections."""
         if isinstance(self._client, RedisCluster):
             former, self._client = self._client, connect(self._options)
             await former.aclose()
         else:
-            await self._client.connection_pool.disconnect(inuse_connections=False)
+            pool: Any = self._client.connection_pool  # its types are incomplete
+            await pool.update_active_connections_for_reconnect()  # those in use are closed when they are released
+            await pool.disconnect(inuse_connections=False)
 
 
 def _is_unusable(answer: Any) -> bool:

@@ -23,6 +23,8 @@ from lockstep_state.services.checks import (
 )
 from lockstep_state.settings import StateSettings
 
+NO_TOKENS = (1 << 32) - 1
+"""As a position: no tokens are wanted."""
 _INVALID = state_pb2.WRITE_OUTCOME_INVALID
 metrics.WRITES.labels("FULL")  # from 0: of a series that begins at 1, Prometheus sees no increase
 
@@ -44,8 +46,13 @@ class Journal(state_pb2_grpc.JournalServicer):
 
     @unary("Journal.Read")
     async def Read(self, request: state_pb2.ReadRequest) -> state_pb2.ReadResponse:  # noqa: N802
-        """A stream from positions on."""
+        """A stream from positions on, without logs if they are `NO_TOKENS` for all choices."""
         key = _stream_key(request.tenant, request.stream_id)
+        if request.positions and min(request.positions) == NO_TOKENS:
+            response = _response(await self._backend.head(key), request.positions)
+            if len(request.positions) >= len(response.record.choices):
+                response.ClearField("logs")
+                return response
         return _response(await self._backend.read(key), request.positions)
 
     @unary("Journal.Take")
