@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import until
 from lockstep_api.v1 import state_pb2, state_pb2_grpc
 from lockstep_common.grpc_tls import dial_plain
+from lockstep_common.telemetry import REGISTRY
 from lockstep_engine.remote_store import BlockForm, HeadRange, StoredBlock
 from lockstep_worker.kv_store import KvStore, StoreOptions
 
@@ -172,3 +173,15 @@ async def opened(target, *, is_measured=True, **changes):
         if is_measured:
             await until(lambda: store.link.estimate() is not None)
         yield store
+
+
+async def stored(store, names, **options):
+    """Store blocks and wait until they are."""
+    parts = parts_of(names, **options)
+    assert store.offer("t", parts) == len(parts)
+    await store.flush(30.0)
+
+
+def value(name, **labels):
+    """Of a metric of the worker's store, without the beginning of its name."""
+    return REGISTRY.get_sample_value(f"lockstep_worker_remote_cache_{name}", labels) or 0.0

@@ -8,18 +8,25 @@ import grpc
 import pytest
 from harness import make_settings, served, until
 from lockstep_api.v1 import state_pb2
-from lockstep_common.telemetry import REGISTRY
 from lockstep_common.trace_context import TraceContext
 from lockstep_common.tracing.spans import CURRENT, Tracing
 from lockstep_engine.remote_store import BlockForm
-from scripted_kv import FORM, HEADS, Memory, ScriptedKv, block_hash, content_of, fetch, opened, parts_of, serving
+from scripted_kv import (
+    FORM,
+    HEADS,
+    Memory,
+    ScriptedKv,
+    block_hash,
+    content_of,
+    fetch,
+    opened,
+    parts_of,
+    serving,
+    stored,
+    value,
+)
 
-PREFIX = "lockstep_worker_remote_cache_"
 RANKS = len(HEADS)
-
-
-def value(name, **labels):
-    return REGISTRY.get_sample_value(PREFIX + name, labels) or 0.0
 
 
 @pytest.fixture
@@ -38,13 +45,6 @@ async def store(kv, target):
     async with opened(target) as store:
         kv.calls.clear()
         yield store
-
-
-async def stored(store, names, **options):
-    """Store blocks and wait until they are."""
-    parts = parts_of(names, **options)
-    assert store.offer("t", parts) == len(parts)
-    await store.flush(30.0)
 
 
 async def test_blocks_come_back_into_the_memory_they_are_wanted_in(kv, store):

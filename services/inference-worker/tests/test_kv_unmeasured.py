@@ -6,8 +6,7 @@ import logging
 import pytest
 from harness import until
 from lockstep_engine.remote_store import BlockForm
-from scripted_kv import Memory, ScriptedKv, fetch, opened, serving
-from test_kv_store import stored, value
+from scripted_kv import Memory, ScriptedKv, fetch, opened, serving, stored, value
 
 LARGE = BlockForm("bfloat16", (64, 1 << 10), 128 << 10)
 """Fetches of such blocks are large enough to measure the link."""

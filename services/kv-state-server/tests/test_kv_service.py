@@ -255,3 +255,30 @@ async def test_damaged_value_is_a_miss_and_is_forgotten(tmp_path, store, store_k
             names = [name for at, name in enumerate("ab") if at not in found]
             assert (await put(client, (header(names[0], contents[names[0]]), contents[names[0]]))) == [STORED]
         assert len(await get(client, key("a"), key("b"))) == 2
+
+
+async def test_calls_beyond_the_most_are_refused_and_counted(tmp_path):
+    async with served(tmp_path, max_calls=2) as client:
+        content = bytes(10)
+        uploads = []
+        for name in ("a", "b"):
+            first, *_ = messages(client.tenant, (header(name, content), content), chunk=5)
+            uploads.append(client.kv.Put())
+            await uploads[-1].write(first)
+        before, seen = ended("RESOURCE_EXHAUSTED"), []
+
+        async def is_refused():
+            try:
+                await get(client, key("a"))
+            except grpc.aio.AioRpcError as error:
+                seen.append(error.details())
+            return seen
+
+        await eventually(is_refused)
+        assert "max_calls" in seen[0]
+        assert ended("RESOURCE_EXHAUSTED") == before + 1
+        for upload in uploads:
+            await upload.write(state_pb2.PutBlocksRequest(data=bytes(5)))
+            await upload.done_writing()
+            assert list((await upload).outcomes) == [STORED]
+        assert await get(client, key("a")) == {0: content}

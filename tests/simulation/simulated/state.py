@@ -16,6 +16,7 @@ from lockstep_state.backend import StoredStream, Take, Write
 from lockstep_state.keys import Kind, key_of
 from lockstep_state.memory import MemoryBackend
 from lockstep_state.server import health_of
+from lockstep_state.services.calls import Running
 from lockstep_state.services.journal import Journal
 from lockstep_state.settings import StateSettings
 
@@ -143,7 +144,8 @@ class StateServer:
         clock = lambda: self._kernel.now  # noqa: E731
         backend = self._make(self._settings.max_memory_bytes, self._settings.limits, clock)
         self.backend = FencedBackend(backend, clock, self._report)
-        self._journal = Journal(self.backend, self._settings)  # type: ignore[arg-type]
+        running = Running(self._settings.max_calls)
+        self._journal = Journal(self.backend, self._settings, running)  # type: ignore[arg-type]
         self._health = health_of(self.backend)  # type: ignore[arg-type]
 
     def dial(self, loop: ProcessLoop) -> "StateChannel":

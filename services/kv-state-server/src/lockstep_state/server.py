@@ -32,7 +32,7 @@ from lockstep_state.memory import MemoryBackend
 from lockstep_state.redis_backend import RedisBackend, RedisOptions
 from lockstep_state.secrets import read_keys, read_password
 from lockstep_state.services.call_traces import CallTraces
-from lockstep_state.services.calls import is_news
+from lockstep_state.services.calls import Running, is_news
 from lockstep_state.services.journal import Journal
 from lockstep_state.services.kv import Kv
 from lockstep_state.services.names import Leases, Sessions
@@ -55,6 +55,8 @@ MAX_AGE_S = 300.0
 """A connection that is older, give or take a tenth, takes no new calls: its caller connects again, and a Service may
 choose another pod. So new pods get calls, and callers spread over the pods after some were away."""
 _AGE_MARGIN_S = 10.0
+_UNCOUNTED_FROM = 2
+"""gRPC refuses from so many times `max_calls` on, for almost nothing, and counts nothing."""
 
 logger = logging.getLogger("lockstep.state")
 
@@ -205,13 +207,13 @@ def _listen(
     checks = [] if certificates is None else [PeerInterceptor(identities, refusal, metrics.STRANGERS.inc)]
     traces = [] if tracing is None else [CallTraces(tracing)]
     interceptors = (*checks, Decoding("/lockstep.v1."), *traces)
-    server = grpc.aio.server(
-        options=_options(settings), interceptors=interceptors, maximum_concurrent_rpcs=settings.max_calls
-    )
-    state_pb2_grpc.add_JournalServicer_to_server(Journal(backend, settings), server)  # type: ignore[no-untyped-call]
-    state_pb2_grpc.add_SessionsServicer_to_server(Sessions(backend, settings), server)  # type: ignore[no-untyped-call]
-    state_pb2_grpc.add_LeasesServicer_to_server(Leases(backend, settings), server)  # type: ignore[no-untyped-call]
-    state_pb2_grpc.add_KvServicer_to_server(Kv(backend, settings), server)  # type: ignore[no-untyped-call]
+    most = _UNCOUNTED_FROM * settings.max_calls
+    server = grpc.aio.server(options=_options(settings), interceptors=interceptors, maximum_concurrent_rpcs=most)
+    running = Running(settings.max_calls)
+    state_pb2_grpc.add_JournalServicer_to_server(Journal(backend, settings, running), server)  # type: ignore[no-untyped-call]
+    state_pb2_grpc.add_SessionsServicer_to_server(Sessions(backend, settings, running), server)  # type: ignore[no-untyped-call]
+    state_pb2_grpc.add_LeasesServicer_to_server(Leases(backend, settings, running), server)  # type: ignore[no-untyped-call]
+    state_pb2_grpc.add_KvServicer_to_server(Kv(backend, settings, running), server)  # type: ignore[no-untyped-call]
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol, TypeVar
 
 import grpc
@@ -20,13 +20,41 @@ _NOT_SENT = 'Failed "execute_batch"'
 """How gRPC's error begins; one for a wrong use of gRPC begins otherwise."""
 
 
-class Timed(Protocol):
-    """A service whose calls have a greatest time."""
+class Running:
+    """How many calls run, of all services that share it.
+
+    Args:
+        most: more are refused.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._count = 0
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """While it is entered, one more call runs.
+
+        Raises:
+            LockstepError: OVERLOADED, there are as many as there may be.
+        """
+        if self._count >= self._most:
+            raise LockstepError(ErrorCode.OVERLOADED, f"the state server has {self._most} calls at a time (max_calls)")
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+
+
+class Limited(Protocol):
+    """A service whose calls have a greatest time and a greatest number."""
 
     timeout_s: float
+    running: Running
 
 
-Service = TypeVar("Service", bound=Timed)
+Service = TypeVar("Service", bound=Limited)
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 
@@ -43,7 +71,7 @@ def unary(
         work: Callable[[Service, Request], Awaitable[Response]],
     ) -> Callable[[Service, Request, grpc.aio.ServicerContext], Awaitable[Response]]:
         async def handler(self: Service, request: Request, context: grpc.aio.ServicerContext) -> Response:
-            async with call(context, method, self.timeout_s):
+            async with call(context, method, self.running, self.timeout_s):
                 return await work(self, decoded(request))
             raise AssertionError("`call` has ended the call")
 
@@ -54,13 +82,19 @@ def unary(
 
 @asynccontextmanager
 async def call(
-    context: grpc.aio.ServicerContext, method: str, timeout_s: float, *, gives_stream: bool = False
+    context: grpc.aio.ServicerContext,
+    method: str,
+    running: Running,
+    timeout_s: float,
+    *,
+    gives_stream: bool = False,
 ) -> AsyncIterator[None]:
     """Run a call's work within its deadline, and end it with a typed status if that fails.
 
     Args:
         context: of the call.
         method: in metrics, `Service.Method`.
+        running: the calls of all services.
         timeout_s: the longest time for it.
         gives_stream: it has many responses. The time may be over while one waits to be sent.
     """
@@ -72,8 +106,9 @@ async def call(
         if gives_stream:
             # With the first response they would be sent again with a status that interrupts it, which gRPC refuses.
             await context.send_initial_metadata(())
-        async with asyncio.timeout(timeout_s if left_s is None else min(left_s, timeout_s)):
-            yield
+        with running.one_more():
+            async with asyncio.timeout(timeout_s if left_s is None else min(left_s, timeout_s)):
+                yield
         status = "OK"
     except LockstepError as failure:
         error = failure

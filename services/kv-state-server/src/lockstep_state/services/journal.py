@@ -10,7 +10,7 @@ from lockstep_state import metrics
 from lockstep_state.backend import Backend, Binding, Opening, StoredStream, Take, Write
 from lockstep_state.keys import Kind, key_of
 from lockstep_state.logs import Log
-from lockstep_state.services.calls import unary
+from lockstep_state.services.calls import Running, unary
 from lockstep_state.services.checks import (
     SCHEMA,
     Times,
@@ -32,10 +32,11 @@ metrics.WRITES.labels("FULL")  # from 0: of a series that begins at 1, Prometheu
 class Journal(state_pb2_grpc.JournalServicer):
     """Journals of streams, and idempotency keys."""
 
-    def __init__(self, backend: Backend, settings: StateSettings) -> None:
+    def __init__(self, backend: Backend, settings: StateSettings, running: Running) -> None:
         self._backend = backend
         self._times = Times(settings.ttl_s, settings.max_ttl_s)
         self.timeout_s = settings.call_timeout_s
+        self.running = running
         self._max_batch = settings.max_batch
 
     @unary("Journal.Append")

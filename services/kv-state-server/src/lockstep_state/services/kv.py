@@ -16,7 +16,7 @@ from lockstep_state import metrics
 from lockstep_state.backend import Backend, Block
 from lockstep_state.block_values import Parsed, is_content, pack, unpack
 from lockstep_state.keys import Kind, key_of
-from lockstep_state.services.calls import call, unary
+from lockstep_state.services.calls import Running, call, unary
 from lockstep_state.services.checks import (
     SCHEMA,
     Times,
@@ -41,10 +41,11 @@ _NUMBER_BYTES = 4
 class Kv(state_pb2_grpc.KvServicer):
     """Cold blocks of KV cache."""
 
-    def __init__(self, backend: Backend, settings: StateSettings) -> None:
+    def __init__(self, backend: Backend, settings: StateSettings, running: Running) -> None:
         self._backend = backend
         self._times = Times(settings.ttl_s, settings.max_ttl_s)
         self.timeout_s = settings.call_timeout_s
+        self.running = running
         self._transfer_timeout_s = settings.transfer_timeout_s
         self._max_batch = settings.max_batch
         self._max_block_bytes = settings.max_block_bytes
@@ -74,7 +75,7 @@ class Kv(state_pb2_grpc.KvServicer):
         self, requests: AsyncIterator[state_pb2.PutBlocksRequest], context: grpc.aio.ServicerContext
     ) -> state_pb2.PutBlocksResponse:
         """Store blocks, each as soon as it is complete."""
-        async with call(context, "Kv.Put", self._transfer_timeout_s), self._turn():
+        async with call(context, "Kv.Put", self.running, self._transfer_timeout_s), self._turn():
             return state_pb2.PutBlocksResponse(outcomes=await self._put(requests))
         raise AssertionError("`call` has ended the call")
 
@@ -82,7 +83,7 @@ class Kv(state_pb2_grpc.KvServicer):
         self, request: state_pb2.GetBlocksRequest, context: grpc.aio.ServicerContext
     ) -> None:
         """Give the blocks that are there."""
-        async with call(context, "Kv.Get", self._transfer_timeout_s, gives_stream=True), self._turn():
+        async with call(context, "Kv.Get", self.running, self._transfer_timeout_s, gives_stream=True), self._turn():
             check_name("tenant", decoded(request).tenant)
             check_count("keys", len(request.keys), self._max_batch)
             for key in request.keys:

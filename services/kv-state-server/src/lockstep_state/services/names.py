@@ -4,7 +4,7 @@ from lockstep_api.v1 import state_pb2, state_pb2_grpc
 
 from lockstep_state.backend import Backend, Binding, Lease
 from lockstep_state.keys import Kind, key_of
-from lockstep_state.services.calls import unary
+from lockstep_state.services.calls import Running, unary
 from lockstep_state.services.checks import Times, check_epoch, check_name
 from lockstep_state.settings import StateSettings
 
@@ -12,10 +12,11 @@ from lockstep_state.settings import StateSettings
 class Sessions(state_pb2_grpc.SessionsServicer):
     """Which worker serves a session."""
 
-    def __init__(self, backend: Backend, settings: StateSettings) -> None:
+    def __init__(self, backend: Backend, settings: StateSettings, running: Running) -> None:
         self._backend = backend
         self._times = Times(settings.ttl_s, settings.max_ttl_s)
         self.timeout_s = settings.call_timeout_s
+        self.running = running
 
     @unary("Sessions.Bind")
     async def Bind(self, request: state_pb2.BindRequest) -> state_pb2.SessionResponse:  # noqa: N802
@@ -49,10 +50,11 @@ class Sessions(state_pb2_grpc.SessionsServicer):
 class Leases(state_pb2_grpc.LeasesServicer):
     """Who may act for a name."""
 
-    def __init__(self, backend: Backend, settings: StateSettings) -> None:
+    def __init__(self, backend: Backend, settings: StateSettings, running: Running) -> None:
         self._backend = backend
         self._times = Times(settings.ttl_s, settings.max_ttl_s)
         self.timeout_s = settings.call_timeout_s
+        self.running = running
 
     @unary("Leases.Acquire")
     async def Acquire(self, request: state_pb2.AcquireLeaseRequest) -> state_pb2.LeaseResponse:  # noqa: N802
