@@ -284,6 +284,18 @@ def report_text(report: Mapping[str, Any]) -> str:
     return "\n\n".join(page)
 
 
+def origin(measured: Mapping[str, Mapping[str, Any]]) -> str:
+    """Which run made each part."""
+    runs: dict[str, list[str]] = {}
+    for part, about in measured.items():
+        machine = {key: value for key, value in about.items() if key != "command"}
+        by = f"`{about['command']}`" if "command" in about else "another run, whose options were not kept,"
+        runs.setdefault(measure.made(by, machine), []).append(part)
+    if len(runs) == 1:
+        return next(iter(runs))
+    return "\n\n".join(f"{', '.join(parts).capitalize()}. {run}" for run, parts in runs.items())
+
+
 def validation_table(report: Mapping[str, Any]) -> str:
     """The decision record's table of accuracy and its goals, at the longest window."""
     longest = max(row["window"] for row in report["accuracy"])
@@ -342,7 +354,7 @@ def keep(report: dict[str, Any]) -> dict[str, Any]:
     if before.get("model") == report["model"]:
         report = {**before, **report, "measured": {**before["measured"], **report["measured"]}}
         del report["command"]
-    measure.save("compression", report, report_text(report))
+    measure.save("compression", report, report_text(report), origin=origin(report["measured"]))
     if {"accuracy", "needles"} <= report.keys():
         measure.fill(RECORD, "validation", validation_table(report))
     if {"accounted", "capacity", "speed"} <= report.keys():
@@ -380,7 +392,8 @@ def main() -> None:
         report["capacity"] = capacity(arguments.model, arguments.contexts, arguments.threads)
     if "speed" in arguments.parts:
         report["speed"] = speed(arguments.model, arguments.rounds, arguments.threads)
-    report["measured"] = dict.fromkeys(arguments.parts, report["machine"])
+    run = {"command": measure.command(), **report["machine"]}
+    report["measured"] = dict.fromkeys(arguments.parts, run)
     if arguments.save:
         report = keep(report)
     print(report_text(report))

@@ -68,12 +68,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def save(name: str, report: Mapping[str, Any], text: str, folder: Path = RESULTS) -> None:
-    """Keep the results as docs/bench/NAME.json and, for people, NAME.md."""
-    about = report["machine"]
-    where = ", ".join(f"{key} {value}" for key, value in about.items())
+def made(by: str, machine: Mapping[str, Any]) -> str:
+    """What made a result, and where."""
+    where = ", ".join(f"{key} {value}" for key, value in machine.items())
+    return f"Made by {by} on: {where}."
+
+
+def save(name: str, report: Mapping[str, Any], text: str, folder: Path = RESULTS, origin: str | None = None) -> None:
+    """Keep the results as docs/bench/NAME.json and, for people, NAME.md. `origin`: where not all are of this run."""
+    origin = origin or made(f"`{command()}`", report["machine"])
     (folder / f"{name}.json").write_text(json.dumps({"command": command(), **report}, indent=2) + "\n")
-    (folder / f"{name}.md").write_text(f"{text}\n\nMade by `{command()}` on: {where}.\n")
+    (folder / f"{name}.md").write_text(f"{text}\n\n{origin}\n")
 
 
 def fill(page: Path, name: str, text: str) -> None:

@@ -36,6 +36,7 @@ def stubs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS / "stubs"), *filter(None, sys.path)]))
     monkeypatch.setenv("STUB_NOTES", str(tmp_path))
     monkeypatch.setenv("STUB_PLAN", "{}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # a machine may have too few GPUs for a test's workers
     return tmp_path
 
 

@@ -40,7 +40,9 @@ EXAMPLES = """\
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_model(parser)
-    parser.add_argument("--workers", type=integer(1, 64), default=1, metavar="N", help="default: 1")
+    parser.add_argument(
+        "--workers", type=integer(1, 64), default=1, metavar="N", help="each with GPUs of its own (default: 1)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=integer(0, 65535), default=8000, help="0: any free one (default: %(default)s)")
     parser.add_argument(

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import wait
+from types import MappingProxyType
 from typing import IO
 
 from lockstep_common.lifecycle import DIE_WITH_PARENT_VARIABLE
@@ -38,6 +39,7 @@ class Supervisor:
         self,
         stages: Sequence[Mapping[str, Sequence[str]]],
         *,
+        environments: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
         output: IO[bytes] | None = None,
         on_event: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -45,6 +47,7 @@ class Supervisor:
 
         Args:
             stages: commands by name. All start together; a stage is asked to end when the one before it has ended.
+            environments: by name, what a process has in its environment besides this process's, at each start.
             output: file for the processes' output; this process's when None.
             on_event: called with a message for each death, on the thread.
         """
@@ -52,7 +55,10 @@ class Supervisor:
         """Set when the set has ended by itself."""
         self.reason = ""
         """Why the set has ended by itself."""
-        self._stages = [[_Child(name, command, output) for name, command in stage.items()] for stage in stages]
+        self._stages = [
+            [_Child(name, command, environments.get(name, {}), output) for name, command in stage.items()]
+            for stage in stages
+        ]
         self._children = [child for stage in self._stages for child in stage]
         self._on_event = on_event
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -155,7 +161,9 @@ class Supervisor:
 class _Child:
     """One process and its restarts."""
 
-    def __init__(self, name: str, command: Sequence[str], output: IO[bytes] | None) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None
+    ) -> None:
         self.name = name
         self.pidfd: int | None = None
         """The process, while it runs."""
@@ -163,6 +171,7 @@ class _Child:
         """When it starts next, while it does not run."""
         self.failed_starts = 0
         self._command = list(command)
+        self._environment = dict(environment)
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._started_s = 0.0
@@ -186,7 +195,7 @@ class _Child:
             stdout=self._output,
             stderr=self._output,
             start_new_session=True,
-            env={**os.environ, DIE_WITH_PARENT_VARIABLE: str(os.getpid())},
+            env={**os.environ, **self._environment, DIE_WITH_PARENT_VARIABLE: str(os.getpid())},
         )
         self.pidfd = os.pidfd_open(self._process.pid)
 

@@ -20,6 +20,7 @@ from lockstep_common.errors import LockstepError
 
 from lockstep_tools.arguments import cores
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
+from lockstep_tools.serving import gpus
 from lockstep_tools.serving.directory import SocketDirectory
 from lockstep_tools.serving.processes import Supervisor
 from lockstep_tools.serving.status import READY, fetch, state_of
@@ -65,6 +66,7 @@ class StackSettings:
     name: str | None = None
     """Served model name; the directory's base name when None."""
     device: str = "auto"
+    """cuda: each worker uses GPUs of its own. auto: the same if there are GPUs for one worker's ranks, else the CPU."""
     dtype: str = "auto"
     threads: int | None = None
     """CPU threads of each rank; when None the cores divided by the ranks, at least 1."""
@@ -211,15 +213,21 @@ class Stack:
         return self._running.reason
 
     def start(self) -> None:
-        """Check model and port, then start all processes; does not wait until they are ready.
+        """Check model, GPUs and port, then start all processes; does not wait until they are ready.
 
         Raises:
-            CommandError: the model or the port cannot be used. Nothing has been started then.
+            CommandError: the model or the port cannot be used, or GPUs are missing. Nothing has been started then.
         """
         check_model(self.settings)
+        environments = self._environments()
         self._choose_ports()
         self._directory = SocketDirectory()
-        self._supervisor = Supervisor(self._stages(self._directory.path), output=self._output, on_event=self._on_event)
+        self._supervisor = Supervisor(
+            self._stages(self._directory.path),
+            environments=environments,
+            output=self._output,
+            on_event=self._on_event,
+        )
         self._supervisor.start()
 
     def status(self) -> dict[str, Any] | None:
@@ -331,6 +339,14 @@ class Stack:
             with suppress(CommandError):
                 return self._free_port(_LOOPBACK, port + 1)
         return self._free_port(_LOOPBACK, 0)
+
+    def _environments(self) -> dict[str, dict[str, str]]:
+        """What a worker's process has in its environment of its own: its GPUs."""
+        devices = gpus.of_workers(self.settings.device, self.settings.workers, self.settings.tp)
+        return {
+            f"worker {worker}": {gpus.VARIABLE: names}
+            for worker, names in zip(self.worker_ids, devices, strict=False)  # none on the CPU
+        }
 
     def _stages(self, directory: str) -> list[dict[str, list[str]]]:
         """Commands in the order in which they end. Routers end first: so their streams can end."""
