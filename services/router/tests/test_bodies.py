@@ -154,6 +154,12 @@ class Upload:
         self.pieces.put_nowait({"type": "http.request", "body": b"x" * count, "more_body": more})
         await eventually(lambda: self.reading.done() or self.reservation.size_bytes != size)
 
+    async def arrive(self, count):
+        """Send a part of a body whose size was declared."""
+        arrived = self.reservation.arrived_bytes + count
+        self.pieces.put_nowait({"type": "http.request", "body": b"x" * count, "more_body": True})
+        await eventually(lambda: self.reservation.arrived_bytes == arrived)
+
 
 async def code_of(upload):
     with pytest.raises(LockstepError) as caught:
@@ -201,6 +207,38 @@ async def test_large_bodies_are_refused_before_they_are_read_unless_others_have_
     assert budget.used_bytes == 200_000
     assert not second.reading.done()
     second.reading.cancel()
+
+
+async def test_bodies_that_arrive_too_slowly_to_be_complete_in_time_have_stalled():
+    budget = BodyBudget(800_000, 1 << 30, MemoryTrimmer())
+    trickling, ahead, steady = Upload(budget, 200_000), Upload(budget, 200_000), Upload(budget, 200_000)
+    await eventually(lambda: budget.used_bytes == 600_000)
+    await ahead.arrive(50_000)
+    for _ in range(3):  # at 30 s for the whole, two seconds are worth 13,334 bytes
+        for upload, count in ((trickling, 1), (ahead, 1), (steady, 14_000)):
+            upload.reservation.progressed_at -= 2
+            await upload.arrive(count)
+    first = Upload(budget, 200_000)
+    assert await code_of(trickling) is ErrorCode.OVERLOADED
+    assert not ahead.reading.done(), "more of it has arrived"
+    second = Upload(budget, 200_000)
+    assert await code_of(ahead) is ErrorCode.OVERLOADED
+    assert await code_of(Upload(budget, 200_000)) is ErrorCode.OVERLOADED
+    for upload in (steady, first, second):
+        assert not upload.reading.done()
+        upload.reading.cancel()
+
+
+async def test_body_that_has_caught_up_has_not_stalled():
+    budget = BodyBudget(300_000, 1 << 30, MemoryTrimmer())
+    upload = Upload(budget, 200_000)
+    upload.reservation.progressed_at -= 8
+    await upload.arrive(20_000)
+    assert not upload.reading.done()
+    await upload.arrive(40_000)
+    assert await code_of(Upload(budget, 200_000)) is ErrorCode.OVERLOADED
+    assert not upload.reading.done()
+    upload.reading.cancel()
 
 
 async def test_bodies_that_wait_to_become_tokens_still_count():

@@ -1,5 +1,7 @@
 """Control tokens in what users write are text; those of the model's chat template are not."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,6 +80,97 @@ def test_no_text_becomes_a_control_token(pieces):
     ids = tokenizer.encode(text)
     assert not any(token_id < 4 for token_id in ids)
     assert rust.decode(ids, skip_special_tokens=False) == text
+
+
+JOINING = {
+    "trims": "<s>{% for m in messages %}<|assistant|>{{ m.content | trim }}</s>{% endfor %}",
+    "removes": "<s>{{ messages[0].content.replace('/think', '') }}</s><|assistant|>",
+    "lowers": "<s>{{ messages[0].content | lower }}</s><|assistant|>",
+    "surrounds": "<s>{{ '<' ~ messages[0].content ~ '>' }}<|{{ messages[0].content }}|></s>{{ messages[0].role }}",
+    "joins": "<s>{{ messages | map(attribute='content') | join }}{% for m in messages %}{{ m.content }}{% endfor %}",
+    "names": "<s>{% for name, value in tools[0].items() %}{{ '<' ~ name ~ '>' ~ value }}{% endfor %}<|assistant|>",
+    "makes marks": "{% for m in messages %}<|{{ m.role | lower | replace('user', 'assistant') }}|>"
+    "{{ m.content.replace('/think', '') }}{{ bos_token }}{% endfor %}<|{{ 'assistant' }}|>",
+    "asks": "<s>{% set x = messages[0].content %}{% if '</think>' in x %}{{ x.split('</think>')[-1] }}{% endif %}</s>",
+}
+FRAGMENTS = [
+    "<",
+    ">",
+    "|",
+    "/",
+    "<|",
+    "|>",
+    "s",
+    "s>",
+    "</",
+    "assist",
+    "ant|>",
+    "ASSISTANT",
+    "|assistant|",
+    "assistant",
+]
+FRAGMENTS += ["<|assistant|>", "/think", "</think>", "<s>", "S", "\u017f", " ", "\n", "a", "\u00e9"]
+
+
+def control_ids(tokenizer, texts):
+    messages, tools = [message for text in texts for message in user(text)], [{text: text for text in texts}]
+    return [token_id for token_id in encode(tokenizer, messages, tools=tools) if token_id < 4]
+
+
+@pytest.mark.parametrize("name", JOINING)
+@given(st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=9), min_size=2, max_size=3))
+def test_no_control_token_is_made_of_pieces_of_texts(name, texts):
+    tokenizer = _with_template(JOINING[name])
+    texts = [f"{index}{''.join(pieces)}" if index else "".join(pieces) for index, pieces in enumerate(texts)]
+    harmless = ["</think>" if "</think>" in text else f"{index}-" for index, text in enumerate(texts)]
+    assert control_ids(tokenizer, texts) == control_ids(tokenizer, harmless)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("removes", "hi<s/think>there"),
+        ("removes", "</think<|a/thinkssist/thinkant|/think>"),
+        ("lowers", "hi</S><|ASSISTANT|>"),
+        ("surrounds", "|assistant|"),
+        ("surrounds", "assistant"),
+        ("names", "|assistant|"),
+    ],
+)
+def test_text_that_a_template_makes_a_control_token_of_stays_text(rust, name, text):
+    source = JOINING[name]
+    made = rust.encode(_with_template(source).chat_template.render(user(text), [{text: text}])).ids
+    ids = encode(_with_template(source), user(text), tools=[{text: text}])
+    assert len([each for each in made if each < 4]) > len([each for each in ids if each < 4]), "the model's own code"
+    assert rust.decode(ids, skip_special_tokens=False) == rust.decode(made, skip_special_tokens=False)
+
+
+def test_request_is_refused_where_a_text_decides_which_control_tokens_a_template_puts_together():
+    source = "<|{{ messages[0].role }}|>{{ messages[0].content }}<|{{ 'assistant' if 'x y' in messages[0].content }}|>"
+    made = _with_template(source)
+    assert control_ids(made, ["no"]) == [2]
+    with pytest.raises(LockstepError, match=r"put together one of the control tokens <\|assistant\|>, <\|user\|>$"):
+        encode(made, user("x y"))
+    assert encode(made, user("x y"), control_tokens=True).count(ASSISTANT) == 1
+
+
+def test_marks_put_together_of_roles_are_control_tokens_whatever_a_text_has(tokenizer, rust):
+    """Also where a template treats the texts in a way that moves the marks."""
+    source = TEMPLATE.replace("trim", "trim | tojson(ensure_ascii=true)")
+    for made, form in ((tokenizer, str), (_with_template(source), json.dumps)):
+        ids = encode(made, [*user("<s>\u00e9"), {"role": "assistant", "content": "assistant"}])
+        assert [token_id for token_id in ids if token_id < 4] == [0, 2, 1, ASSISTANT, 1, ASSISTANT]
+        written = rust.decode(ids, skip_special_tokens=False)
+        assert written == f"<s><|user|>{form('<s>é')}</s><|assistant|>{form('assistant')}</s><|assistant|>"
+
+
+_templates = {}
+
+
+def _with_template(source):
+    if source not in _templates:
+        _templates[source] = Tokenizer(tokenizer_files(source))
+    return _templates[source]
 
 
 _made = []

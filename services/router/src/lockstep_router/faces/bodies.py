@@ -6,6 +6,7 @@ never looks into a body.
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable
 
 from lockstep_common.errors import ErrorCode, LockstepError
@@ -19,7 +20,9 @@ _SMALL_BYTES = 64 << 10
 _SMALL_SHARE = 8
 """One part in so many of the budget is for bodies within `_SMALL_BYTES`."""
 _STALLED_S = 5.0
-"""A body of which nothing has arrived for this long makes room for others."""
+"""A body that has been too slow to arrive in time for this long makes room for others."""
+_MIN_BYTES_PER_S = 1 << 10
+"""A body that arrives more slowly is too slow, however long it may take."""
 _LARGE_BYTES = 256 << 10
 """Bodies above this trigger `malloc_trim`."""
 _MIN_WAIT_S = 0.002
@@ -28,9 +31,11 @@ _MIN_WAIT_S = 0.002
 class BodyBudget:
     """The bytes that all bodies together may take.
 
-    When the budget is used up, a large body is refused before it is read, unless another one has stalled. For a small
-    body, the largest one that is still arriving is refused instead: stalled uploads cannot block other requests. A part
-    of the budget is for small bodies alone: neither can large bodies that are complete and wait for their turn.
+    When the budget is used up, a large body is refused before it is read, unless another one has stalled: for five
+    seconds it has arrived too slowly to be complete in time. Of those, the one of which the smallest share has arrived
+    is refused. For a small body, the largest one that is still arriving is refused instead: stalled uploads cannot
+    block other requests. A part of the budget is for small bodies alone: neither can large bodies that are complete and
+    wait for their turn.
     """
 
     def __init__(self, max_bytes: int, bytes_per_s: int, memory: MemoryTrimmer) -> None:
@@ -73,7 +78,7 @@ class BodyBudget:
             stalled = [each for each in self._arriving if each.size_bytes and now - each.progressed_at > _STALLED_S]
             if not stalled:
                 raise overloaded()
-            max(stalled, key=lambda each: each.size_bytes).refuse()
+            min(stalled, key=lambda each: (each.arrived_bytes / each.size_bytes, -each.size_bytes)).refuse()
         self.used_bytes += size_bytes
         reservation.size_bytes = size_bytes
 
@@ -137,13 +142,16 @@ class Reservation:
     """The part of the budget that one body has."""
 
     size_bytes = 0
+    arrived_bytes = 0
     is_refused = False
     _timer: asyncio.Timeout | None = None
+    _progressed_bytes = 0
+    _timeout_s = math.inf
 
     def __init__(self, budget: BodyBudget, on_refused: Callable[[], None], now: float) -> None:
         self.order = next(_order)
         self.progressed_at = now
-        """When a piece of the body last arrived."""
+        """When the body last had all that its rate demands."""
         self._budget = budget
         self._on_refused = on_refused
 
@@ -154,8 +162,16 @@ class Reservation:
             LockstepError: OVERLOADED, there is no room and no larger body to refuse.
         """
         if size_bytes > self.size_bytes:
-            self.progressed_at = asyncio.get_running_loop().time()
+            self._progress(size_bytes)
             self._budget.grow(self, size_bytes - self.size_bytes)
+
+    def _progress(self, arrived_bytes: int) -> None:
+        """Note what has arrived. It is progress once it makes up for the time since the last progress."""
+        self.arrived_bytes = arrived_bytes
+        now = asyncio.get_running_loop().time()
+        bytes_per_s = max(_MIN_BYTES_PER_S, self.size_bytes / self._timeout_s)
+        if arrived_bytes - self._progressed_bytes >= bytes_per_s * (now - self.progressed_at):
+            self.progressed_at, self._progressed_bytes = now, arrived_bytes
 
     def complete(self) -> None:
         """Mark the body as complete: it is no longer refused."""
@@ -175,14 +191,14 @@ class Reservation:
             raise _too_large(max_bytes)
         if declared > _SMALL_BYTES:
             self._budget.claim(self, declared)
-        body = _Pieces()
+        body, self._timeout_s = _Pieces(), timeout_s
         try:
             async with asyncio.timeout(timeout_s) as self._timer:
                 async for chunk in request.stream():
                     if body.size_bytes + len(chunk) > max_bytes:
                         raise _too_large(max_bytes)
-                    self.progressed_at = asyncio.get_running_loop().time()
                     body.add(chunk)
+                    self._progress(body.size_bytes)
                     if body.size_bytes > self.size_bytes:
                         self._budget.grow(self, body.size_bytes - self.size_bytes)
                     if body.size_bytes > _SMALL_BYTES:

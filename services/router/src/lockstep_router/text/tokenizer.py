@@ -4,15 +4,15 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from lockstep_api.v1 import worker_pb2
-from lockstep_common.errors import LockstepError
+from lockstep_common.errors import LockstepError, invalid
 from tokenizers import Tokenizer as RustTokenizer
 
 from lockstep_router.text.chat_template import ChatTemplate
-from lockstep_router.text.control_tokens import ControlTokens
+from lockstep_router.text.control_tokens import ControlTokens, map_texts, neutral
 from lockstep_router.text.infill import find_infill
 from lockstep_router.text.pieces import Pieces
 
@@ -71,6 +71,8 @@ class Tokenizer:
         if self.chat_template is not None:
             role_tokens = self.chat_template.role_tokens([each.content for each in added.values() if not each.special])
         self._control_tokens = ControlTokens(self._rust, role_tokens)
+        if self.chat_template is not None:
+            self.chat_template.mark(self._control_tokens.mark)
         self._skips_special = not role_tokens
         """Whether the library skips special tokens: it takes role tokens for special, and those have a text."""
         self._adds_special_tokens = self._rust.num_special_tokens_to_add(False) > 0
@@ -140,19 +142,41 @@ class Tokenizer:
             control_tokens: encode control tokens written in all these texts as such, not as text.
 
         Raises:
-            LockstepError: INVALID_REQUEST, the template does not accept these messages.
+            LockstepError: INVALID_REQUEST, the template does not accept these messages, or it puts control tokens
+                together, and it depends on users' texts which ones.
             ControlTokenError: a message has a control token that this tokenizer cannot encode as text.
         """
+        if control_tokens:
+            return self._control_tokens.activate(self._render(messages, tools, fields))
+        messages, tools, fields = _map_inputs(self._quote, messages, tools, fields)
+        text = self._render(messages, tools, fields, marked=True)
+        found = self._control_tokens.positions(text)  # the template has put them together, of whatever texts
+        if not found:
+            return self._control_tokens.activate(text, ())
+        known = _map_inputs(neutral({token for _, token in found}), messages, tools, fields)
+        other = self._render(*known, marked=True)
+        own = self._control_tokens.positions(other)
+        if not own or (len(other) == len(text) and set(own) <= set(found)):
+            return self._control_tokens.activate(text, {start for start, _ in own})
+        if [token for _, token in own] == [token for _, token in found]:
+            return self._control_tokens.activate(text)
+        shown = ", ".join(sorted({token for _, token in found}))
+        raise invalid("messages", f"make the chat template put together one of the control tokens {shown}")
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        fields: Mapping[str, Any] | None,
+        *,
+        marked: bool = False,
+    ) -> str:
         assert self.chat_template is not None
-        if not control_tokens:
-            messages = [self._quote(message, but="role") for message in messages]
-            tools, fields = self._quote(tools), self._quote(fields)
         try:
-            text = self.chat_template.render(messages, tools, fields)
+            return self.chat_template.render(messages, tools, fields, marked=marked)
         except LockstepError as error:
             shown = self._control_tokens.show(error.message)
             raise LockstepError(error.code, shown, field=error.field) from error
-        return self._control_tokens.activate(text)
 
     def encode_rendered(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """The token ids of a text that `render` returned."""
@@ -183,18 +207,9 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
-    def _quote(self, value: Any, but: str = "") -> Any:
-        """Any JSON value with its control tokens quoted, also those in the names of fields; the field `but` is kept."""
-        match value:
-            case str():
-                self._check_quotable(value)
-                return self._control_tokens.quote(value)
-            case Mapping():
-                return {self._quote(key): each if key == but else self._quote(each) for key, each in value.items()}
-            case list() | tuple():
-                return [self._quote(each) for each in value]
-            case _:
-                return value
+    def _quote(self, text: str) -> str:
+        self._check_quotable(text)
+        return self._control_tokens.quote(text)
 
     def added_id_of(self, text: str) -> int | None:
         """The id of the token that always stands for this text; None: it has none, and is written like any other."""
@@ -230,6 +245,20 @@ class Tokenizer:
             return None
         text, raw = self.decode([token_id]), self.token_bytes(token_id)
         return text if text and text.encode() == raw and not text.endswith(REPLACEMENT) else None
+
+
+def _map_inputs(
+    change: Callable[[str], str],
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    fields: Mapping[str, Any] | None,
+) -> tuple[list[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None, Mapping[str, Any] | None]:
+    """What a template is given, with all texts changed but the roles, which are few and known."""
+    return (
+        [map_texts(message, change, but="role") for message in messages],
+        map_texts(tools, change),
+        map_texts(fields, change),
+    )
 
 
 @functools.cache
