@@ -15,7 +15,7 @@ from lockstep_api.v1 import inference_pb2, inference_pb2_grpc
 from lockstep_common import health_service
 from lockstep_common.errors import LockstepError
 from lockstep_common.telemetry import JsonFormatter, exposition
-from lockstep_router.faces.grpc import inbound
+from lockstep_router.faces.grpc import inbound, service
 from lockstep_router.faces.grpc.caller import address_of
 from lockstep_router.faces.grpc.server import GrpcServer
 from lockstep_router.faces.grpc.wire import MAX_RECORDS, check_structure
@@ -313,6 +313,49 @@ async def test_reflection_counts_as_a_request(cluster):
     assert count_of(DESCRIPTION, 200) == before + 1
 
 
+async def test_calls_of_reflection_leave_the_port_to_others(make_cluster):
+    cluster = await make_cluster(1, max_streams=1)
+    local = [("grpc.use_local_subchannel_pool", 1)]
+    async with cluster.over_grpc() as channel, contextlib.AsyncExitStack() as stack:
+        calls = []
+        for _ in range(3):
+            theirs = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.grpc_address, options=local))
+            stub = reflection_pb2_grpc.ServerReflectionStub(theirs)
+            calls += [stub.ServerReflectionInfo() for _ in range(100)]
+        async with asyncio.timeout(30):
+            # More than the port takes in all: most are refused, and what is left is bounded.
+            await eventually(lambda: sum(not call.done() for call in calls) <= service.MAX_DESCRIBING)
+            assert (await stub_of(channel).ListModels(inference_pb2.ListModelsRequest())).models
+            reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+            assert text_of(await events_of(stub_of(channel).Generate(request())))
+            code, name, _ = await error_of(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo())
+            assert (code, name) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "overloaded")
+
+
+async def test_call_of_reflection_ends_after_a_time(cluster, monkeypatch):
+    monkeypatch.setattr(service, "DESCRIBING_S", 0.1)
+    monkeypatch.setattr(service, "MAX_DESCRIBING", 1)
+    async with cluster.over_grpc() as channel, asyncio.timeout(30):
+        silent = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        assert (await error_of(silent))[:2] == (grpc.StatusCode.CANCELLED, "cancelled")
+        monkeypatch.setattr(service, "DESCRIBING_S", 10.0)
+        assert "lockstep.v1.Inference" in await described(channel)
+
+
+async def test_reflection_counts_in_the_limits_of_its_tenant(make_cluster, tmp_path):
+    path = tmp_path / "keys.yaml"
+    write(path, tenant("search", KEY, requests_per_minute=1))
+    cluster = await make_cluster(1, keys_file=str(path))
+    key = (("authorization", f"Bearer {KEY}"),)
+    async with cluster.over_grpc() as channel:
+        await asyncio.sleep(until_room_s())
+        assert await described(channel, key)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await described(channel, key)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 async def test_calls_count_by_face(cluster):
     async with cluster.over_grpc() as channel:
         await events_of(stub_of(channel).Generate(request()))
@@ -343,6 +386,62 @@ async def test_messages_that_do_not_arrive_are_given_up(make_cluster, monkeypatc
         found = sorted([(await error_of(call))[1] for call in stuck])
         assert found == ["invalid_request"] * 3 + ["overloaded"]
         assert cluster.app.state.bodies.used_bytes == 0
+
+
+FEW_MESSAGES = {"body_timeout_s": 1000, "max_bodies_bytes": 4 << 20, "max_body_bytes": 1 << 20}
+"""Settings with which four messages may arrive at a time."""
+
+
+async def silent_calls(channel, count, metadata=None):
+    """Calls without a message."""
+    calls = [channel.stream_stream("/lockstep.v1.Inference/Generate")(metadata=metadata) for _ in range(count)]
+    for call in calls:
+        await call.wait_for_connection()
+    return calls
+
+
+async def test_calls_without_a_message_hold_up_no_others(make_cluster, monkeypatch):
+    monkeypatch.setattr(inbound, "PATIENCE_S", 1000)
+    monkeypatch.setattr(inbound, "MAX_WAITING", 3)
+    cluster = await make_cluster(1, **FEW_MESSAGES)
+    async with cluster.over_grpc() as channel, asyncio.timeout(60):
+        silent = await silent_calls(channel, 20)
+        await eventually(lambda: sum(call.done() for call in silent) == 20 - 4 - 3)
+        refused = [await error_of(call) for call in silent if call.done()]
+        assert {name for _, name, _ in refused} == {"overloaded"}
+        assert (await stub_of(channel).ListModels(inference_pb2.ListModelsRequest())).models
+        assert text_of(await events_of(stub_of(channel).Generate(request())))
+        assert sum(not call.done() for call in silent) == 4 + 3
+        assert cluster.app.state.bodies.used_bytes == 0
+
+
+async def test_call_waits_for_room_no_longer_than_a_message_may_take(make_cluster, monkeypatch):
+    monkeypatch.setattr(inbound, "PATIENCE_S", 0.3)
+    cluster = await make_cluster(1, **FEW_MESSAGES)
+    async with cluster.over_grpc() as channel, asyncio.timeout(60):
+        silent = await silent_calls(channel, 20)
+        assert text_of(await events_of(stub_of(channel).Generate(request())))
+        await eventually(lambda: sum(not call.done() for call in silent) <= 4)
+
+
+async def test_tenant_with_the_most_messages_on_their_way_makes_room(make_cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(inbound, "PATIENCE_S", 1000)
+    path = tmp_path / "keys.yaml"
+    write(path, tenant("search", KEY), tenant("chat", OTHER_KEY))
+    cluster = await make_cluster(1, keys_file=str(path), **FEW_MESSAGES)
+    ours, theirs = [(("authorization", f"Bearer {key}"),) for key in (KEY, OTHER_KEY)]
+    async with cluster.over_grpc() as channel, asyncio.timeout(60):
+        silent = await silent_calls(channel, 4, metadata=theirs)
+        assert text_of(await events_of(stub_of(channel).Generate(request(), metadata=ours)))
+        await eventually(lambda: sum(call.done() for call in silent) == 1)
+        assert (await error_of(next(call for call in silent if call.done())))[1] == "overloaded"
+
+
+async def test_messages_beyond_the_room_are_read_if_they_are_there(make_cluster):
+    cluster = await make_cluster(1, **FEW_MESSAGES)
+    async with cluster.over_grpc() as channel:
+        calls = [events_of(stub_of(channel).Generate(request(max_tokens=2))) for _ in range(100)]
+        assert all(text_of(events) for events in await asyncio.gather(*calls))
 
 
 async def test_slow_client_does_not_hold_others_up_and_is_cut_off(make_cluster):

@@ -21,6 +21,7 @@ NEVER = frozenset(
         ErrorCode.CANCELLED,
         ErrorCode.INVALID_REQUEST,
         ErrorCode.INVALID_API_KEY,
+        ErrorCode.ORIGIN_NOT_ALLOWED,
         ErrorCode.RATE_LIMIT_EXCEEDED,
         ErrorCode.CONTEXT_LENGTH_EXCEEDED,
         ErrorCode.MODEL_NOT_FOUND,

@@ -143,6 +143,7 @@ class StreamDiverged(StreamLost):
 _BY_CODE: Mapping[str, type[LockstepError]] = {
     "invalid_request": InvalidRequestError,
     "invalid_api_key": AuthenticationError,
+    "origin_not_allowed": InvalidRequestError,
     "rate_limit_exceeded": RateLimitError,
     "context_length_exceeded": InvalidRequestError,
     "model_not_found": NotFoundError,

@@ -18,6 +18,8 @@ class ErrorCode(StrEnum):
     """
     INVALID_API_KEY = "invalid_api_key"
     """The API key is missing, unknown or expired; try again only with a valid one."""
+    ORIGIN_NOT_ALLOWED = "origin_not_allowed"
+    """A browser sends the request for a web page of an origin that may not; the same request fails again."""
     RATE_LIMIT_EXCEEDED = "rate_limit_exceeded"
     """The tenant has reached the limit that `param` names; try again after `Retry-After`."""
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
@@ -87,6 +89,7 @@ class Meaning:
 MEANINGS: dict[ErrorCode, Meaning] = {
     ErrorCode.INVALID_REQUEST: Meaning(400, "invalid_request_error", "INVALID_ARGUMENT"),
     ErrorCode.INVALID_API_KEY: Meaning(401, "invalid_request_error", "UNAUTHENTICATED"),
+    ErrorCode.ORIGIN_NOT_ALLOWED: Meaning(403, "invalid_request_error", "PERMISSION_DENIED"),
     ErrorCode.RATE_LIMIT_EXCEEDED: Meaning(429, "rate_limit_error", "RESOURCE_EXHAUSTED"),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: Meaning(400, "invalid_request_error", "INVALID_ARGUMENT"),
     ErrorCode.MODEL_NOT_FOUND: Meaning(404, "invalid_request_error", "NOT_FOUND"),

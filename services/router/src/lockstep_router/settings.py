@@ -147,7 +147,7 @@ class RouterSettings(StateServerSettings):
         "request is closed, or the new one.",
     )
     max_connections_per_client: int = Field(
-        0, ge=0, description="Connections of one client address; 0: no limit, as behind a proxy."
+        0, ge=0, description="Connections of one client address over HTTP; 0: no limit, as behind a proxy."
     )
     max_header_bytes: int = Field(
         32 << 10, ge=1024, description="Request line, headers and framing of a request; more is 431."
@@ -181,8 +181,8 @@ class RouterSettings(StateServerSettings):
     websocket_origins: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         max_length=64,
-        description="Origins of web pages, comma-separated, that may open a WebSocket besides the router's own; `*`: "
-        "all. Clients that are no browsers send none.",
+        description="Origins of web pages, comma-separated, that may open a WebSocket besides the router's own, and "
+        "without keys send any request; `*`: all. Clients that are no browsers send none.",
     )
     websocket_max_requests: int = Field(64, ge=1, le=4096, description="Requests at a time on one WebSocket.")
     websocket_idle_timeout_s: float = Field(

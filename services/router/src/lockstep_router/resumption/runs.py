@@ -20,6 +20,7 @@ from lockstep_router.resumption.endings import cancelled, draining, gone, moved,
 from lockstep_router.resumption.generating import Generating, count_refused_takeover
 from lockstep_router.resumption.position import After, no_position
 from lockstep_router.resumption.reading import Reading, Source, check_position
+from lockstep_router.resumption.readings import Readings
 from lockstep_router.resumption.run import Host, Run
 from lockstep_router.tenants import Account
 
@@ -57,14 +58,12 @@ class Runs:
         """
         self._host = host
         self._store = store
-        self._on_readings = on_readings
         self._generating = Generating(host, store, self._note_end)
         self._settings = host.settings
         self._runs: dict[str, Run] = {}
         self._detached: set[Run] = set()
         self._expiring: asyncio.Task[None] | None = None
-        self.readings = 0
-        """Clients that read a stream now."""
+        self._readings = Readings(host.settings.max_streams, on_readings)
         store.on_taken(self._lose)
 
     def begin(self) -> None:
@@ -85,6 +84,11 @@ class Runs:
     def end(self) -> None:
         """End all runs: the time of the drain is over. Their readers get the error."""
         self._cancel_all(lambda _: True)
+
+    @property
+    def readings(self) -> int:
+        """Clients that read a stream now."""
+        return self._readings.count
 
     @property
     def running(self) -> int:
@@ -130,7 +134,7 @@ class Runs:
                 if key is not None:
                     first = await self._claim(run, key, after)
                 if first is None:
-                    arrival = self._attach(run)
+                    arrival = self._attach(run, account, is_own=True)
                     on_stream(run.request_id)
                     run.task = asyncio.create_task(self._generating.drive(run, request, account, style))
             finally:
@@ -210,14 +214,15 @@ class Runs:
         run = self._runs.get(request_id)
         if run is not None and run.owner == owner:
             if run.end is None:
-                return await self._read(run, self._attach(run), after, is_resumed=True)
+                arrival = self._attach(run, account, is_own=not run.readers)
+                return await self._read(run, arrival, after, is_resumed=True)
             await run.ended.wait()
         stored = await self._store.read(request_id)
         if stored is None or stored.record.owner != owner:
             return await self._resume_elsewhere(request_id, owner, account, after)
         if stored.outcome is not None and stored.outcome.may_go_on:
             return await self._go_on(stored, account, after)
-        return await self._replay(stored, after)
+        return await self._replay(stored, account, after)
 
     async def _resume_elsewhere(self, request_id: str, owner: str, account: Account, after: After | None) -> Reading:
         """Read a stream that this router does not have; if it runs, it goes on here."""
@@ -231,7 +236,7 @@ class Runs:
             raise not_found()
         if stored.outcome is not None:
             metrics.TAKEOVERS.labels("finished").inc()
-            return await self._replay(stored, after)
+            return await self._replay(stored, account, after)
         return await self._go_on(stored, account, after)
 
     async def _go_on(self, stored: StoredStream, account: Account, after: After | None) -> Reading:
@@ -249,26 +254,27 @@ class Runs:
                 if self._settings.exact_failover == "strict" and not is_exact(unproven(stored, self._host), position):
                     raise not_found()
             run = Run(owner, request_id)
-            arrival = self._attach(run)
+            arrival = self._attach(run, account, is_own=True)
             self._runs[request_id] = run
             run.task = asyncio.create_task(self._generating.go_on(run, account, stored))
         else:
-            arrival = self._attach(run)
+            arrival = self._attach(run, account, is_own=not run.readers)
         return await self._read(run, arrival, after, is_resumed=True)
 
-    async def _replay(self, stored: StoredStream, after: After | None) -> Reading:
+    async def _replay(self, stored: StoredStream, account: Account, after: After | None) -> Reading:
         """Read a stream that has ended."""
         if stored.outcome is None:
             raise not_found()
         tokenizer = self._host.tokenizer(stored.record.tokenizer_digest)
-        self._count_reading()
+        arrival, record = asyncio.Event(), stored.record
+        self._readings.add(arrival, record.request_id, record.owner, account, is_own=False)
         return await _begin(
             Reading(
-                stored.record,
+                record,
                 stored,
                 tokenizer,
-                arrival=asyncio.Event(),
-                on_close=self._discount_reading,
+                arrival=arrival,
+                on_close=partial(self._readings.remove, arrival),
                 is_resumed=True,
             ),
             after,
@@ -304,9 +310,9 @@ class Runs:
             self._generating.note_reader(run, reading.position)
         return reading
 
-    def _attach(self, run: Run) -> asyncio.Event:
-        self._count_reading()
+    def _attach(self, run: Run, account: Account, *, is_own: bool) -> asyncio.Event:
         arrival = asyncio.Event()
+        self._readings.add(arrival, run.request_id, run.owner, account, is_own=is_own)
         run.readers[arrival] = asyncio.get_running_loop().time()
         if run.timer is not None:
             run.timer.cancel()
@@ -317,7 +323,7 @@ class Runs:
 
     def _detach(self, run: Run, arrival: asyncio.Event) -> None:
         run.readers.pop(arrival, None)
-        self._discount_reading()
+        self._readings.remove(arrival)
         if not run.readers and not run.is_ending:
             self._detached.add(run)
             if run.record is None:
@@ -327,16 +333,6 @@ class Runs:
             else:
                 run.timer = asyncio.get_running_loop().call_later(self._settings.resume_window_s, run.cancel, gone())
         self._measure()
-
-    def _count_reading(self) -> None:
-        if self.readings >= self._settings.max_streams:
-            raise LockstepError(ErrorCode.OVERLOADED, "too many clients read streams of this router", retry_after_s=1)
-        self.readings += 1
-        self._on_readings()
-
-    def _discount_reading(self) -> None:
-        self.readings -= 1
-        self._on_readings()
 
     # Idempotency.
 

@@ -27,6 +27,8 @@ for _limit in ("requests_per_minute", "tokens_per_minute", "concurrent_streams")
 
 _MINUTE_S = 60
 _NO_LIMIT = sys.maxsize
+_READINGS_PER_STREAM = 4
+"""Readings of resumable streams that a tenant may have for each of its `concurrent_streams`."""
 
 
 class Storage(Protocol):
@@ -241,6 +243,17 @@ class Account:
         if streams:
             self._limits.count_streams(self.tenant, -streams)
 
+    def check_readings(self, readings: int) -> None:
+        """Refuse one more reading of a resumable stream, if the tenant has as many as it may have.
+
+        Raises:
+            LockstepError: RATE_LIMIT_EXCEEDED.
+        """
+        limit = self.tenant.concurrent_streams
+        if limit is not None and readings >= _READINGS_PER_STREAM * limit:
+            sentence = f"{readings} clients read the tenant's streams, as many as concurrent_streams of {limit} allows"
+            raise _exceeded("concurrent_streams", limit, 0.0, sentence)
+
     def _check_streams(self, streams: int) -> None:
         limit = self.tenant.concurrent_streams
         if streams and limit is not None and self._limits.streams_of(self.tenant) + streams > limit:
@@ -264,11 +277,11 @@ def _key(tenant: Tenant, what: str) -> str:
     return f"{tenant.name}/{what}"
 
 
-def _exceeded(limit: str, value: int, retry_after_s: float) -> LockstepError:
+def _exceeded(limit: str, value: int, retry_after_s: float, sentence: str = "") -> LockstepError:
     metrics.LIMITED.labels(limit).inc()
     return LockstepError(
         ErrorCode.RATE_LIMIT_EXCEEDED,
-        f"the limit {limit} of {value} is reached",
+        sentence or f"the limit {limit} of {value} is reached",
         field=limit,
         retry_after_s=math.floor(retry_after_s) + 1,
     )

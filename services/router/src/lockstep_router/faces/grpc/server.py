@@ -22,7 +22,8 @@ from lockstep_router.settings import RouterSettings
 _HEALTH = "grpc.health.v1.Health"
 _OTHER_CALLS = 256
 """Calls at a time that run no stream: health, reflection, and those that will be refused."""
-_IDLE_MS = 300_000
+_IDLE_MS = 30_000
+"""A connection without calls is closed, since idle ones count in `max_connections`; clients connect again."""
 _KEEPALIVE_TIMEOUT_MS = 20_000
 _MIN_PING_INTERVAL_MS = 10_000
 _AGE_GRACE_MS = 600_000
@@ -52,7 +53,8 @@ class GrpcServer:
         self._server = grpc.aio.server(
             interceptors=(_Interceptor(inference),),
             options=_options(settings),
-            maximum_concurrent_rpcs=settings.max_streams + _OTHER_CALLS,
+            # Streams, further readings of streams, and the rest.
+            maximum_concurrent_rpcs=2 * settings.max_streams + _OTHER_CALLS,
         )
         self._server.add_generic_rpc_handlers((inference.handler(),))
         self._health = Health(dict.fromkeys(("", SERVICE), lambda: router.unready is None and not router.draining))

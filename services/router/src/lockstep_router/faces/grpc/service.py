@@ -85,6 +85,10 @@ _EMBEDDINGS, _MODELS = "/v1/embeddings", "/v1/models"
 _TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"
 _DESCRIPTION, _OTHER = "/openapi.json", "other"
 _MAX_ID_CHARS = 256
+MAX_DESCRIBING = 16
+"""Calls of reflection at a time. Their clients may send nothing, and each is one of the server's calls."""
+DESCRIBING_S = 10.0
+"""Longest time of one."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,11 @@ class _Progress:
         self.owner: str | None = None
         """Names who may resume the stream, once there is one."""
 
+    @property
+    def sender(self) -> str:
+        """Names whose calls share what one sender may take: the tenant's, or those of an address."""
+        return self.record.account.tenant.name or self.address
+
 
 _Behaviour = Callable[[_Progress], Awaitable[None]]
 
@@ -125,6 +134,7 @@ class Inference:
         self._router = router
         self._inbound = inbound
         self._parsing = parsing
+        self._describing = 0
         proxies = router.settings.trusted_proxies
         self._forwarded = ForwardedClients(proxies) if proxies else None
 
@@ -148,15 +158,15 @@ class Inference:
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
     def describing(self, reflection: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """Reflection's own handler, with the rules of the calls here: it needs a key, and its end is reported."""
+        """Reflection's own handler, with the rules of the calls here: it needs a key, is limited, and is reported."""
 
-        async def describe(call: _Progress) -> None:
+        async def answer(call: _Progress) -> None:
             await self._begin(call, ())
             async for reply in reflection.stream_stream(call.requests, call.context):
                 await self._write(call, reply)
 
         return grpc.stream_stream_rpc_method_handler(
-            partial(self._serve, _DESCRIPTION, describe),
+            partial(self._serve, _DESCRIPTION, partial(self._describe, answer)),
             reflection.request_deserializer,
             reflection.response_serializer,
         )
@@ -168,6 +178,21 @@ class Inference:
             raise LockstepError(ErrorCode.METHOD_NOT_ALLOWED, "there is no such call")
 
         return grpc.stream_stream_rpc_method_handler(partial(self._serve, _OTHER, refuse))
+
+    async def _describe(self, answer: _Behaviour, call: _Progress) -> None:
+        await call.record.account.admit_reading()
+        if self._describing >= MAX_DESCRIBING:
+            sentence = f"{MAX_DESCRIBING} calls of reflection are in progress already"
+            raise LockstepError(ErrorCode.OVERLOADED, sentence, retry_after_s=1)
+        self._describing += 1
+        try:
+            async with asyncio.timeout(DESCRIBING_S):
+                await answer(call)
+        except TimeoutError:
+            sentence = f"a call of reflection lasts at most {DESCRIBING_S:g} seconds"
+            raise LockstepError(ErrorCode.CANCELLED, sentence) from None
+        finally:
+            self._describing -= 1
 
     async def _serve(
         self, endpoint: str, behaviour: _Behaviour, requests: object, context: grpc.aio.ServicerContext
@@ -208,7 +233,7 @@ class Inference:
         given_key = dict(call.metadata).get(KEY_METADATA)
         # A request with a key may be answered by an earlier one, which is among the tenant's streams.
         await (record.account.admit() if given_key is None else record.account.admit_reading())
-        raw, record.body = await self._inbound.read(call.context)
+        raw, record.body = await self._inbound.read(call.context, call.sender)
         wanted = await self._parsing.run(len(raw), partial(self._wanted, raw, given_key, call))
         del raw
         starting = self._router.runs.start(
@@ -340,12 +365,12 @@ class Inference:
     async def _read(self, call: _Progress, parse: Callable[[bytes], T]) -> T:
         """What `parse` makes of the message, which counts in the budget until it is released."""
         await call.record.account.admit()
-        raw, call.record.body = await self._inbound.read(call.context)
+        raw, call.record.body = await self._inbound.read(call.context, call.sender)
         return await self._parsing.run(len(raw), partial(parse, raw))
 
     async def _small(self, call: _Progress) -> bytes:
-        """A message that is not kept."""
-        raw, reservation = await self._inbound.read(call.context)
+        """A message of a few bytes, which is not kept."""
+        raw, reservation = await self._inbound.read(call.context, call.sender, is_short=True)
         reservation.release()
         return raw
 

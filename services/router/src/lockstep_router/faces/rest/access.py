@@ -18,6 +18,7 @@ from lockstep_router.console import files
 from lockstep_router.faces import identity
 from lockstep_router.faces.access import NOBODY, Call, authenticate, report
 from lockstep_router.faces.forwarded import ForwardedClients
+from lockstep_router.faces.origins import check_page
 from lockstep_router.faces.record import Record
 from lockstep_router.faces.rest.header_fields import header_fields
 from lockstep_router.faces.rest.replies import Headers, error_reply, send_response
@@ -97,14 +98,14 @@ class AccessMiddleware:
         await self.serve(scope, send, respond)
 
     async def serve(self, scope: Scope, send: Send, respond: Callable[[Exchange], Awaitable[None]]) -> None:
-        """Let `respond` answer a request, unless its key is refused, and report it."""
+        """Let `respond` answer a request, unless its key or its web page is refused, and report it."""
         began, fields, needs_key = time.perf_counter(), header_fields(scope["headers"]), self._needs_key(scope)
         record = Record(identity.request_id(fields), self._router.limits.account(NOBODY))
         exchange = Exchange(fields, record, self._router, send)
         if self._forwarded is not None:
             await self._forwarded.name(scope)
         try:
-            refusal = self._identify(scope, exchange) if needs_key else None
+            refusal = self._identify(scope, exchange) if needs_key else self._refuse_page(scope, fields)
             if refusal is None:
                 if scope["method"] == "POST" or scope["path"].startswith(_RESUMED):
                     record.trace = begin_request(self._router.tracing, fields)
@@ -126,6 +127,15 @@ class AccessMiddleware:
             return False
         # The page has to be there before anyone can type a key into it, and is the same for everyone.
         return not (method in ("GET", "HEAD") and path in self._pages)
+
+    def _refuse_page(self, scope: Scope, fields: Mapping[str, str]) -> LockstepError | None:
+        """The error if a web page sends the request that may not."""
+        if self._router.keys is None:
+            try:
+                check_page(scope["method"], fields, self._router.settings.websocket_origins)
+            except LockstepError as error:
+                return error
+        return None
 
     def _identify(self, scope: Scope, exchange: Exchange) -> LockstepError | None:
         """Find out whose request it is; the error if it must not be served."""
