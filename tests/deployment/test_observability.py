@@ -188,6 +188,19 @@ def test_an_example_of_a_latency_leads_to_its_trace() -> None:
     assert (link["name"], link["datasourceUid"]) == ("trace_id", sources["jaeger"]["uid"])
 
 
+def test_prometheus_keeps_what_the_rules_and_dashboards_look_back_at() -> None:
+    (prometheus,) = documents("prometheus")["Deployment"]["spec"]["template"]["spec"]["containers"]
+    (kept,) = [each.partition("=")[2] for each in prometheus["args"] if "retention.time" in each]
+    texts = [RULES.read_text(), *(path.read_text() for path in (STACK / "dashboards").glob("*.json"))]
+    ranges = [each for text in texts for each in re.findall(r"\[(\d+[smhdw])\]", text)]
+    assert "3d" in ranges
+    assert hours(kept) >= max(map(hours, ranges))
+
+
+def hours(duration: str) -> float:
+    return int(duration[:-1]) * {"s": 1 / 3600, "m": 1 / 60, "h": 1, "d": 24, "w": 168}[duration[-1]]
+
+
 def test_traces_go_on_to_the_jaeger_that_grafana_asks() -> None:
     collector = yaml.safe_load((CONFIG / "otel-collector.yaml").read_text())
     (exporter,) = collector["service"]["pipelines"]["traces"]["exporters"]

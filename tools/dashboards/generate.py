@@ -70,7 +70,10 @@ def increase(selected: str, by: str = "") -> str:
 
 def percentiles(metric: str, *, is_workers: bool = False) -> tuple[tuple[str, str], ...]:
     """Median and 99th percentile of a histogram."""
-    selected = (of_model if is_workers else of)(f"{metric}_bucket")
+    return _two_percentiles((of_model if is_workers else of)(f"{metric}_bucket"))
+
+
+def _two_percentiles(selected: str) -> tuple[tuple[str, str], ...]:
     return tuple(
         (f"histogram_quantile({part}, {rate(selected, 'le')})", legend)
         for part, legend in (("0.5", "half"), ("0.99", "99 %"))
@@ -79,8 +82,15 @@ def percentiles(metric: str, *, is_workers: bool = False) -> tuple[tuple[str, st
 
 _ANSWERED = f'lockstep_router_requests_total{{{_OF},endpoint=~"/v1/.*"}}'
 
-_MOVED = f'lockstep_router_failovers_total{{{_OF},reason!="overloaded"}}'
-"""Without streams that a worker refused because it was full: they have not lost it."""
+_MOVED = f'lockstep_router_failovers_total{{{_OF},reason!~"overloaded|slow_client"}}'
+"""Without streams that a worker refused because it was full, and those that wait for a slow client: they have not lost
+their worker."""
+
+_DURATION = (
+    f"lockstep_router_request_duration_seconds_bucket{{{_OF},"
+    'endpoint=~"/v1/(chat/completions|completions|responses|embeddings)"}'
+)
+"""Of requests to the model: a WebSocket's duration is that of its connection, and probes and polls are short."""
 
 READY = Chart(
     "Ready workers",
@@ -129,7 +139,7 @@ OVERVIEW = (
             (rate(of("lockstep_router_generated_tokens_total")), "out"),
         ],
     ),
-    Chart("Request duration", "s", percentiles("lockstep_router_request_duration_seconds")),
+    Chart("Request duration", "s", _two_percentiles(_DURATION)),
 )
 
 RANKS: tuple[Chart, ...] = (
@@ -404,11 +414,7 @@ SERVICE = (
     Chart(
         "Streams by router", "short", [(f"sum by (pod) ({of('lockstep_router_streams')})", "{{pod}}")], is_stacked=True
     ),
-    Chart(
-        "Request duration",
-        "s",
-        _three_percentiles(f'lockstep_router_request_duration_seconds_bucket{{{_OF},endpoint=~"/v1/.*completions"}}'),
-    ),
+    Chart("Request duration", "s", _three_percentiles(_DURATION)),
     Chart(
         "Failovers by reason",
         "short",

@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 import pytest
+from lockstep_router.faces.access import ENDPOINTS
+from lockstep_router.workers.losses import Loss
 from lockstep_tools.repository.metric_docs import DOCUMENT
 
 ROOT = DOCUMENT.parents[1]
@@ -107,6 +109,25 @@ def test_processes_of_a_router_do_not_multiply_its_workers() -> None:
         queries = [target["expr"] for panel in load("service")["panels"] for target in panel["targets"]]
         assert [each for each in queries if f"{metric}{{" in each]
         assert all(each.startswith("max by (pod") for each in queries if f"{metric}{{" in each)
+
+
+@pytest.mark.parametrize("name", ["overview", "service"])
+def test_the_duration_of_requests_is_that_of_requests_to_the_model(name: str) -> None:
+    """Not of open WebSockets, probes or polls."""
+    (panel,) = [each for each in load(name)["panels"] if each["title"] == "Request duration"]
+    asked = {f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "embeddings")}
+    for target in panel["targets"]:
+        (pattern,) = re.findall(r'endpoint=~"([^"]*)"', target["expr"])
+        assert {each for each in (*ENDPOINTS, "/healthz", "/readyz", "other") if re.fullmatch(pattern, each)} == asked
+
+
+def test_pauses_of_slow_clients_and_refusals_are_no_failovers() -> None:
+    queries = [target["expr"] for name in MADE for panel in load(name)["panels"] for target in panel["targets"]]
+    moved = [each for each in queries if "lockstep_router_failovers_total" in each]
+    assert len(moved) == 3
+    for query in moved:
+        (pattern,) = re.findall(r'reason!~"([^"]*)"', query)
+        assert {reason.value for reason in Loss if re.fullmatch(pattern, reason)} == {"overloaded", "slow_client"}
 
 
 def test_a_panel_and_the_rules_count_the_same_failures() -> None:

@@ -27,7 +27,8 @@ async def test_what_happens_is_counted(model_dir, socket_path):
     lost_before = value("rejected_total", code="worker_lost")
     async with served(make_settings(model_dir, socket_path)) as worker:
         router = await worker.greeted()
-        await until(lambda: (value("ready"), value("routers"), value("epoch")) == (1, 1, 1))
+        name = model_dir.name
+        await until(lambda: (value("ready", served_model=name), value("routers"), value("epoch")) == (1, 1, 1))
         assert (value("rank_up", rank="0"), value("rank_up", rank="1")) == (1, 1)
         for name in ("a", "b"):
             await router.send(submit=submit(name, max_tokens=100))
@@ -37,7 +38,7 @@ async def test_what_happens_is_counted(model_dir, socket_path):
         await until(lambda: value("running") == 2)
         assert (value("streams"), value("free_blocks"), value("total_blocks")) == (2, 62, 64)
         worker.engine.lose_ranks()
-        assert (value("ready"), value("epoch"), value("rank_up", rank="1")) == (0, 2, 0)
+        assert (value("ready", served_model=name), value("epoch"), value("rank_up", rank="1")) == (0, 2, 0)
         worker.engine.restart()
         await router.ready()
     grown = {name: value(name) - before[name] for name in names}
@@ -60,7 +61,7 @@ async def test_the_prefix_cache_in_host_memory_is_counted_over_all_epochs(model_
     def counts():
         return [value(each) if isinstance(each, str) else value(each[0], way=each[1]) for each in names]
 
-    before, meter = counts(), StatusMeter()
+    before, meter = counts(), StatusMeter("reference")
     for epoch, usage in (
         (1, HostUsage(blocks=5, used_bytes=70, capacity_bytes=100, hits=1, copied_in=3, copied_out=8, dropped=2)),
         (1, HostUsage(blocks=6, used_bytes=80, capacity_bytes=100, hits=1, copied_in=4, copied_out=9, dropped=2)),
@@ -79,7 +80,7 @@ async def test_the_prefix_cache_in_host_memory_is_counted_over_all_epochs(model_
 async def test_requests_that_wait_for_the_state_server_are_measured(model_dir, socket_path):
     async with served(make_settings(model_dir, socket_path)) as worker:
         status = worker.engine.status()
-    meter = StatusMeter()
+    meter = StatusMeter("reference")
     for fetching in (3, 0):
         meter.observe(replace(status, remote=RemoteUsage(fetching=fetching)), ready=True, routers=0, streams=0)
         assert value("remote_cache_waiting") == fetching
@@ -95,7 +96,7 @@ async def test_counts_that_begin_anew_some_time_after_their_epoch_are_counted_on
             value(name, rank="9") for name in each_rank
         ]
 
-    meter = StatusMeter()
+    meter = StatusMeter("reference")
     meter.observe(replace(status, epoch=1, steps=0, compressed_blocks=0, ranks=()), ready=True, routers=0, streams=0)
     before = counts()
     for epoch, steps in ((1, 70), (2, 70), (2, 0), (2, 5), (2, 40), (3, 40), (3, 40), (3, 2)):
@@ -150,6 +151,36 @@ async def test_a_finished_stream_has_a_time_of_decoding(model_dir, socket_path):
         worker.engine.step()
         await until(lambda: value("decode_seconds_count") == before[0] + 1)
         assert value("prefill_seconds_count") == before[1] + 1
+
+
+async def test_an_embedding_has_no_time_of_decoding(model_dir, socket_path):
+    before = value("decode_seconds_count"), value("prefill_seconds_count")
+    async with served(make_settings(model_dir, socket_path)) as worker:
+        router = await worker.greeted()
+        await router.send(submit=submit("e", embed=True, sampling=None))
+        await until(lambda: len(worker.engine.requests) == 1)
+        worker.engine.step()
+        await until(lambda: value("prefill_seconds_count") == before[1] + 1)
+    assert value("decode_seconds_count") == before[0]
+
+
+@pytest.mark.parametrize("metric", ["ready", "loading_ratio"])
+async def test_what_is_joined_with_routers_metrics_has_the_name_that_clients_use(model_dir, socket_path, metric):
+    async with served(make_settings(model_dir, socket_path, name=f"org/{metric}")) as worker:
+        router = await worker.greeted()
+        await router.ready()
+        await until(lambda: value(metric, served_model=f"org/{metric}") == 1)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "invalid_request", "context_length_exceeded", "resource_exhausted", "overloaded", "unavailable", "draining",
+        "worker_lost", "deadline_exceeded", "numerical_error", "internal",
+    ],
+)  # fmt: skip
+def test_each_reason_of_a_refusal_is_counted_from_0(code):
+    assert REGISTRY.get_sample_value("lockstep_worker_rejected_total", {"code": code}) is not None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 
+import pytest
 from lockstep_common.telemetry import REGISTRY
 from lockstep_router import metrics
 from lockstep_router.faces import access
@@ -43,6 +44,17 @@ async def call(app, method, path, body, headers):
     }  # fmt: skip
     await app(scope, receive, send)
     return statuses[0]
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        "finished", "cancelled", "invalid_request", "context_length_exceeded", "resource_exhausted", "overloaded",
+        "unavailable", "worker_lost", "request_quarantined", "deadline_exceeded", "numerical_error", "internal",
+    ],
+)  # fmt: skip
+def test_each_outcome_of_a_stream_is_counted_from_0(outcome):
+    assert REGISTRY.get_sample_value("lockstep_router_streams_ended_total", {"outcome": outcome}) is not None
 
 
 async def test_hostile_names_make_no_series(make_cluster):

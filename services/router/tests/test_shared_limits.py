@@ -35,9 +35,9 @@ def redis(tmp_path):
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch, caplog):
-    """Redis is tried again at once, and warnings are seen."""
+    """Redis is tried again soon, and warnings are seen."""
     caplog.set_level(logging.INFO, "lockstep.router")
-    monkeypatch.setattr(shared_storage, "RETRY_S", 0.0)
+    monkeypatch.setattr(shared_storage, "RETRY_S", 0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -102,8 +102,9 @@ async def test_limits_hold_in_memory_while_redis_is_down_and_in_redis_when_it_is
     assert [(await ask(other)).status_code for _ in range(3)] == [200, 200, 429], "each router by itself"
     assert is_fallback()
     redis.start()
-    assert [(await ask(one)).status_code, (await ask(other)).status_code] == [200, 200]
+    await eventually(lambda: caplog.text.count("limits of tenants are shared again") == 2)
     assert not is_fallback()
+    assert [(await ask(one)).status_code, (await ask(other)).status_code] == [200, 200]
     assert (await ask(one)).status_code == 429, "they count together again"
     warnings = [record for record in caplog.records if "does not answer" in record.message]
     assert len(warnings) == 2, "once for each router"
@@ -179,25 +180,43 @@ async def acquire(storage):
     return await storage.acquire_sliding_window_entry("key", 1, 60)
 
 
-async def test_one_request_at_a_time_tries_again(monkeypatch):
-    clock = [1000.0]
-    monkeypatch.setattr(shared_storage, "RETRY_S", 1.0)
-    monkeypatch.setattr(shared_storage.time, "monotonic", lambda: clock[0])
+async def test_the_storage_is_tried_in_the_background_and_used_once_it_answers():
+    """No request waits for a trial."""
     failing = Failing()
     storage = shared_over(failing)
     failing.error = ConnectionError(PASSWORD)
-    assert [await acquire(storage) for _ in range(3)] == [True, False, False]
-    assert failing.calls == 1
-    clock[0] += 1.0
-    failing.error = None
+    assert await acquire(storage)
     failing.answer.clear()
-    trying = asyncio.create_task(acquire(storage))
-    while failing.calls < 2:
-        await asyncio.sleep(0)
-    assert not await acquire(storage), "the others use the memory meanwhile"
+    await eventually(lambda: failing.calls == 2)
+    assert not await acquire(storage), "counted in memory meanwhile"
+    failing.error = None
     failing.answer.set()
-    assert await trying
+    await eventually(lambda: not is_fallback())
     assert [await acquire(storage) for _ in range(2)] == [True, True]
+    assert failing.calls == 4
+
+
+async def test_a_router_that_nobody_asks_shares_its_limits_again():
+    failing = Failing()
+    storage = shared_over(failing)
+    failing.error = ConnectionError()
+    await acquire(storage)
+    await eventually(lambda: failing.calls == 3)
+    assert is_fallback()
+    failing.error = None
+    await eventually(lambda: not is_fallback())
+    await storage.close()
+
+
+async def test_a_storage_that_is_closed_is_tried_no_more():
+    failing = Failing()
+    storage = shared_over(failing)
+    failing.error = ConnectionError()
+    await acquire(storage)
+    await eventually(lambda: failing.calls == 3)
+    tasks = asyncio.all_tasks()
+    await storage.close()
+    assert asyncio.all_tasks() < tasks
 
 
 async def test_what_takes_too_long_is_counted_in_memory():
@@ -243,18 +262,19 @@ async def test_a_request_that_is_cancelled_says_nothing_about_the_storage():
 
 async def test_failures_are_logged_rarely_and_without_their_words(monkeypatch, caplog):
     clock = [1000.0]
+    monkeypatch.setattr(shared_storage, "RETRY_S", 0.0)  # the event loop's clock stands still too
     monkeypatch.setattr(shared_storage.time, "monotonic", lambda: clock[0])
     failing = Failing()
     failing.error = ConnectionError(f"redis://:{PASSWORD}@host refused")
     storage = shared_over(failing)
-    for _ in range(59):
-        clock[0] += 1
-        await acquire(storage)
-    assert failing.calls == 59
+    await acquire(storage)
+    while failing.calls < 59:
+        await asyncio.sleep(0)
     assert len(caplog.records) == 1
     clock[0] += 60
-    await acquire(storage)
-    assert len(caplog.records) == 2
+    while len(caplog.records) < 2:
+        await asyncio.sleep(0)
+    await storage.close()
     assert PASSWORD not in caplog.text
     assert {record.error for record in caplog.records} == {"ConnectionError"}
 

@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections import Counter
 
 import pytest
 import websockets
 from key_files import KEY, OTHER_KEY, bearer, tenant, write
 from lockstep_common.errors import ErrorCode
-from lockstep_common.telemetry import JsonFormatter, exposition
+from lockstep_common.telemetry import REGISTRY, JsonFormatter, exposition
 from router_cluster import eventually
 from scripted_worker import Script
 from test_connections import connection
@@ -381,14 +382,29 @@ async def test_pages_of_other_origins_may_not_connect(make_cluster):
     cluster = await make_cluster(1, websocket_origins="https://chat.example, https://other.example")
     async with cluster.over_http() as client:
         for origin, status in [
-            (b"http://a", 101),
+            (b"http://127.0.0.1:8000", 101),
             (b"https://chat.example", 101),
-            (b"https://evil.example", 400),
-            (b"https://chat.example.evil", 400),
-            (b"null", 400),
-            (b"http://[", 400),
+            (b"https://evil.example", 403),
+            (b"https://chat.example.evil", 403),
+            (b"null", 403),
+            (b"http://[", 403),
         ]:
-            assert await status_of(client, HANDSHAKE + b"origin: " + origin + b"\r\n\r\n") == status, origin
+            head = HANDSHAKE.replace(b"host: a", b"host: 127.0.0.1:8000")
+            assert await status_of(client, head + b"origin: " + origin + b"\r\n\r\n") == status, origin
+
+
+async def test_own_page_at_another_name_needs_keys_to_connect(make_cluster, tmp_path):
+    path = tmp_path / "keys.yaml"
+    write(path, tenant("search", KEY))
+    head = HANDSHAKE.replace(b"host: a", b"host: evil:8000") + b"origin: http://evil:8000\r\n"
+    open_to_all = await make_cluster(1)
+    async with open_to_all.over_http() as client:
+        assert await status_of(client, head + b"\r\n") == 403, "the name may be another site's"
+    with_keys = await make_cluster(1, keys_file=str(path))
+    key = b"authorization: Bearer " + KEY.encode() + b"\r\n"
+    async with with_keys.over_http() as client:
+        assert await status_of(client, head + key + b"\r\n") == 101
+        assert await status_of(client, head.replace(b"http://evil", b"http://other") + key + b"\r\n") == 403
 
 
 async def test_key_is_checked_before_the_upgrade_and_for_each_request(make_cluster, tmp_path, caplog):
@@ -423,6 +439,43 @@ async def test_key_is_checked_before_the_upgrade_and_for_each_request(make_clust
     assert '"face":"websocket"' in logged
     audited = [record for record in caplog.records if record.name == "lockstep.audit" and record.face == "websocket"]
     assert [(record.tenant, record.status) for record in audited][:2] == [("search", 200), ("chat", 400)]
+
+
+async def test_what_begins_no_request_is_reported_once_like_any_other(make_cluster, tmp_path, caplog):
+    path = tmp_path / "keys.yaml"
+    write(path, tenant("search", KEY))
+    cluster = await make_cluster(1, keys_file=str(path), websocket_max_requests=1)
+    cluster.workers[0].script = Script(delay_s=0.02)
+    caplog.set_level(logging.INFO, logger="lockstep")
+    wrong = [
+        ("/v1/stream", 400, "{"),
+        ("/v1/stream", 400, '{"type":"generate","id":"x","endpoint":"completions","body":[]}'),
+        ("/v1/completions", 503, '{"type":"generate","id":"x","endpoint":"completions","body":{}}'),
+        ("/v1/completions", 400, '{"type":"generate","id":"long","endpoint":"completions","body":{}}'),
+        ("/v1/streams/{stream_id}", 503, '{"type":"resume","id":"x","stream":"s"}'),
+        ("/v1/streams/{stream_id}", 404, '{"type":"cancel","id":"x"}'),
+        ("/v1/streams/{stream_id}", 404, '{"type":"cancel","idempotency_key":"a-key-that-nobody-has-used"}'),
+    ]
+
+    def counted(endpoint, status):
+        labels = {"face": "websocket", "endpoint": endpoint, "code": str(status)}
+        return REGISTRY.get_sample_value("lockstep_router_requests_total", labels) or 0
+
+    before = {each[:2]: counted(*each[:2]) for each in wrong}
+    async with opened(cluster, headers=bearer(KEY)) as socket:
+        await socket.generate("long", max_tokens=200)
+        for number, (*_, text) in enumerate(wrong):
+            await socket.connection.send(text)
+            await socket.until(lambda sent=number: len(errors_of(socket)) > sent)
+        reported = [each for each in caplog.records if getattr(each, "face", "") == "websocket"]
+    assert {each[:2]: counted(*each[:2]) - before[each[:2]] for each in wrong} == Counter(each[:2] for each in wrong)
+    for name in ("lockstep.router", "lockstep.audit"):
+        assert [(each.endpoint, each.status) for each in reported if each.name == name] == [each[:2] for each in wrong]
+    assert {each.tenant for each in reported if each.name == "lockstep.audit"} == {"search"}
+
+
+def errors_of(socket):
+    return [message for message in socket.messages if message["type"] == "error"]
 
 
 def knows(keys, key):

@@ -9,6 +9,7 @@ import pytest
 from fake_kubernetes import NAMESPACE, SELECTOR, FakeEndpointSlices, endpoint, endpoint_slice
 from lockstep_api.v1 import worker_pb2
 from lockstep_common.ports import free_port
+from lockstep_common.telemetry import REGISTRY
 from lockstep_router import metrics
 from lockstep_router.discovery import WorkerAddress
 from lockstep_router.discovery.endpoint_slices import EndpointSlices, workers_of
@@ -73,6 +74,10 @@ class Routed:
         )
         stream = Stream(journal, self.workers, self.router.settings, lambda: None)
         return journal, asyncio.create_task(stream.run())
+
+
+def workers_in_state(state):
+    return REGISTRY.get_sample_value("lockstep_router_workers", {"state": state})
 
 
 def _sampling(tokens):
@@ -140,10 +145,12 @@ async def test_running_stream_ends_on_its_retired_worker(routed, make_worker):
     await routed.tell((other.target, "w-1"))
     assert routed.states[worker.target, "w-0"] == LinkState.RETIRED
     assert routed.ready_ids() == ["w-1"]
+    assert workers_in_state("retired") == 1
     await asyncio.wait_for(running, 30)
     assert len(journal.emitted_ids) == 12
     assert [submit.attempt for submit in worker.submits] == [1]
     await eventually(lambda: len(routed.workers.links) == 1)
+    assert workers_in_state("retired") == 0
 
 
 async def test_stream_leaves_a_retired_worker_that_breaks_and_nobody_dials_that_again(routed, make_worker):

@@ -16,7 +16,7 @@ from lockstep_worker.vllm_names import VllmNames
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PAGE_BYTES = resource.getpagesize()
 
-READY = Gauge("lockstep_worker_ready", "1 while the worker accepts requests", registry=REGISTRY)
+READY = Gauge("lockstep_worker_ready", "1 while the worker accepts requests", ["served_model"], registry=REGISTRY)
 EPOCH = Gauge("lockstep_worker_epoch", "Epoch of the rank group", registry=REGISTRY)
 RANK_UP = Gauge("lockstep_worker_rank_up", "1 while the rank is ready", ["rank"], registry=REGISTRY)
 RANK_STEPS = Counter(
@@ -187,12 +187,15 @@ PREFILL_SECONDS = Histogram(
 )
 DECODE_SECONDS = Histogram(
     "lockstep_worker_decode_seconds",
-    "From the first to the last token of an attempt that ended its stream",
+    "From the first to the last token of an attempt that ended its stream; an embedding has no tokens",
     buckets=_SECONDS,
     registry=REGISTRY,
 )
 LOADING = Gauge(
-    "lockstep_worker_loading_ratio", "Share of the weights that starting ranks have read", registry=REGISTRY
+    "lockstep_worker_loading_ratio",
+    "Share of the weights that starting ranks have read",
+    ["served_model"],
+    registry=REGISTRY,
 )
 STEP_SECONDS = Gauge("lockstep_worker_step_seconds", "Mean time of the last steps", registry=REGISTRY)
 DRIVER_SECONDS = Gauge(
@@ -212,7 +215,19 @@ STEP_TOKENS = Histogram(
 )
 SUBMITTED = Counter("lockstep_worker_submitted_total", "Submits received", registry=REGISTRY)
 REJECTED = Counter("lockstep_worker_rejected_total", "Attempts refused or failed", ["code"], registry=REGISTRY)
-REJECTED.labels(ErrorCode.OVERLOADED)  # from 0: of a series that begins at 1, Prometheus sees no increase
+for _code in (
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+    ErrorCode.RESOURCE_EXHAUSTED,
+    ErrorCode.OVERLOADED,
+    ErrorCode.UNAVAILABLE,
+    ErrorCode.DRAINING,
+    ErrorCode.WORKER_LOST,
+    ErrorCode.DEADLINE_EXCEEDED,
+    ErrorCode.NUMERICAL_ERROR,
+    ErrorCode.INTERNAL,
+):
+    REJECTED.labels(_code)  # from 0: of a series that begins at 1, Prometheus sees no increase
 RESTARTS = Counter("lockstep_worker_restarts_total", "Restarts of the rank group", registry=REGISTRY)
 STRANGERS = Counter(
     "lockstep_worker_refused_peers_total",
@@ -253,14 +268,15 @@ def count_tokens(emitted: int) -> None:
         STEP_TOKENS.observe(emitted)
 
 
-def measure(stream: LiveStream, *, is_finished: bool) -> None:
-    """Record a stream's times, when its first token or its end has come."""
+def measure(stream: LiveStream, *, has_tokens: bool, is_finished: bool) -> None:
+    """Record a stream's times, when its first token or its end has come. An embedding ends without any token."""
     now = time.monotonic()
+    is_first = stream.first_token_at is None
     if stream.first_token_at is None:
         stream.first_token_at = now
         # Tokens that come before the report that it runs: it ran at once.
         PREFILL_SECONDS.observe(now - (stream.started_at or stream.arrived_at))
-    if is_finished:
+    if is_finished and (has_tokens or not is_first):
         DECODE_SECONDS.observe(now - stream.first_token_at)
 
 
@@ -295,9 +311,15 @@ class RankMeter:
 
 
 class StatusMeter:
-    """Turns the engine's statuses into gauges and counters. Statuses count from 0 in each epoch; counters only grow."""
+    """Turns the engine's statuses into gauges and counters. Statuses count from 0 in each epoch; counters only grow.
 
-    def __init__(self) -> None:
+    Args:
+        model: the name that clients use, which is routers' label `model`; monitors set a worker's to the chart's name.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._ready = READY.labels(model)
+        self._loading = LOADING.labels(model)
         self._ranks: dict[int, RankMeter] = {}
         self._blocks = {
             (tier, use): KV_BLOCKS.labels(tier, use) for tier in ("hot", "cold") for use in ("used", "free")
@@ -321,7 +343,7 @@ class StatusMeter:
             self._epoch = status.epoch
         self._was_ready = self._was_ready or status.state is EngineState.READY
         self._finished_steps.observe(status.steps)
-        READY.set(ready)
+        self._ready.set(ready)
         EPOCH.set(status.epoch)
         RUNNING.set(status.running)
         QUEUED.set(status.queued)
@@ -334,7 +356,7 @@ class StatusMeter:
         TOTAL_BLOCKS.set(status.total_blocks)
         KV_USAGE.set(usage := kv_usage(status))
         self._observe_host(status)
-        LOADING.set(status.loading)
+        self._loading.set(status.loading)
         STEP_SECONDS.set(status.step_us / 1e6)
         DRIVER_SECONDS.set(status.driver_us / 1e6)
         ROUTERS.set(routers)

@@ -79,7 +79,7 @@ class Worker:
         self._routers: dict[int, RouterConnection] = {}
         self._connections = itertools.count(1)
         self._streams = StreamTable()
-        self._meter = metrics.StatusMeter()
+        self._meter = metrics.StatusMeter(self.engine.model.name)
         self._paces = RankPaces()
         metrics.VLLM_NAMES.model = self.engine.model.name if settings.vllm_metric_names else ""
         self._prefixes = PrefixReporter(
@@ -308,7 +308,7 @@ class Worker:
                 translate.add_tokens(batch, stream.stream_id, stream.attempt, stream.handle, output)
                 emitted += len(output.ids)
                 if stream.ranks.awaits_token or output.finish:
-                    _note_times(stream, is_finished=bool(output.finish))
+                    _note_times(stream, output)
             if output.finish or output.error:
                 ended.append((stream, output.error))
         for router, batch in batches.items():
@@ -442,8 +442,8 @@ class Worker:
         return message
 
 
-def _note_times(stream: LiveStream, *, is_finished: bool) -> None:
+def _note_times(stream: LiveStream, output: Output) -> None:
     """The first token since the stream began to run has come, or its end."""
-    metrics.measure(stream, is_finished=is_finished)
-    if not is_finished:
+    metrics.measure(stream, has_tokens=bool(output.ids), is_finished=bool(output.finish))
+    if not output.finish:
         stream.ranks.note_token()

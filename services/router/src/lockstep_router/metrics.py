@@ -86,7 +86,7 @@ TENANT_REQUESTS = TopTallies(
 )
 TENANT_TOKENS = TopTallies(
     "lockstep_router_tenant_tokens",
-    "Tokens of these requests, of prompts (`in`) or generated (`out`).",
+    "Tokens of these requests, of prompts (`in`) or delivered (`out`).",
     ["tenant", "direction"],
     places=_TENANTS,
     registry=REGISTRY,
@@ -95,7 +95,7 @@ STREAMS = Tally("lockstep_router_streams", "Streams in progress.", registry=REGI
 FAILOVERS = Counter(
     "lockstep_router_failovers",
     "Times that a stream left its worker to continue on another one, by reason; `overloaded`: the worker refused it, "
-    "because it was full.",
+    "because it was full; `slow_client`: it waits without a worker until its client has read more.",
     ["reason"],
     registry=REGISTRY,
 )

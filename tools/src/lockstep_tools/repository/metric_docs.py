@@ -48,6 +48,7 @@ LABELS = {
     "process": "the processes of a router (setting `processes`), and `parent`",
     "rank": "the ranks of a worker (setting `tp`)",
     "reason": "a fixed set, named in the description or by the code",
+    "served_model": "one: the name of the worker's model in the API, which routers have as `model`",
     "state": "the states of a worker; of NVLinks two: `up`, `down`",
     "status": "gRPC statuses in lower case",
     "tenant": "the 20 tenants that had most in the last minutes; the rest as `other`",

@@ -30,6 +30,21 @@ from lockstep_router.workers.suspects import Life
 logger = logging.getLogger("lockstep.router")
 for _reason in Loss:
     metrics.FAILOVERS.labels(_reason.value)  # from 0
+for _outcome in (
+    "finished",
+    "cancelled",
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+    ErrorCode.RESOURCE_EXHAUSTED,
+    ErrorCode.OVERLOADED,
+    ErrorCode.UNAVAILABLE,
+    ErrorCode.WORKER_LOST,
+    ErrorCode.REQUEST_QUARANTINED,
+    ErrorCode.DEADLINE_EXCEEDED,
+    ErrorCode.NUMERICAL_ERROR,
+    ErrorCode.INTERNAL,
+):
+    metrics.STREAMS_ENDED.labels(_outcome)  # from 0
 
 _RESET_TOKENS = 32
 """Tokens of one attempt after which earlier failures no longer count."""

@@ -1,14 +1,16 @@
 """Counters of tenants' limits in Redis, which all routers share, with this router's memory in reserve.
 
 No request fails because of Redis, and none waits for it longer than a short timeout. While Redis does not answer,
-limits count in this router's memory: they still hold, for each router by itself. One request at a time tries Redis
+limits count in this router's memory: they still hold, for each router by itself. A task in the background tries Redis
 again. No address and no error's own words are in a log, because they may have a password.
 """
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextvars import Context
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -31,6 +33,9 @@ _CONNECTIONS = 32
 """Connections to Redis, and operations that use them at a time; others wait, no longer than the timeout."""
 RETRY_S = 1.0
 """While Redis does not answer, it is tried this often."""
+_TRIAL_KEY = "trial"
+"""What a trial counts. It writes, because a Redis that is full or read-only still reads."""
+_TRIAL_EXPIRY_S = 1
 _LOG_EVERY_S = 60.0
 _MAX_PASSWORD_BYTES = 4096
 
@@ -97,13 +102,13 @@ class SharedStorage:
     def __init__(
         self, shared: Storage, reserve: Storage, *, timeout_s: float, close: Callable[[], Awaitable[None]]
     ) -> None:
-        self.close = close
+        self._close = close
         self._shared = shared
         self._reserve = reserve
         self._timeout_s = timeout_s
         self._turns = asyncio.Semaphore(_CONNECTIONS)
-        self._failing = False
-        self._retry_at = 0.0
+        self._returning: asyncio.Task[None] | None = None
+        """Tries the storage while it fails; None: it does not fail."""
         self._logged_at = -_LOG_EVERY_S
         metrics.LIMITS_FALLBACK.set(0)
 
@@ -115,28 +120,29 @@ class SharedStorage:
         """See `Storage`."""
         return await self._run(lambda storage: storage.get_sliding_window(key, expiry))
 
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._returning is not None:
+            self._returning.cancel()
+            await asyncio.gather(self._returning, return_exceptions=True)
+        await self._close()
+
     async def _run(self, work: Callable[[Storage], Awaitable[Result]]) -> Result:
-        now = time.monotonic()
-        if self._failing:
-            if now < self._retry_at:
-                return await work(self._reserve)
-            self._retry_at = now + self._timeout_s + RETRY_S  # the others do not wait for this attempt
+        if self._returning is not None:
+            return await work(self._reserve)
         try:
-            with calling_store("limits", "redis"):
-                async with asyncio.timeout(self._timeout_s), self._turns:
-                    result = await work(self._shared)
+            return await self._ask(work)
         except Exception as error:  # whatever a library and a network can raise
             self._note_failure(error)
             return await work(self._reserve)
-        if self._failing:
-            self._failing = False
-            metrics.LIMITS_FALLBACK.set(0)
-            logger.info("limits of tenants are shared again")
-        return result
+
+    async def _ask(self, work: Callable[[Storage], Awaitable[Result]]) -> Result:
+        with calling_store("limits", "redis"):
+            async with asyncio.timeout(self._timeout_s), self._turns:
+                return await work(self._shared)
 
     def _note_failure(self, error: Exception) -> None:
         now = time.monotonic()
-        self._failing, self._retry_at = True, now + RETRY_S
         metrics.LIMITS_FALLBACK.set(1)
         metrics.LIMITS_STORAGE_FAILURES.inc()
         if now - self._logged_at >= _LOG_EVERY_S:
@@ -145,3 +151,25 @@ class SharedStorage:
                 "the storage of limits does not answer: they count in this router's memory",
                 extra={"error": type(error).__name__},
             )
+        if self._returning is None:
+            # Not in the request's context: what it tries is not part of the request's trace.
+            self._returning = asyncio.get_running_loop().create_task(self._return(), context=Context())
+
+    async def _return(self) -> None:
+        """Try the storage until it answers. Requests alone would not do: without any, it would count as failing."""
+        while not await self._try():
+            pass
+        self._returning = None
+        metrics.LIMITS_FALLBACK.set(0)
+        logger.info("limits of tenants are shared again")
+
+    async def _try(self) -> bool:
+        await asyncio.sleep(RETRY_S)
+        try:
+            await self._ask(
+                lambda storage: storage.acquire_sliding_window_entry(_TRIAL_KEY, sys.maxsize, _TRIAL_EXPIRY_S)
+            )
+        except Exception as error:  # as above
+            self._note_failure(error)
+            return False
+        return True

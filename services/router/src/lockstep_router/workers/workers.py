@@ -160,12 +160,15 @@ class Workers:
             else:
                 logger.info("discovery lists all workers in use again")
 
-    def _remove_retired(self) -> None:
-        for link in [link for link in self._links if link.retired and not link.has_streams]:
+    def _remove_retired(self) -> bool:
+        """Close the retired links without streams; whether there were any."""
+        removed = [link for link in self._links if link.retired and not link.has_streams]
+        for link in removed:
             task = self._links.pop(link)
             task.cancel()
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
+        return bool(removed)
 
     def ready(self, model: str | None = None, digest: str | None = None, *, grammars: bool = False) -> list[Link]:
         """The links whose workers take new streams, optionally of one model; one link for each worker id.
@@ -397,7 +400,8 @@ class Workers:
     def _tick(self) -> None:
         for link in self._links:
             link.check()
-        self._remove_retired()
+        if self._remove_retired():
+            self._announce()
         if self.clock.now() >= self.measure_at:
             self.measure_at = self.clock.now() + _MEASURE_EVERY_S
             self._measure_loads()

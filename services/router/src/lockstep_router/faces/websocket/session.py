@@ -26,6 +26,7 @@ from lockstep_router.faces.openai.schemas import ChatCompletionRequest, Completi
 from lockstep_router.faces.parsing import Parsing
 from lockstep_router.faces.record import Record
 from lockstep_router.faces.websocket import messages
+from lockstep_router.faces.websocket.handshake import PATH
 from lockstep_router.faces.websocket.messages import Cancel, Generate, Ping, Resume, client_message, id_of
 from lockstep_router.faces.websocket.socket import RESTART, Message, Socket, SocketClosedError
 from lockstep_router.generation.request import GenerationRequest
@@ -104,6 +105,8 @@ class Session:
     async def _serve(self, message: Message) -> None:
         client_id = None
         is_begun = False
+        began, record = time.perf_counter(), self._record(message.reservation)
+        call = Call("websocket", PATH, "GET")
         try:
             data = await self._parsing.run(
                 len(message.text), lambda: parse_object(message.text, self._router.settings.max_body_values)
@@ -112,24 +115,33 @@ class Session:
             match client_message(data):
                 case Generate() as generate:
                     call = Call("websocket", _ENDPOINTS[generate.endpoint], "GET")
-                    record = self._record(message.reservation)
                     self._begin(generate.id, partial(self._generate, generate), record, call)
                     is_begun = True
                 case Resume() as resume:
                     call = Call("websocket", _STREAMS_ENDPOINT, "GET")
-                    self._begin(resume.id, partial(self._resume, resume), self._record(message.reservation), call)
+                    self._begin(resume.id, partial(self._resume, resume), record, call)
                     is_begun = True
                 case Cancel() as cancel:
-                    await self._cancel(cancel)
+                    call = Call("websocket", _STREAMS_ENDPOINT, "GET")
+                    await self._cancel(cancel, record, call)
                 case Ping():
                     await self._socket.send(messages.PONG)
         except LockstepError as error:
+            if not record.status:  # else it has been reported
+                self._refuse(record, call, error, time.perf_counter() - began)
             await self._socket.send(messages.failed(client_id, error))
         finally:
             if not is_begun:
                 message.reservation.release()
         if not is_begun:
             await asyncio.sleep(_PENALTY_S)
+
+    def _refuse(self, record: Record, call: Call, error: LockstepError, seconds: float) -> None:
+        """Report a message that has begun no request, as one that is refused."""
+        with suppress(LockstepError):  # its key is no longer valid
+            self._identify(record)
+        record.status = error.meaning.http_status
+        report(call, record, seconds, is_audited=self._client.access is not None)
 
     # Requests.
 
@@ -157,11 +169,11 @@ class Session:
             if self._is_draining:
                 self._socket.close(RESTART, "the router is shutting down")
 
-    async def _cancel(self, message: Cancel) -> None:
+    async def _cancel(self, message: Cancel, record: Record, call: Call) -> None:
         if (message.id is None) == (message.idempotency_key is None):
             raise invalid("id", "or idempotency_key is required, and not both")
         if message.idempotency_key is not None:
-            await self._cancel_key(message.idempotency_key)
+            await self._cancel_key(message.idempotency_key, record, call)
             return
         request = self._requests.get(message.id or "")
         if request is None:
@@ -170,9 +182,9 @@ class Session:
         assert request.task is not None
         request.task.cancel()
 
-    async def _cancel_key(self, key: str) -> None:
+    async def _cancel_key(self, key: str, record: Record, call: Call) -> None:
         """End the request that has an idempotency key, and tell the client."""
-        began, record = time.perf_counter(), self._record()
+        began = time.perf_counter()
         try:
             self._identify(record)
             await record.account.admit_reading()
@@ -183,8 +195,7 @@ class Session:
             record.status = error.meaning.http_status
             raise
         finally:
-            call, is_audited = Call("websocket", _STREAMS_ENDPOINT, "GET"), self._client.access is not None
-            report(call, record, time.perf_counter() - began, is_audited=is_audited)
+            report(call, record, time.perf_counter() - began, is_audited=self._client.access is not None)
         await self._socket.send(messages.cancelled(key, stream))
 
     async def _run(self, request: _Request, answer: Callable[[_Request], Awaitable[None]]) -> None:
@@ -219,7 +230,7 @@ class Session:
             with suppress(SocketClosedError):
                 await self._socket.send(messages.failed(request.client_id, failure))
 
-    def _record(self, reservation: Reservation | None = None) -> Record:
+    def _record(self, reservation: Reservation) -> Record:
         return Record(secrets.token_hex(12), self._router.limits.account(NOBODY), body=reservation)
 
     def _identify(self, record: Record) -> None:

@@ -179,4 +179,4 @@ def _bound(size: Size, references: Iterable[Mapping[Size, float]]) -> float | No
 
 def _middle(class_: int) -> float:
     """The middle of the sizes of a class."""
-    return 0.75 * 2**class_
+    return 0.75 * (1 << class_)
