@@ -102,4 +102,8 @@ def _end(running: subprocess.Popen[str]) -> None:
 
 
 def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2]
+    """What a command said last. After that of a command in a pod, kubectl has a line of its own."""
+    lines = text.strip().splitlines()
+    if len(lines) > 1 and lines[-1].startswith("command terminated with exit code"):
+        lines.pop()
+    return lines[-1] if lines else ""
