@@ -208,6 +208,7 @@ class GrammarCompiler:
     def _serve(self, compilation: "_Compilation") -> None:
         """In a thread: compile a grammar, and make the constraints of all that wait for it."""
         grammar, made = compilation.grammar, None
+        key = (grammar.kind, grammar.text)
         while (waiting := self._next(compilation)) is not None:
             work, request = waiting
             if not work.set_running_or_notify_cancel():
@@ -216,12 +217,14 @@ class GrammarCompiler:
                 compilation.began_s = time.monotonic()
                 if made is None:
                     made = self._find(grammar)
+                else:
+                    self._cache.get(key)  # it is the one used last again
                 if isinstance(made, LockstepError):
                     work.set_exception(made)
                 else:
                     work.set_result(self._constrain(request, made))
             except BaseException as error:
-                self._cache.drop((grammar.kind, grammar.text))
+                self._cache.drop(key)
                 made = None
                 work.set_exception(as_failure(error))
 
