@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[BEGAN_S] = time.monotonic()
     hypothesis.settings.register_profile("lockstep", deadline=None)
     hypothesis.settings.load_profile("lockstep")
-    # A shell starts background jobs with SIGINT ignored, nohup a command with SIGHUP, and a test's processes inherit that.
+    # A shell starts background jobs with SIGINT ignored, nohup a command with SIGHUP; what a test starts inherits that.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
