@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, os.path.dirname(__file__))
 
 from harness import Served, make_settings, served, tokenizer_json
+from scripted_kv import ScriptedKv, serving
 
 
 @pytest.fixture
@@ -36,4 +37,17 @@ def socket_path() -> Iterator[str]:
 async def worker(model_dir: Path, socket_path: str) -> AsyncIterator[Served]:
     """A worker with a scripted engine."""
     async with served(make_settings(model_dir, socket_path)) as running:
+        yield running
+
+
+@pytest.fixture
+def target(socket_path: str) -> str:
+    """The address of a scripted state server."""
+    return f"unix:{socket_path}"
+
+
+@pytest.fixture
+async def kv(target: str) -> AsyncIterator[ScriptedKv]:
+    """A scripted state server."""
+    async with serving(ScriptedKv(), target) as running:
         yield running

@@ -30,17 +30,6 @@ RANKS = len(HEADS)
 
 
 @pytest.fixture
-def target(socket_path):
-    return f"unix:{socket_path}"
-
-
-@pytest.fixture
-async def kv(target):
-    async with serving(ScriptedKv(), target) as kv:
-        yield kv
-
-
-@pytest.fixture
 async def store(kv, target):
     async with opened(target) as store:
         kv.calls.clear()

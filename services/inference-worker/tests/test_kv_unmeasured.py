@@ -6,21 +6,10 @@ import logging
 import pytest
 from harness import until
 from lockstep_engine.remote_store import BlockForm
-from scripted_kv import Memory, ScriptedKv, fetch, opened, serving, stored, value
+from scripted_kv import Memory, fetch, opened, stored, value
 
 LARGE = BlockForm("bfloat16", (64, 1 << 10), 128 << 10)
 """Fetches of such blocks are large enough to measure the link."""
-
-
-@pytest.fixture
-def target(socket_path):
-    return f"unix:{socket_path}"
-
-
-@pytest.fixture
-async def kv(target):
-    async with serving(ScriptedKv(), target) as kv:
-        yield kv
 
 
 @pytest.fixture

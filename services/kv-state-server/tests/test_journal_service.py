@@ -2,7 +2,7 @@
 
 import grpc
 from lockstep_api.v1 import inference_pb2, state_pb2
-from lockstep_state.services.journal import NO_TOKENS
+from lockstep_common.protocol import NO_TOKENS
 from state_serving import refused, served
 
 OK = state_pb2.WRITE_OUTCOME_OK

@@ -421,14 +421,20 @@ async def test_session_leaves_a_hotspot_while_its_load_goes_on(make_cluster, set
     await asyncio.gather(*running, return_exceptions=True)
 
 
+def with_slow_steps(cluster, worker):
+    """One worker's steps have taken ten times as long as the others'. Returns the workers, its link, and the time."""
+    workers, slow = judged_by_the_test(cluster), link_of(cluster, worker)
+    now = workers.clock.now() + 1000  # after whatever the scripted workers' steps were
+    for link in workers.links:
+        for _ in range(16):
+            link.health.steps.note((3,), 0.2 if link is slow else 0.02, now, is_usual=True)
+    return workers, slow, now
+
+
 async def test_slow_worker_is_avoided_while_others_have_room(make_cluster):
     cluster = await make_cluster(heartbeat_timeout_s=60.0)
     own, (other,) = cluster.worker_of("session:s")
-    workers, slow = judged_by_the_test(cluster), link_of(cluster, own)
-    began = workers.clock.now() + 1000  # after whatever the scripted workers' steps were
-    for link in workers.links:
-        for _ in range(16):
-            link.health.steps.note((3,), 0.2 if link is slow else 0.02, began, is_usual=True)
+    workers, _, began = with_slow_steps(cluster, own)
     for second in range(3):
         workers.watch.check(workers.links, began + second)
     assert health_of(cluster, own)["problems"] == ["slow"]
@@ -444,11 +450,7 @@ async def test_slow_worker_is_avoided_while_others_have_room(make_cluster):
 async def test_slow_worker_is_tried_by_one_stream_at_a_time(make_cluster):
     cluster = await make_cluster(heartbeat_timeout_s=60.0)
     own, (other,) = cluster.worker_of("session:s")
-    workers, slow = judged_by_the_test(cluster), link_of(cluster, own)
-    began = workers.clock.now() + 1000  # after whatever the scripted workers' steps were
-    for link in workers.links:
-        for _ in range(16):
-            link.health.steps.note((3,), 0.2 if link is slow else 0.02, began, is_usual=True)
+    workers, slow, began = with_slow_steps(cluster, own)
     for second in (0, 1, 2, 60):
         workers.watch.check(workers.links, began + second)
     assert slow.health.slowness.is_on_trial

@@ -1,4 +1,4 @@
-"""Limits of the protocol between router and worker. Both sides use the same values.
+"""Limits and values of the protocols between the services. Both sides use the same ones.
 
 A side with a smaller limit would refuse what the other one has accepted.
 """
@@ -20,3 +20,6 @@ PRIORITIES = {"low": -1, "normal": 0, "high": 1}
 
 MAX_GRAMMAR_BYTES = 64 << 10
 """Largest text of a grammar, as UTF-8."""
+
+NO_TOKENS = (1 << 32) - 1
+"""As a position of `Journal.Read`, for all choices: a stream's record without its tokens, which costs little."""

@@ -160,10 +160,8 @@ class KvStore:
             finally:
                 self._fetches -= 1
                 if is_sample and self.link.measured_at == measured_at:
-                    self._wants_sample = result.outcome not in (
-                        "deadline",
-                        "damaged",
-                    )  # the next probe asks for another
+                    # After one of these the next probe asks for another.
+                    self._wants_sample = result.outcome not in ("deadline", "damaged")
                 if span is not None:
                     span.attributes |= {names.OUTCOME: result.outcome, names.KV_BLOCKS: result.blocks}
                 metrics.REMOTE_FETCHES.labels(result.outcome).inc()

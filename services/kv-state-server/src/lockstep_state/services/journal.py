@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError
 from lockstep_api.v1 import inference_pb2, state_pb2, state_pb2_grpc
 from lockstep_common.errors import ErrorCode, LockstepError, invalid
+from lockstep_common.protocol import NO_TOKENS
 
 from lockstep_state import metrics
 from lockstep_state.backend import Backend, Binding, Opening, StoredStream, Take, Write
@@ -23,8 +24,6 @@ from lockstep_state.services.checks import (
 )
 from lockstep_state.settings import StateSettings
 
-NO_TOKENS = (1 << 32) - 1
-"""As a position: no tokens are wanted."""
 _INVALID = state_pb2.WRITE_OUTCOME_INVALID
 metrics.WRITES.labels("FULL")  # from 0: of a series that begins at 1, Prometheus sees no increase
 

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_common.grpc_tls import Dial
+from lockstep_common.protocol import NO_TOKENS
 
 from lockstep_router import metrics
 from lockstep_router.journals.memory import MemoryJournalStore
@@ -38,8 +39,6 @@ has died before that, unless it has marked the request as being prepared.
 """
 PREPARING_S = 10.0
 """A request that is being prepared elsewhere is waited for no longer than this."""
-_NO_TOKENS = (1 << 32) - 1
-"""A position from which a stream is read whose tokens are not wanted."""
 _LOOK_EVERY_S = 0.05
 _LOOK_PREPARING_EVERY_S = 0.25
 
@@ -403,7 +402,7 @@ class MirroredJournalStore:
         """Tell that a stream was taken, or, if its client has deleted it there, that it was removed."""
         is_removed = False
         if stream is not None:
-            end = [_NO_TOKENS] * len(stream.logs)
+            end = [NO_TOKENS] * len(stream.logs)
             owner = tenant_of(stream.record.owner)
             request = state_pb2.ReadRequest(tenant=owner, stream_id=request_id, positions=end)
             with suppress(StateAwayError, StateRefusedError, LockstepError):  # its readers are told that it has moved
