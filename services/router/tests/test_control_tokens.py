@@ -123,7 +123,13 @@ def test_no_control_token_is_made_of_pieces_of_texts(name, texts):
     tokenizer = _with_template(JOINING[name])
     texts = [f"{index}{''.join(pieces)}" if index else "".join(pieces) for index, pieces in enumerate(texts)]
     harmless = ["</think>" if "</think>" in text else f"{index}-" for index, text in enumerate(texts)]
-    assert control_ids(tokenizer, texts) == control_ids(tokenizer, harmless)
+    try:
+        ids = control_ids(tokenizer, texts)
+    except LockstepError:  # the template moves its marks and makes one of a text's pieces: whose each is, is not known
+        assert name == "makes marks"
+        assert any(token in text.replace("/think", "") for text in texts for token in ("<s>", "</s>", "<|assistant|>"))
+    else:
+        assert ids == control_ids(tokenizer, harmless)
 
 
 @pytest.mark.parametrize(

@@ -331,11 +331,11 @@ async def test_death_counts_once_whatever_it_ran_and_poison_is_not_the_workers_f
     before = {link: link.health.breaker.in_a_row for link in cluster.router.workers.links}
     for worker in cluster.workers:
         worker.script = Script(poison=lambda submit: True)
-    response = await cluster.complete(PROMPT, headers=SESSION)
+    response = await cluster.complete(PROMPT, headers=SESSION, max_tokens=100)
     assert response.status_code == 422
-    assert own.deaths + other.deaths == 4
+    assert own.deaths + other.deaths == 1 + 4, "it takes a fourth, since a worker died without it shortly before"
     counted = sum(link.health.breaker.in_a_row - before[link] for link in before)
-    assert counted == 1, "only the first death of the three: then the stream was on trial"
+    assert counted == 1, "only the first death of the four: then the stream was on trial"
 
 
 async def test_draining_worker_that_ends_has_no_fault(make_cluster):

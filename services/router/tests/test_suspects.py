@@ -18,6 +18,8 @@ from scripted_worker import Script
 
 TOKENS = 12
 LIVES = [("w0", 1, 1), ("w1", 1, 1)]
+LATER = 60.1
+"""Time, in seconds, at which a death at 0 is no longer recent."""
 
 
 def text_of(response):
@@ -128,7 +130,7 @@ def simulate(streams, poison, workers):
                 placed[life].append(stream)
         for life, running in placed.items():
             if poison in running:
-                suspects.note_death(life, running)
+                suspects.note_death(life, running, 0.0)
                 deaths += 1
             else:
                 for stream in running:
@@ -149,9 +151,9 @@ def test_poison_is_found_in_few_deaths_and_nobody_else_is_guilty(count, workers)
 
 def test_two_deaths_apart_clear_nobody_and_tokens_do():
     suspects = Suspects(3, lambda: None)
-    suspects.note_death(LIVES[0], ["a"])
+    suspects.note_death(LIVES[0], ["a"], 0.0)
     suspects.note_progress("a", 31)
-    suspects.note_death(LIVES[0], ["a"])
+    suspects.note_death(LIVES[0], ["a"], 0.0)
     assert suspects.deaths_alone("a") == 2
     suspects.note_progress("a", 63)
     assert suspects.deaths_alone("a") == 2, "after the second death it takes twice as many"
@@ -163,7 +165,7 @@ def test_poison_that_kills_at_a_steady_pace_does_not_clear_itself():
     suspects = Suspects(3, lambda: None)
     deaths = 0
     while not suspects.is_guilty("a"):
-        suspects.note_death(LIVES[0], ["a"])
+        suspects.note_death(LIVES[0], ["a"], 0.0)
         suspects.note_progress("a", 100)
         deaths += 1
         assert deaths <= 6
@@ -171,20 +173,20 @@ def test_poison_that_kills_at_a_steady_pace_does_not_clear_itself():
 
 def test_fresh_poison_beside_a_stream_on_trial_does_not_make_that_one_guilty():
     suspects = Suspects(3, lambda: None)
-    suspects.note_death(LIVES[0], ["innocent", "x"])
-    suspects.note_death(LIVES[0], ["innocent", "y"])
+    suspects.note_death(LIVES[0], ["innocent", "x"], 0.0)
+    suspects.note_death(LIVES[0], ["innocent", "y"], 0.0)
     assert suspects.is_tried("innocent")
     suspects.enter("innocent", LIVES[0])
-    suspects.note_death(LIVES[0], ["innocent", "poison"])
+    suspects.note_death(LIVES[0], ["innocent", "poison"], LATER)
     suspects.leave("innocent")
     suspects.enter("innocent", LIVES[0])
-    suspects.note_death(LIVES[0], ["innocent", "poison"])
+    suspects.note_death(LIVES[0], ["innocent", "poison"], LATER)
     suspects.leave("innocent")
     assert suspects.is_tried("poison")
     suspects.enter("poison", LIVES[0])
     assert not suspects.may_enter("innocent", LIVES[0])
     for _ in range(3):
-        suspects.note_death(LIVES[0], ["poison"])
+        suspects.note_death(LIVES[0], ["poison"], LATER)
     assert suspects.is_guilty("poison")
     assert not suspects.is_guilty("innocent")
 
@@ -192,13 +194,13 @@ def test_fresh_poison_beside_a_stream_on_trial_does_not_make_that_one_guilty():
 def test_ended_streams_leave_nothing_behind():
     suspects = Suspects(3, lambda: None)
     for number in range(100):
-        suspects.note_death(LIVES[0], [f"s{number}"])
-        suspects.note_death(LIVES[0], [f"s{number}"])
+        suspects.note_death(LIVES[0], [f"s{number}"], 0.0)
+        suspects.note_death(LIVES[0], [f"s{number}"], 0.0)
         suspects.enter(f"s{number}", LIVES[0])
         suspects.forget(f"s{number}")
     assert suspects.counts == {"suspected": 0, "tried": 0, "quarantined": 0}
     for number in range(3000):
-        suspects.quarantine(str(number).encode(), 0.0)
+        suspects.quarantine(f"s{number}", str(number).encode(), 0.0)
     assert suspects.counts["quarantined"] == 1024
     assert not suspects.has_quarantined(lambda: b"2999", 1e9), "a quarantine ends"
     assert suspects.counts["quarantined"] == 0
@@ -223,24 +225,47 @@ async def test_broken_connections_are_no_deaths(make_cluster):
 
 def test_life_that_goes_on_takes_its_charge_back():
     suspects = Suspects(3, lambda: None)
-    suspects.note_death(LIVES[0], ["a"])
-    suspects.note_death(LIVES[1], ["a"])
+    suspects.note_death(LIVES[0], ["a"], 0.0)
+    suspects.note_death(LIVES[1], ["a"], 0.0)
     suspects.note_alive(LIVES[1])
     suspects.note_alive(LIVES[1])
     assert suspects.deaths_alone("a") == 1
-    suspects.note_death(LIVES[1], ["a"])
+    suspects.note_death(LIVES[1], ["a"], 0.0)
     assert suspects.deaths_alone("a") == 2
 
 
 def test_stream_is_not_guilty_as_long_as_workers_die_without_it_too():
     suspects = Suspects(3, lambda: None)
     for _ in range(3):
-        suspects.note_death(LIVES[0], ["a"])
-        suspects.note_death(LIVES[1], [])
+        suspects.note_death(LIVES[0], ["a"], 0.0)
+        suspects.note_death(LIVES[1], [], 0.0)
     assert not suspects.is_guilty("a")
     for _ in range(3):
-        suspects.note_death(LIVES[0], ["a"])
+        suspects.note_death(LIVES[0], ["a"], 0.0)
     assert suspects.is_guilty("a"), "six, since there were three without it"
+
+
+@pytest.mark.parametrize("at", [60.0, LATER])
+def test_deaths_shortly_before_a_stream_was_in_any_prove_that_workers_die_of_something_else(at):
+    suspects = Suspects(3, lambda: None)
+    suspects.note_death(LIVES[0], ["other"], 0.0)
+    suspects.note_death(LIVES[1], [], 0.0)
+    suspects.note_alive(LIVES[1])
+    for epoch in range(3):
+        suspects.note_death(("w2", 1, epoch), ["a"], at)
+    assert suspects.is_guilty("a") is (at == LATER)
+    suspects.note_death(("w2", 1, 3), ["a"], at)
+    assert suspects.is_guilty("a"), "four, since one was without it"
+
+
+def test_deaths_that_a_quarantined_stream_explains_prove_nothing_for_the_next_one():
+    suspects = Suspects(3, lambda: None)
+    for stream in ("a", "b"):
+        for epoch in range(3):
+            suspects.note_death((stream, 1, epoch), [stream], 0.0)
+        assert suspects.is_guilty(stream)
+        suspects.quarantine(stream, stream.encode(), 0.0)
+        suspects.forget(stream)
 
 
 def test_two_poisons_at_once_are_both_found():
@@ -249,7 +274,7 @@ def test_two_poisons_at_once_are_both_found():
     while not (suspects.is_guilty("a") and suspects.is_guilty("b")):
         for life, stream in zip(LIVES, ("a", "b"), strict=True):
             if not suspects.is_guilty(stream):
-                suspects.note_death(life, [stream])
+                suspects.note_death(life, [stream], 0.0)
                 deaths += 1
     assert deaths <= 2 * 3 * 3
 
@@ -258,24 +283,24 @@ def test_deaths_beside_streams_of_other_routers_prove_less():
     """Each router sees its own streams alone, so an innocent one may be the only one that it knows in each death."""
     suspects = Suspects(3, lambda: None)
     for _ in range(8):
-        suspects.note_death(LIVES[0], ["a"], has_others=True)
+        suspects.note_death(LIVES[0], ["a"], 0.0, has_others=True)
     assert suspects.is_tried_beside_others("a")
     assert not suspects.is_guilty("a")
-    suspects.note_death(LIVES[0], ["a"], has_others=True)
+    suspects.note_death(LIVES[0], ["a"], 0.0, has_others=True)
     assert suspects.is_guilty("a"), "nine in a row, and it never got enough tokens"
 
 
 def test_worker_that_may_have_been_dead_before_proves_less():
     suspects = Suspects(3, lambda: None)
-    suspects.note_death(LIVES[0], ["a"])
-    suspects.note_death(LIVES[1], ["a"], is_certain=False)
-    suspects.note_death(("w2", 1, 1), ["a"], is_certain=False)
+    suspects.note_death(LIVES[0], ["a"], 0.0)
+    suspects.note_death(LIVES[1], ["a"], 0.0, is_certain=False)
+    suspects.note_death(("w2", 1, 1), ["a"], 0.0, is_certain=False)
     assert not suspects.is_guilty("a")
     suspects.note_alive(("w2", 1, 1))
     assert suspects.deaths_alone("a") == 2
-    suspects.note_death(LIVES[0], ["a"])
+    suspects.note_death(LIVES[0], ["a"], 0.0)
     assert not suspects.is_guilty("a")
-    suspects.note_death(LIVES[0], ["a"])
+    suspects.note_death(LIVES[0], ["a"], 0.0)
     assert suspects.is_guilty("a"), "three that are certain"
 
 
@@ -389,13 +414,13 @@ def test_companion_that_was_in_a_death_before_takes_certainty_from_the_stream_on
     suspects = Suspects(3, lambda: None)
     for number in range(3):
         if companions != "new":
-            suspects.note_death(LIVES[0], [f"companion {number}"])
+            suspects.note_death(LIVES[0], [f"companion {number}"], 0.0)
         if companions == "cleared":
             suspects.note_progress(f"companion {number}", 32)
     for number in range(2):
-        suspects.note_death(LIVES[0], ["tried", f"other {number}"])
+        suspects.note_death(LIVES[0], ["tried", f"other {number}"], LATER)
     for number in range(3):
-        suspects.note_death(LIVES[0], ["tried", f"companion {number}"])
+        suspects.note_death(LIVES[0], ["tried", f"companion {number}"], LATER)
     assert suspects.deaths_alone("tried") == 3
     assert suspects.is_guilty("tried") is is_guilty
 

@@ -465,7 +465,7 @@ class Stream:
             "stream quarantined: workers died one after the other while it ran on them",
             extra=self._log_fields() | {"deaths": deaths, "emitted": len(self.journal.emitted_ids)},
         )
-        self._suspects.quarantine(self.journal.request_digest(), asyncio.get_running_loop().time())
+        self._suspects.quarantine(self.journal.stream_id, self.journal.request_digest(), self._loop.time())
         return LockstepError(
             ErrorCode.REQUEST_QUARANTINED,
             f"{deaths} workers in a row died while they ran this request apart from other suspect ones",

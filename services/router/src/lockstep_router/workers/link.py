@@ -460,6 +460,7 @@ class Link:
         self._suspects.note_death(
             self.life,
             death.stream_ids,
+            self._clock.now(),
             # A worker that was ejected for its faults may have died of them.
             is_certain=death.is_certain and not self.health.breaker.is_ejected,
             has_others=death.has_others,

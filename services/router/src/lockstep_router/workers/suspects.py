@@ -4,7 +4,7 @@ All streams that ran on a worker when it died are suspects, but a first death ha
 two deaths in a row are tried: a quarter of them at a time on each worker, then a quarter of those that died again,
 until each is tried alone. A stream that was the only first suspect of `quarantine_after` deaths in a row is
 quarantined: its client gets an error, and the same request is refused for a while. It takes more deaths if workers also
-die without it. Tokens on one worker without a death clear a stream.
+die without it, or did so shortly before. Tokens on one worker without a death clear a stream.
 
 It knows streams by their ids and workers by their lives, and holds no tokens and no text.
 """
@@ -34,6 +34,9 @@ _MAX_EXTRA = 2
 """Deaths of workers without the suspect raise the deaths that quarantine takes, by at most this many times
 `quarantine_after`."""
 
+_RECENT_S = 60.0
+"""Deaths that are so recent when a stream is in its first one show that workers die of something else, too."""
+
 _UNCERTAIN_WEIGHT = 3
 """Uncertain deaths that count as one: other streams are suspect too, or the worker may have been dead before it got the
 stream, or may have died of its own faults."""
@@ -58,6 +61,9 @@ class _Record:
     alone_since: int = 0
     """Number of the first death counted in `alone`; all deaths of workers are numbered from 1."""
     deaths_ever: int = 0
+    deaths_before: int = 0
+    """Recent deaths before its first one that no stream was quarantined for."""
+    is_quarantined: bool = False
     was_cleared: bool = False
     """Whether it was cleared at any time."""
     group: int = 0
@@ -81,6 +87,19 @@ class _Record:
         return _CLEARING_TOKENS << min(self.deaths_ever - 1, _MAX_DOUBLINGS)
 
 
+@dataclass(frozen=True)
+class _Charge:
+    """One death."""
+
+    at: float
+    records: tuple[tuple[_Record, _Record], ...]
+    """Of the streams that were in it, and copies of them from before it."""
+
+    @property
+    def is_explained(self) -> bool:
+        return any(record.is_quarantined for record, _ in self.records)
+
+
 class Suspects:
     """The streams of one router that were on workers when these died.
 
@@ -96,13 +115,13 @@ class Suspects:
         self._deaths = 0
         self._trials: dict[str, Life] = {}
         """Streams on trial, and the worker's life that each runs on."""
-        self._charges: OrderedDict[Life, list[tuple[_Record, _Record]]] = OrderedDict()
-        """For each recent death: its streams' records, and copies of them from before the death."""
+        self._charges: OrderedDict[Life, _Charge] = OrderedDict()
+        """Of the latest deaths."""
         self._quarantined: OrderedDict[bytes, float] = OrderedDict()
         """Digests of requests, and the time until which each is refused."""
 
     def note_death(
-        self, life: Life, running: Iterable[str], *, is_certain: bool = True, has_others: bool = False
+        self, life: Life, running: Iterable[str], now: float, *, is_certain: bool = True, has_others: bool = False
     ) -> None:
         """Note that a worker was lost while it ran these streams.
 
@@ -111,17 +130,19 @@ class Suspects:
         Args:
             life: of the worker.
             running: ids of this router's streams that are suspect.
+            now: time of a clock that stands still while the router is stopped, in seconds.
             is_certain: False if the worker may have been dead before it got them, or may have died of its own faults.
             has_others: whether suspects of other routers, or streams like these, were there too.
         """
-        records = [self._records.setdefault(stream_id, _Record()) for stream_id in running]
+        before = sum(now - charge.at <= _RECENT_S and not charge.is_explained for charge in self._charges.values())
+        records = [self._records.setdefault(stream_id, _Record(deaths_before=before)) for stream_id in running]
         tried = [record for record in records if record.is_tried]
         first_suspects = tried or records
         # Streams that are new to deaths, or were cleared before, do not clear the one on trial. Others may be the
         # cause.
         is_certain = is_certain and not (tried and any(each.is_suspected and not each.is_tried for each in records))
         self._deaths += 1
-        self._charges[life] = [(record, replace(record)) for record in records]
+        self._charges[life] = _Charge(now, tuple((record, replace(record)) for record in records))
         if len(self._charges) > _MAX_CHARGES:
             self._charges.popitem(last=False)
         for record in records:
@@ -137,8 +158,11 @@ class Suspects:
 
     def note_alive(self, life: Life) -> None:
         """Take a death back: the worker is still in the same life. Its connection broke, or it was silent."""
-        self._deaths -= life in self._charges
-        for record, before in self._charges.pop(life, ()):
+        charge = self._charges.pop(life, None)
+        if charge is None:
+            return
+        self._deaths -= 1
+        for record, before in charge.records:
             record.deaths = max(0, record.deaths - 1)
             record.deaths_ever -= 1
             if record.alone > before.alone:
@@ -173,7 +197,7 @@ class Suspects:
         record = self._records.get(stream_id)
         if record is None or not record.alone:
             return False
-        elsewhere = self._deaths - record.alone_since + 1 - record.alone
+        elsewhere = record.deaths_before + self._deaths - record.alone_since + 1 - record.alone
         proof = record.alone - record.uncertain + record.uncertain // _UNCERTAIN_WEIGHT
         return proof >= self._quarantine_after + min(max(0, elsewhere), _MAX_EXTRA * self._quarantine_after)
 
@@ -222,8 +246,10 @@ class Suspects:
             self.leave(stream_id)
             self._records.pop(stream_id, None)
 
-    def quarantine(self, digest: bytes, now: float) -> None:
-        """Refuse the same request for a while."""
+    def quarantine(self, stream_id: str, digest: bytes, now: float) -> None:
+        """Refuse the stream's request for a while. The deaths that it was in have their explanation."""
+        if stream_id in self._records:
+            self._records[stream_id].is_quarantined = True
         self._quarantined[digest] = now + _QUARANTINE_S
         self._quarantined.move_to_end(digest)
         if len(self._quarantined) > _MAX_QUARANTINED:
