@@ -150,6 +150,10 @@ class TestGraphedStep:
             lambda x: int(x[0]),
             lambda x: bool((x > 0).all()),
             lambda x: x[x > 0],
+            lambda x: x.index_put_((x == x,), torch.arange(len(x))),
+            torch.repeat_interleave,
+            lambda x: torch.bincount(x.abs()),
+            torch.unique_consecutive,
         ],
     )
     def test_a_body_that_looks_at_tensors_is_refused_and_nothing_fits(self, look):
@@ -161,6 +165,18 @@ class TestGraphedStep:
         with pytest.raises(NotRecordableError, match="needs the host"):
             step.capture()
         assert not step.fits(layout([1]))
+
+    @pytest.mark.parametrize(
+        "compute", [lambda x: x.masked_fill_(x > 0, 1), lambda x: x.repeat_interleave(2, output_size=2 * len(x))]
+    )
+    def test_a_body_whose_shapes_are_known_is_recorded(self, compute):
+        def body(inputs):
+            compute(inputs.ids.clone())
+            return inputs.ids
+
+        step = GraphedStep(body, 2, 4, CPU)
+        step.capture()
+        assert step.fits(layout([1]))
 
 
 class Meter(HostRecorder):
@@ -249,6 +265,29 @@ class TestMemoryBesideACache:
         caching_gpu.kept = 3000  # of the self-test's steps
         step.capture()
         assert step.bytes == 64 * caching_gpu.ROW + len(step.sizes) * caching_gpu.GRAPH
+
+
+class TestFailedRecording:
+    """When the end of a recording fails, torch leaves the recorder's stream and the allocator's pool in use."""
+
+    def test_stream_and_allocator_are_as_before(self, caching_gpu, monkeypatch):
+        streams, ended = ["usual"], []
+
+        @contextmanager
+        def graph(graph, pool, stream):
+            streams.append("recorder's")
+            yield
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+        monkeypatch.setattr(torch.cuda, "graph", graph)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
+        monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: ended.append(of), raising=False)
+        with pytest.raises(RuntimeError, match="during capture"):
+            CudaRecorder(CPU).record(lambda: torch.zeros(1))
+        assert streams == ["usual", "recorder's", "usual"]
+        assert ended == [(3, (0, 1))]
 
 
 class TestBuildCounter:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from answering_zygote import HANGS, HANGS_ON_DEVICE, MESSAGE_BYTES
 from lockstep_common.errors import LockstepError
@@ -127,6 +128,29 @@ async def test_a_zygote_that_did_not_become_ready_is_replaced_at_the_next_start(
             await asyncio.gather(hanging, return_exceptions=True)
             await ranks.start()
         assert [rank.pid for rank in ranks.ranks] == [1_000_020, 1_000_021]
+    finally:
+        await ranks.stop()
+
+
+async def test_ranks_of_a_zygote_that_has_died_are_waited_for(group_of, tmp_path):
+    """Their memory is not free before they have ended, and nobody else knows when that is."""
+    script = tmp_path / "zygote.py"
+    script.write_text(
+        f"import os, subprocess, sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport answering_zygote\n"
+        "os.getpid = lambda: subprocess.Popen(['sleep', '600']).pid\n"
+        "answering_zygote.main(lambda rank, control, mailbox: None)\n"
+    )
+    ranks, _ = group_of(script, MESSAGE_BYTES)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await ranks.start()
+            processes = [psutil.Process(rank.pid) for rank in ranks.ranks]
+            zygote = processes[0].parent()
+            zygote.kill()
+            while zygote.status() != psutil.STATUS_ZOMBIE:
+                await asyncio.sleep(0.01)
+            await ranks.kill()
+            assert not [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
     finally:
         await ranks.stop()
 

@@ -121,9 +121,23 @@ class CudaRecorder(Recorder):
         """See `Recorder.record`."""
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            out = work()
+        stream = torch.cuda.current_stream(self._device)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                out = work()
+        except BaseException:
+            if torch.cuda.current_stream(self._device) != stream:
+                self._leave_recording(stream)
+            raise
         return _CudaRecording(out, graph)
+
+    def _leave_recording(self, stream: torch.cuda.Stream) -> None:
+        """Do what torch leaves out when a recording's end fails, as it does after an operation that must not be
+        recorded. Otherwise all later work runs on the recorder's stream, and the allocator, which believes that the
+        recording goes on, gives no cached memory back before it reports that there is none.
+        """
+        torch.cuda.set_stream(stream)
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
     def used_bytes(self) -> int:
         """See `Recorder.used_bytes`."""
@@ -136,13 +150,21 @@ class CudaRecorder(Recorder):
 class _DeviceOnly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that make the host wait for a tensor's content. Recording them on a GPU would fail."""
 
-    _WAITING = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim"})
+    _WAITING = frozenset(
+        {"_local_scalar_dense", "nonzero", "masked_select", "bincount"}
+        | {"_unique", "_unique2", "unique_dim", "unique_consecutive"}
+    )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, unless it waits for the device or indexes with a mask."""
         name = func.overloadpacket.__name__
-        masked = name == "index" and any(each is not None and each.dtype is torch.bool for each in args[1])
-        if masked or name in self._WAITING:
+        sized_by_content = name in self._WAITING or (
+            name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        )
+        # One number put where a mask says is a fill.
+        indexes = name == "index" or (name.lstrip("_").startswith("index_put") and args[2].numel() != 1)
+        masked = indexes and any(each is not None and each.dtype is torch.bool for each in args[1])
+        if masked or sized_by_content:
             raise RuntimeError(f"{func} needs the host")
         return func(*args, **(kwargs or {}))
 

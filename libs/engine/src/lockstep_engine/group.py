@@ -55,6 +55,8 @@ from lockstep_engine.zygote_process import ZygoteProcess
 
 _STACK_DUMP_S = 0.3
 """Time for hung ranks to write their stacks before they are killed."""
+_END_TIMEOUT_S = 15.0
+"""Time for killed ranks to end: a device's memory is given back until then."""
 
 
 class Listener(Protocol):
@@ -291,6 +293,8 @@ class RankGroup:
             exits = await self._zygote.reap()
             if exits is not None:
                 self.exits = exits
+            elif self._output is not None:  # the zygote has died, and its ranks may be about to
+                await self._loop.run_in_executor(None, self._output.end_ranks, _END_TIMEOUT_S)
         finally:
             output, self._output = self._output, None
             if output is not None:

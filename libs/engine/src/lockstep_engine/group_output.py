@@ -93,6 +93,12 @@ class GroupOutput:
             "rank failed", extra=self._named(rank) | {"reason": reason} | ({"stderr": stderr} if stderr else {})
         )
 
+    def end_ranks(self, timeout_s: float) -> None:
+        """Kill all ranks and wait until they have ended. The caller sees to it that nobody closes this meanwhile."""
+        until = time.monotonic() + timeout_s
+        for output in self.outputs:
+            output.end(until)
+
     def close(self) -> None:
         """The ranks have ended: pass on the last lines and close everything."""
         self._is_open = False

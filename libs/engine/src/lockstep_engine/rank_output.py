@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import select
 import signal
 import threading
 import time
@@ -158,6 +159,15 @@ class RankOutput:
             if self._is_open and self._pidfd is not None:
                 with contextlib.suppress(OSError):  # it has ended
                     signal.pidfd_send_signal(self._pidfd, number)
+
+    def end(self, until: float) -> None:
+        """Kill the process, if it runs, and wait until it has ended, or until a monotonic time."""
+        if self._pidfd is None:
+            return
+        self._send(signal.SIGKILL)
+        poll = select.poll()
+        poll.register(self._pidfd, select.POLLIN)
+        poll.poll(1000 * max(0.0, until - time.monotonic()))
 
     def stack(self, until: float) -> str:
         """What the rank has written since `ask_stack`: waits until it is complete, or until a monotonic time."""
