@@ -12,7 +12,7 @@ from lockstep_common.settings import ServiceSettings
 from lockstep_common.telemetry import REGISTRY
 from lockstep_router.processes.answers import process_metrics
 from lockstep_tools.repository.chart_schema import CHART, SERVICES, ChartError, complete, definition
-from lockstep_worker.settings import Bytes
+from lockstep_worker.quantities import QUANTITY, Bytes, BytesOrNone, parse_bytes
 from prometheus_client import CollectorRegistry
 from pydantic import Field
 from pydantic_settings import NoDecode
@@ -21,6 +21,7 @@ from pydantic_settings import NoDecode
 class Settings(ServiceSettings):
     mine: str = Field(description="the chart's")
     size: Bytes | None = Field(None, description="a size")
+    room: BytesOrNone = Field(0, description="a room")
     count: int | None = Field(None, ge=1, description="a count")
     share: float = Field(0.5, gt=0, le=1, description="a share")
     level: Literal["low", "high"] = Field("low", description="a level")
@@ -33,7 +34,13 @@ def test_limits_are_those_of_the_service():
     assert made["additionalProperties"] is False
     assert made["properties"] == {
         "mine": {"description": "Not to be set: use that."},
-        "size": {"description": "a size", "$ref": "#/$defs/quantity"},
+        "size": {
+            "description": "a size",
+            "type": ["string", "integer"],
+            "pattern": QUANTITY,
+            "exclusiveMinimum": 0,
+        },
+        "room": {"description": "a room", "type": ["string", "integer"], "pattern": QUANTITY, "minimum": 0},
         "count": {"description": "a count", "type": "integer", "minimum": 1},
         "share": {"description": "a share", "type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "level": {"description": "a level", "type": "string", "enum": ["low", "high"]},
@@ -93,6 +100,28 @@ def test_an_entry_of_models_takes_what_model_defaults_take():
     schema = json.loads((CHART / "values.schema.json").read_text())
     own = set(schema["$defs"]["model"]["properties"]) - set(schema["properties"]["modelDefaults"]["properties"])
     assert own == {"name", "servedName", "source"}
+
+
+@pytest.mark.parametrize("setting", ["kv_memory", "host_cache_bytes", "state_queue_bytes", "min_shm"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "512Mi", "2Gi", "1.5G", "4096", "1KiB", " 3M ", "0", "0.5T", "3M\n",
+        "", "64000k", "1e9", "1E9", "1Pi", "1P", "500m", "-1", "+1", "1.", ".5", "1 Gi", "1Gi x", "\v1", "1\xa0",
+        "\u0661", "GB",
+    ],
+)  # fmt: skip
+def test_the_schema_takes_the_sizes_that_the_worker_takes(setting: str, text: str):
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    try:
+        parse_bytes(text)
+        is_taken = True
+    except ValueError:
+        is_taken = False
+    made = schema["$defs"]["workerSettings"]["properties"][setting]
+    assert "string" in made["type"]
+    assert (re.search(made["pattern"], text) is not None) == is_taken
+    assert is_taken == bool(re.fullmatch(r"[ \n]*[0-9]+(\.[0-9]+)?([KMGT]i?)?B?[ \n]*", text))
 
 
 @pytest.mark.parametrize("service", SERVICES)

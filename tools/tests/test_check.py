@@ -60,6 +60,17 @@ def worker() -> Iterator[Worker]:
     made.server.server_close()
 
 
+def with_certificate(worker: Worker, name: str, directory: Path) -> Path:
+    """Let the port speak HTTPS; returns the file of the authority."""
+    authority = Authority()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue(name).configure_cert(context)
+    worker.server.socket = context.wrap_socket(worker.server.socket, server_side=True)
+    ca = directory / "ca.crt"
+    ca.write_bytes(authority.ca.cert_pem.bytes())
+    return ca
+
+
 def test_each_check_has_a_line(served: FakeOpenAI, worker: Worker, lockstep) -> None:
     result = lockstep("check", "--url", served.url, "--workers", f"http://localhost:{worker.port}", "--timeout", "5")
     assert (result.returncode, result.stderr) == (0, "")
@@ -103,18 +114,26 @@ def test_a_worker_that_is_not_ready_fails_and_is_named(served: FakeOpenAI, worke
 def test_https_is_checked_against_the_given_authority(
     served: FakeOpenAI, worker: Worker, tmp_path: Path, lockstep
 ) -> None:
-    authority = Authority()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority.issue("localhost").configure_cert(context)
-    worker.server.socket = context.wrap_socket(worker.server.socket, server_side=True)
-    ca = tmp_path / "ca.crt"
-    ca.write_bytes(authority.ca.cert_pem.bytes())
+    ca = with_certificate(worker, "localhost", tmp_path)
     flags = ("check", "--url", served.url, "--workers", f"https://localhost:{worker.port}", "--timeout", "2")
     assert lockstep(*flags, "--timeout", "30", "--ca-file", str(ca)).returncode == 0
     stranger = lockstep(*flags)
     assert (stranger.returncode, "certificate verify failed" in stranger.stdout.lower()) == (1, True)
     missing = lockstep(*flags, "--ca-file", str(tmp_path / "none"))
     assert (missing.returncode, "No such file" in missing.stderr) == (2, True)
+
+
+def test_certificates_may_be_for_other_names_than_the_addresses(
+    served: FakeOpenAI, worker: Worker, tmp_path: Path, lockstep
+) -> None:
+    ca = with_certificate(worker, "workers.internal", tmp_path)
+    url = f"https://localhost:{worker.port}"
+    flags = ("check", "--url", served.url, "--workers", url, "--state", url, "--ca-file", str(ca))
+    names = ("--workers-name", "workers.internal", "--state-name", "workers.internal")
+    named = lockstep(*flags, *names, "--timeout", "30")
+    assert named.returncode == 0, named.stdout
+    other = lockstep(*flags, "--timeout", "2")
+    assert (other.returncode, other.stdout.count("certificate is not valid for 'localhost'")) == (1, 2)
 
 
 def test_without_a_server_each_check_fails(lockstep) -> None:

@@ -60,6 +60,7 @@ async def test_listed_workers_are_found_at_once_and_never_old():
         assert heard.report.age_s() == 0
         assert value("discovered_workers") == 2
         assert value("discovery_age_seconds") == 0
+        assert not heard.report.lists_none
 
 
 # DNS.
@@ -109,6 +110,15 @@ async def test_nothing_is_said_while_no_name_was_ever_resolved():
     async with running(Dns(["workers:9000"], 0.05, Zone())) as heard:
         await eventually(lambda: heard.report.problem)
         assert heard.sets == []
+
+
+async def test_names_without_an_answer_do_not_say_that_there_is_no_worker():
+    zone = Zone()
+    async with running(Dns(["workers:9000"], 0.05, zone)) as heard:
+        await eventually(lambda: heard.report.problem)
+        assert not heard.report.lists_none
+        zone.names["workers"] = []
+        await eventually(lambda: heard.report.lists_none)
 
 
 async def test_the_systems_resolver_is_asked():
@@ -227,6 +237,25 @@ async def test_everything_is_listed_again_now_and_then(api):
         api.slices["b"] = endpoint_slice("b", endpoint("10.0.0.2", "w-1"))  # and no event
         await eventually(lambda: len(heard.workers) == 2)
         assert value("discovery_age_seconds") < 10
+
+
+async def test_that_there_is_no_worker_is_known_from_the_first_answer_on_and_unknown_after_a_failure(api):
+    api.list_status = 503
+    async with running(slices()) as heard:
+        await eventually(lambda: heard.report.problem)
+        assert not heard.report.lists_none
+        assert heard.sets == []
+        api.list_status = 200
+        await eventually(lambda: heard.report.lists_none)
+        assert heard.sets == [frozenset()], "whoever waits for it is woken"
+        await eventually(lambda: api.watches)
+        api.put(endpoint_slice("a", endpoint("10.0.0.1", "w-0")))
+        await eventually(lambda: heard.workers)
+        assert not heard.report.lists_none
+        api.delete("a")
+        await eventually(lambda: heard.report.lists_none)
+        await api.stop()
+        await eventually(lambda: not heard.report.lists_none)
 
 
 async def test_watch_from_a_forgotten_version_lists_again(api, caplog):

@@ -38,8 +38,8 @@ async def end(*tasks):
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def model_value(name):
-    return REGISTRY.get_sample_value(f"lockstep_router_{name}", {"model": "reference"})
+def model_value(name, model="reference"):
+    return REGISTRY.get_sample_value(f"lockstep_router_{name}", {"model": model})
 
 
 async def test_a_model_tells_how_many_workers_it_has_and_that_requests_find_none(make_cluster):
@@ -55,6 +55,28 @@ async def test_a_model_tells_how_many_workers_it_has_and_that_requests_find_none
     waiting = asyncio.create_task(cluster.complete("hello"))
     await eventually(lambda: model_value("no_worker_total") > before)
     await end(waiting)
+
+
+async def test_a_model_that_has_never_had_a_worker_is_waited_for_if_it_is_served(make_cluster):
+    cluster = await make_cluster(1, served_models="at-zero,reference", max_queue_wait_s=10)
+    await eventually(lambda: model_value("ready_workers", "at-zero") == 0)
+    assert model_value("queued_requests", "at-zero") == 0
+    before = model_value("no_worker_total", "at-zero")
+    waiting = asyncio.create_task(cluster.complete(model="at-zero"))
+    await eventually(lambda: model_value("no_worker_total", "at-zero") > before)
+    assert (await cluster.complete(model="unknown")).status_code == 404
+    listed = (await cluster.client.get("/v1/models")).json()["data"]
+    assert [model["id"] for model in listed] == ["reference"], "those that a worker has reported"
+    cluster.workers[0].card = model_card(name="at-zero")
+    cluster.workers[0].announce(epoch=2)
+    assert text_of(await waiting) == cluster.undisturbed("hello world", 7, TOKENS)
+
+
+async def test_error_of_a_wait_for_a_served_model_names_it(make_cluster):
+    cluster = await make_cluster(1, served_models="at-zero", max_queue_wait_s=0.3)
+    response = await cluster.complete(model="at-zero")
+    assert response.status_code == 503
+    assert "for a worker of 'at-zero' (1 ready)" in error_of(response)["message"]
 
 
 async def test_every_request_of_a_long_queue_is_answered_in_the_order_of_arrival(make_cluster):

@@ -37,9 +37,15 @@ class GivenDiscovery:
         await asyncio.Event().wait()
 
     async def tell(self, *workers):
+        (await self._given()).update(frozenset(WorkerAddress(*each) for each in workers))
+
+    async def fail(self):
+        (await self._given()).fail("no answer")
+
+    async def _given(self):
         while self._report is None:
             await asyncio.sleep(0)
-        self._report.update(frozenset(WorkerAddress(*each) for each in workers))
+        return self._report
 
 
 class Routed:
@@ -48,6 +54,7 @@ class Routed:
     def __init__(self, router, given):
         self.router = router
         self.tell = given.tell
+        self.fail = given.fail
 
     @property
     def workers(self):
@@ -104,6 +111,31 @@ async def make_worker(tmp_path):
             return await worker.start()
 
         yield make
+
+
+async def test_router_is_ready_while_there_is_no_worker_at_all(routed, make_worker):
+    """Requests wait then and are counted, so that an alert or an autoscaler sees them."""
+    assert routed.router.unready == "no worker is ready", "discovery has not answered yet"
+    change = asyncio.create_task(routed.workers.wait_change(asyncio.get_running_loop().time() + 30))
+    await asyncio.sleep(0)
+    await routed.tell()
+    assert await change
+    assert routed.router.unready is None
+    await routed.fail()
+    assert routed.router.unready == "no worker is ready"
+    await routed.tell()
+    assert routed.router.unready is None
+    await routed.tell(("unix:/nobody", "w-0"))
+    assert routed.router.unready == "no worker is ready", "another router may reach it"
+    worker = await make_worker("w-1")
+    await routed.tell((worker.target, "w-1"))
+    await eventually(lambda: routed.router.unready is None)
+    await worker.kill()
+    await eventually(lambda: routed.router.unready == "no worker is ready")
+    await routed.tell()
+    assert routed.router.unready is None
+    routed.router.leaving = True
+    assert routed.router.unready == "draining"
 
 
 async def test_workers_come_and_go(routed, make_worker):

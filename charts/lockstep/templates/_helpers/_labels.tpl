@@ -12,12 +12,13 @@ lockstep.dev/model: {{ .name | quote }}
 {{- end }}
 {{- end -}}
 
+{{/* Takes (labels?) besides: the object's own, which replace those of commonLabels. */}}
 {{- define "lockstep.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
 {{ include "lockstep.selectorLabels" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-{{- with .root.Values.commonLabels }}
+{{- with mergeOverwrite (deepCopy (.root.Values.commonLabels | default dict)) (.labels | default dict) }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
@@ -47,9 +48,6 @@ metadata:
   namespace: {{ .root.Release.Namespace | quote }}
   labels:
     {{- include "lockstep.labels" . | nindent 4 }}
-    {{- with .labels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
   {{- with include "lockstep.annotations" . }}
   annotations:
     {{- . | nindent 4 }}

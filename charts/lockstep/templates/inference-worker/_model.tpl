@@ -73,9 +73,10 @@ container's, so a limit without them could be exceeded.
 {{- $_ := set $settings "management_port" 9001 -}}
 {{- $_ := set $settings "tp" (int .model.tp) -}}
 {{- $_ := set $settings "device" .model.device -}}
-{{- /* A rollout of routers may have twice as many for a moment. */ -}}
+{{- /* A rollout of routers may have twice as many for a moment. It is a bound that costs nothing, and a new one rolls all workers: so it is
+the same for up to 32 routers. */ -}}
 {{- if not (hasKey $settings "max_routers") -}}
-{{- $_ := set $settings "max_routers" (max 16 (mul 2 (include "lockstep.router.most" .root | int))) -}}
+{{- $_ := set $settings "max_routers" (max 64 (mul 2 (include "lockstep.router.most" .root | int))) -}}
 {{- end -}}
 {{- $_ := set $settings "kubernetes_events" .root.Values.worker.events -}}
 {{- include "lockstep.tls.settings" (dict "root" .root "settings" $settings "peer" "router") -}}
@@ -88,6 +89,19 @@ container's, so a limit without them could be exceeded.
 
 {{- define "lockstep.model.image" -}}
 {{- include "lockstep.image" (dict "root" .root "image" .model.image "suffix" (printf "-%s" .model.device)) -}}
+{{- end -}}
+
+{{/*
+The text of a variable of `nccl`. NCCL reads whole numbers: of Go's 8.388608e+06 it would take the 8, and of true 0. Takes the value.
+*/}}
+{{- define "lockstep.model.ncclValue" -}}
+{{- if kindIs "bool" . -}}
+{{- ternary 1 0 . -}}
+{{- else if kindIs "string" . -}}
+{{- . -}}
+{{- else -}}
+{{- toJson . -}}
+{{- end -}}
 {{- end -}}
 
 {{/* Tolerations that come with the device: nodes with GPUs are usually kept free of all else by this taint. */}}

@@ -60,6 +60,16 @@ context; gives YAML.
 {{- if eq .Values.router.discovery "kubernetes" -}}
 {{- $_ := set $settings "kubernetes_selector" (printf "kubernetes.io/service-name=%s" (include "lockstep.workers.name" .)) -}}
 {{- end -}}
+{{- /* Only those that may be scaled to zero: a new model must not roll the routers. */ -}}
+{{- $served := $settings.served_models | default list -}}
+{{- range include "lockstep.models" . | fromYamlArray -}}
+{{- if and .autoscaling.enabled (not (int .autoscaling.minReplicas)) -}}
+{{- $served = append $served (.servedName | default .name) -}}
+{{- end -}}
+{{- end -}}
+{{- with uniq $served -}}
+{{- $_ := set $settings "served_models" . -}}
+{{- end -}}
 {{- include "lockstep.tls.settings" (dict "root" . "settings" $settings "peer" "worker") -}}
 {{- if include "lockstep.tls.http" . -}}
 {{- $directory := .Values.tls.http.secretName | empty | ternary "/etc/lockstep-tls" "/etc/lockstep-http-tls" -}}

@@ -94,7 +94,7 @@
 
 {{- define "lockstep.validate.model.settings" -}}
 {{- with .model.settings.min_shm -}}
-{{- if lt (include "lockstep.model.shm" $ | int64) (include "lockstep.bytes" . | int64) }}
+{{- if lt (include "lockstep.model.shm" $ | int64) (include "lockstep.bytes" (toString . | trim | trimSuffix "B") | int64) }}
 {{ $.at }}.settings.min_shm: {{ . }} is more than the /dev/shm of {{ include "lockstep.quantity" (include "lockstep.model.shm" $) }} that shmSize comes to: the worker would not start
 {{- end -}}
 {{- end -}}

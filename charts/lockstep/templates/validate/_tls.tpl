@@ -12,6 +12,20 @@ tls.certManager.issuerRef.name is missing: cert-manager has to know who issues
 tls.certManager.enabled: the cluster has no cert-manager.io/v1; install cert-manager first (with `helm template`: --api-versions cert-manager.io/v1)
 {{- end -}}
 {{- end -}}
+{{- if and .enabled .certManager.enabled -}}
+{{- $services := list "router" "worker" -}}
+{{- if $.Values.state.enabled -}}
+{{- $services = append $services "state" -}}
+{{- end -}}
+{{- $taken := dict -}}
+{{- range $service := $services -}}
+{{- $secret := include (printf "lockstep.tls.%s.secret" $service) $ -}}
+{{- if hasKey $taken $secret }}
+tls.{{ $service }}.secretName: {{ $secret }} is the Secret of tls.{{ get $taken $secret }} too: cert-manager makes one for each service
+{{- end -}}
+{{- $_ := set $taken $secret $service -}}
+{{- end -}}
+{{- end -}}
 {{- if contains "://" .worker.identity }}
 tls.worker.identity: {{ .worker.identity }} is a URI, and routers can check DNS names only
 {{- end -}}

@@ -1,4 +1,7 @@
-"""Sizes in bytes, written as Kubernetes writes quantities."""
+"""Sizes in bytes, written as Kubernetes writes quantities.
+
+These are not all of its forms: none has an exponent, a `k`, an `m`, or a unit above Ti.
+"""
 
 import re
 from typing import Annotated
@@ -12,6 +15,10 @@ _UNITS = {"": 1} | {
 }
 
 
+QUANTITY = r"^[ \t\r\n]*([0-9]+(?:\.[0-9]+)?)([KMGT]i?|)B?[ \t\r\n]*$"
+"""What `parse_bytes` accepts as text. The chart's schema has it too, where it is a regular expression of Go."""
+
+
 def parse_bytes(value: object) -> object:
     """The size in bytes of a quantity in Kubernetes' form: `512Mi`, `2Gi`, `1.5G` or a plain number.
 
@@ -19,7 +26,7 @@ def parse_bytes(value: object) -> object:
     """
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?|)B?", value.strip())
+    match = re.match(QUANTITY, value)
     if match is None:
         raise ValueError("must be a number of bytes such as 536870912, 512Mi or 2Gi")
     return int(float(match[1]) * _UNITS[match[2]])

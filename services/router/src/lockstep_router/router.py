@@ -158,10 +158,15 @@ class Router:
 
     @property
     def unready(self) -> str | None:
-        """Why no requests for tokens should be sent here; None if they would be served at once."""
+        """Why no requests for tokens should be sent here; None if they would be served or, because there is no worker
+        at all, wait for one.
+
+        Models may be scaled to zero: if no router were ready then, no request would arrive to wait, to be counted, and
+        to be a reason to start a worker.
+        """
         if self.leaving:
             return "draining"
-        return None if self.workers.ready() else "no worker is ready"
+        return None if self.workers.ready() or self.workers.report.lists_none else "no worker is ready"
 
     def models(self) -> list[worker_pb2.ModelCard]:
         """Every model that a worker has reported, also while its workers are away."""

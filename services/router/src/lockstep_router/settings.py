@@ -133,6 +133,13 @@ class RouterSettings(StateServerSettings):
     kubernetes_namespace: str | None = Field(
         None, validate_default=True, description="Namespace of the EndpointSlices; the pod's own if not set."
     )
+    served_models: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        max_length=256,
+        description="Names of models that may have no worker when the router starts, comma-separated: a request for "
+        "one of them waits for its first worker. For another model that no worker has reported it is 404, once a "
+        "worker has reported any.",
+    )
     router_id: str = Field(
         default_factory=default_router_id,
         min_length=1,
@@ -421,7 +428,15 @@ class RouterSettings(StateServerSettings):
             raise ValueError("needs http_tls_cert")
         return value
 
-    @field_validator("workers", "workers_dns", "console_routers", "trusted_proxies", "websocket_origins", mode="before")
+    @field_validator(
+        "workers",
+        "served_models",
+        "workers_dns",
+        "console_routers",
+        "trusted_proxies",
+        "websocket_origins",
+        mode="before",
+    )
     @classmethod
     def _split(cls, value: object) -> object:
         """Split `a,b`, the form in environment and flags."""

@@ -48,7 +48,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", metavar="URL", help="of the workers' management ports: every address of its host is asked"
     )
+    parser.add_argument("--workers-name", metavar="NAME", help="in the workers' certificates (default: the URL's host)")
     parser.add_argument("--state", metavar="URL", help="of the state server's management port")
+    parser.add_argument(
+        "--state-name", metavar="NAME", help="in the state server's certificate (default: the URL's host)"
+    )
     parser.add_argument(
         "--timeout",
         type=real(1, 3600),
@@ -67,10 +71,10 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if arguments.workers:
         workers = _management_url("--workers", arguments.workers)
-        checks["workers"] = lambda: _workers(target, workers)
+        checks["workers"] = lambda: _workers(target, workers, arguments.workers_name)
     if arguments.state:
         state = _management_url("--state", arguments.state)
-        checks["state"] = lambda: _state(target, state)
+        checks["state"] = lambda: _state(target, state, arguments.state_name)
     return asyncio.run(_check_all(checks, arguments.timeout))
 
 
@@ -141,21 +145,21 @@ async def _stream(target: Endpoint, model: str | None) -> str:
     return f"{history.tokens} tokens in order, one end, the first after {first_ms:.0f} ms"
 
 
-async def _workers(target: Endpoint, url: httpx.URL) -> str:
+async def _workers(target: Endpoint, url: httpx.URL, name: str | None = None) -> str:
     assert url.port is not None
     found = await asyncio.get_running_loop().getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
     addresses = sorted({str(address[0]) for *_, address in found})
     async with _management(target) as client:
         for address in addresses:
-            await _ready(client, url, address)
+            await _ready(client, url, address, name)
     return f"{len(addresses)} behind {url.host}, each serving ({', '.join(addresses)})"
 
 
-async def _state(target: Endpoint, url: httpx.URL) -> str:
+async def _state(target: Endpoint, url: httpx.URL, name: str | None = None) -> str:
     async with _management(target) as client:
-        await _ready(client, url, url.host)
+        await _ready(client, url, url.host, name)
         # A pod whose Redis is away is ready: all state servers have the same one.
-        figures = (await client.get(url.copy_with(path="/metrics"))).text
+        figures = (await client.get(url.copy_with(path="/metrics"), extensions=_named(url, name))).text
     if _BREAKER_OPEN.search(figures):
         raise CheckError(f"{url.host} lives, but its Redis does not answer")
     return f"{url.host} serving"
@@ -165,11 +169,14 @@ def _management(target: Endpoint) -> httpx.AsyncClient:
     return httpx.AsyncClient(verify=target.tls or True, timeout=_READYZ_TIMEOUT_S, trust_env=False)
 
 
-async def _ready(client: httpx.AsyncClient, url: httpx.URL, address: str) -> None:
-    # Certificates are issued for the name, not for the address.
-    extensions = {"sni_hostname": url.host}
+def _named(url: httpx.URL, name: str | None) -> dict[str, str]:
+    """Have the certificate checked for a name: it is issued for one, not for the address that is asked."""
+    return {"sni_hostname": name or url.host}
+
+
+async def _ready(client: httpx.AsyncClient, url: httpx.URL, address: str, name: str | None) -> None:
     try:
-        answer = await client.get(url.copy_with(host=address, path="/readyz"), extensions=extensions)
+        answer = await client.get(url.copy_with(host=address, path="/readyz"), extensions=_named(url, name))
     except httpx.HTTPError as error:
         raise CheckError(f"{address}:{url.port} does not answer: {error or type(error).__name__}") from None
     if answer.status_code != 200:

@@ -16,7 +16,7 @@ import yaml
 from lockstep_common.settings import ServiceSettings
 from lockstep_router.settings import RouterSettings
 from lockstep_state.settings import StateSettings
-from lockstep_worker.quantities import Bytes, parse_bytes
+from lockstep_worker.quantities import QUANTITY, Bytes, parse_bytes
 from lockstep_worker.settings import WorkerSettings
 from pydantic import BeforeValidator
 
@@ -29,7 +29,6 @@ SERVICES: dict[str, type[ServiceSettings]] = {
 """Settings classes by their names in `owned-settings.yaml` and in the schema's definitions."""
 
 _OF_A_MODEL = ("name", "servedName", "source")
-_QUANTITY = {"$ref": "#/$defs/quantity"}
 _KEPT = (
     "type", "items", "additionalProperties", "enum", "pattern", "minimum", "maximum", "exclusiveMinimum", "minLength",
     "maxLength",
@@ -69,13 +68,17 @@ def definition(settings: type[ServiceSettings], owned: dict[str, str]) -> dict[s
 def _property(settings: type[ServiceSettings], name: str, schema: dict[str, Any]) -> dict[str, Any]:
     described = {"description": schema["description"]}
     field = settings.model_fields[name]
-    if Bytes in get_args(field.annotation) or BeforeValidator(parse_bytes) in field.metadata:
-        return described | _QUANTITY
     # A setting that may be None is left out of the values instead.
     kinds = [kind for kind in schema.get("anyOf", [schema]) if kind.get("type") != "null"]
     if len(kinds) != 1 or "$ref" in kinds[0]:
         raise ChartError(f"{settings.__name__}.{name}: chart_schema does not know this type")
-    return described | {key: kinds[0][key] for key in _KEPT if key in kinds[0]}
+    described |= {key: kinds[0][key] for key in _KEPT if key in kinds[0]}
+    is_positive = Bytes in get_args(field.annotation)
+    if is_positive or BeforeValidator(parse_bytes) in field.metadata:
+        # Limits behind a validator are not in the schema.
+        least = {"exclusiveMinimum": 0} if is_positive else {"minimum": 0}
+        described = least | described | {"type": ["string", "integer"], "pattern": QUANTITY}
+    return described
 
 
 def complete(schema: dict[str, Any], owned: dict[str, dict[str, str]]) -> str:

@@ -30,7 +30,8 @@ class Report:
     """The last set of worker addresses, and whether discovery works now.
 
     Args:
-        on_change: called with the new set whenever it differs from the last one.
+        on_change: called with the new set whenever it differs from the last one, and when it becomes known that there
+            is no worker.
     """
 
     def __init__(self, on_change: Callable[[frozenset[WorkerAddress]], None]) -> None:
@@ -40,6 +41,7 @@ class Report:
         self._on_change = on_change
         self._updated_at = time.monotonic()
         self._is_static = False
+        self._is_answered = False
         metrics.DISCOVERED.set(0)
         metrics.DISCOVERY_AGE_SECONDS.set_function(self.age_s)
 
@@ -52,10 +54,19 @@ class Report:
         self._is_static = True
         self.update(workers)
 
+    @property
+    def lists_none(self) -> bool:
+        """Whether discovery has answered that there is no worker, and has not failed since; never for a static set."""
+        return self._is_answered and not self.workers and not self._is_static
+
     def update(self, workers: frozenset[WorkerAddress]) -> None:
         """Report the complete set."""
         self._updated_at = time.monotonic()
+        is_news = not self._is_answered and not workers and not self.workers
+        self._is_answered = True
         self.update_partially(workers)
+        if is_news:  # the set is as before, but now it is known
+            self._on_change(workers)
 
     def update_partially(self, workers: frozenset[WorkerAddress]) -> None:
         """Report a set that may be incomplete or out of date: it is used, but does not reset `age_s`."""
@@ -74,6 +85,7 @@ class Report:
     def fail(self, problem: str) -> None:
         """Report that the set cannot be read now. The first failure of several in a row is logged."""
         metrics.DISCOVERY_ERRORS.inc()
+        self._is_answered = False
         if not self.problem:
             logger.warning(
                 "discovery fails: the workers known so far are kept",

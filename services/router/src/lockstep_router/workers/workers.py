@@ -77,6 +77,9 @@ class Workers:
         self._discovery = discovery
         self._policies: dict[str, Policy] = {}
         """By the name of the model."""
+        self._served = frozenset(settings.served_models)
+        for name in self._served:
+            metrics.NO_WORKER.labels(name)  # from 0
         self._indexed: set[str] = set()
         """Models with an index of cached blocks."""
         self._dial = dial
@@ -257,7 +260,7 @@ class Workers:
 
     def note_no_worker(self, model: str) -> None:
         """Note that a request waits because no worker of its model takes it."""
-        metrics.NO_WORKER.labels(model if model in self.models else "").inc()
+        metrics.NO_WORKER.labels(model if model in self.models or model in self._served else "").inc()
 
     # Evidence of streams about their workers.
 
@@ -297,7 +300,8 @@ class Workers:
         """The version of a model that a session gets, identified by the card's digest, and its tokenizer.
 
         It chooses no worker: each attempt of a stream does that, among the workers with this digest. Waits while no
-        worker has connected yet or the tokenizer is being fetched, no longer than `max_queue_wait_s`.
+        worker has connected yet, or none of a model of `served_models`, or the tokenizer is being fetched, no longer
+        than `max_queue_wait_s`.
 
         Raises:
             LockstepError: MODEL_NOT_FOUND, or UNAVAILABLE when the wait was too long.
@@ -311,7 +315,10 @@ class Workers:
                 return card, tokenizer
             if not await self.wait_change(began_at + self._settings.max_queue_wait_s):
                 waited_s = asyncio.get_running_loop().time() - began_at
-                missing = "any worker" if card is None else f"the tokenizer of {name!r}"
+                if card is not None:
+                    missing = f"the tokenizer of {name!r}"
+                else:
+                    missing = f"a worker of {name!r}" if name in self._served else "any worker"
                 message = f"waited {waited_s:.1f} s for {missing} ({self.describe_links()})"
                 raise LockstepError(ErrorCode.UNAVAILABLE, message, retry_after_s=5)
 
@@ -321,7 +328,7 @@ class Workers:
         return ", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no worker is known"
 
     def _choose_version(self, name: str, session: str) -> worker_pb2.ModelCard | None:
-        """The card of the version for a session; None if no worker has connected yet."""
+        """The card of the version for a session; None if no worker has connected yet, or none of a served model."""
         if not self.models:
             return None
         if ready := self.ready(name):
@@ -334,6 +341,8 @@ class Workers:
             return cards[rank(session, cards)[0]]
         if name in self.models:
             return self.models[name]
+        if name in self._served:
+            return None
         raise model_not_found(name)
 
     def _have_one_card(self, name: str, ready: list[Link]) -> bool:
@@ -428,12 +437,13 @@ class Workers:
 
     def _measure_loads(self) -> None:
         requests: dict[str, list[int]] = {}
-        queued = dict.fromkeys(self.models, 0)
+        models = self.models.keys() | self._served
+        queued = dict.fromkeys(models, 0)
         for link in self.ready():
             assert link.card is not None
             requests.setdefault(link.card.name, []).append(link.status.queued + link.status.running)
             queued[link.card.name] = queued.get(link.card.name, 0) + link.status.queued
-        for model in self.models:
+        for model in models:
             metrics.READY_WORKERS.labels(model).set(len(requests.get(model, ())))
             metrics.QUEUED_REQUESTS.labels(model).set(queued[model])
         for model in self.imbalances.keys() - requests.keys():

@@ -195,7 +195,7 @@ def _add_operation(app: FastAPI) -> None:
 
     @app.get("/readyz")
     async def readyz(request: Request) -> Response:
-        """Report whether requests for tokens are served now."""
+        """Report whether requests for tokens are served now or, because there is no worker at all, wait for one."""
         reason = _router(request).unready
         return json_reply({"status": "ready"}) if reason is None else json_reply({"status": reason}, 503)
 
