@@ -348,6 +348,21 @@ async def test_blocks_that_cannot_be_stored_are_dropped_and_counted(kv, store, c
     assert (await fetch(store, "b", Memory())).blocks == 1
 
 
+async def test_fresh_blocks_beside_one_that_has_failed_keep_their_tries(kv, store):
+    before = value("puts_total", outcome="failed")
+    kv.put_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert store.offer("t", parts_of("a")) == RANKS
+    await until(lambda: kv.calls.count("Put") == 1)
+    assert store.offer("t", parts_of("bc")) == 2 * RANKS
+    await until(lambda: value("puts_total", outcome="failed") > before)
+    kv.put_status = None
+    await store.flush(30.0)
+    assert value("puts_total", outcome="failed") - before == RANKS
+    assert kv.calls.count("Put") == 3
+    assert (await fetch(store, "b", Memory())).blocks == (await fetch(store, "c", Memory())).blocks == 1
+    assert (await fetch(store, "a", Memory())).blocks == 0
+
+
 async def test_a_flush_ends_at_its_time(kv, store):
     kv.answers.clear()
     store.offer("t", parts_of("a"))

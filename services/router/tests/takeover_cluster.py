@@ -14,9 +14,10 @@ from state_server import StateServer
 class Sharing:
     """Makes the routers; leaving the context ends everything."""
 
-    def __init__(self, directory, tokenizer):
+    def __init__(self, directory, tokenizer, model=None):
         self.directory = directory
         self.tokenizer = tokenizer
+        self._model = model or {}
         self.workers = []
         self.state = None
         self._stack = contextlib.AsyncExitStack()
@@ -25,7 +26,7 @@ class Sharing:
         self.state = await StateServer(self.directory / "state").start()
         self._stack.push_async_callback(self.state.kill)
         for index in range(2):
-            worker = ScriptedWorker(f"w{index}", self.directory / f"w{index}.sock")
+            worker = ScriptedWorker(f"w{index}", self.directory / f"w{index}.sock", **self._model)
             self.workers.append(await worker.start())
             self._stack.push_async_callback(worker.kill)
         return self

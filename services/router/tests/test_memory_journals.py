@@ -120,6 +120,57 @@ async def test_memory_that_others_need_is_freed(store):
     assert await readable(store) == ["r-3"]
 
 
+class CountingTime(float):
+    """A time that counts the times that are compared with it."""
+
+    compared = 0
+
+    def __ge__(self, other):
+        CountingTime.compared += 1
+        return super().__ge__(other)
+
+
+async def test_streams_whose_time_is_not_over_cost_nothing():
+    """Each request looks for those whose time is over."""
+    now = 0.0
+    store = MemoryJournalStore(max_streams=1000, max_bytes=64 << 20, clock=lambda: CountingTime(now))
+    for n in range(1000):
+        now = float(n)
+        await finish(store, f"r-{n}")
+        store.expire()
+        CountingTime.compared = 0
+        assert store.kept == min(n + 1, KEEP_S)
+        await store.find("key")
+        assert CountingTime.compared <= 2
+
+
+async def test_streams_that_are_forgotten_early_leave_few_reminders_of_their_time():
+    now = 0.0
+    store = MemoryJournalStore(max_streams=1000, max_bytes=64 << 20, clock=lambda: CountingTime(now))
+    for n in range(1000):
+        await finish(store, f"r-{n}")
+        await store.remove(f"r-{n}")
+    now = KEEP_S
+    CountingTime.compared = 0
+    store.expire()
+    assert CountingTime.compared < 100
+
+
+async def test_stream_that_goes_on_and_ends_again_is_kept_from_its_last_end(store, clock):
+    await finish(store, "r-0")
+    for _ in range(1000):
+        clock.now += KEEP_S / 4
+        assert store.reopen("r-0") is not None
+        store.expire()
+        await store.seal("r-0", Outcome(), KEEP_S)
+        await finish(store, "r-1")
+        await store.remove("r-1")
+    clock.now += KEEP_S * 0.9
+    assert await readable(store) == ["r-0"]
+    clock.now += KEEP_S * 0.1
+    assert await readable(store) == []
+
+
 async def test_nothing_is_left_of_streams_that_are_gone(store, clock):
     seed = random.randrange(1 << 32)
     print("seed", seed)

@@ -21,6 +21,8 @@ from state_server import Clock, StateServer
 WINDOW_S = 100.0
 TIMEOUT_S = 5.0
 """Tests that are not about time do not count on the machine's."""
+FAILED = Outcome(LockstepError(ErrorCode.WORKER_LOST, "gone"))
+"""The stream may go on."""
 
 
 @pytest.fixture
@@ -220,6 +222,104 @@ async def test_stream_that_is_taken_back_without_an_answer_keeps_its_epoch(store
     await mirrored(store)
     assert not lost
     assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6, 8]
+
+
+def lose_answer_to_take(server):
+    """The next stream that is taken has its new epoch, and who asked for it is not told."""
+    read = server.backend.backend.read
+
+    async def read_without_answer(key, taker):
+        found = await read(key, taker)
+        if taker is None:
+            return found
+        server.backend.backend.read = read
+        raise LockstepError(ErrorCode.UNAVAILABLE, "the answer is lost")
+
+    server.backend.backend.read = read_without_answer
+
+
+async def all_told(store):
+    """Wait until the state server has everything, and it is known who has the streams that have been taken."""
+    await eventually(lambda: not store.is_away and store.mirror.is_idle and not store._telling)
+
+
+async def reopened_without_answer(store, server):
+    """A stream that has failed here goes on here, though it is not known that it was taken back."""
+    await fill(store)
+    await store.seal("r-1", FAILED, KEEP_S)
+    await mirrored(store)
+    lose_answer_to_take(server)
+    store.client.note_failure(store.client.mirror, "UNAVAILABLE")  # one more, and it counts as away
+    assert (await store.take(await store.read("r-1"))).outcome is None
+
+
+async def test_stream_that_this_router_has_taken_itself_goes_on(store, other, server):
+    lost = []
+    store.on_taken(lambda *taken: lost.append(taken))
+    await reopened_without_answer(store, server)
+    store.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    await all_told(store)
+    assert not lost
+    assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6, 8]
+    await store.seal("r-1", Outcome(), KEEP_S)
+    await all_told(store)
+    seen = await other.look_up("r-1", "tenant")
+    assert (seen.outcome, list(seen.logs[0].ids), list(seen.logs[1].ids)) == (Outcome(), [5, 6, 8], [7])
+
+
+@pytest.mark.parametrize("outcome", [Outcome(), FAILED])
+async def test_stream_that_this_router_has_taken_itself_may_end_before_it_is_known(store, other, server, outcome):
+    await reopened_without_answer(store, server)
+    store.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    await store.seal("r-1", outcome, KEEP_S)
+    await all_told(store)
+    seen = await other.look_up("r-1", "tenant")
+    assert (seen.outcome, list(seen.logs[0].ids)) == (outcome if outcome == Outcome() else None, [5, 6, 8])
+    assert (await store.read("r-1")).outcome is not None
+
+
+async def test_stream_that_was_taken_without_an_answer_may_be_taken_by_others(store, other, server):
+    lost = []
+    store.on_taken(lambda *taken: lost.append((taken[0], taken[2])))
+    await reopened_without_answer(store, server)
+    assert await take(other) is not None
+    await mirrored(other)
+    await eventually(lambda: lost == [("r-1", False)])
+    assert await store.read("r-1") is None
+
+
+async def test_failed_stream_whose_taking_had_no_answer_is_kept_and_written(store, other, server):
+    lost = []
+    store.on_taken(lambda *taken: lost.append(taken))
+    await fill(store)
+    await mirrored(store)
+    store.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    await store.seal("r-1", FAILED, KEEP_S)  # the last token is not written yet
+    lose_answer_to_take(server)
+    with pytest.raises(LockstepError):
+        await store.take(await store.read("r-1"))
+    await all_told(store)
+    assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6, 8]
+    assert not lost
+    assert (await store.read("r-1")).outcome.may_go_on
+
+
+async def test_removal_ends_a_stream_whose_taking_had_no_answer(store, other, server):
+    may_write, append = asyncio.Event(), server.backend.backend.append
+
+    async def append_later(writes):
+        await may_write.wait()
+        return await append(writes)
+
+    await reopened_without_answer(store, server)
+    server.backend.backend.append = append_later
+    server.backend.calls.clear()
+    await eventually(lambda: "append" in server.backend.calls)
+    await store.remove("r-1")
+    may_write.set()
+    await all_told(store)
+    assert not store.mirror.entries
+    assert await other.look_up("r-1", "tenant") is None
 
 
 async def test_failed_stream_is_not_taken_back_while_it_is_not_known_who_has_it(store, other, server):
@@ -559,6 +659,47 @@ async def test_key_holds_on_all_routers(store, other):
     assert await other.claim("tenant/key", Claim("r-2", b"other")) is None
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_key_of_a_removed_stream_is_free_though_the_stream_had_ended(store, other, is_told):
+    """Also if the state server has yet to be told for how long it was to keep the key."""
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await fill(store)
+    await mirrored(store)
+    await store.seal("r-1", Outcome(), KEEP_S)
+    if is_told:
+        await mirrored(store)
+    assert await other.find("tenant/key") == Claim("r-1", b"body")
+    await store.remove("r-1")
+    await mirrored(store)
+    assert await other.find("tenant/key") is None
+    assert await store.claim("tenant/key", Claim("r-2", b"other")) is None
+
+
+async def test_key_of_a_taken_stream_stays_when_its_former_run_ends(store, other):
+    lost = []
+    store.on_taken(lambda request_id, *_: lost.append(request_id))
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await fill(store)
+    await mirrored(store)
+    await take(other)
+    store.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    await eventually(lambda: lost)
+    await store.remove("r-1")
+    assert await other.find("tenant/key") == Claim("r-1", b"body")
+    assert await store.find("tenant/key") == Claim("r-1", b"body")
+
+
+async def test_key_of_a_failed_stream_that_another_one_has_stays_when_that_is_removed(store, other):
+    await store.claim("tenant/key", Claim("r-1", b"body"))
+    await fill(store)
+    await store.release("r-1")
+    await store.seal("r-1", FAILED, KEEP_S)
+    await other.claim("tenant/key", Claim("r-2", b"body"))
+    await store.remove("r-1")
+    await mirrored(store)
+    assert await store.find("tenant/key") == Claim("r-2", b"body")
+
+
 async def test_many_claim_a_key_at_once(store, other):
     claims = [Claim(f"r-{n}", b"body") for n in range(20)]
     found = await asyncio.gather(
@@ -733,6 +874,39 @@ async def test_streams_that_have_left_the_memory_are_dropped(make_store, server,
     store.expire()
     assert not store.mirror.entries
     assert count(metrics.JOURNAL_WRITES, "dropped") - before == 4
+
+
+async def test_failed_streams_that_a_full_server_does_not_take_are_dropped_with_the_memory(make_store, server, clock):
+    server.settings = server.settings.model_copy(update={"max_tenant_streams": 1})
+    await server.restart()
+    store = await make_store()
+    await fill(store, "r-0")
+    await mirrored(store)
+    full = count(metrics.JOURNAL_WRITES, "full")
+    await fill(store, "r-1")
+    await store.seal("r-1", FAILED, KEEP_S)
+    await fill(store, "r-2")
+    await store.leave("r-2")
+    await eventually(lambda: count(metrics.JOURNAL_WRITES, "full") - full >= 2)
+    store.expire()
+    assert list(store.mirror.entries) == ["r-0", "r-1", "r-2"], "there may be room before its time is over"
+    clock.now += KEEP_S + 1
+    store.expire()
+    assert list(store.mirror.entries) == ["r-0", "r-2"], "another router may be asked for what was never kept here"
+
+
+async def test_left_stream_that_cannot_be_written_is_dropped_after_its_time(make_store, server, clock):
+    store = await make_store()
+    server.backend.delay_s = 3600.0
+    await fill(store)
+    await store.seal("r-1", FAILED, KEEP_S)
+    clock.now += KEEP_S + 1
+    store.expire()
+    assert store.mirror.entries
+    store.mirror.ttl_s = 0.0
+    await asyncio.sleep(0.01)
+    store.expire()
+    assert not store.mirror.entries
 
 
 async def test_slow_server_is_not_waited_for_but_still_written_to(make_store, server, other):

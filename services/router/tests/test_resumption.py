@@ -1,6 +1,7 @@
 """A client that comes back gets the rest of its answer, each event exactly once."""
 
 import asyncio
+import gc
 import json
 import logging
 
@@ -9,6 +10,8 @@ import pytest
 from key_files import KEY, OTHER_KEY, bearer, tenant, write
 from lockstep_api.v1 import worker_pb2
 from lockstep_router import metrics
+from lockstep_router.generation.generation import Generation
+from lockstep_router.resumption.reading import Reading
 from lockstep_router.status import status_body
 from router_cluster import events_of, eventually
 from scripted_worker import Script, model_card
@@ -309,6 +312,25 @@ async def test_failure_is_given_again(cluster):
     assert text_of(events[:1] + again[:-1]) == cluster.undisturbed("hello world", 7, 2)
     at_end = await resume(cluster.client, stream_id, events[-2][0])
     assert (at_end.status_code, at_end.json()["error"]["message"]) == (500, "bad")
+
+
+def alive(kind):
+    gc.collect()
+    return sum(type(each) is kind for each in gc.get_objects())
+
+
+async def test_failure_that_is_kept_holds_nothing_but_itself(make_cluster):
+    """Neither the generation, nor those who have read it since, nor what they read from."""
+    cluster = await make_cluster(1)
+    generations, readings = alive(Generation), alive(Reading)
+    cluster.workers[0].script = Script(rejection=worker_pb2.Rejected(code="internal", message="bad"), reject_after=2)
+    response = await cluster.client.post("/v1/completions", json=STREAM)
+    stream_id = response.headers["x-lockstep-stream-id"]
+    kept = cluster.router.journals.held(stream_id).outcome.failure
+    for _ in range(3):
+        assert events_of(await resume(cluster.client, stream_id))[-1][1]["error"]["message"] == "bad"
+    assert kept.__traceback__ is None
+    assert (alive(Generation), alive(Reading)) == (generations, readings)
 
 
 async def test_defect_is_a_typed_error(cluster):

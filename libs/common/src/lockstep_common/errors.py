@@ -6,7 +6,7 @@ Every failure that leaves a process has an `ErrorCode`. Only the services' edges
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Self
 
 
 class ErrorCode(StrEnum):
@@ -126,6 +126,15 @@ class LockstepError(Exception):
         self.message = message
         self.field = field
         self.retry_after_s = retry_after_s
+
+    def copied(self) -> Self:
+        """The same error with all its attributes, without its traceback, cause and context. Raising an error adds the
+        frames that it passes to its traceback, and these hold all that their functions have. So whoever keeps an error
+        keeps a copy, and raises a copy to each who is to get it.
+        """
+        other = type(self).__new__(type(self), *self.args)
+        other.__dict__.update(self.__dict__)
+        return other
 
     @property
     def meaning(self) -> Meaning:

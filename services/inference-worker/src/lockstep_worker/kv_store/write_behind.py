@@ -203,7 +203,9 @@ class WriteBehind:
         return batch
 
     def _put_back(self, batch: Sequence[Waiting]) -> None:
-        """A batch is to be tried again, before anything else."""
+        """What is left of a batch is to be tried again, before anything else."""
+        if not batch:
+            return
         tenant = batch[0].tenant
         self._queues.setdefault(tenant, deque()).extendleft(reversed(batch))
         self._queues.move_to_end(tenant, last=False)
@@ -223,11 +225,11 @@ class WriteBehind:
         except StateAwayError:
             for each in batch:
                 each.tries += 1
-            if batch[0].tries >= _TRIES:
-                metrics.REMOTE_PUTS.labels("failed").inc(len(batch))
-                self._forget(batch)
-            else:
-                self._put_back(batch)
+            # Blocks that were put back may be joined by fresh ones, which have all their tries yet.
+            failed = [each for each in batch if each.tries >= _TRIES]
+            metrics.REMOTE_PUTS.labels("failed").inc(len(failed))
+            self._forget(failed)
+            self._put_back([each for each in batch if each.tries < _TRIES])
             return PAUSE_S
         outcomes = [_OUTCOMES.get(each, "failed") for each in response.outcomes]
         outcomes = (outcomes + ["failed"] * len(batch))[: len(batch)]

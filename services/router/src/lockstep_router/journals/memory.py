@@ -1,12 +1,15 @@
 """Journals in this process's memory: they end with it."""
 
 import asyncio
+import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lockstep_common.errors import ErrorCode, LockstepError
 
 from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, Record, StoredStream
+
+_SPARE_REMINDERS = 64
 
 
 @dataclass
@@ -56,6 +59,8 @@ class MemoryJournalStore:
         self._kept = 0
         self._ended = 0
         """Streams that have ended since the beginning."""
+        self._due: list[tuple[float, str]] = []
+        """When to look at each stream that has ended, the earliest first. Those that are gone or go on may be in it."""
         self._claims: dict[str, Claim] = {}
         self._scopes: dict[str, str] = {}
         """The key of each stream that has one."""
@@ -119,6 +124,7 @@ class MemoryJournalStore:
             self._kept += 1
             self._ended += 1
             entry.holding.sealed[request_id] = self._ended
+            self._remind(entry.expires_at, request_id)
 
     async def read(self, request_id: str) -> StoredStream | None:
         """A stream; None if there is none."""
@@ -200,13 +206,24 @@ class MemoryJournalStore:
             pass
 
     def expire(self) -> None:
-        """Forget the streams whose time is over."""
-        if not self._kept:
+        """Forget the streams whose time is over. It looks at no others: every request calls this."""
+        if not self._due:
             return
         now = self._clock()
-        ended = [request_id for holding in self._holdings.values() for request_id in holding.sealed]
-        for request_id in [each for each in ended if self._entries[each].expires_at <= now]:
-            self._remove(request_id)
+        while self._due and self._due[0][0] <= now:
+            _, request_id = heapq.heappop(self._due)
+            entry = self._entries.get(request_id)
+            # One that has gone on and ended again has a later reminder.
+            if entry is not None and entry.outcome is not None and entry.expires_at <= now:
+                self._remove(request_id)
+
+    def _remind(self, at: float, request_id: str) -> None:
+        """Look at a stream at this time. Reminders of streams that are gone or go on are few."""
+        heapq.heappush(self._due, (at, request_id))
+        if len(self._due) > 2 * self._kept + _SPARE_REMINDERS:
+            ended = (each for holding in self._holdings.values() for each in holding.sealed)
+            self._due = [(self._entries[each].expires_at, each) for each in ended]
+            heapq.heapify(self._due)
 
     def _evict(self, size_of: Callable[[_Holding], int], least: int, own: _Holding | None) -> bool:
         """Forget one stream of the tenant that has the most, if that is at least so much, or else one of `own`; whether

@@ -64,12 +64,15 @@ class Entry:
     seal_ttl_s: float = 0.0
     is_left: bool = False
     """This router forgets it as soon as everything is written."""
+    was_kept: bool = False
+    """It was left when it had failed: the memory kept it for a while after that."""
     is_frozen: bool = False
     """It has become too large: only its time to live is renewed."""
     changed_at: float | None = None
     """When the oldest change that is not being written was made, in the event loop's time."""
     written_at: float = 0.0
     not_before: float = 0.0
+    """No write before this time; 0: the last write was done, or has not been put off."""
     was_sent: bool = False
     """The state server may have it, whether it has acknowledged that or not."""
     is_dropped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -207,11 +210,16 @@ class Mirror:
                 async with asyncio.timeout(timeout_s):
                     await self.entries[request_id].is_dropped.wait()
 
-    def leave(self, request_id: str) -> None:
-        """Write what is missing of a stream, and then mirror it no longer: others may have it."""
+    def leave(self, request_id: str, *, is_kept: bool = False) -> None:
+        """Write what is missing of a stream, and then mirror it no longer: others may have it.
+
+        Args:
+            request_id: the stream.
+            is_kept: it has failed, and the memory keeps it for as long as it may go on.
+        """
         entry = self.entries.get(request_id)
         if entry is not None:
-            entry.is_left = True
+            entry.is_left, entry.was_kept = True, is_kept
             self.note_change(request_id)
 
     def drop(self, request_id: str) -> None:
@@ -236,13 +244,22 @@ class Mirror:
         """Renew times to live, and drop streams that have ended and left the memory. Called about every second."""
         now = asyncio.get_running_loop().time()
         for request_id, entry in list(self.entries.items()):
-            is_gone = not is_kept(request_id) and (entry.seal not in (None, REMOVED) or self._client.mirror.is_open)
+            is_gone = not is_kept(request_id) and (
+                entry.seal not in (None, REMOVED) or self._client.mirror.is_open or self._is_given_up(entry, now)
+            )
             if is_gone or (entry.seal == REMOVED and now - entry.written_at > self.ttl_s):
                 self.drop(request_id)
                 metrics.JOURNAL_WRITES.labels("dropped").inc()
             elif now - entry.written_at > self.ttl_s / 3 and entry.not_before <= now:
                 self.note_change(request_id)
         metrics.JOURNAL_LAG_SECONDS.set(self.lag_s)
+
+    def _is_given_up(self, entry: Entry, now: float) -> bool:
+        """Whether a stream that was left, and is not in the memory any more, is not written any more either: without
+        room for it there the end might never come. One that nobody could continue in the meantime has no more time.
+        """
+        is_late = now - entry.written_at > self.ttl_s or (entry.was_kept and entry.not_before > 0)
+        return entry.is_left and entry.seal is None and is_late
 
     @property
     def lag_s(self) -> float:
@@ -433,7 +450,7 @@ class Mirror:
 
     def _note_written(self, sent: _Sent, now: float) -> None:
         entry = sent.entry
-        entry.is_open, entry.written_at = True, now
+        entry.is_open, entry.written_at, entry.not_before = True, now, 0.0
         for choice, end, has_finish in sent.ends:
             entry.written[choice] = end
             entry.has_finish[choice] = has_finish

@@ -4,7 +4,7 @@ This router's own reads never wait for the state server. Its streams are served 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -76,6 +76,8 @@ class MirroredJournalStore:
         """Keys that the state server is being asked for."""
         self._origins: dict[str, tuple[int, Key | None]] = {}
         """The epoch of each stream of this router in the state server, and the key in its record there."""
+        self._unanswered: set[str] = set()
+        """Streams of this router that it has asked to take back without an answer: they may have a higher epoch."""
         self._on_taken: Callable[[str, float, bool], None] = lambda *_: None
         self._telling: set[asyncio.Task[None]] = set()
         """Each finds out why a stream is no longer this router's."""
@@ -133,11 +135,14 @@ class MirroredJournalStore:
     async def seal(self, request_id: str, outcome: Outcome, keep_s: float) -> None:
         """Note how a stream ended."""
         await self._front.seal(request_id, outcome, keep_s)
+        self._mirror_end(request_id, outcome, keep_s)
+        self._keys.expire_in(request_id, min(keep_s, _MAX_TTL_S))
+
+    def _mirror_end(self, request_id: str, outcome: Outcome, keep_s: float) -> None:
         if outcome.may_go_on:
-            self.mirror.leave(request_id)  # without an end: any router may continue it
+            self.mirror.leave(request_id, is_kept=True)  # without an end: any router may continue it
         else:
             self.mirror.seal(request_id, to_ending(outcome), min(keep_s, _MAX_TTL_S))
-        self._keys.expire_in(request_id, min(keep_s, _MAX_TTL_S))
 
     async def read(self, request_id: str) -> StoredStream | None:
         """A stream of this router; None if there is none."""
@@ -150,12 +155,14 @@ class MirroredJournalStore:
             LockstepError: as for `look_up`, of a failed stream, which may go on elsewhere. It is forgotten here.
         """
         await self.release(request_id)
+        self._origins.pop(request_id, None)
         stream = self._front.held(request_id)
         is_mirrored = self.mirror.remove(request_id)
         await self._front.remove(request_id)
         if stream is None:
             return
-        if stream.outcome is not None and stream.outcome.may_go_on:
+        has_failed = stream.outcome is not None and stream.outcome.may_go_on
+        if has_failed or request_id in self._unanswered:
             # It ends where it runs now. Forgetting it in the state server would let that router write it again.
             await self.discard(request_id, stream.record.owner)
         elif not is_mirrored:
@@ -167,7 +174,7 @@ class MirroredJournalStore:
 
     async def leave(self, request_id: str) -> None:
         """Forget a running stream here, so that another router may continue it; it keeps its idempotency key."""
-        self._keys.forget(request_id)
+        self._forget_key(request_id)
         self.mirror.leave(request_id)
         await self._front.remove(request_id)
 
@@ -182,6 +189,7 @@ class MirroredJournalStore:
         self._keys.tend(lambda request_id: self._front.held(request_id) is not None)
         for request_id in [each for each in self._origins if self._front.held(each) is None]:
             del self._origins[request_id]
+        self._unanswered.intersection_update(self._origins)
 
     # Streams of other routers.
 
@@ -256,6 +264,7 @@ class MirroredJournalStore:
         try:
             response = await self._ask_to_take(request_id, owner)
         except BaseException as error:
+            self._unanswered.add(request_id)
             # This router's streams are served without the state server, too; but not while it may have a newer copy.
             if not isinstance(error, LockstepError) or not self.is_away:
                 if entry is not None:
@@ -272,15 +281,21 @@ class MirroredJournalStore:
                 epoch, key = self._origins[request_id]
                 self.mirror.add(request_id, Entry(self._held(request_id), epoch, key))
             return stream
-        own = self._front.held(request_id)
-        has_all = own is not None and all(map(ChoiceLog.begins, found.stream.logs, own.logs))
-        if has_all and found.stream.outcome is None:
+        if self._has_all(found):
             stream = self._front.reopen(request_id)
+            self._adopt_key(request_id, found)
             self._mirror_on(request_id, found)
             return stream
         self._front.forget(request_id)
         await self._front.open(found.stream.record)
         return await self._adopt(request_id, found)
+
+    def _has_all(self, found: Found) -> bool:
+        """Whether a stream has not ended there, and what is here is all of it or more."""
+        own = self._front.held(found.stream.record.request_id)
+        if own is None or found.stream.outcome is not None:
+            return False
+        return all(map(ChoiceLog.begins, found.stream.logs, own.logs))
 
     async def _adopt(self, request_id: str, found: Found) -> StoredStream:
         """Keep a stream that was taken, and has been opened here."""
@@ -291,15 +306,18 @@ class MirroredJournalStore:
             self._origins[request_id] = found.epoch, found.key
             await self._front.seal(request_id, stream.outcome, self._ttl_s)
         else:
+            self._adopt_key(request_id, found)
             self._mirror_on(request_id, found)
         if found.key is not None:  # repeats join it here while the state server is away, too
             await self._front.claim(found.key.scope, Claim(request_id, bytes.fromhex(found.key.fingerprint)))
         return stream
 
-    def _mirror_on(self, request_id: str, found: Found) -> None:
-        """Write on after what was found."""
+    def _adopt_key(self, request_id: str, found: Found) -> None:
         if found.key is not None:
             self._keys.adopt(request_id, found.key)
+
+    def _mirror_on(self, request_id: str, found: Found) -> None:
+        """Write on after what was found."""
         self._origins[request_id] = found.epoch, found.key
         written, has_finish = _lengths_of(found.stream.logs)
         self.mirror.add(
@@ -384,19 +402,49 @@ class MirroredJournalStore:
     async def release(self, request_id: str) -> None:
         """Make the idempotency key of a stream free for another one."""
         await self._front.release(request_id)
-        await self._keys.release(request_id)
+        _, key = self._origins.get(request_id, (0, None))
+        await self._keys.release(request_id, key)
+
+    def _forget_key(self, request_id: str) -> None:
+        """The stream is another router's, with its key: what ends here does not free it."""
+        self._keys.forget(request_id)
+        self._origins.pop(request_id, None)
 
     # What the state server tells.
 
     def _note_stale(self, request_id: str, owned_at: float) -> None:
         """Another router has taken the stream over: what is here is not what clients are given there."""
-        metrics.STREAMS_TAKEN.inc()
-        self._keys.forget(request_id)
         stream = self._front.held(request_id)
-        self._front.forget(request_id)
-        task = asyncio.create_task(self._tell_taken(request_id, owned_at, stream))
+        if stream is not None and request_id in self._unanswered:
+            telling = self._find_taker(request_id, owned_at)
+        else:
+            telling = self._lose(request_id, owned_at, stream)
+        task = asyncio.create_task(telling)
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
+
+    async def _find_taker(self, request_id: str, owned_at: float) -> None:
+        """Go on with a stream if it was this router itself that took it, and only the answer was lost."""
+        owner, found, is_own = self._held(request_id).record.owner, None, False
+        with suppress(StateAwayError, StateRefusedError, LockstepError):
+            response = await self.client.read(state_pb2.ReadRequest(tenant=tenant_of(owner), stream_id=request_id))
+            found = _found(request_id, owner, response)
+            is_own = response is not None and response.owner == self._owner
+        stream = self._front.held(request_id)
+        if stream is None or request_id in self.mirror.entries:
+            return  # it was forgotten, or taken back once more
+        if found is None or not is_own or not self._has_all(found):
+            await self._lose(request_id, owned_at, stream)
+            return
+        self._mirror_on(request_id, found)
+        if stream.outcome is not None:
+            self._mirror_end(request_id, stream.outcome, self._ttl_s)
+
+    def _lose(self, request_id: str, owned_at: float, stream: StoredStream | None) -> Coroutine[Any, Any, None]:
+        metrics.STREAMS_TAKEN.inc()
+        self._forget_key(request_id)
+        self._front.forget(request_id)
+        return self._tell_taken(request_id, owned_at, stream)
 
     async def _tell_taken(self, request_id: str, owned_at: float, stream: StoredStream | None) -> None:
         """Tell that a stream was taken, or, if its client has deleted it there, that it was removed."""

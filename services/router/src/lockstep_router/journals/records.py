@@ -64,6 +64,11 @@ class Record:
         return len(self.choices) // len(self.prompts)
 
     @property
+    def continues_prompts(self) -> bool:
+        """Whether the answers continue the prompts' texts; else they begin texts of their own."""
+        return self.style.kind == "text"
+
+    @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts together."""
         return sum(map(len, self.prompts))
@@ -143,7 +148,17 @@ class Outcome:
     """How a stream ended."""
 
     failure: LockstepError | None = None
-    """The error that its clients get after the tokens so far; None: the answer is complete."""
+    """The error that its clients get after the tokens so far; None: the answer is complete. A copy of the given one,
+    which is never raised itself: it is kept for long, and a traceback would keep the whole generation.
+    """
+
+    def __post_init__(self) -> None:
+        if self.failure is not None:
+            object.__setattr__(self, "failure", self.failure.copied())
+
+    def error(self) -> LockstepError | None:
+        """A new one of `failure`, to be raised."""
+        return None if self.failure is None else self.failure.copied()
 
     @property
     def may_go_on(self) -> bool:

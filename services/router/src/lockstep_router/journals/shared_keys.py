@@ -4,7 +4,9 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakValueDictionary
 
 from lockstep_api.v1 import state_pb2
 
@@ -25,6 +27,16 @@ _MARK_EVERY_S = 1.0
 _MARK_TTL_S = 3.0
 
 
+@dataclass(eq=False)
+class _Renewing:
+    """The renewals of one stream's key that wait or are on their way."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while one is on its way."""
+    is_released: bool = False
+    """The key is free now: to renew it would give it to the stream again."""
+
+
 class SharedKeys:
     """The idempotency keys of this router's streams in the state server.
 
@@ -41,6 +53,8 @@ class SharedKeys:
         self._keys: dict[str, Key] = {}
         """By the stream, those of this router."""
         self._renewed_at: dict[str, float] = {}
+        self._renewing: WeakValueDictionary[str, _Renewing] = WeakValueDictionary()
+        """By the stream; each ends with its last chore."""
         self._due: set[str] = set()
         """Streams whose keys are to be renewed before their time."""
         self._preparing: dict[str, asyncio.TimerHandle] = {}
@@ -62,6 +76,9 @@ class SharedKeys:
         self._keys[request_id] = key
         self._renewed_at[request_id] = asyncio.get_running_loop().time()
         self._foreign.pop(request_id, None)
+        renewing = self._renewing.get(request_id)
+        if renewing is not None and renewing.is_released:
+            del self._renewing[request_id]
 
     def note_open(self, request_id: str) -> None:
         """A request is prepared: its stream is about to be mirrored."""
@@ -118,13 +135,27 @@ class SharedKeys:
             return None
         return self._note_foreign(scope, response) if response.request_id else None
 
-    async def release(self, request_id: str) -> None:
-        """Free the key of a stream, of this router or of one whose stream was found by it."""
-        key, foreign = self._keys.get(request_id), self._foreign.pop(request_id, None)
+    async def release(self, request_id: str, ended: Key | None = None) -> None:
+        """Free the key of a stream, of this router or of one whose stream was found by it.
+
+        Args:
+            request_id: the stream.
+            ended: the key of a stream that has ended, which is not renewed any more.
+        """
+        key, foreign = self._keys.get(request_id, ended), self._foreign.pop(request_id, None)
         self.forget(request_id)
         scope = key.scope if key is not None else foreign[0] if foreign is not None else None
         if scope is None:
             return
+        renewing = self._renewing.get(request_id)
+        if renewing is not None:
+            renewing.is_released = True
+            with suppress(TimeoutError):  # then the renewal releases it once more
+                async with asyncio.timeout(self._client.timeout_s), renewing.turn:
+                    pass
+        await self._release(request_id, scope)
+
+    async def _release(self, request_id: str, scope: str) -> None:
         release = state_pb2.ReleaseClaimRequest(tenant=tenant_of_scope(scope), key=scope, request_id=request_id)
         with suppress(StateAwayError, StateRefusedError):  # its time to live ends it
             await self._client.release(release)
@@ -154,7 +185,18 @@ class SharedKeys:
         self._renewed_at[request_id] = asyncio.get_running_loop().time()
         self._due.discard(request_id)
         request = self._request(request_id, self._keys[request_id], ttl_s)
-        self._mirror.add_chore(partial(self._client.renew, request))
+        renewing = self._renewing.setdefault(request_id, _Renewing())
+        self._mirror.add_chore(partial(self._renew_there, renewing, request))
+
+    async def _renew_there(self, renewing: _Renewing, request: state_pb2.ClaimRequest) -> None:
+        async with renewing.turn:
+            if renewing.is_released:
+                return
+            try:
+                await self._client.renew(request)
+            finally:
+                if renewing.is_released:  # it was freed in the meantime, perhaps before this came to the state server
+                    await self._release(request.request_id, request.key)
 
     def _mark_in(self, seconds: float, request_id: str) -> None:
         self._preparing[request_id] = asyncio.get_running_loop().call_later(seconds, self._mark, request_id)

@@ -81,7 +81,7 @@ class Generating:
             if stored.outcome is not None:
                 run.record, run.tokenizer, run.logs = stored.record, tokenizer, list(stored.logs)
                 if stored.outcome.failure is not None:
-                    raise stored.outcome.failure
+                    raise stored.outcome.failure.copied()
                 return
             run.unproven = unproven(stored, self._host)
             prepared = continued(stored, tokenizer, account.tenant.priority)
@@ -112,7 +112,7 @@ class Generating:
         outcome = Outcome()
         try:
             if run.end is not None:
-                raise run.end
+                raise run.end.copied()
             with self._host.admitted(account):
                 await generate()
         except LockstepError as error:

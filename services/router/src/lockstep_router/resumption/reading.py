@@ -123,7 +123,7 @@ class Reading:
             if not self._replay.is_behind(self.position):
                 break
             if outcome is not None:
-                raise outcome.failure or no_position(field)
+                raise outcome.error() or no_position(field)
             await self._arrival.wait()
         await self._skip(self.position, field)
         self._awaited_field = None
@@ -192,7 +192,7 @@ class Reading:
             if self._replay.has_more:
                 await asyncio.sleep(0)
             elif outcome is not None:
-                raise outcome.failure or LockstepError(ErrorCode.INTERNAL, "the stream ended without its finish")
+                raise outcome.error() or LockstepError(ErrorCode.INTERNAL, "the stream ended without its finish")
             else:
                 await self._arrival.wait()
 

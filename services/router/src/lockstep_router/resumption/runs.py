@@ -287,7 +287,7 @@ class Runs:
             if run.record is None or run.tokenizer is None:
                 outcome = run.outcome_for(arrival)
                 assert outcome is not None
-                raise outcome.failure or gone()
+                raise outcome.error() or gone()
         except BaseException:
             self._detach(run, arrival)
             raise
