@@ -41,10 +41,10 @@ setup: .venv/ready
 	@touch $@
 
 demo: setup
-	$(BIN)/lockstep demo $(MODEL)
+	$(BIN)/lockstep demo "$(MODEL)"
 
 serve: setup
-	$(BIN)/lockstep serve $(MODEL)
+	$(BIN)/lockstep serve "$(MODEL)"
 
 # Format, lint, types and the unit tests that the change touches, in a minute and a half.
 check: setup
@@ -121,7 +121,7 @@ push: setup
 	$(IMAGES) push $(IMAGE_OPTIONS) $(REGISTRY:%=--registry %)
 
 model-image: setup
-	$(IMAGES) model --model $(MODEL) --name $(or $(NAME),$(notdir $(MODEL))) $(TAG:%=--tag %) $(REGISTRY:%=--registry %) $(BASE:%=--base %)
+	$(IMAGES) model --model "$(MODEL)" --name "$(or $(NAME),$(notdir $(MODEL)))" $(TAG:%=--tag %) $(REGISTRY:%=--registry %) $(BASE:%=--base %)
 
 chart: setup
 	PYTHON=$(CURDIR)/$(BIN)/python charts/lockstep/tests/check

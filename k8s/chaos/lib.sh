@@ -187,6 +187,7 @@ secret_of() { pod_field "$1" ".spec.volumes[?(@.name==\"$2\")].secret.secretName
 # Drops packets in a node's own network namespace for SECONDS, then lets them pass again: drop NODE SECONDS "MATCH" "MATCH"
 # A MATCH is what iptables takes between `-t mangle -I` and `-j`; DEV in it is the node's way out. The mangle table comes before
 # connection tracking, so open connections are cut too. The pod removes the rules itself, since it may not be reachable by then.
+# It counts what they have dropped: heartbeats pass all the time, so a count of 0 says that nothing was cut.
 drop() {
   local node=$1 seconds=$2 name="cut-$OWN-$1" matches said; shift 2
   matches=$(printf '%s;' "$@")
@@ -200,6 +201,8 @@ drop() {
   [[ $said == *joined* ]] || { echo "the cut of $node did not run to its end" >&2; return 1; }
   forget "cut.$node"
   kubectl -n "$CUTTERS" delete pod "$name" --wait=false >/dev/null
+  [[ $said != *"dropped 0 packets"* ]] ||
+    { echo "the cut of $node dropped no packet: this cluster's network does not pass the node's iptables" >&2; return 1; }
 }
 
 # The owner of the namespace of the privileged pods: a line `CUTTERS MANAGED-BY`, or nothing if it is not there.
@@ -260,7 +263,8 @@ spec:
           if table -n -L $CHAIN >/dev/null 2>&1; then undo; echo "removed rules that a cut had left"; exit 0; fi
           [ $seconds -gt 0 ] || exit 0
           DEV=\$(awk '\$2 == "00000000" {print \$1; exit}' /proc/net/route)
-          trap 'undo; date "+joined %s.%N"' EXIT
+          counted() { table -n -v -x -L $CHAIN | awk '\$3 == "DROP" {print "dropped " \$1 " packets"}'; }
+          trap 'count=\$(counted) || true; undo; echo "\$count"; date "+joined %s.%N"' EXIT
           trap 'exit 1' TERM INT
           table -N $CHAIN
           table -A $CHAIN -j DROP

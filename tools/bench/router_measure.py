@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import math
-import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep_tools import file_limit
 from router_load import Client, Figures, Load, connect, request, stream_text
 from router_sides import Side
 
@@ -69,9 +69,7 @@ def calibrate() -> float:
 
 def raise_file_limit() -> int:
     """Let this process, and those that it starts, open as many files as it may; how many connections that is."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard - _OTHER_FILES
+    return file_limit.raise_file_limit() - _OTHER_FILES
 
 
 async def settle(side: Side) -> None:

@@ -369,9 +369,18 @@ def kubelet(arguments: list[str]) -> None:
         store("pod", namespace, value | {"status": {"phase": "Failed" if code else "Succeeded"}})
 
 
+def list_chain(rules: list[str], chain: str) -> None:
+    """What the rule of a chain, which drops packets, has dropped, as `-L -v -x` prints it."""
+    if f"-N {chain}" not in rules:
+        fail("iptables: No chain/target/match by that name.")
+    packets = 0 if flaw() == "bypassed" else 12
+    print("    pkts      bytes target     prot opt in     out     source               destination")
+    print(f"{packets:8} {60 * packets:8} DROP       all  --  *      *       0.0.0.0/0            0.0.0.0/0")
+
+
 def iptables(arguments: list[str]) -> None:
     """Rules of the mangle table, as `-S` prints them."""
-    arguments = [each for each in arguments if each not in ("-w", "-n", "-t", "mangle")]
+    arguments = [each for each in arguments if each not in ("-w", "-n", "-v", "-x", "-t", "mangle")]
     table = STATE / f"rules-{os.environ['NODE']}"
     with (STATE / "xtables.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -381,8 +390,8 @@ def iptables(arguments: list[str]) -> None:
         match action:
             case "-S":
                 print("\n".join(rules))
-            case "-L" if f"-N {chain}" not in rules:
-                fail("iptables: No chain/target/match by that name.")
+            case "-L":
+                list_chain(rules, chain)
             case "-N" if f"-N {chain}" in rules:
                 fail("iptables: Chain already exists.")
             case "-N":

@@ -134,6 +134,54 @@ def test_silences_are_those_of_streams_that_lived_through_the_trial() -> None:
     assert conclude(EXPERIMENTS["rank-kill"], [made], UNDISTURBED, 4.0).holds
 
 
+def test_a_fault_without_a_stream_is_no_success() -> None:
+    measured, empty = trial("rank-kill", histories=[stream(999, 1001)]), trial("rank-kill")
+    assert conclude(EXPERIMENTS["rank-kill"], [measured], UNDISTURBED, 1.0).problems == []
+    outcome = conclude(EXPERIMENTS["rank-kill"], [measured, empty], UNDISTURBED, 1.0)
+    assert (outcome.holds, outcome.problems) == (False, ["nothing was measured: no stream ended after the fault"])
+    broken = trial("router-kill", histories=[stream(999, 1001, error="broke")])
+    outcome = conclude(EXPERIMENTS["router-kill"], [broken], UNDISTURBED, 1.0)
+    assert (outcome.comparison.holds, outcome.holds) == (True, False)
+    assert "nothing was measured: no stream ran between" in outcome.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "noticed", "holds"),
+    [
+        ("link-cut", {}, False),
+        ("node-cut", {}, False),
+        ("link-cut", {"detected_s": FAULT_S + 1.6}, True),
+        ("node-cut", {"reported": True}, True),
+        ("node-drain", {}, True),
+        ("redis-kill", {}, True),
+    ],
+)
+def test_a_cut_that_no_router_notices_is_no_success(name: str, noticed: dict, holds: bool) -> None:
+    made = trial(name, histories=[stream(999.5, 1000.5, "r-b")], **noticed)
+    outcome = conclude(EXPERIMENTS[name], [made], UNDISTURBED, 1.0)
+    assert outcome.holds is holds
+    assert [problem.partition(":")[0] for problem in outcome.problems] == (
+        [] if holds else ["no router noticed the fault"]
+    )
+
+
+@pytest.mark.parametrize("name", ["link-cut", "node-cut"])
+def test_a_cut_says_how_many_packets_it_dropped_and_fails_without_any(cluster: Path, name: str) -> None:
+    def cut() -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"NAMESPACE": "serving", "WORKER": "w-0", "ROUTER": "r-a"}
+        command = ["bash", scripts() / name / "run.sh"]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    well = cut()
+    assert (well.returncode, well.stderr) == (0, "")
+    assert [line.split()[0] for line in well.stdout.splitlines()] == ["fault", "dropped", "joined"]
+    assert "dropped 12 packets" in well.stdout
+    (cluster / "flaw").write_text("bypassed")
+    bypassed = cut()
+    assert (bypassed.returncode, bypassed.stderr.startswith("the cut of n1 dropped no packet: ")) == (1, True)
+    assert not any(each.startswith(("rules", "container", "pod")) for each in left(cluster))
+
+
 def test_the_silence_of_a_victim_router_is_not_counted() -> None:
     made = trial("router-kill", histories=[stream(999, 1009), stream(999, 1001, "r-b")])
     assert made.silences_s() == pytest.approx([1.8])

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lockstep_tools.repository import check
 from lockstep_tools.repository.check import ROOT, changed_files, importers_of, touched_tests
 
 FILES = {
@@ -104,3 +105,18 @@ def test_a_budget_skips_what_has_not_begun(tmp_path: Path, budget_s: str, outcom
     )
     assert done.returncode == 0, done.stdout
     assert outcome in done.stdout
+
+
+@pytest.mark.parametrize("program", ["#!/bin/sh\necho 'fatal: detected dubious ownership' >&2\nexit 128\n", None])
+def test_a_git_that_fails_is_no_change_that_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], program: str | None
+) -> None:
+    if program is not None:
+        (tmp_path / "git").write_text(program)
+        (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert check.main(["--list"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("check: git cannot tell what has changed: ")
+    assert ("dubious ownership" if program else "No such file") in printed.err

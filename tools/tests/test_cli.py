@@ -1,9 +1,14 @@
+import os
+import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from fake_openai import FakeOpenAI
 from lockstep_tools.cli import COMMANDS
 
 
@@ -136,3 +141,78 @@ def test_the_reference_model_is_the_default(lockstep, model: str, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "cannot listen" in refused(lockstep, "serve", "--port", str(taken.getsockname()[1]))
+
+
+def in_shell(redirected: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command with its standard streams redirected by a shell."""
+    return subprocess.run(
+        ["sh", "-c", f"exec {shlex.join([sys.executable, '-m', 'lockstep_tools.cli', *arguments])} {redirected}"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | os.environ,
+    )
+
+
+@pytest.mark.parametrize("arguments", [("keys", "tenant"), ("chaos", "--list")])
+def test_a_full_disk_behind_stdout_is_one_sentence(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    result = in_shell(">/dev/full", *arguments)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "lockstep: the output cannot be written: No space left on device"
+    assert "Traceback" not in result.stderr
+
+
+def test_a_full_disk_behind_stderr_changes_no_exit_code() -> None:
+    assert in_shell("2>/dev/full", "convert", "a", "b").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("redirected", "arguments", "code"),
+    [(">&-", ("chaos", "--list"), 0), ("2>&-", ("convert", "a", "b"), 2), (">&- 2>&- <&-", ("chaos", "--list"), 0)],
+)
+def test_closed_streams_are_no_error(redirected: str, arguments: tuple[str, ...], code: int) -> None:
+    result = in_shell(redirected, *arguments)
+    assert (result.returncode, result.stderr) == (code, "")
+
+
+def test_closed_input_is_empty(server: FakeOpenAI) -> None:
+    assert in_shell("<&-", "chat", "--url", server.url).returncode == 0
+    result = in_shell("<&-", "generate", "model", "-")
+    assert (result.returncode, result.stderr) == (2, "lockstep: the PROMPT is empty\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_unwinds_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    """Its code is the one of the signal, and what the command has begun is removed. Twice at once is one end."""
+    code = (
+        "import pathlib, sys, time\nfrom lockstep_tools import cli\nfrom lockstep_tools.commands import keys\n"
+        "def run(_):\n"
+        "    try:\n        print('begun', flush=True)\n        time.sleep(60)\n"
+        "    finally:\n        time.sleep(0.5)\n        pathlib.Path(sys.argv[1]).touch()\n"
+        "keys.run = run\nsys.exit(cli.main(['keys', 'tenant']))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "removed")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | os.environ,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    process.send_signal(number)
+    time.sleep(0.1)
+    process.send_signal(number)
+    assert process.communicate(timeout=20)[1] == ""
+    assert process.returncode == 128 + number
+    assert (tmp_path / "removed").exists()
+
+
+@pytest.mark.parametrize("name", ["[/missing]", "[red]"])
+def test_brackets_of_a_path_are_no_markup(lockstep, name: str) -> None:
+    result = lockstep("eval", "perplexity", name, "--text", __file__)
+    assert (result.returncode, "Traceback" in result.stderr) == (2, False)
+    assert name in result.stderr

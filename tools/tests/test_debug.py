@@ -17,6 +17,7 @@ from lockstep_tools.debug import cluster, local
 from lockstep_tools.debug.bundle import Bundle
 from lockstep_tools.debug.findings import of_log, of_worker
 from lockstep_tools.debug.process import PartError
+from lockstep_tools.failure import CommandError
 
 STACK = """\
 Thread 0x7f (most recent call first):
@@ -260,6 +261,18 @@ def test_a_pod_that_is_not_forwarded_is_a_failed_part(monkeypatch):
         assert failed["w-0"] == "kubectl port-forward: error: unable to forward port: Forbidden"
 
 
+@pytest.mark.parametrize("failure", [SystemExit, KeyboardInterrupt, CommandError])
+def test_a_bundle_that_is_not_completed_is_removed(failure, tmp_path):
+    def interrupted():
+        with Bundle(tmp_path / "b.tar.gz") as bundle:
+            bundle.add("part", lambda: b"x")
+            raise failure("stopped")
+
+    with pytest.raises(failure):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("size", [1 << 20, 20_000])
 def test_a_full_disk_is_a_sentence(size, tmp_path):
     """A part is too large, or what remains to be written at the end is."""
@@ -275,6 +288,7 @@ def test_a_full_disk_is_a_sentence(size, tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stdout) == (0, f"{path} cannot be written: File too large\n"), done.stderr
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(

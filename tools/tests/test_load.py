@@ -126,10 +126,45 @@ def test_a_load_that_waits_for_a_server_ends_at_a_signal(lockstep) -> None:
         assert load.returncode == 1
 
 
-def test_a_load_without_a_server_is_exit_code_2(lockstep) -> None:
-    result = lockstep("load", "--url", "http://127.0.0.1:1/v1", "--wait", "0")
+@pytest.mark.parametrize("model", [(), ("--model", "m")])
+def test_a_load_without_a_server_is_exit_code_2(lockstep, model: tuple[str, ...]) -> None:
+    result = lockstep("load", "--url", "http://127.0.0.1:1/v1", "--wait", "0", *model)
     assert result.returncode == 2
     assert "no server answers" in result.stderr
+
+
+def test_a_model_that_is_given_need_not_be_listed(served: FakeOpenAI, lockstep) -> None:
+    served.models = ()
+    flags = ("--url", served.url, "--seconds", "0", "--clients", "1", "--wait", "0")
+    assert lockstep("load", *flags, "--model", "m").returncode == 0
+    assert lockstep("load", *flags).returncode == 2
+
+
+def test_an_address_of_the_status_that_is_none_is_refused_by_its_name(served: FakeOpenAI, lockstep) -> None:
+    result = lockstep("load", "--url", served.url, "--management-url", "foo")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("lockstep: --management-url foo: not a URL")
+
+
+def test_a_load_whose_reader_goes_away_ends(served: FakeOpenAI) -> None:
+    load = subprocess.Popen(
+        [sys.executable, "-m", "lockstep_tools.cli", "load", "--url", served.url, "--until-signal"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | os.environ,
+    )
+    assert load.stdout is not None
+    assert load.stderr is not None
+    for line in load.stdout:
+        if json.loads(line)["kind"] == logbook.STREAM:
+            break
+    load.stdout.close()
+    try:
+        assert load.wait(20) == 1
+    finally:
+        load.kill()
+    assert load.stderr.read() == ""
 
 
 def test_a_server_that_fails_undisturbed_is_refused(served: FakeOpenAI, lockstep) -> None:

@@ -62,6 +62,11 @@ def test_lines_of_several_files_are_in_order(capsys, files):
     assert lines[2:4] == ["    File x", "      line 1"]
 
 
+def test_lines_that_json_leaves_out_do_not_count_for_the_tail(capsys, tmp_path):
+    (tmp_path / "log").write_text("\n".join([*ROUTER, "plain", "text", "at the end"]) + "\n")
+    assert shown(capsys, str(tmp_path / "log"), "--json", "--tail", "2") == (0, ROUTER[1:])
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

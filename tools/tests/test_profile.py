@@ -201,11 +201,11 @@ def test_nothing_of_a_part_acts_on_the_terminal():
 
 
 def test_a_trace_that_cannot_be_written_leaves_no_file(worker, tmp_path, capsys, monkeypatch):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     worker.answer = archive(part(0, 3))
-    monkeypatch.setattr("lockstep_tools.commands.profile.open", full, raising=False)
+    monkeypatch.setattr("lockstep_tools.output_file.open", full, raising=False)
     assert cli.main(["profile", "--out", str(tmp_path / "trace")]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -233,6 +233,25 @@ def test_the_command_writes_a_private_file_and_never_over_another(worker, tmp_pa
     )
     assert cli.main(["profile", "--out", str(path)]) == 2
     assert "there is such a file already" in capsys.readouterr().err
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_the_worker_is_asked(worker, tmp_path, capsys):
+    worker.answer = None  # asking for it would fail otherwise
+    assert cli.main(["profile", "--out", str(tmp_path / "no" / "trace")]) == 2
+    assert "trace: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_profile_that_fails_leaves_no_file(worker, tmp_path, monkeypatch):
+    def interrupted(*_):
+        assert (tmp_path / "trace").exists()
+        raise SystemExit(143)
+
+    monkeypatch.setattr("lockstep_tools.commands.profile.fetch_profile", interrupted)
+    with pytest.raises(SystemExit):
+        cli.main(["profile", "--out", str(tmp_path / "trace")])
+    worker.found = []
+    assert cli.main(["profile", "--out", str(tmp_path / "trace")]) == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_which_worker_is_meant_has_to_be_clear(worker, tmp_path, capsys):

@@ -165,6 +165,8 @@ def quantize(*arguments):
 
 
 def test_the_command_writes_a_directory_that_is_served(tmp_path, capsys):
+    tmp_path = tmp_path / "[s]"  # no markup for the terminal
+    tmp_path.mkdir()
     path, _ = make("llama", tmp_path)
     for file in REFERENCE.glob("tokenizer*"):
         shutil.copy(file, path)
@@ -174,7 +176,9 @@ def test_the_command_writes_a_directory_that_is_served(tmp_path, capsys):
         (path / name).write_text(content)
     assert quantize(path, "--scheme", "int8", "--out", tmp_path / "small") == 0
     assert {name: (tmp_path / "small" / name).read_text() for name in pooling} == pooling
-    assert "MiB" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "MiB" in said
+    assert "/[s]/small: " in said.replace("\n", "")
     assert inspect_model(EngineConfig(model=str(tmp_path / "small"))).quantization.method == "compressed-tensors"
     assert (tmp_path / "small/tokenizer.json").read_bytes() == (path / "tokenizer.json").read_bytes()
     assert not list(tmp_path.glob(".quantize-*"))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -209,12 +210,12 @@ class Serve:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_serve_ends_with_one_signal(stubs: Path, model: str, number: signal.Signals) -> None:
-    serve = Serve(model, "--workers", "2", "--name", "tiny")
+    serve = Serve(model, "--workers", "2", "--name", "the writer's")
     serve.see("stop")
     shown = "".join(serve.shown)
     assert "\x1b" not in shown
-    assert "tiny" in shown
-    assert "curl http://127.0.0.1:" in shown
+    command = shlex.split(next(line for line in shown.splitlines() if "curl http://127.0.0.1:" in line))
+    assert json.loads(command[-1])["model"] == "the writer's"
     pids = pids_noted(stubs)
     assert len(pids) == 2
     assert all(str(pid) in shown for pid in pids)
@@ -279,12 +280,15 @@ def test_serve_can_be_stopped_while_it_starts(stubs: Path, model: str, monkeypat
     assert not any(psutil.pid_exists(pid) for pid in pids_noted(stubs))
 
 
-def test_the_demo_can_be_stopped_while_it_starts(stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_demo_can_be_stopped_while_it_starts(
+    stubs: Path, model: str, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+) -> None:
     monkeypatch.setenv("STUB_PLAN", json.dumps({"w1": {"exits": [1, 1, 1, 1]}}))
     demo = subprocess.Popen([sys.executable, "-m", "lockstep_tools.cli", "demo", model], stdout=subprocess.DEVNULL)
     wait_until(lambda: len(pids_noted(stubs)) >= 3, within_s=60)
-    demo.send_signal(signal.SIGINT)
-    assert demo.wait(30) == 130
+    demo.send_signal(number)
+    assert demo.wait(30) == code
 
 
 @pytest.mark.parametrize("plan", [{"w0": {"exits": [2]}}, {"router": 2}])

@@ -104,6 +104,45 @@ def test_a_slow_rank_is_named_with_what_its_steps_took() -> None:
     ]
 
 
+LONG = "the numerics fingerprint differs from that of the other workers"
+COUNTED = "NAME STATE PID QUEUED RUNNING BLOCKS FREE TOKENS/S"
+
+
+@pytest.mark.parametrize(
+    ("width", "titles"),
+    [
+        (120, f"{COUNTED} STEPS SEEN REASON".replace("PID", "PID EPOCH")),
+        (90, f"{COUNTED} REASON"),
+        (60, "NAME STATE PID REASON"),
+    ],
+)
+def test_a_narrow_console_has_fewer_columns_and_whole_cells(width: int, titles: str) -> None:
+    status = copy.deepcopy(STATUS)
+    worker = status["workers"][1]
+    worker["pid"], worker["reason"] = 1234567, LONG
+    status["workers"][0]["health"] = {"problems": ["suspected", "slow"]}
+    out = io.StringIO()
+    Console(file=out, width=width).print(render(status))
+    head, *rows = out.getvalue().partition("\n\n")[2].splitlines()
+    assert max(map(len, rows)) <= width
+    assert words(head) == titles
+    at = head.index("REASON")
+    assert words(" ".join(row[at:] for row in rows)) == LONG
+    for cell in ("├ rank 0", "unix:/w1", "connecting", "1234567"):
+        assert any(cell in row for row in rows), cell
+
+
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_long_name_is_folded_and_not_cut_off(width: int) -> None:
+    status = copy.deepcopy(STATUS)
+    status["workers"][1]["target"] = target = "lockstep-worker-reference-1.workers.serving.svc.cluster.local:9000"
+    out = io.StringIO()
+    Console(file=out, width=width).print(render(status))
+    head, *rows = out.getvalue().partition("\n\n")[2].splitlines()
+    names = [row[: head.index("STATE")].strip() for row in rows]
+    assert target in "".join(names)
+
+
 def test_a_router_without_workers_and_with_fields_missing() -> None:
     assert "no workers" in "\n".join(shown({"workers": []}))
     assert "w9" in "\n".join(shown({"router": {}, "workers": [{"id": "w9"}]}))

@@ -323,4 +323,12 @@ def test_the_command_says_what_is_wrong(monkeypatch, capsys, tmp_path):
     assert target.read_text().startswith("<!doctype html>")
     assert cli.main(["trace", "req-1", "--html", str(target)]) == 2
     assert "there is such a file already" in capsys.readouterr().err
+    capsys.readouterr()
     assert cli.main(["trace", "req-1", "--html", str(tmp_path / "no" / "page")]) == 2
+    streams = capsys.readouterr()
+    assert (streams.out, "page: No such file or directory" in streams.err) == ("", True), (
+        "before any span is looked for"
+    )
+    found.clear()
+    assert cli.main(["trace", "req-1", "--html", str(tmp_path / "none.html")]) == 1
+    assert not (tmp_path / "none.html").exists()

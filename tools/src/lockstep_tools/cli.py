@@ -4,16 +4,22 @@ Only the chosen subcommand's module is imported, so that help and mistakes answe
 """
 
 import argparse
+import errno
 import io
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module
+from typing import TextIO
 
 from lockstep_tools import __version__
 from lockstep_tools.escaping import harmless_lines
-from lockstep_tools.failure import UNUSABLE, CommandError
+from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
+from lockstep_tools.interruption import unwinding_signals
 
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+_UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF})
+"""Errors of a full disk, or of a terminal that is gone, behind stdout or stderr."""
 
 _ENGINE = frozenset(
     {"lockstep_engine", "lockstep_router", "lockstep_worker", "torch", "safetensors", "tokenizers", "gguf"}
@@ -86,26 +92,69 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line given (the process's own when None) and return its exit code."""
+    _open_closed_streams()
     _accept_any_text()
     try:
-        parsed = parse(sys.argv[1:] if arguments is None else arguments)
+        with unwinding_signals():
+            try:
+                return _run(sys.argv[1:] if arguments is None else arguments)
+            finally:  # also when the command ends by an exception
+                sys.stdout.flush()
+    except BrokenPipeError:
+        _discard(sys.stdout)  # the reader (`| head`) has ended
+        return FAILED
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        _discard(sys.stdout)
+        _complain(f"the output cannot be written: {error.strerror}")
+        return FAILED
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit code of a command line."""
+    try:
+        parsed = parse(arguments)
         code: int = parsed.run(parsed)
-        sys.stdout.flush()
     except CommandError as error:
-        print(f"lockstep: {harmless_lines(error.message)}", file=sys.stderr)
+        _complain(error.message)
         return error.exit_code
     except KeyboardInterrupt:
         return _INTERRUPTED
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in _ENGINE:
             raise
-        print(f"lockstep: {error.name} is not installed here; it comes with lockstep-tools[engine]", file=sys.stderr)
+        _complain(f"{error.name} is not installed here; it comes with lockstep-tools[engine]")
         return UNUSABLE
-    except BrokenPipeError:
-        # The reader (`| head`) has ended; the interpreter's own flush at exit must not report it again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     return code
+
+
+def _complain(sentence: str) -> None:
+    """Say why the command fails. Where nothing can be said, the exit code remains."""
+    try:
+        print(f"lockstep: {harmless_lines(sentence)}", file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Let what is left in a stream's buffer go nowhere: the interpreter's flush at exit would report it again."""
+    with suppress(OSError, ValueError):  # a stream of a test, without a file
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+def _open_closed_streams() -> None:
+    """Connect standard streams that the caller has closed (`>&-`) to /dev/null, for this process and its children.
+
+    Python has None in their place, and the next file that is opened would get the number of the closed one.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, null == number)
+            setattr(sys, name, os.fdopen(null, mode, encoding="utf-8"))
 
 
 def _accept_any_text() -> None:

@@ -48,6 +48,8 @@ class Experiment:
     renews: bool = False
     """The worker begins a new life: another incarnation or epoch."""
     breaks: Breaks = Breaks.NONE
+    severs: bool = False
+    """A router does not hear a worker for so long that it has to notice."""
     refuses: bool = False
     """Requests may be refused with 429 or 503 and a Retry-After."""
     needs: str = "kubectl"
@@ -62,8 +64,15 @@ EXPERIMENTS = {
         Experiment("rank-stop", "a rank is stopped and hangs", Victim.WORKER, 8.0, renews=True),
         Experiment("pod-delete", "a worker's pod is deleted, with grace", Victim.WORKER, 1.0, renews=True),
         Experiment("pod-kill", "a worker's pod is deleted without grace", Victim.WORKER, 1.0, renews=True),
-        Experiment("link-cut", "packets between a router and a worker are dropped", Victim.LINK, 4.0),
-        Experiment("node-cut", "a worker's node is cut off and rejoins", Victim.NODE, 4.0, breaks=Breaks.OF_THE_NODE),
+        Experiment("link-cut", "packets between a router and a worker are dropped", Victim.LINK, 4.0, severs=True),
+        Experiment(
+            "node-cut",
+            "a worker's node is cut off and rejoins",
+            Victim.NODE,
+            4.0,
+            breaks=Breaks.OF_THE_NODE,
+            severs=True,
+        ),
         Experiment("node-drain", "a worker's node is drained and taken back", Victim.NODE, 1.0, renews=True),
         Experiment("worker-rollout", "every worker is replaced, one at a time", Victim.ALL_WORKERS, 1.0, renews=True),
         Experiment("router-rollout", "every router is replaced", Victim.ALL_ROUTERS, 1.0),

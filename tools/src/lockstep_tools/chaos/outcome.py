@@ -97,6 +97,13 @@ def conclude(experiment: Experiment, trials: Sequence[Trial], undisturbed: Seque
         _add(total, compare(trial.histories, undisturbed, excuse=trial.excuse))
         if experiment.refuses:
             problems += _burst_problems(trial.burst)
+        elif not trial.histories:
+            problems.append("nothing was measured: no stream ended after the fault")
+        # Logs may be at a level that leaves it out: what routers report counts as well.
+        if experiment.severs and trial.detected_s is None and not trial.reported:
+            problems.append("no router noticed the fault: it had no effect, or was too short")
+    if not experiment.refuses and not problems and not any(trial.disturbed() for trial in trials):
+        problems.append("nothing was measured: no stream ran between the fault and the recovery that it did not break")
     return Outcome(experiment, trials, total, slack, problems)
 
 

@@ -50,6 +50,8 @@ class Trial:
     recovered_s: float = 0.0
     detected_s: float | None = None
     """When a router first sent a stream elsewhere."""
+    reported: bool = False
+    """After the fault a router has reported another state of its workers than before."""
     burst: Mapping[str, Any] | None = None
     """The report of the burst's clients, for an overload."""
     histories: list[History] = field(default_factory=list)
@@ -211,7 +213,8 @@ def _await_recovery(trial: Trial, release: Release, load: LoadPod, before: Mappi
         anew = all(lives.get(worker, (0, 0)) > life for worker, life in before.items())
         if ready_s is not None and anew and release.is_settled():
             # A fault that routers do not notice leaves their last reports older than the fault.
-            trial.recovered_s = ready_s if ready_s > trial.fault_s else time.time()
+            trial.reported = ready_s > trial.fault_s
+            trial.recovered_s = ready_s if trial.reported else time.time()
             return
         if time.monotonic() > deadline_s:
             raise CommandError(f"{trial.experiment.name}: not recovered after {_RECOVERY_S:g} s")

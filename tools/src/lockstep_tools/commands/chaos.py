@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import signal
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -17,15 +16,14 @@ from lockstep_tools.chaos.outcome import Outcome
 from lockstep_tools.chaos.release import Release
 from lockstep_tools.escaping import harmless
 from lockstep_tools.failure import FAILED, UNUSABLE, CommandError
-from lockstep_tools.interruption import stopping_signals
 from lockstep_tools.load.report import Percentiles
 
 DESCRIPTION = """\
 Run fault experiments against a release on the cluster that KUBECONFIG names, while clients stream from it in a pod, and
 compare every stream with the same stream undisturbed. The faults are the scripts under k8s/chaos, run with kubectl.
 A run starts by undoing what an interrupted one has left; --clean does only that.
-Exit code 0 when no stream lost anything or was silent for longer than its limit, 1 when one was, 2 when there is
-no such release."""
+Exit code 0 when no stream lost anything or was silent for longer than its limit, 1 when one was, when no stream was
+measured or when no router noticed a cut, 2 when there is no such release."""
 
 EXAMPLES = """\
   lockstep chaos --list
@@ -98,14 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
         key=api_key(arguments.api_key_env, arguments.api_key_file),
         say=lambda sentence: notes.print(sentence, style="dim", markup=False),
     )
-    # Like Ctrl-C: the load is removed, and the changes of a script are undone, before the command ends.
-    for number in stopping_signals(signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
     try:
         with laboratory:
             for experiment in experiments:
                 laboratory.run(experiment, arguments.times)
-    finally:  # also after an interruption: what has been found is shown
+    finally:  # also after Ctrl-C or SIGTERM, once the load is removed: what has been found is shown
         _show(laboratory, out, notes, as_json=arguments.json)
     return 0 if all(outcome.holds for outcome in laboratory.outcomes) and not laboratory.problems else FAILED
 

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import signal
 import sys
 import tempfile
 
@@ -42,7 +41,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; returns 0 on success."""
     name_process("demo")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     out = console.output()
     settings = StackSettings(model_directory(arguments.model), workers=2, tp=2, port=arguments.port, device="cpu")
     with tempfile.TemporaryFile() as log:

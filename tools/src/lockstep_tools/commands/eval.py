@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep_common.errors import LockstepError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from lockstep_tools import console
 from lockstep_tools.arguments import add_engine, integer, real
@@ -224,7 +225,7 @@ def _engine(
     from lockstep_engine import Engine  # noqa: PLC0415
 
     settings = {name: getattr(arguments, name) for name in ("tp", "device", "dtype", "threads")}
-    with console.notes().status(f"loading {arguments.model}"):
+    with console.notes().status(Text(f"loading {arguments.model}")):
         engine = Engine(
             arguments.model,
             **settings,

@@ -72,8 +72,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the load; its lines go to stdout as they come."""
+    target = from_arguments(arguments)
+    watched = arguments.management_url and checked_url(arguments.management_url, "--management-url")
     try:
-        return asyncio.run(_load(arguments, from_arguments(arguments)))
+        return asyncio.run(_load(arguments, target, watched))
     except EndpointError as error:
         raise CommandError(error.message, UNUSABLE) from None
 
@@ -92,9 +94,9 @@ def from_arguments(arguments: argparse.Namespace) -> Endpoint:
     )
 
 
-async def _load(arguments: argparse.Namespace, target: Endpoint) -> int:
+async def _load(arguments: argparse.Namespace, target: Endpoint, watched: str | None) -> int:
     stop = stop_event()
-    model = arguments.model or await _unless(stop, _await_model(target, arguments.wait))
+    model = await _unless(stop, _await_model(target, arguments.wait, arguments.model))
     requests = mixed_requests(model)
     offset_s = logbook.wall_offset_s()
     undisturbed = await _unless(stop, run_undisturbed(target, requests))
@@ -112,11 +114,10 @@ async def _load(arguments: argparse.Namespace, target: Endpoint) -> int:
         _print(logbook.to_line(logbook.STREAM, history, offset_s))
 
     async with (
-        _watching_status(arguments.management_url, target),
-        Traffic(target, with_sessions(requests), clients=arguments.clients, on_end=ended, keeps=False),
+        _watching_status(watched, target),
+        Traffic(target, with_sessions(requests), clients=arguments.clients, on_end=ended, keeps=False) as traffic,
     ):
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), None if arguments.until_signal else arguments.seconds)
+        await _first(stop.wait(), traffic.ended(), within_s=None if arguments.until_signal else arguments.seconds)
     return _sum_up(comparison, tally, connect_failures)
 
 
@@ -138,8 +139,17 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, _Result]) -> _R
         await asyncio.gather(task, stopped, return_exceptions=True)
 
 
-async def _await_model(target: Endpoint, wait_s: float) -> str:
-    """The first model that the server lists, once it answers.
+async def _first(*works: Coroutine[Any, Any, object], within_s: float | None) -> None:
+    """Wait until one of these has ended, or for a time."""
+    tasks = [asyncio.create_task(work) for work in works]
+    await asyncio.wait(tasks, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _await_model(target: Endpoint, wait_s: float, given: str | None) -> str:
+    """The given model, or the first that the server lists, once it answers.
 
     Raises:
         EndpointError: it does not, in time.
@@ -148,10 +158,16 @@ async def _await_model(target: Endpoint, wait_s: float) -> str:
     async with target.client() as client:
         while True:
             try:
-                return await first_model(client)
-            except EndpointError:
-                if time.monotonic() > deadline_s:
+                listed = await first_model(client)
+            except EndpointError as error:
+                is_over = time.monotonic() > deadline_s
+                has_answered = not isinstance(error.__cause__, httpx.HTTPError)
+                if given and has_answered and (is_over or (error.status or 500) < 500):
+                    return given  # not every server lists its models
+                if is_over:
                     raise
+            else:
+                return given or listed
             await asyncio.sleep(_POLL_S)
 
 
@@ -160,7 +176,7 @@ async def _watching_status(url: str | None, target: Endpoint) -> AsyncIterator[N
     if url is None:
         yield
         return
-    task = asyncio.create_task(_watch_status(checked_url(url), target))
+    task = asyncio.create_task(_watch_status(url, target))
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from lockstep_tools.arguments import integer, real
 from lockstep_tools.chaos.kubectl import Kubectl
 from lockstep_tools.chaos.release import Release
 from lockstep_tools.failure import UNUSABLE, CommandError
-from lockstep_tools.logs.lines import LEVELS, Choice, Line, moment, readable, request_of
+from lockstep_tools.logs.lines import LEVELS, Choice, moment, readable, request_of
 from lockstep_tools.logs.sources import from_files, from_release, in_order
 
 _MAX_READ = 1_000_000
@@ -75,28 +75,23 @@ def run(arguments: argparse.Namespace) -> int:
         lines = from_files(arguments.files)
     else:
         release = Release(arguments.release, Kubectl(arguments.namespace))
-        # A pod's newest lines need not be about what is asked for: the limit is for those that are.
-        read = most if arguments.follow or choice == Choice(since=choice.since) else _MAX_READ
+        # A pod's newest lines need not be what is asked for: the limit is for those that are.
+        wants_all = choice == Choice(since=choice.since) and not arguments.json
+        read = most if arguments.follow or wants_all else _MAX_READ
         lines = from_release(
             release, tail=read, since=choice.since, follow_s=arguments.follow, on_failure=failures.append
         )
-    wanted = (line for line in lines if choice.wants(line))
+    # Lines that are not JSON are not shown with --json, and so they do not count for --tail.
+    wanted = (line for line in lines if choice.wants(line) and (line.fields or not arguments.json))
     shown = 0
     # What is followed is shown as it comes: only what is complete can be sorted.
     is_followed = arguments.follow or (arguments.files == ["-"] and arguments.tail is None)
     for line in wanted if is_followed else in_order(wanted, most):
-        shown += _show(line, as_json=arguments.json)
+        print(line.text if arguments.json else readable(line), flush=True)
+        shown += 1
     for failure in failures:
         print(f"lockstep: {failure}", file=sys.stderr)
     return 0 if shown and not failures else 1
-
-
-def _show(line: Line, *, as_json: bool) -> bool:
-    """Print a line; false if it has no such form."""
-    if as_json and not line.fields:
-        return False
-    print(line.text if as_json else readable(line), flush=True)
-    return True
 
 
 def _moment(option: str, text: str | None) -> str:

@@ -1,7 +1,6 @@
 """`lockstep profile`: profiles some steps of a running worker's ranks, and names the rank that the others wait for."""
 
 import argparse
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from lockstep_tools.debug.process import PART_S, Process
 from lockstep_tools.escaping import harmless
 from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.load.endpoint import checked_url, root_url, tls_context
+from lockstep_tools.output_file import new_file
 from lockstep_tools.profile.merge import merged
 from lockstep_tools.profile.parts import MAX_ARCHIVE_BYTES, read_parts
 from lockstep_tools.profile.summary import describe, summarize
@@ -64,32 +64,17 @@ def run(arguments: argparse.Namespace) -> int:
     context = tls_context(arguments)
     if context is not None and arguments.release:
         context.check_hostname = False  # kubectl's tunnel ends at the pod; the certificate is not for this address
-    with httpx.Client(verify=context or True, timeout=PART_S, trust_env=False) as client:
-        if path.exists():
-            raise CommandError(f"--out {path}: there is such a file already", UNUSABLE)
+    client = httpx.Client(verify=context or True, timeout=PART_S, trust_env=False)
+    with client, new_file(path, "--out") as write:
         with _worker(arguments, client) as worker:
             profiles = read_parts(fetch_profile(client, worker, arguments.steps))
-    summary = summarize(profiles)
-    if not summary.steps:
-        raise CommandError("the ranks have no step in common; try again")
-    _write(path, merged(profiles))
+        summary = summarize(profiles)
+        if not summary.steps:
+            raise CommandError("the ranks have no step in common; try again")
+        write(merged(profiles))
     print(f"{harmless(worker.name)}: {describe(summary, profiles)}")
     print(f"\ntrace: {path} ({path.stat().st_size / 1024:.0f} KiB); open it in https://ui.perfetto.dev")
     return 0
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write the trace, whole or not at all, and over no other file."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(data)
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise CommandError(f"--out {path}: {error.strerror or error}", UNUSABLE) from None
 
 
 @contextmanager

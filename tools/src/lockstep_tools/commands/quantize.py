@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(error.message, UNUSABLE) from None
     except OSError as error:
         raise CommandError(f"{target} cannot be written: {error.strerror or error}", FAILED) from None
-    console.notes().print(f"{target}: {report}; `lockstep serve {target}`")
+    console.notes().print(f"{target}: {report}; `lockstep serve {target}`", markup=False)
     return 0
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import signal
 import threading
 import time
@@ -187,7 +188,7 @@ def _introduce(stack: Stack) -> None:
         **({"routers": ", ".join(urls)} if len(urls) > 1 else {}),
         "model": f"{name} ({settings.model})",
         "workers": f"{workers}; {settings.tp} rank{'s' * (settings.tp > 1)} each",
-        "try": f"curl {stack.url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
+        "try": f"curl {stack.url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
         "": f"lockstep chat --url {','.join(urls)}",
         "stop": "Ctrl-C",
     }

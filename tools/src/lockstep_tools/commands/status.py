@@ -3,11 +3,12 @@
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import httpx
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -31,6 +32,26 @@ EXAMPLES = """\
 _WATCH_INTERVAL_S = 0.5
 _TIMEOUT_S = 5.0
 _FINGERPRINT_CHARS = 8  # enough to see which workers differ; --json has all
+_COLUMNS = (
+    "NAME",
+    "STATE",
+    "PID",
+    "EPOCH",
+    "QUEUED",
+    "RUNNING",
+    "BLOCKS FREE",
+    "TOKENS/S",
+    "STEPS",
+    "SEEN",
+    "NUMERICS",
+)
+_LEFT = ("NAME", "STATE", "NUMERICS", "REASON")
+_DISPENSABLE = ("NUMERICS", "SEEN", "EPOCH", "STEPS", "TOKENS/S", "BLOCKS FREE", "RUNNING", "QUEUED")
+"""What a narrow terminal does not show, the least important first; --json has all."""
+_FOLDED = {"REASON": 24, "NAME": 28, "STATE": 12}
+"""The columns whose cells are folded to these widths before others are left out."""
+_NARROWEST = {"NAME": 10, "REASON": 16, "STATE": 10}
+"""The same once no other can be left out."""
 _COLOURS = {READY: "green", "dead": "red", "failed": "red", "lost": "red", "unreachable": "red"}
 
 
@@ -63,21 +84,53 @@ def render(status: Mapping[str, Any]) -> RenderableType:
         f"{router.get('streams', '?')} streams, {router.get('failovers', '?')} failovers; "
         f"models: {', '.join(map(_model_name, status.get('models') or [])) or 'none'}"
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("NAME", "STATE"):
-        table.add_column(name, no_wrap=True)
-    for name in ("PID", "EPOCH", "QUEUED", "RUNNING", "BLOCKS FREE", "TOKENS/S", "STEPS", "SEEN"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("NUMERICS", no_wrap=True)
-    table.add_column("REASON")
+    rows: list[Sequence[str | Text]] = []
     for worker in status["workers"]:
-        table.add_row(*map(_literal, _worker_row(worker)))
+        rows.append(_worker_row(worker))
         ranks = worker.get("ranks") or []
         for rank in ranks:
             is_slow = worker.get("slow_rank") is not None and worker.get("slow_rank") == rank.get("rank")
-            table.add_row(*map(_literal, _rank_row(rank, last=rank is ranks[-1], is_slow=is_slow)))
+            rows.append(_rank_row(rank, last=rank is ranks[-1], is_slow=is_slow))
     title = _literal(head)
-    return Group(title, Text(), table) if status["workers"] else Text.assemble(title, "\nno workers")
+    if not rows:
+        return Text.assemble(title, "\nno workers")
+    return Group(title, Text(), _Workers([[_literal(cell) for cell in row] for row in rows]))
+
+
+class _Workers:
+    """A table that fits the console: a narrow one has fewer columns, and folds the reason rather than cut it off."""
+
+    def __init__(self, rows: Sequence[Sequence[Text]]) -> None:
+        self._columns = {name: [row[number] for row in rows] for number, name in enumerate((*_COLUMNS, "REASON"))}
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        widths, gap = self._fitted(options.max_width)
+        table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0), header_style="bold")
+        for name, width in widths.items():
+            justify: JustifyMethod = "left" if name in _LEFT else "right"
+            table.add_column(name, justify=justify, width=width, overflow="fold", no_wrap=name not in _FOLDED)
+        for row in zip(*(self._columns[name] for name in widths), strict=True):
+            table.add_row(*row)
+        yield table
+
+    def _fitted(self, width: int) -> tuple[dict[str, int], int]:
+        """The width of each column that is shown, and of the gap between two."""
+        widths = {
+            name: max(map(cell_len, (name, *(cell.plain for cell in cells)))) for name, cells in self._columns.items()
+        }
+        for gap in (2, 1):
+            missing = sum(widths.values()) + gap * (len(widths) - 1) - width
+            if missing <= 0:
+                return widths, gap
+        spare = sum(max(0, widths[name] - least) for name, least in _FOLDED.items())
+        for name in _DISPENSABLE:
+            if missing > spare:
+                missing -= widths.pop(name) + gap
+        for name, least in (*_FOLDED.items(), *_NARROWEST.items()):
+            less = max(0, min(missing, widths[name] - least))
+            widths[name] -= less
+            missing -= less
+        return widths, gap
 
 
 def _literal(cell: str | Text) -> Text:

@@ -1,9 +1,8 @@
 """`lockstep trace`: draws a request's timeline over router, workers and ranks."""
 
 import argparse
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import httpx
@@ -18,6 +17,7 @@ from lockstep_tools.escaping import harmless
 from lockstep_tools.failure import UNUSABLE, CommandError
 from lockstep_tools.load.endpoint import checked_url, root_url, tls_context
 from lockstep_tools.logs.lines import request_of
+from lockstep_tools.output_file import new_file
 from lockstep_tools.trace.drawing import lines, page
 from lockstep_tools.trace.files import from_file
 from lockstep_tools.trace.sources import from_jaeger, from_services
@@ -62,8 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = request_of(arguments.request)
     if not 0 < len(wanted) <= _MAX_ID_CHARS or not wanted.isascii() or not wanted.isprintable():
         raise CommandError(f"REQUEST must be an id of 1 to {_MAX_ID_CHARS} characters", UNUSABLE)
-    if arguments.html and arguments.html.exists():
-        raise CommandError(f"--html {arguments.html}: there is such a file already", UNUSABLE)
+    with new_file(arguments.html, "--html") if arguments.html else nullcontext() as write:
+        spans = _draw(arguments, wanted)
+        if write is not None:
+            write(page(spans, wanted).encode(errors="replace"))
+    if arguments.html:
+        output().print(f"page: {arguments.html}", markup=False)
+    return 0
+
+
+def _draw(arguments: argparse.Namespace, wanted: str) -> list[Span]:
+    """Draw the spans on the terminal, and return them."""
     spans, remarks = _found(arguments, wanted)
     console = output()
     for remark in remarks:
@@ -77,10 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     for line in lines(spans, console.width):
         console.print(line, soft_wrap=True)
-    if arguments.html:
-        _write(arguments.html, page(spans, wanted))
-        console.print(f"page: {arguments.html}", markup=False)
-    return 0
+    return spans
 
 
 def _found(arguments: argparse.Namespace, wanted: str) -> tuple[list[Span], list[str]]:
@@ -106,12 +112,3 @@ def _processes(arguments: argparse.Namespace, client: httpx.Client) -> Iterator[
             yield found
     else:
         yield local.from_router(client, root_url(checked_url(arguments.url))), {}
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "w", encoding="utf-8", errors="replace") as file:
-            file.write(text)
-    except OSError as error:
-        raise CommandError(f"--html {path}: {error.strerror or error}", UNUSABLE) from None

@@ -17,7 +17,9 @@ BUNDLE_BYTES = 256 << 20
 
 
 class Bundle:
-    """Writes a bundle; leaving the block completes it. Its methods raise a `CommandError` when the disk is full."""
+    """Writes a bundle; leaving the block completes it, or removes it when the block fails. Its methods raise a
+    `CommandError` when the disk is full.
+    """
 
     def __init__(self, path: Path) -> None:
         self.failed: dict[str, str] = {}
@@ -38,8 +40,11 @@ class Bundle:
         try:
             self._tar.close()
         except OSError as failure:
+            self._path.unlink(missing_ok=True)
             if error is None:
                 raise self._unwritable(failure) from None
+        if error is not None:
+            self._path.unlink(missing_ok=True)
 
     def _unwritable(self, error: OSError) -> CommandError:
         return CommandError(f"{self._path} cannot be written: {error.strerror or error}")

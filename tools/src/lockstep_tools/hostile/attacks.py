@@ -1,25 +1,41 @@
 """Attacks on a router's public port. Each runs for a given time on connections of its own, and reads what it must.
 
 `python -m lockstep_tools.hostile.attacks NAME HOST PORT SECONDS` runs one: in a process of its own, so that it does not
-slow down those who measure.
+slow down those who measure. It fails if it could not connect, or not as often as the attack wants: then nothing was
+attacked.
 """
 
 import asyncio
 import contextlib
+import errno
 import json
 import socket
 import struct
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+from lockstep_tools.file_limit import raise_file_limit
 
 MODEL = "reference"
 _BODY_BYTES = (4 << 20) - 1024
 _CHUNK = 64 << 10
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 Address = tuple[str, int]
 Attack = Callable[[Address], Awaitable[None]]
 
 ATTACKS: dict[str, Attack] = {}
+
+
+@dataclass
+class _Made:
+    """What the attack of this process has reached."""
+
+    connections: int = 0
+
+
+_MADE = _Made()
 
 
 def attack(function: Attack) -> Attack:
@@ -51,6 +67,7 @@ async def send(address: Address, data: bytes) -> bytes:
 async def connection(address: Address) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection that is reset in the end, as a client that vanishes."""
     reader, writer = await asyncio.open_connection(*address)
+    _MADE.connections += 1
     try:
         yield reader, writer
     finally:
@@ -61,13 +78,19 @@ async def connection(address: Address) -> AsyncIterator[tuple[asyncio.StreamRead
 
 
 async def repeat(times: int, act: Callable[[], Awaitable[object]]) -> None:
-    """Act again and again on several lines at once, whatever comes back."""
+    """Act again and again on several lines at once, whatever comes back.
+
+    Raises:
+        OSError: this process may not open so many connections.
+    """
 
     async def line() -> None:
         while True:
             try:
                 await act()
-            except (OSError, EOFError):
+            except (OSError, EOFError) as error:
+                if isinstance(error, OSError) and error.errno in _NO_FILES:
+                    raise
                 await asyncio.sleep(0.05)
 
     await asyncio.gather(*(line() for _ in range(times)))
@@ -287,6 +310,7 @@ async def unread(address: Address) -> None:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             line.setblocking(False)
             await loop.sock_connect(line, address)
+            _MADE.connections += 1
             await loop.sock_sendall(line, data)
             await asyncio.sleep(30)
 
@@ -294,10 +318,17 @@ async def unread(address: Address) -> None:
 
 
 async def run(name: str, address: Address, seconds: float) -> None:
-    """Run one attack for a time, then close all its connections."""
+    """Run one attack for a time, then close all its connections.
+
+    Raises:
+        OSError: it could not be made: no connection, or too few.
+    """
+    _MADE.connections = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await ATTACKS[name](address)
+    if not _MADE.connections:
+        raise ConnectionError(f"no connection to {address[0]}:{address[1]} could be made")
 
 
 def names() -> Iterator[str]:
@@ -306,4 +337,8 @@ def names() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    asyncio.run(run(sys.argv[1], (sys.argv[2], int(sys.argv[3])), float(sys.argv[4])))
+    raise_file_limit()
+    try:
+        asyncio.run(run(sys.argv[1], (sys.argv[2], int(sys.argv[3])), float(sys.argv[4])))
+    except OSError as failure:
+        sys.exit(f"attack {sys.argv[1]}: {failure}")

@@ -137,8 +137,8 @@ def tls_context(arguments: argparse.Namespace) -> ssl.SSLContext | None:
     return context
 
 
-def checked_url(url: str) -> str:
-    """`url` without a slash at its end.
+def checked_url(url: str, option: str = "--url") -> str:
+    """`url` without a slash at its end; `option` is what gave it.
 
     Raises:
         CommandError: it is not an http(s) URL.
@@ -146,9 +146,9 @@ def checked_url(url: str) -> str:
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise CommandError(f"--url {url}: {error}", UNUSABLE) from None
+        raise CommandError(f"{option} {url}: {error}", UNUSABLE) from None
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise CommandError(f"--url {url}: not a URL such as http://127.0.0.1:8000/v1", UNUSABLE)
+        raise CommandError(f"{option} {url}: not a URL such as http://127.0.0.1:8000/v1", UNUSABLE)
     return url.rstrip("/")
 
 

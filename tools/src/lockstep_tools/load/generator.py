@@ -129,7 +129,7 @@ class Traffic:
     """Steady load: each client sends its next request when its last one has ended.
 
     Used as `async with Traffic(...) as traffic:`; leaving the block waits for the streams that still run, or cancels
-    them when an exception is on its way.
+    them when an exception is on its way. What `on_end` raises ends the run, and leaving the block raises it.
     """
 
     def __init__(
@@ -189,6 +189,10 @@ class Traffic:
         mark = Mark(name, time.monotonic())
         self.marks.append(mark)
         return mark
+
+    async def ended(self) -> None:
+        """Wait until all clients have ended, or one has failed."""
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
 
     def stop(self) -> None:
         """Send no further requests; running streams continue."""

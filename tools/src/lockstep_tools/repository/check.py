@@ -47,7 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="only list the tests that the change touches")
     options = parser.parse_args(arguments)
     began_s = time.monotonic()
-    changed = changed_files(ROOT, options.base)
+    try:
+        changed = changed_files(ROOT, options.base)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        print(f"check: git cannot tell what has changed: {said}", file=sys.stderr)
+        return 1
     tests = touched_tests(ROOT, changed, importers_of(ROOT))
     if options.list:
         print("\n".join(tests))
@@ -63,12 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def changed_files(root: Path, base: str) -> list[str]:
-    """Paths that differ from the common ancestor of HEAD and `base`, new ones too; of HEAD where there is no `base`."""
+    """Paths that differ from the common ancestor of HEAD and `base`, new ones too; of HEAD where there is no `base`.
 
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False).stdout
+    Raises:
+        subprocess.CalledProcessError: git fails, as in a directory that is no repository or belongs to another user.
+        OSError: there is no git.
+    """
 
-    ancestor = git("merge-base", "HEAD", base).strip() or "HEAD"
+    def git(*arguments: str, check: bool = True) -> str:
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=check).stdout
+
+    ancestor = git("merge-base", "HEAD", base, check=False).strip() or "HEAD"
     new = git("ls-files", "--others", "--exclude-standard")
     return sorted({*git("diff", "--name-only", ancestor).splitlines(), *new.splitlines()})
 

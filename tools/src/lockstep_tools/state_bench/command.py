@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from rich.table import Table
+from rich.text import Text
 
 from lockstep_tools import console
 from lockstep_tools.arguments import model_directory
@@ -72,7 +73,7 @@ def _as_json(backends: Sequence[measure.Measured], here: figures.Model) -> dict[
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left")
     for number, name in enumerate(header):
-        table.add_column(name, justify="right" if number else "left")
+        table.add_column(Text(name), justify="right" if number else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # an address such as [fd00::1]:7000 is no markup
     return table

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lockstep_api.v1 import state_pb2
 from lockstep_common.grpc_tls import dial_plain
+from lockstep_common.lifecycle import DIE_WITH_PARENT_VARIABLE
 from lockstep_engine.remote_store import BlockForm, HeadRange, StoredBlock
 from lockstep_worker.kv_store import KvStore, StoreOptions
 
@@ -117,7 +118,7 @@ async def _until(holds: Callable[[], object], complaint: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _process(*command: str) -> AsyncIterator[None]:
-    environment = os.environ | {"LOCKSTEP_LOG_LEVEL": "error"}
+    environment = os.environ | {"LOCKSTEP_LOG_LEVEL": "error", DIE_WITH_PARENT_VARIABLE: str(os.getpid())}
     null = asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(*command, stdout=null, stderr=null, env=environment)
     try:
