@@ -129,6 +129,52 @@ class TestContents:
             (path / "generation_config.json").write_text(json.dumps(generation))
         assert inspect(path).eos_ids == expected
 
+    @pytest.mark.parametrize("form", ["added", "vocabulary", "unigram", "settings"])
+    @pytest.mark.parametrize("as_object", [False, True])
+    def test_the_end_token_of_the_tokenizer_ends_answers_too(self, tmp_path, form, as_object):
+        path = write_model(tmp_path, eos_token_id=1)
+        digest = inspect(path).digest
+        tokenizer = {
+            "added": {"added_tokens": [{"id": 3, "content": "<a>"}, {"id": 7, "content": "<end>"}]},
+            "vocabulary": {"added_tokens": [], "model": {"vocab": {"<a>": 3, "<end>": 7}}},
+            "unigram": {"model": {"vocab": [*([f"t{number}", -1.0] for number in range(7)), ["<end>", 0.0]]}},
+            "settings": {},
+        }[form]
+        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        settings = {"eos_token": {"content": "<end>", "lstrip": False} if as_object else "<end>"}
+        if form == "settings":
+            settings["added_tokens_decoder"] = {"3": {"content": "<a>"}, "7": {"content": "<end>"}}
+        before = inspect(path)
+        assert before.eos_ids == (1,)
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+        assert inspect(path).eos_ids == (1, 7)
+        assert inspect(path).digest not in (digest, before.digest), "answers end elsewhere"
+        (path / "generation_config.json").write_text('{"eos_token_id": [7, 1]}')
+        known = inspect(path)
+        (path / "tokenizer_config.json").unlink()
+        assert (inspect(path).eos_ids, inspect(path).digest) == (known.eos_ids, known.digest) == ((7, 1), known.digest)
+
+    @pytest.mark.parametrize(
+        ("settings", "tokenizer"),
+        [
+            ({}, {}),
+            ({"eos_token": None}, {}),
+            ({"eos_token": "<end>"}, None),
+            ({"eos_token": "<end>"}, {"added_tokens": None, "model": 3}),
+            ({"eos_token": "<end>"}, {"added_tokens": [3, {"content": "<end>"}], "model": {"vocab": {"<end>": "7"}}}),
+            ({"eos_token": {"content": 7}}, {}),
+            ({"eos_token": "<end>", "added_tokens_decoder": {"x": {"content": "<end>"}, "7": 3}}, {}),
+            ({"eos_token": "<end>"}, {"added_tokens": [{"id": 100, "content": "<end>"}]}),
+        ],
+    )
+    def test_a_tokenizer_may_name_no_end_token_that_the_model_has(self, tmp_path, settings, tokenizer):
+        path = write_model(tmp_path, eos_token_id=1)
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+        (path / "tokenizer.json").unlink(missing_ok=True)
+        if tokenizer is not None:
+            (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        assert inspect(path).eos_ids == (1,)
+
     def test_end_of_text_ids_outside_the_vocabulary_are_left_out(self, tmp_path):
         assert inspect(write_model(tmp_path, eos_token_id=[1, 100, -1])).eos_ids == (1,)
 

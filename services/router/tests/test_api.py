@@ -193,6 +193,10 @@ async def test_completion_logprobs(cluster):
     assert "".join(logprobs["tokens"]) == choice["text"]
     for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
         assert choice["text"][offset:].startswith(token)
+    for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+        assert (len(top), top[token]) == (3, -0.5), "the chosen token is none of the two most likely ones"
+    (none,) = (await cluster.complete(logprobs=0, max_tokens=4)).json()["choices"]
+    assert none["logprobs"]["top_logprobs"] == [{token: -0.5} for token in logprobs["tokens"]]
 
 
 @pytest.mark.parametrize("logprob", ["-inf", "inf", "nan"])

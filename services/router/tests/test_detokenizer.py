@@ -1,19 +1,21 @@
 """Pieces of text add up to the whole, whatever the tokens are."""
 
+import itertools
+
+import pytest
+import sentencepiece_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lockstep_api.v1 import worker_pb2
 from lockstep_router.text.detokenizer import MAX_WAITING, Detokenizer
-from lockstep_router.text.tokenizer import Tokenizer
 from scripted_worker import VOCAB_SIZE
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, pre_tokenizers
+from sentencepiece_model import VOCAB, bytes_of, ids_of
+from tokenizers import decoders
 
 token_lists = st.lists(st.integers(0, VOCAB_SIZE + 10), max_size=60)
 
 
-def pieces_of(tokenizer, ids):
-    detokenizer = Detokenizer(tokenizer)
+def pieces_of(tokenizer, ids, preceding=()):
+    detokenizer = Detokenizer(tokenizer, preceding=preceding)
     return [*(detokenizer.step(token_id) for token_id in ids), detokenizer.flush()]
 
 
@@ -80,29 +82,76 @@ def test_special_and_unknown_ids_have_no_text(tokenizer):
     assert pieces_of(tokenizer, [0, 1, 2, 3, VOCAB_SIZE + 5]) == [""] * 6
 
 
-def sentencepiece_like():
-    """A tokenizer like Llama 2's: spaces as U+2581, bytes as <0xNN>, the first space dropped."""
-    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
-    for token in ("\u2581", "\u2581he", "llo", "\u2581world", "!"):
-        vocab[token] = len(vocab)
-    rust = RustTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
-    rust.pre_tokenizer = pre_tokenizers.Metaspace()
-    rust.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    files = worker_pb2.TokenizerFiles(digest="sp", tokenizer_json=rust.to_str().encode())
-    return Tokenizer(files), vocab
-
-
 def test_leading_space_is_dropped_once_and_kept_later():
-    tokenizer, vocab = sentencepiece_like()
-    ids = [vocab[token] for token in ("\u2581he", "llo", "\u2581world", "!", "\u2581", "\u2581he")]
+    tokenizer = sentencepiece_model.tokenizer_of()
+    ids = ids_of("\u2581he", "llo", "\u2581world", "!", "\u2581", "\u2581he")
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids) == "hello world!  he"
 
 
 def test_byte_tokens_make_characters():
-    tokenizer, vocab = sentencepiece_like()
-    ids = [vocab["\u2581he"], *(vocab[f"<0x{byte:02X}>"] for byte in "é😀".encode()), vocab["!"]]
+    tokenizer = sentencepiece_model.tokenizer_of()
+    ids = [*ids_of("\u2581he"), *bytes_of("é😀"), *ids_of("!")]
     pieces = pieces_of(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids) == "heé😀!"
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+SPACED = {
+    "strip": sentencepiece_model.tokenizer_of(),
+    "metaspace": sentencepiece_model.tokenizer_of(decoders.Metaspace()),
+}
+PROMPTS = {
+    "one word": ids_of("\u2581he", "llo"),
+    "many words": ids_of("\u2581he", "llo", "\u2581world", "!") * 10,
+    "a space": ids_of("\u2581"),
+    "a special token at its end": ids_of("\u2581he", "llo", "</s>"),
+    "special tokens among the words": ids_of("\u2581he", *["</s>"] * 40, "llo", "</s>"),
+    "unknown ids": [*ids_of("\u2581he", "llo"), len(VOCAB) + 3],
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("decoder", SPACED)
+def test_text_after_a_prompt_keeps_its_leading_space(decoder, prompt):
+    tokenizer, ids = SPACED[decoder], ids_of("\u2581world", "!", "\u2581he", "llo")
+    known = [each for each in prompt if tokenizer.token_bytes(each)]
+    text = "".join(pieces_of(tokenizer, ids, prompt))
+    assert tokenizer.decode(known) + text == tokenizer.decode(known + ids)
+    assert text == " world! hello"
+
+
+@pytest.mark.parametrize("prompt", [[], ids_of("</s>"), ids_of("</s>") * 100, bytes_of("é")[:1]])
+def test_text_after_nothing_begins_a_text(prompt):
+    assert "".join(pieces_of(SPACED["strip"], ids_of("\u2581world", "!"), prompt)) == "world!"
+
+
+@given(data=st.data(), decoder=st.sampled_from(sorted(SPACED)))
+@settings(max_examples=100)
+def test_texts_after_any_prompt_add_up(data, decoder):
+    tokenizer = SPACED[decoder]
+    words = [ids_of(each) for each in (*sentencepiece_model.WORDS, "</s>", "<end>")] + [bytes_of("é"), bytes_of("😀")]
+    prompt, ids = (list(itertools.chain(*data.draw(st.lists(st.sampled_from(words), max_size=20)))) for _ in range(2))
+    whole = tokenizer.decode(prompt + ids)
+    assert tokenizer.decode(prompt) + "".join(pieces_of(tokenizer, ids, prompt)) == whole
+
+
+def test_character_that_a_prompt_leaves_unfinished_does_not_reach_the_text():
+    tokenizer, ids = SPACED["strip"], bytes_of("é")
+    prompt = [*ids_of("\u2581he", "llo"), *ids[:1]]
+    assert "".join(pieces_of(tokenizer, [*ids[1:], *ids_of("\u2581world")], prompt)) == "\ufffd world"
+
+
+@given(ids=token_lists, prompt=token_lists)
+@settings(max_examples=100)
+def test_texts_of_bytes_do_not_depend_on_the_prompt(tokenizer, ids, prompt):
+    assert pieces_of(tokenizer, ids, prompt) == pieces_of(tokenizer, ids)
+
+
+@given(ids=st.lists(st.integers(0, len(VOCAB) + 3), max_size=20), last=st.integers(0, len(VOCAB) + 3))
+@settings(max_examples=100)
+def test_rest_with_a_last_id_is_what_comes_with_it(ids, last):
+    detokenizer = Detokenizer(SPACED["strip"])
+    for token_id in ids:
+        detokenizer.step(token_id)
+    rest = detokenizer.rest_with(last)
+    assert rest == detokenizer.step(last) + detokenizer.flush()

@@ -326,3 +326,39 @@ def test_deep_nesting_is_no_problem():
 )
 def test_reasoning(text, is_open, expected, pieces_of):
     assert parse(HERMES, pieces_of(text), reasoning=THINK, is_open=is_open) == expected
+
+
+def call_of(syntax, name="add"):
+    return json.dumps({"name": name, "parameters" if syntax == "llama3" else "arguments": {}})
+
+
+CUT = [
+    ("hermes", f"{ADD}{ADD}", len(ADD)),
+    ("hermes", f"<tool_call>[{call_of('hermes')}, {call_of('hermes')}]</tool_call>", len(call_of("hermes")) + 12),
+    ("llama3", f"{call_of('llama3')}; {call_of('llama3')}", len(call_of("llama3"))),
+    ("llama3", f"[{call_of('llama3')}, {call_of('llama3')}]", len(call_of("llama3")) + 1),
+    ("mistral", f"[TOOL_CALLS][{call_of('mistral')}, {call_of('mistral')}]", len(call_of("mistral")) + 13),
+    ("mistral", "[TOOL_CALLS]add{}[TOOL_CALLS]weather[ARGS]{}", 17),
+    ("json", f"{call_of('json')}\n{call_of('json')}", len(call_of("json"))),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "first"), CUT)
+def test_the_beginning_of_a_further_call_is_no_content(name, text, first):
+    assert text[:first].endswith("}") or name == "hermes"
+    for end in range(first, len(text) + 1):
+        parts = parse(SYNTAXES[name], text[:end])
+        assert [part[0] for part in parts] in (["call"], ["call", "call"]), text[:end]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rest"),
+    [
+        ("hermes", f"{ADD} Done <", "Done <"),
+        ("hermes", f"{ADD}<tool_call>no JSON", "<tool_call>no JSON"),
+        ("mistral", "[TOOL_CALLS]add{}[TOOL_CALLS]is what I write", "[TOOL_CALLS]is what I write"),
+        ("mistral", "[TOOL_CALLS]add{}, so it is", ", so it is"),
+    ],
+)
+def test_other_text_after_a_call_is_content(name, text, rest):
+    assert parse(SYNTAXES[name], [text]) == [call("add", "{}"), ("content", rest)]

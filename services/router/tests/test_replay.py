@@ -41,10 +41,15 @@ def stream_of(choices, *, stops=(), with_logprobs=False):
 
 
 def pieces_of(index, ids, sizes, *, with_logprobs=False, finish=LENGTH, is_alone=False):
-    """A choice's tokens in pieces of these sizes, one after the other; the finish comes with the last one or alone."""
+    """A choice's tokens in pieces of these sizes, one after the other. The finish comes with the last one or, if it is
+    the limit's, alone; the token that stopped an answer comes with its finish, by itself if `is_alone`.
+    """
     made, position = [], 0
     while position < len(ids):
-        part = ids[position : position + sizes[len(made) % len(sizes)]]
+        count = sizes[len(made) % len(sizes)]
+        if is_alone and finish == STOP and position < len(ids) - 1:
+            count = min(count, len(ids) - 1 - position)
+        part = ids[position : position + count]
         probs = [
             inference_pb2.Logprobs(
                 chosen=inference_pb2.TokenLogprob(id=each, logprob=-0.25 * (position + n)),
@@ -54,7 +59,7 @@ def pieces_of(index, ids, sizes, *, with_logprobs=False, finish=LENGTH, is_alone
         ]
         made.append(Piece(index, position, part, probs if with_logprobs else ()))
         position += len(part)
-    if is_alone or not made:
+    if (is_alone and finish != STOP) or not made:
         return [*made, Piece(index, position, [], (), finish)]
     return [*made[:-1], replace(made[-1], finish=finish)]
 
@@ -178,8 +183,8 @@ async def test_every_cut_of_a_text_of_many_bytes(tokenizer, stops):
 async def test_held_back_text_comes_with_a_finish_without_tokens(tokenizer):
     ids = tokenizer.encode("to be or")
     kept = stream_of(1, stops=["or not"])
-    expected = await check_every_cut(kept, pieces_of(0, ids, [1], finish=STOP, is_alone=True), tokenizer)
-    assert expected[0] == ["to be or", [], ["stop"]]
+    expected = await check_every_cut(kept, pieces_of(0, ids, [1], is_alone=True), tokenizer)
+    assert expected[0] == ["to be or", [], ["length"]]
 
 
 @pytest.mark.parametrize("stops", [(), (" too",)])

@@ -4,7 +4,7 @@ import openai
 import pytest
 from lockstep_api.v1 import worker_pb2
 from openai.types.responses import Response
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from router_cluster import events_of
 from scripted_worker import Script
 from tool_models import ids_of, model_of, prompt_of, says
@@ -93,6 +93,65 @@ async def test_a_conversation_goes_on_with_the_items_of_its_answer(client, clust
             '<tool_call>{"name": "weather", "arguments": {}}</tool_call><|im_end|>\n'
         ) in prompt
         assert prompt.count("<tool_response>Rain.</tool_response>") == 2
+
+
+class Weather(BaseModel):
+    """A form for answers and arguments."""
+
+    city: str
+
+
+async def test_what_parse_adds_to_an_answer_may_come_back(client, cluster):
+    tool = openai.pydantic_function_tool(Weather, name="weather")["function"] | {"type": "function"}
+    says(cluster, f'</think>{{"city": "Rome"}} {CALLS}')
+    response = await client.responses.parse(**ASK, tools=[tool])
+    message, *calls = response.output
+    assert calls[0].parsed_arguments is not None
+    message.content[0].parsed = {"city": "Rome"}  # as it is with `text_format`, which needs a worker with grammars
+    user = {"role": "user", "content": "Is it raining?"}
+    outputs = [{"type": "function_call_output", "call_id": item.call_id, "output": "Rain."} for item in calls]
+    says(cluster, "</think>Yes.")
+    for kept in (response.output, [item.model_dump() for item in response.output]):
+        answer = await client.responses.create(**(ASK | {"input": [user, *kept, *outputs]}), tools=[tool])
+        assert answer.output_text == "Yes."
+        assert '{"city": "Rome"}<tool_call>' in prompt_of(cluster)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_cache_options": {"mode": "explicit"}},
+        {"reasoning": {"summary": "concise"}},
+        {"reasoning": {"summary": "detailed", "generate_summary": "auto"}},
+        {"tools": [WEATHER | {"description": None, "strict": None, "defer_loading": None}]},
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "a", "prompt_cache_breakpoint": None}]},
+                {"role": "assistant", "content": "b", "phase": "final_answer"},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "input_text", "text": "c", "prompt_cache_breakpoint": {"mode": "explicit"}, "x": None}
+                    ],
+                },
+            ]
+        },
+    ],
+    ids=["cache", "concise", "detailed", "tools", "input"],
+)
+async def test_fields_of_the_client_that_change_nothing(cluster, fields):
+    says(cluster, "</think>Yes.")
+    response = await cluster.client.post("/v1/responses", json=ASK | fields)
+    assert response.status_code == 200, response.text
+    assert response.json()["output"][-1]["content"][0]["text"] == "Yes."
+
+
+async def test_fields_of_chats_that_change_nothing(cluster):
+    says(cluster, "</think>Yes.")
+    part = {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}
+    fields = {"messages": [{"role": "user", "content": [part]}], "prompt_cache_options": {"mode": "explicit"}}
+    response = await cluster.chat(**fields, max_tokens=100)
+    assert response.status_code == 200, response.text
 
 
 async def test_the_events_build_the_response(client, cluster):
@@ -218,7 +277,7 @@ CALL = {"type": "function_call", "call_id": "c1", "name": "weather", "arguments"
         ({"tool_choice": {"type": "function", "name": "x"}, "tools": [WEATHER]}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "markdown"}}}, "text.format.type"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"reasoning": {"effort": "much"}}, "reasoning.effort"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),

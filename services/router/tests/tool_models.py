@@ -101,8 +101,8 @@ def ids_of(tokenizer, text):
 
 
 def says(cluster, text, **script):
-    """Make every worker answer with this text; returns its ids."""
-    ids = ids_of(cluster.tokenizer, text)
+    """Make every worker answer with this text and the end of text; returns their ids."""
+    ids = [*ids_of(cluster.tokenizer, text), cluster.tokenizer.added_id_of("</s>")]
     for worker in cluster.workers:
         worker.script = Script(token=lambda _prompt_ids, _seed, at: ids[at], stop_after=len(ids), **script)
     return ids

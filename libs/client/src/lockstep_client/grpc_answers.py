@@ -272,8 +272,9 @@ def _text_logprobs(given: Sequence[pb.Logprobs]) -> Body:
 
 
 def _alternatives(logprobs: pb.Logprobs) -> dict[str, float]:
+    """The most likely tokens and the chosen one."""
     best: dict[str, float] = {}
-    for token in logprobs.top:
+    for token in (*logprobs.top, logprobs.chosen):
         # Several tokens may have the same text; the most likely one comes first.
         best.setdefault(_text(token), max(token.logprob, _MIN_LOGPROB))
     return best

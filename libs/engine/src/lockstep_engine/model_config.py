@@ -109,19 +109,23 @@ def inspect_model(config: EngineConfig) -> ModelInfo:
     vocab_size = _positive(path, settings, "vocab_size")
     limit = _context_limit(path, settings)
     context_length = min(limit, config.max_context or limit)
+    eos_ids = tuple(each for each in _eos_ids(path, settings) if 0 <= each < vocab_size)
+    end_id = _tokenizer_end(path)
+    # The digest has it only where it changes answers, so that other models keep theirs.
+    added_end = end_id if end_id is not None and end_id < vocab_size and end_id not in eos_ids else None
     hidden_size = _positive(path, settings, "hidden_size")
     embedding = inspect_embedding(config.embeddings, path, settings, hidden_size)
     return ModelInfo(
         path=path,
         name=config.name or path.resolve().name,
-        digest=_digest(path, files, config, embedding, _settled_context(settings, context_length)),
+        digest=_digest(path, files, config, embedding, _settled_context(settings, context_length), added_end),
         architecture=architecture,
         model_type=model_type,
         dtype=str(settings.get("dtype") or settings.get("torch_dtype") or _most_common(stored)),
         context_length=context_length,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        eos_ids=tuple(each for each in _eos_ids(path, settings) if 0 <= each < vocab_size),
+        eos_ids=eos_ids if added_end is None else (*eos_ids, added_end),
         created=int((path / "config.json").stat().st_mtime),
         weight_files=files,
         embedding=embedding,
@@ -292,12 +296,49 @@ def _eos_ids(path: Path, settings: dict[str, Any]) -> tuple[int, ...]:
     return tuple(number for number in ids if isinstance(number, int))
 
 
+def _tokenizer_end(path: Path) -> int | None:
+    """The id of the end-of-text token that the tokenizer's settings name; None: they name none that it has."""
+    if not (path / "tokenizer_config.json").exists():
+        return None
+    settings = read_json(path / "tokenizer_config.json")
+    token = settings.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return None
+    # The settings of most models have their added tokens; a tokenizer's own file has megabytes.
+    added = settings.get("added_tokens_decoder")
+    if isinstance(added, dict):
+        for number, entry in added.items():
+            if isinstance(entry, dict) and entry.get("content") == text and number.isdecimal():
+                return int(number)
+    if not (path / "tokenizer.json").exists():
+        return None
+    return _id_of(text, read_json(path / "tokenizer.json"))
+
+
+def _id_of(text: str, tokenizer: dict[str, Any]) -> int | None:
+    """The id of a token in a tokenizer's file; None: it has no such token."""
+    added = tokenizer.get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict) and entry.get("content") == text and isinstance(entry.get("id"), int):
+            return int(entry["id"])
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        found = vocabulary.get(text)
+        return found if isinstance(found, int) else None
+    # A Unigram's vocabulary is a list of pairs of a token and its score.
+    rows = enumerate(vocabulary if isinstance(vocabulary, list) else ())
+    return next((number for number, row in rows if isinstance(row, list) and row[:1] == [text]), None)
+
+
 def _digest(
     path: Path,
     files: tuple[str, ...],
     config: EngineConfig,
     embedding: EmbeddingInfo | None,
     settled_context: int | None,
+    added_end: int | None,
 ) -> str:
     """SHA-256 over the complete small files, and over the size and a thousand samples of each weight file. Reading all
     weights would take minutes. Weights that differ only between the samples have equal digests; give a fine-tuned model
@@ -308,6 +349,8 @@ def _digest(
         digest.update(embedding.pooling.encode())
     if settled_context is not None:
         digest.update(f"context {settled_context}".encode())
+    if added_end is not None:
+        digest.update(f"end {added_end}".encode())
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         if (path / name).exists():
             digest.update(name.encode() + b"\0" + (path / name).read_bytes())

@@ -159,7 +159,10 @@ _SHAPES = (
         {
             "tokens": "The tokens' texts; parts of characters as `bytes:\\xf0`.",
             "token_logprobs": "The natural logarithms of their probabilities, at least -9999.",
-            "top_logprobs": Data("The most likely tokens: logarithms of probabilities by the tokens' texts."),
+            "top_logprobs": Data(
+                "The most likely tokens, as many as `logprobs` says, and the answer's own if it is none of them: "
+                "logarithms of probabilities by the tokens' texts."
+            ),
             "text_offset": "Where each token's text begins in `text`, in characters.",
         },
     ),

@@ -1,17 +1,20 @@
 """The text of one stream: tokens in, pieces of text with finish reason and log probabilities out."""
 
 from collections import deque
+from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from lockstep_api.v1 import inference_pb2, worker_pb2
 
 from lockstep_router.generation.parsing import Parsing
 from lockstep_router.output import Content, OutputParser, Part
-from lockstep_router.text.detokenizer import Detokenizer
+from lockstep_router.text.detokenizer import NONE_VISIBLE, Detokenizer
 from lockstep_router.text.stop_strings import NO_STOP_STRINGS, StopStrings
 from lockstep_router.text.tokenizer import Tokenizer
 
-_FINISH_REASONS = {inference_pb2.FINISH_REASON_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
+_STOP = inference_pb2.FINISH_REASON_STOP
+_FINISH_REASONS = {_STOP: "stop", inference_pb2.FINISH_REASON_LENGTH: "length"}
 
 MIN_LOGPROB = -9999.0
 """Replaces the logarithm of a zero probability: JSON has no -inf."""
@@ -40,7 +43,17 @@ class Delta:
 
 
 class Choice:
-    """Turns one stream's updates into text: a pure function of the ids, whichever workers they come from."""
+    """Turns one stream's updates into text: a pure function of the ids, whichever workers they come from.
+
+    Args:
+        index: of the choice in the answer.
+        tokenizer: of the model.
+        stops: the stop strings.
+        parsing: how the text is parsed; None: it is content alone.
+        stream_id: of the choice's stream.
+        preceding: the prompt's ids, if the text continues the prompt's; empty: it begins a text.
+        min_tokens: stop strings that end in the text of so many first tokens do not end the answer.
+    """
 
     tokens = 0
     reasoning_tokens = 0
@@ -59,14 +72,17 @@ class Choice:
         stops: tuple[str, ...],
         parsing: Parsing | None = None,
         stream_id: str = "",
+        *,
+        preceding: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self.index = index
         self._parser = None if parsing is None else parsing.parser(stream_id)
         self._parts: list[Part] = []
         self._is_plain = not stops and self._parser is None
-        self._detokenizer = (
-            Detokenizer(tokenizer) if parsing is None else Detokenizer(tokenizer, parsing.visible_ids(tokenizer))
-        )
+        visible_ids = NONE_VISIBLE if parsing is None else parsing.visible_ids(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, visible_ids, preceding)
+        self._min_tokens = min_tokens
         self._stop_strings = StopStrings(stops) if stops else NO_STOP_STRINGS
         self._waiting: deque[TokenEntry] = deque()  # tokens whose text is held back
 
@@ -94,14 +110,19 @@ class Choice:
         if self._is_plain and len(update.ids) == 1 and not (update.logprobs or self._waiting):
             # Most updates: what follows gives the same for them.
             self.tokens += 1
-            text = self._detokenizer.step(update.ids[0])
-            if update.finish:
+            if finish := update.finish:
                 self.is_finished = True
-                return Delta(self.index, text + self._detokenizer.flush(), self.tokens, _FINISH_REASONS[update.finish])
+                text = "" if finish == _STOP else self._detokenizer.step(update.ids[0])
+                return Delta(self.index, text + self._detokenizer.flush(), self.tokens, _FINISH_REASONS[finish])
+            text = self._detokenizer.step(update.ids[0])
             self._decoded_chars += len(text)
             self._given_chars += len(text)
             return Delta(self.index, text, self.tokens) if text else None
-        text = "".join(self._feed_token(update, index) for index in range(len(update.ids)))
+        count = len(update.ids)
+        text_count = max(0, count - 1) if update.finish == _STOP else count
+        text = "".join(self._feed_token(update, index) for index in range(text_count))
+        if text_count < count:
+            text += self._feed_stop_token(update, text_count)
         finish_reason = "stop" if self._has_ended else None
         if finish_reason is None and update.finish:
             rest = self._pass_on(self._detokenizer.flush())
@@ -124,12 +145,7 @@ class Choice:
     def _feed_token(self, update: worker_pb2.StreamTokens, index: int) -> str:
         if self._has_ended:
             return ""
-        self.tokens += 1
-        if update.logprobs:
-            logprob = update.logprobs[index].chosen.logprob
-            # Compared in this order, not a number counts as the least.
-            self.logprob += logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
-            self._waiting.append(TokenEntry(update.logprobs[index], self._decoded_chars))
+        self._count_token(update, index)
         text = self._pass_on(self._detokenizer.step(update.ids[index]))
         if self._parser is None:
             return text
@@ -137,6 +153,36 @@ class Choice:
         self._parse(text)
         self.reasoning_tokens += was_reasoning or self._parser.is_reasoning
         return text
+
+    def _feed_stop_token(self, update: worker_pb2.StreamTokens, index: int) -> str:
+        """Take the last token of an answer that was stopped. It has no text, unless its text is what ends the answer:
+        a journal says that the answer was stopped, and not by what.
+        """
+        if self._has_ended:
+            return ""
+        if (rest := self._detokenizer.rest_with(update.ids[index])) and self._is_ended_by(rest):
+            return self._feed_token(update, index)
+        self._count_token(update, index)
+        self.reasoning_tokens += self._parser is not None and self._parser.is_reasoning
+        return ""
+
+    def _is_ended_by(self, text: str) -> bool:
+        """Whether the answer would end by what it says after this text."""
+        if self.tokens >= self._min_tokens and self._stop_strings.completes(text):
+            return True
+        if self._parser is None or not self._parser.may_end:
+            return False
+        parser = deepcopy(self._parser)
+        parser.feed(self._stop_strings.held + text)
+        return parser.has_ended
+
+    def _count_token(self, update: worker_pb2.StreamTokens, index: int) -> None:
+        self.tokens += 1
+        if update.logprobs:
+            logprob = update.logprobs[index].chosen.logprob
+            # Compared in this order, not a number counts as the least.
+            self.logprob += logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
+            self._waiting.append(TokenEntry(update.logprobs[index], self._decoded_chars))
 
     def _parse(self, text: str) -> str:
         if self._parser is not None and text:
@@ -157,7 +203,7 @@ class Choice:
 
     def _pass_on(self, piece: str) -> str:
         self._decoded_chars += len(piece)
-        return self._stop_strings.feed(piece)
+        return self._stop_strings.feed(piece, counts=self.tokens > self._min_tokens)
 
     def _release(self, *, everything: bool) -> list[TokenEntry]:
         """The waiting tokens of whose text at least a part has been given."""

@@ -96,7 +96,15 @@ class Generation:
         self._observe = observe
         self._arrival = asyncio.Event()
         self._choices = [
-            Choice(index, prepared.tokenizer, prepared.stops, prepared.parsing, journal.stream_id)
+            Choice(
+                index,
+                prepared.tokenizer,
+                prepared.stops,
+                prepared.parsing,
+                journal.stream_id,
+                preceding=journal.prompt_ids if prepared.continues_prompts else (),
+                min_tokens=journal.sampling.min_tokens,
+            )
             for index, journal in enumerate(prepared.journals)
         ]
         self._streams = [

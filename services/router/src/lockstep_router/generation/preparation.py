@@ -13,7 +13,7 @@ from lockstep_common.errors import ErrorCode, LockstepError, invalid
 
 from lockstep_router.generation.parsing import Parsing, choose_parsing
 from lockstep_router.generation.prompts import Prompt, PromptEncoder
-from lockstep_router.generation.request import GenerationRequest, PromptSource
+from lockstep_router.generation.request import Conversation, GenerationRequest, PromptSource
 from lockstep_router.generation.sampling import derive_seed, resolve_sampling, with_seed
 from lockstep_router.generation.tool_grammar import forced_calls
 from lockstep_router.streams.journal import Journal
@@ -42,6 +42,8 @@ class Prepared:
     """None: the answers' text is content alone."""
     kept_per_prompt: int | None = None
     """As in the request."""
+    continues_prompts: bool = False
+    """Whether the answers continue the prompts' texts; else they begin texts of their own."""
     begun: list[worker_pb2.StreamTokens] | None = None
     """What each choice has already, if another router began the request; None: it begins here."""
 
@@ -164,6 +166,7 @@ async def _prepare(
         request.stops,
         parsing,
         request.kept_per_prompt,
+        not isinstance(request.prompts[0], Conversation),
     )
 
 

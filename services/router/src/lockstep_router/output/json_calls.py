@@ -77,6 +77,11 @@ class JsonCalls:
         self.has_ended = False
         """The answer has as many calls as it may have."""
 
+    @property
+    def may_end(self) -> bool:
+        """Whether there is a limit for the number of calls."""
+        return self._calls.most is not None
+
     def feed(self, text: str) -> list[Part]:
         """Take the next piece; returns the parts that are final now."""
         self._buffer += text
@@ -86,7 +91,7 @@ class JsonCalls:
 
     def finish(self) -> list[Part]:
         """The parts of the text that still waits, at the end."""
-        if not self.has_ended and self._is_undecided:
+        if not self.has_ended and self._is_undecided and not self._is_cut_off:
             waiting = self._prefix + self._held + self._buffer
             self._parts += content(waiting.lstrip(SPACES) if self._is_after_call else waiting)
         self._buffer = self._held = self._prefix = ""
@@ -98,6 +103,18 @@ class JsonCalls:
         if self._state == self._call:
             return self._object.name is None
         return self._state in (self._begin, self._text, self._enter, self._name)
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether the text that waits is what precedes the name of a further call: its beginning, its marker or a
+        separator. It is no content, and no call yet.
+        """
+        if self.count == 0:
+            return False
+        if self._state == self._text:
+            return self._is_after_call
+        # A name has no spaces: text with them, behind a marker, is meant for somebody.
+        return self._state != self._name or not any(space in self._buffer.strip(SPACES) for space in SPACES)
 
     def _take_parts(self) -> list[Part]:
         parts, self._parts = self._parts, []

@@ -28,6 +28,11 @@ class OutputParser:
         return self._calls is not None and self._calls.count > 0
 
     @property
+    def may_end(self) -> bool:
+        """Whether the answer may end after a number of tool calls."""
+        return self._calls is not None and self._calls.may_end
+
+    @property
     def has_ended(self) -> bool:
         """Whether the answer has as many tool calls as it may have: what follows is no part of it."""
         return self._calls is not None and self._calls.has_ended

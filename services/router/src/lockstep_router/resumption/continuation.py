@@ -35,6 +35,7 @@ def continued(stored: StoredStream, tokenizer: Tokenizer, priority: int) -> Prep
         each,
         record.stops,
         record.parsing,
+        continues_prompts=record.continues_prompts,
         begun=[_begun(log) for log in stored.logs],
     )
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lockstep_api.v1 import worker_pb2
+from lockstep_api.v1 import inference_pb2, worker_pb2
 
 from lockstep_router.generation.choices import Choice, Delta
 from lockstep_router.journals import ChoiceLog, Record
@@ -21,7 +21,15 @@ class Replay:
     def __init__(self, record: Record, logs: Sequence[ChoiceLog], tokenizer: Tokenizer) -> None:
         self._logs = logs
         self._choices = [
-            Choice(index, tokenizer, record.stops, record.parsing, each.stream_id)
+            Choice(
+                index,
+                tokenizer,
+                record.stops,
+                record.parsing,
+                each.stream_id,
+                preceding=record.prompts[index // record.choices_per_prompt] if record.continues_prompts else (),
+                min_tokens=each.sampling.min_tokens,
+            )
             for index, each in enumerate(record.choices)
         ]
         self._fed = [0] * len(record.choices)
@@ -106,8 +114,12 @@ class Replay:
 
     def _feed(self, index: int, count: int, *, may_finish: bool) -> list[Delta]:
         if self._is_stepwise:
-            made = [self._feed_at_once(index, 1, may_finish=False) for _ in range(count)]
-            made += [self._feed_at_once(index, 0, may_finish=True)] if may_finish else []
+            log = self._logs[index]
+            # The token that stopped an answer comes with the finish: by itself it would have a text.
+            is_stopped = log.finish == inference_pb2.FINISH_REASON_STOP and self._fed[index] + count == len(log.ids)
+            last = 1 if may_finish and is_stopped and count else 0
+            made = [self._feed_at_once(index, 1, may_finish=False) for _ in range(count - last)]
+            made += [self._feed_at_once(index, last, may_finish=True)] if may_finish else []
         else:
             made = [self._feed_at_once(index, count, may_finish=may_finish)]
         return [delta for delta in made if delta is not None]

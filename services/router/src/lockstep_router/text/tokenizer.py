@@ -55,7 +55,7 @@ class Tokenizer:
         self.digest: str = files.digest
         decoder = json.loads(files.tokenizer_json).get("decoder")
         self._byte_level = _has_byte_level(decoder)
-        self._is_concatenation = decoder is not None and decoder.get("type") == "ByteLevel"
+        self.is_concatenation = decoder is not None and decoder.get("type") == "ByteLevel"
         """Whether the text of ids is the text of all their bytes."""
         added = self._rust.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
@@ -241,7 +241,7 @@ class Tokenizer:
         """What a token adds to any text that ends on a whole character; None if that depends on the text, or if more
         tokens are needed to know.
         """
-        if not self._is_concatenation or token_id in self._added_ids:
+        if not self.is_concatenation or token_id in self._added_ids:
             return None
         text, raw = self.decode([token_id]), self.token_bytes(token_id)
         return text if text and text.encode() == raw and not text.endswith(REPLACEMENT) else None

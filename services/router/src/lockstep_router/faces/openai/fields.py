@@ -20,6 +20,7 @@ IGNORED = frozenset(
         "parallel_tool_calls",
         "prediction",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "reasoning_effort",
         "safety_identifier",
@@ -98,7 +99,10 @@ _IGNORED_IN_MESSAGE = ("provider_specific_fields", "parsed")
 """What LiteLLM and the official client's `parse` add to answers, and send back."""
 
 _IGNORED_IN_FUNCTION = "parsed_arguments"
-"""What `parse` adds to the functions of calls."""
+"""What `parse` adds to the functions of calls, and to the items of the Responses API that are calls."""
+
+_IGNORED_IN_PART = "parsed"
+"""What `parse` adds to the parts of such items' contents."""
 
 
 def parse(model: type[Model], body: bytes | bytearray, *, max_values: int = 150_000) -> Model:
@@ -145,6 +149,8 @@ def validate(model: type[Model], data: dict[str, Any]) -> Model:
     if isinstance(tools := fields.get("tools"), list):
         for index, tool in enumerate(tools):
             _check_object(f"tools[{index}]", tool)
+        if "input" in model.model_fields:  # of the Responses API, whose answers repeat the tools with all their fields
+            fields["tools"] = [_without_empty(tool) for tool in tools]
     if isinstance(items := fields.get("input"), list):
         fields["input"] = [_plain_item(index, item) for index, item in enumerate(items)]
     if isinstance(messages := fields.get("messages"), list):
@@ -232,7 +238,15 @@ def _plain_item(index: int, item: Any) -> Any:
         if isinstance(parts := item.get(key), list):
             for part_index, part in enumerate(parts):
                 _check_object(f"input[{index}].{key}[{part_index}]", part)
-    return {key: value for key, value in item.items() if value is not None}
+            item = item | {key: [_without_empty(part, _IGNORED_IN_PART) for part in parts]}
+    return _without_empty(item, _IGNORED_IN_FUNCTION)
+
+
+def _without_empty(value: Any, ignored: str = "") -> Any:
+    """An object without fields that are null, and without one that is ignored."""
+    if not isinstance(value, dict):
+        return value
+    return {key: each for key, each in value.items() if each is not None and key != ignored}
 
 
 def _check_object(name: str, value: Any) -> None:

@@ -292,8 +292,9 @@ class CompletionFormat:
         }
 
     def _alternatives(self, logprobs: inference_pb2.Logprobs) -> dict[str, float]:
+        """The most likely tokens and the chosen one."""
         best: dict[str, float] = {}
-        for token in logprobs.top:
+        for token in (*logprobs.top, logprobs.chosen):
             # Several tokens may have the same text; the most likely one comes first.
             best.setdefault(self._text(token), _finite(token.logprob))
         return best

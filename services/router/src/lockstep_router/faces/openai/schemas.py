@@ -49,6 +49,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str = Field(description="The text.")
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Changes nothing.")
 
 
 class Message(Strict):
@@ -132,7 +133,11 @@ class SamplingFields(GenerationFields):
         description="Most tokens of an answer. Without it: what the context has room for in a conversation, else 16.",
     )
     min_tokens: int = Field(
-        0, ge=0, lt=1 << 31, description="End-of-text and stop tokens cannot be chosen before this many tokens."
+        0,
+        ge=0,
+        lt=1 << 31,
+        description="End-of-text and stop tokens cannot be chosen before this many tokens, and stop strings in their "
+        "text do not end the answer.",
     )
     repetition_penalty: float | None = Field(
         None,
@@ -184,7 +189,10 @@ class SamplingFields(GenerationFields):
         | None
     ) = Field(None, description="Texts that end the answer, which does not have them.")
     stop_token_ids: list[TokenId] | None = Field(
-        None, max_length=MAX_STOP_IDS, fail_fast=True, description="Tokens that end the answer."
+        None,
+        max_length=MAX_STOP_IDS,
+        fail_fast=True,
+        description="Tokens that end the answer, whose text does not have them.",
     )
     ignore_eos: bool = Field(False, description="The answer goes on past the model's end-of-text tokens.")
     response_format: ResponseFormat | None = Field(None, description="The form of the answer.")

@@ -31,6 +31,7 @@ class TextItemPart(Strict):
     text: str = Field(description="The text.")
     annotations: list[Any] | None = Field(None, description="Changes nothing.")
     logprobs: list[Any] | None = Field(None, description="Changes nothing.")
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(None, description="Changes nothing.")
 
 
 _Parts = Annotated[list[TextItemPart], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), Tag("<list>")]
@@ -45,6 +46,7 @@ class MessageItem(Strict):
         description="Who says it. `developer` reaches the chat template as `system`."
     )
     content: Text = Field(description="The text; parts are lines of one text.")
+    phase: Literal["commentary", "final_answer"] | None = Field(None, description=_CHANGES_NOTHING)
     id: ItemId | None = Field(None, description=_CHANGES_NOTHING)
     status: Status | None = Field(None, description=_CHANGES_NOTHING)
 
@@ -154,8 +156,11 @@ class ReasoningOptions(Strict):
     effort: ReasoningEffort | None = Field(
         None, description="For templates that use it; in others `none` turns reasoning off where the template can."
     )
-    summary: Literal["auto"] | None = Field(
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
         None, description="Changes nothing: no summary is made, and the answer has the reasoning itself."
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="An older name of `summary`."
     )
 
 
