@@ -268,6 +268,32 @@ async def test_large_bodies_that_wait_to_become_tokens_leave_room_for_small_ones
         assert len(await small.reading) == 60_000
 
 
+async def test_a_body_that_failed_takes_no_room_and_is_not_refused_again():
+    """Its answer may take long to reach the client, and others need the room meanwhile."""
+    budget = BodyBudget(4 << 20, 1 << 30, MemoryTrimmer())
+    too_large, gone, cancelled = Upload(budget), Upload(budget), Upload(budget)
+    for upload in (too_large, gone, cancelled):
+        for _ in range(16):
+            await upload.send(60_000)
+    await too_large.send(200_000)
+    assert await code_of(too_large) is ErrorCode.PAYLOAD_TOO_LARGE
+    gone.pieces.put_nowait({"type": "http.disconnect"})
+    assert await code_of(gone) is ErrorCode.CANCELLED
+    cancelled.reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled.reading
+    assert budget.used_bytes == 0
+    others = [Upload(budget) for _ in range(4)]
+    for upload in others:
+        for _ in range(16):
+            await upload.send(50_000)
+    small = Upload(budget)
+    await small.send(50_000, more=False)
+    assert len(await small.reading) == 50_000
+    for upload in others:
+        upload.reading.cancel()
+
+
 async def test_budget_is_whole_again_after_requests_of_all_kinds(cluster):
     for content in (b"no json", b"x" * (5 << 20), b'{"model": "reference", "prompt": "hi"}', b""):
         await cluster.client.post("/v1/completions", content=content)

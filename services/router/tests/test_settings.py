@@ -29,6 +29,15 @@ def test_environment_and_file(monkeypatch, tmp_path):
     assert RouterSettings.load("router", []).port == 1234
 
 
+@pytest.mark.parametrize("flag", ["--dashboard-url", "--state-server", "--workers", "--otlp-endpoint"])
+def test_password_in_an_address_is_not_shown(flag, capsys):
+    with pytest.raises(SystemExit):
+        RouterSettings.load("router", ["--workers", "a:1", flag, "https://user:hidden@host:1"])
+    error = capsys.readouterr().err
+    assert flag[2:].replace("-", "_") in error
+    assert "hidden" not in error
+
+
 @pytest.mark.parametrize("content", ["workers: [a:1\nport: 3\n", "- a\n", "workers: [a:1]\nzork: 3\n"])
 def test_wrong_file_ends_the_process(content, monkeypatch, tmp_path, capsys):
     file = tmp_path / "router.yaml"

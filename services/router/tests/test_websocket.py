@@ -9,10 +9,12 @@ from collections import Counter
 import pytest
 import websockets
 from key_files import KEY, OTHER_KEY, bearer, tenant, write
+from lockstep_api.v1 import worker_pb2
 from lockstep_common.errors import ErrorCode
 from lockstep_common.telemetry import REGISTRY, JsonFormatter, exposition
 from router_cluster import eventually
 from scripted_worker import Script
+from takeover_cluster import Sharing, mirrored_to
 from test_connections import connection
 from websocket_client import socket_of, text_of
 
@@ -528,3 +530,31 @@ async def test_session_of_a_message_picks_the_worker(cluster):
             await socket.generate(f"r{index}", max_tokens=1, user=f"u{index}", more={"session": "same"})
             await socket.answer(f"r{index}")
     assert sorted(len(worker.submits) for worker in cluster.workers) == [0, 6]
+
+
+async def test_a_cancel_while_the_request_is_being_cancelled_does_not_take_its_last_message(tmp_path, tokenizer):
+    """Nor does one while it ends by itself: the error is what has ended it."""
+    refused = worker_pb2.Rejected(code="invalid_request", message="no such token")
+    async with Sharing(tmp_path, tokenizer) as sharing:
+        cluster = await sharing.router("first")
+        for worker in cluster.workers:
+            worker.script = Script(delay_s=0.01)
+        async with opened(cluster) as socket:
+            await socket.generate("cancelled", max_tokens=200)
+            await socket.until(lambda: len(socket.of("cancelled")) > 3)
+            await mirrored_to(cluster, socket.of("cancelled")[0]["stream"], 1)
+            sharing.state.backend.delay_s = 1.0  # a cancel waits until the state server knows it
+            for _ in range(2):
+                await socket.send(type="cancel", id="cancelled")
+            assert (await socket.answer("cancelled"))[-1]["error"]["code"] == "cancelled"
+            for worker in cluster.workers:
+                worker.script = Script(delay_s=0.01, reject_after=8, rejection=refused)
+            await socket.generate("failed", max_tokens=200, resumable=False)
+            await socket.until(lambda: len(socket.of("failed")) > 3)
+            await eventually(lambda: cluster.router.streams == 0)  # it has failed, and is being forgotten
+            await asyncio.sleep(0.05)
+            await socket.send(type="cancel", id="failed")
+            assert (await socket.answer("failed"))[-1]["error"]["code"] == "invalid_request"
+            await socket.send(type="ping")
+            await socket.until(lambda: socket.messages[-1]["type"] == "pong")
+            assert not [each for each in socket.messages if each["type"] == "error" and each["id"] is None]

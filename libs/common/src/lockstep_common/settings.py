@@ -1,13 +1,15 @@
 """Typed settings: bases for each service's class, read from flags, environment (`LOCKSTEP_…`), a YAML file and
 defaults, in this order of priority.
 
-Unknown keys are errors in every source. `--help` is the reference.
+Unknown flags and unknown keys of the file are errors. So is a variable that is one slip away from a setting; other
+unknown variables are warned of, because services may share an environment. `--help` is the reference.
 """
 
 import logging
 import os
 import re
 import sys
+from collections.abc import Collection
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
@@ -19,10 +21,46 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from lockstep_common.termination import leave_message
+from lockstep_common.early_lines import keep_lines
+from lockstep_common.lifecycle import DIE_WITH_PARENT_VARIABLE
+from lockstep_common.termination import PATH_VARIABLE, leave_message
+
+logger = logging.getLogger("lockstep.settings")
 
 CONFIG_VARIABLE = "LOCKSTEP_CONFIG"
 """Environment variable with the path of the YAML file."""
+
+_PREFIX = "LOCKSTEP_"
+_OTHER_VARIABLES = frozenset(
+    {
+        CONFIG_VARIABLE,
+        DIE_WITH_PARENT_VARIABLE,
+        PATH_VARIABLE,
+        # Of the engine, the client and the tools.
+        "LOCKSTEP_API_KEY",
+        "LOCKSTEP_CPU_KERNELS",
+        "LOCKSTEP_PREBUILT_KERNELS",
+        # Pods of all services have them, whichever of them use them.
+        "LOCKSTEP_NODE_NAME",
+        "LOCKSTEP_POD_UID",
+        # Of the tests.
+        "LOCKSTEP_CLUSTER_REPORT",
+        "LOCKSTEP_DEV_IMAGES",
+        "LOCKSTEP_IMAGES",
+        "LOCKSTEP_JAEGER_IMAGE",
+        "LOCKSTEP_KUBE_KIT",
+        "LOCKSTEP_PROMETHEUS_IMAGE",
+        "LOCKSTEP_PYTHON",
+        "LOCKSTEP_REDIS_IMAGE",
+        "LOCKSTEP_SCREENSHOTS",
+        "LOCKSTEP_TEST_SEED",
+    }
+)
+"""Variables that are no settings of a service."""
+_SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_|$)|_PORT_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+"""Variables with which Kubernetes tells pods of the namespace's Services, of which some begin with `lockstep`."""
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
+"""What the value of another such variable begins with, whose name is like that of a setting for a port."""
 
 USAGE_EXIT_CODE = 2
 """The exit code for settings, models and ports that cannot be used: another start cannot help."""
@@ -40,7 +78,7 @@ def fail(message: str, termination_log: str | None = None) -> NoReturn:
 class ServiceSettings(BaseSettings):
     """Base of every service's settings."""
 
-    model_config = SettingsConfigDict(env_prefix="LOCKSTEP_", extra="forbid", frozen=True, env_nested_delimiter="__")
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, extra="forbid", frozen=True, env_nested_delimiter="__")
 
     @classmethod
     def settings_customise_sources(
@@ -76,6 +114,7 @@ class ServiceSettings(BaseSettings):
             cli_hide_none_type=True,
             cli_avoid_json=True,
         )
+        cls._check_variables()
         try:
             return cls(_cli_settings_source=flags)  # type: ignore[call-arg]
         except ValidationError as error:
@@ -85,10 +124,56 @@ class ServiceSettings(BaseSettings):
         except Exception as error:  # e.g. a file without a YAML mapping, or a variable that is not JSON
             fail(f"settings: {error}")
 
+    @classmethod
+    def _check_variables(cls) -> None:
+        """End the process for a variable whose name is a slip, and warn of others that are not known."""
+        known = [f"{_PREFIX}{name.upper()}" for name in cls.model_fields]
+        unknown = unknown_variables(known)
+        slips = [(name, _meant(name, known)) for name in unknown]
+        wrong = [f"{name}: there is no such setting; is {meant} meant?" for name, meant in slips if meant]
+        if wrong:
+            fail("\n".join(wrong))
+        if unknown:
+            keep_lines()
+            logger.warning("variables that are no settings of this service: %s", ", ".join(unknown))
+
     def shown(self) -> dict[str, Any]:
         """The settings as JSON types, without secrets."""
         shown: dict[str, Any] = without_secrets(self.model_dump(mode="json"))
         return shown
+
+
+def unknown_variables(known: Collection[str]) -> list[str]:
+    """Variables of the environment with the project's prefix that nothing is known to read.
+
+    Args:
+        known: the variables for the settings of this service.
+    """
+    unknown = []
+    for variable, value in os.environ.items():
+        name = variable.upper()  # the case of names does not matter
+        if not name.startswith(_PREFIX) or name.partition("__")[0] in known or name in _OTHER_VARIABLES:
+            continue
+        if _SERVICE_LINK.search(name) or (name.endswith("_PORT") and _SERVICE_ADDRESS.match(value)):
+            continue
+        unknown.append(variable)
+    return sorted(unknown)
+
+
+def _meant(name: str, known: Collection[str]) -> str | None:
+    """The variable that a name is one slip away from, if there is one. A name that differs more may be another
+    service's.
+    """
+    return next((each for each in known if _is_slip(name.upper(), each)), None)
+
+
+def _is_slip(given: str, meant: str) -> bool:
+    """Whether one letter is missing, superfluous or wrong, or two neighbours are swapped."""
+    while given and meant and given[0] == meant[0]:
+        given, meant = given[1:], meant[1:]
+    while given and meant and given[-1] == meant[-1]:
+        given, meant = given[:-1], meant[:-1]
+    return max(len(given), len(meant)) <= 1 or (len(given) == 2 and given == meant[::-1])
 
 
 _SECRET_NAME = re.compile(r"(^|_)(password|secret|token|api_key)$")
@@ -200,8 +285,27 @@ class PodSettings(ServiceSettings):
         return value
 
 
+_SCHEME = r"((?:[a-z][a-z0-9+.-]*://)?)"
+_USER_IN_TEXT = re.compile(rf"{_SCHEME}\S*@", re.IGNORECASE)
+_USER_IN_VALUE = re.compile(rf"\A{_SCHEME}.*@", re.IGNORECASE | re.DOTALL)
+
+
+def _without_users(value: Any) -> Any:
+    """Without what may be a user and a password in a wrong address, which is not in the form of one."""
+    if isinstance(value, dict):
+        return {key: _without_users(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_users(each) for each in value]
+    return _without_user(_USER_IN_VALUE, value) if isinstance(value, str) else value
+
+
+def _without_user(form: re.Pattern[str], text: str) -> str:
+    return form.sub(r"\1(not shown)@", text)
+
+
 def _sentence(entry: dict[str, Any]) -> str:
     name = ".".join(str(part) for part in entry["loc"]) or "settings"
     nothing_given = entry["type"] in ("missing", "extra_forbidden", UNQUOTED) or entry["input"] in (None, "", ())
-    given = "" if nothing_given else f" (given: {entry['input']!r})"
-    return f"setting {name}: {entry['msg'].removeprefix('Value error, ')}{given}"
+    given = "" if nothing_given else f" (given: {without_secrets(_without_users(entry['input']), name)!r})"
+    message = _without_user(_USER_IN_TEXT, entry["msg"].removeprefix("Value error, "))
+    return f"setting {name}: {message}{given}"

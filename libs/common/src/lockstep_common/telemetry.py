@@ -25,6 +25,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from pydantic_core import to_json
 
+from lockstep_common.early_lines import kept_lines
 from lockstep_common.log_level import LOG_LEVEL
 from lockstep_common.tracebacks import traceback_text
 
@@ -190,10 +191,13 @@ def setup(service: str, *, level: str = "info", pod: str | None = None) -> loggi
     else:
         handler = BatchHandler(sys.stderr, JsonFormatter(service, pod))
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    early, root.handlers[:] = kept_lines(), [handler]
     root.setLevel(logging.WARNING)
     logger = logging.getLogger("lockstep")
     LOG_LEVEL.configure(level)
+    for record in early:
+        if logging.getLogger(record.name).isEnabledFor(record.levelno):
+            handler.handle(record)
     sys.excepthook, threading.excepthook = _log_end, _log_end_of_thread
     if not getattr(REGISTRY, "_lockstep_ready", False):
         for collector in (ProcessCollector, PlatformCollector, GCCollector):

@@ -1,12 +1,16 @@
 """Makes the client for an address: one server, sentinels or a cluster. Addresses have no password; a file has it."""
 
+import asyncio
+import ssl
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from lockstep_common.watched_files import Signature, signature_of
 from redis.asyncio import Redis, RedisCluster, Sentinel
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.backoff import NoBackoff
 
 _SCHEMES = ("redis", "redis+cluster", "redis+sentinel")
@@ -94,8 +98,35 @@ def _host(kind: str, text: str) -> tuple[str, int]:
     return parts.hostname, parts.port or _PORTS[kind]
 
 
+def signature(options: RedisOptions) -> tuple[Signature, ...]:
+    """What changes with the files for TLS; empty without TLS."""
+    if not parse_address(options.address).has_tls:
+        return ()
+    return tuple(map(signature_of, (options.ca, options.cert, options.key)))
+
+
+def problem_of_files(options: RedisOptions) -> str | None:
+    """Why the files for TLS cannot be used; None if they can. It quotes nothing of them."""
+    try:
+        context = ssl.create_default_context(cafile=options.ca)
+        if options.cert is not None:
+            context.load_cert_chain(options.cert, options.key, password=_no_password)
+    except ssl.SSLError as error:
+        return error.reason or type(error).__name__
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    except ValueError:
+        return "a key is encrypted"
+    return None
+
+
+def _no_password() -> str:
+    """Instead of a prompt."""
+    raise ValueError
+
+
 def connect(options: RedisOptions) -> "Redis | RedisCluster":
-    """A client. Nothing is connected yet.
+    """A client. Nothing is connected yet. Its connections read the files for TLS once: others need another client.
 
     Nothing is tried again: an operation that Redis has done may not be done twice, or the second answer would be given.
     Connections that Redis has closed are noticed before they are used. Clusters are the exception, as slots move.
@@ -122,3 +153,10 @@ def connect(options: RedisOptions) -> "Redis | RedisCluster":
         return master
     host, port = address.hosts[0]
     return Redis(host=host, port=port, db=address.database, **common, **login)
+
+
+async def close(client: "Redis | RedisCluster") -> None:
+    """Close all connections of a client, those to sentinels too."""
+    pool: Any = getattr(client, "connection_pool", None)  # a cluster's client has none
+    sentinels: list[Redis] = pool.sentinel_manager.sentinels if isinstance(pool, SentinelConnectionPool) else []
+    await asyncio.gather(*(each.aclose() for each in (client, *sentinels)), return_exceptions=True)

@@ -13,12 +13,20 @@ from typing import Any
 
 from lockstep_common.breaker import Breaker
 from lockstep_common.errors import LockstepError
+from lockstep_common.tls import RELOADS
 from redis import exceptions as redis_errors
 from redis.asyncio import Redis, RedisCluster
 
 from lockstep_state import metrics
 from lockstep_state.errors import full, unavailable
-from lockstep_state.redis_backend.connect import RedisOptions, connect, parse_address
+from lockstep_state.redis_backend.connect import (
+    RedisOptions,
+    close,
+    connect,
+    parse_address,
+    problem_of_files,
+    signature,
+)
 from lockstep_state.redis_backend.scripts import Script
 
 logger = logging.getLogger("lockstep.state")
@@ -40,6 +48,8 @@ PIPELINE = 256
 """Commands sent at a time: a longer batch is sent in parts, so that others get their turns on the server."""
 _LOG_EVERY_S = 60.0
 _PROBE_TTL_MS = 1000
+_CERTIFICATE = "store"
+"""Name of Redis' certificates in logs and metrics."""
 _PROBES = 3
 """Answers of one probe: the first one may be late because a connection is made."""
 _LOGIN = (redis_errors.AuthenticationError, redis_errors.AuthorizationError)
@@ -94,7 +104,15 @@ class Store:
 
     def __init__(self, options: RedisOptions) -> None:
         self._options = options
+        self._signature = signature(options)
+        self._refused = self._signature
+        """Of the files that were last found to be unusable."""
         self._client: Redis | RedisCluster = connect(options)
+        self._retiring: dict[asyncio.Task[None], Redis | RedisCluster] = {}
+        """Former clients, each with what closes it."""
+        if self._signature:
+            for outcome in ("loaded", "failed"):
+                RELOADS.labels(_CERTIFICATE, outcome)
         self._turns = asyncio.Semaphore(options.connections)
         self._breaker = Breaker("redis", options.breaker_failures)
         self._logged_at = -_LOG_EVERY_S
@@ -141,22 +159,24 @@ class Store:
         return answers
 
     async def run(self) -> None:
-        """Probe while the breaker is open, until cancelled."""
+        """Probe while the breaker is open, and follow the files for TLS, until cancelled."""
         while True:
             await asyncio.sleep(self._options.probe_s)
-            if self._breaker.is_open:
-                # The client has lost cancellations. In a task of its own that cannot keep this one running.
-                probing = asyncio.create_task(self._probe())
-                try:
-                    await asyncio.wait({probing})
-                finally:
-                    probing.cancel()
+            # The client has lost cancellations. In a task of its own that cannot keep this one running.
+            doing = asyncio.create_task(self._probe() if self._breaker.is_open else self._follow_files())
+            try:
+                await asyncio.wait({doing})
+            finally:
+                doing.cancel()
 
     async def close(self) -> None:
         """Close the connections."""
         if self._checking is not None:
             self._checking.cancel()
-        await self._client.aclose()
+        former = list(self._retiring.values())
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*(close(client) for client in (self._client, *former)))
 
     async def _run(self, operation: str, commands: Sequence[Command], *, is_batch: bool) -> list[Any]:
         if self._breaker.is_open:
@@ -269,6 +289,7 @@ class Store:
         line = self._probe_line()
         try:
             async with asyncio.timeout(self._probe_timeout_s):
+                await self._follow_files()
                 await self._reconnect()
                 for _ in range(_PROBES):
                     began = time.monotonic()
@@ -284,14 +305,45 @@ class Store:
             logger.debug("a probe failed", extra={"error": type(error).__name__})
 
     async def _reconnect(self) -> None:
-        """Have everything that begins from now on run over new connections."""
-        if isinstance(self._client, RedisCluster):
-            former, self._client = self._client, connect(self._options)
-            await former.aclose()
-        else:
-            pool: Any = self._client.connection_pool  # its types are incomplete
+        """Have everything that begins from now on run over new connections, with the files for TLS as they are now.
+
+        Calls in progress keep their connections until they end.
+        """
+        former, self._client = self._client, connect(self._options)
+        retiring = asyncio.create_task(self._retire(former))
+        self._retiring[retiring] = former
+        retiring.add_done_callback(self._retiring.pop)
+        if not isinstance(former, RedisCluster):
+            pool: Any = former.connection_pool  # its types are incomplete
             await pool.update_active_connections_for_reconnect()  # those in use are closed when they are released
             await pool.disconnect(inuse_connections=False)
+
+    async def _retire(self, client: Redis | RedisCluster) -> None:
+        """Close a former client when no call can be using it any more."""
+        await asyncio.sleep(2 * self._options.batch_timeout_s)
+        await close(client)
+
+    async def _follow_files(self) -> None:
+        """Connect anew if the files for TLS have changed. Files that cannot be used change nothing."""
+        if not self._signature:
+            return
+        try:
+            found = await asyncio.to_thread(signature, self._options)
+            if found == self._signature:
+                return
+            problem = await asyncio.to_thread(problem_of_files, self._options)
+            if problem is None:
+                await self._reconnect()
+                self._signature = found
+                RELOADS.labels(_CERTIFICATE, "loaded").inc()
+                logger.info("certificates reloaded", extra={"certificate": _CERTIFICATE})
+            elif found != self._refused and found == await asyncio.to_thread(signature, self._options):
+                # A half-finished swap is complete at the next check; any other problem is reported once.
+                self._refused = found
+                RELOADS.labels(_CERTIFICATE, "failed").inc()
+                logger.error("certificates not reloaded: %s", problem, extra={"certificate": _CERTIFICATE})
+        except Exception as error:  # e.g. no thread can be started; nothing may end the probing
+            logger.debug("certificates not checked", extra={"error": type(error).__name__})
 
 
 def _is_unusable(answer: Any) -> bool:

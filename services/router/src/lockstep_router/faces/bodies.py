@@ -184,6 +184,27 @@ class Reservation:
             LockstepError: PAYLOAD_TOO_LARGE as soon as that is known, INVALID_REQUEST if it does not arrive in time,
                 OVERLOADED if there is no room for it, CANCELLED if the client has disconnected.
         """
+        body, self._timeout_s = _Pieces(), timeout_s
+        try:
+            await self._read(request, max_bytes, body)
+        except BaseException as error:
+            # At once, though the error refers to the body: its answer may take long to reach the client.
+            body.clear()
+            self.release()
+            if isinstance(error, ClientDisconnect):
+                raise LockstepError(ErrorCode.CANCELLED, "the client has gone") from error
+            if not isinstance(error, TimeoutError):
+                raise
+            if self.is_refused:
+                raise overloaded() from error
+            message = f"the body did not arrive within {timeout_s:g} seconds"
+            raise LockstepError(ErrorCode.INVALID_REQUEST, message) from error
+        finally:
+            self._timer = None  # one that has ended cannot be rescheduled
+        self._budget.arrived(self)
+        return body.joined()
+
+    async def _read(self, request: Request, max_bytes: int, body: "_Pieces") -> None:
         given = request.headers.get("content-length", "0")
         # The server has checked the header's form, and the bytes that arrive are counted below in any case.
         declared = int(given[:20]) if given.isascii() and given.isdigit() else 0
@@ -191,28 +212,16 @@ class Reservation:
             raise _too_large(max_bytes)
         if declared > _SMALL_BYTES:
             self._budget.claim(self, declared)
-        body, self._timeout_s = _Pieces(), timeout_s
-        try:
-            async with asyncio.timeout(timeout_s) as self._timer:
-                async for chunk in request.stream():
-                    if body.size_bytes + len(chunk) > max_bytes:
-                        raise _too_large(max_bytes)
-                    body.add(chunk)
-                    self._progress(body.size_bytes)
-                    if body.size_bytes > self.size_bytes:
-                        self._budget.grow(self, body.size_bytes - self.size_bytes)
-                    if body.size_bytes > _SMALL_BYTES:
-                        await self._budget.pace.wait(len(chunk))
-        except TimeoutError as error:
-            if self.is_refused:
-                raise overloaded() from error
-            raise LockstepError(
-                ErrorCode.INVALID_REQUEST, f"the body did not arrive within {timeout_s:g} seconds"
-            ) from error
-        except ClientDisconnect as error:
-            raise LockstepError(ErrorCode.CANCELLED, "the client has gone") from error
-        self._budget.arrived(self)
-        return body.joined()
+        async with asyncio.timeout(self._timeout_s) as self._timer:
+            async for chunk in request.stream():
+                if body.size_bytes + len(chunk) > max_bytes:
+                    raise _too_large(max_bytes)
+                body.add(chunk)
+                self._progress(body.size_bytes)
+                if body.size_bytes > self.size_bytes:
+                    self._budget.grow(self, body.size_bytes - self.size_bytes)
+                if body.size_bytes > _SMALL_BYTES:
+                    await self._budget.pace.wait(len(chunk))
 
     def refuse(self) -> None:
         """Make `read` fail with OVERLOADED."""
@@ -246,6 +255,11 @@ class _Pieces:
         if len(self._last) > _SMALL_BYTES:
             self._complete.append(self._last)
             self._last = bytearray()
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._complete.clear()
+        self._last.clear()
 
     def joined(self) -> bytearray:
         """The body."""

@@ -72,6 +72,8 @@ class _Request:
     """Whether the record's id is that of its stream."""
     is_unwanted: bool = False
     """Whether its stream ends with it."""
+    is_ending: bool = False
+    """Whether the answer is over, and its last message is still to be sent. Nothing stops that."""
 
 
 class Session:
@@ -179,8 +181,9 @@ class Session:
         if request is None:
             raise LockstepError(ErrorCode.NOT_FOUND, "there is no such request in progress", field="id")
         request.is_unwanted = True
-        assert request.task is not None
-        request.task.cancel()
+        if not request.is_ending:
+            assert request.task is not None
+            request.task.cancel()
 
     async def _cancel_key(self, key: str, record: Record, call: Call) -> None:
         """End the request that has an idempotency key, and tell the client."""
@@ -218,17 +221,24 @@ class Session:
         except Exception:
             logger.exception("request failed", extra=record.log_fields())
             failure = LockstepError(ErrorCode.INTERNAL, "something went wrong in the router")
+        request.is_ending = True
         if failure is not None:
             record.status = failure.meaning.http_status
         try:
-            if request.is_unwanted and request.has_stream:
-                with suppress(LockstepError):
-                    await self._router.runs.cancel(record.request_id, self._owner(record))
+            await self._forget_unwanted(request)
         finally:  # also if this is cancelled meanwhile
             report(request.call, record, time.perf_counter() - began, is_audited=self._client.access is not None)
         if failure is not None and self._socket.is_open:
             with suppress(SocketClosedError):
                 await self._socket.send(messages.failed(request.client_id, failure))
+            await self._forget_unwanted(request)  # it may have been cancelled only now
+
+    async def _forget_unwanted(self, request: _Request) -> None:
+        """End the stream of a request that nobody wants, and forget it. A second call does nothing."""
+        if request.is_unwanted and request.has_stream:
+            request.has_stream = False
+            with suppress(LockstepError):
+                await self._router.runs.cancel(request.record.request_id, self._owner(request.record))
 
     def _record(self, reservation: Reservation) -> Record:
         return Record(secrets.token_hex(12), self._router.limits.account(NOBODY), body=reservation)
@@ -286,6 +296,7 @@ class Session:
             finally:
                 record.completion_tokens = reading.delivered_tokens
                 record.failovers = reading.failovers
+        request.is_ending = True
         await self._socket.send(messages.done(request.client_id, usage_body(reading.usage)))
 
     def _generation_request(
