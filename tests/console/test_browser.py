@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from lockstep_api.v1 import worker_pb2
 from served import Served
 from steps import SLOWLY, say, wait_text, wait_tokens
 
@@ -163,6 +164,40 @@ def test_a_slow_rank_is_named_on_the_topology(served, open_page):
     served.workers[0].paces = ((0.0101, 0.0042), (0.0104, 0.0039))
     wait_text(page, ".pace p", "last seconds$")
     assert not page.locator("#workers .ranks li", has_text="slow").count()
+
+
+def test_ranks_that_restart_are_no_lost_connection(served, open_page):
+    page = open_page(served.management)
+    wait_text(page, "#workers h3", "w0")
+    served.call(served.workers[0].announce, worker_pb2.WORKER_STATE_RESTARTING)
+    wait_text(page, ".node.worker[data-kind='bad'] .badge", "^✕ restarting$")
+    wait_text(page, ".node.worker[data-kind='bad'] .note", "^its ranks restart$")
+    assert page.locator("#workers .ranks li", has_text="was").count() == 0
+    served.call(served.workers[0].kill)
+    wait_text(page, ".node.worker[data-kind='bad'] .badge", "lost: connecting")
+    wait_text(page, ".node.worker[data-kind='bad'] .note", "the figures are its last ones")
+    wait_text(page, "#workers .ranks li", "^rank 1 was ")
+
+
+def test_a_worker_that_was_never_reached_is_not_lost(served, open_page):
+    page = open_page(served.management)
+
+    def with_new(route):
+        response = route.fetch()
+        state = response.json()
+        new = state["workers"][0] | {"id": "", "target": "10.0.0.9:9000", "state": "connecting", "reason": "refused"}
+        new |= {"last_seen_s": None, "ranks": [], "slow_rank": None, "total_blocks": 0, "free_blocks": 0}
+        route.fulfill(response=response, json=state | {"workers": [*state["workers"], new]})
+
+    page.route("**/console/state", with_new)
+    wait_text(page, "#workers h3", "10.0.0.9:9000")
+    node = page.locator(".node.worker", has_text="10.0.0.9:9000")
+    assert node.get_attribute("data-kind") == "wait"
+    assert node.locator(".badge").first.inner_text() == "· connecting"
+    assert node.locator(".note").inner_text() == "not reached yet: refused"
+    assert node.locator("dd").all_inner_texts() == ["never"]
+    assert page.locator(".wire.bad").count() == 0
+    check_axe(page)
 
 
 def test_durations_times_and_counts_are_read_without_doubt(served, open_page):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from lockstep_common.errors import ErrorCode, LockstepError
 from steps import SLOWLY, answer, said, say, speak, wait_ended, wait_text, wait_tokens, wait_until
 
 pytestmark = pytest.mark.slow
@@ -41,6 +42,136 @@ def test_an_answer_goes_on_after_a_broken_connection(served, open_page):
     wait_text(page, "#talk .moved", "the connection broke, and the answer goes on")
     wait_text(page, "#talk li.model .foot", "60 tokens")
     assert said(page) == text
+
+
+@pytest.mark.parametrize("code", ["draining", "unavailable", "overloaded", "worker_lost"])
+def test_an_answer_goes_on_after_a_failure_that_may_pass(served, open_page, code):
+    text = speak(served, 40)
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "go on", 40)
+    wait_tokens(page)
+    failure = LockstepError(ErrorCode(code), "not now")
+    served.call(lambda: [generation.fail(failure) for generation in list(served.router._generations)])
+    wait_text(page, "#talk .moved", "the answer was interrupted, and the answer goes on")
+    wait_text(page, "#talk li.model .foot", "40 tokens")
+    assert said(page) == text
+
+
+def test_an_answer_that_has_failed_for_good_is_not_asked_for_again(served, open_page):
+    page = open_page(served.public)
+    asked = []
+    page.on("request", lambda sent: asked.append(sent.method) if "/v1/" in sent.url else None)
+    chunks = [
+        {"choices": [{"index": 0, "delta": {"content": "Half."}}]},
+        {"error": {"message": "oh", "code": "internal"}},
+    ]
+    fulfill(page, [json.dumps(chunk) for chunk in chunks])
+    wait_text(page, "#workers h3", "w0")
+    say(page, "go on")
+    wait_ended(page, 1)
+    assert page.locator("#talk li.model .foot").inner_text() == "Error: oh"
+    assert asked == ["POST"]
+
+
+def fulfill(page, events):
+    """Answer chats with these events."""
+    body = "".join(f"data: {data}\n\n" for data in events)
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body),
+    )
+
+
+def deltas(*texts):
+    """An answer's events, with the texts of its tokens."""
+    return [json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}) for text in texts] + ["[DONE]"]
+
+
+def test_an_answer_is_laid_out_once_a_frame(served, open_page):
+    """Not once a token, or a long answer would take the browser the square of its length."""
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    page.evaluate("""() => {
+      const { get } = Object.getOwnPropertyDescriptor(Element.prototype, "scrollHeight");
+      window.heights = window.framesShown = 0;
+      Object.defineProperty(document.getElementById("talk"), "scrollHeight", {
+        get() { window.heights += 1; return get.call(this); },
+      });
+      const count = () => { window.framesShown += 1; requestAnimationFrame(count); };
+      count();
+    }""")
+    fulfill(page, deltas(*(f"word {number}\n" for number in range(3000))))
+    say(page, "go on")
+    wait_ended(page, 1)
+    wait_until(page, AT_END)
+    heights, frames = page.evaluate("[window.heights, window.framesShown]")
+    assert 0 < heights <= frames + 5  # the wait reads it too
+    assert heights < 1000
+
+
+AT_END = """() => {
+  const talk = document.getElementById("talk");
+  return talk.scrollTop > 100 && talk.scrollHeight - talk.clientHeight - talk.scrollTop < 2;
+}"""
+
+
+def test_the_end_is_followed_unless_the_user_has_scrolled_up(served, open_page):
+    ids = served.router.workers.tokenizers.get("tokenizer-1").encode("It was\n dark\n, and\n" * 99)
+    served.script(delay_s=SLOWLY, token=lambda prompt, seed, position: ids[position])
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "a long story", 200)
+    wait_until(page, AT_END)  # more than fits is there
+    wait_until(page, AT_END.replace("> 100", "> 200"))
+    page.evaluate("document.getElementById('talk').scrollTop = 20")
+    length = len(said(page))
+    wait_until(page, "length => document.querySelector('#talk .said').textContent.length > length + 60", length)
+    assert page.evaluate("document.getElementById('talk').scrollTop") == 20
+    page.evaluate("document.getElementById('talk').scrollTop = 1e6")
+    length = len(said(page))
+    wait_until(page, "length => document.querySelector('#talk .said').textContent.length > length + 60", length)
+    wait_until(page, AT_END)
+    page.evaluate("document.getElementById('talk').scrollTop = 20")
+    page.click("#stop")
+    wait_ended(page, 1)
+    assert page.evaluate("document.getElementById('talk').scrollTop") == 20
+    say(page, "and again", 2)
+    wait_until(page, AT_END)
+
+
+def test_an_answer_ends_with_the_page_that_asked_for_it(served, open_page):
+    served.script(delay_s=SLOWLY)
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    say(page, "never end", 200)
+    wait_tokens(page)
+    worker = served.worker_with_streams()
+    page.reload()
+    wait_text(page, "#stream-rows td", "cancelled|finished")
+    wait_text(page, "#stream-rows td", "cancelled")
+    assert not worker.seats.running
+
+
+def test_a_long_message_is_not_cut(served, open_page):
+    page = open_page(served.public)
+    wait_text(page, "#workers h3", "w0")
+    page.fill("#max-tokens", "8")
+    page.focus("#message")
+    page.keyboard.insert_text("a " * 15_000 + "end")
+    assert page.input_value("#message").endswith(" end")
+    page.keyboard.press("Control+Enter")
+    wait_text(page, "#talk li.model .foot[data-kind='bad']", "Error: ")
+    wait_until(page, "() => document.getElementById('message').value.endsWith(' end')")
+
+
+def test_a_line_end_of_two_tokens_is_one_line_end(served, open_page):
+    page = open_page(served.public)
+    fulfill(page, deltas("one\r", "\ntwo\r", "three", "\r\n", "\r"))
+    wait_text(page, "#workers h3", "w0")
+    say(page, "go on")
+    wait_ended(page, 1)
+    assert said(page) == "one\ntwo[U+000D]three\n[U+000D]"
 
 
 def test_a_message_that_fails_is_put_back_and_is_no_part_of_the_conversation(served, open_page):

@@ -42,7 +42,7 @@ class Chart:
     alert: str = ""
     """The alert whose runbook explains it."""
     is_number: bool = False
-    """Show the last value instead of a graph."""
+    """Show the value of now instead of a graph."""
     is_stacked: bool = False
     """Show the sum of the series too."""
     description: str = ""
@@ -138,6 +138,7 @@ OVERVIEW = (
             (rate(of("lockstep_router_prompt_tokens_total")), "in"),
             (rate(of("lockstep_router_generated_tokens_total")), "out"),
         ],
+        description="Tokens a second",
     ),
     Chart("Request duration", "s", _two_percentiles(_DURATION)),
 )
@@ -210,20 +211,29 @@ RANKS += (
         description="0: the other figures of this GPU are missing or old",
     ),
     Chart(
-        "GPUs: errors",
+        "GPUs: XID errors since the worker started",
         "short",
+        # The count itself: the series of an XID begins with its first error, and from there nothing increases.
         [
             (
-                increase(of_model("lockstep_worker_gpu_xid_errors_total"), "pod, rank, xid"),
+                f"sum by (pod, rank, xid) ({of_model('lockstep_worker_gpu_xid_errors_total')})",
                 "{{pod}} {{rank}} XID {{xid}}",
-            ),
+            )
+        ],
+        "LockstepGpuXid",
+        description="A line that begins or rises is an error that the driver has just reported",
+    ),
+    Chart(
+        "GPUs: ECC and NVLink errors",
+        "short",
+        [
             (
                 increase(of_model("lockstep_worker_gpu_ecc_errors_total"), "pod, rank, kind"),
                 "{{pod}} {{rank}} ECC {{kind}}",
             ),
             (increase(of_model("lockstep_worker_gpu_nvlink_errors_total"), "pod, rank"), "{{pod}} {{rank}} NVLink"),
         ],
-        "LockstepGpuXid",
+        "LockstepGpuEccErrors",
     ),
 )
 
@@ -297,11 +307,13 @@ TENANTS = (
         "Tokens in",
         "short",
         [(rate(f'lockstep_router_tenant_tokens_total{{{_OF},direction="in"}}', "tenant"), "{{tenant}}")],
+        description="Tokens a second",
     ),
     Chart(
         "Tokens out",
         "short",
         [(rate(f'lockstep_router_tenant_tokens_total{{{_OF},direction="out"}}', "tenant"), "{{tenant}}")],
+        description="Tokens a second",
     ),
     Chart("Limits that refused", "reqps", [(rate(of("lockstep_router_limited_total"), "limit"), "{{limit}}")]),
     Chart(
@@ -365,7 +377,7 @@ SERVICE = (
     Chart(
         "Generated tokens a second", "short", [(rate(of("lockstep_router_generated_tokens_total")), "")], is_number=True
     ),
-    Chart("Requests a second", "reqps", [(rate(_ANSWERED), "")], is_number=True),
+    Chart("Requests a second", "reqps", [(f"{rate(_ANSWERED)} or vector(0)", "")], is_number=True),
     Chart(
         "Failing requests",
         "percentunit",
@@ -431,7 +443,7 @@ SERVICE = (
     ),
     Chart(
         "Frames not taken",
-        "short",
+        "ops",
         [(rate(of("lockstep_router_dropped_frames_total"), "reason"), "{{reason}}")],
         description="Late frames of workers that streams had left: they show that fencing works",
     ),
@@ -689,6 +701,8 @@ def _panel(chart: Chart, number: int, place: models.GridPos) -> stat.Panel | tim
     panel = panel.id(number).title(chart.title).datasource(SOURCE).unit(chart.unit).grid_pos(place)
     for letter, (query, legend) in zip("ABCDE", chart.queries, strict=False):
         target = prometheus.Dataquery().expr(query).legend_format(legend).ref_id(letter)
+        # The last value of a range would be shown as that of now, however old it is.
+        target = target.instant() if chart.is_number else target.range()
         # One query of a panel has the examples of all: they are those of the series, not of the percentile.
         if _WITH_EXEMPLARS.search(query) and (query, legend) == chart.queries[-1]:
             target = target.exemplar(True)

@@ -102,6 +102,32 @@ def test_numbers_are_shown_without_workers_and_without_requests() -> None:
     assert panels["Ready workers"]["targets"][0]["expr"].endswith(") or vector(0)")
     (failing,) = [each for each in load("service")["panels"] if each["title"] == "Failing requests"]
     assert failing["targets"][0]["expr"].endswith(" > 0) or vector(0)")
+    assert panels["Requests a second"]["targets"][0]["expr"].endswith(") or vector(0)")
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_numbers_are_of_now_and_graphs_of_the_range(name: str) -> None:
+    """The last value of a range is shown however old it is, as if a dead service went on."""
+    for panel in load(name)["panels"]:
+        for target in panel["targets"]:
+            is_number = panel["type"] == "stat"
+            assert (target["instant"], target["range"]) == (is_number, not is_number), panel["title"]
+
+
+def test_xid_errors_are_counts() -> None:
+    """A series of them begins at 1, and nothing increases from there."""
+    queries = [target["expr"] for panel in load("ranks")["panels"] for target in panel["targets"]]
+    (query,) = [each for each in queries if "gpu_xid_errors" in each]
+    assert query.startswith("sum by (pod, rank, xid) (lockstep_worker_gpu_xid_errors_total{")
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_rates_without_a_unit_say_that_they_are(name: str) -> None:
+    for panel in load(name)["panels"]:
+        is_rate = any("rate(" in each["expr"] for each in panel["targets"])
+        if is_rate and panel["fieldConfig"]["defaults"]["unit"] == "short":
+            said = panel["title"] + panel.get("description", "")
+            assert "a second" in said or "histogram_quantile" in panel["targets"][0]["expr"], panel["title"]
 
 
 def test_processes_of_a_router_do_not_multiply_its_workers() -> None:

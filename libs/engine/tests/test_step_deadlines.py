@@ -34,10 +34,10 @@ async def test_a_step_that_is_late_is_told_once(late):
 
 async def test_a_pause_of_the_process_gives_the_step_its_time_once_more(late):
     deadlines = StepDeadlines(lambda what, since: late.append(what))
-    deadlines.add(1, 0.1)
+    deadlines.add(1, 0.15)
     time.sleep(0.5)
-    await asyncio.sleep(0.01)
-    assert not late
+    for _ in range(5):  # turns of the event loop, not time, of which a busy machine may take more than there is
+        await asyncio.sleep(0)
     deadlines.finish(1)
     await asyncio.sleep(0.2)
     assert not late

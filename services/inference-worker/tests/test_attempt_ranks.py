@@ -11,10 +11,15 @@ from lockstep_worker.router_connection import MAX_ENDED
 
 
 class Counters:
-    """Counters of two ranks: each reading finds one more step, of which rank 1 waits for rank 0."""
+    """Counters of two ranks: each reading finds one more step, of which rank 1 waits for rank 0. Each phase takes a
+    second by `clock`.
+    """
 
     def __init__(self):
         self.readings = 0
+
+    def clock(self):
+        return float(self.readings)
 
     def __call__(self):
         self.readings += 1
@@ -31,7 +36,7 @@ def steps_of(message):
 
 def test_each_phase_has_what_every_rank_did_in_it():
     counters = Counters()
-    ranks = AttemptRanks(counters)
+    ranks = AttemptRanks(counters, counters.clock)
     ranks.wait()  # in the queue
     ranks.run()
     ranks.run()  # another part of the prompt
@@ -54,6 +59,31 @@ def test_a_preempted_attempt_has_the_sum_of_its_turns():
         ranks.wait()
         assert ranks.awaits_token
     assert steps_of(ranks.message("s", 1)) == ([3, 3], [3, 3])
+
+
+def test_a_wait_that_began_before_the_phase_counts_only_as_far_as_the_phase_has_room():
+    """The first step after an idle time has waited for all of it, also before the request came."""
+    readings = iter(
+        [
+            (RankTimes(10, 4.0, 3.0, 1.0, 2.0),),
+            (RankTimes(11, 4.0625, 3.0, 1.0, 32.5),),  # the request came after 30 s
+            (RankTimes(12, 4.125, 3.0, 1.0, 32.53125),),
+            (RankTimes(12, 4.125, 3.0, 1.0, 32.53125),),
+            (RankTimes(14, 4.625, 3.0, 1.0, 33.0),),  # busy before the phase too
+            (RankTimes(14, 4.625, 3.0, 1.0, 33.0),),
+        ]
+    )
+    clock = iter([0.0, 0.09375, 0.21875, 9.0, 9.25, 9.25])
+    ranks = AttemptRanks(lambda: next(readings), lambda: next(clock))
+    ranks.run()
+    ranks.note_token()
+    ranks.wait()
+    ranks.run()
+    ranks.note_token()
+    ranks.wait()
+    message = ranks.message("s", 1)
+    assert [(each.steps, each.compute_s, each.idle_s) for each in message.prefill] == [(3, 0.5625, 0.03125)]
+    assert [(each.steps, each.compute_s, each.idle_s) for each in message.decode] == [(1, 0.0625, 0.03125)]
 
 
 def test_a_first_token_before_the_news_that_it_runs_begins_the_decode():

@@ -90,7 +90,13 @@ def test_a_long_answer_has_few_events():
     assert decode.attributes["lockstep.steps"] == 100_000
 
 
-def test_ranks_have_what_they_spent_in_the_phase():
+@pytest.mark.parametrize(("phase_s", "plan_wait_s"), [(10.0, 0.25), (1.125, 0.125), (0.5, 0.0)])
+def test_ranks_have_what_they_spent_in_the_phase(
+    monkeypatch: pytest.MonkeyPatch, phase_s: float, plan_wait_s: float
+) -> None:
+    """Of a wait that may have begun before the phase, what the phase has room for."""
+    now_ns = [time.monotonic_ns()]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns[0])
     readings = iter(
         [
             (RankTimes(5, 1.0, 0.9, 0.5, 0.0), RankTimes(5, 1.0, 0.9, 0.75, 0.0)),
@@ -100,6 +106,7 @@ def test_ranks_have_what_they_spent_in_the_phase():
     spans: list[Span] = []
     attempt = AttemptTrace(Tracing(ratio=1.0, slow_s=60.0, export=spans.extend), KEPT, lambda: next(readings))
     attempt.on_running()
+    now_ns[0] += int(phase_s * 1e9)
     attempt.end()
     first, second = (span.attributes for span in spans if span.name == "rank")
     assert first == {
@@ -108,7 +115,7 @@ def test_ranks_have_what_they_spent_in_the_phase():
         "lockstep.rank.compute_s": 0.75,
         "lockstep.rank.collective_s": 0.25,
         "lockstep.rank.peer_wait_s": 0.0,  # the others wait for this one
-        "lockstep.rank.plan_wait_s": 0.25,
+        "lockstep.rank.plan_wait_s": plan_wait_s,
     }
     assert (second["lockstep.rank.compute_s"], second["lockstep.rank.peer_wait_s"]) == (0.25, 0.5)
 

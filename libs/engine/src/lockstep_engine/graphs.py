@@ -99,6 +99,13 @@ class _CudaRecording(Recording):
         self._graph.replay()
 
 
+def end_allocation(pool: tuple[int, int]) -> None:
+    """Tell the allocator of the current device that nothing is recorded into a pool any more. Torch has no public name
+    for it.
+    """
+    torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+
+
 class CudaRecorder(Recorder):
     """Records CUDA graphs. They must be freed before the process group: NCCL waits for communicators that graphs
     hold.
@@ -137,7 +144,7 @@ class CudaRecorder(Recorder):
         recording goes on, gives no cached memory back before it reports that there is none.
         """
         torch.cuda.set_stream(stream)
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        end_allocation(self._pool)
 
     def used_bytes(self) -> int:
         """See `Recorder.used_bytes`."""

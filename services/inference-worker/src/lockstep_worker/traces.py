@@ -15,6 +15,8 @@ from lockstep_common.tracing import Kept, Span, Tracing, names
 from lockstep_common.tracing.spans import CURRENT
 from lockstep_engine import Output, RankTimes
 
+from lockstep_worker.attempt_ranks import within
+
 _MAX_MARKS = 48
 """Steps of a decode that become events. When there are as many, every second one is forgotten."""
 
@@ -143,7 +145,8 @@ class AttemptTrace:
 
     def _end_ranks(self, phase: Span, now_ns: int) -> None:
         """A span for each rank. Its times are those of all requests in the batch, while this one was in the phase."""
-        spent = [new - old for new, old in zip(self._read_ranks(), self._ranks, strict=False)]
+        phase_s = (self._trace.time_of(now_ns) - phase.begin_ns) / 1e9
+        spent = [within(new - old, phase_s) for new, old in zip(self._read_ranks(), self._ranks, strict=False)]
         transfer_s = min((each.collective_s for each in spent), default=0.0)
         for rank, each in enumerate(spent):
             span = self._trace.begin("rank", phase)

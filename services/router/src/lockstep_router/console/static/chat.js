@@ -8,6 +8,9 @@ import { appendShown, duration, tokens } from "./words.js";
 
 const MAX_MESSAGES = 40;
 const RETRY_FOR_MS = 60_000;
+const NEAR_END_PX = 40;
+// Codes of failures in the middle of an answer after which the router continues it for a client that comes back.
+const PASSING = new Set(["draining", "unavailable", "overloaded", "worker_lost"]);
 let messages = [];
 let running = null;
 
@@ -36,10 +39,25 @@ function bubble(role) {
   return { item, text, foot };
 }
 
-const follow = () => {
-  const talk = byId("talk");
-  talk.scrollTop = talk.scrollHeight;
-};
+let isFollowDue = false;
+let isEndWanted = false;
+let endBefore = 0;
+
+// Keeps the end of the conversation in view, unless the user has scrolled up; `always`: also then. It does so once a
+// frame, since to read the height lays out the whole conversation.
+function follow(always = false) {
+  isEndWanted ||= always;
+  if (isFollowDue) return;
+  isFollowDue = true;
+  requestAnimationFrame(() => {
+    const talk = byId("talk");
+    const end = talk.scrollHeight - talk.clientHeight;
+    // Compared with the end before the new text. A list that became shorter has been scrolled back by the browser.
+    const wasAtEnd = talk.scrollTop >= Math.min(endBefore, end) - NEAR_END_PX;
+    if (isEndWanted || wasAtEnd) talk.scrollTop = end;
+    [isFollowDue, isEndWanted, endBefore] = [false, false, end];
+  });
+}
 
 function randomKey() {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
@@ -61,6 +79,9 @@ class Answer {
     this.isCut = false;
     this.target = null;
     this.kind = null;
+    this.heldBack = "";
+    this.comesBack = false;
+    this.interruption = "";
   }
 
   async run() {
@@ -76,8 +97,9 @@ class Answer {
         // A TypeError is fetch's word for a connection that failed or broke.
         if (this.stopping.signal.aborted || !(error instanceof TypeError || error.isPassing)) throw error;
         if (this.lastId !== before || deadline === 0) [deadline, pause] = [Date.now() + RETRY_FOR_MS, 250];
-        if (Date.now() > deadline) throw new Error("the router has not come back within a minute");
-        setText(this.view.foot, "connection lost, coming back…");
+        if (Date.now() > deadline) throw error.isPassing ? error : new Error("the router has not come back within a minute");
+        if (!this.comesBack) this.interruption = error.isPassing ? "the answer was interrupted" : "the connection broke";
+        setText(this.view.foot, error.isPassing ? `${error.message}; coming back…` : "connection lost, coming back…");
         await new Promise((resolve) => setTimeout(resolve, pause));
         pause = Math.min(2 * pause, 3000);
         this.comesBack = true;
@@ -105,7 +127,7 @@ class Answer {
     if (this.comesBack) {
       this.comesBack = false;
       setText(this.view.foot, "");
-      if (this.lastId !== null) this.mark("the connection broke, and the answer goes on");
+      if (this.lastId !== null) this.mark(`${this.interruption}, and the answer goes on`);
     }
     for await (const { id, data } of events(response)) {
       if (data === "[DONE]") {
@@ -118,7 +140,11 @@ class Answer {
   }
 
   take(chunk) {
-    if (chunk.error) throw new Error(chunk.error.message);
+    if (chunk.error) {
+      const error = new Error(chunk.error.message);
+      error.isPassing = PASSING.has(chunk.error.code);
+      throw error;
+    }
     if (chunk.usage) this.tokens = chunk.usage.completion_tokens;
     const choice = chunk.choices?.[0];
     if (choice?.finish_reason === "length") this.isCut = true;
@@ -137,8 +163,17 @@ class Answer {
       this.kind = kind;
       this.view.text.append(this.target);
     }
-    appendShown(this.target, text);
+    // A carriage return may be the first half of a line's end, whose other half comes with the next token.
+    const all = this.heldBack + text;
+    this.heldBack = all.endsWith("\r") ? "\r" : "";
+    appendShown(this.target, this.heldBack ? all.slice(0, -1) : all);
     follow();
+  }
+
+  // Shows what was held back for a next token, since there is none.
+  finish() {
+    appendShown(this.target ?? this.view.text, this.heldBack);
+    this.heldBack = "";
   }
 
   mark(text) {
@@ -148,9 +183,10 @@ class Answer {
 
   stop() {
     this.stopping.abort();
-    // It would run on for its client to come back.
-    if (this.streamId !== null) request(`../v1/streams/${encodeURIComponent(this.streamId)}`, { method: "DELETE" }).catch(() => {});
-    else request("../v1/streams", { method: "DELETE", headers: { "Idempotency-Key": this.key } }).catch(() => {});
+    // It would run on for its client to come back. The request outlives the page, which may be about to go.
+    const options = { method: "DELETE", keepalive: true };
+    if (this.streamId !== null) request(`../v1/streams/${encodeURIComponent(this.streamId)}`, options).catch(() => {});
+    else request("../v1/streams", { ...options, headers: { "Idempotency-Key": this.key } }).catch(() => {});
   }
 }
 
@@ -158,7 +194,7 @@ async function send(text) {
   const asked = newest([...messages, { role: "user", content: text }]);
   appendShown(bubble("user").text, text);
   const view = bubble("model");
-  follow();
+  follow(true);
   const body = {
     model: byId("model").value,
     messages: asked,
@@ -188,6 +224,7 @@ async function send(text) {
     setText(view.foot, wasStopped ? "stopped" : `Error: ${error.message}`);
     announce(wasStopped ? "Stopped." : `Error: ${error.message}`);
   } finally {
+    answer.finish();
     // A message without an answer is no part of the conversation, or it would make the next ones fail as well.
     if (hasAnswer) messages = [...asked, { role: "assistant", content: answer.content }];
     else byId("message").value ||= text;
@@ -218,6 +255,10 @@ byId("message").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("chat-form").requestSubmit();
 });
 byId("stop").addEventListener("click", () => running?.stop());
+// A page that is left or loaded again has no way back to its answer. One that the browser keeps may be shown again.
+addEventListener("pagehide", (event) => {
+  if (!event.persisted) running?.stop();
+});
 byId("clear").addEventListener("click", () => {
   messages = [];
   byId("talk").replaceChildren();

@@ -7,6 +7,7 @@ const FLIGHT_MS = 6000;
 const SVG = "http://www.w3.org/2000/svg";
 const GOOD = new Set(["ready"]);
 const PASSING = new Set(["loading", "starting", "draining", "retired"]);
+const AWAY = new Set(["connecting", "silent"]);
 const MARKS = { good: "✓", warn: "…", bad: "✕", wait: "·" };
 
 const states = new Map();
@@ -17,7 +18,11 @@ export function nameOf(worker) {
   return shown(worker.id || worker.target || "a worker");
 }
 
+// One that this router has never reached has no figures, and nothing of it was lost.
+const isUnknown = (worker) => worker.state === "connecting" && worker.last_seen_s === null;
+
 function kindOf(worker) {
+  if (isUnknown(worker)) return "wait";
   if (GOOD.has(worker.state)) return worker.health.problems.length ? "warn" : "good";
   return PASSING.has(worker.state) ? "warn" : "bad";
 }
@@ -76,15 +81,16 @@ function updateWorker(item, worker) {
   const node = item.firstElementChild;
   const [title, facts, ranks, pace, note] = node.children;
   const kind = kindOf(worker);
+  const isLost = kind === "bad" && AWAY.has(worker.state);
   setKind(node, kind);
   setText(title.children[0], nameOf(worker));
   setKind(title.children[1], kind);
-  setText(title.children[1], `${MARKS[kind]} ${[kind === "bad" ? `lost: ${worker.state}` : worker.state, ...worker.health.problems].join(", ")}`);
+  setText(title.children[1], `${MARKS[kind]} ${[isLost ? `lost: ${worker.state}` : worker.state, ...worker.health.problems].join(", ")}`);
   const used = worker.total_blocks - worker.free_blocks;
   const share = worker.total_blocks ? used / worker.total_blocks : 0;
   const prompts = worker.prefixes;
   const hits = prompts.cached_tokens && prompts.predicted_tokens ? `${count(prompts.cached_tokens)} tokens` : "";
-  setFacts(facts, [
+  setFacts(facts, isUnknown(worker) ? [["Heard", "never"]] : [
     ["Running", count(worker.running)],
     ["Queue", worker.queued ? `${count(worker.queued)}, ${duration(worker.queue_wait_s)}` : "0"],
     ["Epoch", count(worker.epoch)],
@@ -99,13 +105,21 @@ function updateWorker(item, worker) {
   keyed(ranks, worker.ranks, (rank) => rank.rank, () => element("li", { class: "badge" }), (child, rank) => {
     // Nobody knows what the ranks of a lost worker do.
     const isSlow = kind !== "bad" && rank.rank === worker.slow_rank;
-    setKind(child, kind === "bad" ? "wait" : isSlow ? "warn" : rank.state === "ready" ? "good" : rank.state === "dead" ? "bad" : "warn");
-    setText(child, `rank ${rank.rank} ${kind === "bad" ? "was " : ""}${rank.state}${isSlow ? ", slow" : ""}, ${count(rank.steps)} steps`);
+    setKind(child, isLost ? "wait" : isSlow ? "warn" : rank.state === "ready" ? "good" : rank.state === "dead" ? "bad" : "warn");
+    setText(child, `rank ${rank.rank} ${isLost ? "was " : ""}${rank.state}${isSlow ? ", slow" : ""}, ${count(rank.steps)} steps`);
   });
   pace.hidden = kind === "bad" || !worker.ranks.some((rank) => rank.compute_s > 0);
   if (!pace.hidden) showPace(pace, worker);
   const reason = shown(worker.reason || worker.health.ejected_because);
-  setText(note, kind === "bad" ? `${reason || "no connection"}; the figures are its last ones` : reason || shown(worker.model));
+  setText(note, noteOf(worker, kind, reason));
+}
+
+function noteOf(worker, kind, reason) {
+  if (isUnknown(worker)) return reason ? `not reached yet: ${reason}` : "not reached yet";
+  if (kind !== "bad") return reason || shown(worker.model);
+  if (AWAY.has(worker.state)) return `${reason || "no connection"}; the figures are its last ones`;
+  if (worker.state === "restarting") return reason ? `its ranks restart: ${reason}` : "its ranks restart";
+  return reason || "it serves nothing";
 }
 
 // What a step of each rank took lately. Each bar is a share of the longest step: computing, then collectives, in which a
