@@ -19,15 +19,15 @@ import httpx
 import pytest
 from killing import percentile
 from lockstep_client import AsyncLockstepClient, Finish, LockstepError, Policy, TextPiece, Usage
-from machine import left_since, traces
+from machine import PATIENCE_S, left_since, traces
 from paced import Paced
 from redis_server import RedisServer
 from store_faults import faults_of
 
 _WHOLE_S = 300.0
 _SILENCE_S = 1.0
-_MIRRORED_S = 0.3
-"""Until this time after its first token a stream may be unknown to the state server on a slow machine."""
+_ROUNDING_S = 0.001
+"""Of a lag in a router's status."""
 _STATE_TIMEOUT_S = 1.0
 """More than a router's default: streams have to be mirrored before they can be lost, on machines of any speed."""
 POLICY = Policy(retries=40, timeout_s=_WHOLE_S, on_lost="error")
@@ -121,26 +121,32 @@ async def receive(
 
 
 async def run_streams(
-    urls: list[str],
+    paced: Paced,
+    routers: list[int],
     streams: int,
     tokens: int,
     kill: Callable[[], None] | None,
     chance: random.Random,
     policy: Policy = POLICY,
 ) -> tuple[list[Received], float]:
-    """All streams at once; `kill` is called at a random moment after all have begun. When that was."""
+    """All streams at once, at some of the routers; `kill` is called at a random moment after all have begun and the
+    state server has them. When that was.
+    """
     begun, killed_at = asyncio.Semaphore(0), 0.0
     all_received = [Received() for _ in range(streams)]
     try:
         async with asyncio.timeout(_WHOLE_S):
             running = [
-                asyncio.create_task(receive(urls, seed, tokens, begun, received, policy))
+                asyncio.create_task(
+                    receive([paced.urls[each] for each in routers], seed, tokens, begun, received, policy)
+                )
                 for seed, received in enumerate(all_received)
             ]
             for _ in running:
                 await begun.acquire()
             if kill is not None:
-                await asyncio.sleep(_MIRRORED_S + chance.uniform(0.0, 0.5))
+                await until_mirrored([paced.management_urls[each] for each in routers])
+                await asyncio.sleep(chance.uniform(0.0, 0.5))
                 killed_at = time.monotonic()
                 kill()
             await asyncio.gather(*running)
@@ -153,6 +159,20 @@ async def run_streams(
         }
         raise AssertionError(f"events of the streams that did not end, and seconds since the last: {silent}") from None
     return all_received, killed_at
+
+
+async def until_mirrored(management_urls: list[str]) -> None:
+    """Wait until the state server has all that streams had when this was called."""
+    began_s, missing = time.monotonic(), set(management_urls)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        while missing:
+            for url in sorted(missing):
+                asked_s = time.monotonic()
+                state = (await client.get(f"{url}/status")).json()["router"]["state"]
+                assert asked_s < began_s + PATIENCE_S, state
+                if asked_s - state["lag_s"] > began_s + _ROUNDING_S:
+                    missing.remove(url)
+            await asyncio.sleep(0.01)
 
 
 def takeovers(management_url: str) -> int:
@@ -176,7 +196,7 @@ async def check_kills(
     """Kill one router after the other."""
     chance, silences, doomed = random.Random(seed), Silences(), 0
     with paced_routers(store, token_every_s) as paced:
-        whole, _ = await run_streams(paced.urls[1:], streams, tokens, None, chance)
+        whole, _ = await run_streams(paced, [1], streams, tokens, None, chance)
         check_whole(whole, whole, seed)
         for kill in range(kills):
             print(f"kill {kill}")
@@ -185,7 +205,7 @@ async def check_kills(
             doomed = chance.randrange(2)
             survivor = paced.management_urls[1 - doomed]
             before = takeovers(survivor)
-            run, killed_at = await run_streams(paced.urls, streams, tokens, paced.routers[doomed].kill, chance)
+            run, killed_at = await run_streams(paced, [0, 1], streams, tokens, paced.routers[doomed].kill, chance)
             check_whole(run, whole, seed)
             continued = takeovers(survivor) - before
             # The streams that were continued are those with the longest silences.
@@ -235,10 +255,10 @@ async def test_streams_are_whole_when_their_copies_have_wrong_data(
     may_repeat = replace(POLICY, on_lost="restart")
     try:
         with paced_routers(server.address, token_every_s=0.1) as paced:
-            whole, _ = await run_streams(paced.urls[1:], streams, tokens, None, chance)
+            whole, _ = await run_streams(paced, [1], streams, tokens, None, chance)
             await asyncio.to_thread(damaged.begin)
             try:
-                run, _ = await run_streams(paced.urls, streams, tokens, paced.routers[0].kill, chance, may_repeat)
+                run, _ = await run_streams(paced, [0, 1], streams, tokens, paced.routers[0].kill, chance, may_repeat)
             finally:
                 await asyncio.to_thread(damaged.end)
             continued = takeovers(paced.management_urls[1])

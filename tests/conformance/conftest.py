@@ -1,12 +1,14 @@
 """One system of two workers for all conformance tests, and the official client in front of it."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import httpx
 import openai
 import pytest
 from lockstep_tools.serving.stack import Stack, StackSettings
-from system import REFERENCE, System
+from machine import wait_for
+from system import REFERENCE, Json, System, is_idle
 
 
 @pytest.fixture(scope="package")
@@ -19,6 +21,31 @@ def stack() -> Iterator[Stack]:
 @pytest.fixture(scope="package")
 def system(stack: Stack) -> System:
     return System(stack.url, stack.management_url)
+
+
+@pytest.fixture
+def steps_at_rest(system: System) -> Callable[[], int]:
+    """Waits until no stream runs and all blocks are free, and returns how many steps the workers have made.
+
+    A worker's last report may be from before the last stream, or from its first half: what it says counts when it has
+    come after the router had no stream any more.
+    """
+
+    def steps_at_rest() -> int:
+        system.until(lambda workers: not any(each["streams"] for each in workers.values()), "no stream runs")
+        ended_s = time.monotonic()
+
+        def workers_at_rest() -> list[Json]:
+            asked_s = time.monotonic()
+            workers = list(system.workers().values())
+            are_at_rest = all(
+                not each["streams"] and is_idle(each) and each["last_seen_s"] < asked_s - ended_s for each in workers
+            )
+            return workers if are_at_rest else []
+
+        return sum(each["steps"] for each in wait_for(workers_at_rest, "all blocks are free"))
+
+    return steps_at_rest
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from harness import Router
 from implementations import REAL, SCRIPTED, Implementation, submit
 from lockstep_api.v1 import inference_pb2, worker_pb2
+from machine import PATIENCE_S
 
 IMPLEMENTATIONS = (SCRIPTED, REAL)
 
@@ -121,21 +122,31 @@ async def test_an_older_attempt_is_rejected_and_the_live_one_goes_on(worker: Imp
 async def test_the_deadline_ends_a_stream(worker: Implementation) -> None:
     router, _ = await worker.greeted()
     message = submit("s", max_tokens=240)
-    message.deadline_s = 0.2
+    message.deadline_s = 0.05
     rejected = await rejection(router, message)
     assert (rejected.code, rejected.retryable) == ("deadline_exceeded", False)
     assert await serves(router)
 
 
 async def test_a_router_that_goes_leaves_nothing_running(worker: Implementation) -> None:
-    watcher, _ = await worker.greeted()
+    watcher, hello = await worker.greeted()
+    await status_at_rest(watcher)
     router, _ = await worker.greeted()
-    await router.send(submit=submit("s", max_tokens=240))
-    await router.next("tokens")
+    tokens = hello.model.context_length - 16
+    await router.send(submit=submit("s", max_tokens=tokens))
+    while not (begun := (await watcher.next("status")).status).running:
+        pass
     router.call.cancel()
-    async with asyncio.timeout(3):
+    # At its own end the stream has had a step for each token.
+    assert (await status_at_rest(watcher)).steps - begun.steps < tokens // 2
+
+
+async def status_at_rest(watcher: Router) -> worker_pb2.Status:
+    """The next status of a worker that runs nothing and has all blocks free."""
+    async with asyncio.timeout(PATIENCE_S):
         while (status := (await watcher.next("status")).status).running or status.free_blocks < status.total_blocks:
             pass
+    return status
 
 
 @pytest.mark.parametrize("first", [{"submit": submit("s")}, {"cancel": worker_pb2.Cancel(stream_id="s")}])

@@ -62,7 +62,9 @@ def test_commands_can_be_parsed() -> None:
 
 def test_targets_of_make_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"\bmake ([a-z-]+)", CODE):
+    targets = re.findall(r"\bmake ([a-z-]+)", CODE)
+    assert targets
+    for target in targets:
         assert f"\n{target}:" in makefile, target
 
 

@@ -311,9 +311,9 @@ async def test_stream_expires(kept):
 
 
 async def test_a_write_without_content_prolongs(kept):
-    await kept.open(ttl_s=1.0)
+    await kept.open(ttl_s=3.0)
     await kept.append(ttl_s=TTL_S)
-    await asyncio.sleep(1.2)
+    await asyncio.sleep(3.2)
     assert await kept.backend.read(kept.key()) is not None
 
 

@@ -7,6 +7,7 @@ import time
 
 import grpc
 import pytest
+from lockstep_common.ports import free_port
 from lockstep_router import metrics
 from lockstep_router.discovery import WorkerAddress
 from lockstep_router.router import Router
@@ -164,12 +165,6 @@ def black_hole():
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def free_address():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 class Known:
     """A discovery that reports one worker."""
 
@@ -182,7 +177,7 @@ class Known:
 
 
 async def test_worker_is_reached_at_its_second_address_while_the_first_drops_packets():
-    worker = ScriptedWorker("w0", free_address())
+    worker = ScriptedWorker("w0", f"127.0.0.1:{free_port()}")
     await worker.start()
     settings = RouterSettings(workers=["unix:/not/asked"], connect_timeout_s=60, connect_hedge_s=0.05)
     with black_hole() as hole:
@@ -210,7 +205,7 @@ async def test_address_that_drops_packets_fails_by_the_deadline_and_is_tried_aga
 
 
 async def test_refused_connection_still_says_why():
-    settings = RouterSettings(workers=[free_address()], backoff_initial_s=0.01, backoff_max_s=0.02)
+    settings = RouterSettings(workers=[f"127.0.0.1:{free_port()}"], backoff_initial_s=0.01, backoff_max_s=0.02)
     async with Router(settings) as router:
         await eventually(lambda: router.workers.links and router.workers.links[0].problem)
         assert "refused" in router.workers.links[0].problem.lower()

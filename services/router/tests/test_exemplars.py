@@ -3,11 +3,11 @@
 import asyncio
 import re
 import shutil
-import socket
 
 import httpx
 import pytest
 from lockstep_common.management import Reports, managed
+from lockstep_common.ports import free_port
 from lockstep_common.telemetry import OPENMETRICS, REGISTRY, exposition, exposition_for
 from lockstep_common.tracing import Tracing
 from lockstep_router.lanes import Lane, Outlet, push
@@ -131,8 +131,7 @@ def test_examples_are_those_of_each_process():
 async def test_a_prometheus_has_the_example(tmp_path):
     seconds = Distribution("lockstep_test_example_seconds", "Time.", buckets=(1, 2), registry=REGISTRY)
     seconds.observe(1.5, 1, 0xABC)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     try:
         async with managed("127.0.0.1", 0, Reports(lambda: None), liveness_timeout_s=60.0) as own_port:
             (tmp_path / "prometheus.yml").write_text(

@@ -138,16 +138,21 @@ async def test_what_comes_in_the_turn_of_the_first_comment_follows_it(comes):
         client.watch(lambda: None)
         client.expect_events()
 
+        comes = asyncio.Event()
+
         async def answer():
-            await asyncio.sleep(0.195)
+            await comes.wait()
             if comes == "an event":
                 await client.reply_events(events(), end=lambda: b"data: [DONE]\n\n")
             else:
                 await client.fail(LockstepError(ErrorCode.UNAVAILABLE, "no worker"))
 
         answering = asyncio.ensure_future(answer())
-        await asyncio.sleep(0.17)
-        time.sleep(0.1)  # both are due when the loop goes on
+        while client._timer.when() < client._written_at + settings.keepalive_interval_s:
+            await asyncio.sleep(0.01)
+        loop, comment_at = asyncio.get_running_loop(), client._timer.when()
+        loop.call_at(comment_at - 0.001, comes.set)
+        time.sleep(max(0.0, comment_at - loop.time()) + 0.01)  # both are due when the loop goes on
         await answering
         await client.stop()
     assert sent[:2] == [200, f"{COMMENT}\n\n".encode()]

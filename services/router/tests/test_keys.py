@@ -285,7 +285,7 @@ async def test_router_does_not_start_with_a_broken_file(tmp_path, text):
 
 async def test_key_expires(make_cluster, tmp_path):
     now = datetime.datetime.now(datetime.UTC)
-    soon, past = now + datetime.timedelta(seconds=1.5), now - datetime.timedelta(seconds=1)
+    soon, past = now + datetime.timedelta(seconds=5), now - datetime.timedelta(seconds=1)
     path = tmp_path / "keys.yaml"
     write(
         path,

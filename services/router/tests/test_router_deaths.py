@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 from lockstep_client import AsyncLockstepClient, Finish, Policy, StreamDiverged, StreamLost, TextPiece, Usage
 from lockstep_client.openai import AsyncOpenAI
+from lockstep_common.ports import free_port
 from lockstep_router.text.tokenizer import Tokenizer
 from router_cluster import Cluster, eventually
 from router_process import listening, start
@@ -114,11 +115,12 @@ async def test_killed_router_is_a_typed_error_without_a_repeat(routers, expected
 
 
 async def test_router_that_restarts_on_its_port(routers, expected):
-    url = await routers.start()
+    port = free_port()  # no connection of another process gets it while no router listens
+    url = await routers.start(port)
 
     async def restart():
         await routers.kill(url)
-        assert await routers.start(int(url.rpartition(":")[2].removesuffix("/v1"))) == url
+        assert await routers.start(port) == url
 
     async with AsyncLockstepClient(url, policy=POLICY) as client:
         text, _ = await text_with_death(client, restart)
