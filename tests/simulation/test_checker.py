@@ -17,7 +17,7 @@ def history(*, end=Kind.FINISH, value="length", given=8, **fields):
     """A right history, one token in each event."""
     texts = [Event(1.0 + at, Kind.TEXT, text_of(IDS[at]), at + 1) for at in range(given)]
     end_at = (texts[-1].at if texts else 1.0) + 0.5
-    return History("r", Expected(IDS, "length"), 0.5, events=[*texts, Event(end_at, end, value)], **fields)
+    return History("r", Expected(IDS, "length", len(IDS)), 0.5, events=[*texts, Event(end_at, end, value)], **fields)
 
 
 def kinds(changed):

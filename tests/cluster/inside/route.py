@@ -22,8 +22,8 @@ from typing import Any
 
 SAME, TOGETHER, FREED = 15, 6, 2
 PATIENCE_S = 60.0
-BLOCK = 16
-"""Tokens of a block of the KV cache."""
+HEARTBEATS_S = 0.5
+"""Time of some heartbeats."""
 LONG = 1900
 """Tokens of a stream that outlasts its stage."""
 
@@ -107,12 +107,22 @@ def open_streams(stage: str, count: int) -> list[http.client.HTTPConnection]:
     return opened
 
 
-def known_blocks() -> int:
-    return sum(worker["prefixes"]["blocks"] for worker in asked("status")["workers"])
+def reports() -> int:
+    """Reports of cached blocks that the workers have sent."""
+    return sum(worker["prefixes"]["reports"] for worker in asked("status")["workers"])
 
 
-def await_blocks(count: int) -> None:
-    wait_for(lambda: known_blocks() >= count, f"the router knows {count} blocks")
+def await_reports(before: int) -> None:
+    """Wait until the workers have told all that they have cached since then: new blocks come with their next
+    heartbeat. The number of blocks says nothing, since old ones may make room for new ones.
+    """
+
+    def are_told() -> bool:
+        last = reports()
+        time.sleep(HEARTBEATS_S)
+        return before < last == reports()
+
+    wait_for(are_told, f"the workers have sent more than {before} reports and send no more")
 
 
 await_running(0)
@@ -132,14 +142,13 @@ for connection in opened:
     connection.close()
 await_running(0)
 
-before = known_blocks()
 cached = []
 for reader in ("author", *given["readers"]):
+    before = reports()
     usage = complete("document", reader, given["document"])
     cached.append(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
     if reader == "author" and asked("status")["models"][0]["policy"] == "prefix_aware":
-        # Workers report new blocks with their next heartbeat.
-        await_blocks(before + usage["prompt_tokens"] // BLOCK - 1)
+        await_reports(before)
 
 found: dict[str, list[Any]] = {stage: [] for stage in stages}
 for stage, worker in zip(stages, workers(), strict=True):

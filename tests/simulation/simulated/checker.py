@@ -145,19 +145,17 @@ def _check_tokens(history: History) -> list[Violation]:
         if tuple(got) != expected[: len(got)]:
             return [Violation("wrong tokens", history.name, _describe(got, expected), event.at)]
         # A client with stop strings gets no text of a token that completes one, though it counts.
-        if not history.has_stops and event.tokens != len(got):
+        is_whole = len(got) == len(expected)
+        if not history.has_stops and event.tokens not in (len(got), history.expected.counted if is_whole else len(got)):
             detail = f"{event.tokens} counted, {len(got)} delivered"
             return [Violation("wrong count", history.name, detail, event.at)]
     finish = next((event for event in history.events if event.kind is Kind.FINISH), None)
     if finish is not None and (tuple(got), finish.value) != (expected, history.expected.finish):
         wanted = f"{len(expected)} tokens and {history.expected.finish}"
         return [Violation("early end", history.name, f"{len(got)} tokens and {finish.value} for {wanted}", finish.at)]
-    if not history.has_stops and history.usage not in (None, len(got)):
-        return [
-            Violation(
-                "wrong usage", history.name, f"{history.usage} counted, {len(got)} delivered", history.progress_at
-            )
-        ]
+    if not history.has_stops and history.usage not in (None, history.expected.counted):
+        detail = f"{history.usage} counted of {history.expected.counted}"
+        return [Violation("wrong usage", history.name, detail, history.progress_at)]
     return []
 
 

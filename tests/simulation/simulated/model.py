@@ -97,7 +97,10 @@ class Expected:
     """What a client must get if nothing fails."""
 
     ids: tuple[int, ...]
+    """Those with a text: a token that stops an answer has none."""
     finish: str
+    counted: int
+    """All tokens of the answer, without stop strings."""
 
 
 def expected(prompt_ids: tuple[int, ...], sampling: inference_pb2.Sampling, stops: tuple[str, ...]) -> Expected:
@@ -106,8 +109,8 @@ def expected(prompt_ids: tuple[int, ...], sampling: inference_pb2.Sampling, stop
     for position in range(sampling.max_tokens):
         token_id = tokens.at(position)
         if text_of(token_id) in stops:
-            return Expected(tuple(ids), "stop")
-        ids.append(token_id)
+            return Expected(tuple(ids), "stop", len(ids))
         if token_id in sampling.stop_token_ids:
-            return Expected(tuple(ids), "stop")
-    return Expected(tuple(ids), "length")
+            return Expected(tuple(ids), "stop", len(ids) + 1)
+        ids.append(token_id)
+    return Expected(tuple(ids), "length", len(ids))
