@@ -267,6 +267,33 @@ async def test_stream_that_this_router_has_taken_itself_goes_on(store, other, se
     assert (seen.outcome, list(seen.logs[0].ids), list(seen.logs[1].ids)) == (Outcome(), [5, 6, 8], [7])
 
 
+async def test_own_taking_is_found_although_the_answer_to_that_is_lost_too(store, other, server):
+    lost, asked = [], 0
+    store.on_taken(lambda *taken: lost.append(taken))
+    await reopened_without_answer(store, server)
+    read = server.backend.backend.read
+
+    async def answer_the_second(key, taker=None):
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise LockstepError(ErrorCode.UNAVAILABLE, "the answer is lost")
+        return await read(key, taker)
+
+    server.backend.backend.read = answer_the_second
+    store.append("r-1", Piece(0, 2, [8], logprobs(8)))
+    await all_told(store)
+    assert (lost, asked) == ([], 2)
+    assert list((await other.look_up("r-1", "tenant")).logs[0].ids) == [5, 6, 8]
+    # It is known now whose the stream is: it is lost without a question when another takes it.
+    assert await take(other) is not None
+    asked = 1
+    store.append("r-1", Piece(0, 3, [9], logprobs(9)))
+    await all_told(store)
+    assert await store.read("r-1") is None
+    assert asked == 1
+
+
 @pytest.mark.parametrize("outcome", [Outcome(), FAILED])
 async def test_stream_that_this_router_has_taken_itself_may_end_before_it_is_known(store, other, server, outcome):
     await reopened_without_answer(store, server)

@@ -289,8 +289,8 @@ class Store:
         line = self._probe_line()
         try:
             async with asyncio.timeout(self._probe_timeout_s):
-                await self._follow_files()
-                await self._reconnect()
+                if not await self._follow_files():
+                    await self._reconnect()
                 for _ in range(_PROBES):
                     began = time.monotonic()
                     (answer,) = await self._pipeline([line])
@@ -323,27 +323,29 @@ class Store:
         await asyncio.sleep(2 * self._options.batch_timeout_s)
         await close(client)
 
-    async def _follow_files(self) -> None:
-        """Connect anew if the files for TLS have changed. Files that cannot be used change nothing."""
+    async def _follow_files(self) -> bool:
+        """Connect anew if the files for TLS have changed; whether it did. Files that cannot be used change nothing."""
         if not self._signature:
-            return
+            return False
         try:
             found = await asyncio.to_thread(signature, self._options)
             if found == self._signature:
-                return
+                return False
             problem = await asyncio.to_thread(problem_of_files, self._options)
             if problem is None:
                 await self._reconnect()
                 self._signature = found
                 RELOADS.labels(_CERTIFICATE, "loaded").inc()
                 logger.info("certificates reloaded", extra={"certificate": _CERTIFICATE})
-            elif found != self._refused and found == await asyncio.to_thread(signature, self._options):
+                return True
+            if found != self._refused and found == await asyncio.to_thread(signature, self._options):
                 # A half-finished swap is complete at the next check; any other problem is reported once.
                 self._refused = found
                 RELOADS.labels(_CERTIFICATE, "failed").inc()
                 logger.error("certificates not reloaded: %s", problem, extra={"certificate": _CERTIFICATE})
         except Exception as error:  # e.g. no thread can be started; nothing may end the probing
             logger.debug("certificates not checked", extra={"error": type(error).__name__})
+        return False
 
 
 def _is_unusable(answer: Any) -> bool:

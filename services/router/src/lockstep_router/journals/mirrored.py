@@ -39,6 +39,7 @@ has died before that, unless it has marked the request as being prepared.
 """
 PREPARING_S = 10.0
 """A request that is being prepared elsewhere is waited for no longer than this."""
+_ASK_AGAIN_S = 0.1
 _LOOK_EVERY_S = 0.05
 _LOOK_PREPARING_EVERY_S = 0.25
 
@@ -152,7 +153,8 @@ class MirroredJournalStore:
         """Forget a stream, and the idempotency key that names it.
 
         Raises:
-            LockstepError: as for `look_up`, of a failed stream, which may go on elsewhere. It is forgotten here.
+            LockstepError: as for `look_up`, of a stream that has failed, which may go on elsewhere, or that was asked
+                for without an answer. It is forgotten here.
         """
         await self.release(request_id)
         self._origins.pop(request_id, None)
@@ -303,7 +305,7 @@ class MirroredJournalStore:
         for piece in pieces_of(stream.logs):
             self._front.append(request_id, piece)
         if stream.outcome is not None:
-            self._origins[request_id] = found.epoch, found.key
+            self._note_epoch(request_id, found)
             await self._front.seal(request_id, stream.outcome, self._ttl_s)
         else:
             self._adopt_key(request_id, found)
@@ -316,9 +318,13 @@ class MirroredJournalStore:
         if found.key is not None:
             self._keys.adopt(request_id, found.key)
 
+    def _note_epoch(self, request_id: str, found: Found) -> None:
+        self._origins[request_id] = found.epoch, found.key
+        self._unanswered.discard(request_id)
+
     def _mirror_on(self, request_id: str, found: Found) -> None:
         """Write on after what was found."""
-        self._origins[request_id] = found.epoch, found.key
+        self._note_epoch(request_id, found)
         written, has_finish = _lengths_of(found.stream.logs)
         self.mirror.add(
             request_id,
@@ -416,18 +422,18 @@ class MirroredJournalStore:
         """Another router has taken the stream over: what is here is not what clients are given there."""
         stream = self._front.held(request_id)
         if stream is not None and request_id in self._unanswered:
-            telling = self._find_taker(request_id, owned_at)
+            telling = self._find_taker(request_id, owned_at, stream.record.owner)
         else:
             telling = self._lose(request_id, owned_at, stream)
         task = asyncio.create_task(telling)
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
 
-    async def _find_taker(self, request_id: str, owned_at: float) -> None:
+    async def _find_taker(self, request_id: str, owned_at: float, owner: str) -> None:
         """Go on with a stream if it was this router itself that took it, and only the answer was lost."""
-        owner, found, is_own = self._held(request_id).record.owner, None, False
+        found, is_own = None, False
         with suppress(StateAwayError, StateRefusedError, LockstepError):
-            response = await self.client.read(state_pb2.ReadRequest(tenant=tenant_of(owner), stream_id=request_id))
+            response = await self._read_in_time(request_id, owner)
             found = _found(request_id, owner, response)
             is_own = response is not None and response.owner == self._owner
         stream = self._front.held(request_id)
@@ -439,6 +445,18 @@ class MirroredJournalStore:
         self._mirror_on(request_id, found)
         if stream.outcome is not None:
             self._mirror_end(request_id, stream.outcome, self._ttl_s)
+
+    async def _read_in_time(self, request_id: str, owner: str) -> state_pb2.ReadResponse | None:
+        """A stream there. It is asked for more than once: that an answer was lost says that the server is slow."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self.settle_s
+        while True:
+            try:
+                return await self.client.read(state_pb2.ReadRequest(tenant=tenant_of(owner), stream_id=request_id))
+            except StateAwayError:
+                if loop.time() >= until:
+                    raise
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     def _lose(self, request_id: str, owned_at: float, stream: StoredStream | None) -> Coroutine[Any, Any, None]:
         metrics.STREAMS_TAKEN.inc()
