@@ -140,15 +140,19 @@ def test_the_end_is_followed_unless_the_user_has_scrolled_up(served, open_page):
     wait_until(page, AT_END)
 
 
-def test_an_answer_ends_with_the_page_that_asked_for_it(served, open_page):
+def begin_long_answer(served, open_page):
+    """A page whose answer takes long, and the worker that gives it."""
     served.script(delay_s=SLOWLY)
     page = open_page(served.public)
     wait_text(page, "#workers h3", "w0")
     say(page, "never end", 200)
     wait_tokens(page)
-    worker = served.worker_with_streams()
+    return page, served.worker_with_streams()
+
+
+def test_an_answer_ends_with_the_page_that_asked_for_it(served, open_page):
+    page, worker = begin_long_answer(served, open_page)
     page.reload()
-    wait_text(page, "#stream-rows td", "cancelled|finished")
     wait_text(page, "#stream-rows td", "cancelled")
     assert not worker.seats.running
 
@@ -228,12 +232,7 @@ def test_reasoning_has_a_label_and_is_no_part_of_the_conversation(served, open_p
 
 
 def test_stop_ends_the_stream_on_its_worker(served, open_page):
-    served.script(delay_s=SLOWLY)
-    page = open_page(served.public)
-    wait_text(page, "#workers h3", "w0")
-    say(page, "never end", 200)
-    wait_tokens(page)
-    worker = served.worker_with_streams()
+    page, worker = begin_long_answer(served, open_page)
     page.click("#stop")
     wait_text(page, "#talk li.model .foot", "^stopped$")
     wait_until(page, "() => document.activeElement.id === 'message'")

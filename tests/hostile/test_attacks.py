@@ -1,10 +1,9 @@
 """Whatever one client does, the others' streams continue, /healthz and new requests are answered, nothing is left over.
 
-The limits of times hold on slow and busy machines too: those of the best of three tries have to be below them, because
-other work can only make them longer, and a burst of that lasts for a try. On a machine that is slower in calm, just
+What is held here, so that it holds on slow and busy machines: the p99 of /healthz is below 200 ms in every try and
+below 100 ms in the best of three, because other work can only make it longer. On a machine that is slower in calm, just
 before the attack, these limits are longer, up to four times. What is reached on a machine without other work is the
 figure in `docs/bench/hostile.md`, which `tools/bench/hostile.py` measures: lower, and without tries or a factor.
-Life, answers and memory have no tries.
 """
 
 import pytest
@@ -14,7 +13,8 @@ from trial import Outcome, Scene, attack, calm
 SECONDS = 2.0
 _CALM_S = 1.0
 _SILENCE_S = 1.0
-_HEALTHZ_P99_S = 0.1
+_HEALTHZ_P99_S = 0.2
+_BEST_HEALTHZ_P99_S = 0.1
 _FIRST_TOKEN_S = 2.0
 _MEMORY_PEAK_BYTES = 768 << 20
 _MEMORY_LEFT_BYTES = 100 << 20
@@ -31,7 +31,6 @@ _FAST = {"mixed-prompt", "stalled-bodies", "pipelining", "unread"}
     "name", [pytest.param(name, marks=() if name in _FAST else pytest.mark.slow) for name in names()]
 )
 def test_attack_is_not_noticed(scene: Scene, name: str, summarize) -> None:
-    late = []
     for _ in range(_TRIES):
         quiet = calm(scene.observer, _CALM_S)
         outcome = attack(scene.target, scene.observer, name, SECONDS)
@@ -48,10 +47,10 @@ def test_attack_is_not_noticed(scene: Scene, name: str, summarize) -> None:
         assert not outcome.failures
         assert outcome.memory_peak_bytes < _MEMORY_PEAK_BYTES
         assert outcome.memory_left_bytes < _MEMORY_LEFT_BYTES
-        late.append(too_late(outcome, slowness))
-        if not late[-1]:
+        assert too_late(outcome, slowness) == []
+        if outcome.healthz_p99_s < _BEST_HEALTHZ_P99_S * slowness:
             return
-    pytest.fail(f"times above their limits in every try: {late}")
+    pytest.fail("/healthz was late in every try")
 
 
 def too_late(outcome: Outcome, slowness: float) -> list[str]:

@@ -37,7 +37,7 @@ def test_settings_of_other_services_are_no_slips(
 
 
 def test_variables_that_the_project_reads_or_sets_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = ("Makefile", "libs/*/src", "services/*/src", "tools/src", "charts", "k8s", "tests", ".ci")
+    folders = ("Makefile", "libs/*/src", "services/*/src", "tools/src", "charts/*/templates", "k8s")
     for folder in folders:
         for path in (each for place in ROOT.glob(folder) for each in [place, *place.rglob("*")]):
             if path.suffix in (".py", ".sh", ".yaml", ".tpl", "") and path.is_file():

@@ -43,17 +43,6 @@ _OTHER_VARIABLES = frozenset(
         # Pods of all services have them, whichever of them use them.
         "LOCKSTEP_NODE_NAME",
         "LOCKSTEP_POD_UID",
-        # Of the tests.
-        "LOCKSTEP_CLUSTER_REPORT",
-        "LOCKSTEP_DEV_IMAGES",
-        "LOCKSTEP_IMAGES",
-        "LOCKSTEP_JAEGER_IMAGE",
-        "LOCKSTEP_KUBE_KIT",
-        "LOCKSTEP_PROMETHEUS_IMAGE",
-        "LOCKSTEP_PYTHON",
-        "LOCKSTEP_REDIS_IMAGE",
-        "LOCKSTEP_SCREENSHOTS",
-        "LOCKSTEP_TEST_SEED",
     }
 )
 """Variables that are no settings of a service."""

@@ -10,15 +10,15 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lockstep_api.v1 import state_pb2
 from lockstep_api.v1.state_pb2 import WriteOutcome
 
 from lockstep_router import metrics
-from lockstep_router.journals.records import StoredStream
+from lockstep_router.journals.mirror_entry import Entry
 from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
-from lockstep_router.journals.stored_form import REMOVED, Key, tenant_of, to_message, to_piece
+from lockstep_router.journals.stored_form import REMOVED, tenant_of, to_message, to_piece
 
 logger = logging.getLogger("lockstep.router")
 
@@ -48,54 +48,6 @@ for _outcome in (*_NAMES.values(), _OTHER, "dropped", "unavailable", "refused", 
     metrics.JOURNAL_WRITES.labels(_outcome)  # from 0
 _ENDINGS = frozenset({state_pb2.WRITE_OUTCOME_CONFLICT, state_pb2.WRITE_OUTCOME_INVALID})
 """Outcomes after which more writes to the stream are useless."""
-
-
-@dataclass
-class Entry:
-    """A stream that is mirrored. `written` and `has_finish` are what the state server has acknowledged."""
-
-    stream: StoredStream
-    epoch: int
-    key: Key | None = None
-    is_open: bool = False
-    written: list[int] = field(default_factory=list)
-    has_finish: list[bool] = field(default_factory=list)
-    seal: bytes | None = None
-    seal_ttl_s: float = 0.0
-    is_left: bool = False
-    """This router forgets it as soon as everything is written."""
-    was_kept: bool = False
-    """It was left when it had failed: the memory kept it for a while after that."""
-    is_frozen: bool = False
-    """It has become too large: only its time to live is renewed."""
-    changed_at: float | None = None
-    """When the oldest change that is not being written was made, in the event loop's time."""
-    written_at: float = 0.0
-    not_before: float = 0.0
-    """No write before this time; 0: the last write was done, or has not been put off."""
-    was_sent: bool = False
-    """The state server may have it, whether it has acknowledged that or not."""
-    is_dropped: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.written = self.written or [0] * len(self.stream.record.choices)
-        self.has_finish = self.has_finish or [False] * len(self.stream.record.choices)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether the state server lacks something."""
-        if not self.is_open or self.seal is not None:
-            return True
-        return not self.is_frozen and any(
-            done < len(log.ids) or (log.finish and not finished)
-            for done, finished, log in zip(self.written, self.has_finish, self.stream.logs, strict=True)
-        )
-
-    def forget_acknowledged(self) -> None:
-        """The state server does not have the stream: everything is written again."""
-        self.is_open = False
-        self.written = [0] * len(self.written)
-        self.has_finish = [False] * len(self.has_finish)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from lockstep_common.protocol import NO_TOKENS
 
 from lockstep_router import metrics
 from lockstep_router.journals.memory import MemoryJournalStore
-from lockstep_router.journals.mirror import Entry, Mirror, trim_request
+from lockstep_router.journals.mirror import Mirror, trim_request
+from lockstep_router.journals.mirror_entry import Entry
 from lockstep_router.journals.records import ChoiceLog, Claim, Outcome, Piece, Record, StoredStream
 from lockstep_router.journals.shared_keys import SharedKeys
 from lockstep_router.journals.state_client import StateAwayError, StateClient, StateRefusedError
