@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_run import Bench, Row
@@ -65,11 +66,13 @@ def machine() -> Row:
 def choose(arguments: argparse.Namespace) -> Settings:
     """The settings that the options describe."""
     settings = TINY if arguments.tiny else Settings()
-    given = {
+    given: dict[str, Any] = {
         name: tuple(getattr(arguments, name)) for name in ("models", "batches", "contexts") if getattr(arguments, name)
     }
     if arguments.tp:
         given["engine_tps"] = tuple(arguments.tp)
+    if arguments.repeats:
+        given["repeats"] = arguments.repeats
     return dataclasses.replace(settings, modes=MODES[arguments.exact], **given)
 
 
@@ -101,6 +104,7 @@ def main() -> None:
     parser.add_argument("--contexts", nargs="+", type=int)
     parser.add_argument("--exact", choices=MODES, default="off", help="the exact mode; off: as ranks on a GPU compute")
     parser.add_argument("--tp", nargs="+", type=int, help="numbers of ranks of the section engine")
+    parser.add_argument("--repeats", type=int, help="of each measurement; the median counts")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     arguments = parser.parse_args()
     if not CUDA and not arguments.tiny:

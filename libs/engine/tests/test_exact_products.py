@@ -139,10 +139,11 @@ class TestExperts:
     @torch.no_grad
     def test_a_number_beyond_the_experts_adds_nothing(self):
         experts, (x, chosen, weights) = self.made(), self.step(9)
+        without = weights.clone()
+        without[2:5, 1] = 0
+        expected = experts(x, chosen, without)  # some versions of the model's code stop the GPU at such a number
         chosen[2:5, 1] = 5
-        torch.testing.assert_close(
-            GroupedExperts(experts, None)(x, chosen, weights), experts(x, chosen, weights), atol=1e-3, rtol=1e-4
-        )
+        torch.testing.assert_close(GroupedExperts(experts, None)(x, chosen, weights), expected, atol=1e-3, rtol=1e-4)
 
     def test_other_shapes_stay_the_models_own(self):
         assert not GroupedExperts.fits(nn.Linear(3, 3))

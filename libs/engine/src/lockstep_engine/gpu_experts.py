@@ -36,8 +36,10 @@ class GroupedExperts(nn.Module):
     @staticmethod
     def fits(module: nn.Module) -> bool:
         """Whether the module's weights are [experts, 2 * inner, hidden] and [experts, hidden, inner], without bias."""
-        marks = {"has_gate": True, "has_bias": False, "is_transposed": False, "has_post_expert_norm": False}
+        marks = {"has_gate": True, "has_bias": False, "is_transposed": False}
         if any(getattr(module, name, None) is not value for name, value in marks.items()):
+            return False
+        if getattr(module, "has_post_expert_norm", False):  # old versions of transformers have neither name nor norm
             return False
         up, down = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
         return (
