@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_arrivals import measure_arrivals
 from gpu_run import Bench, Row
 from gpu_settings import CUDA, SHAPES, TINY, Settings
 from gpu_steps import (
@@ -44,6 +45,7 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "shards": measure_shards,
     "peer": measure_peer,
     "engine": measure_engine,
+    "arrivals": measure_arrivals,
 }
 WITHOUT_MODES = {"kernels", "peer"}
 """Sections without models of ours. That of kernels measures attention in the modes by itself."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_settings import CUDA, DEVICE, Settings, llama
+from gpu_settings import CUDA, DEVICE, Settings, model_config
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.distributed import Alone
 from lockstep_engine.graphs import BuildCounter, CudaRecorder, HostRecorder
@@ -84,15 +84,15 @@ class Bench:
     def build(self, name: str, group: Alone | None = None) -> BuiltModel:
         """A model of random weights on the device, with the kernels that a rank uses for it in the section's mode."""
         longest = max(self.settings.contexts) + self.settings.chunk
-        config = llama(name, longest)
+        config = model_config(name, longest)
         path = self.folder / name
         config.save_pretrained(path)
         info = ModelInfo(
             path=path,
             name=name,
             digest="",
-            architecture="LlamaForCausalLM",
-            model_type="llama",
+            architecture="",
+            model_type=config.model_type,
             dtype="",
             context_length=longest,
             vocab_size=config.vocab_size,
@@ -110,7 +110,7 @@ class Bench:
                 model.module._init_weights(module)
         for parameter in model.module.parameters():
             parameter.data.normal_(std=0.02) if parameter.dim() > 1 else parameter.data.fill_(1)
-        assert model.fuse_on_gpu(longest)
+        model.fuse_on_gpu(longest)
         return model
 
     def cache(self, model: BuiltModel, sequences: int, context: int, fp8: bool) -> tuple[KvCache, np.ndarray]:
@@ -162,12 +162,21 @@ def mark() -> float:
     return time.perf_counter()
 
 
-def weight_bytes(model: BuiltModel) -> int:
-    """Bytes of weights that a decode step reads: all but the embedding, of which it reads some rows."""
+def weight_bytes(model: BuiltModel, tokens: int) -> float:
+    """Bytes of weights that a step reads: all but the embedding, of which it reads some rows; of a mixture's experts as
+    many as tokens that choose at random can be expected to choose.
+    """
     embedding = model.module.get_input_embeddings().weight
     head = model.module.get_output_embeddings().weight
-    every = {parameter.data_ptr(): parameter.nbytes for parameter in model.module.parameters()}
+    every = {each.data_ptr(): each.nbytes * chosen_share(model, each, tokens) for each in model.module.parameters()}
     return sum(every.values()) - (embedding.nbytes if embedding.data_ptr() != head.data_ptr() else 0)
+
+
+def chosen_share(model: BuiltModel, parameter: torch.Tensor, tokens: int) -> float:
+    """The part of a parameter that so many tokens need."""
+    if parameter.dim() < 3:  # only experts are stacked
+        return 1
+    return 1 - (1 - model.module.config.num_experts_per_tok / len(parameter)) ** tokens
 
 
 def kv_bytes(model: BuiltModel, context: int, settings: Settings, fp8: bool) -> int:

@@ -15,7 +15,7 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from lockstep_engine.config import HotWindow  # noqa: E402
-from transformers import LlamaConfig  # noqa: E402
+from transformers import AutoConfig, PretrainedConfig  # noqa: E402
 
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 LAZY = HotWindow(sink=1, size=4)
@@ -58,6 +58,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
     "tiny": {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -67,7 +82,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "vocab_size": 64,
     },
+    "tiny-moe": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
 }
+"""`config.json`s of these models, but for what concerns neither shapes nor speed; without `model_type`: a Llama."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +125,9 @@ class Settings:
     engine_model: str = "llama-3-1b"
     engine_tps: tuple[int, ...] = (1,)
     new_tokens: int = 128
+    arriving: int = 2000
+    """Tokens of a prompt that arrives while streams run."""
+    arrivals_per_s: tuple[float, ...] = (0, 2, 8)
     modes: tuple[bool, ...] = (False,)
     """Whether models compute in the exact mode. Ranks on a GPU do not, unless `deterministic` says so."""
 
@@ -117,13 +149,12 @@ TINY = Settings(
     engine_model="",
     engine_tps=(1,) if torch.cuda.device_count() == 1 else (1, 2),
     new_tokens=4,
+    arriving=40,
+    arrivals_per_s=(0, 50),
 )
 
 
-def llama(name: str, context: int) -> LlamaConfig:
+def model_config(name: str, context: int) -> PretrainedConfig:
     """The configuration of a shape."""
-    return LlamaConfig(
-        **{"tie_word_embeddings": False, "head_dim": None} | SHAPES[name],
-        max_position_embeddings=context,
-        eos_token_id=None,
-    )
+    usual = {"model_type": "llama", "tie_word_embeddings": False, "head_dim": None}
+    return AutoConfig.for_model(**usual | SHAPES[name], max_position_embeddings=context, eos_token_id=None)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-from gpu_run import Bench, kv_bytes, weight_bytes
-from gpu_settings import CUDA, DEVICE, llama
+from gpu_run import Bench, chosen_share, kv_bytes, weight_bytes
+from gpu_settings import CUDA, DEVICE, model_config
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_triton import DecodeAttention, TritonAttention
 from lockstep_engine.config import BLOCK_SIZE
@@ -52,7 +52,7 @@ def measure_kernels(bench: Bench) -> None:
     """Each Triton kernel alone."""
     settings = bench.settings
     name = settings.models[0]
-    config = llama(name, 1024)
+    config = model_config(name, 1024)
     one = BuiltModel(
         module=torch.nn.Identity(), layers=1, kv_heads=config.num_key_value_heads, first_kv_head=0,
         total_kv_heads=config.num_key_value_heads,
@@ -107,8 +107,8 @@ def measure_decode(bench: Bench) -> None:
     settings = bench.settings
     for name in settings.models:
         model = bench.build(name)
-        weights = weight_bytes(model)
         for batch in settings.batches:
+            weights = weight_bytes(model, batch)
             for context in settings.contexts:
                 speeds = []
                 for fp8 in (False, True):
@@ -153,14 +153,22 @@ def prefill_model(bench: Bench, name: str) -> None:
     model = bench.build(name)
     ids = torch.zeros(settings.chunk, dtype=torch.int64, device=DEVICE)
     last = torch.tensor([settings.chunk - 1], device=DEVICE)
-    inner = weight_bytes(model) // settings.dtype.itemsize - model.module.get_output_embeddings().weight.numel()
+    outer = {
+        model.module.get_input_embeddings().weight.data_ptr(),
+        model.module.get_output_embeddings().weight.data_ptr(),
+    }
+    inner = {
+        each.data_ptr(): each.numel() * chosen_share(model, each, 1)
+        for each in model.module.parameters()
+        if each.data_ptr() not in outer
+    }
     for start in (0, settings.contexts[len(settings.contexts) // 2]):
         cache, tables = bench.cache(model, 1, start + settings.chunk, False)
         layout = StepLayout(np.array([start], np.int32), np.array([settings.chunk], np.int32), tables)
         seconds = bench.seconds(lambda: model.logits(ids, TritonAttention(cache, layout, exact=model.exact), last))  # noqa: B023
         pairs = settings.chunk * (start + settings.chunk / 2)
         attention = 4 * model.module.config.num_attention_heads * model.head_dim * pairs * model.layers
-        flops = 2 * inner * settings.chunk + attention
+        flops = 2 * sum(inner.values()) * settings.chunk + attention
         bench.add("prefill", "chunk", flops / seconds / 1e12, "TFLOP/s", model=name, tokens=settings.chunk,
                   start=start, tokens_per_s=round(settings.chunk / seconds, 1))  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from gpu_run import Bench
-from gpu_settings import CUDA, DEVICE, llama
+from gpu_settings import CUDA, DEVICE, model_config
 from lockstep_engine import Engine, SamplingParams
 from measure import ROOT
 from transformers import AutoModelForCausalLM, StaticCache
@@ -25,7 +25,7 @@ def measure_peer(bench: Bench) -> None:
     name, context = settings.models[0], settings.contexts[0]
     steps = settings.repeats + settings.warm_ups + 2
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(llama(name, context + steps), dtype=settings.dtype).eval()
+        model = AutoModelForCausalLM.from_config(model_config(name, context + steps), dtype=settings.dtype).eval()
     forward = torch.compile(model.forward, mode="reduce-overhead") if settings.compiled_peer else model.forward
     for batch in settings.batches[:2]:
         cache = StaticCache(config=model.config, max_cache_len=context + steps)
@@ -74,7 +74,7 @@ def engine_model(bench: Bench) -> Path:
     if path.exists():
         return path
     with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(llama(settings.engine_model, 8192), dtype=settings.dtype)
+        model = AutoModelForCausalLM.from_config(model_config(settings.engine_model, 8192), dtype=settings.dtype)
     model.save_pretrained(path)
     for file in reference.glob("*token*"):
         (path / file.name).write_bytes(file.read_bytes())

@@ -41,7 +41,7 @@ def test_every_section_runs_and_is_in_the_table_and_in_the_file(tmp_path):
     assert {"device", "torch", "triton", "commit"} <= report["machine"].keys()
     rows = report["rows"]
     assert [*dict.fromkeys(row["section"] for row in rows)] == [
-        "machine", "kernels", "decode", "prefill", "graphs", "shards", "peer", "engine",
+        "machine", "kernels", "decode", "prefill", "graphs", "shards", "peer", "engine", "arrivals",
     ]  # fmt: skip
     for row in rows:
         assert row["what"] in result.stdout
@@ -74,7 +74,9 @@ def test_every_section_runs_and_is_in_the_table_and_in_the_file(tmp_path):
 @pytest.mark.slow
 def test_modes_are_compared_in_one_run(tmp_path):
     out = tmp_path / "gpu.json"
-    result = run("--tiny", "--exact", "both", "--only", "kernels", "prefill", "shards", "--out", str(out))
+    result = run(
+        "--tiny", "--models", "tiny-moe", "--exact", "both", "--only", "kernels", "prefill", "shards", "--out", str(out)
+    )
     assert result.returncode == 0, result.stderr
     rows = json.loads(out.read_text())["rows"]
     ratios = [row for row in rows if row["what"].endswith(": exact over not")]
