@@ -17,7 +17,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from gpu_steps import (
     measure_prefill,
     measure_shards,
 )
+from gpu_tables import page
 from gpu_whole import measure_engine, measure_peer
 from measure import ROOT
 from triton import __version__ as triton_version
@@ -94,6 +95,12 @@ def measure(bench: Bench, section: str) -> None:
     bench.compare_modes(section)
 
 
+def save(out: Path, report: Mapping[str, Any]) -> None:
+    """Write the results, and a page for people beside them."""
+    out.write_text(json.dumps(report, indent=2) + "\n")
+    out.with_suffix(".md").write_text(page(report))
+
+
 def main() -> None:
     """Run the selected sections, print each line, and write all to --out."""
     parser = argparse.ArgumentParser(description=__doc__.partition(";")[0])
@@ -107,7 +114,7 @@ def main() -> None:
     parser.add_argument("--exact", choices=MODES, default="off", help="the exact mode; off: as ranks on a GPU compute")
     parser.add_argument("--tp", nargs="+", type=int, help="numbers of ranks of the section engine")
     parser.add_argument("--repeats", type=int, help="of each measurement; the median counts")
-    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--out", type=Path, help="JSON file for the results; a page for people goes beside it")
     arguments = parser.parse_args()
     if not CUDA and not arguments.tiny:
         parser.error("there is no CUDA device here; --tiny runs on the CPU")
@@ -119,7 +126,7 @@ def main() -> None:
         for name in sections(arguments.only):
             measure(bench, name)
             if arguments.out:
-                arguments.out.write_text(json.dumps({**report, "rows": bench.rows}, indent=2) + "\n")
+                save(arguments.out, {**report, "rows": bench.rows})
 
 
 if __name__ == "__main__":

@@ -46,6 +46,9 @@ def test_every_section_runs_and_is_in_the_table_and_in_the_file(tmp_path):
     for row in rows:
         assert row["what"] in result.stdout
         assert row["value"] > 0 or row["unit"] in ("", "MiB", "s")  # what a CPU does not have or do
+    page = out.with_suffix(".md").read_text()
+    assert all(f"## {section}\n" in page for section in {row["section"] for row in rows})
+    assert page.count("\n| ") == len(rows) + 2 * page.count("\n## ")
     decode = [row for row in rows if row["section"] == "decode" and row["what"] == "tokens"]
     assert [row["kv"] for row in decode] == ["hot", "fp8"]
     assert all(0 < row["share"] < 1 for row in decode)
