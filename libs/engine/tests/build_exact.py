@@ -36,7 +36,7 @@ def main():
         for shape in ((32, 8, 128), (8, 2, 256), (71, 1, 64)):
             attend(Kernels(*shape, dtype=dtype))
         before, weight = gpu.compiled, torch.empty(1, 1024, 4096, dtype=dtype).transpose(1, 2)
-        for rows in (1, 7, 64, 300):
+        for rows in (1, 7, 64, 100, 256, 300, 2000):
             triton_linear.product(torch.empty(1, rows, 4096, dtype=dtype), weight)
         products += gpu.compiled - before
         groups = Groups.of(torch.zeros(5, 2, dtype=torch.int64), 8, dtype)

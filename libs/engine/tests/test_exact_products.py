@@ -58,6 +58,44 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype):
         assert torch.equal(triton_linear.product(x[:, first : first + count], weight), every[:, first : first + count])
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.usefixtures("ordered_products")
+def test_segments_of_a_sum_give_a_row_the_same_bits_in_one_program_and_in_many(dtype):
+    """Also where neither the last segment nor the last tile of outputs is full."""
+    ins, outs = 3 * 512 + 40, 72
+    assert triton_linear.segment_of(outs, ins) == 512
+    x, weight, bias = random(1, 300, ins, dtype=dtype), random(outs, ins, dtype=dtype, seed=1), random(outs, seed=2)
+    every = triton_linear.product(x, weight.t().unsqueeze(0), bias)
+    for first, count in ((0, 1), (2, 16), (60, 17), (100, 70)):
+        part = triton_linear.product(x[:, first : first + count], weight.t().unsqueeze(0), bias)
+        assert torch.equal(part, every[:, first : first + count])
+    wide = twins.product(x, weight.t().unsqueeze(0), bias)
+    # Terms of one sign and another cancel, so the error is of the size of the terms, not of the sum.
+    torch.testing.assert_close(every, wide, atol=0.5 if dtype is torch.float16 else 5e-2, rtol=4e-3)
+
+
+def test_segments_follow_from_the_shape_of_a_layer():
+    assert triton_linear.segment_of(28672, 4096) == 4096  # its outputs alone fill a GPU
+    assert triton_linear.segment_of(4096, 4096) == 1024
+    assert triton_linear.segment_of(4096, 14336) == 3584
+    assert triton_linear.segment_of(1024, 4096) == 512
+    assert triton_linear.segment_of(64, 100) == 100
+
+
+@pytest.mark.usefixtures("ordered_products")
+def test_segments_of_experts_give_the_same_bits_in_one_program_and_in_many():
+    ins, pairs = 1100, 300
+    weight = random(2, 40, ins, seed=1)
+    rows = random(pairs, ins)
+    chosen = (torch.arange(pairs, device=DEVICE) % 2).unsqueeze(1)
+    every = triton_linear.grouped(rows, weight, None, Groups.of(chosen, 2, rows.dtype), per_pair=True)
+    close(every[:40], twins.grouped(rows, weight, None, chosen)[:40])
+    for count in (1, 40):
+        groups = Groups.of(chosen[:count], 2, rows.dtype)
+        part = triton_linear.grouped(rows[:count], weight, None, groups, per_pair=True)
+        assert torch.equal(part, every[:count])
+
+
 @pytest.mark.parametrize("width", [1, 7, 512, 5000])
 def test_sums_and_softmax_are_by_rows(width):
     x = random(9, width)
