@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from lockstep_engine.kernels import triton_attention
 from lockstep_engine.kernels.tiles import PRODUCT_ROWS
 
 
@@ -36,17 +37,25 @@ class Tile:
     warps: int
     stages: int
 
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of its parts of x and of the weights, of 16 bits."""
+        return (self.outs + self.tokens) * self.ins * 2 * self.stages
+
 
 _NARROW = (
     Tile(outs=64, tokens=16, ins=128, warps=4, stages=4),
-    Tile(outs=128, tokens=64, ins=64, warps=8, stages=4),
+    Tile(outs=64, tokens=64, ins=128, warps=4, stages=3),
     Tile(outs=128, tokens=128, ins=64, warps=8, stages=3),
 )
 """For 16 bits and up to as many rows as `PRODUCT_ROWS` says. All take less than 99 KiB of shared memory, which every
 GPU since Ampere has.
 """
 _BROAD = Tile(outs=128, tokens=128, ins=64, warps=8, stages=3)
-"""For 16 bits and more rows."""
+"""For 16 bits and more rows, on GPUs without shared memory for one of the next two."""
+_BROAD_SEGMENTED = Tile(outs=128, tokens=128, ins=64, warps=8, stages=4)
+_BROAD_WHOLE = Tile(outs=256, tokens=128, ins=64, warps=8, stages=3)
+"""For layers of one segment: without a second accumulator a thread has registers for so many results."""
 _WIDE = Tile(outs=32, tokens=32, ins=32, warps=4, stages=2)
 """For float32, which is multiplied without the matrix units: they would round it."""
 
@@ -253,11 +262,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     """
     if x.dim() != 3 or weight.dim() != 3 or x.shape[0] != weight.shape[0] or x.shape[2] != weight.shape[1]:
         raise ValueError(f"product: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}")
-    tile = tile_for(x.dtype, x.shape[1])
-    if bias is not None and bias.shape != (weight.shape[2],):
-        raise ValueError(f"product: bias {tuple(bias.shape)} is not [{weight.shape[2]}]")
     batch, tokens, ins = x.shape
     outs = weight.shape[2]
+    tile = tile_for(x.dtype, tokens, x.device, whole=segment_of(outs, ins) == ins)
+    if bias is not None and bias.shape != (outs,):
+        raise ValueError(f"product: bias {tuple(bias.shape)} is not [{outs}]")
     out = torch.empty(batch, tokens, outs, dtype=x.dtype, device=x.device)
     if not out.numel():
         return out
@@ -287,19 +296,21 @@ class Groups:
     tile_ends: torch.Tensor
     """[experts], int32: end of each expert's tiles."""
     choices: int
-    tile: Tile
+    rows: int
+    """Rows of an expert, on average."""
     dtype: torch.dtype
 
     @classmethod
     def of(cls, chosen: torch.Tensor, experts: int, dtype: torch.dtype) -> "Groups":
         """From the experts [tokens, choices] of each token, in a product of this type."""
         flat = chosen.flatten()
-        tile = tile_for(dtype, len(flat) // experts)
+        rows = len(flat) // experts
+        tile = tile_for(dtype, rows, flat.device, whole=False)
         order = torch.argsort(flat, stable=True).int()
         every = torch.arange(experts, dtype=flat.dtype, device=flat.device)
         counts = (flat.unsqueeze(0) == every.unsqueeze(1)).sum(1)
         tiles = (counts + (tile.tokens - 1)) // tile.tokens
-        return cls(order, counts.cumsum(0).int(), tiles.cumsum(0).int(), chosen.shape[1], tile, dtype)
+        return cls(order, counts.cumsum(0).int(), tiles.cumsum(0).int(), chosen.shape[1], rows, dtype)
 
 
 def grouped(
@@ -329,7 +340,7 @@ def grouped(
         raise ValueError(f"grouped: the groups are of {len(groups.ends)} experts, or of another type")
     out = torch.empty(pairs, outs, dtype=x.dtype, device=x.device)
     if pairs:
-        tile = groups.tile
+        tile = tile_for(x.dtype, groups.rows, x.device, whole=segment_of(outs, ins) == ins)
         most = min(pairs, triton.cdiv(pairs, tile.tokens) + experts)  # an expert's last tile may be partly filled
         columns = triton.cdiv(outs, tile.outs)
         split = _Split.of(out, outs, ins, most * columns, few=pairs <= PRODUCT_ROWS[-1])
@@ -345,14 +356,24 @@ def grouped(
     return out
 
 
-def tile_for(dtype: torch.dtype, rows: int) -> Tile:
-    """The tile of a product of this many rows; of experts, of as many as an expert has on average.
+def tile_for(dtype: torch.dtype, rows: int, device: torch.device, *, whole: bool) -> Tile:
+    """The tile of a product. Its `tokens` follow from the type and the rows alone.
+
+    Args:
+        dtype: of x.
+        rows: of x; of experts, as many as an expert has on average.
+        device: where it runs.
+        whole: whether the layer has one segment.
 
     Raises:
         ValueError: there is no kernel for the type.
     """
-    if dtype in (torch.float16, torch.bfloat16):
-        return next((tile for most, tile in zip(PRODUCT_ROWS, _NARROW, strict=True) if rows <= most), _BROAD)
     if dtype is torch.float32:
         return _WIDE
-    raise ValueError(f"product: {dtype} is not supported")
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"product: {dtype} is not supported")
+    for most, tile in zip(PRODUCT_ROWS, _NARROW, strict=True):
+        if rows <= most:
+            return tile
+    broad = _BROAD_WHOLE if whole else _BROAD_SEGMENTED
+    return broad if broad.shared_bytes <= triton_attention.limits(device).shared_bytes else _BROAD
