@@ -97,15 +97,16 @@ def test_all_shapes_build(arch):
 def test_the_exact_modes_kernels_build_and_products_are_built_for_few_numbers_of_rows(arch):
     """That they fit shared memory is shown by their loading: a kernel that does not is an error."""
     report = build("build_exact.py", arch)
-    # Of 16 bits three tiles with segments split over programs and one without; of 32 bits one tile.
-    assert report["products"] == 2 * 4 + 2
+    # Of 16 bits three tiles for few rows with segments split over programs and with one segment, and one for many rows
+    # in each form, of which GPUs with little memory have one already; of 32 bits one tile in three forms.
+    assert report["products"] == 2 * (7 if arch in (86, 89) else 8) + 3
     assert {usage["kernel"] for usage in report["used"]} == {
         "_attend_exact", "_fold_segments", "_grouped", "_linear", "_softmax", "_sum_rows",
     }  # fmt: skip
     for usage in report["used"]:
         counters = 0
         if usage["kernel"] in ("_linear", "_grouped"):
-            assert usage["spilled_bytes"] <= 16
+            assert usage["spilled_bytes"] == 0
             counters = count(usage, "ATOMG.E.ADD.STRONG.GPU")  # of integers: how many segments are there
             assert counters <= 1
         assert count(usage, "ATOMG", "RED.") == counters, usage["kernel"]

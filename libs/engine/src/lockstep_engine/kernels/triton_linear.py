@@ -78,16 +78,21 @@ def segment_of(outs: int, ins: int) -> int:
 
 
 @triton.jit
-def _sum_segment(
-    weight, ins_stride, x, present, begin, end, even: tl.constexpr,
+def _sum_products(
+    weight, ins_stride, x, present, begin, end, segment, even: tl.constexpr, segmented: tl.constexpr,
     block_n: tl.constexpr, block_t: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """[block_n, block_t] sums over inputs begin..end of rows of weights [block_n, 1] and rows of x [1, block_t], both
-    given by addresses. Rows of x that are not `present` are zeros, and are not read: reads of one address by all
-    programs wait for each other.
+    given by addresses. `segmented`: these are several segments, of which the first begins at `begin`. They are in one
+    loop, so that reads for the next one are under way when one ends.
+
+    Rows of x that are not `present` are zeros, and are not read: reads of one address by all programs wait for each
+    other.
     """
     k = tl.arange(0, block_k)
     acc = tl.full((block_n, block_t), 0.0, tl.float32)
+    total = tl.full((block_n, block_t), -0.0, tl.float32)  # the first sum that is added stays what it is
+    left = segment
     for first in range(begin, end, block_k):
         at = first + k
         if even:
@@ -97,21 +102,15 @@ def _sum_segment(
             w = tl.load(weight + (at * ins_stride)[None, :], mask=(at < end)[None, :], other=0.0)
             columns = tl.load(x + at[:, None], mask=(at < end)[:, None] & present[None, :], other=0.0)
         acc = tl.dot(w, columns, acc, input_precision="ieee")
-    return acc
-
-
-@triton.jit
-def _sum_products(
-    weight, ins_stride, x, present, ins, segment, even: tl.constexpr, segmented: tl.constexpr,
-    block_n: tl.constexpr, block_t: tl.constexpr, block_k: tl.constexpr,
-):  # fmt: skip
-    """The same over all inputs."""
-    total = _sum_segment(weight, ins_stride, x, present, 0, segment, even, block_n, block_t, block_k)
+        if segmented:
+            left -= block_k
+            if (left == 0) & (first + block_k < end):
+                total += acc
+                acc = tl.full((block_n, block_t), 0.0, tl.float32)
+                left = segment
     if segmented:
-        for begin in range(segment, ins, segment):
-            end = tl.minimum(begin + segment, ins)
-            total += _sum_segment(weight, ins_stride, x, present, begin, end, even, block_n, block_t, block_k)
-    return total
+        acc += total
+    return acc
 
 
 @triton.jit
@@ -160,7 +159,9 @@ def _linear(
         part = tl.program_id(1) % count
         begin = part * segment
         end = tl.minimum(begin + segment, ins)
-        acc = _sum_segment(w_rows, ins_stride, x_rows, present, begin, end, even, block_n, block_t, block_k)
+        acc = _sum_products(
+            w_rows, ins_stride, x_rows, present, begin, end, segment, even, False, block_n, block_t, block_k
+        )
         counter = counters + (tl.program_id(2) * (tl.num_programs(1) // count) + tile) * tl.num_programs(0)
         counter += tl.program_id(0)
         size = tl.num_programs(2).to(tl.int64) * tokens * outs
@@ -169,7 +170,7 @@ def _linear(
             _write(out, at, stored, total, bias, n, outs, biased)
     else:
         acc = _sum_products(
-            w_rows, ins_stride, x_rows, present, ins, segment, even, segmented, block_n, block_t, block_k
+            w_rows, ins_stride, x_rows, present, 0, ins, segment, even, segmented, block_n, block_t, block_k
         )
         _write(out, at, stored, acc, bias, n, outs, biased)
 
@@ -204,14 +205,14 @@ def _grouped(
             part = tl.program_id(1) % count
             begin = part * segment
             end = tl.minimum(begin + segment, ins)
-            acc = _sum_segment(w_rows, 1, x_rows, present, begin, end, even, block_n, block_t, block_k)
+            acc = _sum_products(w_rows, 1, x_rows, present, begin, end, segment, even, False, block_n, block_t, block_k)
             counter = counters + column * tl.num_programs(0) + tile
             size = pairs.to(tl.int64) * outs
             if _leave(parts, counter, part, count, size, at, stored, acc):
                 total = _add_up(parts, counter, count, size, at, stored)
                 _write(out, at, stored, total, own_bias, n, outs, biased)
         else:
-            acc = _sum_products(w_rows, 1, x_rows, present, ins, segment, even, segmented, block_n, block_t, block_k)
+            acc = _sum_products(w_rows, 1, x_rows, present, 0, ins, segment, even, segmented, block_n, block_t, block_k)
             _write(out, at, stored, acc, own_bias, n, outs, biased)
 
 
@@ -296,21 +297,19 @@ class Groups:
     tile_ends: torch.Tensor
     """[experts], int32: end of each expert's tiles."""
     choices: int
-    rows: int
-    """Rows of an expert, on average."""
+    tile: Tile
     dtype: torch.dtype
 
     @classmethod
     def of(cls, chosen: torch.Tensor, experts: int, dtype: torch.dtype) -> "Groups":
         """From the experts [tokens, choices] of each token, in a product of this type."""
         flat = chosen.flatten()
-        rows = len(flat) // experts
-        tile = tile_for(dtype, rows, flat.device, whole=False)
+        tile = tile_for(dtype, len(flat) // experts, flat.device)
         order = torch.argsort(flat, stable=True).int()
         every = torch.arange(experts, dtype=flat.dtype, device=flat.device)
         counts = (flat.unsqueeze(0) == every.unsqueeze(1)).sum(1)
         tiles = (counts + (tile.tokens - 1)) // tile.tokens
-        return cls(order, counts.cumsum(0).int(), tiles.cumsum(0).int(), chosen.shape[1], rows, dtype)
+        return cls(order, counts.cumsum(0).int(), tiles.cumsum(0).int(), chosen.shape[1], tile, dtype)
 
 
 def grouped(
@@ -340,7 +339,7 @@ def grouped(
         raise ValueError(f"grouped: the groups are of {len(groups.ends)} experts, or of another type")
     out = torch.empty(pairs, outs, dtype=x.dtype, device=x.device)
     if pairs:
-        tile = tile_for(x.dtype, groups.rows, x.device, whole=segment_of(outs, ins) == ins)
+        tile = groups.tile
         most = min(pairs, triton.cdiv(pairs, tile.tokens) + experts)  # an expert's last tile may be partly filled
         columns = triton.cdiv(outs, tile.outs)
         split = _Split.of(out, outs, ins, most * columns, few=pairs <= PRODUCT_ROWS[-1])
@@ -356,14 +355,14 @@ def grouped(
     return out
 
 
-def tile_for(dtype: torch.dtype, rows: int, device: torch.device, *, whole: bool) -> Tile:
-    """The tile of a product. Its `tokens` follow from the type and the rows alone.
+def tile_for(dtype: torch.dtype, rows: int, device: torch.device, *, whole: bool = False) -> Tile:
+    """The tile of a product.
 
     Args:
         dtype: of x.
         rows: of x; of experts, as many as an expert has on average.
         device: where it runs.
-        whole: whether the layer has one segment.
+        whole: whether it is a layer of one segment; of experts, no: on some GPUs they lack registers for its tile.
 
     Raises:
         ValueError: there is no kernel for the type.
