@@ -35,13 +35,16 @@ def main():
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for shape in ((32, 8, 128), (8, 2, 256), (71, 1, 64)):
             attend(Kernels(*shape, dtype=dtype))
-        before, weight = gpu.compiled, torch.empty(1, 1024, 4096, dtype=dtype).transpose(1, 2)
-        for rows in (1, 7, 64, 300):
-            triton_linear.product(torch.empty(1, rows, 4096, dtype=dtype), weight)
+        before = gpu.compiled
+        for ins in (4096, 512):  # in several segments and in one
+            weight = torch.empty(1, 1024, ins, dtype=dtype).transpose(1, 2)
+            for rows in (1, 7, 64, 100, 256, 300, 2000):
+                triton_linear.product(torch.empty(1, rows, ins, dtype=dtype), weight)
         products += gpu.compiled - before
-        groups = Groups.of(torch.zeros(5, 2, dtype=torch.int64), 8, dtype)
-        experts = torch.empty(8, 512, 4096, dtype=dtype)
-        triton_linear.grouped(torch.empty(5, 4096, dtype=dtype), experts, None, groups, per_pair=False)
+        for tokens, ins in ((5, 4096), (2000, 4096), (2000, 512)):
+            groups = Groups.of(torch.zeros(tokens, 2, dtype=torch.int64), 8, dtype)
+            experts = torch.empty(8, 512, ins, dtype=dtype)
+            triton_linear.grouped(torch.empty(tokens, ins, dtype=dtype), experts, None, groups, per_pair=False)
     triton_rows.sum_rows(torch.empty(3, 100))
     triton_rows.softmax(torch.empty(3, 100))
     print(json.dumps({"products": products, "used": [dataclasses.asdict(each) for each in gpu.used]}))

@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +91,7 @@ class InProcessGroup:
         assert all(torch.equal(first, each) for each in results if each is not None)  # all ranks hold the same bits
         return first
 
-    def measure(self) -> Numerics:
+    def measure(self, together: Sequence[int] = ()) -> Numerics:
         """The self-test of every rank, which must find the same."""
         results: list[Numerics | None] = [None] * self.tp
 
@@ -99,7 +99,9 @@ class InProcessGroup:
             cache, vocab_size = self._ranks[rank][2], self._ranks[rank][1].vocab_size
             with torch.inference_mode():
                 forward = functools.partial(self.forward, rank)
-                results[rank] = measure(forward, cache, vocab_size, 104, str(self._dtype), neighbours=True)
+                results[rank] = measure(
+                    forward, cache, vocab_size, 104, str(self._dtype), neighbours=True, together=together
+                )
 
         on_all(run, self.tp)
         first = results[0]

@@ -33,7 +33,7 @@ from lockstep_engine.attention_triton import TritonAttention
 from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.device_marks import DeviceMarks, MarkStream
 from lockstep_engine.graphs import DecodeInputs
-from lockstep_engine.kernels import gpu, triton_attention
+from lockstep_engine.kernels import gpu, triton_attention, triton_linear
 from lockstep_engine.kernels.tiles import LIMITS
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.largest_step import largest_plan
@@ -230,7 +230,7 @@ class CountedKernel:
         # The cache and the keys in it are larger than what is read of them.
         small = sum(each.nbytes for each in given if each.dim() != 4)
         if self._name == "_grouped":  # at most the experts that its pairs can have chosen
-            weight, pairs = args[2], args[7]
+            weight, pairs = args[2], args[9]
             small -= weight.nbytes - weight.nbytes // len(weight) * min(len(weight), pairs)
         self._cost.bytes += small + (self._held_bytes if self._name.startswith("_attend") else 0)
 
@@ -263,6 +263,7 @@ class Counted:
                 self.model = build_model(info, self.group, DTYPE)
         self.model.module.to(META)
         self.model.exact = exact
+        triton_linear.counters(META)  # made once, and not by a step
         self.width = info.context_length // BLOCK_SIZE
         self.context_length = info.context_length
         self.problem = served_problem(self.model.head_dim)

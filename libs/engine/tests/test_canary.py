@@ -133,5 +133,14 @@ def test_a_rank_whose_rows_depend_on_their_neighbours_has_none(checkpoint):
     assert numerics.fingerprint == ""
 
 
+def test_logits_of_many_rows_are_compared_where_that_is_asked_for(checkpoint):
+    group = InProcessGroup(checkpoint, 1)
+    assert group.measure(together=[17, 40]) == group.measure()
+    exact = group.forward
+    group.forward = lambda rank, ids, layout, rows: exact(rank, ids, layout, rows) + 1e-3 * (len(rows) == 40)
+    assert group.measure(together=[17]).deterministic
+    assert not group.measure(together=[17, 40]).deterministic
+
+
 if __name__ == "__main__":
     print(measure(Path(sys.argv[1])), draws())

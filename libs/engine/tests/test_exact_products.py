@@ -1,11 +1,14 @@
 """Products, sums and experts of the exact mode: what they compute, and that a row's bits depend on that row alone."""
 
+import itertools
+
 import pytest
 import torch
 import twins
 from lockstep_engine import gpu_experts, gpu_rowwise
 from lockstep_engine.gpu_experts import GroupedExperts
-from lockstep_engine.kernels import triton_linear, triton_rows
+from lockstep_engine.kernels import triton_attention, triton_linear, triton_rows
+from lockstep_engine.kernels.tiles import LIMITS
 from lockstep_engine.kernels.triton_linear import Groups
 from torch import nn
 from transformers import MixtralConfig
@@ -56,6 +59,53 @@ def test_a_row_has_the_same_bits_in_any_batch(dtype):
     assert torch.equal(triton_linear.product(x[:, order], weight), every[:, order])
     for first, count in ((0, 1), (130, 1), (17, 33), (60, 64), (3, 100)):
         assert torch.equal(triton_linear.product(x[:, first : first + count], weight), every[:, first : first + count])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("ins", [3 * 512, 3 * 512 + 40])
+@pytest.mark.usefixtures("ordered_products")
+def test_segments_of_a_sum_give_a_row_the_same_bits_in_one_program_and_in_many(ins, dtype):
+    """Also where neither the last segment nor the last tile of outputs is full."""
+    outs = 72
+    assert triton_linear.segment_of(outs, ins) == 512
+    x, weight, bias = random(1, 300, ins, dtype=dtype), random(outs, ins, dtype=dtype, seed=1), random(outs, seed=2)
+    every = triton_linear.product(x, weight.t().unsqueeze(0), bias)
+    for first, count in ((0, 1), (2, 16), (60, 17), (100, 70)):
+        part = triton_linear.product(x[:, first : first + count], weight.t().unsqueeze(0), bias)
+        assert torch.equal(part, every[:, first : first + count])
+    wide = twins.product(x, weight.t().unsqueeze(0), bias)
+    # Terms of one sign and another cancel, so the error is of the size of the terms, not of the sum.
+    torch.testing.assert_close(every, wide, atol=0.5 if dtype is torch.float16 else 5e-2, rtol=4e-3)
+
+
+def test_many_rows_have_the_tile_that_a_gpu_has_shared_memory_for(monkeypatch):
+    for arch in LIMITS:
+        monkeypatch.setattr(triton_attention, "limits", lambda _, arch=arch: LIMITS[arch])
+        for rows, whole in itertools.product((1, 17, 65, 257, 5000), (False, True)):
+            tile = triton_linear.tile_for(torch.float16, rows, torch.device("cpu"), whole=whole)
+            assert tile.shared_bytes <= (99 if arch in (86, 89) or rows <= 256 else 144) * 1024
+
+
+def test_segments_follow_from_the_shape_of_a_layer():
+    assert triton_linear.segment_of(28672, 4096) == 4096  # its outputs alone fill a GPU
+    assert triton_linear.segment_of(4096, 4096) == 1024
+    assert triton_linear.segment_of(4096, 14336) == 3584
+    assert triton_linear.segment_of(1024, 4096) == 512
+    assert triton_linear.segment_of(64, 100) == 100
+
+
+@pytest.mark.usefixtures("ordered_products")
+def test_segments_of_experts_give_the_same_bits_in_one_program_and_in_many():
+    ins, pairs = 1100, 300
+    weight = random(2, 40, ins, seed=1)
+    rows = random(pairs, ins)
+    chosen = (torch.arange(pairs, device=DEVICE) % 2).unsqueeze(1)
+    every = triton_linear.grouped(rows, weight, None, Groups.of(chosen, 2, rows.dtype), per_pair=True)
+    close(every[:40], twins.grouped(rows, weight, None, chosen)[:40])
+    for count in (1, 40):
+        groups = Groups.of(chosen[:count], 2, rows.dtype)
+        part = triton_linear.grouped(rows[:count], weight, None, groups, per_pair=True)
+        assert torch.equal(part, every[:count])
 
 
 @pytest.mark.parametrize("width", [1, 7, 512, 5000])

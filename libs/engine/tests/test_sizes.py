@@ -4,6 +4,7 @@ import pytest
 from lockstep_common.errors import LockstepError
 from lockstep_engine.blocks import PoolSizes
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
+from lockstep_engine.kernels.tiles import PRODUCT_ROWS
 from lockstep_engine.sizes import canary_tokens, kv_memory_bytes, pool_sizes
 from specs import rank_spec
 
@@ -108,3 +109,8 @@ class TestSequences:
 )
 def test_the_canary_is_longer_than_the_hot_window_if_possible(hot_window, changes, expected):
     assert canary_tokens(spec(hot_window, **changes)) == expected
+
+
+def test_the_exact_modes_canary_reaches_the_tile_for_most_rows_on_a_gpu():
+    assert canary_tokens(spec(None), exact_gpu=True) > PRODUCT_ROWS[-1]
+    assert canary_tokens(spec(HotWindow(1, 500)), exact_gpu=True) == 504

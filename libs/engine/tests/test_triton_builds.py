@@ -94,14 +94,19 @@ def test_all_shapes_build(arch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [86, *(further(each) for each in (80, 89, 90, 100))])
-def test_the_exact_modes_kernels_build_and_products_know_no_number_of_rows(arch):
+def test_the_exact_modes_kernels_build_and_products_are_built_for_few_numbers_of_rows(arch):
     """That they fit shared memory is shown by their loading: a kernel that does not is an error."""
     report = build("build_exact.py", arch)
-    assert report["products"] == 3  # one for each type, of steps of 1 to 300 rows
+    # Of 16 bits three tiles for few rows with segments split over programs and with one segment, and one for many rows
+    # in each form, of which GPUs with little memory have one already; of 32 bits one tile in three forms.
+    assert report["products"] == 2 * (7 if arch in (86, 89) else 8) + 3
     assert {usage["kernel"] for usage in report["used"]} == {
         "_attend_exact", "_fold_segments", "_grouped", "_linear", "_softmax", "_sum_rows",
     }  # fmt: skip
     for usage in report["used"]:
-        assert not count(usage, "ATOM", "RED."), usage["kernel"]
+        counters = 0
         if usage["kernel"] in ("_linear", "_grouped"):
-            assert usage["spilled_bytes"] == 0
+            assert usage["spilled_bytes"] <= (16 if arch == 100 else 0)  # of one tile, with 72 registers
+            counters = count(usage, "ATOMG.E.ADD.STRONG.GPU")  # of integers: how many segments are there
+            assert counters <= 1
+        assert count(usage, "ATOMG", "RED.") == counters, usage["kernel"]

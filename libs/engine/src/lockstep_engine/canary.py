@@ -58,6 +58,7 @@ def measure(
     *,
     neighbours: bool,
     chunks: bool = False,
+    together: Sequence[int] = (),
 ) -> Numerics:
     """Run the self-test; the cache's blocks are as before when it ends.
 
@@ -69,6 +70,7 @@ def measure(
         description: names the settings that change other logits but may not change these.
         neighbours: compute tokens beside others, too; for ranks that should be deterministic.
         chunks: compute the text once more, cut into chunks.
+        together: numbers of rows of logits; compute the text once more for each, with so many.
     """
     device = cache.keys.device
     ids = torch.arange(count, device=device) * 37 % vocab_size
@@ -92,6 +94,10 @@ def measure(
             logits = forward(ids[begin:end], layout_of_one(cache, begin, end - begin, hot, cold), wanted)
             parts.append(logits.clone())
         same &= torch.equal(torch.cat(parts), expected)
+    for rows in together:
+        wanted = np.resize(last, rows)
+        logits = forward(ids, layout_of_one(cache, 0, count, hot, cold), wanted)
+        same &= torch.equal(logits, expected[wanted - last[0]])
     # Once more for its time: the first one has also allocated, selected and compiled things.
     layout, began = layout_of_one(cache, 0, count, hot, cold), time.perf_counter()
     torch.equal(forward(ids, layout, last), expected)

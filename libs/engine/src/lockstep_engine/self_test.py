@@ -14,6 +14,7 @@ from lockstep_engine.config import BLOCK_SIZE
 from lockstep_engine.control import RankSpec
 from lockstep_engine.kernel_check import check_kernels
 from lockstep_engine.kernels import cpu, gpu
+from lockstep_engine.kernels.tiles import PRODUCT_ROWS
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.models import BuiltModel
 from lockstep_engine.sizes import canary_tokens
@@ -117,8 +118,13 @@ class SelfTest:
             self._tokens(),
             description,
             neighbours=self._deterministic,
-            chunks=self._deterministic and self._model.on_gpu,
+            chunks=self._exact_gpu,
+            together=[most + 1 for most in PRODUCT_ROWS if most < config.max_seqs] if self._exact_gpu else [],
         )
+
+    @property
+    def _exact_gpu(self) -> bool:
+        return self._deterministic and self._model.on_gpu
 
     def _tokens(self) -> int:
         """Length of the texts of a start's tests: the cache has blocks for it."""
@@ -126,4 +132,4 @@ class SelfTest:
         blocks = cache.padding_block
         if hot_window is not None:
             blocks = min(blocks, cache.cold_blocks + hot_window.blocks)
-        return max(2, min(canary_tokens(self._spec), blocks * BLOCK_SIZE))
+        return max(2, min(canary_tokens(self._spec, exact_gpu=self._exact_gpu), blocks * BLOCK_SIZE))

@@ -12,6 +12,8 @@ CANARY_ROWS = 9
 """Tokens that a rank computes at its start both as a chunk and one by one, as a self-test."""
 
 _CANARY_TOKENS = 504
+_EXACT_CANARY_TOKENS = 288
+"""At least so many in the exact mode on a GPU: a chunk with more rows than the last of `tiles.PRODUCT_ROWS`."""
 
 FLAG_BYTES = 64
 """Size of each rank's flag: a cache line."""
@@ -36,12 +38,13 @@ def collective_bytes(spec: RankSpec) -> int:
     return -(-max(hidden, logits) * 4 // 64) * 64
 
 
-def canary_tokens(spec: RankSpec) -> int:
+def canary_tokens(spec: RankSpec, *, exact_gpu: bool = False) -> int:
     """Length of the self-test's text: it crosses the end of a block, and of the hot window unless that is very large.
     It does not depend on how much a step may hold, so that workers with other limits get the same fingerprint.
     """
     hot_blocks = spec.config.hot_window.blocks if spec.config.hot_window is not None else 1
-    return max(2, min(spec.model.context_length, _CANARY_TOKENS, hot_blocks * BLOCK_SIZE + 24))
+    wanted = max(hot_blocks * BLOCK_SIZE + 24, _EXACT_CANARY_TOKENS if exact_gpu else 0)
+    return max(2, min(spec.model.context_length, _CANARY_TOKENS, wanted))
 
 
 def kv_memory_bytes(config: EngineConfig, free_bytes: int | None, reserved_bytes: int) -> int:

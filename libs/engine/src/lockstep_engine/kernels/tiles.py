@@ -11,6 +11,9 @@ MAX_SPLITS = 64
 """Most programs that share a tile's keys; a power of two."""
 MIN_KEYS_PER_SPLIT = 128
 """Fewer keys are not worth a program of their own: its partial result costs more than it gains."""
+PRODUCT_ROWS = (16, 64, 256)
+"""Most rows of each of the exact mode's tiles of products but the last. With more than the last of these, one program
+has all segments of a sum (`triton_linear`)."""
 _LARGE_SHARED_BYTES = 160 * 1024
 """GPUs have either 99 KiB of shared memory for a program, or at least this."""
 
