@@ -59,6 +59,7 @@ from lockstep_engine.sampling import Sampled, Sampler, Scores, score
 from lockstep_engine.self_test import SelfTest
 from lockstep_engine.sizes import collective_bytes
 from lockstep_engine.step_recorder import StepRecorder
+from lockstep_engine.transfers import to_device
 from lockstep_engine.weights import load_weights
 
 logger = logging.getLogger("lockstep.engine")
@@ -134,7 +135,8 @@ class Rank:
         self.graphs: GraphedStep | None = None
         agree = partial(distributed.gather_reasons, self._group)
         recorder = StepRecorder(spec, self._device, self._decode, agree, records=by_kernels and config.cuda_graphs)
-        self._sampler = Sampler(config.max_seqs, model.vocab_size, self._device) if spec.rank == 0 else None
+        sampler = partial(Sampler, config.max_seqs, model.vocab_size, self._device, kernels=by_kernels)
+        self._sampler = sampler() if spec.rank == 0 else None
         by_mean = model.embedding is not None and model.embedding.pooling == "mean"
         self._pooler = Pooler(mean=by_mean, size=model.hidden_size)
         self._memory = device_memory(self._device)
@@ -354,7 +356,7 @@ class Rank:
 
     def _indices(self, numbers: NDArray[np.integer]) -> torch.Tensor:
         """The numbers as int64 on the device, without waiting for it."""
-        return torch.from_numpy(numbers.astype(np.int64)).to(self._device, non_blocking=True)
+        return to_device(numbers.astype(np.int64), self._device)
 
     def _full_logits(self, local: torch.Tensor) -> torch.Tensor:
         """[rows, this rank's part of the vocabulary] → [rows, vocabulary]."""
