@@ -1,12 +1,12 @@
-"""From logits to tokens, in Triton: temperature, top-k, top-p, min-p and the draw, for all rows of a step in a number of
-launches that depends on the kinds of settings alone.
+"""From logits to tokens, in Triton: temperature, top-k, top-p, min-p and the draw, for all rows of a step in a number
+of launches that depends on the kinds of settings alone.
 
 A token depends on its own row, settings and number alone: nothing but integers is added up. A weight is
-exp((logit - largest) / temperature) in units of 2**-44, rounded down, so that the largest weight is 2**44 and the sum of
-a vocabulary of less than 2**19 tokens fits 63 bits.
+exp((logit - largest) / temperature) in units of 2**-44, rounded down, so that the largest weight is 2**44 and the sum
+of a vocabulary of less than 2**19 tokens fits 63 bits.
 
-Nothing is sorted. Non-negative floats are ordered as their bits are, read as integers: these are called keys. Let f(b) be
-the number, or the sum, of the weights whose keys are above b. Top-k and top-p keep the keys from the least b with
+Nothing is sorted. Non-negative floats are ordered as their bits are, read as integers: these are called keys. Let f(b)
+be the number, or the sum, of the weights whose keys are above b. Top-k and top-p keep the keys from the least b with
 f(b) < target, which is top_k, or top_p of the sum of what top-k keeps. The search begins with all keys. Each launch
 divides the range that is left into `2**bits` equal parts, until it has one key, or one weight.
 """
@@ -46,7 +46,7 @@ def _peaks(peaks, places, logits, row_stride, vocabulary, tiles, block: tl.const
     tile, row = tl.program_id(0), tl.program_id(1)
     at = tile * block + tl.arange(0, block)
     x = tl.load(logits + row.to(tl.int64) * row_stride + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
-    x = tl.where(x == x, x, float("inf"))
+    x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124
     peak = tl.max(x, 0)
     tl.store(peaks + row * tiles + tile, peak)
     tl.store(places + row * tiles + tile, tl.min(tl.where(x == peak, at, vocabulary - 1), 0))
@@ -90,7 +90,7 @@ def _weigh(
         at = tile * block + tl.arange(0, block)
         inside = at < vocabulary
         x = tl.load(logits + row.to(tl.int64) * row_stride + at, mask=inside, other=0.0).to(tl.float32)
-        x = tl.where(x == x, x, -_LARGEST)
+        x = tl.where(x == x, x, -_LARGEST)  # noqa: PLR0124
         x = tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
         weight = tl.where(inside, tl.exp2((x - peak) * scale), 0.0)
         tl.store(weights + row.to(tl.int64) * vocabulary + at, weight, mask=inside)
@@ -100,7 +100,7 @@ def _weigh(
             if cuts:
                 way = tl.arange(0, ways)
                 nothing = tl.zeros((ways,), tl.int64)
-                for index in range(0, passes + 1):
+                for index in range(passes + 1):
                     tl.store(sums_by_count + (index * rows + row) * ways + way, nothing)
                     tl.store(sums_by_sum + (index * rows + row) * ways + way, nothing)
                 part = tl.arange(0, _STATE)
@@ -188,7 +188,7 @@ def _search(
                 at = tile * block + tl.arange(0, block)
                 weight = tl.load(weights + row.to(tl.int64) * vocabulary + at, mask=at < vocabulary, other=0.0)
                 keys = weight.to(tl.int32, bitcast=True)
-                if counts:
+                if counts:  # noqa: SIM108 - the two have different types
                     value = tl.full((block,), 1, tl.int32)
                 else:
                     value = _quantised(weight)
@@ -199,9 +199,8 @@ def _search(
                     over = tl.sum(tl.where(keys > first + (index + 1) * width, value, 0), 0).to(tl.int64)
                     f = tl.where(way == index, over, f)
                 tl.atomic_add(new_sums + row * ways + way, f, mask=f > 0, sem="relaxed")
-        else:
-            if tile == 0:
-                tl.store(new_states + row * _STATE + part, tl.load(states + row * _STATE + part))
+        elif tile == 0:
+            tl.store(new_states + row * _STATE + part, tl.load(states + row * _STATE + part))
 
 
 @triton.jit(do_not_specialize=["tiles"])
