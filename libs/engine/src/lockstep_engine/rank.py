@@ -59,7 +59,7 @@ from lockstep_engine.sampling import Sampled, Sampler, Scores, score
 from lockstep_engine.self_test import SelfTest
 from lockstep_engine.sizes import collective_bytes
 from lockstep_engine.step_recorder import StepRecorder
-from lockstep_engine.transfers import to_device
+from lockstep_engine.transfers import to_device, to_device_at_once
 from lockstep_engine.weights import load_weights
 
 logger = logging.getLogger("lockstep.engine")
@@ -303,12 +303,13 @@ class Rank:
         other ranks get them by a collective. On a GPU it is queued behind the step that samples them, so that no host
         waits.
         """
-        ids = self._indices(plan.token_ids)
         unknown = (plan.token_ids == LAST_SAMPLED).nonzero()[0]
+        sampling_rows = np.repeat(plan.sampling_rows, plan.lengths)[unknown]
+        arrays = [each.astype(np.int64) for each in (plan.token_ids, unknown, sampling_rows)]
+        ids, places, owners = to_device_at_once(arrays, self._device)
         if len(unknown):
-            owners = np.repeat(plan.sampling_rows, plan.lengths)[unknown]
-            mine = torch.zeros_like(ids[: len(unknown)]) if self._sampler is None else self._sampler.last(owners)
-            ids.index_copy_(0, self._indices(unknown), self._group.all_gather(mine)[: len(unknown)])
+            mine = torch.zeros_like(owners) if self._sampler is None else self._sampler.last(owners)
+            ids.index_copy_(0, places, self._group.all_gather(mine)[: len(unknown)])
         return ids
 
     def forward(self, ids: torch.Tensor, layout: StepLayout, rows: NDArray[np.int64]) -> torch.Tensor:
@@ -385,9 +386,13 @@ class Rank:
         return gpu.usable(*form)
 
     def _measure_largest_step(self) -> int:
-        """Bytes that a step takes at most on a GPU beside the KV cache; 0 on the CPU."""
+        """Bytes that a step takes at most on a GPU beside the KV cache; 0 on the CPU. The step has not all forms of the
+        sampler's kernels, so these are launched, too.
+        """
         if self._memory is None:
             return 0
+        if self._sampler is not None:
+            self._sampler.launch_all(self._dtype, self._spec.config.tp)
 
         def run(plan: Plan) -> None:
             if self.launch(plan, []).unserved:

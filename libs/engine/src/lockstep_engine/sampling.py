@@ -81,9 +81,21 @@ class Sampler:
         self._last = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         """[sampling rows]: the token that was last chosen."""
 
-    def last(self, sampling_rows: NDArray[np.int32]) -> torch.Tensor:
-        """The tokens [sampling rows], int64 on the device, that were last chosen for these rows."""
-        return self._last.index_select(0, _put(sampling_rows.astype(np.int64), self._device))
+    def launch_all(self, dtype: torch.dtype, ranks: int) -> None:
+        """Launch every form of the kernels once, so that none has to be built while serving.
+
+        Args:
+            dtype: of the model's logits.
+            ranks: they hold parts of the logits that are equally wide, so that rows may be longer than the vocabulary.
+        """
+        if self._kernels is not None:
+            width = -(-self._vocab_size // ranks) * ranks
+            for drawn in {dtype, torch.float32}:
+                self._kernels.launch_all(self._vocab_size, width, dtype, drawn, self._device)
+
+    def last(self, sampling_rows: torch.Tensor) -> torch.Tensor:
+        """The tokens [rows], int64 on the device, that were last chosen for these sampling rows, int64."""
+        return self._last.index_select(0, sampling_rows)
 
     def add(self, sampling: RowSampling) -> None:
         """A sampling row gets a new request.
@@ -129,16 +141,17 @@ class Sampler:
             self._last.index_copy_(0, settings.sampling_rows, ids)
             return Sampled(usable, [])
         if masked is not None and masks is not None:
-            raw = _restrict(raw.float(), masked, masks)
+            raw = _restrict(raw, masked, masks)
         adjusted = raw
         if not settings.plain:
             adjusted = raw.float()
             if adjusted is logits or (adjusted is raw and settings.listed):
                 adjusted = adjusted.clone()
             self._adjust(adjusted, settings)
-        if self._kernels is not None and settings.choices is not None:
-            numbers = to_device(uniforms, self._device)
-            ids, usable = self._kernels.choose(adjusted, logits, settings.choices, numbers, self._last)
+        choices = settings.choices
+        if self._kernels is not None and choices is not None:
+            numbers = to_device(uniforms, self._device) if choices.kinds.draws else None
+            ids, usable = self._kernels.choose(adjusted, logits, choices, numbers, self._last)
         else:
             ids, usable = self._choose_by_torch(adjusted, given, settings, uniforms)
         for each in settings.penalties:

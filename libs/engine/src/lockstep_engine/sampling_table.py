@@ -14,7 +14,7 @@ from lockstep_common.protocol import MAX_LOGPROBS
 from numpy.typing import NDArray
 
 from lockstep_engine.plan import RowSampling
-from lockstep_engine.transfers import to_device
+from lockstep_engine.transfers import to_device, to_device_at_once
 
 TILE = 2**18
 """Logits of a tile on the CPU: 1 MiB."""
@@ -113,7 +113,7 @@ class StepSettings:
     """The settings of a step's rows, on the device."""
 
     sampling_rows: torch.Tensor
-    """[logits rows], int64."""
+    """[logits rows], int64; empty if there are `choices`, which have them."""
     greedy: torch.Tensor | None
     """[n], int64: logits rows that take the most likely token; None: all."""
     draws: list[Draw]
@@ -251,7 +251,7 @@ class SamplingTable:
             places = forbidden[0]
             places = limited[places // self._vocabulary] * self._vocabulary + places % self._vocabulary
         return StepSettings(
-            sampling_rows=self._put(rows),
+            sampling_rows=self._put(rows[:0] if self._kernels else rows),
             greedy=greedy,
             draws=[] if self._kernels else [self._draw(rows, part) for part in self._tiles(random)],
             penalties=[self._penalties(rows, part) for part in self._tiles(self._penalised[rows].nonzero()[0])],
@@ -277,8 +277,9 @@ class SamplingTable:
 
     def _penalties(self, rows: NDArray[np.intp], part: NDArray[np.intp]) -> Penalties:
         columns = [_REPETITION, _FREQUENCY, _PRESENCE]
-        numbers = self._put(self._numbers[rows[part]][:, columns].T.astype(np.float32)).unsqueeze(2)
-        return Penalties(self._put(part), self._put(rows[part]), numbers[0], numbers[1], numbers[2])
+        numbers = self._numbers[rows[part]][:, columns].T.astype(np.float32)
+        places, owners, factors = to_device_at_once([part, rows[part], numbers[:, :, None]], self._device)
+        return Penalties(places, owners, *factors)
 
     def _draw(self, rows: NDArray[np.intp], part: NDArray[np.intp]) -> Draw:
         temperature = np.maximum(self._numbers[rows[part], _TEMPERATURE], np.finfo(np.float32).tiny)
