@@ -389,10 +389,10 @@ class Rank:
         """Bytes that a step takes at most on a GPU beside the KV cache; 0 on the CPU. The step has not all forms of the
         sampler's kernels, so these are launched, too.
         """
-        if self._memory is None:
-            return 0
         if self._sampler is not None:
             self._sampler.launch_all(self._dtype, self._spec.config.tp)
+        if self._memory is None:
+            return 0
 
         def run(plan: Plan) -> None:
             if self.launch(plan, []).unserved:
