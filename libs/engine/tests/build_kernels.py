@@ -7,17 +7,28 @@ process of its own.
 import dataclasses
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import torch
 from lockstep_engine.attention import StepLayout
 from lockstep_engine.attention_triton import DecodeAttention, Rotation, TritonAttention
 from lockstep_engine.config import HotWindow
-from lockstep_engine.kernels import triton_attention, triton_compress, triton_gate, triton_norm, triton_store
+from lockstep_engine.kernels import (
+    triton_attention,
+    triton_compress,
+    triton_gate,
+    triton_norm,
+    triton_sampling,
+    triton_store,
+)
 from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kv_cache import KvCache
+from lockstep_engine.sampling_table import Kinds, RowChoices
 from lockstep_engine.scoring import Scoring
 from paper_gpu import PaperGpu
+
+_VOCABULARY = 128256
 
 
 class Kernels:
@@ -64,6 +75,20 @@ class Kernels:
             qkv, angles = self.empty(4, (self.heads + 2 * self.kv_heads) * self.dim), self.empty(4, self.dim)
             triton_store.rotate_store(layer, qkv, angles, angles, slots, heads=self.heads, norms=norms)
         triton_compress.compress(self.cache.cold_layers(0), torch.zeros(4, 2, dtype=torch.int32))
+        self.launch_sampling()
+
+    def launch_sampling(self):
+        """As a rank launches it at its start."""
+        for drawn in {self.dtype, torch.float32}:
+            triton_sampling.launch_all(_VOCABULARY, _VOCABULARY, self.dtype, drawn, torch.device("cpu"))
+
+    def sample(self, count, kinds, *, changed=False):
+        """As a step chooses the tokens of so many rows; `changed`: their logits."""
+        given = self.empty(count, _VOCABULARY)
+        logits = given.float() if changed else given
+        numbers = torch.zeros(count, dtype=torch.float64) if kinds.draws else None
+        choices = RowChoices(torch.zeros(count, 5, dtype=torch.float64), kinds)
+        triton_sampling.choose(logits, given, choices, numbers, torch.zeros(count, dtype=torch.int64))
 
     def step(self, lengths, width):
         """A step as a rank runs it."""
@@ -92,11 +117,17 @@ def build_for_steps(gpu):
         kernels.decode(size, 40)
     kernels.step([40, 1, 30], 5)
     kernels.step([1] * 200, 5)
+    kernels.launch_sampling()
     ready = gpu.compiled
     for size in (2, 3, 8, 16, 33, 200, 512):
         kernels.decode(size, 40)
     for lengths, width in (([1], 1), ([2], 2), ([1] * 9, 16), ([17, 1, 1], 3), ([511], 64), ([100, 3, 1, 48], 17)):
         kernels.step(lengths, width)
+    drawn = Kinds(draws=True)
+    for kinds in (Kinds(), drawn, replace(drawn, top_k=True), replace(drawn, top_p=True), replace(drawn, min_p=True)):
+        for count in (1, 16, 17):
+            kernels.sample(count, kinds)
+            kernels.sample(count, kinds, changed=True)
     other = Kernels(32, 8, 128, blocks=16)
     other.step([40, 1], 3)
     return {"ready": ready, "later": gpu.compiled - ready}

@@ -88,7 +88,9 @@ class InProcessEngine:
         attention = step_attention(self.cache, layout, deterministic=True)
         ids = torch.from_numpy(plan.token_ids.astype(np.int64))
         unknown = (ids == LAST_SAMPLED).nonzero().squeeze(1)
-        ids[unknown] = self._sampler.last(np.repeat(plan.sampling_rows, plan.lengths)[unknown.numpy()])
+        ids[unknown] = self._sampler.last(
+            torch.from_numpy(np.repeat(plan.sampling_rows, plan.lengths)[unknown.numpy()].astype(np.int64))
+        )
         logits = self._model.logits(
             ids,
             attention,

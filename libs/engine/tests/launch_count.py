@@ -288,11 +288,7 @@ class Counted:
         kept = []
         try:
             for part in _KERNELS:
-                module = importlib.import_module(f"lockstep_engine.kernels.triton_{part}")
-                for name, kernel in list(vars(module).items()):
-                    if type(kernel).__name__ in ("JITFunction", "InterpretedFunction"):
-                        kept.append((module, name, kernel))
-                        setattr(module, name, CountedKernel(name, cost, held))
+                kept += _count_kernels(part, cost, held)
             for name, claimed in (("processors", PROCESSORS), ("limits", LIMITS[90])):
                 kept.append((triton_attention, name, getattr(triton_attention, name)))
                 setattr(triton_attention, name, lambda _device, claimed=claimed: claimed)
@@ -398,7 +394,7 @@ SAMPLERS = {
 def sampled_step(kind, rows, vocabulary=_LLAMA["vocab_size"]):
     """A step's sampling, as a call: so many requests of one kind, which have begun, on the meta device."""
     plan = largest_plan(rank_spec(vocab_size=vocabulary, max_seqs=rows, max_batch_tokens=CHUNK))
-    sampler = Sampler(rows, vocabulary, META)
+    sampler = Sampler(rows, vocabulary, META, kernels=True)
     for each in plan.added:
         sampler.add(msgspec.structs.replace(each, **SAMPLERS[kind]))
     logits = torch.empty(rows, vocabulary, dtype=DTYPE, device=META)
@@ -412,24 +408,36 @@ def sampled_step(kind, rows, vocabulary=_LLAMA["vocab_size"]):
 
 
 @contextlib.contextmanager
-def nothing_fetched():
-    """Meanwhile results stay on the meta device, which has no contents."""
-    kept, sampling.to_host = sampling.to_host, lambda x: x
+def nothing_fetched(cost=None):
+    """Meanwhile results stay on the meta device, which has no contents, and the sampler's kernels are counted."""
+    kept = [(sampling, "to_host", sampling.to_host)]
+    sampling.to_host = lambda x: x
+    kept += _count_kernels("sampling", cost or Cost(), 0)
     try:
         yield
     finally:
-        sampling.to_host = kept
+        for module, name, each in kept:
+            setattr(module, name, each)
+
+
+def _count_kernels(part, cost, held):
+    """Put `CountedKernel`s in the place of a module's kernels. Returns what was there: (module, name, kernel)."""
+    module = importlib.import_module(f"lockstep_engine.kernels.triton_{part}")
+    found = [(module, name, kernel) for name, kernel in vars(module).items()
+             if type(kernel).__name__ in ("JITFunction", "InterpretedFunction")]  # fmt: skip
+    for _, name, _ in found:
+        setattr(module, name, CountedKernel(name, cost, held))
+    return found
 
 
 def sampler_entry(kind):
     """The numbers of sampling for some numbers of rows."""
     counted = {}
-    with nothing_fetched():
-        for count in ROWS:
-            cost, sample = Cost(), sampled_step(kind, count)
-            with Operations(cost):
-                sample()
-            counted[f"{count} sampled"] = cost.numbers()
+    for count in ROWS:
+        cost, sample = Cost(), sampled_step(kind, count)
+        with nothing_fetched(cost), Operations(cost):
+            sample()
+        counted[f"{count} sampled"] = cost.numbers()
     return counted
 
 

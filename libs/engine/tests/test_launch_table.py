@@ -50,7 +50,7 @@ def test_the_table_has_these_rows_and_is_the_one_people_read():
 def test_sampling_launches_what_the_table_says_for_any_number_of_rows(kind):
     counted = sampler_entry(kind)
     assert counted == COMMITTED[f"Sampler: {kind}"]
-    assert len({step["torch_operations"] for step in counted.values()}) == 1
+    assert len({(step["torch_operations"], step["triton_launches"]) for step in counted.values()}) == 1
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)

@@ -14,6 +14,7 @@ from lockstep_engine.kernels.tiles import LIMITS
 
 DEADLINE_S = 1500
 CONFIG = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 16}
+CONFIG |= {"vocab_size": 512}
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +44,13 @@ def test_code_is_compiled_and_found_without_any_program_on_the_path(arch, tmp_pa
     (model / "config.json").write_text(json.dumps(CONFIG))
     what = folder, "--model", model, "--arch", arch, "--tp", 1, "--jobs", 1
     built = precompile("build", *what, path=nowhere)
-    assert "8 calls" in built.stdout, built.stderr[-2000:]
+    assert "10 calls" in built.stdout, built.stderr[-2000:]
     moved = shutil.move(folder, tmp_path / "elsewhere")
     for path in [moved, *moved.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = sorted(moved.rglob("*"))
     found = precompile("check", moved, *what[1:], "--code-only", path=nowhere)
-    assert found.stdout == "8 calls, none was compiled\n", found.stderr[-2000:]
+    assert found.stdout == "10 calls, none was compiled\n", found.stderr[-2000:]
     assert sorted(moved.rglob("*")) == before
     for path in [moved, *moved.rglob("*")]:
         path.chmod(0o755)

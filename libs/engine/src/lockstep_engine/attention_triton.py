@@ -18,8 +18,8 @@ from lockstep_engine.kernels import triton_attention, triton_compress, triton_ex
 from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.scoring import Scoring
+from lockstep_engine.transfers import to_device_at_once
 
-_ALIGNED = 4
 """int32 numbers: tensors that begin at a multiple of 16 bytes need one build of a kernel, others a second one."""
 _STRIDE = 16
 """The same holds for strides: multiples of this need one build."""
@@ -163,12 +163,4 @@ def _laid_out(x: torch.Tensor) -> torch.Tensor:
 
 def _to_device(arrays: list[NDArray[np.integer]], device: torch.device) -> list[torch.Tensor]:
     """int32 tensors of these shapes, in one copy."""
-    sizes = [array.size + -array.size % _ALIGNED for array in arrays]
-    ends = np.cumsum(sizes)
-    buffer = torch.empty(int(ends[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
-    numbers = buffer.numpy()
-    for array, end, size in zip(arrays, ends, sizes, strict=True):
-        numbers[end - size : end - size + array.size] = array.reshape(-1)
-    there = buffer.to(device, non_blocking=True)
-    begins = (ends - sizes).tolist()
-    return [there[begin:][: array.size].view(array.shape) for begin, array in zip(begins, arrays, strict=True)]
+    return to_device_at_once([array.astype(np.int32, copy=False) for array in arrays], device)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lockstep_engine import rowwise
 from lockstep_engine.sampling_table import Cut, Draw
+from lockstep_engine.transfers import to_device
 
 _UNIT = 2.0**-44
 """What 1 means in integer prefix sums. Weights are at most 1, and a vocabulary has fewer than 2**19 tokens."""
@@ -39,7 +40,7 @@ def draw(logits: torch.Tensor, rows: Draw, uniforms: NDArray[np.float64]) -> tor
         weights.masked_fill_(weights < least, 0)
     cumulative = prefix_sums(weights)
     total = cumulative[:, -1:].contiguous()
-    targets = torch.from_numpy(uniforms).to(device, non_blocking=True).unsqueeze(1) * total
+    targets = to_device(uniforms, device).unsqueeze(1) * total
     # The first id whose cumulative weight is above the target; rounding must not lead past the last id with weight.
     chosen = torch.searchsorted(cumulative, targets, right=True)
     last = torch.searchsorted(cumulative, total, right=False)

@@ -141,7 +141,9 @@ def largest_plan(spec: RankSpec) -> Plan:
 
 
 def _all_options(row: int) -> RowSampling:
-    """Settings for which the sampler computes everything that it can: top_p alone sorts the whole vocabulary."""
+    """Settings for which the sampler computes everything that it can: in torch top_p alone sorts the whole
+    vocabulary.
+    """
     return RowSampling(
         sampling_row=row,
         temperature=1.0,

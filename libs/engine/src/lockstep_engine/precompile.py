@@ -117,6 +117,7 @@ def _calls(task: Task) -> Iterator["launches.Call"]:  # type: ignore[name-define
                         hidden=widths.hidden,
                         inner=inner,
                         dtype=getattr(torch, dtype),
+                        vocabulary=widths.vocabulary,
                         rotated=widths.head_dim,
                         head_norms=widths.head_norms,
                         window=window,

@@ -59,6 +59,7 @@ from lockstep_engine.sampling import Sampled, Sampler, Scores, score
 from lockstep_engine.self_test import SelfTest
 from lockstep_engine.sizes import collective_bytes
 from lockstep_engine.step_recorder import StepRecorder
+from lockstep_engine.transfers import to_device, to_device_at_once
 from lockstep_engine.weights import load_weights
 
 logger = logging.getLogger("lockstep.engine")
@@ -134,7 +135,8 @@ class Rank:
         self.graphs: GraphedStep | None = None
         agree = partial(distributed.gather_reasons, self._group)
         recorder = StepRecorder(spec, self._device, self._decode, agree, records=by_kernels and config.cuda_graphs)
-        self._sampler = Sampler(config.max_seqs, model.vocab_size, self._device) if spec.rank == 0 else None
+        sampler = partial(Sampler, config.max_seqs, model.vocab_size, self._device, kernels=by_kernels)
+        self._sampler = sampler() if spec.rank == 0 else None
         by_mean = model.embedding is not None and model.embedding.pooling == "mean"
         self._pooler = Pooler(mean=by_mean, size=model.hidden_size)
         self._memory = device_memory(self._device)
@@ -301,12 +303,13 @@ class Rank:
         other ranks get them by a collective. On a GPU it is queued behind the step that samples them, so that no host
         waits.
         """
-        ids = self._indices(plan.token_ids)
         unknown = (plan.token_ids == LAST_SAMPLED).nonzero()[0]
+        sampling_rows = np.repeat(plan.sampling_rows, plan.lengths)[unknown]
+        arrays = [each.astype(np.int64) for each in (plan.token_ids, unknown, sampling_rows)]
+        ids, places, owners = to_device_at_once(arrays, self._device)
         if len(unknown):
-            owners = np.repeat(plan.sampling_rows, plan.lengths)[unknown]
-            mine = torch.zeros_like(ids[: len(unknown)]) if self._sampler is None else self._sampler.last(owners)
-            ids.index_copy_(0, self._indices(unknown), self._group.all_gather(mine)[: len(unknown)])
+            mine = torch.zeros_like(owners) if self._sampler is None else self._sampler.last(owners)
+            ids.index_copy_(0, places, self._group.all_gather(mine)[: len(unknown)])
         return ids
 
     def forward(self, ids: torch.Tensor, layout: StepLayout, rows: NDArray[np.int64]) -> torch.Tensor:
@@ -354,7 +357,7 @@ class Rank:
 
     def _indices(self, numbers: NDArray[np.integer]) -> torch.Tensor:
         """The numbers as int64 on the device, without waiting for it."""
-        return torch.from_numpy(numbers.astype(np.int64)).to(self._device, non_blocking=True)
+        return to_device(numbers.astype(np.int64), self._device)
 
     def _full_logits(self, local: torch.Tensor) -> torch.Tensor:
         """[rows, this rank's part of the vocabulary] → [rows, vocabulary]."""
@@ -383,7 +386,11 @@ class Rank:
         return gpu.usable(*form)
 
     def _measure_largest_step(self) -> int:
-        """Bytes that a step takes at most on a GPU beside the KV cache; 0 on the CPU."""
+        """Bytes that a step takes at most on a GPU beside the KV cache; 0 on the CPU. The step has not all forms of the
+        sampler's kernels, so these are launched, too.
+        """
+        if self._sampler is not None:
+            self._sampler.launch_all(self._dtype, self._spec.config.tp)
         if self._memory is None:
             return 0
 

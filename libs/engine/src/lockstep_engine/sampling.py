@@ -7,6 +7,7 @@ on its own logits row, settings and number, never on the other rows.
 Nothing here waits for the device: chosen tokens stay on it for the next step, and are copied to the host meanwhile.
 """
 
+import importlib
 import math
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from lockstep_engine.drawing import draw
 from lockstep_engine.kernels import cpu
 from lockstep_engine.plan import NO_TOKEN, RowSampling, StepLogprobs
 from lockstep_engine.sampling_table import Listed, Penalties, SamplingTable, StepSettings, penalised
+from lockstep_engine.transfers import to_device, to_host
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,15 @@ class Sampled:
 
 
 class Sampler:
-    """State of all sampling rows: the settings of their requests, and for penalties the tokens of prompt and output."""
+    """State of all sampling rows: the settings of their requests, and for penalties the tokens of prompt and output.
+    `kernels`: Triton's choose the tokens.
+    """
 
-    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device, *, kernels: bool = False) -> None:
+        self._kernels = importlib.import_module("lockstep_engine.kernels.triton_sampling") if kernels else None
         self._vocab_size = vocab_size
         self._device = device
-        self._table = SamplingTable(max_seqs, vocab_size, device)
+        self._table = SamplingTable(max_seqs, vocab_size, device, kernels=kernels)
         self._counts = torch.zeros((max_seqs, vocab_size), dtype=torch.int32, device=device)
         """[sampling rows, vocabulary]: how often each token is in the output."""
         self._in_prompt = torch.zeros((max_seqs, vocab_size), dtype=torch.bool, device=device)
@@ -76,9 +81,21 @@ class Sampler:
         self._last = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         """[sampling rows]: the token that was last chosen."""
 
-    def last(self, sampling_rows: NDArray[np.int32]) -> torch.Tensor:
-        """The tokens [sampling rows], int64 on the device, that were last chosen for these rows."""
-        return self._last.index_select(0, _put(sampling_rows.astype(np.int64), self._device))
+    def launch_all(self, dtype: torch.dtype, ranks: int) -> None:
+        """Launch every form of the kernels once, so that none has to be built while serving.
+
+        Args:
+            dtype: of the model's logits.
+            ranks: they hold parts of the logits that are equally wide, so that rows may be longer than the vocabulary.
+        """
+        if self._kernels is not None:
+            width = -(-self._vocab_size // ranks) * ranks
+            for drawn in {dtype, torch.float32}:
+                self._kernels.launch_all(self._vocab_size, width, dtype, drawn, self._device)
+
+    def last(self, sampling_rows: torch.Tensor) -> torch.Tensor:
+        """The tokens [rows], int64 on the device, that were last chosen for these sampling rows, int64."""
+        return self._last.index_select(0, sampling_rows)
 
     def add(self, sampling: RowSampling) -> None:
         """A sampling row gets a new request.
@@ -89,8 +106,9 @@ class Sampler:
         row = sampling.sampling_row
         self._table.clear(row)
         if penalised(sampling):
-            counts = np.bincount(np.array(sampling.emitted_ids, dtype=np.int64), minlength=self._vocab_size)
-            self._counts[row] = torch.from_numpy(counts.astype(np.int32)).to(self._device, non_blocking=True)
+            emitted = _put(np.array(sampling.emitted_ids, dtype=np.int64), self._device)
+            self._counts[row] = 0  # counted there: a row of counts is too much to send for a request
+            self._counts[row].index_add_(0, emitted, torch.ones_like(emitted, dtype=torch.int32))
             self._in_prompt[row] = False
             prompt_ids = np.array(sampling.prompt_ids, dtype=np.int64)
             self._in_prompt[row].index_fill_(0, _put(prompt_ids, self._device), True)
@@ -116,32 +134,48 @@ class Sampler:
             masks: [masked, words], the tokens that each of them may choose (see `Plan.masks`).
         """
         settings = self._table.of(sampling_rows, emitted)
-        given = raw = logits.float()
+        # The kernels read any float type.
+        given = raw = logits if self._kernels is not None else logits.float()
         if settings.only_greedy and masked is None and cpu.available(given) and given.is_contiguous():
             ids, usable = cpu.largest(given)
             self._last.index_copy_(0, settings.sampling_rows, ids)
             return Sampled(usable, [])
         if masked is not None and masks is not None:
             raw = _restrict(raw, masked, masks)
-        # The largest element tells of a NaN or an infinity anywhere in its row, because both count as larger than all
-        # numbers. It is taken from the model's own logits: masks, bias and min_tokens exclude tokens by -inf.
-        chooses_largest = raw is given and settings.plain and settings.greedy is None
-        largest = None if chooses_largest else given.amax(dim=-1)
         adjusted = raw
         if not settings.plain:
-            adjusted = raw.clone() if raw is logits or settings.listed else raw
+            adjusted = raw.float()
+            if adjusted is logits or (adjusted is raw and settings.listed):
+                adjusted = adjusted.clone()
             self._adjust(adjusted, settings)
-        ids = self._choose(adjusted, settings, uniforms)
-        if largest is None:
-            largest = given.gather(1, ids.unsqueeze(1)).squeeze(1)
-        self._last.index_copy_(0, settings.sampling_rows, ids)
+        choices = settings.choices
+        if self._kernels is not None and choices is not None:
+            numbers = to_device(uniforms, self._device) if choices.kinds.draws else None
+            ids, usable = self._kernels.choose(adjusted, logits, choices, numbers, self._last)
+        else:
+            ids, usable = self._choose_by_torch(adjusted, given, settings, uniforms)
         for each in settings.penalties:
             places = each.sampling_rows * self._vocab_size + ids.index_select(0, each.rows)
             self._counts.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
         listed = [_list_tokens(raw, ids, each) for each in settings.listed]
-        # On the device an unusable row keeps an id that exists: with overlap the next step has been planned with it.
-        usable = to_host(ids.where(largest.isfinite(), NO_TOKEN))
-        return Sampled(usable, listed, frozenset() if masked is None else frozenset(masked.tolist()))
+        return Sampled(to_host(usable), listed, frozenset() if masked is None else frozenset(masked.tolist()))
+
+    def _choose_by_torch(
+        self, adjusted: torch.Tensor, given: torch.Tensor, settings: StepSettings, uniforms: NDArray[np.float64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[logits rows], int64: the tokens, and NO_TOKEN in their place where the model's logits are no numbers.
+
+        The largest element tells of a NaN or an infinity anywhere in its row, because both count as larger than all
+        numbers. It is taken from the model's own logits: masks, bias and min_tokens exclude tokens by -inf. On the
+        device an unusable row keeps an id that exists: with overlap the next step has been planned with it.
+        """
+        takes_largest = adjusted is given and settings.greedy is None
+        largest = None if takes_largest else given.amax(dim=-1)
+        ids = self._choose(adjusted, settings, uniforms)
+        if largest is None:
+            largest = given.gather(1, ids.unsqueeze(1)).squeeze(1)
+        self._last.index_copy_(0, settings.sampling_rows, ids)
+        return ids, ids.where(largest.isfinite(), NO_TOKEN)
 
     def _choose(self, logits: torch.Tensor, settings: StepSettings, uniforms: NDArray[np.float64]) -> torch.Tensor:
         """[logits rows], int64: the tokens."""
@@ -225,7 +259,7 @@ def _unpack(masks: NDArray[np.int32], vocabulary: int, device: torch.device) -> 
 
 def _unpack_on_device(masks: NDArray[np.int32], vocabulary: int, device: torch.device) -> torch.Tensor:
     """The same for a GPU: only the packed masks are copied to it."""
-    words = torch.from_numpy(masks.copy()).to(device, non_blocking=True)
+    words = to_device(masks.copy(), device)
     shifts = torch.arange(32, dtype=torch.int32, device=device)
     return ((words.unsqueeze(2) >> shifts) & 1).flatten(1)[:, :vocabulary].bool()
 
@@ -235,13 +269,8 @@ def _log_softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def _put(numbers: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    """Indices, int64 on the device, without waiting: small copies from memory that is not pinned are staged."""
-    return torch.from_numpy(numbers).to(device, non_blocking=True)
-
-
-def to_host(x: torch.Tensor) -> torch.Tensor:
-    """`x` on the host; it is valid once the device has finished earlier work."""
-    return x.to("cpu", non_blocking=True)
+    """Indices, int64 on the device."""
+    return to_device(numbers, device)
 
 
 def _list_tokens(logits: torch.Tensor, ids: torch.Tensor, listed: Listed) -> ListedTokens:

@@ -14,6 +14,7 @@ from lockstep_common.protocol import MAX_LOGPROBS
 from numpy.typing import NDArray
 
 from lockstep_engine.plan import RowSampling
+from lockstep_engine.transfers import to_device, to_device_at_once
 
 TILE = 2**18
 """Logits of a tile on the CPU: 1 MiB."""
@@ -84,11 +85,35 @@ class Listed:
 
 
 @dataclass(frozen=True)
+class Kinds:
+    """What some rows of a step need."""
+
+    draws: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens are left out."""
+        return self.top_k or self.top_p or self.min_p
+
+
+@dataclass(frozen=True)
+class RowChoices:
+    """How the kernels choose the tokens of all rows."""
+
+    settings: torch.Tensor
+    """[logits rows, 5], float64: see `triton_sampling.choose`."""
+    kinds: Kinds
+
+
+@dataclass(frozen=True)
 class StepSettings:
     """The settings of a step's rows, on the device."""
 
     sampling_rows: torch.Tensor
-    """[logits rows], int64."""
+    """[logits rows], int64; empty if there are `choices`, which have them."""
     greedy: torch.Tensor | None
     """[n], int64: logits rows that take the most likely token; None: all."""
     draws: list[Draw]
@@ -100,6 +125,8 @@ class StepSettings:
     forbidden: torch.Tensor | None
     """[n], int64: indices of logits that become -inf."""
     listed: list[Listed]
+    choices: RowChoices | None = None
+    """For the GPU's kernels; then there are no `draws`, and `greedy` means nothing."""
 
     @property
     def plain(self) -> bool:
@@ -153,9 +180,10 @@ class _Lists:
 
 
 class SamplingTable:
-    """The settings of the requests that have sampling rows."""
+    """The settings of the requests that have sampling rows. `kernels`: those of a GPU choose the tokens."""
 
-    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_seqs: int, vocab_size: int, device: torch.device, *, kernels: bool = False) -> None:
+        self._kernels = kernels
         self._vocabulary = vocab_size
         self._device = device
         self._tile = max(1, TILE // vocab_size) if device.type == "cpu" else max_seqs
@@ -214,7 +242,7 @@ class SamplingTable:
     def _settings(self, rows: NDArray[np.intp], short: NDArray[np.bool_]) -> StepSettings:
         random = (self._numbers[rows, _TEMPERATURE] != 0).nonzero()[0]
         greedy = None
-        if len(random):
+        if len(random) and not self._kernels:
             greedy = self._put((self._numbers[rows, _TEMPERATURE] == 0).nonzero()[0])
         bias = self._biases.of(rows, self._vocabulary)
         limited = short.nonzero()[0]
@@ -223,20 +251,35 @@ class SamplingTable:
             places = forbidden[0]
             places = limited[places // self._vocabulary] * self._vocabulary + places % self._vocabulary
         return StepSettings(
-            sampling_rows=self._put(rows),
+            sampling_rows=self._put(rows[:0] if self._kernels else rows),
             greedy=greedy,
-            draws=[self._draw(rows, part) for part in self._tiles(random)],
+            draws=[] if self._kernels else [self._draw(rows, part) for part in self._tiles(random)],
             penalties=[self._penalties(rows, part) for part in self._tiles(self._penalised[rows].nonzero()[0])],
             biased=None if bias is None else self._put(bias[0]),
             bias=None if bias is None else self._put(bias[1]),
             forbidden=None if forbidden is None else self._put(places),
             listed=list(self._listed(rows)),
+            choices=self._choices(rows) if self._kernels else None,
         )
+
+    def _choices(self, rows: NDArray[np.intp]) -> RowChoices:
+        temperature, top_p, min_p = self._numbers[rows][:, [_TEMPERATURE, _TOP_P, _MIN_P]].T
+        random, top_k = temperature != 0, self._top_k[rows]
+        scale = np.zeros(len(rows))
+        scale[random] = np.log2(np.e) / np.maximum(temperature[random], np.finfo(np.float32).tiny)
+        kinds = Kinds(
+            draws=bool(random.any()),
+            top_k=bool((random & (top_k > 0)).any()),
+            top_p=bool((random & (top_p < 1)).any()),
+            min_p=bool((random & (min_p > 0)).any()),
+        )
+        return RowChoices(self._put(np.stack([rows, scale, top_k, top_p, min_p], axis=1)), kinds)
 
     def _penalties(self, rows: NDArray[np.intp], part: NDArray[np.intp]) -> Penalties:
         columns = [_REPETITION, _FREQUENCY, _PRESENCE]
-        numbers = self._put(self._numbers[rows[part]][:, columns].T.astype(np.float32)).unsqueeze(2)
-        return Penalties(self._put(part), self._put(rows[part]), numbers[0], numbers[1], numbers[2])
+        numbers = self._numbers[rows[part]][:, columns].T.astype(np.float32)
+        places, owners, factors = to_device_at_once([part, rows[part], numbers[:, :, None]], self._device)
+        return Penalties(places, owners, *factors)
 
     def _draw(self, rows: NDArray[np.intp], part: NDArray[np.intp]) -> Draw:
         temperature = np.maximum(self._numbers[rows[part], _TEMPERATURE], np.finfo(np.float32).tiny)
@@ -285,8 +328,7 @@ class SamplingTable:
         return [rows[begin : begin + self._tile] for begin in range(0, len(rows), self._tile)]
 
     def _put(self, array: NDArray[np.generic]) -> torch.Tensor:
-        """The array on the device, without waiting: small copies from memory that is not pinned are staged."""
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device, non_blocking=True)
+        return to_device(array, self._device)
 
 
 def penalised(sampling: RowSampling) -> bool:

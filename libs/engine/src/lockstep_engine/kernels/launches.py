@@ -20,6 +20,7 @@ from lockstep_engine.kernels import (
     triton_exact_attention,
     triton_gate,
     triton_norm,
+    triton_sampling,
     triton_store,
 )
 from lockstep_engine.kernels.triton_attention import Paged, Tiles
@@ -41,6 +42,7 @@ class ModelShape:
     inner: int
     """Width of the gated products on this rank."""
     dtype: torch.dtype
+    vocabulary: int
     rotated: int
     """Components of a head that are rotated."""
     head_norms: bool = False
@@ -69,6 +71,7 @@ def calls(shape: ModelShape) -> list[Call]:
     found = attention_calls(
         shape.heads // shape.kv_heads, shape.head_dim, shape.dtype, compressed=shape.compressed, window=shape.window
     )
+    found += [Call("choose", (shape.vocabulary, shape.dtype, drawn)) for drawn in {shape.dtype: 0, torch.float32: 0}]
     if not shape.plain:
         return [*found, Call("store", (shape.kv_heads, shape.head_dim, shape.dtype))]
     rotation = shape.heads, shape.kv_heads, shape.head_dim, shape.rotated, shape.head_norms, shape.dtype
@@ -164,6 +167,10 @@ def _silu_mul(device: torch.device, inner: int, dtype: torch.dtype) -> None:
     triton_gate.silu_mul(torch.zeros(4, 2 * inner, dtype=dtype, device=device))
 
 
+def _choose(device: torch.device, vocabulary: int, dtype: torch.dtype, drawn: torch.dtype) -> None:
+    triton_sampling.launch_all(vocabulary, vocabulary, dtype, drawn, device)
+
+
 def _no_slots(device: torch.device) -> torch.Tensor:
     return torch.full((4,), -1, dtype=torch.int64, device=device)
 
@@ -176,4 +183,5 @@ _LAUNCH: dict[str, Callable[..., None]] = {
     "rotate_store": _rotate_store,
     "add_rms_norm": _add_rms_norm,
     "silu_mul": _silu_mul,
+    "choose": _choose,
 }

@@ -23,6 +23,7 @@ class Widths:
     heads: int
     kv_heads: int
     head_dim: int
+    vocabulary: int
     head_norms: bool = False
     windows: tuple[bool, ...] = (False,)
     """Whether attention has a window; models with two kinds of layers have both."""
@@ -41,27 +42,27 @@ class Widths:
 
 
 MODELS: dict[str, Widths] = {
-    "llama-2-7b": Widths(4096, 11008, 32, 32, 128),
-    "llama-3.1-8b": Widths(4096, 14336, 32, 8, 128),
-    "llama-3.1-70b": Widths(8192, 28672, 64, 8, 128),
-    "llama-3.2-1b": Widths(2048, 8192, 32, 8, 64),
-    "llama-3.2-3b": Widths(3072, 8192, 24, 8, 128),
-    "mistral-nemo-12b": Widths(5120, 14336, 32, 8, 128),
-    "mistral-small-24b": Widths(5120, 32768, 32, 8, 128),
-    "qwen2.5-0.5b": Widths(896, 4864, 14, 2, 64),
-    "qwen2.5-1.5b": Widths(1536, 8960, 12, 2, 128),
-    "qwen2.5-3b": Widths(2048, 11008, 16, 2, 128),
-    "qwen2.5-7b": Widths(3584, 18944, 28, 4, 128),
-    "qwen2.5-14b": Widths(5120, 13824, 40, 8, 128),
-    "qwen2.5-32b": Widths(5120, 27648, 40, 8, 128),
-    "qwen2.5-72b": Widths(8192, 29568, 64, 8, 128),
-    "qwen3-0.6b": Widths(1024, 3072, 16, 8, 128, head_norms=True),
-    "qwen3-1.7b": Widths(2048, 6144, 16, 8, 128, head_norms=True),
-    "qwen3-4b": Widths(2560, 9728, 32, 8, 128, head_norms=True),
-    "qwen3-8b": Widths(4096, 12288, 32, 8, 128, head_norms=True),
-    "qwen3-14b": Widths(5120, 17408, 40, 8, 128, head_norms=True),
-    "qwen3-32b": Widths(5120, 25600, 64, 8, 128, head_norms=True),
-    "tinyllama-1.1b": Widths(2048, 5632, 32, 4, 64),
+    "llama-2-7b": Widths(4096, 11008, 32, 32, 128, 32000),
+    "llama-3.1-8b": Widths(4096, 14336, 32, 8, 128, 128256),
+    "llama-3.1-70b": Widths(8192, 28672, 64, 8, 128, 128256),
+    "llama-3.2-1b": Widths(2048, 8192, 32, 8, 64, 128256),
+    "llama-3.2-3b": Widths(3072, 8192, 24, 8, 128, 128256),
+    "mistral-nemo-12b": Widths(5120, 14336, 32, 8, 128, 131072),
+    "mistral-small-24b": Widths(5120, 32768, 32, 8, 128, 131072),
+    "qwen2.5-0.5b": Widths(896, 4864, 14, 2, 64, 151936),
+    "qwen2.5-1.5b": Widths(1536, 8960, 12, 2, 128, 151936),
+    "qwen2.5-3b": Widths(2048, 11008, 16, 2, 128, 151936),
+    "qwen2.5-7b": Widths(3584, 18944, 28, 4, 128, 152064),
+    "qwen2.5-14b": Widths(5120, 13824, 40, 8, 128, 152064),
+    "qwen2.5-32b": Widths(5120, 27648, 40, 8, 128, 152064),
+    "qwen2.5-72b": Widths(8192, 29568, 64, 8, 128, 152064),
+    "qwen3-0.6b": Widths(1024, 3072, 16, 8, 128, 151936, head_norms=True),
+    "qwen3-1.7b": Widths(2048, 6144, 16, 8, 128, 151936, head_norms=True),
+    "qwen3-4b": Widths(2560, 9728, 32, 8, 128, 151936, head_norms=True),
+    "qwen3-8b": Widths(4096, 12288, 32, 8, 128, 151936, head_norms=True),
+    "qwen3-14b": Widths(5120, 17408, 40, 8, 128, 151936, head_norms=True),
+    "qwen3-32b": Widths(5120, 25600, 64, 8, 128, 151936, head_norms=True),
+    "tinyllama-1.1b": Widths(2048, 5632, 32, 4, 64, 32000),
 }
 
 
@@ -71,8 +72,9 @@ def from_config(settings: Mapping[str, Any]) -> Widths:
     Raises:
         ValueError: a field is missing; the message names it.
     """
-    hidden, inner, heads = (
-        _positive(settings, field) for field in ("hidden_size", "intermediate_size", "num_attention_heads")
+    hidden, inner, heads, vocabulary = (
+        _positive(settings, field)
+        for field in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
     )
     kind = settings.get("model_type")
     kv_heads = settings.get("num_key_value_heads") or heads
@@ -80,7 +82,7 @@ def from_config(settings: Mapping[str, Any]) -> Widths:
     # Which layers have the window, and whether any has it, depends on the architecture: code for both is small.
     has_window = settings.get("sliding_window") and settings.get("use_sliding_window", True)
     windows = (False, True) if has_window else (False,)
-    return Widths(hidden, inner, heads, kv_heads, head_dim, kind in _HEAD_NORMS, windows, kind in _PLAIN)
+    return Widths(hidden, inner, heads, kv_heads, head_dim, vocabulary, kind in _HEAD_NORMS, windows, kind in _PLAIN)
 
 
 def splits(widths: Widths, tps: tuple[int, ...] = ()) -> Iterator[tuple[int, int, int]]:
