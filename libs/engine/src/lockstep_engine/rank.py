@@ -396,7 +396,8 @@ class Rank:
             from lockstep_engine.gpu_calls import plain_calls  # noqa: PLC0415 - it builds on Triton
 
             prebuilt.activate()
-            return Ahead(plain_calls(*form, exact=self._deterministic, compressed=compressed), self._device)
+            calls = plain_calls(*form, exact=self._deterministic, compressed=compressed)
+            return Ahead(calls, self._device, self._spec.threads)
         except Exception as error:  # of Triton; `_by_kernels` meets it again, and decides
             logger.debug("kernels are not built ahead: %s", type(error).__name__)
             return None

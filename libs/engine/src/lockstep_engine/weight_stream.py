@@ -2,16 +2,16 @@
 copies what it has read on a stream of its own, so that reads and copies overlap.
 
 Files are read, not mapped: a fault for each page is slow in a virtual machine. Memory is bounded: a buffer of
-`CHUNK_BYTES` for each reader in pinned memory, and one on the device. Slices and types are the device's work.
+`CHUNK_BYTES` for each reader in pinned memory, which torch keeps for later use, and one on the device. Slices and types
+are the device's work.
 """
 
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,10 +83,6 @@ def copy_chunks(
     work: Iterable[Chunk],
     device: torch.device,
     on_copied: Callable[[Chunk], None] = lambda _: None,
-    *,
-    buffer_bytes: int = CHUNK_BYTES,
-    readers: int = READERS,
-    pinned: bool | None = None,
 ) -> None:
     """Copy chunks to the device. When it returns, all are there.
 
@@ -94,25 +90,21 @@ def copy_chunks(
         work: the chunks; it is iterated in the calling thread, a few chunks ahead of the readers.
         device: of the targets. The CPU stands in for a GPU in tests.
         on_copied: called in the calling thread with each chunk, in their order.
-        buffer_bytes: of each reader's buffers, which grow if a chunk is larger.
-        readers: threads.
-        pinned: whether buffers are pinned; None: for a GPU.
 
     Raises:
         LockstepError: a file cannot be read, or is shorter than its header says; names it.
     """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the targets' memory may be in use until now
     memory = threading.local()
-    before = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    files = _Files()
 
     def begin() -> None:
-        is_pinned = device.type == "cuda" if pinned is None else pinned
-        memory.reader = _Reader(device, before, buffer_bytes, pinned=is_pinned)
+        memory.reader = _Reader(device)
 
     def copy(chunk: Chunk) -> None:
-        memory.reader.copy(chunk, files.open(chunk.source.path))
+        memory.reader.copy(chunk)
 
-    pool = ThreadPoolExecutor(readers, "weights", begin)
+    pool = ThreadPoolExecutor(READERS, "weights", begin)
     waiting: deque[tuple[Chunk, Future[None]]] = deque()
 
     def finish_first() -> None:
@@ -123,87 +115,57 @@ def copy_chunks(
     try:
         for chunk in work:
             waiting.append((chunk, pool.submit(copy, chunk)))
-            if len(waiting) > 2 * readers:
+            if len(waiting) > 2 * READERS:
                 finish_first()
         while waiting:
             finish_first()
     finally:
         pool.shutdown(cancel_futures=True)
-        files.close()
-
-
-class _Files:
-    """Files that are open, for all readers."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._descriptors: dict[Path, int] = {}
-
-    def open(self, path: Path) -> int:
-        with self._lock:
-            if path not in self._descriptors:
-                try:
-                    self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    raise _unreadable(path, error) from error
-            return self._descriptors[path]
-
-    def close(self) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
 
 
 class _Reader:
     """One thread's buffers and stream."""
 
-    def __init__(
-        self, device: torch.device, before: torch.cuda.Stream | None, buffer_bytes: int, *, pinned: bool
-    ) -> None:
-        self._device, self._buffer_bytes, self._pinned = device, buffer_bytes, pinned
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream: torch.cuda.Stream | None = None
-        if before is not None:
+        if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self._stream.wait_stream(before)  # the targets' memory may be in use there until now
         self._host = torch.empty(0, dtype=torch.uint8)
         self._there = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, chunk: Chunk, descriptor: int) -> None:
+    def copy(self, chunk: Chunk) -> None:
         """Read a chunk and copy it. Returns when the device has it."""
         source, count = chunk.source, chunk.nbytes
-        with torch.no_grad(), self._on_stream():
+        on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        with torch.no_grad(), on_stream:
             if len(self._host) < count:
-                size = max(count, self._buffer_bytes)
-                self._host = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+                size = max(count, CHUNK_BYTES)
+                self._host = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
                 self._there = torch.empty(size, dtype=torch.uint8, device=self._device)
-            read_into(self._host.numpy().data[:count], descriptor, source.offset, source.path)
+            read_into(self._host.numpy().data[:count], source.path, source.offset)
             there = self._there[:count]
-            there.copy_(self._host[:count], non_blocking=self._pinned)
+            there.copy_(self._host[:count], non_blocking=True)
             values = there.view(source.dtype).view(source.shape)
             chunk.target.copy_(values if len(source.shape) < 2 else values[:, chunk.columns])
             if self._stream is not None:
                 self._stream.synchronize()
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-
-def read_into(buffer: memoryview, descriptor: int, offset: int, path: Path) -> None:
+def read_into(buffer: memoryview, path: Path, offset: int) -> None:
     """Fill a buffer from a file.
 
     Raises:
         LockstepError: names the file.
     """
     done = 0
-    while done < len(buffer):
-        try:
-            count = os.preadv(descriptor, [buffer[done:]], offset + done)
-        except OSError as error:
-            raise _unreadable(path, error) from error
-        if count == 0:
-            raise refuse(f"{path} ends at byte {offset + done}, and its header names more")
-        done += count
-
-
-def _unreadable(path: Path, error: OSError) -> Exception:
-    return refuse(f"{path} cannot be read: {error.strerror or type(error).__name__}")
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while done < len(buffer) and (count := file.readinto(buffer[done:])):
+                done += count
+    except OSError as error:
+        raise refuse(f"{path} cannot be read: {error.strerror or type(error).__name__}") from error
+    if done < len(buffer):
+        raise refuse(f"{path} ends at byte {offset + done}, and its header names more")

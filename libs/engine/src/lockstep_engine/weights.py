@@ -234,25 +234,24 @@ def stream_parameters(
         on_progress: called with the bytes loaded so far.
         chunk_bytes: read at once.
     """
-    done = 0
 
     def work() -> Iterator[Chunk]:
-        nonlocal done
         for module, name, parameter in parameters:
             pieces = pieces_of(module, name, parameter, checkpoint)
             if not pieces:
                 parameter.data.zero_()
-                done += parameter.nbytes
             for piece in pieces:
                 yield from checkpoint.chunks(piece, _target(piece, parameter), chunk_bytes)
+
+    done = 0
 
     def note(chunk: Chunk) -> None:
         nonlocal done
         done += chunk.target.nbytes
         on_progress(done)
 
-    copy_chunks(work(), device, note, buffer_bytes=chunk_bytes)
-    on_progress(sum(parameter.nbytes for _, _, parameter in parameters))  # rows of padding are in no chunk
+    copy_chunks(work(), device, note)
+    on_progress(sum(parameter.nbytes for _, _, parameter in parameters))  # zeros are in no chunk
 
 
 def _target(piece: Piece, parameter: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ def _load() -> RunRank:
     if _GPU.exists() and find_spec("triton") is not None:
         with contextlib.suppress(Exception):  # of Triton; a rank meets it again, and reports it
             importlib.import_module("lockstep_engine.gpu_calls")  # makes no CUDA context
+            importlib.import_module("triton.runtime.cache").triton_key()  # hashes Triton, 0.4 s; ranks inherit it
     return run_rank
 
 

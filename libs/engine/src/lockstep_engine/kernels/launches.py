@@ -200,6 +200,10 @@ def _linear(device: torch.device, ins: int, outs: int, biased: bool, dtype: torc
     triton_linear.product(torch.zeros(1, 4, ins, dtype=dtype, device=device), weight.t().unsqueeze(0), bias)
 
 
+def _product(device: torch.device, dtype: torch.dtype) -> None:
+    torch.zeros(16, 16, dtype=dtype, device=device) @ torch.zeros(16, 16, dtype=dtype, device=device)
+
+
 def _no_slots(device: torch.device) -> torch.Tensor:
     return torch.full((4,), -1, dtype=torch.int64, device=device)
 
@@ -213,4 +217,5 @@ _LAUNCH: dict[str, Callable[..., None]] = {
     "add_rms_norm": _add_rms_norm,
     "silu_mul": _silu_mul,
     "linear": _linear,
+    "product": _product,
 }

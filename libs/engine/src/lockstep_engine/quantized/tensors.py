@@ -27,10 +27,8 @@ class Tensors:
     def __init__(self, path: Path, files: Sequence[str]) -> None:
         self._path = path
         self._files = [safe_open(path / name, framework="pt") for name in files]
-        opened = list(zip(files, self._files, strict=True))
-        named = [(name, path / each, file) for each, file in opened for name in file.keys()]  # noqa: SIM118 - not a dict
-        self._owner = {name: file for name, _, file in named}
-        self._paths = {name: where for name, where, _ in named}
+        self._owner = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - not a dict
+        self._paths = dict(zip(self._files, (path / name for name in files), strict=True))
         self._offsets: dict[Path, dict[str, int]] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -53,7 +51,7 @@ class Tensors:
 
     def stored(self, name: str) -> Stored:
         """Where a tensor that holds values is."""
-        path = self._paths[name]
+        path = self._paths[self._owner[name]]
         if path not in self._offsets:
             self._offsets[path] = _offsets(path)
         return Stored(path, self._offsets[path][name], tuple(self.shape(name)), _FLOATS[self.dtype(name)])
