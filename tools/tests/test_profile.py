@@ -122,19 +122,44 @@ def test_the_trace_has_all_ranks_on_one_clock_and_only_names():
     assert len({(each["pid"], each["tid"]) for each in torch_events}) == 2
 
 
-def test_on_a_gpu_the_times_are_those_of_the_device():
+def on_gpu():
+    """A part as torch records it on a GPU: work has its launch's correlation and no mark of its step, and runs after
+    the launch has returned.
+    """
     head, events = part(0, 3, device="cuda:0")
-    for number, (_, _, _, began, _) in enumerate(head["steps"], 1):
-        at = began / 1000 + 100
-        events.append(event("gpu_user_annotation", f"lockstep step {number}", at, 1000.0))
-        events.append(event("kernel", "ncclDevKernel_AllReduce_Sum", at + 400, 200.0, stream=7))
-        events.append(event("kernel", "gemm", at, 400.0, stream=7))
-    (share,) = summarize(read_parts(archive((head, events)))).ranks
+    for number, (_, _, _, began, ended) in enumerate(head["steps"], 1):
+        at = began / 1000
+        launches = {"cudaMemcpyAsync": at + 20, "cudaGraphLaunch": at + 40, "cuLaunchKernelEx": ended / 1000 + 5}
+        ids = {name: 10 * number + index for index, name in enumerate(launches)}
+        for name, when in launches.items():
+            cat = "cuda_driver" if name == "cuLaunchKernelEx" else "cuda_runtime"
+            events.append(event(cat, name, when, 3.0, cbid=1, correlation=ids[name]))
+        at = ended / 1000 + 100
+        work = [
+            ("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", at, 10.0, "cudaMemcpyAsync"),
+            ("kernel", "gemm", at + 10, 390.0, "cudaGraphLaunch"),
+            ("kernel", "ncclDevKernel_AllReduce_Sum", at + 400, 200.0, "cudaGraphLaunch"),
+            ("kernel", "gemm", at + 600, 400.0, "cudaGraphLaunch"),
+            ("kernel", "_compress", at + 1000, 50.0, "cuLaunchKernelEx"),  # between steps
+        ]
+        for cat, name, when, length, launch in work:
+            events.append(event(cat, name, when, length, stream=7, correlation=ids[launch]))
+    return head, events
+
+
+def test_on_a_gpu_the_times_are_those_of_the_device():
+    (share,) = summarize(read_parts(archive(on_gpu()))).ranks
     assert [round(1e6 * each / STEPS, 3) for each in (share.step_s, share.compute_s, share.transfer_s)] == [
         1000.0,
         800.0,
         200.0,
     ]
+
+
+def test_work_whose_launch_is_not_in_the_trace_is_of_no_step():
+    head, events = on_gpu()
+    events = [each for each in events if each["cat"] != "cuda_runtime" or each["args"]["correlation"] > 30]
+    assert [step.number for step in read_parts(archive((head, events)))[0].steps] == list(range(3, STEPS + 1))
 
 
 @pytest.mark.parametrize("answer", [b"", b"no archive", archive(), archive(({"rank": 0}, []))])

@@ -26,10 +26,14 @@ BLOCKS = PoolSizes(12, 12)
 def run_rank(spec, control, mailbox_fd, *_, step_s=0.0, token_s=0.0, holds=False):
     """A rank that reports this pace; with `holds` it never ends a step."""
     mailbox = Mailbox(mailbox_fd, spec.config.tp, *message_sizes(spec))
-    control.send(encode_control(Loaded(BLOCKS, {})))
+    control.send(encode_control(Loaded(BLOCKS, {"load": 0.5})))
     sizes = decode_rank_message(control.recv(MAX_CONTROL_BYTES)).blocks
     ranks = ScriptedRanks(sizes, spec.config.hot_window, spec.config.step_tokens, spec.config.max_seqs)
-    control.send(encode_control(Ready(True, "cpu", "float32", step_s=step_s, token_s=token_s)))
+    control.send(
+        encode_control(
+            Ready(True, "cpu", "float32", step_s=step_s, token_s=token_s, phases_s={"load": 0.5, "record": 0.25})
+        )
+    )
     while doorbell := control.recv(MAX_CONTROL_BYTES):
         if holds:
             time.sleep(3600)

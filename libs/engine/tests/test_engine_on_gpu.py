@@ -1,6 +1,8 @@
 """A whole engine with its processes on a GPU: what neither the interpreter nor a stand-in can show."""
 
 import asyncio
+import gzip
+import json
 import logging
 import os
 import random
@@ -135,7 +137,12 @@ class TestServing:
                 await engine._collect(requests)
                 return await profile
 
-            import gzip  # noqa: PLC0415
-
-            (trace,) = engine._await(profiled())
-        assert b"_attend" in gzip.decompress(trace)
+            (profile,) = engine._await(profiled())
+        head, _, trace = gzip.decompress(profile).partition(b"\n")
+        events = json.loads(trace)["traceEvents"]
+        launches = {
+            each["args"]["correlation"] for each in events if each.get("cat") in ("cuda_runtime", "cuda_driver")
+        }
+        kernels = [each for each in events if each.get("cat") == "kernel" and each["name"] == "_attend"]
+        assert len(kernels) >= len(json.loads(head)["steps"]) > 0
+        assert {each["args"]["correlation"] for each in kernels} <= launches, "`lockstep profile` finds steps by these"

@@ -76,6 +76,8 @@ class Ready(msgspec.Struct, tag=True):
     first_kv_head: int = 0
     kv_heads: int = 0
     head_dim: int = 0
+    phases_s: dict[str, float] = {}
+    """Seconds of all phases of the start, those of `Loaded` too."""
 
 
 class StartFailed(msgspec.Struct, tag=True):

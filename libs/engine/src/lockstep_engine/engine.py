@@ -344,7 +344,11 @@ class AsyncEngine:
                 extra={"method": self.model.quantization.method, "remarks": list(self.model.quantization.remarks)},
             )
         if group is not None:
-            extra = {"epoch": group.epoch, "threads": group.threads, "phases_s": group.ranks[0].phases_s}
+            extra = {
+                "epoch": group.epoch,
+                "threads": group.threads,
+                "phases_s": group.phases_s | group.ranks[0].phases_s,
+            }
             logger.info("ranks are ready", extra=extra)
         self._lifecycle.enter_ready()  # not earlier: an error above counts as a failed start
 

@@ -98,6 +98,8 @@ class RankGroup:
         self._mailbox: Mailbox | None = None
         self.host_memory: list[mmap.mmap] = []
         """What the driver sees of each rank's tier in host memory, in this epoch; each epoch has memory of its own."""
+        self.phases_s: dict[str, float] = {}
+        """Seconds that this epoch's start took before its ranks ran."""
         self._zygote = ZygoteProcess(settings)
         self._controls: list[socket.socket] = []
         self.flight_records: dict[int, str] = {}
@@ -208,7 +210,9 @@ class RankGroup:
         self._mailbox = None  # it counts what the ranks before have done
         self._deadlines.begin_epoch()
         self.host_memory = []
+        began = time.monotonic()
         await self._zygote.ensure()
+        imported = time.monotonic()
         settings = self._settings
         size = Mailbox.segment_bytes(self._tp, settings.plan_bytes, settings.result_bytes)
         shared = {
@@ -222,6 +226,8 @@ class RankGroup:
             self._output = output = GroupOutput(self.epoch, self.ranks, mailbox, has_flight_records=has_records)
             for rank in range(self._tp):
                 await self._fork(rank, output, shared)
+            forked = time.monotonic()
+            self.phases_s = {"import": round(imported - began, 3), "fork": round(forked - imported, 3)}
             # Not earlier: the end of a rank leads to the next `start`, and two starts at once would read each other's
             # answers from the zygote.
             for rank, control in enumerate(self._controls):
@@ -375,6 +381,7 @@ class RankGroup:
             self._allocate()
         elif isinstance(message, Ready):
             process.state, process.ready = "ready", message
+            process.phases_s |= message.phases_s
             if all(each.state == "ready" for each in self.ranks):
                 self._deadlines.disarm()
                 self._listener.on_ready(common_blocks(self.ranks), common_ready(self.ranks, message))

@@ -25,6 +25,7 @@ from lockstep_engine.attention_choice import step_attention
 from lockstep_engine.attention_torch import TorchAttention
 from lockstep_engine.blocks import HostSizes, PoolSizes
 from lockstep_engine.cache_sizing import CacheSizing
+from lockstep_engine.canary import Numerics
 from lockstep_engine.control import (
     MAX_CONTROL_BYTES,
     AllocateBlocks,
@@ -47,7 +48,8 @@ from lockstep_engine.device_marks import marks_of
 from lockstep_engine.device_timer import DeviceTimer, Timestamp
 from lockstep_engine.graphs import BuildCounter, DecodeInputs, GraphedStep
 from lockstep_engine.host_memory import HostMemory
-from lockstep_engine.kernels import cpu, gpu
+from lockstep_engine.kernels import cpu, gpu, prebuilt
+from lockstep_engine.kernels.ahead import Ahead
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.largest_step import SMALLEST_POOLS, device_memory, measure_largest_step
 from lockstep_engine.mailbox import Mailbox
@@ -114,6 +116,7 @@ class Rank:
         self._device = pick_device(config, spec.rank)
         torch.set_num_threads(spec.threads)
         self._timer, self._marks = DeviceTimer(self._device), marks_of(self._device, self._mailbox, spec.rank)
+        phases.end("device")
         self._deterministic = self._device.type == "cpu" if config.deterministic is None else config.deterministic
         self._dtype = pick_dtype(config.dtype, model.dtype, self._device)
         self._group = self.join(collectives_fd, store_path)
@@ -124,13 +127,7 @@ class Rank:
         )
         self.model.exact = self._deterministic
         phases.end("build")
-        load_weights(self.model.module, model, self._device, self._report_loading())
-        by_kernels = self._by_kernels()
-        if by_kernels:
-            self.model.fuse_on_gpu(model.context_length)
-        elif self._device.type == "cpu" and self._dtype is torch.float32 and cpu.build is not None:
-            self.model.fuse(model.context_length)
-        phases.end("load")
+        by_kernels = self._load(phases)
         self._caches = CacheSizing(spec, self.model, self._device, self._dtype)
         self.graphs: GraphedStep | None = None
         agree = partial(distributed.gather_reasons, self._group)
@@ -146,8 +143,10 @@ class Rank:
         free_bytes = None if self._memory is None else self._memory.free_bytes()
         self._send(Loaded(self._caches.affordable(free_bytes, reserved), phases.seconds))
         blocks = self._receive_blocks()
+        phases.end("agree")
         self.cache = self._caches.make(blocks)
         self.host = HostMemory(blocks.host, self.cache, host_fd)
+        phases.end("cache")
         with torch.inference_mode(), gpu.refusing_failures(spec.rank, used=by_kernels):
             numerics = SelfTest(
                 spec,
@@ -158,27 +157,16 @@ class Rank:
                 dtype=self._dtype,
                 deterministic=self._deterministic,
             ).run(self._forward_by_torch, by_kernels=by_kernels)
+            phases.end("self-test")
             self.graphs = recorder.record(self.cache)
+            phases.end("record")
         if by_kernels:
             fast_path.check_prebuilt(config)
         if self._device.type == "cuda":
             self._mailbox.device_bytes[spec.rank] = torch.cuda.memory_reserved(self._device)
         self.builds = BuildCounter(lambda kernel: logger.error("a kernel was built while serving: %s", kernel))
         self.builds.install()
-        self._send(
-            Ready(
-                deterministic=self._deterministic and numerics.deterministic,
-                device=str(self._device),
-                dtype=str(self._dtype).removeprefix("torch."),
-                fingerprint=numerics.fingerprint if self._deterministic else "",
-                step_s=numerics.pace.step_s,
-                token_s=numerics.pace.token_s,
-                layers=self.model.layers,
-                first_kv_head=self.model.first_kv_head,
-                kv_heads=self.model.kv_heads,
-                head_dim=self.model.head_dim,
-            )
-        )
+        self._report_ready(numerics, phases)
 
     def serve(self) -> None:
         """Execute plans until the driver closes the socket.
@@ -385,6 +373,38 @@ class Rank:
                 fast_path.without_kernels(self._spec.config, reason)
         return gpu.usable(*form)
 
+    def _load(self, phases: "_PhaseTimer") -> bool:
+        """Read the weights and choose what computes. Returns whether the GPU's kernels do."""
+        model = self._spec.model
+        kernels = self._build_ahead()
+        load_weights(self.model.module, model, self._device, self._report_loading())
+        phases.end("load")
+        if kernels is not None:
+            kernels.wait()
+        by_kernels = self._by_kernels()
+        if by_kernels:
+            self.model.fuse_on_gpu(model.context_length)
+        elif self._device.type == "cpu" and self._dtype is torch.float32 and cpu.build is not None:
+            self.model.fuse(model.context_length)
+        phases.end("kernels")
+        return by_kernels
+
+    def _build_ahead(self) -> Ahead | None:
+        """Begin to build the GPU's kernels, if they can serve; None: they cannot."""
+        if gpu.problem(self._device, self._dtype, self.model.head_dim) is not None:
+            return None
+        model, compressed = self.model, self._spec.config.hot_window is not None
+        form = model.module, model.hidden_act, self._dtype
+        try:
+            from lockstep_engine.gpu_calls import plain_calls  # noqa: PLC0415 - it builds on Triton
+
+            prebuilt.activate()
+            calls = plain_calls(*form, exact=self._deterministic, compressed=compressed)
+            return Ahead(calls, self._device, self._spec.threads)
+        except Exception as error:  # of Triton; `_by_kernels` meets it again, and decides
+            logger.debug("kernels are not built ahead: %s", type(error).__name__)
+            return None
+
     def _measure_largest_step(self) -> int:
         """Bytes that a step takes at most on a GPU beside the KV cache; 0 on the CPU. The step has not all forms of the
         sampler's kernels, so these are launched, too.
@@ -448,6 +468,23 @@ class Rank:
                 self._profiler.stop(order)
             case _:
                 raise AssertionError(type(order).__name__)
+
+    def _report_ready(self, numerics: Numerics, phases: "_PhaseTimer") -> None:
+        self._send(
+            Ready(
+                deterministic=self._deterministic and numerics.deterministic,
+                device=str(self._device),
+                dtype=str(self._dtype).removeprefix("torch."),
+                fingerprint=numerics.fingerprint if self._deterministic else "",
+                step_s=numerics.pace.step_s,
+                token_s=numerics.pace.token_s,
+                layers=self.model.layers,
+                first_kv_head=self.model.first_kv_head,
+                kv_heads=self.model.kv_heads,
+                head_dim=self.model.head_dim,
+                phases_s=phases.seconds,
+            )
+        )
 
     def _report_loading(self) -> Callable[[int, int], None]:
         last = 0.0

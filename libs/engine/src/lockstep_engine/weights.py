@@ -22,6 +22,7 @@ from lockstep_engine.model_config import ModelInfo, refuse
 from lockstep_engine.quantized.coded import CodedMatrix, CodeForm, KeptCodes, StoredWeight
 from lockstep_engine.quantized.opening import has_weight, open_weight
 from lockstep_engine.quantized.tensors import Tensors
+from lockstep_engine.weight_stream import CHUNK_BYTES, Chunk, chunks, copy_chunks
 
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 """safetensors' names of dtypes that the CPU kernels widen."""
@@ -95,6 +96,15 @@ class Checkpoint:
         index[dim] = slice(piece.start, end)
         part = self._tensors.read(name, *index)
         return part.t() if transposed else part
+
+    def chunks(self, piece: Piece, target: torch.Tensor, most_bytes: int) -> Iterator[Chunk]:
+        """As `slice`, of a checkpoint that is not quantized: what is to be copied into a parameter `target`, in chunks
+        of so many bytes.
+        """
+        name, _, dim, transposed = self._located(piece, list(target.shape))
+        part = target.narrow(piece.dim, piece.offset, piece.length)
+        stored = self._tensors.stored(name)
+        yield from chunks(stored, dim, piece.start, part.t() if transposed else part, most_bytes)
 
     def equal(self, one: Piece, other: Piece, shape: list[int]) -> bool:
         """Whether two slices, as for `slice`, have the same values in the same dtype. Both are read, up to the first
@@ -176,6 +186,19 @@ def load_weights(
             model._init_weights(module)  # type: ignore[operator]
     parameters = list(distinct_parameters(model))
     total = sum(map(_kept_bytes, parameters))
+    if device.type == "cuda" and info.quantization is None:
+        stream_parameters(parameters, checkpoint, device, lambda done: on_progress(done, total))
+        return
+    _read_parameters(model, parameters, checkpoint, lambda done: on_progress(done, total))
+
+
+def _read_parameters(
+    model: nn.Module,
+    parameters: list[tuple[nn.Module, str, torch.Tensor]],
+    checkpoint: Checkpoint,
+    on_progress: Callable[[int], None],
+) -> None:
+    """Read parameters one after the other, and lay out each layer that is complete."""
     done = 0
     for module, own in itertools.groupby(parameters, lambda each: each[0]):
         for entry in own:
@@ -187,12 +210,53 @@ def load_weights(
             elif parameter is module.weight:
                 fill_codes(checkpoint, module)
             done += _kept_bytes(entry)
-            on_progress(done, total)
+            on_progress(done)
         if is_layer:  # now: codes of four bits take twice their memory until they are packed
             _pack(module)
     for layer in model.modules():
         if isinstance(layer, VocabHead):  # it may be an embedding that is read after it
             _pack(layer)
+
+
+def stream_parameters(
+    parameters: list[tuple[nn.Module, str, torch.Tensor]],
+    checkpoint: Checkpoint,
+    device: torch.device,
+    on_progress: Callable[[int], None],
+    chunk_bytes: int = CHUNK_BYTES,
+) -> None:
+    """Read parameters on a device by `weight_stream`, of a checkpoint that is not quantized.
+
+    Args:
+        parameters: see `distinct_parameters`.
+        checkpoint: has all of them.
+        device: of the parameters.
+        on_progress: called with the bytes loaded so far.
+        chunk_bytes: read at once.
+    """
+
+    def work() -> Iterator[Chunk]:
+        for module, name, parameter in parameters:
+            pieces = pieces_of(module, name, parameter, checkpoint)
+            if not pieces:
+                parameter.data.zero_()
+            for piece in pieces:
+                yield from checkpoint.chunks(piece, _target(piece, parameter), chunk_bytes)
+
+    done = 0
+
+    def note(chunk: Chunk) -> None:
+        nonlocal done
+        done += chunk.target.nbytes
+        on_progress(done)
+
+    copy_chunks(work(), device, note)
+    on_progress(sum(parameter.nbytes for _, _, parameter in parameters))  # zeros are in no chunk
+
+
+def _target(piece: Piece, parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that a piece's shape is of."""
+    return parameter.data if piece.index is None else parameter.data[piece.index]
 
 
 def _pack(layer: ColumnLinear | RowLinear | VocabHead) -> None:
@@ -272,7 +336,7 @@ def fill(checkpoint: Checkpoint, pieces: list[Piece], parameter: torch.Tensor) -
     if not pieces:
         parameter.data.zero_()
     for piece in pieces:
-        target = parameter.data if piece.index is None else parameter.data[piece.index]
+        target = _target(piece, parameter)
         values = checkpoint.slice(piece, list(target.shape))
         target.narrow(piece.dim, piece.offset, piece.length).copy_(values)
 

@@ -10,11 +10,14 @@ children are reaped.
 
 import contextlib
 import faulthandler
+import importlib
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 from lockstep_common.garbage import spare_existing_objects, without_collections
 from lockstep_common.lifecycle import die_with_parent, name_process, outlive_parent
@@ -33,6 +36,9 @@ from lockstep_engine.control import (
     receive_order,
 )
 
+_GPU = Path("/dev/nvidiactl")
+"""Is there where processes can use an NVIDIA GPU. To ask CUDA would keep it from the processes that are forked."""
+
 RunRank = Callable[[RankSpec, socket.socket, int, int, str, int], None]
 """Runs a rank, as `rank_main.run_rank` does."""
 
@@ -40,6 +46,10 @@ RunRank = Callable[[RankSpec, socket.socket, int, int, str, int], None]
 def _load() -> RunRank:
     from lockstep_engine.rank_main import run_rank  # noqa: PLC0415 - slow: torch and transformers
 
+    if _GPU.exists() and find_spec("triton") is not None:
+        with contextlib.suppress(Exception):  # of Triton; a rank meets it again, and reports it
+            importlib.import_module("lockstep_engine.gpu_calls")  # makes no CUDA context
+            importlib.import_module("triton.runtime.cache").triton_key()  # hashes Triton, 0.4 s; ranks inherit it
     return run_rank
 
 

@@ -7,6 +7,7 @@ import math
 import re
 import tarfile
 import zlib
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from operator import attrgetter
 from statistics import median
@@ -31,6 +32,9 @@ _STEP_MARK = "lockstep step "
 """Before the number of each step in torch's trace."""
 _COLLECTIVE = re.compile(r"nccl|one_shot_all_reduce|symm_mem", re.IGNORECASE)
 """Kernels that are collectives."""
+_LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
+"""Categories of what the host does to launch work of the device."""
+_DEVICE_WORK = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 
 
 @dataclass(frozen=True)
@@ -162,11 +166,25 @@ def _on_common_clock(events: list[dict[str, Any]], steps: list[Step]) -> list[di
 
 
 def _of_device(events: list[dict[str, Any]], steps: list[Step]) -> tuple[list[Step], list[Collective]]:
-    """Steps and collectives as the GPU has run them: the host only launches them."""
-    spans = {_step_number(each): _span(each) for each in events if each.get("cat") == "gpu_user_annotation"}
-    found = [
-        Step(each.number, each.sequences, each.tokens, *spans[each.number]) for each in steps if each.number in spans
-    ]
+    """Steps and collectives as the GPU has run them: the host only launches them, and a step may run after its launch
+    has returned. Work has the `correlation` of its launch, all kernels of a graph that of the graph's. Torch marks
+    steps on the device too (`gpu_user_annotation`), but not in every version.
+    """
+    begins = [each.began for each in steps]
+    launched: dict[int, Step] = {}
+    for each in events:
+        if each.get("cat") in _LAUNCHES:
+            at, _ = _span(each)
+            index = bisect_right(begins, at) - 1
+            if index >= 0 and at <= steps[index].ended:
+                launched[each["args"]["correlation"]] = steps[index]
+    spans: dict[Step, tuple[int, int]] = {}
+    for each in events:
+        if each.get("cat") in _DEVICE_WORK and (step := launched.get(each["args"]["correlation"])) is not None:
+            began, ended = _span(each)
+            first, last = spans.get(step, (began, ended))
+            spans[step] = min(first, began), max(last, ended)
+    found = [Step(each.number, each.sequences, each.tokens, *spans[each]) for each in steps if each in spans]
     kernels = [each for each in events if each.get("cat") == "kernel" and _COLLECTIVE.search(str(each["name"]))]
     ordered = sorted((Collective(str(each["name"])[:80], *_span(each)) for each in kernels), key=attrgetter("began"))
     return found, ordered

@@ -6,7 +6,7 @@ comes. The calls read and write nothing but their own tensors. A new kernel is a
 `calls`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,14 +19,18 @@ from lockstep_engine.kernels import (
     triton_compress,
     triton_exact_attention,
     triton_gate,
+    triton_linear,
     triton_norm,
     triton_sampling,
     triton_store,
 )
+from lockstep_engine.kernels.tiles import PRODUCT_ROWS
 from lockstep_engine.kernels.triton_attention import Paged, Tiles
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.scoring import Scoring
 
+_WIDTH = 256
+"""A multiple of every tile of a product."""
 _SPLITS = 2
 """Any number above 1: kernels are not compiled anew for others."""
 
@@ -81,6 +85,26 @@ def calls(shape: ModelShape) -> list[Call]:
         Call("silu_mul", (shape.inner, shape.dtype)),
         Call("rotate_store", rotation),
     ]
+
+
+def exact_calls(shape: ModelShape, products: Iterable[tuple[int, int, bool]]) -> list[Call]:
+    """All launches of a model of this shape in the exact mode.
+
+    Args:
+        shape: of the model.
+        products: inputs, outputs and whether there is a bias, of its linear layers.
+    """
+    attention = attention_calls(
+        shape.heads // shape.kv_heads,
+        shape.head_dim,
+        shape.dtype,
+        compressed=shape.compressed,
+        window=shape.window,
+        exact=True,
+    )
+    forms = dict.fromkeys((_alike(ins), _alike(outs), biased) for ins, outs, biased in products)
+    others = [each for each in calls(shape) if each.kernel not in ("attend", "compress")]
+    return [*attention, *(Call("linear", (*form, shape.dtype)) for form in forms), *others]
 
 
 def attention_calls(
@@ -171,6 +195,24 @@ def _choose(device: torch.device, vocabulary: int, dtype: torch.dtype, drawn: to
     triton_sampling.launch_all(vocabulary, vocabulary, dtype, drawn, device)
 
 
+def _alike(width: int) -> int:
+    """A small width for which a product is compiled as for this one: Triton looks at multiples of 16, and the product
+    at multiples of its tile.
+    """
+    return _WIDTH + width % _WIDTH
+
+
+def _linear(device: torch.device, ins: int, outs: int, biased: bool, dtype: torch.dtype) -> None:
+    weight = torch.zeros(outs, ins, dtype=dtype, device=device)
+    bias = torch.zeros(outs, dtype=dtype, device=device) if biased else None
+    for rows in (1, *(most + 1 for most in PRODUCT_ROWS)):
+        triton_linear.product(torch.zeros(1, rows, ins, dtype=dtype, device=device), weight.t().unsqueeze(0), bias)
+
+
+def _product(device: torch.device, dtype: torch.dtype) -> None:
+    torch.zeros(16, 16, dtype=dtype, device=device) @ torch.zeros(16, 16, dtype=dtype, device=device)
+
+
 def _no_slots(device: torch.device) -> torch.Tensor:
     return torch.full((4,), -1, dtype=torch.int64, device=device)
 
@@ -184,4 +226,6 @@ _LAUNCH: dict[str, Callable[..., None]] = {
     "add_rms_norm": _add_rms_norm,
     "silu_mul": _silu_mul,
     "choose": _choose,
+    "linear": _linear,
+    "product": _product,
 }

@@ -1,5 +1,8 @@
-"""The tensors of a checkpoint's safetensors files, by name, read in slices. Files are mapped, not read."""
+"""The tensors of a checkpoint's safetensors files, by name, read in slices. Files are mapped, not read; `stored` says
+where a tensor is, for those who read them.
+"""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,6 +12,10 @@ from lockstep_common.errors import LockstepError
 from safetensors import safe_open
 
 from lockstep_engine.model_config import refuse
+from lockstep_engine.weight_stream import Stored
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The format's names of dtypes of values that are not codes."""
 
 
 class Tensors:
@@ -21,6 +28,8 @@ class Tensors:
         self._path = path
         self._files = [safe_open(path / name, framework="pt") for name in files]
         self._owner = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - not a dict
+        self._paths = dict(zip(self._files, (path / name for name in files), strict=True))
+        self._offsets: dict[Path, dict[str, int]] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self._owner
@@ -38,7 +47,14 @@ class Tensors:
 
     def is_float(self, name: str) -> bool:
         """Whether a tensor holds values and not codes."""
-        return self.dtype(name) in ("F64", "F32", "F16", "BF16")
+        return self.dtype(name) in _FLOATS
+
+    def stored(self, name: str) -> Stored:
+        """Where a tensor that holds values is."""
+        path = self._paths[self._owner[name]]
+        if path not in self._offsets:
+            self._offsets[path] = _offsets(path)
+        return Stored(path, self._offsets[path][name], tuple(self.shape(name)), _FLOATS[self.dtype(name)])
 
     def read(self, name: str, *index: slice) -> torch.Tensor:
         """A slice of a tensor; all of it without an index."""
@@ -78,3 +94,13 @@ class Tensors:
     def refusal(self, sentence: str) -> LockstepError:
         """The error for a checkpoint that is damaged or not supported."""
         return refuse(f"model {self._path}: {sentence}")
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Where each tensor of a file begins. The header is a JSON object behind its length in eight bytes; offsets count
+    from its end (https://huggingface.co/docs/safetensors). The library has checked it.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + each["data_offsets"][0] for name, each in header.items() if name != "__metadata__"}
