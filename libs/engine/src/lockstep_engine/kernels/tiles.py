@@ -75,9 +75,11 @@ class Shape:
     """Keys in a tile; a multiple of 16."""
     warps: int
     stages: int
+    registers: int | None = None
+    """Most registers of a thread; None: as many as the compiler takes."""
 
 
-def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype, shared_bytes: int) -> Shape:
+def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype, shared_bytes: int, *, scaled: bool = False) -> Shape:
     """A shape that fits the registers of GPUs since Ampere, and a program's shared memory.
 
     Args:
@@ -85,12 +87,14 @@ def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype, shared_bytes: int)
         block_m: rows of a tile of queries.
         dtype: the queries' type.
         shared_bytes: what a program may have on this GPU.
+        scaled: cold blocks are fp8.
     """
     small = shared_bytes < _LARGE_SHARED_BYTES
     if dtype is torch.float32:
         return Shape(keys=32 if dim_pad <= 128 and not small else 16, warps=4, stages=1)
     if block_m <= 32:  # decode: several programs on a multiprocessor hide each other's waits
-        return Shape(keys=_decode_keys(dim_pad, small=small), warps=4, stages=2)
+        registers = 128 if scaled and dim_pad <= 128 else None
+        return Shape(keys=_decode_keys(dim_pad, small=small), warps=4, stages=2, registers=registers)
     if dim_pad > 128:
         return Shape(keys=16 if small else 32, warps=8, stages=1 if small else 2)
     return Shape(keys=32 if small and dim_pad > 64 else 64, warps=8 if block_m > 64 else 4, stages=2)

@@ -23,8 +23,9 @@ from lockstep_engine.kernels.triton_attention import (
     Paged,
     Tiles,
     _check,
+    _cold_ids,
+    _load_cold,
     _load_tile,
-    _load_words,
     _score,
 )
 from lockstep_engine.kernels.triton_fp8 import decode
@@ -53,7 +54,7 @@ def _add_tile(acc, peak, totals, scores, visible, v, v_scales, scaled: tl.conste
         # The largest scale is multiplied last, because half precision would lose the weights of small values. It is
         # that of the keys that the row sees: other rows of the tile may see more.
         most = tl.maximum(tl.max(tl.where(visible, v_scales[None, :], 0.0), 1), 1e-37)[:, None]
-        weights = weights * tl.where(visible, v_scales[None, :] / most, 0.0)
+        weights = weights * tl.where(visible, v_scales[None, :] * (1.0 / most), 0.0)
         acc = acc * shrink + tl.dot(weights.to(v.dtype), v, input_precision="ieee") * most
     else:
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink, input_precision="ieee")
@@ -125,6 +126,13 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
     slots = n % _BLOCK
     table = sequence.to(tl.int64) * width
     bias_row = head * bias_stride
+    tile_blocks: tl.constexpr = block_n // _BLOCK
+    row_tables = tables + table
+    from_block, spare = tl.maximum(begin_block, sink_blocks), hot_blocks + cold_blocks - 1  # the last one stays zero
+    words_at = kv_head.to(tl.int64) * cold_blocks * (dim * _BLOCK // 4)
+    scales_at = kv_head.to(tl.int64) * cold_blocks * _BLOCK
+    head_keys, head_values = cold_keys + words_at, cold_values + words_at
+    head_key_scales, head_value_scales = key_scales + scales_at, value_scales + scales_at
     cold_queries, cold_scale = queries, tl.full((block_m, 1), scale, tl.float32)
     if scaled and queries.dtype != tl.float32:
         # GPUs convert fp8 to float16 much faster than to bfloat16; queries are scaled into float16's range.
@@ -146,33 +154,58 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
         totals = tl.full((block_m, 16), 0.0, tl.float32)
         acc = tl.full((block_m, dim_pad), 0.0, tl.float32)
         if compressed:
-            for key_tile in range(tl.maximum(cold_tile, from_tile), tl.minimum(cold_end_tile, to_tile)):
-                at = key_tile * block_n + n
-                block = key_tile * (block_n // _BLOCK) + n // _BLOCK
-                held = (block >= begin_block) & (block >= sink_blocks) & (block < cold_end)
-                ids = tl.load(tables + table + block, mask=held, other=hot_blocks) - hot_blocks
-                pieces = kv_head.to(tl.int64) * cold_blocks + ids
-                k_scales = tl.full((block_n,), 0.0, tl.float32)
-                v_scales = k_scales
-                if scaled:
-                    key_block = key_tile * (block_n // _BLOCK) + tl.arange(0, block_n // 4) // (_BLOCK // 4)
-                    key_held = (key_block >= begin_block) & (key_block >= sink_blocks) & (key_block < cold_end)
-                    key_ids = tl.load(tables + table + key_block, mask=key_held, other=hot_blocks) - hot_blocks
-                    key_pieces = kv_head.to(tl.int64) * cold_blocks + key_ids
-                    k, v = _load_words(cold_keys, cold_values, key_pieces, key_held, pieces, slots, held, dim, dim_pad)
-                    k, v = decode(k, cold_queries.dtype, native), decode(v, cold_queries.dtype, native)
-                    k_scales = tl.load(key_scales + pieces * _BLOCK + slots, mask=held, other=0.0)
-                    v_scales = tl.load(value_scales + pieces * _BLOCK + slots, mask=held, other=0.0)
-                else:
-                    k, v = _load_tile(cold_keys, cold_values, pieces, slots, d, held, held, dim, dim_pad > dim)
-                visible = valid[:, None] & held[None, :]
-                visible = visible & (block[None, :] < (position // _BLOCK - hot_blocks_before)[:, None])
-                if windowed:
-                    visible = visible & (at[None, :] > (position - window)[:, None])
-                scores = _score(
-                    cold_queries, k, k_scales, at, bias, bias_row, visible, cold_scale, soft_cap, scaled, capped, biased
+            cold_from, cold_to = tl.maximum(cold_tile, from_tile), tl.minimum(cold_end_tile, to_tile)
+            if scaled:
+                # As in `triton_attention`: words are read into registers one tile ahead, the table two.
+                key_block = tl.arange(0, block_n // 4) // (_BLOCK // 4) + cold_from * tile_blocks
+                block = n // _BLOCK + cold_from * tile_blocks
+                to_block = tl.minimum(cold_end, cold_to * tile_blocks)
+                key_ids = _cold_ids(row_tables, key_block, from_block, to_block, hot_blocks, spare)
+                ids = _cold_ids(row_tables, block, from_block, to_block, hot_blocks, spare)
+                k_words, v_words, k_scales, v_scales = _load_cold(
+                    head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
                 )
-                acc, peak, totals = _add_tile(acc, peak, totals, scores, visible, v, v_scales, scaled)
+                cold_k, cold_v = decode(k_words, cold_queries.dtype, native), decode(v_words, cold_queries.dtype, native)
+                key_ids = _cold_ids(row_tables, key_block + tile_blocks, from_block, to_block, hot_blocks, spare)
+                ids = _cold_ids(row_tables, block + tile_blocks, from_block, to_block, hot_blocks, spare)
+                for key_tile in tl.range(cold_from, cold_to, num_stages=1):
+                    k_words, v_words, next_k_scales, next_v_scales = _load_cold(
+                        head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
+                    )
+                    key_ids = _cold_ids(row_tables, key_block + 2 * tile_blocks, from_block, to_block, hot_blocks, spare)
+                    ids = _cold_ids(row_tables, block + 2 * tile_blocks, from_block, to_block, hot_blocks, spare)
+                    at = key_tile * block_n + n
+                    visible = valid[:, None] & ((block >= from_block) & (block < to_block))[None, :]
+                    visible = visible & (block[None, :] < (position // _BLOCK - hot_blocks_before)[:, None])
+                    if windowed:
+                        visible = visible & (at[None, :] > (position - window)[:, None])
+                    scores = _score(
+                        cold_queries, cold_k, k_scales, at, bias, bias_row, visible, cold_scale, soft_cap, True, capped,
+                        biased,
+                    )  # fmt: skip
+                    acc, peak, totals = _add_tile(acc, peak, totals, scores, visible, cold_v, v_scales, True)
+                    cold_k = decode(k_words, cold_queries.dtype, native)
+                    cold_v = decode(v_words, cold_queries.dtype, native)
+                    k_scales, v_scales = next_k_scales, next_v_scales
+                    key_block += tile_blocks
+                    block += tile_blocks
+            else:
+                for key_tile in range(cold_from, cold_to):
+                    at = key_tile * block_n + n
+                    block = key_tile * tile_blocks + n // _BLOCK
+                    held = (block >= begin_block) & (block >= sink_blocks) & (block < cold_end)
+                    ids = tl.load(row_tables + block, mask=held, other=hot_blocks) - hot_blocks
+                    pieces = kv_head.to(tl.int64) * cold_blocks + ids
+                    k, v = _load_tile(cold_keys, cold_values, pieces, slots, d, held, held, dim, dim_pad > dim)
+                    visible = valid[:, None] & held[None, :]
+                    visible = visible & (block[None, :] < (position // _BLOCK - hot_blocks_before)[:, None])
+                    if windowed:
+                        visible = visible & (at[None, :] > (position - window)[:, None])
+                    none = tl.full((block_n,), 0.0, tl.float32)
+                    scores = _score(
+                        cold_queries, k, none, at, bias, bias_row, visible, cold_scale, soft_cap, False, capped, biased
+                    )
+                    acc, peak, totals = _add_tile(acc, peak, totals, scores, visible, v, none, False)
 
         sink_from = tl.maximum(first_tile, from_tile)
         sinks_here = tl.maximum(tl.minimum(sink_end_tile, to_tile) - sink_from, 0)
