@@ -63,8 +63,8 @@ def _log2(x):
 
 @triton.jit
 def _load_cold(keys, values, key_scales, value_scales, key_ids, ids, slots, dim: tl.constexpr, dim_pad: tl.constexpr):
-    """Keys [dim_pad, n / 4] and values [n, dim_pad / 4] of fp8 blocks [n / 4] and [n] of a head, as words of four codes,
-    and the scales [n] of both.
+    """Keys [dim_pad, n / 4] and values [n, dim_pad / 4] of fp8 blocks of a head, as words of four codes, and the scales
+    [n] of both. `key_ids` [n / 4] and `ids` [n] are the blocks' numbers.
 
     All of it is read: where nothing is to be read, the block is one that stays zero.
     """
@@ -183,10 +183,7 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
     peak = tl.full((block_m,), float("-inf"), tl.float32)
     # Decoding sums weights after the last tile: a sum over a tile's keys is one over warps.
     deferred: tl.constexpr = block_q == 1
-    if deferred:
-        totals = tl.full((block_m, block_n), 0.0, tl.float32)
-    else:
-        totals = tl.full((block_m,), 0.0, tl.float32)
+    totals = tl.full((block_m, block_n) if deferred else (block_m,), 0.0, tl.float32)
     acc = tl.full((block_m, dim_pad), 0.0, tl.float32)
     n = tl.arange(0, block_n)
     slots = n % _BLOCK
@@ -203,9 +200,9 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
         cold_share_end = tl.minimum(share_end, cold_tiles)
         tile_blocks: tl.constexpr = block_n // _BLOCK
         if scaled:
-            # Triton's pipeline would copy words to shared memory, to be read, converted and written there once more, and
-            # would wait for each tile's table. So a tile's words are read into registers while the tile before it is
-            # computed, and its part of the table one tile earlier.
+            # Triton's pipeline would copy words to shared memory, to be read, converted and written there once more,
+            # and would wait for each tile's table. So a tile's words are read into registers while the tile before it
+            # is computed, and its part of the table one tile earlier.
             words_at = kv_head.to(tl.int64) * cold_blocks * (dim * _BLOCK // 4)
             scales_at = kv_head.to(tl.int64) * cold_blocks * _BLOCK
             head_keys, head_values = cold_keys + words_at, cold_values + words_at
@@ -221,9 +218,10 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
             k_words, v_words, k_scales, v_scales = _load_cold(
                 head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
             )
-            # Converted in the turn before: where a product's operand is made by `join`, Triton gives the product a layout
-            # that needs each register moved.
-            cold_k, cold_v = decode(k_words, cold_queries.dtype, native), decode(v_words, cold_queries.dtype, native)
+            # Converted in the turn before: where a product's operand is made by `join`, Triton gives the product a
+            # layout that needs each register moved.
+            cold_k = decode(k_words, cold_queries.dtype, native)
+            cold_v = decode(v_words, cold_queries.dtype, native)
             key_ids = _cold_ids(row_tables, key_block + tile_blocks, from_block, to_block, hot_blocks, spare)
             ids = _cold_ids(row_tables, block + tile_blocks, from_block, to_block, hot_blocks, spare)
             for step in tl.range(share_begin, cold_share_end, num_stages=1):
@@ -239,10 +237,12 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
                 if windowed:
                     visible = visible & (at[None, :] > (position - window)[:, None])
                 scores = _score(
-                    cold_queries, cold_k, k_scales, at, bias, bias_row, visible, cold_scale, soft_cap, True, capped, biased
-                )
+                    cold_queries, cold_k, k_scales, at, bias, bias_row, visible, cold_scale, soft_cap, True, capped,
+                    biased,
+                )  # fmt: skip
                 acc, peak, totals = _fold(acc, peak, totals, scores, visible, cold_v, v_scales, True, deferred)
-                cold_k, cold_v = decode(k_words, cold_queries.dtype, native), decode(v_words, cold_queries.dtype, native)
+                cold_k = decode(k_words, cold_queries.dtype, native)
+                cold_v = decode(v_words, cold_queries.dtype, native)
                 k_scales, v_scales = next_k_scales, next_v_scales
                 key_block += tile_blocks
                 block += tile_blocks

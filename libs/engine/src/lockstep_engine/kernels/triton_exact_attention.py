@@ -165,14 +165,17 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
                 k_words, v_words, k_scales, v_scales = _load_cold(
                     head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
                 )
-                cold_k, cold_v = decode(k_words, cold_queries.dtype, native), decode(v_words, cold_queries.dtype, native)
+                cold_k = decode(k_words, cold_queries.dtype, native)
+                cold_v = decode(v_words, cold_queries.dtype, native)
                 key_ids = _cold_ids(row_tables, key_block + tile_blocks, from_block, to_block, hot_blocks, spare)
                 ids = _cold_ids(row_tables, block + tile_blocks, from_block, to_block, hot_blocks, spare)
                 for key_tile in tl.range(cold_from, cold_to, num_stages=1):
                     k_words, v_words, next_k_scales, next_v_scales = _load_cold(
                         head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
                     )
-                    key_ids = _cold_ids(row_tables, key_block + 2 * tile_blocks, from_block, to_block, hot_blocks, spare)
+                    key_ids = _cold_ids(
+                        row_tables, key_block + 2 * tile_blocks, from_block, to_block, hot_blocks, spare
+                    )
                     ids = _cold_ids(row_tables, block + 2 * tile_blocks, from_block, to_block, hot_blocks, spare)
                     at = key_tile * block_n + n
                     visible = valid[:, None] & ((block >= from_block) & (block < to_block))[None, :]
