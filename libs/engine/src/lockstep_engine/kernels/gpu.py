@@ -25,7 +25,7 @@ _MAX_QUOTED_CHARS = 300
 
 GIVEN_UP: list[str] = []
 """Why kernels are not used any more in this process, though nothing speaks against them here."""
-EXACT_KERNELS = 1
+EXACT_KERNELS = 2
 """Version of the arithmetic of the exact mode's kernels (`triton_linear`, `triton_rows`, `triton_exact_attention`):
 part of the fingerprint. A change that may give other bits needs the next number."""
 

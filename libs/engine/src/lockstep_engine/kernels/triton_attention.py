@@ -19,7 +19,7 @@ import triton.language as tl
 
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kernels import triton_fp8
-from lockstep_engine.kernels.tiles import LIMITS, MAX_SPLITS, GpuLimits, Shape, limits_of, shape_for
+from lockstep_engine.kernels.tiles import DECODE_PROGRAMS, LIMITS, MAX_SPLITS, GpuLimits, Shape, limits_of, shape_for
 from lockstep_engine.kernels.tiles import splits_for as split_keys
 from lockstep_engine.kernels.triton_fp8 import decode
 from lockstep_engine.layer_cache import LayerCache
@@ -138,7 +138,9 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
     windowed: tl.constexpr, capped: tl.constexpr, biased: tl.constexpr, sunk: tl.constexpr,
     compressed: tl.constexpr, scaled: tl.constexpr, native: tl.constexpr,
 ):  # fmt: skip
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # A prompt's last tiles have the most keys: begun last, they would be computed while other multiprocessors are idle.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
     sequence = tl.load(tile_sequences + tile)
     first = tl.load(tile_firsts + tile)
     start = tl.load(starts + sequence)
@@ -276,7 +278,21 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
                 totals = totals * shrink + tl.exp2(sink - top)
             peak = top
 
-    for step in range(tl.maximum(share_begin, cold_tiles), share_end):
+    hot_from = tl.maximum(share_begin, cold_tiles)
+    if block_q > 1 and not (windowed or compressed):
+        # All queries see all keys of tiles before the first query's.
+        every, each_row = tl.full((block_n,), True, tl.int1), tl.full((1, 1), True, tl.int1)
+        whole_end = tl.minimum((first_position + 1) // block_n, share_end)
+        for key_tile in range(hot_from, whole_end):
+            at = key_tile * block_n + n
+            ids = tl.load(hot_tables + table + at // _BLOCK)
+            pieces = kv_head.to(tl.int64) * hot_blocks + ids
+            k, v = _load_tile(keys, values, pieces, slots, d, every, every, dim, dim_pad > dim)
+            none = tl.full((block_n,), 0.0, tl.float32)
+            scores = _score(queries, k, none, at, bias, bias_row, each_row, scale, soft_cap, False, capped, biased)
+            acc, peak, totals = _fold(acc, peak, totals, scores, each_row, v, none, False, deferred)
+        hot_from = tl.maximum(hot_from, whole_end)
+    for step in range(hot_from, share_end):
         hot_step = step - cold_tiles
         key_tile = tl.where(hot_step < sink_tiles, first_tile + hot_step, hot_tile + hot_step - sink_tiles)
         at = key_tile * block_n + n
@@ -453,7 +469,7 @@ def attend(
         windowed=scoring.window is not None, capped=scoring.soft_cap is not None, biased=scoring.bias is not None,
         sunk=scoring.sinks is not None, compressed=cold is not None, scaled=scaled,
         native=triton_fp8.native(),
-        num_warps=shape.warps, num_stages=shape.stages, maxnreg=shape.registers,
+        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     if splits > 1:
         _reduce[count, kv_heads, tiles.queries * per_head](
@@ -471,7 +487,7 @@ def queries_a_tile(per_head: int, dim: int, dtype: torch.dtype) -> int:
 
 def splits_for(tiles: int, kv_heads: int, context: int, device: torch.device) -> int:
     """`tiles.splits_for` for a device."""
-    return split_keys(tiles, kv_heads, context, limits(device).decode_programs * processors(device))
+    return split_keys(tiles, kv_heads, context, DECODE_PROGRAMS * processors(device))
 
 
 @cache
