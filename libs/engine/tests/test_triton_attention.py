@@ -107,7 +107,7 @@ class Step:
         cold = self.layer.cold
         for tensor in () if cold is None else (cold.keys, cold.values, cold.key_scales, cold.value_scales):
             if tensor is not None:
-                tensor.fill_(0x7F if tensor.dtype is torch.uint8 else math.nan)
+                tensor[:, :-1] = 0x7F if tensor.dtype is torch.uint8 else math.nan  # the last block stays zero
 
     def tiles(self, queries=1, splits=1):
         pairs = [(row, first) for row, count in enumerate(self.counts) for first in range(0, count, queries)]

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from lockstep_engine.config import BLOCK_SIZE, HotWindow
 from lockstep_engine.kernels import triton_fp8
-from lockstep_engine.kernels.tiles import LIMITS, MAX_SPLITS, GpuLimits, Shape, limits_of, shape_for
+from lockstep_engine.kernels.tiles import DECODE_PROGRAMS, LIMITS, MAX_SPLITS, GpuLimits, Shape, limits_of, shape_for
 from lockstep_engine.kernels.tiles import splits_for as split_keys
 from lockstep_engine.kernels.triton_fp8 import decode
 from lockstep_engine.layer_cache import LayerCache
@@ -49,41 +49,62 @@ def _load_tile(keys, values, pieces, slots, d, held, seen, dim: tl.constexpr, pa
 
 
 @triton.jit
-def _load_words(keys, values, key_pieces, key_held, pieces, slots, held, dim: tl.constexpr, dim_pad: tl.constexpr):
-    """The same for fp8 blocks, as words of four codes: keys [dim_pad, n / 4], values [n, dim_pad / 4]."""
-    d = tl.arange(0, dim_pad)
-    word = tl.arange(0, dim_pad // 4)
-    key_word = tl.arange(0, key_pieces.shape[0]) % (_BLOCK // 4)
-    key_mask, value_mask = key_held[None, :], held[:, None]
-    if dim_pad > dim:
-        key_mask = key_mask & (d < dim)[:, None]
-        value_mask = value_mask & (word < dim // 4)[None, :]
-    piece_words: tl.constexpr = dim * _BLOCK // 4
-    key_at = keys + ((key_pieces * piece_words)[None, :] + (d[:, None] * (_BLOCK // 4) + key_word[None, :]))
-    value_at = values + ((pieces * piece_words)[:, None] + (slots[:, None] * (dim // 4) + word[None, :]))
-    k = tl.load(tl.max_contiguous(tl.multiple_of(key_at, (1, _BLOCK)), (1, _BLOCK // 4)), mask=key_mask, other=0)
-    v = tl.load(value_at, mask=value_mask, other=0)
-    return k, v
+def _cold_ids(row_tables, block, from_block, to_block, hot_blocks, spare):
+    """Numbers in the cold pool of a sequence's blocks [n]; that of `spare` for those that are not in [from, to)."""
+    held = (block >= from_block) & (block < to_block)
+    return tl.load(row_tables + block, mask=held, other=spare) - hot_blocks
 
 
 @triton.jit
-def _fold(acc, peak, total, scores, visible, v, v_scales, scaled: tl.constexpr):
-    """Add one tile of keys to the online softmax (Milakov and Gimelshein 2018); scores are in units of log 2."""
+def _log2(x):
+    """Logarithm of positive float32 numbers, at most 0.09 too small: their bits as a number."""
+    return x.to(tl.int32, bitcast=True).to(tl.float32) * (1.0 / 8388608.0) - 127.0
+
+
+@triton.jit
+def _load_cold(keys, values, key_scales, value_scales, key_ids, ids, slots, dim: tl.constexpr, dim_pad: tl.constexpr):
+    """Keys [dim_pad, n / 4] and values [n, dim_pad / 4] of fp8 blocks of a head, as words of four codes, and the scales
+    [n] of both. `key_ids` [n / 4] and `ids` [n] are the blocks' numbers.
+
+    All of it is read: where nothing is to be read, the block is one that stays zero.
+    """
+    d = tl.arange(0, dim_pad)
+    word = tl.arange(0, dim_pad // 4)
+    key_word = tl.arange(0, key_ids.shape[0]) % (_BLOCK // 4)
+    piece_words: tl.constexpr = dim * _BLOCK // 4
+    key_at = keys + ((key_ids.to(tl.int64) * piece_words)[None, :] + (d[:, None] * (_BLOCK // 4) + key_word[None, :]))
+    value_at = values + ((ids.to(tl.int64) * piece_words)[:, None] + (slots[:, None] * (dim // 4) + word[None, :]))
+    key_at = tl.max_contiguous(tl.multiple_of(key_at, (1, _BLOCK)), (1, _BLOCK // 4))
+    if dim_pad > dim:
+        k = tl.load(key_at, mask=(d < dim)[:, None], other=0)
+        v = tl.load(value_at, mask=(word < dim // 4)[None, :], other=0)
+    else:
+        k, v = tl.load(key_at), tl.load(value_at)
+    scale_at = ids.to(tl.int64) * _BLOCK + slots
+    return k, v, tl.load(key_scales + scale_at), tl.load(value_scales + scale_at)
+
+
+@triton.jit
+def _fold(acc, peak, totals, scores, visible, v, v_scales, scaled: tl.constexpr, deferred: tl.constexpr):
+    """Add one tile of keys to the online softmax (Milakov and Gimelshein 2018); scores are in units of log 2.
+
+    `scaled`: the peak is that of weights times the scales of values, so that these products, which are rounded to half
+    precision, are at most 1 and the largest of them are exact enough, whatever the scales. Totals are then as much
+    larger as scales are smaller than 1. `deferred`: `totals` is [m, n], to be summed after the last tile.
+    """
     scores = tl.where(visible, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    if scaled:
+        new_peak = tl.maximum(peak, tl.max(scores + _log2(v_scales)[None, :], 1))
+    else:
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     shrink = tl.exp2(peak - base)
     weights = tl.exp2(scores - base[:, None])
-    total = total * shrink + tl.sum(weights, 1)
-    acc = acc * shrink[:, None]
+    totals = totals * shrink[:, None] + weights if deferred else totals * shrink + tl.sum(weights, 1)
     if scaled:
-        # The largest scale is multiplied last: in half precision the weights of small values would be lost.
-        most = tl.maximum(tl.max(v_scales, 0), 1e-37)
-        weights = weights * (v_scales / most)[None, :]
-        acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee") * most
-    else:
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-    return acc, new_peak, total
+        weights = weights * v_scales[None, :]
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return acc, new_peak, totals
 
 
 @triton.jit
@@ -117,7 +138,9 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
     windowed: tl.constexpr, capped: tl.constexpr, biased: tl.constexpr, sunk: tl.constexpr,
     compressed: tl.constexpr, scaled: tl.constexpr, native: tl.constexpr,
 ):  # fmt: skip
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # A prompt's last tiles have the most keys: begun last, they would be computed while other multiprocessors are idle.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
     sequence = tl.load(tile_sequences + tile)
     first = tl.load(tile_firsts + tile)
     start = tl.load(starts + sequence)
@@ -160,11 +183,9 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
     share_end = tl.minimum(share_begin + share, tiles)
 
     peak = tl.full((block_m,), float("-inf"), tl.float32)
-    total = tl.full((block_m,), 0.0, tl.float32)
-    if sunk:  # noqa: SIM102 - one is known when the kernel is built
-        if split == 0:
-            peak = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * _LOG2E
-            total = tl.full((block_m,), 1.0, tl.float32)
+    # Decoding sums weights after the last tile: a sum over a tile's keys is one over warps.
+    deferred: tl.constexpr = block_q == 1
+    totals = tl.full((block_m, block_n) if deferred else (block_m,), 0.0, tl.float32)
     acc = tl.full((block_m, dim_pad), 0.0, tl.float32)
     n = tl.arange(0, block_n)
     slots = n % _BLOCK
@@ -178,35 +199,100 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
             wide = queries.to(tl.float32)
             largest = tl.maximum(tl.max(tl.abs(wide), 1), 1e-30)[:, None]
             cold_queries, cold_scale = (wide / largest).to(tl.float16), largest * scale
-        for step in range(share_begin, tl.minimum(share_end, cold_tiles)):
-            at = (cold_tile + step) * block_n + n
-            block = (cold_tile + step) * (block_n // _BLOCK) + n // _BLOCK
-            held = (block >= begin_block) & (block >= sink_blocks) & (block < cold_end)
-            ids = tl.load(tables + table + block, mask=held, other=hot_blocks) - hot_blocks
-            pieces = kv_head.to(tl.int64) * cold_blocks + ids
-            k_scales = tl.full((block_n,), 0.0, tl.float32)
-            v_scales = k_scales
-            if scaled:
-                key_block = (cold_tile + step) * (block_n // _BLOCK) + tl.arange(0, block_n // 4) // (_BLOCK // 4)
-                key_held = (key_block >= begin_block) & (key_block >= sink_blocks) & (key_block < cold_end)
-                key_ids = tl.load(tables + table + key_block, mask=key_held, other=hot_blocks) - hot_blocks
-                key_pieces = kv_head.to(tl.int64) * cold_blocks + key_ids
-                k, v = _load_words(cold_keys, cold_values, key_pieces, key_held, pieces, slots, held, dim, dim_pad)
-                k, v = decode(k, cold_queries.dtype, native), decode(v, cold_queries.dtype, native)
-                k_scales = tl.load(key_scales + pieces * _BLOCK + slots, mask=held, other=0.0)
-                v_scales = tl.load(value_scales + pieces * _BLOCK + slots, mask=held, other=0.0)
-            else:
-                k, v = _load_tile(cold_keys, cold_values, pieces, slots, d, held, held, dim, dim_pad > dim)
-            visible = valid[:, None] & held[None, :]
-            visible = visible & (block[None, :] < (position // _BLOCK - hot_blocks_before)[:, None])
-            if windowed:
-                visible = visible & (at[None, :] > (position - window)[:, None])
-            scores = _score(
-                cold_queries, k, k_scales, at, bias, bias_row, visible, cold_scale, soft_cap, scaled, capped, biased
+        cold_share_end = tl.minimum(share_end, cold_tiles)
+        tile_blocks: tl.constexpr = block_n // _BLOCK
+        if scaled:
+            # Triton's pipeline would copy words to shared memory, to be read, converted and written there once more,
+            # and would wait for each tile's table. So a tile's words are read into registers while the tile before it
+            # is computed, and its part of the table one tile earlier.
+            words_at = kv_head.to(tl.int64) * cold_blocks * (dim * _BLOCK // 4)
+            scales_at = kv_head.to(tl.int64) * cold_blocks * _BLOCK
+            head_keys, head_values = cold_keys + words_at, cold_values + words_at
+            head_key_scales, head_value_scales = key_scales + scales_at, value_scales + scales_at
+            key_block = tl.arange(0, block_n // 4) // (_BLOCK // 4) + (cold_tile + share_begin) * tile_blocks
+            block = n // _BLOCK + (cold_tile + share_begin) * tile_blocks
+            from_block = tl.maximum(begin_block, sink_blocks)
+            to_block = tl.minimum(cold_end, (cold_tile + cold_share_end) * tile_blocks)
+            spare = hot_blocks + cold_blocks - 1  # stays zero
+            row_tables = tables + table
+            key_ids = _cold_ids(row_tables, key_block, from_block, to_block, hot_blocks, spare)
+            ids = _cold_ids(row_tables, block, from_block, to_block, hot_blocks, spare)
+            k_words, v_words, k_scales, v_scales = _load_cold(
+                head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
             )
-            acc, peak, total = _fold(acc, peak, total, scores, visible, v, v_scales, scaled)
+            # Converted in the turn before: where a product's operand is made by `join`, Triton gives the product a
+            # layout that needs each register moved.
+            cold_k = decode(k_words, cold_queries.dtype, native)
+            cold_v = decode(v_words, cold_queries.dtype, native)
+            key_ids = _cold_ids(row_tables, key_block + tile_blocks, from_block, to_block, hot_blocks, spare)
+            ids = _cold_ids(row_tables, block + tile_blocks, from_block, to_block, hot_blocks, spare)
+            for step in tl.range(share_begin, cold_share_end, num_stages=1):
+                k_words, v_words, next_k_scales, next_v_scales = _load_cold(
+                    head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
+                )
+                key_ids = _cold_ids(row_tables, key_block + 2 * tile_blocks, from_block, to_block, hot_blocks, spare)
+                ids = _cold_ids(row_tables, block + 2 * tile_blocks, from_block, to_block, hot_blocks, spare)
+                at = (cold_tile + step) * block_n + n
+                visible = ((block >= from_block) & (block < to_block))[None, :]
+                if block_q > 1:
+                    visible = visible & (block[None, :] < (position // _BLOCK - hot_blocks_before)[:, None])
+                if windowed:
+                    visible = visible & (at[None, :] > (position - window)[:, None])
+                scores = _score(
+                    cold_queries, cold_k, k_scales, at, bias, bias_row, visible, cold_scale, soft_cap, True, capped,
+                    biased,
+                )  # fmt: skip
+                acc, peak, totals = _fold(acc, peak, totals, scores, visible, cold_v, v_scales, True, deferred)
+                cold_k = decode(k_words, cold_queries.dtype, native)
+                cold_v = decode(v_words, cold_queries.dtype, native)
+                k_scales, v_scales = next_k_scales, next_v_scales
+                key_block += tile_blocks
+                block += tile_blocks
+        else:
+            for step in range(share_begin, cold_share_end):
+                at = (cold_tile + step) * block_n + n
+                block = (cold_tile + step) * (block_n // _BLOCK) + n // _BLOCK
+                held = (block >= begin_block) & (block >= sink_blocks) & (block < cold_end)
+                ids = tl.load(tables + table + block, mask=held, other=hot_blocks) - hot_blocks
+                pieces = kv_head.to(tl.int64) * cold_blocks + ids
+                k, v = _load_tile(cold_keys, cold_values, pieces, slots, d, held, held, dim, dim_pad > dim)
+                visible = valid[:, None] & held[None, :]
+                visible = visible & (block[None, :] < (position // _BLOCK - hot_blocks_before)[:, None])
+                if windowed:
+                    visible = visible & (at[None, :] > (position - window)[:, None])
+                none = tl.full((block_n,), 0.0, tl.float32)
+                scores = _score(
+                    cold_queries, k, none, at, bias, bias_row, visible, cold_scale, soft_cap, False, capped, biased
+                )
+                acc, peak, totals = _fold(acc, peak, totals, scores, visible, v, none, False, deferred)
+    if sunk:  # noqa: SIM102 - one is known when the kernel is built
+        if split == 0:
+            # Not before cold blocks, so that only their own weights count for the peak of these.
+            sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * _LOG2E
+            top = tl.maximum(peak, sink)
+            shrink = tl.exp2(peak - top)
+            acc = acc * shrink[:, None]
+            if deferred:
+                totals = totals * shrink[:, None] + tl.where(n == 0, 1.0, 0.0)[None, :] * tl.exp2(sink - top)[:, None]
+            else:
+                totals = totals * shrink + tl.exp2(sink - top)
+            peak = top
 
-    for step in range(tl.maximum(share_begin, cold_tiles), share_end):
+    hot_from = tl.maximum(share_begin, cold_tiles)
+    if block_q > 1 and not (windowed or compressed):
+        # All queries see all keys of tiles before the first query's.
+        every, each_row = tl.full((block_n,), True, tl.int1), tl.full((1, 1), True, tl.int1)
+        whole_end = tl.minimum((first_position + 1) // block_n, share_end)
+        for key_tile in range(hot_from, whole_end):
+            at = key_tile * block_n + n
+            ids = tl.load(hot_tables + table + at // _BLOCK)
+            pieces = kv_head.to(tl.int64) * hot_blocks + ids
+            k, v = _load_tile(keys, values, pieces, slots, d, every, every, dim, dim_pad > dim)
+            none = tl.full((block_n,), 0.0, tl.float32)
+            scores = _score(queries, k, none, at, bias, bias_row, each_row, scale, soft_cap, False, capped, biased)
+            acc, peak, totals = _fold(acc, peak, totals, scores, each_row, v, none, False, deferred)
+        hot_from = tl.maximum(hot_from, whole_end)
+    for step in range(hot_from, share_end):
         hot_step = step - cold_tiles
         key_tile = tl.where(hot_step < sink_tiles, first_tile + hot_step, hot_tile + hot_step - sink_tiles)
         at = key_tile * block_n + n
@@ -226,8 +312,9 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
             visible = visible & (at[None, :] > (position - window)[:, None])
         none = tl.full((block_n,), 0.0, tl.float32)
         scores = _score(queries, k, none, at, bias, bias_row, visible, scale, soft_cap, False, capped, biased)
-        acc, peak, total = _fold(acc, peak, total, scores, visible, v, none, False)
+        acc, peak, totals = _fold(acc, peak, totals, scores, visible, v, none, False, deferred)
 
+    total = tl.sum(totals, 1) if deferred else totals
     if not split_up:
         heads = tl.num_programs(1) * per_head
         result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -354,7 +441,7 @@ def attend(
     scaled = cold is not None and cold.key_scales is not None
     dim_pad = max(16, triton.next_power_of_2(dim))
     block_m = max(16, triton.next_power_of_2(tiles.queries * per_head))
-    shape = shape or shape_for(dim_pad, block_m, queries.dtype, limits(queries.device).shared_bytes)
+    shape = shape or shape_for(dim_pad, block_m, queries.dtype, limits(queries.device).shared_bytes, scaled=scaled)
     count, splits = len(tiles.sequences), tiles.splits
     rows = count * kv_heads * tiles.queries * per_head
     partial = stats = out
@@ -400,7 +487,7 @@ def queries_a_tile(per_head: int, dim: int, dtype: torch.dtype) -> int:
 
 def splits_for(tiles: int, kv_heads: int, context: int, device: torch.device) -> int:
     """`tiles.splits_for` for a device."""
-    return split_keys(tiles, kv_heads, context, limits(device).decode_programs * processors(device))
+    return split_keys(tiles, kv_heads, context, DECODE_PROGRAMS * processors(device))
 
 
 @cache

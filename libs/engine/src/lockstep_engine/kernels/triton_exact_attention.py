@@ -7,8 +7,11 @@ work.
 - A query's result folds its segments from the first to the last. A prompt's program walks over the segments and folds
   in registers; decoding writes down each segment's partial result, and a second kernel folds these by the same
   expressions. How many programs compute the segments of a sequence may therefore be chosen freely.
-- Both forms have the same rows, warps and tiles, so that the same instructions multiply. Sums over keys are products
-  with ones, not a tree over threads. Multiplications and additions are not fused where the compiler sees fit.
+- Both forms have the same tiles of keys. Sums over keys are products with ones, not a tree over threads, maxima are
+  exact in any order, and all else is computed element by element, without the compiler fusing multiplications and
+  additions where it sees fit. So rows, warps and stages may differ, as far as a product's bits do not depend on the
+  instruction that multiplies (`wgmma` on a tile of 64 rows, `mma` on one of 16). That is so on an H200, where all
+  tiles gave the same bits; a rank's test at its start compares both forms.
 - A tile or segment that a query does not see changes nothing in its row: weights are 0 and factors 1.
 """
 
@@ -23,8 +26,9 @@ from lockstep_engine.kernels.triton_attention import (
     Paged,
     Tiles,
     _check,
+    _cold_ids,
+    _load_cold,
     _load_tile,
-    _load_words,
     _score,
 )
 from lockstep_engine.kernels.triton_fp8 import decode
@@ -36,7 +40,9 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 SEGMENT = 512
 """Keys of a segment. Another number gives other bits."""
 _ROWS = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 16}
-"""Rows of a program, in decoding and in prefill, unless more query heads share a key/value head."""
+"""Rows of a program in prefill, unless more query heads share a key/value head."""
+_DECODE_ROWS = 16
+"""The same in decoding."""
 
 
 @triton.jit
@@ -53,7 +59,7 @@ def _add_tile(acc, peak, totals, scores, visible, v, v_scales, scaled: tl.conste
         # The largest scale is multiplied last, because half precision would lose the weights of small values. It is
         # that of the keys that the row sees: other rows of the tile may see more.
         most = tl.maximum(tl.max(tl.where(visible, v_scales[None, :], 0.0), 1), 1e-37)[:, None]
-        weights = weights * tl.where(visible, v_scales[None, :] / most, 0.0)
+        weights = weights * tl.where(visible, v_scales[None, :] * (1.0 / most), 0.0)
         acc = acc * shrink + tl.dot(weights.to(v.dtype), v, input_precision="ieee") * most
     else:
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink, input_precision="ieee")
@@ -83,7 +89,8 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
     split_up: tl.constexpr, windowed: tl.constexpr, capped: tl.constexpr, biased: tl.constexpr, sunk: tl.constexpr,
     compressed: tl.constexpr, scaled: tl.constexpr, native: tl.constexpr,
 ):  # fmt: skip
-    tile, kv_head, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # as in `triton_attention`
+    kv_head, share = tl.program_id(1), tl.program_id(2)
     sequence = tl.load(tile_sequences + tile)
     first = tl.load(tile_firsts + tile)
     start = tl.load(starts + sequence)
@@ -125,6 +132,13 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
     slots = n % _BLOCK
     table = sequence.to(tl.int64) * width
     bias_row = head * bias_stride
+    tile_blocks: tl.constexpr = block_n // _BLOCK
+    row_tables = tables + table
+    from_block, spare = tl.maximum(begin_block, sink_blocks), hot_blocks + cold_blocks - 1  # the last one stays zero
+    words_at = kv_head.to(tl.int64) * cold_blocks * (dim * _BLOCK // 4)
+    scales_at = kv_head.to(tl.int64) * cold_blocks * _BLOCK
+    head_keys, head_values = cold_keys + words_at, cold_values + words_at
+    head_key_scales, head_value_scales = key_scales + scales_at, value_scales + scales_at
     cold_queries, cold_scale = queries, tl.full((block_m, 1), scale, tl.float32)
     if scaled and queries.dtype != tl.float32:
         # GPUs convert fp8 to float16 much faster than to bfloat16; queries are scaled into float16's range.
@@ -146,39 +160,80 @@ def _attend_exact(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it
         totals = tl.full((block_m, 16), 0.0, tl.float32)
         acc = tl.full((block_m, dim_pad), 0.0, tl.float32)
         if compressed:
-            for key_tile in range(tl.maximum(cold_tile, from_tile), tl.minimum(cold_end_tile, to_tile)):
-                at = key_tile * block_n + n
-                block = key_tile * (block_n // _BLOCK) + n // _BLOCK
-                held = (block >= begin_block) & (block >= sink_blocks) & (block < cold_end)
-                ids = tl.load(tables + table + block, mask=held, other=hot_blocks) - hot_blocks
-                pieces = kv_head.to(tl.int64) * cold_blocks + ids
-                k_scales = tl.full((block_n,), 0.0, tl.float32)
-                v_scales = k_scales
-                if scaled:
-                    key_block = key_tile * (block_n // _BLOCK) + tl.arange(0, block_n // 4) // (_BLOCK // 4)
-                    key_held = (key_block >= begin_block) & (key_block >= sink_blocks) & (key_block < cold_end)
-                    key_ids = tl.load(tables + table + key_block, mask=key_held, other=hot_blocks) - hot_blocks
-                    key_pieces = kv_head.to(tl.int64) * cold_blocks + key_ids
-                    k, v = _load_words(cold_keys, cold_values, key_pieces, key_held, pieces, slots, held, dim, dim_pad)
-                    k, v = decode(k, cold_queries.dtype, native), decode(v, cold_queries.dtype, native)
-                    k_scales = tl.load(key_scales + pieces * _BLOCK + slots, mask=held, other=0.0)
-                    v_scales = tl.load(value_scales + pieces * _BLOCK + slots, mask=held, other=0.0)
-                else:
-                    k, v = _load_tile(cold_keys, cold_values, pieces, slots, d, held, held, dim, dim_pad > dim)
-                visible = valid[:, None] & held[None, :]
-                visible = visible & (block[None, :] < (position // _BLOCK - hot_blocks_before)[:, None])
-                if windowed:
-                    visible = visible & (at[None, :] > (position - window)[:, None])
-                scores = _score(
-                    cold_queries, k, k_scales, at, bias, bias_row, visible, cold_scale, soft_cap, scaled, capped, biased
+            cold_from, cold_to = tl.maximum(cold_tile, from_tile), tl.minimum(cold_end_tile, to_tile)
+            if scaled:
+                # As in `triton_attention`: words are read into registers one tile ahead, the table two.
+                key_block = tl.arange(0, block_n // 4) // (_BLOCK // 4) + cold_from * tile_blocks
+                block = n // _BLOCK + cold_from * tile_blocks
+                to_block = tl.minimum(cold_end, cold_to * tile_blocks)
+                key_ids = _cold_ids(row_tables, key_block, from_block, to_block, hot_blocks, spare)
+                ids = _cold_ids(row_tables, block, from_block, to_block, hot_blocks, spare)
+                k_words, v_words, k_scales, v_scales = _load_cold(
+                    head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
                 )
-                acc, peak, totals = _add_tile(acc, peak, totals, scores, visible, v, v_scales, scaled)
+                cold_k = decode(k_words, cold_queries.dtype, native)
+                cold_v = decode(v_words, cold_queries.dtype, native)
+                key_ids = _cold_ids(row_tables, key_block + tile_blocks, from_block, to_block, hot_blocks, spare)
+                ids = _cold_ids(row_tables, block + tile_blocks, from_block, to_block, hot_blocks, spare)
+                for key_tile in tl.range(cold_from, cold_to, num_stages=1):
+                    k_words, v_words, next_k_scales, next_v_scales = _load_cold(
+                        head_keys, head_values, head_key_scales, head_value_scales, key_ids, ids, slots, dim, dim_pad
+                    )
+                    key_ids = _cold_ids(
+                        row_tables, key_block + 2 * tile_blocks, from_block, to_block, hot_blocks, spare
+                    )
+                    ids = _cold_ids(row_tables, block + 2 * tile_blocks, from_block, to_block, hot_blocks, spare)
+                    at = key_tile * block_n + n
+                    visible = valid[:, None] & ((block >= from_block) & (block < to_block))[None, :]
+                    visible = visible & (block[None, :] < (position // _BLOCK - hot_blocks_before)[:, None])
+                    if windowed:
+                        visible = visible & (at[None, :] > (position - window)[:, None])
+                    scores = _score(
+                        cold_queries, cold_k, k_scales, at, bias, bias_row, visible, cold_scale, soft_cap, True, capped,
+                        biased,
+                    )  # fmt: skip
+                    acc, peak, totals = _add_tile(acc, peak, totals, scores, visible, cold_v, v_scales, True)
+                    cold_k = decode(k_words, cold_queries.dtype, native)
+                    cold_v = decode(v_words, cold_queries.dtype, native)
+                    k_scales, v_scales = next_k_scales, next_v_scales
+                    key_block += tile_blocks
+                    block += tile_blocks
+            else:
+                for key_tile in range(cold_from, cold_to):
+                    at = key_tile * block_n + n
+                    block = key_tile * tile_blocks + n // _BLOCK
+                    held = (block >= begin_block) & (block >= sink_blocks) & (block < cold_end)
+                    ids = tl.load(row_tables + block, mask=held, other=hot_blocks) - hot_blocks
+                    pieces = kv_head.to(tl.int64) * cold_blocks + ids
+                    k, v = _load_tile(cold_keys, cold_values, pieces, slots, d, held, held, dim, dim_pad > dim)
+                    visible = valid[:, None] & held[None, :]
+                    visible = visible & (block[None, :] < (position // _BLOCK - hot_blocks_before)[:, None])
+                    if windowed:
+                        visible = visible & (at[None, :] > (position - window)[:, None])
+                    none = tl.full((block_n,), 0.0, tl.float32)
+                    scores = _score(
+                        cold_queries, k, none, at, bias, bias_row, visible, cold_scale, soft_cap, False, capped, biased
+                    )
+                    acc, peak, totals = _add_tile(acc, peak, totals, scores, visible, v, none, False)
 
         sink_from = tl.maximum(first_tile, from_tile)
         sinks_here = tl.maximum(tl.minimum(sink_end_tile, to_tile) - sink_from, 0)
         hot_from = tl.maximum(hot_tile, from_tile)
         hot_here = tl.maximum(tl.minimum(end_tile, to_tile) - hot_from, 0)
-        for step in range(sinks_here + hot_here):
+        whole_here = 0
+        if block_q > 1 and not (windowed or compressed):
+            # All queries see all keys of tiles before the first query's.
+            every, each_row = tl.full((block_n,), True, tl.int1), tl.full((1, 1), True, tl.int1)
+            whole_here = tl.maximum(tl.minimum((first_position + 1) // block_n, to_tile) - hot_from, 0)
+            for key_tile in range(hot_from, hot_from + whole_here):
+                at = key_tile * block_n + n
+                ids = tl.load(hot_tables + table + at // _BLOCK)
+                pieces = kv_head.to(tl.int64) * hot_blocks + ids
+                k, v = _load_tile(keys, values, pieces, slots, d, every, every, dim, dim_pad > dim)
+                none = tl.full((block_n,), 0.0, tl.float32)
+                scores = _score(queries, k, none, at, bias, bias_row, each_row, scale, soft_cap, False, capped, biased)
+                acc, peak, totals = _add_tile(acc, peak, totals, scores, each_row, v, none, False)
+        for step in range(whole_here, sinks_here + hot_here):
             key_tile = tl.where(step < sinks_here, sink_from + step, hot_from + step - sinks_here)
             at = key_tile * block_n + n
             block = key_tile * (block_n // _BLOCK) + n // _BLOCK
@@ -275,11 +330,11 @@ def attend(
     cold = layer.cold
     scaled = cold is not None and cold.key_scales is not None
     dim_pad = max(16, triton.next_power_of_2(dim))
-    block_m = rows_of(per_head, queries.dtype)
+    split_up = tiles.queries == 1
+    block_m = rows_of(per_head, queries.dtype, decoding=split_up)
     if tiles.queries * per_head > block_m:
         raise ValueError(f"attend: {tiles.queries} queries with {per_head} heads are more than {block_m} rows")
-    split_up = tiles.queries == 1
-    shape = shape_for(dim_pad, block_m, queries.dtype)
+    shape = shape_for(dim_pad, block_m, queries.dtype, scaled=scaled)
     count, segments = len(tiles.sequences), triton.cdiv(paged.tables.shape[1] * BLOCK_SIZE, SEGMENT)
     shares = min(tiles.splits, segments) if split_up else 1
     partial = stats = out
@@ -321,19 +376,29 @@ def attend(
         )  # fmt: skip
 
 
-def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype) -> Shape:
-    """By type and widths alone, so that decoding and prefill have the same one."""
+def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype, *, scaled: bool = False) -> Shape:
+    """A shape whose keys, on which bits depend, follow from type and width alone.
+
+    Args:
+        dim_pad: width of a head, rounded up to a power of two.
+        block_m: rows of a program.
+        dtype: the queries' type.
+        scaled: cold blocks are fp8.
+    """
     if dtype is torch.float32:
         return Shape(keys=32 if dim_pad <= 128 else 16, warps=4, stages=1)
+    keys = 64 if dim_pad <= 128 else 32
+    if block_m <= 32:  # decode: several programs on a multiprocessor hide each other's waits
+        return Shape(keys, warps=2 if block_m <= 16 and dim_pad <= 128 and not scaled else 4, stages=2)
     # Two accumulators, a segment's and the whole's, are kept in registers: four warps would have to spill them.
     if dim_pad <= 128:
-        return Shape(keys=64, warps=8, stages=2)
-    return Shape(keys=32, warps=8 if block_m <= 64 else 16, stages=1)
+        return Shape(keys, warps=8, stages=2)
+    return Shape(keys, warps=8 if block_m <= 64 else 16, stages=1)
 
 
-def rows_of(per_head: int, dtype: torch.dtype) -> int:
+def rows_of(per_head: int, dtype: torch.dtype, *, decoding: bool = False) -> int:
     """Rows of a program: queries of a tile times the query heads of a key/value head, filled up."""
-    rows: int = max(_ROWS[dtype], triton.next_power_of_2(per_head))
+    rows: int = max(_DECODE_ROWS if decoding else _ROWS[dtype], triton.next_power_of_2(per_head))
     return rows
 
 
