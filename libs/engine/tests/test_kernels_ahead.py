@@ -49,7 +49,7 @@ def test_what_a_plain_model_launches_is_known_before_its_weights_are_there(tmp_p
     calls = plain_calls(model.module, model.hidden_act, torch.float32, exact=exact, compressed=True)
     kernels = {call.kernel for call in calls}
     expected = {"attend_exact", "linear"} if exact else {"attend", "product"}
-    assert kernels == expected | {"compress", "add_rms_norm", "silu_mul", "rotate_store"}
+    assert kernels == expected | {"choose", "compress", "add_rms_norm", "silu_mul", "rotate_store"}
     assert len(calls) == len(set(calls))
     for call in calls:
         call.launch(CPU)

@@ -26,6 +26,7 @@ def plain_calls(model: nn.Module, hidden_act: str, dtype: torch.dtype, *, exact:
     if not GpuDecoder.fits(model, hidden_act):
         return []
     layers: Any = model.model.layers  # type: ignore[union-attr]
+    config: Any = model.config
     parts = [PlainLayer.of(layer) for layer in layers]
     first, found = parts[0], list[Call]()
     for window in sorted({each.window is not None for each in parts}):
@@ -36,6 +37,7 @@ def plain_calls(model: nn.Module, hidden_act: str, dtype: torch.dtype, *, exact:
             hidden=first.norms[0].weight.shape[0],
             inner=first.down.weight.shape[1],
             dtype=dtype,
+            vocabulary=config.get_text_config().vocab_size,
             rotated=first.head_dim,
             head_norms=first.head_norms is not None,
             window=window,

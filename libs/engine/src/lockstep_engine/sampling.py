@@ -136,7 +136,8 @@ class Sampler:
         settings = self._table.of(sampling_rows, emitted)
         # The kernels read any float type.
         given = raw = logits if self._kernels is not None else logits.float()
-        if settings.only_greedy and masked is None and cpu.available(given) and given.is_contiguous():
+        by_cpu = self._kernels is None and cpu.available(given) and given.is_contiguous()
+        if settings.only_greedy and masked is None and by_cpu:
             ids, usable = cpu.largest(given)
             self._last.index_copy_(0, settings.sampling_rows, ids)
             return Sampled(usable, [])

@@ -31,6 +31,8 @@ from lockstep_engine.scoring import Scoring
 
 _WIDTH = 256
 """A multiple of every tile of a product."""
+_SEGMENTED_WIDTH = 1024
+"""The same, of more inputs than one segment has where there are few outputs."""
 _SPLITS = 2
 """Any number above 1: kernels are not compiled anew for others."""
 
@@ -102,7 +104,7 @@ def exact_calls(shape: ModelShape, products: Iterable[tuple[int, int, bool]]) ->
         window=shape.window,
         exact=True,
     )
-    forms = dict.fromkeys((_alike(ins), _alike(outs), biased) for ins, outs, biased in products)
+    forms = dict.fromkeys((*_alike(ins, outs), biased) for ins, outs, biased in products)
     others = [each for each in calls(shape) if each.kernel not in ("attend", "compress")]
     return [*attention, *(Call("linear", (*form, shape.dtype)) for form in forms), *others]
 
@@ -195,11 +197,12 @@ def _choose(device: torch.device, vocabulary: int, dtype: torch.dtype, drawn: to
     triton_sampling.launch_all(vocabulary, vocabulary, dtype, drawn, device)
 
 
-def _alike(width: int) -> int:
-    """A small width for which a product is compiled as for this one: Triton looks at multiples of 16, and the product
-    at multiples of its tile.
+def _alike(ins: int, outs: int) -> tuple[int, int]:
+    """Small widths for which a product is compiled as for these: Triton looks at multiples of 16, the product at
+    multiples of its tile and at whether there are several segments.
     """
-    return _WIDTH + width % _WIDTH
+    segmented = triton_linear.segment_of(outs, ins) < ins
+    return (_SEGMENTED_WIDTH if segmented else _WIDTH) + ins % _WIDTH, _WIDTH + outs % _WIDTH
 
 
 def _linear(device: torch.device, ins: int, outs: int, biased: bool, dtype: torch.dtype) -> None:
