@@ -162,15 +162,26 @@ def prefill_model(bench: Bench, name: str) -> None:
         for each in model.module.parameters()
         if each.data_ptr() not in outer
     }
-    for start in (0, settings.contexts[len(settings.contexts) // 2]):
-        cache, tables = bench.cache(model, 1, start + settings.chunk, False)
-        layout = StepLayout(np.array([start], np.int32), np.array([settings.chunk], np.int32), tables)
+    later = settings.contexts[len(settings.contexts) // 2]
+    for start, fp8 in ((0, False), (later, False), (later, True)):
+        cache, tables = bench.cache(model, 1, start + settings.chunk, fp8)
+        layout = chunk(start, settings.chunk, tables, cache)
         seconds = bench.seconds(lambda: model.logits(ids, TritonAttention(cache, layout, exact=model.exact), last))  # noqa: B023
         pairs = settings.chunk * (start + settings.chunk / 2)
         attention = 4 * model.module.config.num_attention_heads * model.head_dim * pairs * model.layers
         flops = 2 * sum(inner.values()) * settings.chunk + attention
         bench.add("prefill", "chunk", flops / seconds / 1e12, "TFLOP/s", model=name, tokens=settings.chunk,
-                  start=start, tokens_per_s=round(settings.chunk / seconds, 1))  # fmt: skip
+                  start=start, kv="fp8" if fp8 else "hot", tokens_per_s=round(settings.chunk / seconds, 1))  # fmt: skip
+
+
+def chunk(start: int, length: int, tables: np.ndarray, cache: KvCache) -> StepLayout:
+    """The layout of a step that computes the tokens of one sequence from a position on. Blocks go cold in other steps,
+    so that those of the chunk have a hot version, too.
+    """
+    hot = None
+    if cache.hot_window is not None:
+        hot = np.where(tables < cache.first_cold, tables, 0).astype(np.int32)
+    return StepLayout(np.array([start], np.int32), np.array([length], np.int32), tables, hot)
 
 
 def measure_graphs(bench: Bench) -> None:

@@ -85,7 +85,7 @@ def test_modes_are_compared_in_one_run(tmp_path):
     ratios = [row for row in rows if row["what"].endswith(": exact over not")]
     assert [(row["section"], row["what"]) for row in ratios] == [
         *[("kernels", "attention, decode: exact over not")] * 2,
-        *[("prefill", "chunk: exact over not")] * 2,
+        *[("prefill", "chunk: exact over not")] * 3,
         ("shards", "step of one rank: exact over not"),
     ]
     for ratio in ratios:

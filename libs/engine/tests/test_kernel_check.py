@@ -146,7 +146,9 @@ def test_a_kernel_that_prefill_alone_cannot_launch_refuses_the_start(model, monk
         pass
     refused = ended.value.__cause__
     assert isinstance(refused, LockstepError)  # after which no rank is started again
-    assert refused.message.startswith("rank 0: the GPU's kernels cannot serve this model: OutOfResources: ")
+    if not GPU:  # on one, the first launches of a start find it, and with them the setting that would allow it
+        assert refused.message.startswith("rank 0: the GPU's kernels cannot serve this model: ")
+    assert "OutOfResources: " in refused.message
     assert "shared memory" in refused.message
 
 

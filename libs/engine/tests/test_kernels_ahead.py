@@ -12,6 +12,7 @@ from lockstep_engine.kernels.ahead import Ahead
 from lockstep_engine.model_config import inspect_model
 from lockstep_engine.models import build_model
 from triton.runtime.cache import triton_key
+from triton_device import DEVICE
 
 CPU = torch.device("cpu")
 
@@ -52,7 +53,7 @@ def test_what_a_plain_model_launches_is_known_before_its_weights_are_there(tmp_p
     assert kernels == expected | {"choose", "compress", "add_rms_norm", "silu_mul", "rotate_store"}
     assert len(calls) == len(set(calls))
     for call in calls:
-        call.launch(CPU)
+        call.launch(DEVICE)
 
 
 def test_other_models_are_not_known(tmp_path):

@@ -107,7 +107,7 @@ def test_few_copies_and_launches_choose_a_steps_tokens(monkeypatch):
     for fields, expected in (
         ({"temperature": 0}, ["_peaks", "_pick"]),
         ({}, ["copy", "_peaks", "_weigh", "_pick"]),
-        ({"top_p": 0.9}, ["copy", "_peaks", "_weigh", *["_search"] * 4, "_keep", "_pick"]),
+        ({"top_p": 0.9}, ["copy", "_peaks", "_weigh", *["_search"] * 6, "_keep", "_pick"]),
     ):
         sampler.add(row_sampling(0, **fields))
         launched.clear()

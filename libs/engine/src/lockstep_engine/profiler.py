@@ -143,8 +143,10 @@ class RankProfiler:
     def _record(self) -> None:
         self._steps = []
         self._group.marks = []
-        # Neither shapes nor stacks: with shapes come values of scalar arguments.
-        self._torch = profiler.profile(use_device="cuda" if self._device.type == "cuda" else None)
+        # Neither shapes nor stacks: with shapes come values of scalar arguments. Without Kineto a GPU's work is timed
+        # by events of torch's, and the trace has none of its kernels.
+        on_gpu = self._device.type == "cuda"
+        self._torch = profiler.profile(use_device="cuda" if on_gpu else None, use_kineto=on_gpu)
         self._torch.__enter__()  # type: ignore[no-untyped-call]
 
     def _stop_recording(self) -> list[tuple[str, int, int]]:

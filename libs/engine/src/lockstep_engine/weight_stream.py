@@ -130,7 +130,7 @@ class _Reader:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread
+            torch.cuda.set_device(device.index or 0)  # of this thread
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._host = torch.empty(0, dtype=torch.uint8)
         self._there = torch.empty(0, dtype=torch.uint8)

@@ -14,7 +14,7 @@ DECODE_PROGRAMS = 4
 compiled for all GPUs below. A step has at most that many, so that none waits for another to end."""
 MIN_KEYS_PER_SPLIT = 128
 """Fewer keys are not worth a program of their own: its partial result costs more than it gains."""
-PRODUCT_ROWS = (16, 64, 256)
+PRODUCT_ROWS = (16, 64, 128)
 """Most rows of each of the exact mode's tiles of products but the last. With more than the last of these, one program
 has all segments of a sum (`triton_linear`)."""
 _LARGE_SHARED_BYTES = 160 * 1024

@@ -46,13 +46,12 @@ class Tile:
 _NARROW = (
     Tile(outs=64, tokens=16, ins=128, warps=4, stages=4),
     Tile(outs=64, tokens=64, ins=128, warps=4, stages=3),
-    Tile(outs=128, tokens=128, ins=64, warps=8, stages=3),
 )
-"""For 16 bits and up to as many rows as `PRODUCT_ROWS` says. All take less than 99 KiB of shared memory, which every
-GPU since Ampere has.
+"""For 16 bits and up to as many rows as `PRODUCT_ROWS` begins with. All take less than 99 KiB of shared memory, which
+every GPU since Ampere has.
 """
 _BROAD = Tile(outs=128, tokens=128, ins=64, warps=8, stages=3)
-"""For 16 bits and more rows, on GPUs without shared memory for one of the next two."""
+"""For 16 bits and more rows, where the next two are not chosen or the GPU has no shared memory for them."""
 _BROAD_SEGMENTED = Tile(outs=128, tokens=128, ins=64, warps=8, stages=4)
 _BROAD_WHOLE = Tile(outs=256, tokens=128, ins=64, warps=8, stages=3)
 """For layers of one segment: without a second accumulator a thread has registers for so many results."""
@@ -371,8 +370,10 @@ def tile_for(dtype: torch.dtype, rows: int, device: torch.device, *, whole: bool
         return _WIDE
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"product: {dtype} is not supported")
-    for most, tile in zip(PRODUCT_ROWS, _NARROW, strict=True):
+    for most, tile in zip(PRODUCT_ROWS, _NARROW, strict=False):
         if rows <= most:
             return tile
+    if whole and rows <= PRODUCT_ROWS[-1]:
+        return _BROAD
     broad = _BROAD_WHOLE if whole else _BROAD_SEGMENTED
     return broad if broad.shared_bytes <= triton_attention.limits(device).shared_bytes else _BROAD

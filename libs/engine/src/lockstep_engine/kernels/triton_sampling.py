@@ -43,7 +43,7 @@ class Tuning:
     """Tokens of a program."""
     bits: int = 3
     """Bits of a key that a launch of the search decides."""
-    bits_of_16: int = 4
+    bits_of_16: int = 3
     """The same for logits of 16 bits. More bits: fewer launches, each of which takes longer."""
 
 
