@@ -130,10 +130,15 @@ def decode_seconds(bench: Bench, model: BuiltModel, batch: int, context: int, fp
     graphs = GraphedStep(body(model, cache), batch, tables.shape[1], DEVICE, sizes=[batch])
     graphs.capture()
     layout = single(batch, context, tables)
-    ids = torch.zeros(batch, dtype=torch.int64, device=DEVICE)
+    ids = some_ids(model, batch)
     seconds = bench.seconds(lambda: graphs.run(ids, layout))
     graphs.close()
     return seconds
+
+
+def some_ids(model: BuiltModel, count: int) -> torch.Tensor:
+    """Token ids that differ: equal ones would all choose the same experts of a mixture."""
+    return torch.randint(model.vocab_size, (count,), dtype=torch.int64, device=DEVICE)
 
 
 def single(batch: int, context: int, tables: np.ndarray) -> StepLayout:
@@ -151,7 +156,7 @@ def prefill_model(bench: Bench, name: str) -> None:
     """The same for one model, which is gone afterwards."""
     settings = bench.settings
     model = bench.build(name)
-    ids = torch.zeros(settings.chunk, dtype=torch.int64, device=DEVICE)
+    ids = some_ids(model, settings.chunk)
     last = torch.tensor([settings.chunk - 1], device=DEVICE)
     outer = {
         model.module.get_input_embeddings().weight.data_ptr(),

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import twins
-from lockstep_engine import gpu_experts, gpu_rowwise
+from lockstep_engine import gpu_rowwise
 from lockstep_engine.gpu_experts import GroupedExperts
 from lockstep_engine.kernels import triton_attention, triton_linear, triton_rows
 from lockstep_engine.kernels.tiles import LIMITS
@@ -163,23 +163,12 @@ class TestExperts:
         experts = self.made()
         assert GroupedExperts.fits(experts)
         step = self.step(37)
-        torch.testing.assert_close(GroupedExperts(experts, None)(*step), experts(*step), atol=1e-3, rtol=1e-4)
-
-    @torch.no_grad
-    def test_larger_steps_than_are_recorded_are_the_models_own(self, monkeypatch):
-        experts, step = self.made(), self.step(9)
-        taken = []
-        monkeypatch.setattr(gpu_experts, "grouped", lambda *_, **__: taken.append(1))
-        assert torch.equal(GroupedExperts(experts, 8)(*step), experts(*step))
-        assert not taken
-        with pytest.raises((AttributeError, TypeError)):  # of what the stand-in for a product gives
-            GroupedExperts(experts, 9)(*step)
-        assert taken
+        torch.testing.assert_close(GroupedExperts(experts)(*step), experts(*step), atol=1e-3, rtol=1e-4)
 
     @torch.no_grad
     @pytest.mark.usefixtures("ordered_products")
     def test_a_token_has_the_same_bits_in_any_batch_and_any_order_of_its_choices(self):
-        experts, step = GroupedExperts(self.made(), None), self.step(70)
+        experts, step = GroupedExperts(self.made()), self.step(70)
         every = experts(*step)
         for first, count in ((0, 1), (69, 1), (5, 40)):
             assert torch.equal(experts(*(each[first : first + count] for each in step)), every[first : first + count])
@@ -193,7 +182,7 @@ class TestExperts:
         without[2:5, 1] = 0
         expected = experts(x, chosen, without)  # some versions of the model's code stop the GPU at such a number
         chosen[2:5, 1] = 5
-        torch.testing.assert_close(GroupedExperts(experts, None)(x, chosen, weights), expected, atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(GroupedExperts(experts)(x, chosen, weights), expected, atol=1e-3, rtol=1e-4)
 
     def test_other_shapes_stay_the_models_own(self):
         assert not GroupedExperts.fits(nn.Linear(3, 3))

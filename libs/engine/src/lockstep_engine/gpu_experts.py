@@ -20,17 +20,14 @@ class GroupedExperts(nn.Module):
 
     Args:
         experts: the model's own.
-        most_tokens: with more tokens these compute, expert by expert: the host waits, but such products are large and
-            theirs are the library's. None: never.
 
     Attributes:
-        by_own_code: these compute, with any number of tokens.
+        by_own_code: these compute.
     """
 
-    def __init__(self, experts: nn.Module, most_tokens: int | None) -> None:
+    def __init__(self, experts: nn.Module) -> None:
         super().__init__()
         self.experts: Any = experts
-        self._most_tokens = most_tokens
         self.by_own_code = False
 
     @staticmethod
@@ -59,7 +56,7 @@ class GroupedExperts(nn.Module):
         count of experts on mean none.
         """
         experts = self.experts
-        if self.by_own_code or (self._most_tokens is not None and len(x) > self._most_tokens):
+        if self.by_own_code:
             own: torch.Tensor = experts(x, chosen, weights)
             return own
         count = experts.gate_up_proj.shape[0]
@@ -77,18 +74,15 @@ class GroupedExperts(nn.Module):
         return out
 
 
-def group_experts(model: nn.Module, most_tokens: int | None = None) -> int:
-    """Put grouped experts in place of all that fit, when weights are loaded; returns how many.
-
-    Args:
-        model: its weights stay where they are.
-        most_tokens: as for `GroupedExperts`.
+def group_experts(model: nn.Module) -> int:
+    """Put grouped experts in place of all that fit, when weights are loaded; returns how many. The weights stay where
+    they are.
     """
     replaced = 0
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if not isinstance(module, GroupedExperts) and GroupedExperts.fits(child):
-                setattr(module, name, GroupedExperts(child, most_tokens))
+                setattr(module, name, GroupedExperts(child))
                 replaced += 1
     return replaced
 

@@ -18,7 +18,7 @@ from lockstep_engine.architectures import ARCHITECTURES, USUAL_SPLIT_PLAN
 from lockstep_engine.attention import StepAttention
 from lockstep_engine.distributed import Collectives
 from lockstep_engine.fused_layer import FusedDecoder, fuse_layers
-from lockstep_engine.graphs import MAX_RECORDED_SEQS, DecodeInputs
+from lockstep_engine.graphs import DecodeInputs
 from lockstep_engine.interception import intercepted
 from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.model_config import SETTLED_ROPE, ModelInfo, refuse
@@ -85,7 +85,7 @@ class BuiltModel:
         from lockstep_engine.gpu_experts import group_experts  # noqa: PLC0415
 
         self.on_gpu = True
-        group_experts(self.module, None if self.exact else MAX_RECORDED_SEQS)
+        group_experts(self.module)
         if GpuDecoder.fits(self.module, self.hidden_act):
             self.decoder = GpuDecoder(self.module, context_length)
         return self.decoder is not None

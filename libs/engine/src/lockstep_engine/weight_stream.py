@@ -139,7 +139,7 @@ class _Reader:
         """Read a chunk and copy it. Returns when the device has it."""
         source, count = chunk.source, chunk.nbytes
         on_stream = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        with torch.no_grad(), on_stream:
+        with torch.inference_mode(), on_stream:  # the caller's mode, in which the targets may have been made
             if len(self._host) < count:
                 size = max(count, CHUNK_BYTES)
                 self._host = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
