@@ -64,7 +64,6 @@ class Served:
         further("mistral", True),
         further("llama-eight-heads", True),
         further("qwen2", True),
-        further("gpt_oss", False),
         further("bloom", False),
         further("phi3", False),
     ],
