@@ -70,7 +70,7 @@ def engine_model(bench: Bench) -> Path:
     reference, settings = ROOT / "models/reference", bench.settings
     if not settings.engine_model:
         return reference
-    path = bench.folder / "engine"
+    path = bench.folder / "engine" / settings.engine_model
     if path.exists():
         return path
     with torch.device(DEVICE):

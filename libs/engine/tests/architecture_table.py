@@ -25,7 +25,7 @@ with equal fingerprints continue each other's streams exactly. Where this holds:
 | CPU, compiled kernels | yes | on every x86-64 CPU, with any number of threads and any setting of torch's libraries |
 | CPU, torch | yes, in shapes tested at first use | with the same torch, CPU capability and threads |
 | GPU | no: nothing is lost or doubled and draws are the same, but rounding may differ | none |
-| GPU, `deterministic: true` | if the self-test at start finds it; interpreted and compiled, never run on a GPU | \
+| GPU, `deterministic: true` | if the self-test at start finds it, as on an H200 | \
 with the same GPU architecture, torch and Triton |
 
 The kernels are there if the engine was installed with a C compiler, and in our images; they have builds for AVX-512,
