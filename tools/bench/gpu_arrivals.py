@@ -10,6 +10,7 @@ from pathlib import Path
 from gpu_run import Bench
 from gpu_settings import DEVICE
 from gpu_whole import engine_model
+from lockstep_common.errors import LockstepError
 from lockstep_engine import AsyncEngine, EngineConfig, Output, Request, SamplingParams
 
 _VOCABULARY = 4000
@@ -24,13 +25,15 @@ def measure_arrivals(bench: Bench) -> None:
     path = engine_model(bench)
     for rate in bench.settings.arrivals_per_s:
         traffic = Traffic(bench.settings.batches[-1] // 2 or 1)
-        about = {"model": path.name, "streams": len(traffic.running), "arrivals_per_s": rate}
+        about = {"model": path.name, "streams": len(traffic.running), "prompt": bench.settings.arriving,
+                 "arrivals_per_s": rate}  # fmt: skip
         asyncio.run(serve(bench, path, rate, traffic))
         for share in (0.5, 0.99):
             bench.add("arrivals", f"between tokens, p{share * 100:g}", quantile(traffic.gaps_s, share) * 1e3, "ms",
                       **about)  # fmt: skip
         if traffic.firsts_s:
             bench.add("arrivals", "to the first token, p50", quantile(traffic.firsts_s, 0.5) * 1e3, "ms", **about)
+        bench.add("arrivals", "without a first token at the end", len(traffic.arrived_at), "", **about)
 
 
 class Traffic:
@@ -44,24 +47,32 @@ class Traffic:
         """From an arrival to its first token."""
         self.ended = asyncio.Event()
         """A stream has ended: from then on fewer run."""
-        self._arrived: dict[str, float] = {}
+        self.arrived_at: dict[str, float] = {}
+        """Requests that have arrived and have no token yet."""
+        self.error: LockstepError | None = None
+        """Of a request that has failed: the times mean nothing."""
         self._last: dict[str, float] = {}
 
     def arrive(self, name: str) -> None:
         """A request arrives now."""
-        self._arrived[name] = time.perf_counter()
+        self.arrived_at[name] = time.perf_counter()
 
     def take(self, _step: int, outputs: list[Output]) -> None:
         """Note the tokens of a step."""
         now = time.perf_counter()
         for output in outputs:
             name = output.request_id
+            if output.error is not None:
+                self.error = output.error
+                self.ended.set()
+            if not output.ids:
+                continue
             if name in self.running:
                 if name in self._last:
                     self.gaps_s.append(now - self._last[name])
                 self._last[name] = now
-            elif output.ids and name in self._arrived:
-                self.firsts_s.append(now - self._arrived.pop(name))
+            elif name in self.arrived_at:
+                self.firsts_s.append(now - self.arrived_at.pop(name))
             if output.finish is not None and name in self.running:
                 self.ended.set()
 
@@ -88,6 +99,8 @@ async def serve(bench: Bench, path: Path, rate: float, traffic: Traffic) -> None
         for number in itertools.count():
             with suppress(TimeoutError):
                 await asyncio.wait_for(traffic.ended.wait(), chooser.expovariate(rate) if rate else None)
+            if traffic.error is not None:
+                raise traffic.error
             if traffic.ended.is_set():
                 break
             traffic.arrive(f"arrival-{number}")

@@ -138,7 +138,8 @@ def decode_seconds(bench: Bench, model: BuiltModel, batch: int, context: int, fp
 
 def some_ids(model: BuiltModel, count: int) -> torch.Tensor:
     """Token ids that differ: equal ones would all choose the same experts of a mixture."""
-    return torch.randint(model.vocab_size, (count,), dtype=torch.int64, device=DEVICE)
+    chooser = torch.Generator(device=DEVICE).manual_seed(0)
+    return torch.randint(model.vocab_size, (count,), generator=chooser, device=DEVICE)
 
 
 def single(batch: int, context: int, tables: np.ndarray) -> StepLayout:
@@ -197,7 +198,7 @@ def measure_graphs(bench: Bench) -> None:
     by_modules = dataclasses.replace(model, decoder=None)
     for batch in settings.batches[:2]:
         cache, tables = bench.cache(model, batch, context, False)
-        layout, ids = single(batch, context, tables), torch.zeros(batch, dtype=torch.int64, device=DEVICE)
+        layout, ids = single(batch, context, tables), some_ids(model, batch)
         inputs = DecodeInputs(
             torch.zeros(batch, dtype=torch.int64, device=DEVICE),
             torch.full((batch,), context - 1, device=DEVICE),
@@ -214,7 +215,7 @@ def measure_graphs(bench: Bench) -> None:
                     "graphs", f"{what}, {how}", batch / seconds, "tokens/s", model=name, batch=batch, context=context
                 )
     largest = settings.batches[-1]
-    ids = torch.zeros(largest, dtype=torch.int64, device=DEVICE)
+    ids = some_ids(model, largest)
     cache, tables = bench.cache(model, largest, context, False)
     graphs = GraphedStep(body(model, cache), largest, tables.shape[1], DEVICE)
     graphs.capture()

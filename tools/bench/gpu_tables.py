@@ -12,7 +12,8 @@ _FIGURES = ("value", "unit", "step_ms", "tokens_per_s", "share")
 _MEANINGS = """\
 `share`: of the bandwidth of a copy in the same run, for the bytes that the work has to move. `exact`: by the kernels of
 the exact mode. `kv`: hot in the model's type; fp8: all but the newest blocks and the first in eight bits. Weights are
-random."""
+random. The first engine of a run compiles its kernels, later ones find them in Triton's cache; weights come from the
+page cache."""
 
 
 def page(report: Mapping[str, Any]) -> str:

@@ -5,11 +5,11 @@ import itertools
 import pytest
 import torch
 import twins
-from lockstep_engine import gpu_rowwise
+from lockstep_engine import gpu_experts, gpu_rowwise
 from lockstep_engine.gpu_experts import GroupedExperts
 from lockstep_engine.kernels import triton_attention, triton_linear, triton_rows
-from lockstep_engine.kernels.tiles import LIMITS
-from lockstep_engine.kernels.triton_linear import Groups
+from lockstep_engine.kernels.tiles import LIMITS, PRODUCT_ROWS
+from lockstep_engine.kernels.triton_linear import Groups, tile_for
 from torch import nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -189,6 +189,22 @@ class TestExperts:
         experts = self.made()
         experts.is_transposed = True
         assert not GroupedExperts.fits(experts)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 8, 128])
+def test_every_form_of_grouped_products_is_launched_at_the_start(experts):
+    def form(pairs):
+        return tile_for(torch.bfloat16, pairs // experts, DEVICE), pairs <= PRODUCT_ROWS[-1]
+
+    assert {form(pairs) for pairs in gpu_experts.forms(experts, 2048)} == {form(each) for each in range(1, 2048 * 16)}
+
+
+@torch.no_grad
+def test_all_forms_can_be_launched():
+    model = nn.Sequential(TestExperts().made(), nn.Linear(3, 3))
+    gpu_experts.launch_all(model, 40)  # none are grouped
+    assert gpu_experts.group_experts(model) == 1
+    gpu_experts.launch_all(model, 40)
 
 
 def test_what_does_not_fit_is_refused():

@@ -608,6 +608,15 @@ class TestLogitsThatAreNoNumbers:
         masks = np.array([[1 << 7, 0]], np.int32)
         assert sampler.sample(logits, zeros, zeros, np.array([0.5]), zeros, masks).read()[0] == [NO_TOKEN]
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("temperature", [0, 1])
+    def test_are_found_where_min_tokens_excludes_them(self, temperature, dtype):
+        sampler = Sampler(1, 40, CPU)
+        sampler.add(row_sampling(temperature=temperature, forbidden_ids=[3], min_tokens=2))
+        zeros, logits = np.zeros(1, np.int32), torch.zeros(1, 40, dtype=dtype)
+        logits[0, 3] = math.nan
+        assert sampler.sample(logits, zeros, zeros, np.array([0.5])).read()[0] == [NO_TOKEN]
+
 
 def test_memory_that_runs_out_for_a_new_request_changes_no_other_row(monkeypatch):
     sampler, make = Sampler(2, 40, CPU), np.array

@@ -91,6 +91,32 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         copy_chunks(chunks(Stored(path, 0, (4,), torch.float32), 0, 0, torch.empty(4), 99), CPU)
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_file_that_is_replaced_while_it_is_read_is_refused(tmp_path, when):
+    path, _ = make("llama", tmp_path)
+    parameters, checkpoint = built(path, 1, 0)
+    (file,) = path.glob("*.safetensors")
+    tensors = {name: tensor + 1 for name, tensor in load_file(file).items()}
+
+    def replace(_done=0):
+        save_file(tensors, other := file.with_suffix(".part"), {"format": "pt"})
+        other.replace(file)
+
+    if when == "before":
+        replace()
+    with pytest.raises(LockstepError, match=f"{file.name} was changed while it was read"):
+        weights.stream_parameters(parameters, checkpoint, CPU, replace if when == "meanwhile" else lambda _: None)
+
+
+def test_why_a_reader_cannot_be_made_is_told(tmp_path, monkeypatch):
+    def fail(_):
+        raise torch.OutOfMemoryError("no memory for a stream")
+
+    monkeypatch.setattr(weight_stream, "Reader", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="for a stream"):
+        copy_chunks(chunks(Stored(tmp_path, 0, (4,), torch.float32), 0, 0, torch.empty(4), 99), CPU)
+
+
 def test_an_error_of_the_caller_ends_the_readers(tmp_path):
     save_file({"w": torch.ones(4)}, tmp_path / "w.safetensors")
     stored = weights.Tensors(tmp_path, ["w.safetensors"]).stored("w")

@@ -20,9 +20,8 @@ from lockstep_engine.kv_cache import KvCache
 from lockstep_engine.scoring import Scoring
 from lockstep_engine.transfers import to_device_at_once
 
-"""int32 numbers: tensors that begin at a multiple of 16 bytes need one build of a kernel, others a second one."""
 _STRIDE = 16
-"""The same holds for strides: multiples of this need one build."""
+"""Strides that are multiples of this need one build of a kernel, others a second one."""
 
 
 @dataclass(frozen=True)

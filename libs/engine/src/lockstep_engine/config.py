@@ -98,7 +98,8 @@ class EngineConfig:
     1_Pooling/config.json says, none without that file."""
     deterministic: bool | None = None
     """The tokens of a request do not depend on the other requests of a batch, nor on where its prompt was cut. None: on
-    the CPU. On CUDA these kernels are used only where asked for: what they cost on several GPUs has not been measured."""
+    the CPU. On CUDA these kernels are used only where asked for, because their cost on several GPUs was not measured.
+    """
     threads: int | None = None
     """CPU threads of a rank. None: the CPUs that the process may use (its container's CPU limit, its affinity), divided
     by the number of ranks and rounded down."""

@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep_engine.kernels.tiles import PRODUCT_ROWS
 from lockstep_engine.kernels.triton_linear import Groups, grouped
+
+_MOST_CHOICES = 16
+"""Experts of a token: more than any model has."""
 
 
 class GroupedExperts(nn.Module):
@@ -85,6 +89,36 @@ def group_experts(model: nn.Module) -> int:
                 setattr(module, name, GroupedExperts(child))
                 replaced += 1
     return replaced
+
+
+def launch_all(model: nn.Module, most_tokens: int) -> None:
+    """Launch the products of a model's grouped experts once in every form that a step can have, so that none has to be
+    built while serving.
+
+    Args:
+        model: with its weights on a GPU.
+        most_tokens: of a step.
+    """
+    seen = set()
+    for experts in (each.experts for each in model.modules() if isinstance(each, GroupedExperts)):
+        up, down = experts.gate_up_proj, experts.down_proj
+        if (up.shape, down.shape, up.dtype) in seen:
+            continue
+        seen.add((up.shape, down.shape, up.dtype))
+        for pairs in forms(len(up), most_tokens):
+            chosen = torch.arange(pairs, device=up.device).unsqueeze(1) % len(up)
+            groups = Groups.of(chosen, len(up), up.dtype)
+            for weight, per_pair in ((up, False), (down, True)):
+                x = torch.zeros(pairs, weight.shape[2], dtype=weight.dtype, device=weight.device)
+                grouped(x, weight, None, groups, per_pair=per_pair)
+
+
+def forms(experts: int, most_tokens: int) -> list[int]:
+    """Numbers of pairs of a token and an expert at which the form of grouped products changes: the tile follows the
+    pairs of an expert, and whether segments have programs of their own follows all pairs.
+    """
+    begins = {1, PRODUCT_ROWS[-1] + 1, *((most + 1) * experts for most in PRODUCT_ROWS[:-1])}
+    return sorted(each for each in begins if each <= most_tokens * _MOST_CHOICES)
 
 
 @contextmanager

@@ -90,6 +90,12 @@ class BuiltModel:
             self.decoder = GpuDecoder(self.module, context_length)
         return self.decoder is not None
 
+    def launch_experts(self, most_tokens: int) -> None:
+        """Launch a mixture's kernels in every form that steps of up to so many tokens have; other models have none."""
+        from lockstep_engine.gpu_experts import launch_all  # noqa: PLC0415 - it builds on Triton
+
+        launch_all(self.module, most_tokens)
+
     def logits(self, ids: torch.Tensor, attention: StepAttention, rows: torch.Tensor) -> torch.Tensor:
         """Run the step.
 

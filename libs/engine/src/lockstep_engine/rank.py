@@ -138,6 +138,7 @@ class Rank:
         self._pooler = Pooler(mean=by_mean, size=model.hidden_size)
         self._memory = device_memory(self._device)
         with torch.inference_mode(), gpu.refusing_failures(spec.rank, used=by_kernels):
+            self._launch_all_forms(by_kernels=by_kernels)
             reserved = recorder.estimate_bytes(self._caches) + self._measure_largest_step()
         phases.end("estimate")
         free_bytes = None if self._memory is None else self._memory.free_bytes()
@@ -405,12 +406,18 @@ class Rank:
             logger.debug("kernels are not built ahead: %s", type(error).__name__)
             return None
 
-    def _measure_largest_step(self) -> int:
-        """Bytes that a step takes at most on a GPU beside the KV cache; 0 on the CPU. The step has not all forms of the
-        sampler's kernels, so these are launched, too.
+    def _launch_all_forms(self, *, by_kernels: bool) -> None:
+        """Launch the kernels whose form follows the step, so that none is built while serving; without kernels nothing
+        is to be done.
         """
+        if not by_kernels:
+            return
         if self._sampler is not None:
             self._sampler.launch_all(self._dtype, self._spec.config.tp)
+        self.model.launch_experts(self._spec.config.step_tokens)
+
+    def _measure_largest_step(self) -> int:
+        """Bytes that a step takes at most on a GPU beside the KV cache; 0 on the CPU."""
         if self._memory is None:
             return 0
 

@@ -8,6 +8,7 @@ Nothing here waits for the device: chosen tokens stay on it for the next step, a
 """
 
 import importlib
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -87,10 +88,11 @@ class Sampler:
         Args:
             dtype: of the model's logits.
             ranks: they hold parts of the logits that are equally wide, so that rows may be longer than the vocabulary.
+                Copies of some rows are not, and a copy of one may be.
         """
         if self._kernels is not None:
-            width = -(-self._vocab_size // ranks) * ranks
-            for drawn in {dtype, torch.float32}:
+            whole = -(-self._vocab_size // ranks) * ranks
+            for width, drawn in itertools.product({whole, self._vocab_size}, {dtype, torch.float32}):
                 self._kernels.launch_all(self._vocab_size, width, dtype, drawn, self._device)
 
     def last(self, sampling_rows: torch.Tensor) -> torch.Tensor:
@@ -146,7 +148,7 @@ class Sampler:
         adjusted = raw
         if not settings.plain:
             adjusted = raw.float()
-            if adjusted is logits or (adjusted is raw and settings.listed):
+            if adjusted is given or (adjusted is raw and settings.listed):
                 adjusted = adjusted.clone()
             self._adjust(adjusted, settings)
         choices = settings.choices

@@ -119,7 +119,7 @@ class SelfTest:
             description,
             neighbours=self._deterministic,
             chunks=self._exact_gpu,
-            together=[most + 1 for most in PRODUCT_ROWS if most < config.max_seqs] if self._exact_gpu else [],
+            together=[most + 1 for most in PRODUCT_ROWS if most < config.step_tokens] if self._exact_gpu else [],
         )
 
     @property

@@ -96,15 +96,15 @@ def copy_chunks(
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the targets' memory may be in use until now
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     memory = threading.local()
 
-    def begin() -> None:
-        memory.reader = _Reader(device)
-
     def copy(chunk: Chunk) -> None:
+        if not hasattr(memory, "reader"):  # not by the pool, which would keep to itself why it cannot be
+            memory.reader = Reader(device)
         memory.reader.copy(chunk)
 
-    pool = ThreadPoolExecutor(READERS, "weights", begin)
+    pool = ThreadPoolExecutor(READERS, "weights")
     waiting: deque[tuple[Chunk, Future[None]]] = deque()
 
     def finish_first() -> None:
@@ -123,14 +123,14 @@ def copy_chunks(
         pool.shutdown(cancel_futures=True)
 
 
-class _Reader:
+class Reader:
     """One thread's buffers and stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            torch.cuda.set_device(device.index or 0)  # of this thread
+            torch.cuda.set_device(device)  # of this thread
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._host = torch.empty(0, dtype=torch.uint8)
         self._there = torch.empty(0, dtype=torch.uint8)

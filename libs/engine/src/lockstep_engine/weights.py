@@ -141,6 +141,10 @@ class Checkpoint:
             raise refuse(f"model {self._path}: tensor {name} has shape {stored}, config.json implies {implied}")
         return name, weight, dim, transposed
 
+    def check_unchanged(self) -> None:
+        """See `Tensors.check_unchanged`."""
+        self._tensors.check_unchanged()
+
     def expect_count(self, pieces: list[Piece]) -> None:
         """Refuse a checkpoint that has one expert more than these pieces are of."""
         if (last := pieces[-1].index) is not None:
@@ -251,7 +255,9 @@ def stream_parameters(
         on_progress(done)
 
     copy_chunks(work(), device, note)
-    on_progress(sum(parameter.nbytes for _, _, parameter in parameters))  # zeros are in no chunk
+    checkpoint.check_unchanged()
+    if done < (total := sum(parameter.nbytes for _, _, parameter in parameters)):  # zeros are in no chunk
+        on_progress(total)
 
 
 def _target(piece: Piece, parameter: torch.Tensor) -> torch.Tensor:

@@ -171,16 +171,16 @@ def _of_device(events: list[dict[str, Any]], steps: list[Step]) -> tuple[list[St
     steps on the device too (`gpu_user_annotation`), but not in every version.
     """
     begins = [each.began for each in steps]
-    launched: dict[int, Step] = {}
+    launched: dict[object, Step] = {}
     for each in events:
         if each.get("cat") in _LAUNCHES:
             at, _ = _span(each)
             index = bisect_right(begins, at) - 1
             if index >= 0 and at <= steps[index].ended:
-                launched[each["args"]["correlation"]] = steps[index]
+                launched[_correlation(each)] = steps[index]
     spans: dict[Step, tuple[int, int]] = {}
     for each in events:
-        if each.get("cat") in _DEVICE_WORK and (step := launched.get(each["args"]["correlation"])) is not None:
+        if each.get("cat") in _DEVICE_WORK and (step := launched.get(_correlation(each))) is not None:
             began, ended = _span(each)
             first, last = spans.get(step, (began, ended))
             spans[step] = min(first, began), max(last, ended)
@@ -188,6 +188,12 @@ def _of_device(events: list[dict[str, Any]], steps: list[Step]) -> tuple[list[St
     kernels = [each for each in events if each.get("cat") == "kernel" and _COLLECTIVE.search(str(each["name"]))]
     ordered = sorted((Collective(str(each["name"])[:80], *_span(each)) for each in kernels), key=attrgetter("began"))
     return found, ordered
+
+
+def _correlation(event: dict[str, Any]) -> object:
+    """What a launch and its work have in common; an object of its own: nothing."""
+    found = (event.get("args") or {}).get("correlation")
+    return object() if found is None else found
 
 
 def _span(event: dict[str, Any]) -> tuple[int, int]:

@@ -5,7 +5,8 @@ key is read once for all of them) and walks over tiles of keys: first the blocks
 that they see hot, in one online softmax. Decode is the same kernel with one token a tile and a sequence's keys split
 over several programs, whose partial results a second kernel puts together.
 
-Nothing outside a sequence's tokens is ever read, so unused slots may hold anything. Tiles of keys begin at fixed
+Nothing outside a sequence's tokens counts, so unused slots may hold anything. Of cold blocks in fp8 what a tile does
+not hold is read from the pool's last block, which nobody writes: it stays zero. Tiles of keys begin at fixed
 positions: what a query computes for a key does not depend on the other queries of its tile.
 """
 
@@ -270,12 +271,13 @@ def _attend(  # noqa: C901, PLR0912, PLR0915 - one kernel: functions in it would
             # Not before cold blocks, so that only their own weights count for the peak of these.
             sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * _LOG2E
             top = tl.maximum(peak, sink)
-            shrink = tl.exp2(peak - top)
+            base = tl.where(top == float("-inf"), 0.0, top)
+            shrink = tl.exp2(peak - base)
             acc = acc * shrink[:, None]
             if deferred:
-                totals = totals * shrink[:, None] + tl.where(n == 0, 1.0, 0.0)[None, :] * tl.exp2(sink - top)[:, None]
+                totals = totals * shrink[:, None] + tl.where(n == 0, 1.0, 0.0)[None, :] * tl.exp2(sink - base)[:, None]
             else:
-                totals = totals * shrink + tl.exp2(sink - top)
+                totals = totals * shrink + tl.exp2(sink - base)
             peak = top
 
     hot_from = tl.maximum(share_begin, cold_tiles)
@@ -481,7 +483,9 @@ def attend(
 
 def queries_a_tile(per_head: int, dim: int, dtype: torch.dtype) -> int:
     """Successive queries of a sequence that share a program in prefill; each has `per_head` query heads there."""
-    rows = 16 if dtype is torch.float32 else 128 if dim <= 128 else 64
+    # GPUs that convert fp8 by arithmetic would put up to 3 KiB a thread aside with 64 rows of heads of 256.
+    wide = 64 if triton_fp8.native() else 32
+    rows = 16 if dtype is torch.float32 else 128 if dim <= 128 else wide
     return max(1, rows // per_head)
 
 

@@ -431,14 +431,14 @@ def launch_all(
 
     Args:
         vocabulary: size of it.
-        width: elements from one row of the model's logits to the next.
+        width: elements from one row of the logits to the next.
         dtype: of the model's logits.
         drawn: of the logits that are drawn from: float32 if they were changed, else as the model's.
         device: where they are.
         rows: how many there are.
     """
     given = torch.zeros(rows, width, dtype=dtype, device=device)[:, :vocabulary]
-    logits = given if drawn is dtype else torch.zeros(rows, vocabulary, dtype=drawn, device=device)
+    logits = given if drawn is dtype else torch.zeros(rows, width, dtype=drawn, device=device)[:, :vocabulary]
     settings = torch.zeros(rows, _FIELDS.value, dtype=torch.float64, device=device)
     numbers = torch.zeros(rows, dtype=torch.float64, device=device)
     choices = RowChoices(settings, Kinds(draws=True, top_k=True, top_p=True, min_p=True))

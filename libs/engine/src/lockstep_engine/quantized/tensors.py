@@ -26,6 +26,7 @@ class Tensors:
 
     def __init__(self, path: Path, files: Sequence[str]) -> None:
         self._path = path
+        self._versions = {path / name: _version(path / name) for name in files}  # before they are mapped
         self._files = [safe_open(path / name, framework="pt") for name in files]
         self._owner = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - not a dict
         self._paths = dict(zip(self._files, (path / name for name in files), strict=True))
@@ -53,8 +54,24 @@ class Tensors:
         """Where a tensor that holds values is."""
         path = self._paths[self._owner[name]]
         if path not in self._offsets:
-            self._offsets[path] = _offsets(path)
+            try:
+                self._offsets[path] = _offsets(path)
+            except (OSError, ValueError, KeyError):
+                raise self._changed(path) from None  # the library has read this header
         return Stored(path, self._offsets[path][name], tuple(self.shape(name)), _FLOATS[self.dtype(name)])
+
+    def check_unchanged(self) -> None:
+        """After what is `stored` was read from the files, which others may replace: a mapped file stays what it was.
+
+        Raises:
+            LockstepError: a file is another one now; names it.
+        """
+        for path, version in self._versions.items():
+            if _version(path) != version:
+                raise self._changed(path)
+
+    def _changed(self, path: Path) -> LockstepError:
+        return self.refusal(f"{path.name} was changed while it was read")
 
     def read(self, name: str, *index: slice) -> torch.Tensor:
         """A slice of a tensor; all of it without an index."""
@@ -94,6 +111,15 @@ class Tensors:
     def refusal(self, sentence: str) -> LockstepError:
         """The error for a checkpoint that is damaged or not supported."""
         return refuse(f"model {self._path}: {sentence}")
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """What is different when a file was replaced or written to; empty: it cannot be read."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _offsets(path: Path) -> dict[str, int]:
