@@ -100,7 +100,7 @@ def test_the_pool_gets_what_the_largest_step_leaves(start):
 @pytest.mark.parametrize("larger", [{"vocab_size": 6000}, {"max_seqs": 16}, {"max_batch_tokens": 400, "max_seqs": 4}])
 def test_a_larger_step_leaves_a_smaller_pool(start, larger):
     _, peak = start()
-    start(**larger)  # of interpreted kernels the first one's peak may be higher
+    start(**larger)  # without the CPU's compiled operations a shape's first product is tried at heights (`rowwise`)
     _, higher = start(**larger)
     assert higher > 1.5 * peak
     free = int((higher + 8.5 * BLOCK_BYTES) / 0.9)

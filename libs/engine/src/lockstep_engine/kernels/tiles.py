@@ -1,6 +1,8 @@
 """Chooses the tiles of the attention kernels from what a GPU has, and over how many programs keys are split.
 
-Does not load Triton. The figures behind the choices are in docs/bench/gpu-kernels.md: compiled, not measured.
+Does not load Triton. What kernels with these tiles need on each GPU is in docs/bench/gpu-kernels.md: compiled, not
+measured. Tiles of decoding over fp8 blocks and those of the exact mode (`triton_linear`, `triton_exact_attention`) were
+chosen by measurements on an H200 (docs/bench/gpu.md is what they reach); nothing was measured on other GPUs.
 """
 
 from dataclasses import dataclass
@@ -97,6 +99,8 @@ def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype, shared_bytes: int,
         # Measured on an H200, torch 2.11, Triton 3.6, Llama-3-8B's heads, 64 sequences of 8192 tokens: fp8 blocks take
         # 402 us with two warps, 646 with four.
         warps = 2 if scaled and block_m <= 16 and dim_pad <= 128 else 4
+        if dim_pad > 128 and block_m > 16:  # prefill on some GPUs: see `triton_attention.queries_a_tile`
+            warps = 8
         return Shape(keys=_decode_keys(dim_pad, small=small), warps=warps, stages=2)
     if dim_pad > 128:
         return Shape(keys=16 if small else 32, warps=8, stages=1 if small else 2)
