@@ -2,11 +2,12 @@
 
 from functools import partial
 
-import numpy as np
 import torch
-from lockstep_engine import zygote
+from lockstep_engine import rank, zygote
 from lockstep_engine.rank import Rank
 from lockstep_engine.rank_main import run_rank
+from lockstep_engine.sampling import Sampler
+from lockstep_engine.sampling_table import penalised
 
 _STEP = 4
 
@@ -18,13 +19,16 @@ def main(point):
 
 
 def _load_failing_sampler():
-    """The allocation fails in which a request with penalties has its past counted."""
-
-    def bincount(*_, **__):
-        raise MemoryError
-
-    np.bincount = bincount
+    """A request with penalties, whose past has to be counted, finds no memory."""
+    rank.Sampler = FailingSampler
     return run_rank
+
+
+class FailingSampler(Sampler):
+    def add(self, sampling):
+        if penalised(sampling):
+            raise MemoryError
+        super().add(sampling)
 
 
 def _load_failing_forward():
