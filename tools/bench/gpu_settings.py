@@ -82,21 +82,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "vocab_size": 64,
     },
-    "tiny-moe": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 64,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-    },
 }
 """`config.json`s of these models, but for what concerns neither shapes nor speed; without `model_type`: a Llama."""
+SHAPES["tiny-moe"] = SHAPES["tiny"] | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 
 
 @dataclass(frozen=True)

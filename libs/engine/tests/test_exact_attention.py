@@ -23,7 +23,7 @@ def short_segments(monkeypatch):
     """So that short texts have several; a tile of float32 has 32 keys. Prefill has more rows than decoding, as with 16
     bits on a GPU."""
     monkeypatch.setattr(triton_exact_attention, "SEGMENT", 32)
-    monkeypatch.setitem(triton_exact_attention._ROWS, torch.float32, 32)
+    monkeypatch.setitem(triton_exact_attention.ROWS, torch.float32, 32)
 
 
 OPTIONS = [

@@ -82,7 +82,9 @@ class Shape:
     stages: int
 
 
-def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype, shared_bytes: int, *, scaled: bool = False) -> Shape:
+def shape_for(
+    dim_pad: int, block_m: int, dtype: torch.dtype, shared_bytes: int, *, scaled: bool = False, native: bool = True
+) -> Shape:
     """A shape that fits the registers of GPUs since Ampere, and a program's shared memory.
 
     Args:
@@ -91,6 +93,7 @@ def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype, shared_bytes: int,
         dtype: the queries' type.
         shared_bytes: what a program may have on this GPU.
         scaled: cold blocks are fp8.
+        native: the GPU converts fp8 itself; arithmetic in its place needs registers.
     """
     small = shared_bytes < _LARGE_SHARED_BYTES
     if dtype is torch.float32:
@@ -104,7 +107,8 @@ def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype, shared_bytes: int,
         return Shape(keys=_decode_keys(dim_pad, small=small), warps=warps, stages=2)
     if dim_pad > 128:
         return Shape(keys=16 if small else 32, warps=8, stages=1 if small else 2)
-    return Shape(keys=32 if small and dim_pad > 64 else 64, warps=8 if block_m > 64 else 4, stages=2)
+    narrow = dim_pad > 64 and (small or (scaled and not native))
+    return Shape(keys=32 if narrow else 64, warps=8 if block_m > 64 else 4, stages=2)
 
 
 def _decode_keys(dim_pad: int, *, small: bool) -> int:

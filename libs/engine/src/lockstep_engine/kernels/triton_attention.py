@@ -443,7 +443,8 @@ def attend(
     scaled = cold is not None and cold.key_scales is not None
     dim_pad = max(16, triton.next_power_of_2(dim))
     block_m = max(16, triton.next_power_of_2(tiles.queries * per_head))
-    shape = shape or shape_for(dim_pad, block_m, queries.dtype, limits(queries.device).shared_bytes, scaled=scaled)
+    fp8 = {"scaled": scaled, "native": triton_fp8.native()}
+    shape = shape or shape_for(dim_pad, block_m, queries.dtype, limits(queries.device).shared_bytes, **fp8)
     count, splits = len(tiles.sequences), tiles.splits
     rows = count * kv_heads * tiles.queries * per_head
     partial = stats = out

@@ -39,7 +39,7 @@ _BLOCK = tl.constexpr(BLOCK_SIZE)
 _LOG2E = tl.constexpr(1.4426950408889634)
 SEGMENT = 512
 """Keys of a segment. Another number gives other bits."""
-_ROWS = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 16}
+ROWS = {torch.float16: 64, torch.bfloat16: 64, torch.float32: 16}
 """Rows of a program in prefill, unless more query heads share a key/value head."""
 _DECODE_ROWS = 16
 """The same in decoding."""
@@ -399,7 +399,7 @@ def shape_for(dim_pad: int, block_m: int, dtype: torch.dtype, *, scaled: bool = 
 
 def rows_of(per_head: int, dtype: torch.dtype, *, decoding: bool = False) -> int:
     """Rows of a program: queries of a tile times the query heads of a key/value head, filled up."""
-    rows: int = max(_DECODE_ROWS if decoding else _ROWS[dtype], triton.next_power_of_2(per_head))
+    rows: int = max(_DECODE_ROWS if decoding else ROWS[dtype], triton.next_power_of_2(per_head))
     return rows
 
 
