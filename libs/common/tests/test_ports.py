@@ -1,6 +1,9 @@
 """Ports for servers that are started later are free, and nobody is given them meanwhile."""
 
 import socket
+import subprocess
+import sys
+from contextlib import ExitStack
 
 import pytest
 from lockstep_common import ports
@@ -17,13 +20,42 @@ def test_port_can_be_listened_on_and_is_given_to_nobody_else(monkeypatch):
 
 
 def test_port_on_which_somebody_listens_is_not_chosen(monkeypatch):
-    free = ports.free_port()
+    free = ports.probe("127.0.0.1", 0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         monkeypatch.setattr(ports, "candidates", lambda: iter([taken, taken, free]))
         assert ports.free_port() == free
         monkeypatch.setattr(ports, "candidates", lambda: iter([taken]))
         assert ports.free_port() != taken
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0", "localhost"])
+def test_port_is_given_to_nobody_else_before_its_server_listens(host, monkeypatch):
+    port = ports.free_port(host)
+    monkeypatch.setattr(ports, "candidates", lambda: iter([port]))
+    assert ports.free_port(host) != port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server(("127.0.0.1" if host == "localhost" else host, port), family=family):
+        assert ports.free_port(host) != port
+    assert ports.free_port(host) != port, "not before the minute is over"
+    assert ports.probe(host, port) == port, "a server can listen on it again"
+
+
+def test_processes_that_choose_at_the_same_time_choose_different_ports():
+    code = "import sys; from lockstep_common import ports; ports.candidates = lambda: iter(range(12_000, 12_400)); "
+    code += "sys.stdin.readline(); print(*[ports.free_port() for _ in range(100)])"
+    with ExitStack() as processes:
+        started = [
+            processes.enter_context(
+                subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            for _ in range(3)
+        ]
+        for process in started:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        chosen = [port for process in started for port in process.stdout.read().split()]
+    assert len(chosen) == len(set(chosen)) == 300
 
 
 @pytest.mark.parametrize("first", [1024, 15_000, 0])
