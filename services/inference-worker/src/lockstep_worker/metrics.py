@@ -372,7 +372,7 @@ class StatusMeter:
                 self._ranks[rank.rank] = RankMeter(rank.rank)
             self._ranks[rank.rank].observe(rank)
         self._observe_cache(status)
-        VLLM_NAMES.observe(status.running, status.queued, usage)
+        VLLM_NAMES.observe(status.running, status.queued, usage, status.total_blocks)
 
     def _observe_cache(self, status: EngineStatus) -> None:
         hot, free_hot = status.total_blocks - status.cold_blocks, status.free_blocks - status.free_cold_blocks
