@@ -268,6 +268,12 @@ def count_tokens(emitted: int) -> None:
         STEP_TOKENS.observe(emitted)
 
 
+def note_start(stream: LiveStream) -> None:
+    """Record a stream's wait, when the ranks compute it for the first time."""
+    stream.started_at = time.monotonic()
+    QUEUE_SECONDS.observe(stream.started_at - stream.arrived_at, stream.exemplar)
+
+
 def measure(stream: LiveStream, *, has_tokens: bool, is_finished: bool) -> None:
     """Record a stream's times, when its first token or its end has come. An embedding ends without any token."""
     now = time.monotonic()
@@ -275,9 +281,9 @@ def measure(stream: LiveStream, *, has_tokens: bool, is_finished: bool) -> None:
     if stream.first_token_at is None:
         stream.first_token_at = now
         # Tokens that come before the report that it runs: it ran at once.
-        PREFILL_SECONDS.observe(now - (stream.started_at or stream.arrived_at))
+        PREFILL_SECONDS.observe(now - (stream.started_at or stream.arrived_at), stream.exemplar)
     if is_finished and (has_tokens or not is_first):
-        DECODE_SECONDS.observe(now - stream.first_token_at)
+        DECODE_SECONDS.observe(now - stream.first_token_at, stream.exemplar)
 
 
 class RankMeter:
@@ -366,7 +372,7 @@ class StatusMeter:
                 self._ranks[rank.rank] = RankMeter(rank.rank)
             self._ranks[rank.rank].observe(rank)
         self._observe_cache(status)
-        VLLM_NAMES.observe(status.running, status.queued, usage)
+        VLLM_NAMES.observe(status.running, status.queued, usage, status.total_blocks)
 
     def _observe_cache(self, status: EngineStatus) -> None:
         hot, free_hot = status.total_blocks - status.cold_blocks, status.free_blocks - status.free_cold_blocks
