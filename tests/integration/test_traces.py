@@ -111,7 +111,11 @@ def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(traced: T
     assert (first.attributes["lockstep.outcome"], second.attributes["lockstep.outcome"]) == ("lost", "finished")
     assert first.attributes["lockstep.worker"] != second.attributes["lockstep.worker"]
     assert first.is_error
-    check_edges([span for span in spans if span.name in PARENTS or span.name == "request"])
+    check_edges(spans)
+    decodes = named(spans, "decode")
+    assert {decode.parent_id for decode in decodes} == {first.span_id, second.span_id}
+    for decode in decodes:
+        check_ranks(spans, decode, 2)
     check_lines(traced.log, [first, second])
     check_drawings(traced.system, first, second, tmp_path / "page.html")
 
