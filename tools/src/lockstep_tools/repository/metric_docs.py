@@ -27,6 +27,7 @@ from lockstep_tools.repository.generated_parts import fill, write_or_check
 DOCUMENT = Path(__file__).resolve().parents[4] / "docs/metrics.md"
 
 LABELS = {
+    "bound": "two values: `least`, `most`",
     "calls": "two values: `requests`, `mirror`",
     "certificate": "the certificates that a service's settings name",
     "code": "HTTP or gRPC statuses, and the codes of errors (docs/api.md)",
