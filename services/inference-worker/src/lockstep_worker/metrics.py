@@ -41,6 +41,13 @@ RANK_MEMORY = Gauge(
     ["rank", "kind"],
     registry=REGISTRY,
 )
+RANK_CLOCK = Gauge(
+    "lockstep_worker_rank_clock_skew_seconds",
+    "How far the rank's monotonic clock is from the worker's, by the messages of its start: `least` and `most` that "
+    "explain when they came",
+    ["rank", "bound"],
+    registry=REGISTRY,
+)
 RUNNING = Gauge("lockstep_worker_running", "Requests in the batch", registry=REGISTRY)
 QUEUED = Gauge("lockstep_worker_queued", "Requests waiting", registry=REGISTRY)
 QUEUE_WAIT = Gauge(
@@ -296,6 +303,7 @@ class RankMeter:
         self._forward = Growth(RANK_FORWARD.labels(label).inc)
         self._collective = Growth(RANK_COLLECTIVE.labels(label).inc)
         self._device = RANK_MEMORY.labels(label, "device")
+        self._clock = [RANK_CLOCK.labels(label, bound) for bound in ("least", "most")]
         self._pid = 0
         RANK_MEMORY.labels(label, "resident").set_function(self._resident_bytes)
 
@@ -307,6 +315,8 @@ class RankMeter:
         self._forward.observe(status.forward_s)
         self._collective.observe(status.collective_s)
         self._device.set(status.device_bytes)
+        for bound, seconds in zip(self._clock, status.clock_skew_s, strict=True):
+            bound.set(seconds)
 
     def _resident_bytes(self) -> float:
         """Memory of its process when the metrics are read; 0: it does not run."""

@@ -28,6 +28,7 @@ DOCUMENT = Path(__file__).resolve().parents[4] / "docs/metrics.md"
 
 LABELS = {
     "block_size": "one: the tokens of a KV block",
+    "bound": "two values: `least`, `most`",
     "calls": "two values: `requests`, `mirror`",
     "certificate": "the certificates that a service's settings name",
     "code": "HTTP or gRPC statuses, and the codes of errors (docs/api.md)",
