@@ -7,17 +7,19 @@ import gzip
 import hashlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 import httpx
 import pytest
 from lockstep_tools.debug import local
-from lockstep_tools.serving.stack import Stack, StackSettings
+from lockstep_tools.serving.stack import MEMORY, Stack, StackSettings
 from machine import wait_for
 from redis_server import RedisServer
 from serving import debug_bundle, run
@@ -30,6 +32,8 @@ PASSWORD = "canary-password-e02d"
 ENCRYPTION_KEY = hashlib.sha256(b"canary-encryption-key").hexdigest()
 PATIENCE_S = 120.0
 TRACE = "00-{:032x}-00000000000000aa-01"
+FAILING = "canary {} " + PROMPT * 8
+"""The prompt of a request that fails in a process: computed from its first token on, since no other one begins so."""
 FAILURES = (("router", True), ("router", False), ("worker", True), ("rank", True))
 """Processes that `quoting_errors` makes fail, and whether others may ask for the answer: two ways in the router."""
 
@@ -43,10 +47,11 @@ class Watched(NamedTuple):
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    """A worker with two ranks, a state server that encrypts what it keeps in Redis, and a router that wants keys."""
+    """A worker with two ranks, a state server that encrypts what it keeps in Redis (in its memory, where there is no
+    Redis), and a router that wants keys.
+    """
     folder = tmp_path_factory.mktemp("secrecy")
     digest = hashlib.sha256(KEY.encode()).hexdigest()
-    redis = RedisServer(folder / "redis", PASSWORD)
     settings = {
         "LOCKSTEP_KEYS_FILE": f"tenants:\n- name: canary\n  keys:\n  - sha256: '{digest}'\n",
         "LOCKSTEP_ENCRYPTION_KEY_FILE": ENCRYPTION_KEY,
@@ -54,7 +59,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     }
     failures = folder / "failures"
     failures.mkdir()
-    with pytest.MonkeyPatch.context() as patch, (folder / "log").open("wb") as log:
+    with pytest.MonkeyPatch.context() as patch, (folder / "log").open("wb") as log, ExitStack() as end:
+        state = MEMORY
+        if shutil.which("redis-server"):
+            redis = RedisServer(folder / "redis", PASSWORD)
+            end.callback(redis.kill)
+            state = redis.address
         for name, content in settings.items():
             (folder / name).write_text(content)
             patch.setenv(name, str(folder / name))
@@ -62,13 +72,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         patch.setenv("QUOTING_ERRORS", str(failures))
         patch.setenv("PYTHONPATH", str(Path(__file__).parent / "quoting_errors"), prepend=os.pathsep)
         stack_settings = StackSettings(
-            str(REFERENCE), tp=2, device="cpu", threads=1, host_cache="64Mi", remote_cache=True, state=redis.address,
+            str(REFERENCE), tp=2, device="cpu", threads=1, host_cache="64Mi", remote_cache=True, state=state,
             log_level="debug",
         )  # fmt: skip
         with Stack(stack_settings, output=log) as stack:
             stack.wait_ready(PATIENCE_S)
             yield Watched(System(stack.url, stack.management_url), folder / "log", failures)
-    redis.kill()
 
 
 class Client:
@@ -121,7 +130,7 @@ def failed(client: Client, watched: Watched) -> None:
     for place, is_kept in FAILURES:
         (watched.failures / place).touch()
         epoch = watched.system.worker("w0")["epoch"]
-        answer = client.complete(4, is_kept=is_kept)
+        answer = client.complete(4, is_kept=is_kept, prompt=FAILING.format(place))
         assert not (watched.failures / place).exists(), f"nothing has failed in the {place}"
         assert answer.status_code == (200 if place == "rank" else 500), (place, answer.text)
         watched.system.until(
@@ -200,10 +209,13 @@ def profile(watched: Watched, client: Client, path: Path) -> dict[str, bytes]:
     return {"a profile": gzip.decompress(path.read_bytes()), "a profile's summary": "".join(printed).encode()}
 
 
-def canaries(texts: list[str], ids: list[int]) -> dict[str, bytes]:
-    """What must be nowhere: the prompt and its ids, the key, the secrets of the state server, parts of each output."""
+def canaries(texts: list[str], prompts: list[list[int]]) -> dict[str, bytes]:
+    """What must be nowhere: the prompt and the ids of each prompt, the key, the secrets of the state server, parts of
+    each output.
+    """
     found = {"prompt": PROMPT, "key": KEY, "password": PASSWORD, "encryption key": ENCRYPTION_KEY}
-    found |= {f"ids of the prompt {mark!r}": mark.join(map(str, ids[:8])) for mark in (", ", ",", " ")}
+    for number, ids in enumerate(prompts):
+        found |= {f"ids of prompt {number} {mark!r}": mark.join(map(str, ids[:8])) for mark in (", ", ",", " ")}
     for text in texts:
         pieces = {text[begin : begin + 20] for begin in range(0, len(text) - 19, 10)}
         found |= {f"output {piece!r}": piece for piece in pieces if len(set(piece)) > 5}
@@ -218,8 +230,11 @@ def test_no_signal_has_a_prompt_an_output_or_a_key(watched: Watched, tmp_path: P
     answers = [client.complete(40), client.complete(40, n=2, temperature=1.0, seed=5)]
     texts = [choice["text"] for answer in answers for choice in answer.raise_for_status().json()["choices"]]
     assert all(len(text.strip()) > 40 for text in texts)
-    tokens = client.post("/tokenize", {"model": MODEL, "prompt": PROMPT}).raise_for_status().json()["tokens"]
-    assert len(tokens) > 8
+    prompts = [
+        client.post("/tokenize", {"model": MODEL, "prompt": prompt}).raise_for_status().json()["tokens"]
+        for prompt in (PROMPT, *(FAILING.format(place) for place, _ in FAILURES))
+    ]
+    assert all(len(ids) > 8 for ids in prompts)
     statuses = refused(client)
     assert all(400 <= status < 500 for status in statuses), statuses
     failed(client, watched)
@@ -241,7 +256,7 @@ def test_no_signal_has_a_prompt_an_output_or_a_key(watched: Watched, tmp_path: P
         assert said in signals["the log"], said
     leaks = [
         (what, name)
-        for what, canary in canaries(texts, tokens).items()
+        for what, canary in canaries(texts, prompts).items()
         for name, body in signals.items()
         if canary in body
     ]

@@ -1,5 +1,6 @@
 """Fixtures for the worker's tests, and the path on which they find its scripted engine."""
 
+import argparse
 import os
 import shutil
 import sys
@@ -14,10 +15,23 @@ sys.path.insert(0, os.path.dirname(__file__))
 from harness import Served, make_settings, served, tokenizer_json
 from scripted_kv import ScriptedKv, serving
 
+FEWEST_DAMAGE_CASES = 8
+"""The first of them without damage is the eighth."""
+
+
+def damage_cases(text: str) -> int:
+    """The value of an option."""
+    if int(text) < FEWEST_DAMAGE_CASES:
+        raise argparse.ArgumentTypeError(f"at least {FEWEST_DAMAGE_CASES}: fewer answers show nothing")
+    return int(text)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("lockstep", "the worker's tests").addoption(
-        "--damage-cases", type=int, default=20, help="answers with damaged blocks, at least 8 (default: %(default)s)"
+        "--damage-cases",
+        type=damage_cases,
+        default=20,
+        help="answers of test_kv_damage_engine.py, most with damaged blocks (default: %(default)s)",
     )
 
 

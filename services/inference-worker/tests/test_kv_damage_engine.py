@@ -1,6 +1,7 @@
 """Damaged blocks behind a real engine: each answer is the one that was computed without a store.
 
-`--damage-cases 10000` for a long run by hand: about an hour of one core.
+A long run by hand, about an hour of one core, which prints how many blocks were damaged:
+`.venv/bin/pytest services/inference-worker/tests/test_kv_damage_engine.py -k few --damage-cases 10000 -s`
 """
 
 import asyncio
