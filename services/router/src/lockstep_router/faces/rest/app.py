@@ -73,7 +73,10 @@ def create_app(router: Router) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     _add_generation(app)
     routes = {route.path: route for route in app.routes if isinstance(route, APIRoute)}
-    app.entry = access = AccessMiddleware(DirectRoutes(app.inner, routes), router)
+    _add_resuming(app)
+    resuming = app.routes[-1]
+    assert isinstance(resuming, APIRoute)
+    app.entry = access = AccessMiddleware(DirectRoutes(app.inner, routes, resuming), router)
     app.direct = DirectFace(
         router,
         app.state.bodies,
@@ -115,7 +118,7 @@ def _add_generation(app: FastAPI) -> None:
         return _live(request, partial(answer_response, _router(request), wanted, style, record))
 
 
-def _add_streams(app: FastAPI) -> None:
+def _add_resuming(app: FastAPI) -> None:
     @app.get("/v1/streams/{stream_id}", openapi_extra=RESUMING)
     async def resume(request: Request, stream_id: str) -> Response:
         """Give the answer of a resumable request after the last event that the client has."""
@@ -126,6 +129,8 @@ def _add_streams(app: FastAPI) -> None:
         owner = owner_of(_origin(request))
         return _live(request, partial(answer_resumed, _router(request), stream_id, owner, after, record))
 
+
+def _add_streams(app: FastAPI) -> None:
     @app.delete("/v1/streams", openapi_extra=CANCELLING)
     async def cancel_key(request: Request) -> Response:
         """End the resumable request that has an idempotency key, and forget its answer."""
