@@ -12,7 +12,7 @@ from lockstep_router.faces.openai.chunks import chunks_of, has_end_mark, whole_o
 from lockstep_router.faces.openai.responses.schemas import ResponsesRequest
 from lockstep_router.faces.openai.schemas import SamplingFields
 from lockstep_router.faces.record import Record
-from lockstep_router.faces.rest.replies import DONE, Client, json_reply, named_event
+from lockstep_router.faces.rest.replies import DONE, Client, named_event
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
 from lockstep_router.resumption import After, IdempotencyKey, Reading
@@ -140,7 +140,7 @@ async def _write(reading: Reading, record: Record, client: Client) -> None:
                 end = DONE if has_end_mark(reading) else b""
                 await client.reply_events(_events(reading, record), end=lambda: end)
             else:
-                await client.reply(json_reply(await whole_of(reading), headers=headers))
+                await client.reply_json(await whole_of(reading), headers)
         finally:
             record.completion_tokens = reading.delivered_tokens
             record.failovers = reading.failovers
