@@ -61,6 +61,9 @@ def attack(target: Target, observer: Observer, name: str, seconds: float) -> Out
         while target.streams() > _STREAMS and time.monotonic() < ended + _SETTLE_S:
             time.sleep(0.02)
         vanished_s = time.monotonic() - ended
+        # A silence may last longer than the attack.
+        while not observer.is_served_since(ended) and time.monotonic() < ended + _SETTLE_S:
+            time.sleep(0.02)
         noticed = observer.take()
     while (left := target.memory_bytes() - before) > _SETTLED_BYTES and time.monotonic() < ended + _SETTLE_S:
         time.sleep(0.2)
