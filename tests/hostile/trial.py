@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from lockstep_tools.hostile.observer import Observer
 from target import Target
 
+FLAGS = ("--max-connections", "2048")
+"""Of the router: more than `slow-headers` opens, fewer than `connections` does."""
 _SETTLE_S = 20.0
 _SETTLED_BYTES = 75 << 20
 """Memory above that before the attack at which nothing more is waited for; the limit is 100 MiB."""

@@ -21,6 +21,7 @@ MODEL = "reference"
 _BODY_BYTES = (4 << 20) - 1024
 _CHUNK = 64 << 10
 _LARGE_TOKENS = 3000
+_IDLE_CONNECTIONS = 3000
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 Address = tuple[str, int]
@@ -223,6 +224,25 @@ async def slow_headers(address: Address) -> None:
                 await asyncio.sleep(0.5)
 
     await repeat(2000, act)
+
+
+@attack
+async def connections(address: Address) -> None:
+    """More connections without a request than the router takes; those that it closes come back."""
+    closed = 0
+
+    async def act() -> None:
+        nonlocal closed
+        async with connection(address) as (reader, _):
+            await reader.read(_CHUNK)
+        closed += 1
+        await asyncio.sleep(1)
+
+    try:
+        await repeat(_IDLE_CONNECTIONS, act)
+    finally:
+        if not closed:
+            raise ConnectionError("the router takes all these connections")
 
 
 @attack
