@@ -41,7 +41,7 @@ class Paced:
         state_timeout_s: float | None = None,
     ) -> None:
         self._counts = workers, routers
-        self._token_every_s = token_every_s
+        self.token_every_s = token_every_s
         self._store = store
         self._state_timeout_s = state_timeout_s
         self._flags: list[str] = []
@@ -59,7 +59,7 @@ class Paced:
         workers, routers = self._counts
         sockets = [f"{self._directory.name}/w{number}.sock" for number in range(workers)]
         for number, socket in enumerate(sockets):
-            command = [sys.executable, __file__, str(_ROUTER_TESTS), socket, f"w{number}", str(self._token_every_s)]
+            command = [sys.executable, __file__, str(_ROUTER_TESTS), socket, f"w{number}", str(self.token_every_s)]
             self.workers.append(
                 subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
             )
@@ -139,7 +139,7 @@ async def _work(arguments: Sequence[str]) -> None:
     sys.path.insert(0, tests)
     from scripted_worker import Script, ScriptedWorker, model_card  # noqa: PLC0415 - its path is an argument
 
-    script = Script(delay_s=float(token_every_s))
+    script = Script(delay_s=float(token_every_s), in_steps=True)
     worker = ScriptedWorker(name, Path(socket), card=model_card(context_length=2048), script=script)
     await worker.start()
     print("ready", flush=True)

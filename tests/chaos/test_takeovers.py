@@ -129,8 +129,8 @@ async def run_streams(
     chance: random.Random,
     policy: Policy = POLICY,
 ) -> tuple[list[Received], float]:
-    """All streams at once, at some of the routers; `kill` is called at a random moment after all have begun and the
-    state server has them. When that was.
+    """All streams at once, at some of the routers; `kill` is called at a random moment of their first quarter, after
+    all have begun and the state server has them. When that was.
     """
     begun, killed_at = asyncio.Semaphore(0), 0.0
     all_received = [Received() for _ in range(streams)]
@@ -146,7 +146,7 @@ async def run_streams(
                 await begun.acquire()
             if kill is not None:
                 await until_mirrored([paced.management_urls[each] for each in routers])
-                await asyncio.sleep(chance.uniform(0.0, 0.5))
+                await asyncio.sleep(chance.uniform(0.0, 0.25 * tokens * paced.token_every_s))
                 killed_at = time.monotonic()
                 kill()
             await asyncio.gather(*running)

@@ -15,8 +15,9 @@ from websocket_client import SocketClient, socket_of
 REST, SSE, WEBSOCKET, GRPC = "rest", "sse", "websocket", "grpc"
 NAMES = (REST, SSE, WEBSOCKET, GRPC)
 STREAMED = (SSE, WEBSOCKET, GRPC)
-PATHS = {"text": "/v1/completions", "chat": "/v1/chat/completions"}
-_ENDPOINTS = {"text": "completions", "chat": "chat.completions"}
+RESPONSES = "responses"
+PATHS = {"text": "/v1/completions", "chat": "/v1/chat/completions", RESPONSES: "/v1/responses"}
+_ENDPOINTS = {"text": "completions", "chat": "chat.completions", RESPONSES: "responses"}
 _FINISHES = {
     inference_pb2.FINISH_REASON_STOP: "stop",
     inference_pb2.FINISH_REASON_LENGTH: "length",
@@ -24,6 +25,11 @@ _FINISHES = {
 }
 
 Body = dict[str, Any]
+
+
+def names_of(kind: str) -> tuple[str, ...]:
+    """The faces that take requests of a kind: gRPC has no Responses API."""
+    return (REST, SSE, WEBSOCKET) if kind == RESPONSES else NAMES
 
 
 class FailureError(Exception):
@@ -84,12 +90,40 @@ class Answer:
         columns = logprobs.get("token_logprobs") or [each["logprob"] for each in logprobs.get("content") or []]
         self.add(choice["index"], text, choice["finish_reason"], columns)
 
+    def add_item(self, item: Body) -> None:
+        """Append a complete item of a response."""
+        text = "".join(part["text"] for part in item.get("content", ()))
+        match item["type"]:
+            case "message":
+                self.add(0, text, None, ())
+            case "reasoning":
+                self.reasoning[0] = self.reasoning.get(0, "") + text
+            case "function_call":
+                call = item["call_id"], item["name"], item["arguments"]
+                self.add_call(0, len(self.calls.get(0, ())), call)
+
+    def finish_response(self, response: Body) -> None:
+        """Note how a response has ended, and its usage.
+
+        Raises:
+            FailureError: it has failed.
+        """
+        if response["status"] == "failed":
+            raise FailureError(response["lockstep"]["code"], None)
+        is_whole = response["status"] == "completed"
+        self.add(0, "", ("tool_calls" if self.calls else "stop") if is_whole else "length", ())
+        self.take_usage(response["usage"])
+
     def take_usage(self, usage: Body) -> None:
         """Note OpenAI's usage."""
         self.usage = _openai_usage(usage)
 
 
 def _openai_usage(usage: Body) -> tuple[int, int, int, int]:
+    if "input_tokens" in usage:
+        cached = usage["input_tokens_details"]["cached_tokens"]
+        reasoning = usage["output_tokens_details"]["reasoning_tokens"]
+        return usage["input_tokens"], usage["output_tokens"], cached, reasoning
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
     return usage["prompt_tokens"], usage["completion_tokens"], cached, reasoning
@@ -155,10 +189,15 @@ class Rest:
         body = {name: value for name, value in body.items() if name != "resumable"}
         response = await self._client.post(PATHS[kind], json=body, headers=_headers(key, name))
         _raise_for(response)
-        answer = Answer(events=1)
-        for choice in response.json()["choices"]:
-            answer.add_choice(choice)
-        answer.take_usage(response.json()["usage"])
+        answer, given = Answer(events=1), response.json()
+        if kind == RESPONSES:
+            for item in given["output"]:
+                answer.add_item(item)
+            answer.finish_response(given)
+        else:
+            for choice in given["choices"]:
+                answer.add_choice(choice)
+            answer.take_usage(given["usage"])
         yield answer
 
     async def resume(self, stream: str, last_event_id: str, key: str | None = None) -> AsyncIterator[Answer]:
@@ -176,7 +215,7 @@ class Sse:
         self._client = client
 
     async def ask(self, kind: str, body: Body, key: str | None = None, name: str = "") -> AsyncIterator[Answer]:
-        body = body | {"stream": True, "stream_options": {"include_usage": True}}
+        body = _with_usage(kind, body) | {"stream": True}
         headers = _headers(key, name)
         async with self._client.stream("POST", PATHS[kind], json=body, headers=headers) as response:
             async for answer in self._read(response):
@@ -210,8 +249,30 @@ class Sse:
             yield answer
 
 
+def _with_usage(kind: str, body: Body) -> Body:
+    """The body that asks for the usage; a response always has it."""
+    return body if kind == RESPONSES else body | {"stream_options": {"include_usage": True}}
+
+
+def _take_event(answer: Answer, event: Body) -> None:
+    """Append an event of a response, whose deltas are all that its items have."""
+    match event["type"]:
+        case "response.output_item.added":
+            answer.add_item(event["item"])
+        case "response.output_text.delta":
+            answer.add(0, event["delta"], None, ())
+        case "response.reasoning_text.delta":
+            answer.reasoning[0] += event["delta"]
+        case "response.function_call_arguments.delta":
+            answer.add_call(0, len(answer.calls[0]) - 1, (None, None, event["delta"]))
+        case "response.completed" | "response.incomplete" | "response.failed":
+            answer.finish_response(event["response"])
+
+
 def _take_chunk(answer: Answer, chunk: Body, event_id: str) -> None:
-    for choice in chunk["choices"]:
+    if "choices" not in chunk:
+        _take_event(answer, chunk)
+    for choice in chunk.get("choices", ()):
         answer.add_choice(choice)
     if chunk.get("usage"):
         answer.take_usage(chunk["usage"])
@@ -228,7 +289,7 @@ class WebSocket:
         self._client = client
 
     async def ask(self, kind: str, body: Body, key: str | None = None, name: str = "") -> AsyncIterator[Answer]:
-        body = body | {"stream_options": {"include_usage": True}}  # for those who resume it over REST
+        body = _with_usage(kind, body)  # for those who resume it over REST
         message = {"type": "generate", "id": "x", "endpoint": _ENDPOINTS[kind], "body": body}
         message |= {"idempotency_key": name} if name else {}
         async for answer in self._run(message, key):

@@ -8,7 +8,21 @@ from typing import Any
 
 import grpc
 import pytest
-from faces import GRPC, NAMES, REST, STREAMED, WEBSOCKET, Answer, Body, Face, FailureError, Grpc, whole
+from faces import (
+    GRPC,
+    NAMES,
+    RESPONSES,
+    REST,
+    STREAMED,
+    WEBSOCKET,
+    Answer,
+    Body,
+    Face,
+    FailureError,
+    Grpc,
+    names_of,
+    whole,
+)
 from key_files import KEY, OTHER_KEY, tenant, write
 from lockstep_api.v1 import inference_pb2, worker_pb2
 from lockstep_client import AsyncLockstepClient
@@ -96,6 +110,21 @@ async def test_tools_and_reasoning(make: Make, name: str) -> None:
     calls = calls[:1] if name in ("one call", "named") else calls
     assert without_ids(answer) == ({0: calls} if calls else {})
     assert answer.finishes == {0: "tool_calls" if calls else "stop"}
+
+
+@pytest.mark.parametrize("name", names_of(RESPONSES))
+async def test_responses_have_the_tools_and_reasoning_of_conversations(make: Make, name: str) -> None:
+    system = await make(1, model=model_of("thinking"))
+    says(system, CALLS.removeprefix("<think>"))
+    tools = [{"type": "function", **tool["function"]} for tool in (WEATHER, ADD)]
+    body = {"model": "reference", "input": ASK, "max_output_tokens": 300, "seed": 7, "tools": tools}
+    response = await whole(system.faces[name].ask(RESPONSES, body))
+    answer = await whole(system.faces[name].ask("chat", CHAT | {"tools": [WEATHER, ADD]}))
+    assert (response.reasoning, response.texts, response.finishes) == (answer.reasoning, answer.texts, answer.finishes)
+    assert without_ids(response) == without_ids(answer) == {0: [["weather", '{"b": "é🌨"}'], ["add", "{}"]]}
+    assert response.usage == answer.usage
+    first, second = system.workers[0].submits
+    assert first.prompt_ids == second.prompt_ids
 
 
 @pytest.mark.parametrize("name", GRAMMARS)

@@ -11,6 +11,7 @@ import websockets
 from faces import (
     GRPC,
     NAMES,
+    RESPONSES,
     REST,
     STREAMED,
     WEBSOCKET,
@@ -18,6 +19,7 @@ from faces import (
     Body,
     Face,
     FailureError,
+    names_of,
     part,
     whole,
 )
@@ -31,6 +33,7 @@ from websocket_client import socket_of
 
 TEXT: Body = {"model": "reference", "prompt": "hello world", "max_tokens": 20, "seed": 7, "user": "u"}
 CHAT: Body = {"model": "reference", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "seed": 7}
+RESPONSE: Body = {"model": "reference", "input": "hi", "max_output_tokens": 20, "seed": 7}
 MAX_STREAMS = 4
 
 
@@ -45,6 +48,7 @@ ANSWERS = {
     "sampling": ("text", TEXT | {"temperature": 0.3, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "presence_penalty": 0.5}),
     "conversation": ("chat", CHAT),
     "conversation with log probabilities": ("chat", CHAT | {"logprobs": True, "top_logprobs": 3, "n": 2}),
+    "response": (RESPONSES, RESPONSE | {"temperature": 0.3, "top_p": 0.9}),
 }
 
 
@@ -54,7 +58,7 @@ async def test_answers_are_the_same(system: System, name: str) -> None:
     for worker in system.workers:
         worker.script = Script(cached_tokens=1)
     answers, submits = {}, {}
-    for face in NAMES:
+    for face in names_of(kind):
         answers[face] = await whole(system.faces[face].ask(kind, body))
         sent = [submit for worker in system.workers for submit in worker.submits]
         submits[face] = sorted((list(each.prompt_ids), str(each.sampling)) for each in sent)
@@ -65,7 +69,7 @@ async def test_answers_are_the_same(system: System, name: str) -> None:
     assert first.usage is not None
     if "prompt" in body and isinstance(body["prompt"], str) and "stop" not in body:
         assert first.texts[0] == system.undisturbed(body["prompt"], 7, 20)
-    for face in STREAMED:
+    for face in names_of(kind)[1:]:
         assert answers[face].texts == first.texts, face
         assert answers[face].finishes == first.finishes, face
         assert answers[face].logprobs == first.logprobs, face
@@ -73,6 +77,16 @@ async def test_answers_are_the_same(system: System, name: str) -> None:
         assert submits[face] == submits[REST], face
     assert bool(first.logprobs[0]) == bool(body.get("logprobs"))
     assert set(first.finishes.values()) == {"stop" if "stop" in body else "length"}
+
+
+@pytest.mark.parametrize("name", names_of(RESPONSES))
+async def test_response_is_the_answer_to_the_conversation(make: Make, name: str) -> None:
+    system = await make(1)
+    face = system.faces[name]
+    response, chat = await whole(face.ask(RESPONSES, RESPONSE)), await whole(face.ask("chat", CHAT))
+    assert (response.texts, response.finishes, response.usage) == (chat.texts, chat.finishes, chat.usage)
+    first, second = system.workers[0].submits
+    assert (first.prompt_ids, first.sampling) == (second.prompt_ids, second.sampling)
 
 
 # Errors.
@@ -112,12 +126,24 @@ BAD_CHATS = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"max_tokens": 0}, "max_tokens"),
 ]
+BAD_RESPONSES = [
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": 2.5}, "temperature"),
+    ({"input": []}, "input"),
+    ({"input": [{"role": "robot", "content": "hi"}]}, "input[0].role"),
+    ({"store": True}, "store"),
+    ({"metadata": {"k": 1}}, "metadata.k"),
+    ({"messages": CHAT["messages"]}, "messages"),
+]
 TOO_LONG = [({"max_tokens": 300}, "max_tokens"), ({"prompt": [1] * 300}, "prompt")]
 BAD = [
     *[("text", TEXT | change, "invalid_request", field) for change, field in BAD_TEXTS],
     *[("chat", CHAT | change, "invalid_request", field) for change, field in BAD_CHATS],
+    *[(RESPONSES, RESPONSE | change, "invalid_request", field) for change, field in BAD_RESPONSES],
     *[("text", TEXT | change, "context_length_exceeded", field) for change, field in TOO_LONG],
+    (RESPONSES, RESPONSE | {"max_output_tokens": 300}, "context_length_exceeded", "max_output_tokens"),
     ("text", TEXT | {"model": "nobody"}, "model_not_found", "model"),
+    (RESPONSES, RESPONSE | {"model": "nobody"}, "model_not_found", "model"),
 ]
 
 
@@ -131,6 +157,8 @@ async def failure_of(face: Face, kind: str, body: Body, key: str | None = None) 
 async def test_wrong_fields_have_the_same_errors(make: Make, name: str) -> None:
     system = await make(1)
     for kind, body, code, field in BAD:
+        if name not in names_of(kind):
+            continue
         if name != GRPC and body.get("temperature") != body.get("temperature"):
             continue  # JSON has no NaN
         assert await failure_of(system.faces[name], kind, body) == (code, field), body
@@ -245,6 +273,40 @@ async def test_stream_that_fails_has_its_tokens_and_the_error(make: Make, name: 
     assert failed.value.code == "worker_lost"
     if name != REST:
         assert answers[-1].texts[0] == system.undisturbed("hello world", 7, 6)
+
+
+@pytest.mark.parametrize("name", names_of(RESPONSES))
+async def test_response_that_fails_has_its_tokens_and_the_error(make: Make, name: str) -> None:
+    system = await make(1, max_attempts=1)
+    face = system.faces[name]
+    undisturbed = (await whole(face.ask(RESPONSES, RESPONSE))).texts[0]
+    system.workers[0].script = Script(skip_at=6, delay_s=0.005)
+    answers: list[Answer] = []
+    with pytest.raises(FailureError) as failed:
+        await collect(face.ask(RESPONSES, RESPONSE), answers)
+    assert failed.value.code == "worker_lost"
+    if name != REST:
+        text = answers[-1].texts[0]
+        assert text
+        assert undisturbed.startswith(text)
+
+
+@pytest.mark.parametrize("second", STREAMED)
+@pytest.mark.parametrize("first", names_of(RESPONSES)[1:])
+async def test_response_of_one_face_is_resumed_on_another(system: System, first: str, second: str) -> None:
+    """Also over gRPC, which cannot begin one: there its tokens come as those of any answer."""
+    slow(system, 0.01)
+    body = RESPONSE | {"max_output_tokens": 40, "resumable": True}
+    begun = await part(system.faces[first].ask(RESPONSES, body), 9)
+    rest = await whole(system.faces[second].resume(begun.stream, begun.last_event_id))
+    whole_answer = await whole(system.faces[second].resume(begun.stream, ""))
+    assert begun.texts[0]
+    assert begun.texts[0] + rest.texts[0] == whole_answer.texts[0]
+    assert rest.finishes == whole_answer.finishes == {0: "length"}
+    assert rest.usage == whole_answer.usage
+    assert whole_answer.usage is not None
+    assert whole_answer.usage[1] == 40
+    assert sum(len(worker.submits) for worker in system.workers) == 1
 
 
 @pytest.mark.parametrize("second", STREAMED)

@@ -1,4 +1,4 @@
-"""Which alerts are fired by a fault of running services, and which by promtool alone.
+"""By which test each alert is fired by a fault of running services.
 
 `charts/lockstep/tests/alerts.yaml` lets promtool fire and resolve every alert from written series. What is here in
 addition shows that the fault makes these series.
@@ -40,13 +40,9 @@ INJECTED = {
     "LockstepWorkerSlow": "test_a_worker_that_crawls",
     "LockstepLateHeartbeats": "test_heartbeats_that_come_late",
     "LockstepSlowRank": "test_everything_that_tells_of_ranks_names_the_slow_one",
+    "LockstepGpuXid": "test_gpus_that_fail",
+    "LockstepGpuEccErrors": "test_gpus_that_fail",
+    "LockstepGpuThrottled": "test_gpus_that_fail",
+    "LockstepGpuNotWatched": "test_gpus_that_fail",
+    "LockstepRouterProcessDown": "test_a_router_process_that_dies_again_and_again",
 }
-
-NOT_INJECTED = {
-    "LockstepGpuXid": "needs a GPU that fails",
-    "LockstepGpuEccErrors": "needs a GPU that fails",
-    "LockstepGpuThrottled": "needs a GPU that is too hot",
-    "LockstepGpuNotWatched": "needs a GPU that is lost",
-    "LockstepRouterProcessDown": "needs a router of several processes; its own tests show the series",
-}
-"""By promtool alone, and why."""

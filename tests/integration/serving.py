@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Self
 
@@ -119,6 +120,15 @@ def run(*arguments: str, within_s: float = 20.0, environment: dict[str, str] | N
         env=os.environ | (environment or {}),
     )
     return done.returncode, done.stdout, done.stderr
+
+
+def debug_bundle(path: Path, *arguments: str) -> tuple[str, dict[str, bytes]]:
+    """What `lockstep debug` prints, and the parts of its bundle."""
+    code, output, notes = run("debug", "--output", str(path), *arguments, within_s=60.0)
+    assert code == 0, notes
+    with tarfile.open(path) as tar:
+        files = {member.name.partition("/")[2]: tar.extractfile(member) for member in tar.getmembers()}
+        return output, {name: file.read() for name, file in files.items() if file is not None}
 
 
 def sentence(notes: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from dashboard_table import AFTER_FAULTS, NOT_HERE
+from dashboard_table import AFTER_FAULTS, OTHER_STACK
 from lockstep_tools.debug.local import below
 from lockstep_tools.serving.stack import Stack, StackSettings
 from machine import wait_for
@@ -174,6 +174,6 @@ def test_each_query_returns_data(stack: Stack, system: System, prometheus: Prome
     counted = "lockstep_router_request_duration_seconds_count"
     wait_for(lambda: prometheus.has_data(counted), "requests are scraped", PATIENCE_S)
     load(stack)
-    assert without_data(prometheus, stack, AFTER_FAULTS.keys() | NOT_HERE.keys()) == set()
+    assert without_data(prometheus, stack, AFTER_FAULTS.keys() | OTHER_STACK.keys()) == set()
     harm(stack, system)
-    assert without_data(prometheus, stack, NOT_HERE.keys()) == set()
+    assert without_data(prometheus, stack, OTHER_STACK.keys()) == set()

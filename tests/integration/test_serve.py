@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -42,6 +43,9 @@ def test_from_start_to_ctrl_c(tmp_path: Path) -> None:
         assert answer.json()["usage"]["completion_tokens"] == 8
         assert "reference" in serve.output
         assert "✓ w0 ready after" in serve.notes
+        (console,) = re.findall(r"^console +(http://\S+)$", serve.output, re.MULTILINE)
+        page = httpx.get(console, timeout=30, trust_env=False)
+        assert (page.status_code, "<title>Lockstep console</title>" in page.text) == (200, True)
 
         assert serve.titles() == [
             "lockstep: rank w0/0",

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 import pytest
+from lockstep_tools.debug.local import from_router
 from machine import left_since, traces, wait_for
 from otlp_receiver import Received
 from serving import Serve, run
-from spans import PARENTS, Collecting, Collector, check_edges, check_ranks, complete, headers, named, spans_of
+from spans import PARENTS, SKEW_NS, Collecting, Collector, check_edges, check_ranks, complete, headers, named, spans_of
 from system import MODEL, System
 
 
@@ -67,6 +68,21 @@ def test_a_trace_reaches_from_the_request_to_each_rank(traced: Traced) -> None:
     assert min(span.attributes["lockstep.rank.peer_wait_s"] for span in ranks) == 0
 
 
+def test_the_clocks_of_ranks_are_that_of_their_worker(traced: Traced) -> None:
+    """What the messages of their starts prove of a difference is within what a trace may have."""
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        workers = from_router(client, traced.system.management_url)[1:]
+        pages = [client.get(f"{worker.url}/metrics").raise_for_status().text for worker in workers]
+    metric = r'^lockstep_worker_rank_clock_skew_seconds\{bound="(\w+)",rank="(\d)"\} (\S+)$'
+    assert len(pages) == 2
+    for page in pages:
+        skews = {(bound, rank): float(value) for bound, rank, value in re.findall(metric, page, re.MULTILINE)}
+        assert len(skews) == 4, page
+        for rank in "01":
+            assert 0 <= skews["least", rank] * 1e9 <= SKEW_NS
+            assert skews["most", rank] > skews["least", rank], "it was measured"
+
+
 def test_a_streamed_request_says_when_its_first_token_came(traced: Traced) -> None:
     """Each choice has its own route, and all have one trace."""
     body = {"model": MODEL, "prompt": "canary", "max_tokens": 20, "n": 2, "ignore_eos": True, "stream": True}
@@ -111,7 +127,11 @@ def test_a_request_whose_worker_dies_is_one_trace_with_linked_attempts(traced: T
     assert (first.attributes["lockstep.outcome"], second.attributes["lockstep.outcome"]) == ("lost", "finished")
     assert first.attributes["lockstep.worker"] != second.attributes["lockstep.worker"]
     assert first.is_error
-    check_edges([span for span in spans if span.name in PARENTS or span.name == "request"])
+    check_edges(spans)
+    decodes = named(spans, "decode")
+    assert {decode.parent_id for decode in decodes} == {first.span_id, second.span_id}
+    for decode in decodes:
+        check_ranks(spans, decode, 2)
     check_lines(traced.log, [first, second])
     check_drawings(traced.system, first, second, tmp_path / "page.html")
 

@@ -1,4 +1,5 @@
-"""Routing policies on real workers: what conversations reuse and how long they wait, with options A to D of ADR 3.
+"""Routing policies on real workers: what conversations reuse and how long they wait, with each policy of the router.
+`stateless` is measured with and without a remote cache: options B and C of ADR 3.
 
 For each side a router, real workers of the reference model on the CPU and, for option C, a state server with the
 workers' blocks; all started as `lockstep serve` does it. Clients have the same conversations, from a seed, one after
@@ -61,6 +62,9 @@ OPTIONS = (
     Option("C: stateless, shared KV", "stateless", remote_cache=True),
     Option("D: hybrid", "hybrid"),
     Option("prefix_aware", "prefix_aware"),
+    Option("round_robin", "round_robin"),
+    Option("weighted", "weighted"),
+    Option("least_loaded", "least_loaded"),
 )
 
 

@@ -1,8 +1,8 @@
 """Requests that wait in line for a busy worker, with this checkout and with an older one.
 
-One worker with `max_seqs` 1 gets 24 requests at once. All deadlines are a tenth of their defaults, and a request takes
-about half a second. Three sides: an older checkout (`--before`), this one, and this one with a
-`max_queue_wait_s` that is shorter than the line, so that late requests are refused.
+One worker with `max_seqs` 1 gets 24 requests at once, each of about half a second, and all deadlines are a tenth of
+their defaults. `--scale 1` makes them all ten times as long. Three sides: an older checkout (`--before`), this one, and
+this one with a `max_queue_wait_s` that is shorter than the line, so that late requests are refused.
 
 `waiting.py --before CHECKOUT --save`. The checkout needs no build.
 """
@@ -26,7 +26,7 @@ import httpx
 from measure import ROOT, machine, save, table
 
 _REQUESTS = 24
-_SECONDS_EACH = 0.5
+_SECONDS_EACH = 5.0
 _APART_S = 0.01
 _MODEL = ROOT / "models/reference"
 _PARTS = (
@@ -38,12 +38,12 @@ _PARTS = (
     "libs/common",
     "libs/api",
 )
-_SETTINGS = {
-    "LOCKSTEP_MAX_SEQS": "1",
-    "LOCKSTEP_FIRST_TOKEN_DEADLINE_S": "3",
-    "LOCKSTEP_RESUME_DEADLINE_S": "6",  # of older checkouts
-    "LOCKSTEP_MAX_QUEUE_WAIT_S": "30",
+_DEADLINES_S = {
+    "LOCKSTEP_FIRST_TOKEN_DEADLINE_S": 30.0,
+    "LOCKSTEP_RESUME_DEADLINE_S": 60.0,  # of older checkouts
+    "LOCKSTEP_MAX_QUEUE_WAIT_S": 300.0,
 }
+_SHORT_WAIT_S = 60.0
 _ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+/v1")
 
 
@@ -79,12 +79,13 @@ async def ask(client: httpx.AsyncClient, number: int, tokens: int) -> Answer:
         )
 
 
-def measure(tree: Path, settings: dict[str, str]) -> dict[str, Any]:
-    """All requests on one `lockstep serve` of a checkout."""
+def measure(tree: Path, deadlines_s: dict[str, float], scale: float) -> dict[str, Any]:
+    """All requests on one `lockstep serve` of a checkout; requests and deadlines are `scale` times as long."""
+    settings = {"LOCKSTEP_MAX_SEQS": "1"} | {name: f"{scale * value:g}" for name, value in deadlines_s.items()}
     sources = os.pathsep.join(str(tree / part / "src") for part in _PARTS)
     process = subprocess.Popen(
         [sys.executable, "-m", "lockstep_tools.cli", "serve", str(_MODEL), "--port", "0", "--device", "cpu"],
-        env=os.environ | _SETTINGS | settings | {"PYTHONPATH": sources},
+        env=os.environ | settings | {"PYTHONPATH": sources},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -93,20 +94,20 @@ def measure(tree: Path, settings: dict[str, str]) -> dict[str, Any]:
     try:
         assert process.stdout is not None
         found = next(filter(None, map(_ADDRESS.search, process.stdout)))
-        return asyncio.run(crowd(found[0]))
+        return asyncio.run(crowd(found[0], scale * _SECONDS_EACH))
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(30)
 
 
-async def crowd(api: str) -> dict[str, Any]:
+async def crowd(api: str, seconds_each: float) -> dict[str, Any]:
     """The figures of a line of requests, after one request alone."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=api, timeout=120, trust_env=False, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=api, timeout=600, trust_env=False, limits=limits) as client:
         await ask(client, 0, 50)
         alone = await ask(client, 0, 200)
         assert alone.status == 200, alone
-        tokens = min(1900, int(200 * _SECONDS_EACH / alone.ended_s))
+        tokens = min(1900, int(200 * seconds_each / alone.ended_s))
 
         async def later(number: int) -> Answer:
             await asyncio.sleep(number * _APART_S)
@@ -143,17 +144,22 @@ def main() -> None:
     """Measure and print; `--save` into docs/bench."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="an older checkout")
+    parser.add_argument("--scale", type=float, default=0.1, help="of all times (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="into docs/bench")
     arguments = parser.parse_args()
     about = machine()
-    sides = {"before": (arguments.before, {})} if arguments.before else {}
-    sides |= {"after": (ROOT, {}), "after, max_queue_wait_s = 6": (ROOT, {"LOCKSTEP_MAX_QUEUE_WAIT_S": "6"})}
-    results = {side: measure(*what) for side, what in sides.items()}
+    sides = {"before": (arguments.before, _DEADLINES_S)} if arguments.before else {}
+    short = f"after, max_queue_wait_s = {arguments.scale * _SHORT_WAIT_S:g}"
+    sides |= {
+        "after": (ROOT, _DEADLINES_S),
+        short: (ROOT, _DEADLINES_S | {"LOCKSTEP_MAX_QUEUE_WAIT_S": _SHORT_WAIT_S}),
+    }
+    results = {side: measure(*what, arguments.scale) for side, what in sides.items()}
     header = ["side", "answered", "overtaken", "longest, s", "error after, ms (p50)", "Retry-After, s", "first error"]
     text = table(header, [row(side, result) for side, result in results.items()])
     print(text)
     if arguments.save:
-        save("waiting", {"machine": about, "sides": results}, text)
+        save("waiting", {"machine": about | {"scale": arguments.scale}, "sides": results}, text)
 
 
 if __name__ == "__main__":

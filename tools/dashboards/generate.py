@@ -23,7 +23,8 @@ SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _OF = 'namespace="$namespace",release="$release"'
 _OF_MODEL = _OF + ',model=~"$model"'
 _WITH_EXEMPLARS = re.compile(
-    r"lockstep_router_(time_to_first_token|inter_token_latency|request_duration)_seconds_bucket"
+    r"lockstep_router_(time_to_first_token|inter_token_latency|request_duration|failover_gap)_seconds_bucket"
+    r"|lockstep_worker_(queue|prefill|decode)_seconds_bucket"
 )
 """Histograms whose examples have the id of a trace."""
 _WIDTH, _HEIGHT = 8, 7

@@ -65,11 +65,12 @@ def test_panels_link_to_runbooks_that_exist(name: str) -> None:
         assert (ROOT / "docs/runbooks" / file).exists(), link
 
 
-@pytest.mark.parametrize("name", ["overview", "service"])
-def test_graphs_of_latencies_show_examples_once(name: str) -> None:
+@pytest.mark.parametrize(("name", "graphs"), [("overview", 3), ("service", 4), ("ranks", 3), ("failures", 1)])
+def test_graphs_of_latencies_show_examples_once(name: str, graphs: int) -> None:
     """Of the histograms that have the ids of traces, which docs/metrics.md names."""
     with_exemplars = re.compile(
-        r"lockstep_router_(time_to_first_token|inter_token_latency|request_duration)_seconds_bucket"
+        r"lockstep_router_(time_to_first_token|inter_token_latency|request_duration|failover_gap)_seconds_bucket"
+        r"|lockstep_worker_(queue|prefill|decode)_seconds_bucket"
     )
     latencies = 0
     for panel in load(name)["panels"]:
@@ -77,7 +78,7 @@ def test_graphs_of_latencies_show_examples_once(name: str) -> None:
         is_latency = bool(with_exemplars.search(panel["targets"][0]["expr"]))
         latencies += is_latency
         assert sum(shown) == is_latency, panel["title"]
-    assert latencies == 3
+    assert latencies == graphs
 
 
 @pytest.mark.parametrize("name", MADE)

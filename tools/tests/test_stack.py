@@ -1,5 +1,6 @@
 """The stack with a stub router and stub workers: what starts, what ends, what is left."""
 
+import io
 import json
 import os
 import shlex
@@ -14,8 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 from lockstep_tools.arguments import cores
+from lockstep_tools.demo.demonstration import Demo
 from lockstep_tools.failure import CommandError
 from lockstep_tools.serving.stack import Stack, StackSettings, share
+from rich.console import Console
 
 
 def wait_until(holds: Callable[[], object], within_s: float = 10) -> None:
@@ -103,6 +106,10 @@ def test_the_console_can_chat_only_where_no_other_machine_reaches_it(
         flags = psutil.Process(stack.router_pid).cmdline()
         assert ("--console=public" in flags) is is_public
         assert stack.console_url == f"{stack.url if is_public else stack.management_url}/console/"
+        # The demo says where it is as soon as its stack is ready; `lockstep serve`'s own line is in tests/integration.
+        out = io.StringIO()
+        Demo(stack, Console(file=out, width=200), prompt="", max_tokens=None, temperature=0.0, seed=0).start()
+        assert out.getvalue().endswith(f"  watch it in a browser: {stack.console_url}\n")
 
 
 def test_one_router_has_no_state_server_unless_asked_for(stubs: Path, model: str) -> None:

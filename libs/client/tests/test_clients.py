@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 import threading
 import time
 from dataclasses import replace
@@ -335,6 +336,22 @@ async def test_proxy_of_the_environment(make, router, monkeypatch):
         assert text(await make("http://routers.example:81/v1").stream("chat", QUESTION, **OPTIONS)) == expected()
         assert len(router.seen) == 1
         assert text(await make(server.url).stream("chat", QUESTION, **OPTIONS)) == expected()
+
+
+@pytest.mark.parametrize("kind", [LockstepClient, AsyncLockstepClient])
+def test_certificates_are_loaded_only_where_there_may_be_tls(kind, monkeypatch):
+    def load(*_, **__):
+        raise AssertionError("certificates are loaded, which takes longer than all else")
+
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", load)
+    kind(["http://127.0.0.1:1/v1", "http://router.test/v1"])
+    with pytest.raises(AssertionError, match="certificates"):
+        kind(["http://127.0.0.1:1/v1", "https://router.test/v1"])
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("http_proxy", "https://proxy.test")
+    with pytest.raises(AssertionError, match="certificates"):
+        kind(["http://router.test/v1"])
 
 
 async def test_deadline_ends_a_silent_answer(make, router):

@@ -44,7 +44,7 @@ def test_one_request_refreshes_known_addresses_and_the_others_use_them():
 def test_a_name_server_that_is_silent_is_waited_for_as_long_as_for_a_connection(monkeypatch):
     answered = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(60) and [])
-    network = BlockingNetwork(Connections(0.05, 1.0, is_proxied=False, has_grpc=False), verify=True)
+    network = BlockingNetwork(Connections(0.05, 1.0, is_proxied=False, has_grpc=False, has_tls=False), verify=True)
     try:
         assert run_blocking(network.look_up(NAME)) == []
         assert not answered.is_set(), "it did not wait for the answer"

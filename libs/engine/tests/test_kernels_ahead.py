@@ -44,7 +44,9 @@ def test_one_that_fails_keeps_no_other_from_being_built():
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", pytest.param("llama", marks=pytest.mark.slow), pytest.param("qwen2", marks=pytest.mark.slow)]
+)
 def test_what_a_plain_model_launches_is_known_before_its_weights_are_there(tmp_path, name, exact):
     model = build_model(inspect_model(EngineConfig(model=str(make(name, tmp_path)[0]))), Alone(), torch.float32)
     calls = plain_calls(model.module, model.hidden_act, torch.float32, exact=exact, compressed=True)

@@ -15,6 +15,12 @@ from harness import Served, make_settings, served, tokenizer_json
 from scripted_kv import ScriptedKv, serving
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.getgroup("lockstep", "the worker's tests").addoption(
+        "--damage-cases", type=int, default=20, help="answers with damaged blocks, at least 8 (default: %(default)s)"
+    )
+
+
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
     """A model directory with the files that the worker itself reads."""

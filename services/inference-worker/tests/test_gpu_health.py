@@ -2,116 +2,12 @@
 
 import logging
 import sys
-from types import SimpleNamespace
 
 import pytest
 from lockstep_common.telemetry import REGISTRY
 from lockstep_worker import gpu_health
+from nvml import Nvml, NVMLError
 from prometheus_client.metrics import MetricWrapperBase
-
-
-class NVMLError(Exception):
-    def __init__(self, value: int) -> None:
-        super().__init__(f"error {value}")
-        self.value = value
-
-
-NOT_SUPPORTED, TIMEOUT, LOST = 3, 10, 15
-
-
-class Nvml:
-    """Two GPUs; the second one has a MIG instance, no ECC and no links. A handle is the GPU's name."""
-
-    NVMLError = NVMLError
-    NVML_ERROR_TIMEOUT = TIMEOUT
-    NVML_TEMPERATURE_GPU = NVML_VOLATILE_ECC = 0
-    NVML_MEMORY_ERROR_TYPE_CORRECTED, NVML_MEMORY_ERROR_TYPE_UNCORRECTED = 0, 1
-    NVML_NVLINK_ERROR_DL_REPLAY, NVML_NVLINK_ERROR_DL_RECOVERY = 0, 1
-    NVML_NVLINK_ERROR_DL_CRC_FLIT, NVML_NVLINK_ERROR_DL_CRC_DATA = 2, 3
-    nvmlEventTypeXidCriticalError = 8
-    nvmlClocksEventReasonSwPowerCap = 0x04
-    nvmlClocksEventReasonHwSlowdown = 0x08
-    nvmlClocksEventReasonSwThermalSlowdown = 0x20
-    nvmlClocksEventReasonHwThermalSlowdown = 0x40
-    nvmlClocksEventReasonHwPowerBrakeSlowdown = 0x80
-
-    def __init__(self) -> None:
-        self.ecc = {"GPU-a": [5, 0]}
-        self.reasons = 0x40
-        self.lost: set[str] = set()
-        self.links_up = [True, True, True, False]
-        self.link_errors = 0
-        self.events: list[tuple[str, int]] = []
-        self.is_open = False
-
-    def nvmlInit(self):
-        self.is_open = True
-
-    def nvmlShutdown(self):
-        self.is_open = False
-
-    def nvmlDeviceGetCount(self):
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return ("GPU-a", "GPU-b")[index]
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        if uuid != "MIG-b1":
-            raise NVMLError(6)
-        return uuid
-
-    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle):
-        return "GPU-b"
-
-    def nvmlDeviceGetUUID(self, handle):
-        if handle in self.lost:
-            raise NVMLError(LOST)
-        return handle
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        if handle in self.lost:
-            raise NVMLError(LOST)
-        return SimpleNamespace(used=1 << 30, total=(10 if handle.startswith("MIG") else 80) << 30)
-
-    def nvmlDeviceGetUtilizationRates(self, handle):
-        if handle.startswith("MIG"):
-            raise NVMLError(NOT_SUPPORTED)
-        return SimpleNamespace(gpu=75)
-
-    def nvmlDeviceGetPowerUsage(self, handle):
-        return 350_500
-
-    def nvmlDeviceGetTemperature(self, handle, sensor):
-        return 61
-
-    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
-        return self.reasons
-
-    def nvmlDeviceGetTotalEccErrors(self, handle, kind, counter):
-        if handle not in self.ecc:
-            raise NVMLError(NOT_SUPPORTED)
-        return self.ecc[handle][kind]
-
-    def nvmlDeviceGetNvLinkState(self, handle, link):
-        if handle != "GPU-a" or link >= 4:
-            raise NVMLError(NOT_SUPPORTED)
-        return self.links_up[link]
-
-    def nvmlDeviceGetNvLinkErrorCounter(self, handle, link, counter):
-        return self.link_errors
-
-    def nvmlEventSetCreate(self):
-        return "events"
-
-    def nvmlDeviceRegisterEvents(self, handle, types, events):
-        pass
-
-    def nvmlEventSetWait_v2(self, events, wait_ms):
-        if not self.events:
-            raise NVMLError(TIMEOUT)
-        device, xid = self.events.pop()
-        return SimpleNamespace(device=device, eventData=xid)
 
 
 def value(name, rank, **labels):

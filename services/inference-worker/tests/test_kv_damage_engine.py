@@ -1,4 +1,7 @@
-"""Damaged blocks behind a real engine: each answer is the one that was computed without a store."""
+"""Damaged blocks behind a real engine: each answer is the one that was computed without a store.
+
+`--damage-cases 10000` for a long run by hand: about an hour of one core.
+"""
 
 import asyncio
 from pathlib import Path
@@ -76,8 +79,9 @@ def damaged(rng, damage, messages):
     return [message for part in grouped for message in part]
 
 
-@pytest.mark.parametrize("cases", [20, pytest.param(200, marks=pytest.mark.exhaustive)])
-async def test_no_token_is_different_for_a_damaged_block(socket_path, cases):
+@pytest.mark.parametrize("cases", [None, pytest.param(200, marks=pytest.mark.exhaustive)], ids=["few", "many"])
+async def test_no_token_is_different_for_a_damaged_block(socket_path, cases, pytestconfig):
+    cases = cases or pytestconfig.getoption("--damage-cases")
     rng = Random(SEED)
     prompts = [[rng.randrange(10, 4000) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
     target = f"unix:{socket_path}"

@@ -8,6 +8,8 @@ from lockstep_common.telemetry import REGISTRY, exposition
 from lockstep_engine import HostUsage, RankStatus, RemoteUsage
 from lockstep_worker import metrics
 from lockstep_worker.metrics import StatusMeter
+from lockstep_worker.vllm_names import VllmNames
+from prometheus_client import CollectorRegistry
 
 
 def value(name: str, **labels: str) -> float:
@@ -218,3 +220,19 @@ async def test_names_of_vllm_are_shown_if_the_setting_says_so(model_dir, socket_
         await until(lambda: found("num_requests_running") == 1)
         assert found("num_requests_waiting") == 0
         assert found("kv_cache_usage_perc") == found("gpu_cache_usage_perc") == 1 / 4, "of the cold blocks"
+        cache = {"model_name": model_dir.name, "block_size": "16", "num_gpu_blocks": "64"}
+        assert REGISTRY.get_sample_value("vllm:cache_config_info", cache) == 1
+
+
+def test_vllms_facts_of_the_cache_are_those_of_the_present_ranks():
+    """A worker whose ranks start again may have another number of blocks; before its first start it has none."""
+    registry = CollectorRegistry()
+    names = VllmNames(registry)
+    names.model = "m"
+    found = []
+    for blocks in (0, 64, 32):
+        names.observe(0, 0, 0.0, blocks)
+        families = {family.name: family for family in registry.collect()}
+        found.append([sample.labels for sample in families["vllm:cache_config_info"].samples])
+    of_one = {"model_name": "m", "block_size": "16"}
+    assert found == [[], [of_one | {"num_gpu_blocks": "64"}], [of_one | {"num_gpu_blocks": "32"}]]

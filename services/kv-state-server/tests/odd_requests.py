@@ -42,8 +42,8 @@ class Request:
 
 def make(draw: random.Random, tenant: str) -> Request:
     """One request of this tenant, as far as its tenant is not odd as well."""
-    method = draw.choice(list(_METHODS))
-    messages = tuple(each.SerializeToString() for each in _METHODS[method](draw, tenant))
+    method = draw.choice(list(METHODS))
+    messages = tuple(each.SerializeToString() for each in METHODS[method](draw, tenant))
     match draw.randrange(10):
         case 0 | 1 | 2:
             messages = tuple(bent(draw, each) for each in messages)
@@ -151,6 +151,10 @@ def _release_claim(draw: random.Random, tenant: str) -> Iterator[Any]:
     yield state_pb2.ReleaseClaimRequest(tenant=_tenant(draw, tenant), **names)
 
 
+def _look_up_claim(draw: random.Random, tenant: str) -> Iterator[Any]:
+    yield state_pb2.LookUpClaimRequest(tenant=_tenant(draw, tenant), key=draw.choice(_NAMES))
+
+
 def _bind(draw: random.Random, tenant: str) -> Iterator[Any]:
     yield state_pb2.BindRequest(
         tenant=_tenant(draw, tenant),
@@ -237,13 +241,14 @@ def _put(draw: random.Random, tenant: str) -> Iterator[Any]:
         yield message
 
 
-_METHODS = {
+METHODS = {
     "Journal/Append": _append,
     "Journal/Read": _read,
     "Journal/Take": _take,
     "Journal/Trim": _trim,
     "Journal/Claim": _claim,
     "Journal/Release": _release_claim,
+    "Journal/LookUpClaim": _look_up_claim,
     "Sessions/Bind": _bind,
     "Sessions/LookUp": _look_up_session,
     "Sessions/Touch": _touch,
@@ -256,3 +261,4 @@ _METHODS = {
     "Kv/Put": _put,
     "Kv/Get": _get,
 }
+"""What makes the messages of a request, by the method."""

@@ -24,6 +24,12 @@ def was_refused(request: odd_requests.Request, status: str, answer: bytes) -> bo
     return status == "INVALID_ARGUMENT" and request.method != "Kv/Put"
 
 
+def test_odd_requests_are_made_of_every_method():
+    services = state_pb2.DESCRIPTOR.services_by_name.values()
+    methods = {f"{service.name}/{method.name}" for service in services for method in service.methods}
+    assert set(odd_requests.METHODS) == methods
+
+
 def contents(server: redis.Redis, prefix: str) -> dict[bytes, bytes]:
     dumps = {name: server.dump(name) for name in server.scan_iter(f"{prefix}*")}
     return {name: dump for name, dump in dumps.items() if dump is not None}  # the others have expired meanwhile

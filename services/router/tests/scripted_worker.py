@@ -22,6 +22,7 @@ REPOSITORY = Path(__file__).parents[3]
 REFERENCE_MODEL = REPOSITORY / "models" / "reference"
 VOCAB_SIZE = 4096
 SPECIAL_IDS = 4
+_STEP_S = 0.002  # for which the first token of a step waits for the others'
 UNKNOWN_FINISH_REASON = 77
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}[assistant]"
 
@@ -62,6 +63,7 @@ class Script:
     """What a worker does to the streams that it gets from now on. Numbers count tokens of one attempt."""
 
     delay_s: float = 0.0
+    in_steps: bool = False  # all streams' tokens come at the same times, in one frame, as a real worker's
     die_after: int | None = None
     hang_after: int | None = None
     reject_after: int | None = None
@@ -304,6 +306,7 @@ class _Connection:
         self.worker = worker
         self.greeted_at = time.monotonic()
         self.outbox = asyncio.Queue()
+        self.step = None
         self.broken = asyncio.Event()
         self.tasks = {}
         self.attempts = {}
@@ -403,7 +406,18 @@ class _Connection:
             tokens.ids.extend(ids)
         else:
             tokens.streams.append(frame)
-        self.put(worker_pb2.WorkerFrame(epoch=self.worker.epoch if epoch is None else epoch, tokens=tokens))
+        frame = worker_pb2.WorkerFrame(epoch=self.worker.epoch if epoch is None else epoch, tokens=tokens)
+        if not self.worker.script.in_steps:
+            self.put(frame)
+        elif self.step is None:
+            self.step = frame
+            asyncio.get_running_loop().call_later(_STEP_S, self.end_step)
+        else:
+            self.step.MergeFrom(frame)
+
+    def end_step(self):
+        self.put(self.step)
+        self.step = None
 
     def tell_ended(self, submit):
         works = {phase: [worker_pb2.RankWork(**each) for each in ranks] for phase, ranks in self.worker.works.items()}
@@ -459,7 +473,7 @@ class _Connection:
             if await self.misbehave(submit, position, given):
                 return
             if script.delay_s:
-                await asyncio.sleep(script.delay_s)
+                await asyncio.sleep(script.delay_s - (time.monotonic() % script.delay_s if script.in_steps else 0))
             if script.noise:
                 self.make_noise(submit, position)
             count = min(script.batch, end - position)

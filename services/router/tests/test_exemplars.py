@@ -54,6 +54,17 @@ async def test_only_a_trace_that_is_kept_is_an_example(make_cluster, ratio):
     assert examples(trace.trace_id) == (HISTOGRAMS if ratio else set())
 
 
+async def test_a_failover_gap_has_the_trace_that_is_kept_because_of_it(make_cluster):
+    cluster = await make_cluster()
+    spans = []
+    cluster.router.tracing = Tracing(ratio=0.0, slow_s=60.0, export=spans.extend)
+    first, _ = cluster.worker_of("user:u")
+    first.script.die_after = 5
+    assert (await cluster.complete()).status_code == 200
+    (trace_id,) = {span.trace.trace_id for span in spans}
+    assert "lockstep_router_failover_gap_seconds" in examples(trace_id)
+
+
 def test_tokens_of_a_lane_have_an_example():
     lanes = {}
     outlet = Outlet(b"", b"", b"", send=len, send_later=lambda _: None)

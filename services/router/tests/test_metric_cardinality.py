@@ -4,13 +4,22 @@ import asyncio
 import json
 
 import pytest
+from key_files import bearer, tenant, write_text
 from lockstep_common.telemetry import REGISTRY
 from lockstep_router import metrics
 from lockstep_router.faces import access
+from lockstep_router.workers.health.watch import PROBLEMS
 
 HOSTILE = 10_000
 """Requests, each with another model, session, user, path and method."""
 STREAMS = 200
+MEASURED = {("model", "reference"), *(("problem", each) for each in PROBLEMS)}
+"""Labels of what the router measures of the workers' model, the only one, when its time comes."""
+ACCEPTED = 10_000
+"""Requests that are answered, each of another session and of another tenant with a key of its own; each of these
+tenants asks for another model that does not exist, too."""
+TENANTS = 21
+"""Values of the label for tenants: those with most requests, and `other`."""
 
 
 def series():
@@ -77,8 +86,41 @@ async def test_hostile_names_make_no_series(make_cluster):
         statuses.add(await call(cluster.app, "POST", f"/v1/nowhere-{number}", {}, []))
     assert statuses == {404}
     assert {await send(number, "reference") for number in range(STREAMS)} == {200}
-    # The router measures the worker's model, the only one, when its time comes.
-    assert {labels for _, *labels_of in series() - before for labels in labels_of} <= {("model", "reference")}
+    assert {labels for _, *labels_of in series() - before for labels in labels_of} <= MEASURED
+
+
+def tenants(of):
+    """The tenants that these series name."""
+    return {value for _, *labels in of for name, value in labels if name == "tenant"}
+
+
+@pytest.mark.slow
+async def test_ten_thousand_sessions_tenants_and_unknown_models_make_no_series(make_cluster, tmp_path):
+    """Some tenants have series of their own, and share them out anew once a minute; sessions never have."""
+    keys = [f"lsk-of-tenant-{number:032}" for number in range(ACCEPTED)]
+    entries = [tenant(f"t{number}", key) for number, key in enumerate(keys)]
+    text = json.dumps({"tenants": entries}, separators=(",", ":"))  # with spaces the file would be too large
+    cluster = await make_cluster(2, keys_file=write_text(tmp_path / "keys.yaml", text))
+    body = {"model": "reference", "prompt": "hello world", "max_tokens": 1}
+
+    async def send(number, model="reference"):
+        own = {"x-session-id": f"session-{number}", "x-request-id": f"request-{number}"} | bearer(keys[number])
+        headers = [(name.encode(), value.encode()) for name, value in own.items()]
+        return await call(cluster.app, "POST", "/v1/completions", body | {"model": model, "user": f"{number}"}, headers)
+
+    assert (await send(0), await send(0, "unknown")) == (200, 404)
+    before = series()
+    for begin in range(1, ACCEPTED, 100):
+        numbers = range(begin, min(begin + 100, ACCEPTED))
+        assert {await send(number) for number in numbers} == {200}
+        assert {await send(number, f'model-{number}\n"}}') for number in numbers} == {404}
+        now = series()
+        assert len(tenants(now)) <= TENANTS
+        # Of a tenant: its requests with two statuses, and its tokens in two directions.
+        assert sum(bool(tenants([each])) for each in now - before) <= 4 * TENANTS
+        others = {labels for each in now - before if not tenants([each]) for labels in each[1:]}
+        assert others <= MEASURED
+    assert sum(len(worker.submits) for worker in cluster.workers) == ACCEPTED
 
 
 def test_what_is_counted_by_a_few_reasons_is_there_from_the_start():

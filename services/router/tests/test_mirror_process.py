@@ -15,6 +15,9 @@ from state_server_process import StateProcess
 TOKEN_EVERY_S = 0.02
 STREAMS = 100
 SECONDS = 5.0
+MAX_LAG_S = 0.05
+STRETCHES = 20
+STRETCH_S = 0.5
 
 
 @pytest.fixture
@@ -28,7 +31,7 @@ def server(tmp_path):
 async def store_of(server, owner="router-1", timeout_s=0.5):
     front = MemoryJournalStore(max_streams=1000, max_bytes=64 << 20)
     store = MirroredJournalStore(
-        front, server.target, dial_plain, owner=owner, window_s=60.0, timeout_s=timeout_s, max_lag_s=0.05
+        front, server.target, dial_plain, owner=owner, window_s=60.0, timeout_s=timeout_s, max_lag_s=MAX_LAG_S
     )
     store.start()
     try:
@@ -77,23 +80,34 @@ async def test_streams_are_served_while_the_server_is_away_and_mirrored_when_it_
         await eventually(lambda: not store.client.requests.is_open)
 
 
-async def load(store, streams, seconds):
-    """Streams that gain a token at a steady pace, as the router's runs append them; the CPU time of this process."""
+async def open_streams(store, streams):
     for n in range(streams):
         await store.open(record(f"r-{n}", choices=1, prompt=range(500)))
+
+
+async def append_tokens(store, appended_at, every_s, seconds):
+    """Each stream gains a token at a steady pace, as the router's runs append them; `appended_at` has the times."""
     chance = random.Random(7)
-    offsets = [chance.uniform(0, TOKEN_EVERY_S) for _ in range(streams)]
-    lengths = [0] * streams
-    began, cpu = time.monotonic(), time.process_time()
-    while (now := time.monotonic() - began) < seconds:
-        for n in range(streams):
-            if now > offsets[n] + lengths[n] * TOKEN_EVERY_S:
-                store.append(f"r-{n}", Piece(0, lengths[n], [lengths[n] % 4096], (), 0, 0, False, "numerics-1"))
-                lengths[n] += 1
+    due_at = [time.monotonic() + chance.uniform(0, every_s) for _ in appended_at]
+    end = time.monotonic() + seconds
+    while (now := time.monotonic()) < end:
+        for n, times in enumerate(appended_at):
+            if now > due_at[n]:
+                store.append(f"r-{n}", Piece(0, len(times), [len(times) % 4096], (), 0, 0, False, "numerics-1"))
+                times.append(now)
+                due_at[n] += every_s
         await asyncio.sleep(0.001)
+
+
+async def load(store, streams, seconds):
+    """Streams from the beginning to the end; the CPU time of this process, and how many tokens they had."""
+    await open_streams(store, streams)
+    appended_at = [[] for _ in range(streams)]
+    cpu = time.process_time()
+    await append_tokens(store, appended_at, TOKEN_EVERY_S, seconds)
     for n in range(streams):
         await store.seal(f"r-{n}", Outcome(), 60.0)
-    return time.process_time() - cpu, sum(lengths)
+    return time.process_time() - cpu, sum(map(len, appended_at))
 
 
 @pytest.mark.slow
@@ -110,3 +124,36 @@ async def test_mirror_takes_less_than_a_hundredth_of_a_streams_time(server):
         f"stream's time, {1e6 * (with_s - without_s) / tokens:.1f} us a token"
     )
     assert share < 0.01
+
+
+@pytest.mark.slow
+async def test_state_server_has_the_tokens_of_200_streams_in_time(server, monkeypatch):
+    """As far as it keeps up: what a batch takes comes on top. On a busy machine tokens are late: then once more."""
+    async with store_of(server, timeout_s=5.0) as store:
+        append, appended_at = store.client.append, [[] for _ in range(200)]
+        lags_s, calls_s = [], []
+
+        async def timed(request):
+            began = time.monotonic()
+            response = await append(request)
+            now = time.monotonic()
+            calls_s.append(now - began)
+            for write in request.writes:
+                times = appended_at[int(write.stream_id.removeprefix("r-"))]
+                for piece in write.pieces:
+                    lags_s.extend(now - times[at] for at in range(piece.position, piece.position + len(piece.ids)))
+            return response
+
+        monkeypatch.setattr(store.client, "append", timed)
+        await open_streams(store, len(appended_at))
+        for _ in range(STRETCHES):
+            await eventually(lambda: store.mirror.is_idle)
+            lags_s.clear()
+            calls_s.clear()
+            await append_tokens(store, appended_at, 0.05, STRETCH_S)
+            await eventually(lambda: store.mirror.is_idle)
+            lag_s, call_s = sorted(lags_s)[int(0.99 * len(lags_s))], max(calls_s)
+            print(f"99 % of {len(lags_s)} tokens in {1e3 * lag_s:.1f} ms; a batch takes up to {1e3 * call_s:.1f} ms")
+            if lag_s <= MAX_LAG_S + call_s:
+                break
+        assert lag_s <= MAX_LAG_S + call_s

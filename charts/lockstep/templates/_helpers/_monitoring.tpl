@@ -49,3 +49,15 @@ model: {{ .name | quote }}
 {{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{/*
+The groups of alerts and recording rules in rules/, as a file of Prometheus. $release and $namespace in these files stand for this
+release's, and $runbooks for the runbooks' address; all other templates are for Prometheus.
+*/}}
+{{- define "lockstep.rules" -}}
+groups:
+  {{- range $path, $_ := .Files.Glob "rules/*.yaml" }}
+  {{- $rules := $.Files.Get $path | replace ": $release" (printf ": %q" $.Release.Name) | replace ": $namespace" (printf ": %q" $.Release.Namespace) | replace "$release" $.Release.Name | replace "$namespace" $.Release.Namespace | replace "$runbooks" (trimSuffix "/" $.Values.monitoring.runbooks) | fromYaml }}
+  {{- toYaml $rules.groups | nindent 2 }}
+  {{- end }}
+{{- end -}}

@@ -44,6 +44,27 @@ router.limitsStorage.address must have no user and no password: use router.limit
 {{- if and $.Values.networkPolicy.enabled (not $.Values.networkPolicy.routerEgress) }}
 networkPolicy.routerEgress is empty: routers could not reach the Redis of router.limitsStorage, and each would count by itself. List its addresses and ports, or set networkPolicy.enabled to false
 {{- end -}}
+{{- include "lockstep.validate.router.separateRedis" $ -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Routers log in as Redis's user `default`: what that one may read of the state server's they could read. Databases are no border. */}}
+{{- define "lockstep.validate.router.separateRedis" -}}
+{{- $state := .Values.state -}}
+{{- if and $state.enabled (eq $state.backend "redis") $state.redis.url (has $state.redis.username (list "" "default")) -}}
+{{- $own := include "lockstep.validate.servers" .Values.router.limitsStorage.address | fromYamlArray -}}
+{{- range include "lockstep.validate.servers" $state.redis.url | fromYamlArray -}}
+{{- if has . $own }}
+router.limitsStorage.address: {{ . }} is the Redis of state.redis.url, where the state server is the user `default` as routers are: they could read and write all journals. Use another Redis, or give the state server a user of its own, state.redis.username
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The servers in an address of Redis, each with its port: a list in YAML. Takes the address. */}}
+{{- define "lockstep.validate.servers" -}}
+{{- range regexReplaceAll "^[^/]*//|[/?].*$" (lower .) "" | splitList "," }}
+- {{ regexMatch ":[0-9]+$" . | ternary . (printf "%s:6379" .) | quote }}
 {{- end -}}
 {{- end -}}
 

@@ -47,6 +47,7 @@ class _Shared:
             policy.probe_after_s,
             is_proxied=is_proxied,
             has_grpc=any(map(is_grpc, self.routers.roots)),
+            has_tls=is_proxied or any(root.startswith("https:") for root in self.routers.roots),
         )
 
     def exchange(self, request: Outgoing, policy: Policy | None) -> Exchange:

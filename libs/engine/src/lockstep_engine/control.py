@@ -78,6 +78,9 @@ class Ready(msgspec.Struct, tag=True):
     head_dim: int = 0
     phases_s: dict[str, float] = {}
     """Seconds of all phases of the start, those of `Loaded` too."""
+    loaded_at_s: float = 0.0
+    """On the rank's monotonic clock: when it sent `Loaded`, and when `AllocateBlocks` had come; both 0: unknown."""
+    allocated_at_s: float = 0.0
 
 
 class StartFailed(msgspec.Struct, tag=True):

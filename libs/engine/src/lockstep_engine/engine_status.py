@@ -35,6 +35,8 @@ class RankStatus:
     calls, without collectives that are recorded."""
     device_bytes: int = 0
     """Memory of its GPU that it has reserved; 0: it has none."""
+    clock_skew_s: tuple[float, float] = (0.0, 0.0)
+    """How far its monotonic clock is from the driver's: at least, and at most (see `RankProcess`)."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ def rank_statuses(group: RankGroup) -> tuple[RankStatus, ...]:
             forward_s=times[each.rank].forward_s,
             collective_s=times[each.rank].collective_s,
             device_bytes=device_bytes[each.rank],
+            clock_skew_s=each.clock_skew_s,
         )
         for each in group.ranks
     )

@@ -377,6 +377,7 @@ class RankGroup:
             process.loading = (message.done_bytes, message.total_bytes)
             self._listener.on_progress()
         elif isinstance(message, Loaded):
+            process.loaded_at_s = time.monotonic()
             process.blocks, process.phases_s = message.blocks, message.phases_s
             self._allocate()
         elif isinstance(message, Ready):
@@ -414,7 +415,8 @@ class RankGroup:
                 )
             )
             return
-        for control in self._controls:
+        for process, control in zip(self.ranks, self._controls, strict=True):
+            process.allocated_at_s = time.monotonic()
             control.send(encode_control(AllocateBlocks(blocks)))
 
     def _on_deadline(self, what: str, since: float) -> None:

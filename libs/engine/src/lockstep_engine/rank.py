@@ -142,8 +142,8 @@ class Rank:
             reserved = recorder.estimate_bytes(self._caches) + self._measure_largest_step()
         phases.end("estimate")
         free_bytes = None if self._memory is None else self._memory.free_bytes()
-        self._send(Loaded(self._caches.affordable(free_bytes, reserved), phases.seconds))
-        blocks = self._receive_blocks()
+        loaded = Loaded(self._caches.affordable(free_bytes, reserved), phases.seconds)
+        blocks, self._loaded_at_s, self._allocated_at_s = self._agree_on_blocks(loaded)
         phases.end("agree")
         self.cache = self._caches.make(blocks)
         self.host = HostMemory(blocks.host, self.cache, host_fd)
@@ -453,12 +453,18 @@ class Rank:
             spec.rank, config.tp, progress, deterministic=self._deterministic, on_gpu=on_gpu, one_shot=one_shot
         )
 
-    def _receive_blocks(self) -> PoolSizes:
-        """Wait for the driver's answer. An order for the log may come before it."""
+    def _agree_on_blocks(self, loaded: Loaded) -> tuple[PoolSizes, float, float]:
+        """Tell the driver, and wait for its answer. An order for the log may come before it.
+
+        Returns:
+            The blocks, and the times of both messages on the monotonic clock.
+        """
+        loaded_at_s = time.monotonic()
+        self._send(loaded)
         while message := self._control.recv(MAX_CONTROL_BYTES):
             answer = decode_rank_message(message)
             if isinstance(answer, AllocateBlocks):
-                return answer.blocks
+                return answer.blocks, loaded_at_s, time.monotonic()
             self._obey(answer)
         os._exit(0)
 
@@ -490,6 +496,8 @@ class Rank:
                 kv_heads=self.model.kv_heads,
                 head_dim=self.model.head_dim,
                 phases_s=phases.seconds,
+                loaded_at_s=self._loaded_at_s,
+                allocated_at_s=self._allocated_at_s,
             )
         )
 

@@ -23,6 +23,22 @@ class RankProcess:
     phases_s: dict[str, float] = field(default_factory=dict)
     ready: Ready | None = None
     """Its message when it became ready."""
+    loaded_at_s: float = 0.0
+    """On the driver's monotonic clock: when `Loaded` had come from it, and when it was sent `AllocateBlocks`."""
+    allocated_at_s: float = 0.0
+
+    @property
+    def clock_skew_s(self) -> tuple[float, float]:
+        """How far its monotonic clock is from the driver's: at least, and at most. Both are 0 while it is not known.
+
+        A message cannot come before it was sent: one each way bounds the difference of the clocks, as in NTP (RFC 5905,
+        section 8). The bounds are as far apart as the two messages took.
+        """
+        if self.ready is None or not self.ready.loaded_at_s:
+            return 0.0, 0.0
+        low = self.ready.loaded_at_s - self.loaded_at_s
+        high = self.ready.allocated_at_s - self.allocated_at_s
+        return max(0.0, low, -high), max(abs(low), abs(high))
 
 
 def common_ready(ranks: Sequence[RankProcess], last: Ready) -> Ready:

@@ -41,6 +41,13 @@ RANK_MEMORY = Gauge(
     ["rank", "kind"],
     registry=REGISTRY,
 )
+RANK_CLOCK = Gauge(
+    "lockstep_worker_rank_clock_skew_seconds",
+    "How far the rank's monotonic clock is from the worker's, by the messages of its start: `least` and `most` that "
+    "explain when they came",
+    ["rank", "bound"],
+    registry=REGISTRY,
+)
 RUNNING = Gauge("lockstep_worker_running", "Requests in the batch", registry=REGISTRY)
 QUEUED = Gauge("lockstep_worker_queued", "Requests waiting", registry=REGISTRY)
 QUEUE_WAIT = Gauge(
@@ -268,6 +275,12 @@ def count_tokens(emitted: int) -> None:
         STEP_TOKENS.observe(emitted)
 
 
+def note_start(stream: LiveStream) -> None:
+    """Record a stream's wait, when the ranks compute it for the first time."""
+    stream.started_at = time.monotonic()
+    QUEUE_SECONDS.observe(stream.started_at - stream.arrived_at, stream.exemplar)
+
+
 def measure(stream: LiveStream, *, has_tokens: bool, is_finished: bool) -> None:
     """Record a stream's times, when its first token or its end has come. An embedding ends without any token."""
     now = time.monotonic()
@@ -275,9 +288,9 @@ def measure(stream: LiveStream, *, has_tokens: bool, is_finished: bool) -> None:
     if stream.first_token_at is None:
         stream.first_token_at = now
         # Tokens that come before the report that it runs: it ran at once.
-        PREFILL_SECONDS.observe(now - (stream.started_at or stream.arrived_at))
+        PREFILL_SECONDS.observe(now - (stream.started_at or stream.arrived_at), stream.exemplar)
     if is_finished and (has_tokens or not is_first):
-        DECODE_SECONDS.observe(now - stream.first_token_at)
+        DECODE_SECONDS.observe(now - stream.first_token_at, stream.exemplar)
 
 
 class RankMeter:
@@ -290,6 +303,7 @@ class RankMeter:
         self._forward = Growth(RANK_FORWARD.labels(label).inc)
         self._collective = Growth(RANK_COLLECTIVE.labels(label).inc)
         self._device = RANK_MEMORY.labels(label, "device")
+        self._clock = [RANK_CLOCK.labels(label, bound) for bound in ("least", "most")]
         self._pid = 0
         RANK_MEMORY.labels(label, "resident").set_function(self._resident_bytes)
 
@@ -301,6 +315,8 @@ class RankMeter:
         self._forward.observe(status.forward_s)
         self._collective.observe(status.collective_s)
         self._device.set(status.device_bytes)
+        for bound, seconds in zip(self._clock, status.clock_skew_s, strict=True):
+            bound.set(seconds)
 
     def _resident_bytes(self) -> float:
         """Memory of its process when the metrics are read; 0: it does not run."""
@@ -366,7 +382,7 @@ class StatusMeter:
                 self._ranks[rank.rank] = RankMeter(rank.rank)
             self._ranks[rank.rank].observe(rank)
         self._observe_cache(status)
-        VLLM_NAMES.observe(status.running, status.queued, usage)
+        VLLM_NAMES.observe(status.running, status.queued, usage, status.total_blocks)
 
     def _observe_cache(self, status: EngineStatus) -> None:
         hot, free_hot = status.total_blocks - status.cold_blocks, status.free_blocks - status.free_cold_blocks

@@ -132,7 +132,7 @@ class WorkerSettings(StateServerSettings):
     outgoing_frames: int = Field(1024, ge=8, description="Frames waiting for one router; one more ends its connection.")
     vllm_metric_names: bool = Field(
         False,
-        description="Also show load and KV use by vLLM's names of metrics, which autoscalers and gateways read.",
+        description="Also show load and the KV cache by vLLM's names of metrics, which autoscalers and gateways read.",
     )
     kubernetes_events: bool = Field(False, description="Post Events of the pod when ranks are lost and come back.")
 

@@ -47,6 +47,11 @@ class LiveStream:
         return fields | {"stream": self.stream_id, "attempt": self.attempt, "router": self.router.router_id}
 
     @property
+    def exemplar(self) -> dict[str, str] | None:
+        """Names its trace to a histogram, if that is kept."""
+        return None if self.spans is None else self.spans.exemplar
+
+    @property
     def request_id(self) -> str:
         """Its id in the engine, unique among live streams: two routers may use the same stream id."""
         return f"{self.router.number}:{self.stream_id}:{self.attempt}"

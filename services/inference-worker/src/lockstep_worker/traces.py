@@ -48,6 +48,11 @@ class AttemptTrace:
         self._marks: list[tuple[int, int]] = []
         """Of the decode's steps: the monotonic clock in ns, and the tokens so far."""
 
+    @property
+    def exemplar(self) -> dict[str, str] | None:
+        """Names the trace to a histogram if it is kept, as far as that is known now."""
+        return None if self._trace.kept is None else {"trace_id": self._trace.hex_id}
+
     @contextmanager
     def submitting(self) -> Iterator[None]:
         """What the engine begins for the request within this block, such as a fetch of blocks, belongs to its wait. A
@@ -70,6 +75,7 @@ class AttemptTrace:
     def on_running(self) -> None:
         """The ranks compute it, or have computed a part of its prompt."""
         if self._phase.name == "queue":
+            self._keep_if_slow()
             self._next("prefill")
         elif self._phase.name == "prefill":
             self._phase.event("chunk")
@@ -114,16 +120,19 @@ class AttemptTrace:
             error = str(failure.code)
             if failure.meaning.http_status >= 500:
                 self._trace.keep(Kept.ERROR)
-        self._trace.keep_if_slow(time.monotonic() - self._began_at)
+        self._keep_if_slow()
         self._close(error)
         self._trace.release()
 
     def _begin_decode(self, output: Output) -> None:
         if not self._has_token:
             self._has_token = True
-            self._trace.keep_if_slow(time.monotonic() - self._began_at)
+            self._keep_if_slow()
             self._phase.attributes[names.CACHED_TOKENS] = output.cached_tokens
         self._next("decode")
+
+    def _keep_if_slow(self) -> None:
+        self._trace.keep_if_slow(time.monotonic() - self._began_at)
 
     def _next(self, name: str) -> None:
         """The next phase begins."""

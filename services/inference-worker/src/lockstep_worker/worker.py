@@ -339,8 +339,7 @@ class Worker:
                     (stream.spans.on_running if stream.is_running else stream.spans.on_waiting)()
                 (stream.ranks.run if stream.is_running else stream.ranks.wait)()
                 if stream.is_running and stream.started_at is None:
-                    stream.started_at = time.monotonic()
-                    metrics.QUEUE_SECONDS.observe(stream.started_at - stream.arrived_at)
+                    metrics.note_start(stream)
                 batch = batches.setdefault(stream.router, [])
                 batch.append(translate.phase_change(stream.stream_id, stream.attempt, change.phase))
         for router, batch in batches.items():

@@ -23,8 +23,6 @@ class Kind(StrEnum):
 
 def key_of(kind: Kind, tenant: str, *parts: bytes) -> str:
     """The key of one thing of a tenant. Lengths are hashed too, so that no two lists of parts are equal."""
-    digest = hashlib.sha256()
-    for part in (kind.encode(), tenant.encode(), *parts):
-        digest.update(len(part).to_bytes(4, "big"))
-        digest.update(part)
-    return digest.hexdigest()[: 2 * _BYTES]
+    whole = (kind.encode(), tenant.encode(), *parts)
+    hashed = b"".join([len(part).to_bytes(4, "big") + part for part in whole])
+    return hashlib.sha256(hashed).hexdigest()[: 2 * _BYTES]

@@ -186,7 +186,7 @@ WAIT_SECONDS = Distribution(
     buckets=_SECONDS,
     registry=REGISTRY,
 )
-FAILOVER_GAP_SECONDS = Histogram(
+FAILOVER_GAP_SECONDS = Distribution(
     "lockstep_router_failover_gap_seconds",
     "Between the last token before a failover and the first after it.",
     buckets=_GAP_SECONDS,

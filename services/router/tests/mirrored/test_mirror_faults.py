@@ -1,10 +1,12 @@
 """State servers that are away, late, full or have forgotten everything."""
 
 import asyncio
+import itertools
 import time
 
 import pytest
 from journal_store_contract import KEEP_S, STOP, logprobs, record
+from lockstep_api.v1 import state_pb2
 from lockstep_common.errors import ErrorCode, LockstepError
 from lockstep_router import metrics
 from lockstep_router.journals import Claim, Outcome, Piece
@@ -147,6 +149,36 @@ async def test_what_came_while_a_batch_took_long_is_written_at_once(make_store, 
         await mirrored(store)
         store.append("r-1", Piece(1, position, [6], logprobs(6)))
     assert waited_s < gather_s / 2
+
+
+async def test_what_did_not_fit_in_a_batch_is_written_at_once(make_store, monkeypatch):
+    """It has waited as long as changes are gathered. Repeats wait."""
+    gather_s = 1.0
+    store = await make_store(max_lag_s=2 * gather_s, max_streams=2000, max_bytes=256 << 20)
+    append, times, is_odd = store.client.append, [], False
+
+    async def timed(request):
+        began_at = time.monotonic()
+        response = await append(request)
+        if is_odd:
+            response.results[0].outcome = state_pb2.WRITE_OUTCOME_UNAVAILABLE
+        times.append((began_at, time.monotonic()))
+        return response
+
+    monkeypatch.setattr(store.client, "append", timed)
+    for n in range(1800):
+        await store.open(record(f"r-{n}"))
+    await mirrored(store)
+    assert len(times) == 4, "three that are full, and the rest"
+    waits_s = [began_at - ended_at for (_, ended_at), (began_at, _) in itertools.pairwise(times)]
+    assert min(waits_s) < gather_s / 2
+
+    times.clear()
+    is_odd = True
+    for n in range(1800):
+        store.append(f"r-{n}", Piece(0, 0, [5], logprobs(5)))
+    await eventually(lambda: len(times) >= 2)
+    assert times[1][0] - times[0][0] > gather_s / 2
 
 
 async def test_taken_stream_keeps_its_key_while_the_server_is_away(store, other, server):

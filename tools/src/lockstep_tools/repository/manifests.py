@@ -132,7 +132,7 @@ def _template(root: Path, *options: str) -> str:
     if helm is None:
         raise CommandError("helm is not installed, or not on PATH", FAILED)
     command = [helm, "template", RELEASE, str(CHART), "--namespace", RELEASE, "--skip-tests"]
-    command += ["--set", "monitoring.dashboards.enabled=false", *options]
+    command += ["--set", "monitoring.dashboards.enabled=false,monitoring.rules.enabled=false", *options]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=_HELM_TIMEOUT_S, check=False)
     if done.returncode:
         raise CommandError(f"helm cannot render the chart: {done.stderr.strip()}", FAILED)

@@ -27,6 +27,8 @@ from lockstep_tools.repository.generated_parts import fill, write_or_check
 DOCUMENT = Path(__file__).resolve().parents[4] / "docs/metrics.md"
 
 LABELS = {
+    "block_size": "one: the tokens of a KV block",
+    "bound": "two values: `least`, `most`",
     "calls": "two values: `requests`, `mirror`",
     "certificate": "the certificates that a service's settings name",
     "code": "HTTP or gRPC statuses, and the codes of errors (docs/api.md)",
@@ -41,6 +43,7 @@ LABELS = {
     "method": "the methods of the state server's API",
     "model_name": "the worker's model",
     "model": "models of the workers that discovery finds, never a name of a request",
+    "num_gpu_blocks": "one at a time: the KV blocks of the current ranks",
     "operation": "the operations of the store",
     "outcome": "a fixed set, named in the description or by the protocol",
     "policy": "the policies of routing that the settings name",
@@ -77,6 +80,7 @@ _UNITS = {
     "lockstep_worker_remote_cache_bytes_per_second": "bytes/s",
     "vllm:kv_cache_usage_perc": "0 to 1",
     "vllm:gpu_cache_usage_perc": "0 to 1",
+    "vllm:cache_config_info": "always 1",
 }
 _ABBREVIATED = re.compile(r"_(ms|us|ns|s|kb|mb|gb|kib|mib|gib|percent|pct)$")
 
@@ -153,10 +157,15 @@ def _facts_of(module: ModuleType) -> Iterator[MetricFacts]:
 
 
 def _vllm_facts() -> list[MetricFacts]:
-    families = lockstep_worker.metrics.VLLM_NAMES.families()
     return [
-        MetricFacts(family.name, family.type, vllm_names.LABELS, _UNITS.get(family.name, "count"), family.documentation)
-        for family in families
+        MetricFacts(
+            name=family.name,
+            kind=family.type,
+            labels=vllm_names.CACHE_LABELS if family.name == vllm_names.CACHE_INFO else vllm_names.LABELS,
+            unit=_UNITS.get(family.name, "count"),
+            meaning=family.documentation,
+        )
+        for family in lockstep_worker.metrics.VLLM_NAMES.families()
     ]
 
 

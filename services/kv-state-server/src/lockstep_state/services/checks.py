@@ -17,6 +17,7 @@ SCHEMA = 1
 _MAX_FINGERPRINT_BYTES = 128
 _MAX_EPOCH = 1 << 53
 _MAX_DIMENSIONS = 8
+_FINISHES = frozenset(inference_pb2.FinishReason.values())
 _DTYPE = re.compile(r"[a-z0-9_]{1,32}")
 
 
@@ -78,12 +79,12 @@ def check_record(record: state_pb2.StreamRecord) -> None:
 
 def check_pieces(write: state_pb2.StreamWrite) -> None:
     """The pieces of one write."""
-    if len({piece.choice for piece in write.pieces}) != len(write.pieces):
+    if len(write.pieces) > 1 and len({piece.choice for piece in write.pieces}) != len(write.pieces):
         raise invalid("pieces", "must have at most one of each choice")
     for piece in write.pieces:
         if piece.choice >= MAX_CHOICES:
             raise invalid("pieces.choice", f"must be below {MAX_CHOICES}")
-        if piece.finish not in inference_pb2.FinishReason.values():
+        if piece.finish not in _FINISHES:
             raise invalid("pieces.finish", "is no reason that this server knows")
         if len(piece.logprobs) not in (0, len(piece.ids)):
             raise invalid("pieces.logprobs", "must have one element for each id, or none")

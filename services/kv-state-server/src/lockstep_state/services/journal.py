@@ -1,5 +1,6 @@
 """The Journal service."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
@@ -110,8 +111,8 @@ class Journal(state_pb2_grpc.JournalServicer):
         done = await self._backend.append([write for _, write in valid.values()])
         for (at, _), result in zip(valid.values(), done, strict=True):
             results[at] = result
-        for result in results:
-            metrics.WRITES.labels(state_pb2.WriteOutcome.Name(result.outcome).removeprefix("WRITE_OUTCOME_")).inc()
+        for outcome, count in Counter(result.outcome for result in results).items():
+            metrics.WRITES.labels(state_pb2.WriteOutcome.Name(outcome).removeprefix("WRITE_OUTCOME_")).inc(count)
         return results
 
     def _write(self, write: state_pb2.StreamWrite) -> Write:

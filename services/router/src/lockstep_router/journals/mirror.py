@@ -7,7 +7,7 @@ look-up.
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -90,6 +90,8 @@ class Mirror:
         """What else the state server is to be told; beyond the bound it forgets by its times to live."""
         self._chores_in_flight = 0
         self._batch_writes = _BATCH_WRITES
+        self._is_backlog = False
+        """Whether the last batch was full, and was written completely. What did not fit has waited already."""
         self.on_return: Callable[[], None] = lambda: None
         """Called when the state server may have forgotten everything; streams are written again then."""
         self._writing: asyncio.Task[None] | None = None
@@ -240,15 +242,19 @@ class Mirror:
 
     def _wait_s(self, began_at: float) -> float:
         """Time until the next batch. Changes are gathered for a while, unless they have waited already because the last
-        one took long. Batches begin no sooner one after the other than that, so that repeats are not too many.
+        one took long. Batches begin no sooner one after the other than that, so that repeats are not too many; a batch
+        that was full, and is not to be repeated, has the next one at once.
         """
+        if self._is_backlog and self._changed:
+            return 0.0
         now = asyncio.get_running_loop().time()
         oldest = next((self.entries[each].changed_at for each in self._changed), None)
         return max(began_at, now if oldest is None else oldest) + self._gather_s - now
 
     async def _write_batch(self) -> bool:
         """Write what is missing, as much as fits in one batch; False if nothing was to be written."""
-        batch = self._batch()
+        self._is_backlog = False
+        batch, is_full = self._batch()
         if not batch:
             return False
         writes, self._flight = [write for write, _ in batch], [sent for _, sent in batch]
@@ -268,6 +274,9 @@ class Mirror:
         sent, self._flight = self._flight, []
         if len(sent) >= self._batch_writes:
             self._batch_writes = min(_BATCH_WRITES, len(sent) + _MORE_WRITES)
+        self._is_backlog = is_full and all(each.outcome == state_pb2.WRITE_OUTCOME_OK for each in response.results)
+        for outcome, count in Counter(each.outcome for each in response.results).items():
+            metrics.JOURNAL_WRITES.labels(_NAMES.get(outcome, _OTHER)).inc(count)
         for each, result in zip(sent, response.results, strict=True):
             self._note_result(each, result)
         return True
@@ -293,7 +302,8 @@ class Mirror:
             self.drop(each.request_id)
         self._flight = []
 
-    def _batch(self) -> list[tuple[state_pb2.StreamWrite, _Sent]]:
+    def _batch(self) -> tuple[list[tuple[state_pb2.StreamWrite, _Sent]], bool]:
+        """The next batch, and whether it has all that may be in one."""
         now, made, size = asyncio.get_running_loop().time(), [], 0
         for request_id in list(self._changed):
             entry = self.entries[request_id]
@@ -317,8 +327,8 @@ class Mirror:
             made.append((write, sent))
             size += write_bytes
             if len(made) >= self._batch_writes or size >= _BATCH_BYTES:
-                break
-        return made
+                return made, True
+        return made, False
 
     def _write(self, request_id: str, entry: Entry) -> tuple[state_pb2.StreamWrite, _Sent]:
         record = entry.stream.record
@@ -358,7 +368,6 @@ class Mirror:
 
     def _note_result(self, sent: _Sent, result: state_pb2.WriteResult) -> None:
         entry, outcome = sent.entry, result.outcome
-        metrics.JOURNAL_WRITES.labels(_NAMES.get(outcome, _OTHER)).inc()
         if self.entries.get(sent.request_id) is not entry:
             return
         now = asyncio.get_running_loop().time()

@@ -402,7 +402,7 @@ class Stream:
         else:
             metrics.INTER_TOKEN_SECONDS.observe(now - self._token_at, 1, self._trace.kept_id)
         if self._gap_from is not None:
-            metrics.FAILOVER_GAP_SECONDS.observe(now - self._gap_from)
+            metrics.FAILOVER_GAP_SECONDS.observe(now - self._gap_from, 1, self._trace.kept_id)
             self._trace.note_gap(now - self._gap_from)
             self._gap_from = None
         self._token_at = now
