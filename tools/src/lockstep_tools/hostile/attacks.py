@@ -21,6 +21,9 @@ MODEL = "reference"
 _BODY_BYTES = (4 << 20) - 1024
 _CHUNK = 64 << 10
 _LARGE_TOKENS = 3000
+_CHOICES = 16
+_LEAST_TOKEN_BYTES = 512
+"""Of JSON, with twenty alternatives: about half of what most take."""
 _IDLE_CONNECTIONS = 3000
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
@@ -282,7 +285,8 @@ async def whole_logprobs(address: Address) -> None:
     """Answers in one piece with twenty alternatives for each token, and a large one, for which the attack waits."""
 
     async def whole(max_tokens: int) -> int:
-        fields = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": 16, "max_tokens": max_tokens}
+        fields = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": _CHOICES}
+        fields["max_tokens"] = max_tokens
         body = json.dumps(fields | {"logprobs": True, "top_logprobs": 20}).encode()
         size = 0
         async with connection(address) as (reader, writer):
@@ -291,12 +295,15 @@ async def whole_logprobs(address: Address) -> None:
                 size += len(data)
         return size
 
+    came = False
     others = asyncio.ensure_future(repeat(2, lambda: whole(24)))
     try:
-        if await whole(_LARGE_TOKENS) < _LARGE_TOKENS << 10:
-            raise ConnectionError("the large answer did not come")
+        came = await whole(_LARGE_TOKENS) > _CHOICES * _LARGE_TOKENS * _LEAST_TOKEN_BYTES
     finally:
         others.cancel()
+        # The time of the attack may be over.
+        if not came:
+            raise ConnectionError("the large answer did not come")
 
 
 LEAST_S["whole-logprobs"] = 60.0
