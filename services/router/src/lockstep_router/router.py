@@ -322,7 +322,19 @@ class Router:
 
     def holding(self, answer: Iterable[bytes | bytearray]) -> Holding:
         """Count the memory of an answer in one piece while the context is entered."""
-        return Holding(self, sum(map(len, answer)))
+        # Choices share the JSON of an echoed prompt.
+        return Holding(self, sum(map(len, {id(piece): piece for piece in answer}.values())))
+
+    def check_answers(self) -> None:
+        """Refuse another copy of a whole answer that is kept if those that are being sent have taken all the room.
+
+        No kept answer is forgotten for it: the client could not ask for the same one again.
+
+        Raises:
+            LockstepError: OVERLOADED.
+        """
+        if self._other_bytes > self.settings.max_journals_bytes:
+            raise _no_room()
 
     @contextmanager
     def reserved(self, streams: int, prompt_bytes: int, account: Account) -> Iterator[None]:
@@ -405,9 +417,7 @@ class Router:
             return
         self.journals.shrink(excess)
         if others + self.journals.size_bytes > self.settings.max_journals_bytes:
-            raise LockstepError(
-                ErrorCode.OVERLOADED, "the journals of this router's streams take all their memory", retry_after_s=1
-            )
+            raise _no_room()
 
     def _count(self, streams: int) -> None:
         if streams > 0 and self.streams + streams > self.settings.max_streams:
@@ -419,6 +429,12 @@ class Router:
         return LockstepError(
             ErrorCode.OVERLOADED, f"this router runs {self.settings.max_streams} streams already", retry_after_s=1
         )
+
+
+def _no_room() -> LockstepError:
+    return LockstepError(
+        ErrorCode.OVERLOADED, "the journals of this router's streams take all their memory", retry_after_s=1
+    )
 
 
 def _mirrored(own: MemoryJournalStore, settings: RouterSettings, dial: Dial) -> MirroredJournalStore | None:

@@ -128,7 +128,10 @@ class Collected:
         return "".join(self._texts)
 
     def finish(self, body: Body) -> Iterator[bytes | bytearray]:
-        """The choice as JSON, with its log probabilities."""
+        """The choice as JSON, with its log probabilities if it has any. The text is in the first piece."""
+        if not self._columns:
+            yield to_json(body | {"logprobs": None})
+            return
         before = to_json(body)[:-1] + b',"logprobs":{'
         for column in self._columns.values():
             yield before
@@ -148,12 +151,6 @@ class Head:
     def body(self, kind: str, choices: list[Body]) -> Body:
         """A body with these choices."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-
-    def plain(self, kind: str, choices: list[Body], more: Body) -> Pieces:
-        """A body as JSON, made of choices without log probabilities and of further fields."""
-        for choice in choices:
-            choice["logprobs"] = None
-        return [to_json(self.body(kind, choices) | more)]
 
     def whole(self, kind: str, choices: Iterable[Iterable[bytes | bytearray]], more: Body) -> Pieces:
         """A body as JSON, made of choices that are JSON already and of further fields."""
@@ -221,8 +218,6 @@ class ChatFormat:
             for index, choice in enumerate(self._collected)
         ]
         more = {"usage": usage_body(usage), **more}
-        if not self._logprobs:
-            return self._head.plain("chat.completion", bodies, more)
         choices = [choice.finish(body) for choice, body in zip(self._collected, bodies, strict=True)]
         return self._head.whole("chat.completion", choices, more)
 
@@ -298,18 +293,15 @@ class CompletionFormat:
 
     def whole(self, usage: Usage, more: Body) -> Pieces:
         """The texts."""
-        bodies: list[Body] = [
-            {
-                "index": index,
-                "text": (self._prefixes[index] if self._prefixes else "") + choice.text,
-                "finish_reason": choice.finish_reason,
-            }
+        choices = [
+            choice.finish({"index": index, "text": choice.text, "finish_reason": choice.finish_reason})
             for index, choice in enumerate(self._collected)
         ]
+        if self._prefixes:
+            # All choices of a prompt share its JSON: sixteen copies of a long one would block the event loop.
+            shared = {prefix: to_json(prefix)[1:-1] for prefix in set(self._prefixes)}
+            choices = [_echoing(shared[prefix], choice) for prefix, choice in zip(self._prefixes, choices, strict=True)]
         more = {"usage": usage_body(usage), **more}
-        if not self._logprobs:
-            return self._head.plain("text_completion", bodies, more)
-        choices = [choice.finish(body) for choice, body in zip(self._collected, bodies, strict=True)]
         return self._head.whole("text_completion", choices, more)
 
     def _chunk(self, index: int, text: str, logprobs: Body | None, finish_reason: str | None) -> Body:
@@ -341,6 +333,15 @@ class CompletionFormat:
         except UnicodeDecodeError:
             # OpenAI's form for parts of characters; several tokens may have the same text.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _echoing(prefix: bytes, choice: Iterator[bytes | bytearray]) -> Iterator[bytes | bytearray]:
+    """A choice with more JSON at the beginning of its text."""
+    before, name, text = next(choice).partition(b'"text":"')
+    yield before + name
+    yield prefix
+    yield text
+    yield from choice
 
 
 def make_format(style: Style, request_id: str, prepared: Prepared) -> Format:
