@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[2] / "services/kv-state-server/tests"
 
 from lockstep_tools.hostile.observer import Observer
 from target import Target
-from trial import Scene
+from trial import FLAGS, Scene
 
 _STREAMS = 8
 _START_S = 60.0
@@ -35,7 +35,7 @@ def seeded(seed: int) -> random.Random:
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
-    with Target() as target, Observer(target.address, streams=_STREAMS) as observer:
+    with Target(flags=FLAGS) as target, Observer(target.address, streams=_STREAMS) as observer:
         deadline = time.monotonic() + _START_S
         while target.streams() < _STREAMS:
             assert time.monotonic() < deadline, observer.take().failures

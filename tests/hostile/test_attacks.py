@@ -6,6 +6,10 @@ before the attack, these limits are longer, up to four times. What is reached on
 figure in `docs/bench/hostile.md`, which `tools/bench/hostile.py` measures: lower, and without tries or a factor.
 """
 
+import os
+import signal
+import threading
+
 import pytest
 from lockstep_tools.hostile.attacks import names
 from trial import Outcome, Scene, attack, calm
@@ -23,6 +27,7 @@ _CALM_SILENCE_S = 0.1  # two tokens at 20 a second
 _CALM_HEALTHZ_P99_S = 0.01
 _MAX_SLOWNESS = 4.0
 _TRIES = 3
+_STOPPED_S = 4.0
 _FAST = {"mixed-prompt", "stalled-bodies", "pipelining", "unread"}
 """Tokenizing, memory, connections and back-pressure; `make test-slow` has the others."""
 
@@ -51,6 +56,20 @@ def test_attack_is_not_noticed(scene: Scene, name: str, summarize) -> None:
         if outcome.healthz_p99_s < _BEST_HEALTHZ_P99_S * slowness:
             return
     pytest.fail("/healthz was late in every try")
+
+
+def test_silence_that_outlasts_its_attack_counts_whole(scene: Scene) -> None:
+    pid = scene.target.router_pid
+    os.kill(pid, signal.SIGSTOP)
+    going_on = threading.Timer(_STOPPED_S, os.kill, (pid, signal.SIGCONT))
+    going_on.start()
+    try:
+        outcome = attack(scene.target, scene.observer, "vanishing", 0.2)
+    finally:
+        going_on.join()
+    # What was in the kernel's buffers is read after the router has stopped.
+    assert outcome.silence_s > 0.8 * _STOPPED_S
+    assert outcome.healthz_max_s > 0.8 * _STOPPED_S
 
 
 def too_late(outcome: Outcome, slowness: float) -> list[str]:

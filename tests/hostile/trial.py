@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from lockstep_tools.hostile.observer import Observer
 from target import Target
 
+FLAGS = ("--max-connections", "2048")
+"""Of the router: more than `slow-headers` opens, fewer than `connections` does."""
 _SETTLE_S = 20.0
 _SETTLED_BYTES = 75 << 20
 """Memory above that before the attack at which nothing more is waited for; the limit is 100 MiB."""
@@ -61,6 +63,9 @@ def attack(target: Target, observer: Observer, name: str, seconds: float) -> Out
         while target.streams() > _STREAMS and time.monotonic() < ended + _SETTLE_S:
             time.sleep(0.02)
         vanished_s = time.monotonic() - ended
+        # A silence may last longer than the attack.
+        while not observer.is_served_since(ended) and time.monotonic() < ended + _SETTLE_S:
+            time.sleep(0.02)
         noticed = observer.take()
     while (left := target.memory_bytes() - before) > _SETTLED_BYTES and time.monotonic() < ended + _SETTLE_S:
         time.sleep(0.2)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "tests/hostile"))
 from lockstep_tools.hostile.attacks import names
 from lockstep_tools.hostile.observer import Observer
 from target import Target
-from trial import attack, calm
+from trial import FLAGS, attack, calm
 
 _STREAMS = 8
 _START_S = 60.0
@@ -26,7 +26,7 @@ _START_S = 60.0
 
 def measure(tree: Path, name: str, seconds: float) -> dict[str, Any]:
     """One attack on a fresh router: what an earlier one has left does not count."""
-    with Target(tree) as target, Observer(target.address, streams=_STREAMS) as observer:
+    with Target(tree, flags=FLAGS) as target, Observer(target.address, streams=_STREAMS) as observer:
         deadline = time.monotonic() + _START_S
         while target.streams() < _STREAMS:
             assert time.monotonic() < deadline, observer.take().failures

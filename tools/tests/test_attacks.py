@@ -1,5 +1,6 @@
 """An attack that reaches nothing fails, so that a router that is not attacked is not taken for one that holds."""
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from lockstep_tools.hostile.attacks import LEAST_S, run
 
 SECONDS = "0.5"
 BACKLOG = 4096
@@ -49,3 +51,11 @@ def test_an_attack_may_open_what_the_hard_limit_allows(door: tuple[str, int]) ->
 def test_an_attack_with_too_few_connections_fails(door: tuple[str, int]) -> None:
     result = attack("slow-headers", door[1], "ulimit -n 64;")
     assert (result.returncode, result.stderr) == (1, "attack slow-headers: [Errno 24] Too many open files\n")
+
+
+def test_an_attack_whose_large_answer_does_not_come_in_time_fails(
+    door: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LEAST_S, "whole-logprobs", 0.0)
+    with pytest.raises(ConnectionError, match="the large answer did not come"):
+        asyncio.run(run("whole-logprobs", door, float(SECONDS)))

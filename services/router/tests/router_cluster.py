@@ -90,9 +90,10 @@ class Cluster:
             await server.stop(0)
 
     @contextlib.asynccontextmanager
-    async def over_http(self):
-        """A client over a real connection to a real server."""
-        listener = socket.create_server(("127.0.0.1", 0))
+    async def over_http(self, listener=None):
+        """A client over a real connection to a real server, on a listener of its own unless one is given."""
+        if listener is None:
+            listener = socket.create_server(("127.0.0.1", 0))
         server = Server(http_config(self.router))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await eventually(lambda: server.started)

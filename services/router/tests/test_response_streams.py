@@ -119,7 +119,7 @@ async def test_events_do_not_depend_on_how_tokens_arrive(thinking, name):
     assert (last["id"], last["created_at"], last["instructions"]) == ("resp_r-1", 1_700_000_000, "Be brief.")
     source = Growing(1)
     source.logs[0].add(Piece(0, 0, ids, (), STOP))
-    assert json.loads(await whole_of(reading_of(source, thinking))) == last
+    assert json.loads(b"".join(await whole_of(reading_of(source, thinking)))) == last
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ class History:
         self._sessions: Counter[str] = Counter()
         self._began = 0
         self._moved = 0
-        self._told: deque[AttemptRecord] = deque()
+        self._with_works: deque[AttemptRecord] = deque()
         """Attempts of whose ranks something is kept, the oldest first."""
         self._works = 0
 
@@ -166,25 +166,25 @@ class History:
         return move
 
     @property
-    def told(self) -> int:
-        """Attempts of which workers' ranks are kept."""
-        return len(self._told)
+    def attempts_with_works(self) -> int:
+        """Number of the attempts that have works."""
+        return len(self._with_works)
 
     def note_ranks(self, worker: str, ended: Iterable[worker_pb2.EndedAttempt]) -> None:
         """Keep what a worker tells of its ranks, of attempts that are in the history."""
-        for told in ended:
-            stream = self._streams.get(told.stream_id)
+        for each in ended:
+            stream = self._streams.get(each.stream_id)
             for attempt in stream.attempts if stream is not None else ():
-                if (attempt.number, attempt.worker) == (told.attempt, worker) and not attempt.works:
-                    attempt.prefill, attempt.decode = _works(told.prefill), _works(told.decode)
+                if (attempt.number, attempt.worker) == (each.attempt, worker) and not attempt.works:
+                    attempt.prefill, attempt.decode = _works(each.prefill), _works(each.decode)
                     if attempt.works:
                         self._keep_works(attempt)
 
     def _keep_works(self, attempt: AttemptRecord) -> None:
-        self._told.append(attempt)
+        self._with_works.append(attempt)
         self._works += attempt.works
         while self._works > MAX_WORKS:
-            oldest = self._told.popleft()
+            oldest = self._with_works.popleft()
             self._works -= oldest.works
             oldest.prefill = oldest.decode = ()
 

@@ -6,7 +6,7 @@ Faces use only this module and `generation`. They never reach into the workers.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from random import Random
 from typing import Self
@@ -33,7 +33,7 @@ from lockstep_router.journals import JournalStore, MemoryJournalStore, MirroredJ
 from lockstep_router.memory import MemoryTrimmer
 from lockstep_router.output import ModelFormats
 from lockstep_router.resumption import Runs
-from lockstep_router.running import Admission, CountingPrompts, RunningRequest
+from lockstep_router.running import Admission, CountingPrompts, Holding, RunningRequest
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account, KeyFile, TenantLimits
 from lockstep_router.tenants.shared_storage import open_storage
@@ -106,8 +106,8 @@ class Router:
         """Streams in progress: one for each choice of each request."""
         self._generations: set[Generation | Embedding] = set()
         self._journals_bytes = 0
-        self._preparing_bytes = 0
-        """Prompts that are token ids already, of requests that are not."""
+        self._other_bytes = 0
+        """Prompts that are token ids already, of requests that are not, and whole answers that are being sent."""
         self._journals_measured_at = 0.0
         """In the event loop's time, like all deadlines."""
         self._began_at = time.monotonic()
@@ -320,6 +320,22 @@ class Router:
         """
         return Admission(self, account)
 
+    def holding(self, answer: Iterable[bytes | bytearray]) -> Holding:
+        """Count the memory of an answer in one piece while the context is entered."""
+        # Choices share the JSON of an echoed prompt.
+        return Holding(self, sum(map(len, {id(piece): piece for piece in answer}.values())))
+
+    def check_answers(self) -> None:
+        """Refuse another copy of a whole answer that is kept if those that are being sent have taken all the room.
+
+        No kept answer is forgotten for it: the client could not ask for the same one again.
+
+        Raises:
+            LockstepError: OVERLOADED.
+        """
+        if self._other_bytes > self.settings.max_journals_bytes:
+            raise _no_room()
+
     @contextmanager
     def reserved(self, streams: int, prompt_bytes: int, account: Account) -> Iterator[None]:
         """Keep room for the streams of a request that is about to run. It has one stream of its tenant already.
@@ -328,12 +344,12 @@ class Router:
             LockstepError: as for `run`, when the context is entered.
         """
         self._check_room(prompt_bytes)
-        self._preparing_bytes += prompt_bytes
+        self._other_bytes += prompt_bytes
         try:
             with self._running(streams), account.holding(streams - 1):
                 yield
         finally:
-            self._preparing_bytes -= prompt_bytes
+            self._other_bytes -= prompt_bytes
 
     def has_one_numerics(self, model: str, digest: str) -> bool:
         """Whether all workers compute the same tokens, so that it does not matter which one has begun a stream."""
@@ -395,15 +411,13 @@ class Router:
         if now - self._journals_measured_at > _MEASURE_EVERY_S:
             self._journals_measured_at = now
             self._journals_bytes = sum(generation.journal_bytes for generation in self._generations)
-        others = self._journals_bytes + self._preparing_bytes + wanted
+        others = self._journals_bytes + self._other_bytes + wanted
         excess = others + self.journals.size_bytes - self.settings.max_journals_bytes
         if excess <= 0:
             return
         self.journals.shrink(excess)
         if others + self.journals.size_bytes > self.settings.max_journals_bytes:
-            raise LockstepError(
-                ErrorCode.OVERLOADED, "the journals of this router's streams take all their memory", retry_after_s=1
-            )
+            raise _no_room()
 
     def _count(self, streams: int) -> None:
         if streams > 0 and self.streams + streams > self.settings.max_streams:
@@ -415,6 +429,12 @@ class Router:
         return LockstepError(
             ErrorCode.OVERLOADED, f"this router runs {self.settings.max_streams} streams already", retry_after_s=1
         )
+
+
+def _no_room() -> LockstepError:
+    return LockstepError(
+        ErrorCode.OVERLOADED, "the journals of this router's streams take all their memory", retry_after_s=1
+    )
 
 
 def _mirrored(own: MemoryJournalStore, settings: RouterSettings, dial: Dial) -> MirroredJournalStore | None:

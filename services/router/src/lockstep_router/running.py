@@ -55,11 +55,25 @@ class CountingPrompts:
         size = bytes_of(prompt)
         self._router._check_room(size)
         self._counted += size
-        self._router._preparing_bytes += size
+        self._router._other_bytes += size
 
     def end(self) -> None:
         """The request is prepared, or never will be."""
-        self._router._preparing_bytes -= self._counted
+        self._router._other_bytes -= self._counted
+
+
+class Holding:
+    """The memory of a whole answer, which is kept until it is sent."""
+
+    def __init__(self, router: "Router", size_bytes: int) -> None:
+        self._router = router
+        self._size_bytes = size_bytes
+
+    def __enter__(self) -> None:
+        self._router._other_bytes += self._size_bytes
+
+    def __exit__(self, *_: object) -> None:
+        self._router._other_bytes -= self._size_bytes
 
 
 class RunningRequest:

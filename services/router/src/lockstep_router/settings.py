@@ -228,7 +228,8 @@ class RouterSettings(StateServerSettings):
     max_journals_bytes: int = Field(
         1 << 30,
         ge=1 << 20,
-        description="Token ids and kept log probabilities of all streams, about; beyond, new requests are 503.",
+        description="Token ids and kept log probabilities of all streams, and whole answers being sent, about; beyond, "
+        "new requests are 503.",
     )
     resume_window_s: float = Field(
         60.0,

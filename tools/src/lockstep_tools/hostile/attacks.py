@@ -20,12 +20,19 @@ from lockstep_tools.file_limit import raise_file_limit
 MODEL = "reference"
 _BODY_BYTES = (4 << 20) - 1024
 _CHUNK = 64 << 10
+_LARGE_TOKENS = 3000
+_CHOICES = 16
+_LEAST_TOKEN_BYTES = 512
+"""Of JSON, with twenty alternatives: about half of what most take."""
+_IDLE_CONNECTIONS = 3000
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 Address = tuple[str, int]
 Attack = Callable[[Address], Awaitable[None]]
 
 ATTACKS: dict[str, Attack] = {}
+LEAST_S: dict[str, float] = {}
+"""Time that an attack may take to do what it is for; the others end when theirs is over."""
 
 
 @dataclass
@@ -223,6 +230,25 @@ async def slow_headers(address: Address) -> None:
 
 
 @attack
+async def connections(address: Address) -> None:
+    """More connections without a request than the router takes; those that it closes come back."""
+    closed = 0
+
+    async def act() -> None:
+        nonlocal closed
+        async with connection(address) as (reader, _):
+            await reader.read(_CHUNK)
+        closed += 1
+        await asyncio.sleep(1)
+
+    try:
+        await repeat(_IDLE_CONNECTIONS, act)
+    finally:
+        if not closed:
+            raise ConnectionError("the router takes all these connections")
+
+
+@attack
 async def stalled_bodies(address: Address) -> None:
     """Two hundred and fifty bodies of 4 MiB that lack their last byte."""
     data = request(filled(_PROMPT + b'"', b"a b ", b'"}'))[:-1]
@@ -256,17 +282,31 @@ async def many_answers(address: Address) -> None:
 
 @attack
 async def whole_logprobs(address: Address) -> None:
-    """Answers in one piece with twenty alternatives for each token."""
-    fields = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": 16, "max_tokens": 24}
-    body = json.dumps(fields | {"logprobs": True, "top_logprobs": 20}).encode()
+    """Answers in one piece with twenty alternatives for each token, and a large one, for which the attack waits."""
 
-    async def act() -> None:
+    async def whole(max_tokens: int) -> int:
+        fields = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "n": _CHOICES}
+        fields["max_tokens"] = max_tokens
+        body = json.dumps(fields | {"logprobs": True, "top_logprobs": 20}).encode()
+        size = 0
         async with connection(address) as (reader, writer):
             writer.write(request(body, "/v1/chat/completions", b"connection: close\r\n"))
-            while await reader.read(_CHUNK):
-                pass
+            while data := await reader.read(_CHUNK):
+                size += len(data)
+        return size
 
-    await repeat(16, act)
+    came = False
+    others = asyncio.ensure_future(repeat(2, lambda: whole(24)))
+    try:
+        came = await whole(_LARGE_TOKENS) > _CHOICES * _LARGE_TOKENS * _LEAST_TOKEN_BYTES
+    finally:
+        others.cancel()
+        # The time of the attack may be over.
+        if not came:
+            raise ConnectionError("the large answer did not come")
+
+
+LEAST_S["whole-logprobs"] = 60.0
 
 
 @attack
@@ -325,7 +365,7 @@ async def run(name: str, address: Address, seconds: float) -> None:
     """
     _MADE.connections = 0
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(max(seconds, LEAST_S.get(name, 0.0))):
             await ATTACKS[name](address)
     if not _MADE.connections:
         raise ConnectionError(f"no connection to {address[0]}:{address[1]} could be made")

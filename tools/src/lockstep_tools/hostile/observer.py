@@ -57,6 +57,7 @@ class Observer:
         self._longest = [0.0] * streams
         self._probes: list[float] = []
         self._probe_began: float | None = None
+        self._answered_probe_began = 0.0
         self._first_tokens: list[float] = []
         self._asked_at: float | None = None
         self._failures: list[str] = []
@@ -88,6 +89,14 @@ class Observer:
             self._since, self._longest = now, [0.0] * len(self._longest)
             self._probes, self._first_tokens, self._failures = [], [], []
         return noticed
+
+    def is_served_since(self, at: float) -> bool:
+        """Whether each stream has had a token after that time, a probe that began after it was answered, and no short
+        request from before it still waits: every silence that lasted at that time has its end.
+        """
+        with self._lock:
+            waits = self._asked_at is not None and self._asked_at <= at
+            return min([self._answered_probe_began, *self._last_at]) > at and not waits
 
     def _lasting(self, began: float | None, now: float) -> list[float]:
         return [] if began is None else [now - max(began, self._since)]
@@ -131,7 +140,7 @@ class Observer:
                     raise ConnectionError("/healthz is not well")
                 with self._lock:
                     self._probes.append(time.monotonic() - max(began, self._since))
-                    self._probe_began = None
+                    self._probe_began, self._answered_probe_began = None, began
                 time.sleep(_PROBE_EVERY_S)
 
     def _ask(self, _: int) -> None:

@@ -226,7 +226,7 @@ async def _samples() -> Samples:
             for is_inexact in (False, True):
                 style = Style(kind, stream=True, include_usage=is_inexact, logprobs=has_logprobs)
                 reading = cast("Reading", _Reading(style, deltas, is_inexact=is_inexact))
-                found.setdefault(name, []).append(json.loads(await whole_of(reading)))
+                found.setdefault(name, []).append(json.loads(b"".join(await whole_of(reading))))
                 reading = cast("Reading", _Reading(style, deltas, is_inexact=is_inexact))
                 async for chunks in chunks_of(reading):
                     found.setdefault(f"{name} chunk", []).extend(json.loads(each.data) for each in chunks)

@@ -194,11 +194,6 @@ class Stack:
         return self._running.pid(ROUTER)
 
     @property
-    def router_pids(self) -> list[int | None]:
-        """The process id of each router, None while it is down."""
-        return [self._running.pid(name) for name in self._router_names]
-
-    @property
     def _router_names(self) -> list[str]:
         return [ROUTER, *(f"{ROUTER} {number}" for number in range(2, self.settings.routers + 1))]
 

@@ -281,9 +281,9 @@ def _to_tell(write: Write, answer: Any) -> list[tuple[Write, int]]:
 
 def _counted(answers: list[Any]) -> list[Any]:
     """The answers of appends as numbers; streams that were damaged are counted."""
-    told = [each if isinstance(each, LockstepError) else [int(part) for part in each.split()] for each in answers]
-    metrics.DAMAGED.inc(sum(answer[5] for answer in told if not isinstance(answer, LockstepError)))
-    return told
+    numbers = [each if isinstance(each, LockstepError) else [int(part) for part in each.split()] for each in answers]
+    metrics.DAMAGED.inc(sum(answer[5] for answer in numbers if not isinstance(answer, LockstepError)))
+    return numbers
 
 
 def _number(text: bytes | None) -> int | None:

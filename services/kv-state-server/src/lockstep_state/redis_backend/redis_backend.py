@@ -123,9 +123,9 @@ class RedisBackend:
     async def put(self, blocks: Sequence[Block]) -> list[bool]:
         """See `Backend`."""
         asked = [self._ledger.command(_reservation(block)) for block in blocks] + list(map(self._room, blocks))
-        told = _raised(await self._store.many("reserve", asked))
-        reserved = [block for block, has_quota in zip(blocks, told, strict=False) if has_quota]
-        rooms = list(zip(blocks, told[len(blocks) :], strict=True))
+        replies = _raised(await self._store.many("reserve", asked))
+        reserved = [block for block, has_quota in zip(blocks, replies, strict=False) if has_quota]
+        rooms = list(zip(blocks, replies[len(blocks) :], strict=True))
         roomy = {block.key for block, (room, _) in rooms if self._is_room(room)}
         there = {block.key for block, (_, is_there) in rooms if is_there}
         admitted = [block for block in reserved if block.key in roomy]

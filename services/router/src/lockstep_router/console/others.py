@@ -98,9 +98,9 @@ class OtherRouters:
         asked = sorted(addresses)[:MAX_OTHERS]
         self._others = {address: self._others.get(address, _Other()) for address in asked}
         tls = None if self._certificates is None else client_context(self._certificates.current())
-        await self._ask_routers({address: addresses[address] for address in asked}, tls, self._told)
+        await self._ask_routers({address: addresses[address] for address in asked}, tls, self._note_answer)
 
-    def _told(self, address: str, answer: "RouterFacts | str") -> None:
+    def _note_answer(self, address: str, answer: "RouterFacts | str") -> None:
         """Keep what the router at an address tells, or why it does not answer."""
         other = self._others[address]
         if isinstance(answer, str):

@@ -39,20 +39,20 @@ class RouterFacts(BaseModel):
 
 
 async def ask(
-    addresses: Mapping[str, str], tls: ssl.SSLContext | None, told: Callable[[str, RouterFacts | str], None]
+    addresses: Mapping[str, str], tls: ssl.SSLContext | None, on_answer: Callable[[str, RouterFacts | str], None]
 ) -> None:
     """Ask routers, a few at a time.
 
     Args:
         addresses: of each router's management port, and the name that its certificate has to be for.
         tls: for HTTPS; None: plain HTTP.
-        told: is called once for each address, with what its router tells or why it does not answer.
+        on_answer: is called once for each address, with what its router tells or why it does not answer.
     """
     turn = asyncio.Semaphore(_AT_A_TIME)
 
     async def ask_one(address: str, name: str) -> None:
         async with turn:
-            told(address, await _answer(session, tls, address, name))
+            on_answer(address, await _answer(session, tls, address, name))
 
     async with ClientSession(auto_decompress=False) as session:
         await asyncio.gather(*(ask_one(*each) for each in addresses.items()))

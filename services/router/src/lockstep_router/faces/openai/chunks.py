@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from pydantic_core import to_json
 
-from lockstep_router.faces.openai.format import Body, Format, format_of, inexact_mark, usage_body
+from lockstep_router.faces.openai.format import Body, Format, Pieces, format_of, inexact_mark, usage_body
 from lockstep_router.faces.openai.responses.chunks import response_events
 from lockstep_router.faces.openai.responses.format import ResponsesFormat, response_format_of
 from lockstep_router.resumption import Event, Reading, event_id
@@ -42,7 +42,7 @@ async def chunks_of(reading: Reading) -> AsyncIterator[list[Chunk]]:
         yield chunks
 
 
-async def whole_of(reading: Reading) -> bytes:
+async def whole_of(reading: Reading) -> Pieces:
     """The answer as JSON, when it is complete.
 
     Raises:

@@ -3,7 +3,7 @@
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,12 @@ from lockstep_router.journals import Record
 from lockstep_router.text.tokenizer import Tokenizer
 
 Body = dict[str, Any]
+
+Pieces = Sequence[bytes | bytearray]
+"""JSON of any size, in pieces that follow each other. Joining all of them could stop the event loop for seconds."""
+
+_BLOCK_BYTES = 64 << 10
+"""Size from which on a growing piece is not added to."""
 
 
 class Format(Protocol):
@@ -43,7 +49,7 @@ class Format(Protocol):
     def keep(self, indices: Sequence[int]) -> None:
         """Answer with these choices alone, in this order, once all deltas are collected."""
 
-    def whole(self, usage: Usage, more: Body) -> bytes:
+    def whole(self, usage: Usage, more: Body) -> Pieces:
         """The collected answer with further fields, as JSON."""
 
 
@@ -74,6 +80,26 @@ class TextChunks:
         return ends
 
 
+class Column:
+    """A named list as JSON, which grows in pieces."""
+
+    def __init__(self, name: str) -> None:
+        self._pieces = [bytearray(to_json(name) + b":[")]
+        self._separator = b""
+
+    def add(self, items: bytes) -> None:
+        """Append items, which are JSON with commas between them."""
+        if len(self._pieces[-1]) >= _BLOCK_BYTES:
+            self._pieces.append(bytearray())
+        self._pieces[-1] += self._separator + items
+        self._separator = b","
+
+    @property
+    def whole(self) -> Pieces:
+        """The list of all items."""
+        return [*self._pieces, b"]"]
+
+
 class Collected:
     """One choice of an answer that is sent in one piece.
 
@@ -86,25 +112,32 @@ class Collected:
         """JSON text that follows the columns."""
         self.finish_reason: str | None = None
         self._texts: list[str] = []
-        self._columns: dict[str, list[bytes]] = {name: [] for name in columns}
+        self._columns = {name: Column(name) for name in columns}
 
     def add(self, delta: Delta, logprobs: Body) -> None:
         """Append a delta and, by column, the log probabilities of its tokens."""
         self.finish_reason = delta.finish_reason
         self._texts.append(delta.text)
-        for name, pieces in self._columns.items():
+        for name, column in self._columns.items():
             if delta.entries:
-                pieces.append(to_json(logprobs[name])[1:-1])
+                column.add(to_json(logprobs[name])[1:-1])
 
     @property
     def text(self) -> str:
         """The whole text."""
         return "".join(self._texts)
 
-    def finish(self, body: Body) -> bytes:
-        """The choice as JSON, with its log probabilities."""
-        columns = [to_json(name) + b":[" + b",".join(pieces) + b"]" for name, pieces in self._columns.items()]
-        return to_json(body)[:-1] + b',"logprobs":{' + b",".join(columns) + self._more + b"}}"
+    def finish(self, body: Body) -> Iterator[bytes | bytearray]:
+        """The choice as JSON, with its log probabilities if it has any. The text is in the first piece."""
+        if not self._columns:
+            yield to_json(body | {"logprobs": None})
+            return
+        before = to_json(body)[:-1] + b',"logprobs":{'
+        for column in self._columns.values():
+            yield before
+            yield from column.whole
+            before = b","
+        yield self._more + b"}}"
 
 
 @dataclass(slots=True)
@@ -119,16 +152,15 @@ class Head:
         """A body with these choices."""
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def plain(self, kind: str, choices: list[Body], more: Body) -> bytes:
-        """A body as JSON, made of choices without log probabilities and of further fields."""
-        for choice in choices:
-            choice["logprobs"] = None
-        return to_json(self.body(kind, choices) | more)
-
-    def whole(self, kind: str, choices: Iterable[bytes], more: Body) -> bytes:
+    def whole(self, kind: str, choices: Iterable[Iterable[bytes | bytearray]], more: Body) -> Pieces:
         """A body as JSON, made of choices that are JSON already and of further fields."""
         head = to_json({"id": self.id, "object": kind, "created": self.created, "model": self.model})[:-1]
-        return head + b',"choices":[' + b",".join(choices) + b"]," + to_json(more)[1:]
+        pieces: list[bytes | bytearray] = [head + b',"choices":[']
+        for choice in choices:
+            pieces += choice
+            pieces.append(b",")
+        pieces[-1] = b"]," + to_json(more)[1:]
+        return pieces
 
 
 class ChatFormat:
@@ -175,7 +207,7 @@ class ChatFormat:
         """Drop the other messages."""
         self._collected = [self._collected[index] for index in indices]
 
-    def whole(self, usage: Usage, more: Body) -> bytes:
+    def whole(self, usage: Usage, more: Body) -> Pieces:
         """The messages."""
         bodies: list[Body] = [
             {
@@ -186,8 +218,6 @@ class ChatFormat:
             for index, choice in enumerate(self._collected)
         ]
         more = {"usage": usage_body(usage), **more}
-        if not self._logprobs:
-            return self._head.plain("chat.completion", bodies, more)
         choices = [choice.finish(body) for choice, body in zip(self._collected, bodies, strict=True)]
         return self._head.whole("chat.completion", choices, more)
 
@@ -261,20 +291,17 @@ class CompletionFormat:
         self._collected = [self._collected[index] for index in indices]
         self._prefixes = [self._prefixes[index] for index in indices] if self._prefixes else ()
 
-    def whole(self, usage: Usage, more: Body) -> bytes:
+    def whole(self, usage: Usage, more: Body) -> Pieces:
         """The texts."""
-        bodies: list[Body] = [
-            {
-                "index": index,
-                "text": (self._prefixes[index] if self._prefixes else "") + choice.text,
-                "finish_reason": choice.finish_reason,
-            }
+        choices = [
+            choice.finish({"index": index, "text": choice.text, "finish_reason": choice.finish_reason})
             for index, choice in enumerate(self._collected)
         ]
+        if self._prefixes:
+            # All choices of a prompt share its JSON: sixteen copies of a long one would block the event loop.
+            shared = {prefix: to_json(prefix)[1:-1] for prefix in set(self._prefixes)}
+            choices = [_echoing(shared[prefix], choice) for prefix, choice in zip(self._prefixes, choices, strict=True)]
         more = {"usage": usage_body(usage), **more}
-        if not self._logprobs:
-            return self._head.plain("text_completion", bodies, more)
-        choices = [choice.finish(body) for choice, body in zip(self._collected, bodies, strict=True)]
         return self._head.whole("text_completion", choices, more)
 
     def _chunk(self, index: int, text: str, logprobs: Body | None, finish_reason: str | None) -> Body:
@@ -306,6 +333,15 @@ class CompletionFormat:
         except UnicodeDecodeError:
             # OpenAI's form for parts of characters; several tokens may have the same text.
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _echoing(prefix: bytes, choice: Iterator[bytes | bytearray]) -> Iterator[bytes | bytearray]:
+    """A choice with more JSON at the beginning of its text."""
+    before, name, text = next(choice).partition(b'"text":"')
+    yield before + name
+    yield prefix
+    yield text
+    yield from choice
 
 
 def make_format(style: Style, request_id: str, prepared: Prepared) -> Format:

@@ -62,7 +62,9 @@ async def answer(
         if prepared.kept_per_prompt is not None:
             answer_format.keep(generation.best_choices)
         more = inexact_mark(is_inexact=bool(generation.inexact_choices))
-        await client.reply_json(answer_format.whole(generation.usage, more))
+        whole = answer_format.whole(generation.usage, more)
+        with router.holding(whole):
+            await client.reply_json(whole)
 
 
 async def answer_ids(router: Router, model: str, source: PromptSource, record: Record, client: Client) -> None:

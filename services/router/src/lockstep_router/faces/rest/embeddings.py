@@ -7,7 +7,7 @@ from array import array
 from pydantic_core import to_json
 
 from lockstep_router.faces.record import Record
-from lockstep_router.faces.rest.replies import Client, json_reply
+from lockstep_router.faces.rest.replies import Client
 from lockstep_router.generation.embedding import EmbeddingRequest
 from lockstep_router.router import Router
 
@@ -29,7 +29,7 @@ async def answer_embeddings(
 
         def take(index: int, vector: "array[float]") -> None:
             # One at a time, as they arrive: all together would keep the event loop busy.
-            entries[index] = _entry(index, vector, as_base64=as_base64)
+            entries[index] = (b"," if index else b"") + _entry(index, vector, as_base64=as_base64)
 
         async with router.embedding(prepared, record.account) as embedding:
             try:
@@ -38,7 +38,9 @@ async def answer_embeddings(
                 record.failovers = embedding.failovers
         usage = {"prompt_tokens": prepared.prompt_tokens, "total_tokens": prepared.prompt_tokens}
         tail = to_json({"model": prepared.card.name, "usage": usage})[1:]
-        await client.reply(json_reply(b'{"object":"list","data":[' + b",".join(entries) + b"]," + tail))
+        whole = [b'{"object":"list","data":[', *entries, b"]," + tail]
+        with router.holding(whole):
+            await client.reply_json(whole)
 
 
 def _entry(index: int, vector: "array[float]", *, as_base64: bool) -> bytes:

@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep_common.errors import MEANINGS, ErrorCode, LockstepError
@@ -32,6 +32,8 @@ _EVENT_STREAM_HEADERS: Headers = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_BLOCK_BYTES = 64 << 10
+"""Bytes of an answer that are copied and sent in one turn of the event loop, about."""
 DONE = b"data: [DONE]\n\n"
 _SILENCE_HEADER = b"x-lockstep-max-silence"
 _KEEP_ALIVE = b": keep-alive\n\n"
@@ -114,8 +116,7 @@ class Client:
     def expect_events(self, headers: Mapping[str, str] | None = None) -> None:
         """Note that the answer will be a stream; with further headers, if there are any."""
         if headers:
-            more = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-            self._event_headers = _event_stream_headers(self._keepalive_s, self._write_timeout_s) + more
+            self._event_headers = _event_stream_headers(self._keepalive_s, self._write_timeout_s) + _lower(headers)
         self._wants_events = True
         self._begin_watch()
 
@@ -123,10 +124,21 @@ class Client:
         """Send a complete response."""
         await self._reply(response.status_code, response.raw_headers, bytes(response.body))
 
-    async def reply_json(self, body: bytes) -> None:
-        """Send a complete response of JSON."""
-        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
-        await self._reply(200, headers, body)
+    async def reply_json(self, pieces: Sequence[bytes | bytearray], headers: Mapping[str, str] | None = None) -> None:
+        """Send a complete response of JSON, a large one in blocks: others have their turn between two of them, and the
+        next one waits until the client has read.
+        """
+        left = sum(map(len, pieces))
+        fields = [*_lower(headers or {}), (b"content-length", b"%d" % left), (b"content-type", b"application/json")]
+        if left <= _BLOCK_BYTES:
+            await self._reply(200, fields, b"".join(pieces))
+            return
+        await self._put(_start(200, fields))
+        for block in _blocks(pieces):
+            left -= len(block)
+            # The last one ends the answer: the client may send its next request as soon as it has all of it.
+            await self._put(_body(block, more=left > 0))
+            await asyncio.sleep(0)
 
     async def _reply(self, status: int, headers: Headers, body: bytes) -> None:
         if self._comment is None and self._reply_at_once(status, headers, body):
@@ -281,6 +293,24 @@ def _event_stream_headers(keepalive_s: float, write_timeout_s: float) -> Headers
         return _EVENT_STREAM_HEADERS
     silence_s = keepalive_s + _watch_interval_s(keepalive_s, write_timeout_s)
     return [*_EVENT_STREAM_HEADERS, (_SILENCE_HEADER, b"%.3f" % silence_s)]
+
+
+def _lower(headers: Mapping[str, str]) -> Headers:
+    return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+
+def _blocks(pieces: Iterable[bytes | bytearray]) -> Iterator[bytes]:
+    """The same bytes in pieces of about `_BLOCK_BYTES`."""
+    block = bytearray()
+    for piece in pieces:
+        view = memoryview(piece)
+        for start in range(0, len(view), _BLOCK_BYTES):
+            block += view[start : start + _BLOCK_BYTES]
+            if len(block) >= _BLOCK_BYTES:
+                yield bytes(block)
+                block.clear()
+    if block:
+        yield bytes(block)
 
 
 def _start(status: int, headers: Headers) -> dict[str, Any]:

@@ -41,7 +41,9 @@ async def answer_response(
             finally:
                 record.completion_tokens = generation.usage.completion_tokens
                 record.failovers = generation.failovers
-        await client.reply_json(answer_format.whole(generation.usage, _mark(generation)))
+        whole = answer_format.whole(generation.usage, _mark(generation))
+        with router.holding(whole):
+            await client.reply_json(whole)
 
 
 async def _events(generation: Generation, answer_format: ResponsesFormat, record: Record) -> AsyncIterator[bytes]:

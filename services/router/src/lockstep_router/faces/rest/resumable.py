@@ -12,7 +12,7 @@ from lockstep_router.faces.openai.chunks import chunks_of, has_end_mark, whole_o
 from lockstep_router.faces.openai.responses.schemas import ResponsesRequest
 from lockstep_router.faces.openai.schemas import SamplingFields
 from lockstep_router.faces.record import Record
-from lockstep_router.faces.rest.replies import DONE, Client, json_reply, named_event
+from lockstep_router.faces.rest.replies import DONE, Client, named_event
 from lockstep_router.generation.request import GenerationRequest
 from lockstep_router.generation.style import Style
 from lockstep_router.resumption import After, IdempotencyKey, Reading
@@ -113,7 +113,7 @@ async def answer_resumable(
     del request
     reading = await starting
     record.release_body()
-    await _write(reading, record, client)
+    await _write(router, reading, record, client)
 
 
 async def answer_resumed(
@@ -124,10 +124,11 @@ async def answer_resumed(
     Raises:
         LockstepError: nothing has been written yet, or the stream has failed.
     """
-    await _write(await router.runs.resume(request_id, owner, record.account, after), record, client)
+    reading = await router.runs.resume(request_id, owner, record.account, after)
+    await _write(router, reading, record, client)
 
 
-async def _write(reading: Reading, record: Record, client: Client) -> None:
+async def _write(router: Router, reading: Reading, record: Record, client: Client) -> None:
     style, record.resumed = reading.record.style, reading.is_resumed
     record.join(reading.record.traceparent)
     if not reading.is_resumed:
@@ -140,7 +141,12 @@ async def _write(reading: Reading, record: Record, client: Client) -> None:
                 end = DONE if has_end_mark(reading) else b""
                 await client.reply_events(_events(reading, record), end=lambda: end)
             else:
-                await client.reply(json_reply(await whole_of(reading), headers=headers))
+                if reading.is_resumed:
+                    # Each client that comes back has a copy made, which costs it nothing.
+                    router.check_answers()
+                whole = await whole_of(reading)
+                with router.holding(whole):
+                    await client.reply_json(whole, headers)
         finally:
             record.completion_tokens = reading.delivered_tokens
             record.failovers = reading.failovers

@@ -78,9 +78,9 @@ class ResponsesFormat:
         for _ in self._take(delta):
             pass
 
-    def whole(self, usage: Usage, more: Body) -> bytes:
-        """The complete response with further fields, as JSON."""
-        return to_json(self._whole(usage, more))
+    def whole(self, usage: Usage, more: Body) -> list[bytes]:
+        """The complete response with further fields, as JSON in one piece."""
+        return [to_json(self._whole(usage, more))]
 
     def _whole(self, usage: Usage, more: Body) -> Body:
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
