@@ -43,7 +43,7 @@ def test_one_that_fails_keeps_no_other_from_being_built():
     assert len(log) == 3
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", ["qwen3", pytest.param("llama", marks=pytest.mark.slow), pytest.param("qwen2", marks=pytest.mark.slow)]
 )

@@ -66,7 +66,12 @@ def any_pattern(vocabulary):
     return logits.where(logits.isfinite(), -0.0)
 
 
-@pytest.mark.parametrize("rows", [random_rows, tied_rows, few_allowed, no_numbers, any_pattern])
+SLOWER_ROWS = (tied_rows, few_allowed, any_pattern)
+
+
+@pytest.mark.parametrize(
+    "rows", [random_rows, no_numbers, *(pytest.param(rows, marks=pytest.mark.slow) for rows in SLOWER_ROWS)]
+)
 @pytest.mark.parametrize(
     ("vocabulary", "tuning", "dtype"),
     [

@@ -80,7 +80,11 @@ def damaged(rng, damage, messages):
     return [message for part in grouped for message in part]
 
 
-@pytest.mark.parametrize("cases", [None, pytest.param(200, marks=pytest.mark.exhaustive)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "cases",
+    [pytest.param(None, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.exhaustive)],
+    ids=["few", "many"],
+)
 async def test_no_token_is_different_for_a_damaged_block(socket_path, cases, pytestconfig):
     cases = cases or pytestconfig.getoption("--damage-cases")
     rng = Random(SEED)
