@@ -33,7 +33,7 @@ from lockstep_router.journals import JournalStore, MemoryJournalStore, MirroredJ
 from lockstep_router.memory import MemoryTrimmer
 from lockstep_router.output import ModelFormats
 from lockstep_router.resumption import Runs
-from lockstep_router.running import Admission, CountingPrompts, Holding, RunningRequest
+from lockstep_router.running import Admission, CountingPrompts, RunningRequest
 from lockstep_router.settings import RouterSettings
 from lockstep_router.tenants import Account, KeyFile, TenantLimits
 from lockstep_router.tenants.shared_storage import open_storage
@@ -320,10 +320,16 @@ class Router:
         """
         return Admission(self, account)
 
-    def holding(self, answer: Iterable[bytes | bytearray]) -> Holding:
-        """Count the memory of an answer in one piece while the context is entered."""
+    @contextmanager
+    def holding(self, answer: Iterable[bytes | bytearray]) -> Iterator[None]:
+        """Count the memory of a whole answer, which is kept until it is sent."""
         # Choices share the JSON of an echoed prompt.
-        return Holding(self, sum(map(len, {id(piece): piece for piece in answer}.values())))
+        size_bytes = sum(map(len, {id(piece): piece for piece in answer}.values()))
+        self._other_bytes += size_bytes
+        try:
+            yield
+        finally:
+            self._other_bytes -= size_bytes
 
     def check_answers(self) -> None:
         """Refuse another copy of a whole answer that is kept if those that are being sent have taken all the room.
@@ -433,7 +439,9 @@ class Router:
 
 def _no_room() -> LockstepError:
     return LockstepError(
-        ErrorCode.OVERLOADED, "the journals of this router's streams take all their memory", retry_after_s=1
+        ErrorCode.OVERLOADED,
+        "the journals and unsent answers of this router take all their memory (max_journals_bytes)",
+        retry_after_s=1,
     )
 
 

@@ -62,20 +62,6 @@ class CountingPrompts:
         self._router._other_bytes -= self._counted
 
 
-class Holding:
-    """The memory of a whole answer, which is kept until it is sent."""
-
-    def __init__(self, router: "Router", size_bytes: int) -> None:
-        self._router = router
-        self._size_bytes = size_bytes
-
-    def __enter__(self) -> None:
-        self._router._other_bytes += self._size_bytes
-
-    def __exit__(self, *_: object) -> None:
-        self._router._other_bytes -= self._size_bytes
-
-
 class RunningRequest:
     """A request's streams, which run while the context is entered."""
 
