@@ -12,6 +12,7 @@ kills, when it has ended, the `lockstep` that it runs for, alone or with all its
 machine).
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -223,7 +224,8 @@ def apply(namespace: str, arguments: list[str]) -> None:
     store(kind, namespace if kind in ("pod", "secret") else "", value)
     if value["spec"].get("hostNetwork") if kind == "pod" else False:
         kubelet = [sys.executable, __file__, "kubelet", namespace, value["metadata"]["name"]]
-        subprocess.run(kubelet, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)
+        quiet = subprocess.DEVNULL  # it must not hold the pipes of the command, which ends before it
+        subprocess.run(kubelet, stdin=quiet, stdout=quiet, stderr=quiet, check=True)
     elif kind == "pod" and value["metadata"]["name"] == "lockstep-burst":
         store("pod", namespace, value | {"status": {"phase": "Failed"}})
 
@@ -423,7 +425,8 @@ def die_if_asked(line: str) -> None:
     if scope == "machine":
         for each in [*command.children(recursive=True), command]:
             if each.pid != os.getpid():
-                each.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # some have ended by themselves meanwhile
+                    each.kill()
         os.kill(os.getpid(), signal.SIGKILL)
     command.kill()
 
