@@ -8,7 +8,8 @@ SOURCES := libs services tools tests conftest.py
 WAITING_SYSTEM_TESTS := $(addprefix tests/integration/,test_alerts.py test_state_alerts.py test_balance_alerts.py test_worker_alerts.py test_gpu_stack.py test_trace_moves.py test_waiting.py)
 # The longest tests first, so that no process is left with them at the end.
 PARALLEL_SYSTEM_TESTS := $(addprefix tests/,hostile/test_doors.py hostile/test_state_door.py hostile/test_worker_door.py integration/test_refused_models.py \
-  integration/test_prefix_reports.py integration/test_remote_cache.py integration/test_traces.py integration/test_debug.py integration/test_secrecy.py integration/test_causes.py)
+  integration/test_prefix_reports.py integration/test_remote_cache.py integration/test_traces.py integration/test_debug.py integration/test_secrecy.py integration/test_causes.py \
+  integration/test_serve.py integration/test_routers.py integration/test_client.py)
 # Nothing that imports triton may come before libs, whose tests choose its interpreter.
 PARALLEL_TESTS := $(WAITING_SYSTEM_TESTS) tests/simulation tests/conformance libs $(PARALLEL_SYSTEM_TESTS) tests/contract services tools/tests tests/deployment
 SYSTEM_TESTS := tests/integration tests/hostile tests/chaos tests/console tests/cluster $(addprefix --ignore=,$(WAITING_SYSTEM_TESTS) $(PARALLEL_SYSTEM_TESTS))

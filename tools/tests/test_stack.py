@@ -1,5 +1,6 @@
 """The stack with a stub router and stub workers: what starts, what ends, what is left."""
 
+import contextlib
 import io
 import json
 import os
@@ -39,8 +40,11 @@ def socket_of(worker_pid: int) -> Path:
 
 
 def router_pids(stack: Stack) -> list[int]:
-    """Of each router, by its port in the command lines of this process's children."""
-    words = {child.pid: child.cmdline() for child in psutil.Process().children()}
+    """Of each router, by its port in the command lines of this process's children, of which another test's may end."""
+    words: dict[int, list[str]] = {}
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # its subclass ZombieProcess, too
+            words[child.pid] = child.cmdline()
     return [next(pid for pid, each in words.items() if f"--port={port}" in each) for port in stack.ports]
 
 
