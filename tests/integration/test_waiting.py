@@ -3,14 +3,24 @@
 import asyncio
 import os
 import signal
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import permutations
 from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import pytest
+from otlp_receiver import Received, grpc_receiver
 from serving import Serve
+from spans import headers as trace_headers
+from spans import named
 from system import MODEL, System
 
 pytestmark = pytest.mark.usefixtures("private_tmp")
+
+_APART_NS = 100_000_000
+"""Two things whose order is compared are at least so far apart: a router and a worker see them at other moments."""
 
 
 def question(number: int, tokens: int) -> dict[str, object]:
@@ -25,8 +35,9 @@ def question(number: int, tokens: int) -> dict[str, object]:
     }
 
 
-async def ask(client: httpx.AsyncClient, number: int, tokens: int) -> str:
-    response = await client.post("/completions", json=question(number, tokens))
+async def ask(client: httpx.AsyncClient, number: int, tokens: int, trace: int = 0) -> str:
+    headers = trace_headers(trace) if trace else {}
+    response = await client.post("/completions", json=question(number, tokens), headers=headers)
     assert response.status_code == 200, response.text
     body = response.json()
     assert "lockstep" not in body, "workers on one machine have the same numerics"
@@ -38,6 +49,54 @@ def client_of(system: System) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         base_url=system.api, timeout=300, trust_env=False, limits=httpx.Limits(max_connections=None)
     )
+
+
+class Turn(NamedTuple):
+    """An attempt of a request that had no output yet, in the queue of a worker."""
+
+    request: str
+    worker: str
+    arrived_ns: int
+    """When the request arrived at the router."""
+    queued_ns: int
+    left_ns: int
+    """When it began to run, or left the worker."""
+    ran: bool
+
+
+def turns(spans: Sequence[Received]) -> list[Turn]:
+    arrived = {span.trace_id: span.begin_ns for span in named(spans, "request")}
+    has_output = {
+        span.span_id: bool(span.attributes["lockstep.attempt.emitted_before"]) for span in named(spans, "attempt")
+    }
+    ran = {span.parent_id for span in named(spans, "prefill")}
+    return [
+        Turn(
+            span.trace_id,
+            span.resource["service.instance.id"],
+            arrived[span.trace_id],
+            span.begin_ns,
+            span.end_ns,
+            span.parent_id in ran,
+        )
+        for span in named(spans, "queue")
+        if span.trace_id in arrived and not has_output.get(span.parent_id, False)
+    ]
+
+
+def overtaken(waited: Sequence[Turn]) -> list[tuple[Turn, Turn]]:
+    """Pairs of turns at one worker: the second one, of a younger request, began to run while the first one waited."""
+    at = defaultdict(list)
+    for turn in waited:
+        at[turn.worker].append(turn)
+    return [
+        (older, younger)
+        for there in at.values()
+        for older, younger in permutations(there, 2)
+        if younger.ran
+        and older.arrived_ns + _APART_NS < younger.arrived_ns
+        and older.queued_ns + _APART_NS < younger.left_ns < older.left_ns - _APART_NS
+    ]
 
 
 @pytest.fixture
@@ -66,21 +125,44 @@ async def test_two_hundred_requests_on_two_workers_survive_kills(
     tmp_path: Path, short_deadlines: pytest.MonkeyPatch
 ) -> None:
     short_deadlines.setenv("LOCKSTEP_MAX_SEQS", "4")
-    with Serve(tmp_path, "--workers", "2", "--tp", "2") as serve:
-        serve.ready()
-        async with client_of(serve.system) as client:
-            calm = [await ask(client, number, 60) for number in range(8)]
-            running = [asyncio.create_task(ask(client, number, 60)) for number in range(200)]
-            killed = 0
-            while killed < 4:
-                workers = await asyncio.to_thread(serve.system.until_ready)
-                if all(task.done() for task in running):
-                    break
-                worker = workers[f"w{killed % 2}"]
-                os.kill(worker["ranks"][1]["pid"] if killed < 2 else worker["pid"], signal.SIGKILL)
-                killed += 1
-                await asyncio.sleep(0.5)
-            texts = await asyncio.gather(*running)
-        assert texts[:8] == calm
-        assert killed > 0
-        assert serve.system.router()["failovers"] > 0
+    with grpc_receiver() as receiver:
+        short_deadlines.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{receiver.address}")
+        short_deadlines.setenv("OTEL_TRACES_SAMPLER_ARG", "0")  # of requests without a trace
+        with Serve(tmp_path, "--workers", "2", "--tp", "2") as serve:
+            serve.ready()
+            killed = await answer_under_kills(serve, 200)
+            assert killed > 0
+            assert serve.system.router()["failovers"] > 0
+            waited = turns(receiver.wait({"request": 200}))
+    # A worker that is killed takes its latest spans with it.
+    assert sum(turn.ran for turn in waited) > 100
+    assert any(turn.left_ns - turn.queued_ns > 10 * _APART_NS for turn in waited), "they waited"
+    print(
+        len(waited),
+        sum(t.ran for t in waited),
+        max(t.left_ns - t.queued_ns for t in waited) / 1e9,
+        sum(t.ran for t in waited),
+    )
+    assert overtaken(waited) == []
+
+
+async def answer_under_kills(serve: Serve, requests: int) -> int:
+    """All requests are answered; the number of processes that were killed meanwhile."""
+    async with client_of(serve.system) as client:
+        calm = [await ask(client, number, 60) for number in range(8)]
+        running = []
+        for number in range(requests):
+            running.append(asyncio.create_task(ask(client, number, 60, trace=1 + number)))
+            await asyncio.sleep(0.01)  # so that their order is known
+        killed = 0
+        while killed < 4:
+            workers = await asyncio.to_thread(serve.system.until_ready)
+            if all(task.done() for task in running):
+                break
+            worker = workers[f"w{killed % 2}"]
+            os.kill(worker["ranks"][1]["pid"] if killed < 2 else worker["pid"], signal.SIGKILL)
+            killed += 1
+            await asyncio.sleep(0.5)
+        texts = await asyncio.gather(*running)
+    assert texts[:8] == calm
+    return killed
